@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from ranktape.analyze.replays.recomputed import recompute
 from ranktape.storage import Record, Records, Run
 
 TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-12}
@@ -44,6 +45,7 @@ def verify_run(run: Run | Records, *, mask: torch.Tensor | None = None, scale: f
     With `mask`, attention is computed with it; else with a causal one, or none, whichever fits the output. `scale` is
     that of its products, the usual one by default.
     """
+    recomputed(run)
     counts: Counter[str] = Counter()
     for layer_type, verify in (("linear", _verify_linear), ("embedding", _verify_embedding)):
         records = run.select(layer_type=layer_type)
@@ -55,6 +57,18 @@ def verify_run(run: Run | Records, *, mask: torch.Tensor | None = None, scale: f
                 counts += _verify_bias(calls, weights=weights, biases=biases)
     for call, group in _by_call(run.select(layer_type="attention")).items():
         counts += _verify_attention(call, group, mask=mask, scale=scale)
+    return counts
+
+
+def recomputed(run: Run | Records) -> Counter[str]:
+    """What `ranktape check --recompute` finds: how many products agree, and why others cannot be compared.
+
+    An assertion fails for one that does not agree, and names it.
+    """
+    counts: Counter[str] = Counter()
+    for one in recompute(run.select() if isinstance(run, Run) else run):
+        assert one.agreement is None or one.agreement.is_agreed, one
+        counts[one.reason or "agrees"] += 1
     return counts
 
 

@@ -56,7 +56,9 @@ _PHASES = {"output": "post", "grad_output": "pre", "grad_input": "post", "grad_w
 class CallTensors:
     """The tensors of all calls among some records; nothing is read."""
 
-    def __init__(self, records: Records) -> None:
+    def __init__(self, records: Records, *, is_wide: bool = True) -> None:
+        """Take records; with `is_wide`, operands are what a layer was given, not what it quantised them to."""
+        self.is_wide = is_wide
         self._names: list[str] = records.column("tensor_name").tolist()
         self._keys: list[Key] = list(zip(*(records.column(name).tolist() for name in CALL_FIELDS), strict=True))
         self._counters: list[int] = records.column("counter").tolist()
@@ -92,7 +94,7 @@ class CallTensors:
                 if row is not None:
                     own[name] = (row,)
             wide = {name.removeprefix(WIDE): rows for name, rows in own.items() if name.startswith(WIDE)}
-            self._found[key] = own | wide
+            self._found[key] = own | (wide if self.is_wide else {})
         return self._found[key]
 
     def sample(self, key: Key) -> SampleName | None:

@@ -1,4 +1,4 @@
-"""Finds the calls of linear layers of which products can be computed again, and says why others cannot."""
+"""Finds the calls of layers of which products can be computed again, and says why others cannot."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
-from ranktape.analyze.replays.call_tensors import CALL_FIELDS, STANDING, WIDE, CallTensors, Key, Rows
+from ranktape.analyze.replays.attention_tensors import AttentionTensors
+from ranktape.analyze.replays.call_tensors import CALL_FIELDS, WIDE, CallTensors, Key, Rows
 from ranktape.analyze.replays.computable import TIE, LinearTensors
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 LINEAR = "linear"
 """Layers with this `layer_type` or `component` compute the three products."""
+
+ATTENTION, ATTENTION_COMPONENT = "attention", "FA"
+"""Layers with this `component`, or with this `layer_type` and not the component of linear ones, compute attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +65,7 @@ class RecordedCalls:
     """The calls that a selection asks for."""
 
     records: Records
-    """The records that places are of: those of linear layers, with those that the selection leaves out."""
+    """The records that places are of: those of all such layers, with those that the selection leaves out."""
     calls: tuple[RecordedCall, ...]
     """Those of which something can be computed, in the order of the records."""
     left_out: tuple[LeftOut, ...]
@@ -76,29 +79,44 @@ class RecordedCalls:
         return recipe.of_layer(call.field("module"), layer_idx=call.field("layer_idx"), num_layers=num_layers)
 
 
-def calls_of(records: Records, *, products: Collection[str] = ()) -> RecordedCalls:
+def calls_of(
+    records: Records, *, products: Collection[str] = (), has_attention: bool = False, is_wide: bool = True
+) -> RecordedCalls:
     """The calls of linear layers of a selection, and which of their products can be computed again; reads no value.
 
     A product is asked for if its result is selected; or, where no layer recorded such a result or `products` names it,
     if its operands are. Operands may lie outside of the selection, in its iterations. Without `products` all count.
+
+    With `has_attention`, calls of attention come, too. Where a layer recorded what it was given beside what it
+    quantised, the former is the operand; without `is_wide` it is what was multiplied, which is known of outputs alone.
 
     Raises:
         DataError: a placement is damaged.
         StorageError: a catalogue cannot be read.
     """
     everything, places = records.unfiltered()
-    kinds = [everything.column(name) == LINEAR for name in ("layer_type", "component")]
-    rows = np.flatnonzero(kinds[0] | kinds[1])
+    layers, components = (everything.column(name) for name in ("layer_type", "component"))
+    is_asked = (layers == LINEAR) | (components == LINEAR)
+    if has_attention:
+        is_asked |= (layers == ATTENTION) | (components == ATTENTION_COMPONENT)
+    rows = np.flatnonzero(is_asked)
     own = everything.take(rows.tolist())
-    finder = _Finder(own, np.flatnonzero(np.isin(rows, places)).tolist(), tied=_tied_weights(everything))
+    calls = CallTensors(own, is_wide=is_wide)
+    finder = _Finder(own, np.flatnonzero(np.isin(rows, places)).tolist(), calls=calls, tied=_tied_weights(everything))
     for key in finder.keys:
-        for product in PRODUCTS if not products else [name for name in PRODUCTS if name in products]:
-            if finder.is_asked(key, product, is_named=bool(products)):
+        for product in finder.products(key):
+            if (not products or product in products) and finder.is_asked(key, product, is_named=bool(products)):
                 finder.look(key, product)
     num_layers: defaultdict[str, int] = defaultdict(int)
     for stack, layer in zip(*(everything.column(name).tolist() for name in ("layer_stack", "layer_idx")), strict=True):
         num_layers[stack] = max(num_layers[stack], layer + 1)
     return RecordedCalls(records=own, calls=finder.calls(), left_out=finder.left_out(), num_layers=dict(num_layers))
+
+
+def is_attention(key: Key) -> bool:
+    """Whether a call is one of attention."""
+    layer_type, component = (key[CALL_FIELDS.index(name)] for name in ("layer_type", "component"))
+    return bool(component == ATTENTION_COMPONENT or (layer_type == ATTENTION and component != LINEAR))
 
 
 def _tied_weights(records: Records) -> set[Key]:
@@ -123,12 +141,13 @@ class _Found:
 class _Finder:
     """Looks at the products of calls, one after the other."""
 
-    def __init__(self, records: Records, selected: list[int], *, tied: set[Key]) -> None:
-        self._calls = CallTensors(records)
-        self._tensors = LinearTensors(records, tied=tied)
+    def __init__(self, records: Records, selected: list[int], *, calls: CallTensors, tied: set[Key]) -> None:
+        self._calls = calls
+        self._linear = LinearTensors(records, tied=tied, is_wide=calls.is_wide)
+        self._attention = AttentionTensors(records)
         self._recorded = set(records.column("tensor_name").tolist())
         self._selected: defaultdict[Key, set[str]] = defaultdict(set)
-        names = self._tensors.column("tensor_name")
+        names = self._linear.column("tensor_name")
         for row in selected:
             self._selected[self._calls.key(row)].add(names[row])
         self._found: dict[tuple[Key, bool], _Found] = {}
@@ -138,6 +157,13 @@ class _Finder:
     def keys(self) -> list[Key]:
         """The calls that have a selected tensor."""
         return [key for key in self._calls.names if key in self._selected]
+
+    def products(self, key: Key) -> Collection[str]:
+        """What a call's layer computes."""
+        return self._kind(key).products
+
+    def _kind(self, key: Key) -> LinearTensors | AttentionTensors:
+        return self._attention if is_attention(key) else self._linear
 
     def calls(self) -> tuple[RecordedCall, ...]:
         """Those with a product that can be computed."""
@@ -157,44 +183,49 @@ class _Finder:
         if product in self._calls.names[key]:
             return product in selected
         # One that no layer recorded was left out by the capture; else this layer computed none.
-        flowing = [name for name in PRODUCTS[product] if name not in STANDING]
+        kind = self._kind(key)
+        flowing = [name for name in kind.products[product] if name not in kind.standing]
         return (is_named or product not in self._recorded) and all({name, WIDE + name} & selected for name in flowing)
 
     def look(self, key: Key, product: str) -> None:
         """Note what a call gives of a product, or why it gives none."""
+        kind = self._kind(key)
         own = self._calls.of(key)
-        reason = self._tensors.why_not_read(own, product)
+        reason = kind.why_not_read(own, product)
         place, rows = key, own
-        is_local = bool(reason) or self._tensors.is_local(own, product)
+        is_local = bool(reason) or kind.is_local(own, product)
         if not is_local:
             place, rows, reason = self._whole(key, own, product)
         found = self._found.get((place, not is_local)) or _Found(sample=self._calls.sample(key))
-        operands = {name: rows[name] for name in (*PRODUCTS[product], "offsets") if name in rows}
-        reason = reason or self._tensors.why_no_product(found.rows | operands, product)
+        told = [name for name in kind.companions if not kind.why_missing(rows, [name])]
+        operands = {name: rows[name] for name in (*kind.products[product], *told) if name in rows}
+        reason = reason or kind.why_no_product(found.rows | operands, product)
         if reason:
             self._left_out[place, product] = reason
             return
         counts = (self._calls.num_calls(key, name) for name in ("grad_output", "grad_weight"))
-        why = self._tensors.why_not_compared(rows, product, *counts)
+        why = kind.why_not_compared(rows, product, *counts)
         self._found[place, not is_local] = found
         found.products[product] = why
         found.rows |= operands
         if product in rows and not why:
             found.rows[product] = rows[product]
-        if product == "output":
-            found.is_bias_known = self._tensors.is_bias_known(rows)
-            found.rows |= {"bias": rows["bias"]} if self._tensors.has_bias(rows) else {}
+        if product == "output" and isinstance(kind, LinearTensors):
+            found.is_bias_known = kind.is_bias_known(rows)
+            found.rows |= {"bias": rows["bias"]} if kind.has_bias(rows) else {}
 
     def _whole(self, key: Key, own: Rows, product: str) -> tuple[Key, Rows, str]:
         """The call of the lowest rank of a mesh, its tensors of all ranks, and why they cannot be had."""
-        ranks = sorted(self._tensors.ranks(own, product))
+        kind = self._kind(key)
+        ranks = sorted(kind.ranks(own, product))
         if not ranks:
             return key, own, "the weight is a shard, and where the other operand lies was not recorded"
         at = CALL_FIELDS.index("rank")
         keys = [(*key[:at], rank, *key[at + 1 :]) for rank in ranks]
         of_ranks = [self._calls.of(one) for one in keys]
-        reasons = [reason for rows in of_ranks if (reason := self._tensors.why_not_read(rows, product))]
+        reasons = [reason for rows in of_ranks if (reason := kind.why_not_read(rows, product))]
         if reasons:
             return keys[0], own, f"it takes what all ranks of a mesh have, and of one {reasons[0]}"
-        names = [name for name in (*PRODUCTS[product], product, "bias") if all(name in rows for rows in of_ranks)]
+        wanted = (*kind.products[product], product, "bias", *(kind.companions if kind is self._attention else ()))
+        names = [name for name in wanted if all(name in rows for rows in of_ranks)]
         return keys[0], {name: tuple(row for rows in of_ranks for row in rows[name]) for name in names}, ""

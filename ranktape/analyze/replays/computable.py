@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ranktape.analyze.numerics.products import SIZES
 from ranktape.analyze.numerics.recipes.recipe import OPERANDS, PRODUCTS
+from ranktape.analyze.replays.call_tensors import STANDING, WIDE
+from ranktape.analyze.replays.recorded_tensors import RecordedTensors
 from ranktape.analyze.replays.shards import is_local
-from ranktape.storage.format.dtypes import dtype_row
-from ranktape.storage.format.record_info import Keep
-from ranktape.storage.records.placement import parse_placement
 
 if TYPE_CHECKING:
     from ranktape.analyze.replays.call_tensors import Key, Rows
     from ranktape.storage import Records
-    from ranktape.storage.records.placement import Placement
 
 GROUPED = "EIO"
 """The layout of the weights of all experts that are multiplied in one call."""
 
 TRANSPOSED = "IO"
 """The layout of a weight whose rows are inputs."""
-
-WHOLE = "null"
-"""What the catalogue says of the placement of a tensor that is no shard, and of metadata that is none."""
-
 
 TIE = ("rank", "attempt", "iteration", "checksum")
 """The fields in which weights that several modules have agree."""
@@ -38,47 +30,20 @@ MIN_TOKENS = 16
 """Of fewer, what all outputs have in common beyond their products is more than a fifteenth of what rounding did."""
 
 
-class LinearTensors:
+class LinearTensors(RecordedTensors):
     """What the catalogue knows of the tensors of linear layers; no value is read."""
 
-    def __init__(self, records: Records, *, tied: set[Key]) -> None:
-        """Take records; `tied` are the values of `TIE` of weights that several modules have."""
-        self._records, self._tied = records, tied
-        self._placements: dict[tuple[str, str], Placement] = {}
+    products = PRODUCTS
+    companions = ("offsets",)
+    standing = STANDING
 
-    @functools.cache  # noqa: B019 - it lives as long as its records are looked at
-    def column(self, name: str) -> list[Any]:
-        """A field of all records."""
-        found: list[Any] = self._records.column(name).tolist()
-        return found
+    def __init__(self, records: Records, *, tied: set[Key], is_wide: bool = True) -> None:
+        """Take records; `tied` are the values of `TIE` of weights that several modules have.
 
-    def shape(self, rows: tuple[int, ...]) -> tuple[int, ...]:
-        """Of a record, or of what parts are put together to."""
-        row = rows[0]
-        if len(rows) > 1 and (placement := self.placement(row)) is not None:
-            return placement.global_shape
-        return tuple(json.loads(self.column("shape")[row]))
-
-    def placement(self, row: int) -> Placement | None:
-        """Which part a record holds of a tensor; None for all of it.
-
-        Raises:
-            DataError: it is damaged.
+        Without `is_wide`, operands are those that were multiplied.
         """
-        text = self.column("placement")[row]
-        if text == WHOLE:
-            return None
-        key = text, self.column("shape")[row]
-        if key not in self._placements:
-            placement = parse_placement(self._records[row].info)
-            assert placement is not None
-            self._placements[key] = placement
-        return self._placements[key]
-
-    def metadata(self, row: int, word: str) -> bool:
-        """Whether capture said so of a record."""
-        text = self.column("metadata")[row]
-        return text != WHOLE and json.loads(text).get(word) is True
+        super().__init__(records)
+        self._tied, self._is_wide = tied, is_wide
 
     def layout(self, rows: Rows) -> str:
         """That of the weight: OI unless it says otherwise."""
@@ -87,13 +52,8 @@ class LinearTensors:
 
     def why_not_read(self, rows: Rows, product: str) -> str:
         """Why the operands cannot be had; empty where they can."""
-        needed = [*PRODUCTS[product], *(["offsets"] if "offsets" in rows or self.layout(rows) == GROUPED else [])]
-        for name in needed:
-            if name not in rows:
-                return f"no {name} was recorded"
-            if reason := self._why_no_numbers(rows[name][0], name):
-                return reason
-        return ""
+        is_grouped = "offsets" in rows or self.layout(rows) == GROUPED
+        return self.why_missing(rows, [*PRODUCTS[product], *(["offsets"] if is_grouped else [])])
 
     def is_local(self, rows: Rows, product: str) -> bool:
         """Whether the operands of one rank give what was recorded, or would have been."""
@@ -102,12 +62,6 @@ class LinearTensors:
         if not any(placements.values()):
             return True
         return is_local(product, placements, is_transposed=self.layout(rows) == TRANSPOSED)
-
-    def ranks(self, rows: Rows, product: str) -> tuple[int, ...]:
-        """The ranks of the mesh over which the operands are spread; none where that is not known."""
-        flowing = [name for name in PRODUCTS[product] if name != "weight"]
-        placements = [self.placement(rows[name][0]) for name in flowing]
-        return next((one.ranks for one in placements if one is not None), ())
 
     def why_no_product(self, rows: Rows, product: str) -> str:
         """Why operands that can be read do not multiply, or are not those of one call; empty where they do."""
@@ -127,7 +81,7 @@ class LinearTensors:
         """
         if product not in rows:
             return ""
-        if reason := self._why_no_numbers(rows[product][0], product):
+        if reason := self.why_missing(rows, [product]) or self._why_other_operands(rows, product):
             return reason
         sizes = {letter: size for name in PRODUCTS[product] for letter, size in self._letters(rows, name).items()}
         if math.prod(self.shape(rows[product])) != math.prod(map(sizes.__getitem__, SIZES[product])) * sizes.get(
@@ -141,6 +95,13 @@ class LinearTensors:
                 f"no bias was recorded, and outputs of fewer than {MIN_TOKENS} tokens do not tell whether there is one"
             )
         return ""
+
+    def _why_other_operands(self, rows: Rows, product: str) -> str:
+        """Why a product has other operands than those that are looked at."""
+        is_quantised = any(name.startswith(WIDE) for name in rows)
+        if self._is_wide or not is_quantised or product == "output":
+            return ""
+        return "the layer quantised the operands of its gradients itself"
 
     def is_bias_known(self, rows: Rows) -> bool:
         """Whether it is known what bias is in the output; of a share of a sum it is not."""
@@ -168,15 +129,6 @@ class LinearTensors:
             size, dim = self.column("batch_size")[place], self.column("sample_dim")[place]
             if not math.isnan(size) and not math.isnan(dim) and self.shape((place,))[int(dim)] < size:
                 return "of some samples alone the operands were recorded"
-        return ""
-
-    def _why_no_numbers(self, row: int, name: str) -> str:
-        keep = self.column("keep")[row]
-        if keep != Keep.VALUES:
-            return f"of {name} the {keep} {'was' if keep == Keep.HISTOGRAM else 'were'} kept, not the values"
-        dtype = self.column("dtype")[row]
-        if name != "offsets" and not dtype_row(dtype).is_floating:
-            return f"{name} holds {dtype}"
         return ""
 
     def _letters(self, rows: Rows, name: str) -> dict[str, int]:

@@ -6,7 +6,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,9 +15,10 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.identity import NUMBER_FIELDS, SAMPLE
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
+from ranktape.analyze.replays.attention_call import replay_any
 from ranktape.analyze.replays.call_tensors import CALL_FIELDS
-from ranktape.analyze.replays.calls import calls_of
-from ranktape.analyze.replays.tasks import CallTasks, replay_call
+from ranktape.analyze.replays.calls import LeftOut, calls_of
+from ranktape.analyze.replays.tasks import CallTasks
 from ranktape.errors import UnknownFieldError, UsageError, nearest
 
 if TYPE_CHECKING:
@@ -35,12 +36,18 @@ RECORDED = "recorded"
 
 
 def replay_calls(
-    records: Records, recipes: Sequence[Recipe], *, products: Collection[str] = (), engine: Engine | None = None
+    records: Records,
+    recipes: Sequence[Recipe],
+    *,
+    products: Collection[str] = (),
+    has_attention: bool = False,
+    engine: Engine | None = None,
 ) -> Replayed:
     """How far off each product of each call of the selected linear layers is by each recipe.
 
-    Which products are asked for, `calls_of` says. Each recipe computes a layer as its exceptions have it. Memory: the
-    tensors of one call for each worker.
+    Which products are asked for, `calls_of` says. Each recipe computes a layer as its exceptions have it. Published
+    recipes leave attention in bfloat16: with `has_attention` it is computed with quantised operands all the same.
+    Memory: the tensors of one call for each worker.
 
     Raises:
         DataError: bytes or parts of a tensor are missing, or damaged.
@@ -48,7 +55,8 @@ def replay_calls(
         UsageError: a recipe is called `recorded`.
         WorkersError: the processes or the cluster cannot be had, or were lost.
     """
-    return replay_found(calls_of(records, products=products), recipes, engine=engine)
+    calls = calls_of(records, products=products, has_attention=has_attention)
+    return replay_found(calls, recipes, engine=engine)
 
 
 def replay_found(calls: RecordedCalls, recipes: Sequence[Recipe], *, engine: Engine | None = None) -> Replayed:
@@ -59,13 +67,18 @@ def replay_found(calls: RecordedCalls, recipes: Sequence[Recipe], *, engine: Eng
     tasks = CallTasks(calls, recipes)
     places: list[int] = []
     rows: list[tuple[Any, ...]] = []
-    for place, found in enumerate((engine or Engine()).map(replay_call, tasks, sizes=tasks.sizes)):
+    unknown: list[LeftOut] = []
+    for place, found in enumerate((engine or Engine()).map(replay_any, tasks, sizes=tasks.sizes)):
+        if isinstance(found, str):
+            call = calls.calls[place]
+            unknown += [LeftOut(key=call.key, product=product, reason=found) for product in call.products]
+            continue
         places += [place] * len(found)
         rows += found
     columns = list(zip(*rows, strict=True)) or [()] * 4
     empty = np.zeros((0, len(ErrorSums.__slots__)))
     return Replayed(
-        calls=calls,
+        calls=replace(calls, left_out=(*calls.left_out, *unknown)),
         recipes=names,
         places=np.array(places, dtype=np.int64),
         products=np.array(columns[0], dtype=object),

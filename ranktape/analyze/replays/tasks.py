@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.numerics.recipes.recipe import Recipe
     from ranktape.analyze.replays.calls import RecordedCall, RecordedCalls
     from ranktape.storage import Record
+    from ranktape.storage.format.record_info import RecordInfo
 
 Tensors: TypeAlias = "dict[str, torch.Tensor]"
 
@@ -79,11 +80,13 @@ def replay_call(task: CallTask) -> CallErrors:
 
     call = task.call
     found: defaultdict[tuple[str, str], list[ProductError]] = defaultdict(list)
-    for tensors in _layers(_read(task)):
+    for tensors in layers_of(read_call(task)[0]):
         operands = {name: tensors[name] for product in call.products for name in PRODUCTS[product]}
         recorded = {name: tensors[name] for name in call.products if name in tensors}
         if "output" in recorded:
-            recorded["output"] = _without_bias(tensors, is_known=call.is_bias_known)
+            bias = bias_of(tensors, is_known=call.is_bias_known)
+            own = recorded["output"].float().flatten(0, -2)
+            recorded["output"] = own if bias is None else own - bias.float()
         for one in replay_products(operands, task.recipes, recorded=recorded, products=call.products):
             found[one.product, one.recipe].append(one)
     return [
@@ -100,25 +103,32 @@ def _pooled(parts: Iterable[ErrorSums]) -> NDArray[np.float64]:
     return ErrorSums.pooled([part.to_array() for part in parts]).to_array()
 
 
-def _read(task: CallTask) -> Tensors:
-    """The tensors of a call."""
+def read_call(task: CallTask) -> tuple[Tensors, dict[str, RecordInfo]]:
+    """The tensors of a call by name, rounded to what it computed in, and what is known of each.
+
+    Weights have the layout OI, or EIO.
+
+    Raises:
+        DataError: bytes or parts are missing, or damaged.
+        StorageError: the store cannot be read.
+    """
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     records = iter(task.records)
-    found = {}
+    found, infos = {}, {}
     for name, rows in task.call.rows.items():
         parts = tuple(itertools.islice(records, len(rows)))
         values = ComparedTensor(records=parts, is_assembled=len(parts) > 1).read(view=View.COMPUTE)
-        info = parts[0].info
+        infos[name] = info = parts[0].info
         dtype = viewed_dtype(dtype=info.dtype, compute_dtype=info.compute_dtype, view=View.COMPUTE)
         found[name] = to_torch(values, dtype=dtype, shape=values.shape).to(device)
         if name.endswith("weight") and info.layout == TRANSPOSED:
             found[name] = found[name].T
-    return found
+    return found, infos
 
 
-def _layers(tensors: Tensors) -> Iterator[Tensors]:
+def layers_of(tensors: Tensors) -> Iterator[Tensors]:
     """The tensors of a layer; of experts that are multiplied in one call those of each, with the rows of its tokens."""
     if "offsets" not in tensors:
         yield tensors
@@ -133,12 +143,14 @@ def _layers(tensors: Tensors) -> Iterator[Tensors]:
         start = end
 
 
-def _without_bias(tensors: Tensors, *, is_known: bool) -> torch.Tensor:
-    """What was recorded as the output, without the bias: that one, or what all tokens have beyond their products."""
-    output = tensors["output"].float().flatten(0, -2)
+def bias_of(tensors: Tensors, *, is_known: bool) -> torch.Tensor | None:
+    """What was added to the product of a layer: the recorded bias, or what all tokens have beyond their products."""
     if is_known:
-        return output - tensors["bias"].float() if "bias" in tensors else output
+        return tensors.get("bias")
+    output = tensors["output"].float().flatten(0, -2)
     inputs, weight = tensors["input"].float().flatten(0, -2), tensors["weight"].float()
     is_finite = output.isfinite().all(1) & inputs.isfinite().all(1)
+    if not is_finite.any():
+        return None
     beyond = output[is_finite].double().mean(0) - weight.double() @ inputs[is_finite].double().mean(0)
-    return output - beyond.float() if is_finite.any() else output
+    return beyond.float()

@@ -1,0 +1,132 @@
+"""Compares what layers recorded with what their recorded operands give: the best check of a capture there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.numerics.attention_forms import UnknownFormError
+from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
+from ranktape.analyze.replays.attention_call import read_attention
+from ranktape.analyze.replays.call_tensors import CALL_FIELDS
+from ranktape.analyze.replays.calls import calls_of, is_attention
+from ranktape.analyze.replays.tasks import CallTasks, bias_of, layers_of, read_call
+from ranktape.errors import DataError
+
+if TYPE_CHECKING:
+    from ranktape.analyze.identity import SampleName
+    from ranktape.analyze.numerics.agreement import Agreement
+    from ranktape.analyze.replays.call_tensors import Key
+    from ranktape.analyze.replays.tasks import CallTask
+    from ranktape.storage import Records
+
+WIDE_TYPES = ("bf16", "fp16", "fp32", "fp64")
+"""The words of `quant_type` for layers that quantise nothing."""
+
+NARROW_ERROR = 0.3
+"""The relative error that operands of 4 bits may cost, where a layer says that it quantises them inside of itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputed:
+    """A recorded product, and whether it is what its operands give."""
+
+    key: Key
+    """Of which call: the values of `CALL_FIELDS`."""
+    sample: SampleName | None
+    """The sample that it is of, where each has records of its own; else None."""
+    product: str
+    """Its name."""
+    agreement: Agreement | None
+    """How far off it is, of experts the furthest; None where it cannot be compared."""
+    reason: str = ""
+    """Why it cannot."""
+
+    def field(self, name: str) -> Any:
+        """One of `CALL_FIELDS`."""
+        return self.key[CALL_FIELDS.index(name)]
+
+
+def recompute(records: Records, *, engine: Engine | None = None) -> Iterator[Recomputed]:
+    """Each recorded product of linear layers and of attention, computed again in float32 from its recorded operands.
+
+    What cannot be compared comes with the reason: a missing operand, a mask that was not recorded, operands that are
+    quantised inside of the layer. Memory: the tensors of one call for each worker.
+
+    Raises:
+        StorageError: the store cannot be read.
+        WorkersError: the processes or the cluster cannot be had, or were lost.
+    """
+    calls = calls_of(records, has_attention=True, is_wide=False)
+    recorded = set(zip(*(calls.records.column(name).tolist() for name in (*CALL_FIELDS, "tensor_name")), strict=True))
+    for one in calls.left_out:
+        if (*one.key, one.product) in recorded:
+            yield Recomputed(key=one.key, sample=None, product=one.product, agreement=None, reason=one.reason)
+    tasks = CallTasks(calls, ())
+    results = (engine or Engine()).map(compare_call, tasks, sizes=tasks.sizes)
+    for call, found in zip(calls.calls, results, strict=True):
+        for product, (agreement, reason) in found.items():
+            yield Recomputed(key=call.key, sample=call.sample, product=product, agreement=agreement, reason=reason)
+
+
+Comparison: TypeAlias = "tuple[Agreement | None, str]"
+"""How far off a product is, or why that is not known."""
+
+
+def compare_call(task: CallTask) -> dict[str, Comparison]:
+    """Of each recorded product of a call how far it is from what its operands give.
+
+    Raises:
+        StorageError: the store cannot be read.
+    """
+    call = task.call
+    asked = {product: why for product, why in call.products.items() if why or product in call.rows}
+    found: dict[str, Comparison] = {product: (None, why) for product, why in asked.items() if why}
+    if len(found) == len(asked):
+        return found
+    try:
+        worst = _attention(task) if is_attention(call.key) else _linear(task)
+    except (UnknownFormError, DataError) as error:
+        return found | {product: (None, str(error)) for product, why in asked.items() if not why}
+    quant_type = call.field("quant_type")
+    for product, agreement in worst.items():
+        is_inside = not agreement.is_agreed and agreement.relative_error < NARROW_ERROR
+        if is_inside and quant_type not in WIDE_TYPES:
+            found[product] = None, f"its operands are quantised inside of the layer ({quant_type})"
+        else:
+            found[product] = agreement, ""
+    return found
+
+
+def _attention(task: CallTask) -> dict[str, Agreement]:
+    from ranktape.analyze.numerics.agreement import attention_agreements
+
+    call = read_attention(task)
+    agreements = attention_agreements(call.operands, call.recorded, form=call.form, compute_dtype=call.dtype)
+    return {one.product: one for one in agreements}
+
+
+def _linear(task: CallTask) -> dict[str, Agreement]:
+    import torch
+
+    from ranktape.analyze.numerics.agreement import linear_agreements
+
+    call = task.call
+    compared = [product for product, why in call.products.items() if not why and product in call.rows]
+    worst: dict[str, Agreement] = {}
+    for tensors in layers_of(read_call(task)[0]):
+        operands = {name: tensors[name] for product in compared for name in PRODUCTS[product]}
+        agreements = linear_agreements(
+            operands,
+            {product: tensors[product] for product in compared},
+            compute_dtype=max((one.dtype for one in operands.values()), key=lambda dtype: torch.finfo(dtype).eps),
+            bias=bias_of(tensors, is_known=call.is_bias_known) if "output" in compared else None,
+            num_parts=max(map(len, call.rows.values())),
+        )
+        for one in agreements:
+            known = worst.get(one.product)
+            if known is None or one.deviation > known.deviation:
+                worst[one.product] = one
+    return worst
