@@ -20,6 +20,8 @@ from ranktape.analyze.findings.finding import Finding, Severity
 from ranktape.analyze.findings.lost import lost, spoiled, underflowing
 from ranktape.analyze.findings.replicas import differing_replicas
 from ranktape.analyze.findings.survey import Survey
+from ranktape.analyze.numerics.recipes.parse import RecipeWord, parse_recipes
+from ranktape.analyze.replays.replayed import Replayed, replay_calls
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
@@ -38,6 +40,7 @@ KINDS = (
     "gradient_vanishing",
     "layer_differs",
     "trend",
+    "recipe_outlier",
     "channel_outlier",
     "zero",
     "constant",
@@ -54,12 +57,18 @@ _TOO_LARGE = frozenset({"rank_differs", "sample_outlier", "layer_differs", "grad
 _SHRINKING = frozenset({"gradient_underflow", "gradient_vanishing", "zero"})
 """What explains of gradients that later ones are smaller, and nothing else."""
 
-_LOCAL = frozenset({"replica_differs", "channel_outlier", "constant", "placement_unknown", "trend"})
+_LOCAL = frozenset({"replica_differs", "recipe_outlier", "channel_outlier", "constant", "placement_unknown", "trend"})
 """What explains nothing but what else is found at its own place."""
 
 
 def find(
-    records: Records, *, view: View | None = None, engine: Engine | None = None, with_channels: bool = False
+    records: Records,
+    *,
+    view: View | None = None,
+    engine: Engine | None = None,
+    with_channels: bool = False,
+    recipe: RecipeWord | Sequence[RecipeWord] = (),
+    replayed: Replayed | None = None,
 ) -> list[Finding]:
     """What is wrong and what stands out, the worst first; one finding for each cause.
 
@@ -67,19 +76,26 @@ def find(
     bits of their copies alone. Where histograms or statistics were kept, nothing is known of single samples and
     channels. No records, no findings.
 
-    Every value is read once, unless it is known from an earlier question; with `with_channels` once more.
+    Every value is read once, unless it is known from an earlier question; with `with_channels` once more. With recipes
+    products of layers are computed again in each, unless `replayed` is what came of that already.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
         StorageError: the store cannot be read.
-        UsageError: of a record values were kept that are rounded already, and are to be looked at as they were seen.
+        UsageError: of a record values were kept that are rounded already, and are to be looked at as they were seen; or
+            a recipe is not known.
     """
     if not len(records):
         return []
+    recipes = parse_recipes(recipe) if recipe else []
     known = Survey(records, view=view, engine=engine)
     found = [*all_findings(known)]
     if with_channels:
         found.extend(outlying_channels(known, view=view, engine=engine))
+    if recipes:
+        from ranktape.analyze.findings.recipes import recipe_outliers
+
+        found.extend(recipe_outliers(known, replayed or replay_calls(records, recipes, engine=engine), recipes))
     return [family.as_finding() for family in families_of(known, found)]
 
 

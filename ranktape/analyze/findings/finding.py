@@ -77,12 +77,13 @@ def finding_of(
 ) -> Finding:
     """What stands out in records of one place of the model; `text` says what, in words that follow the place.
 
-    `sample` or `channel` says which one it is about; all else is as in `Finding`.
+    `sample` or `channel` says which one it is about, `what` names what the records are not, and `options` are those of
+    the command; all else is as in `Finding`.
     """
     chosen = [int(place) for place in places]
     where = _where(survey, chosen) | {name: known.pop(name) for name in ("sample", "channel") if name in known}
-    place = _place(survey, chosen, where)
-    known |= {"title": f"{place} {text}", "command": _command(survey, kind, where)}
+    place = _place(survey, chosen, where, what=known.pop("what", ""))
+    known |= {"title": f"{place} {text}", "command": _command(survey, kind, where, known.pop("options", {}))}
     return Finding(kind=kind, score=float(score), where=where, places=tuple(chosen), place=place, **known)
 
 
@@ -164,6 +165,7 @@ _COMMANDS = {
         ("stats RUN --neighbours", ("tensor_name", "iteration")),
     ),
     "trend": ("trend RUN", _SITE),
+    "recipe_outlier": ("replay RUN --by iteration,rank", ("module", "layer_stack", "layer_idx", "quant_type")),
 }
 """For each kind the question to ask next, and the fields of the place that it takes; others have statistics."""
 
@@ -180,25 +182,25 @@ def _where(survey: Survey, places: list[int]) -> dict[str, Any]:
     return found
 
 
-def _command(survey: Survey, kind: str, where: Mapping[str, Any]) -> str:
+def _command(survey: Survey, kind: str, where: Mapping[str, Any], options: Mapping[str, str]) -> str:
     question, fields = _COMMANDS.get(kind, ("stats RUN", _SITE))
     needless = {"layer_stack", "layer_idx"} if where.get("module") else {"module"}
     needless |= set() if survey.has_many_stacks else {"layer_stack"}
     needless |= set() if survey.has_many_quant_types else {"quant_type"}
-    known = [name for name in fields if name in where and name not in needless]
-    words = [f"--{name.replace('_', '-')} {shlex.quote(str(where[name]))}" for name in known]
+    known = {name: where[name] for name in fields if name in where and name not in needless} | dict(options)
+    words = [f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in known.items()]
     return " ".join(["ranktape analyze", question, *words])
 
 
-def _place(survey: Survey, places: list[int], where: Mapping[str, Any]) -> str:
-    """The place in words: `layers.2.query weight on rank 1`."""
+def _place(survey: Survey, places: list[int], where: Mapping[str, Any], *, what: str = "") -> str:
+    """The place in words: `layers.2.query weight on rank 1`; with `what` in the place of the tensor's name."""
     if "module" in where:
         fields = {name: survey.fields[name][places[0]] for name in ("module", "layer_idx", "layer_type", "tensor_name")}
         module, layer = str(fields["module"]), int(fields["layer_idx"])
         named = module or (f"layer {layer} {fields['layer_type']}" if layer >= 0 else str(fields["layer_type"]))
         if module.replace(".", "").isdigit():
             named = f"module {module}"
-        words = [named, str(fields["tensor_name"])]
+        words = [named, what or str(fields["tensor_name"])]
         is_layer_unsaid = module and layer >= 0 and str(layer) not in module.split(".")
         details = [f"layer {layer}"] if is_layer_unsaid else []
     else:

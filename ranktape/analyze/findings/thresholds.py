@@ -122,3 +122,21 @@ says it."""
 
 MAX_ODD_RATIO = 0.25
 """So many of the ranks at most differ from a majority that agrees, for them to be wrong rather than shards."""
+
+RECIPE_DECIBELS = 3.0
+"""A product loses so much more in a recipe than those of its peers: twice the squared error."""
+
+SERIOUS_RECIPE_DECIBELS = 6.0
+"""What one bit less of the mantissa costs."""
+
+MIN_MAD_DECIBELS = 0.5
+"""Peers that agree more closely count as if they spread so much: other data of the same model give 0.2 dB."""
+
+ENERGY_SHARE = 0.3
+"""A few channels or tokens hold so much of the sum of squares, and at least twice what they hold in the peers."""
+
+ENERGY_GAP = 4.0
+"""Each of these few holds so many times what the next one does."""
+
+FLUSHED_EXCESS = 0.25
+"""So much more of an operand becomes zero than of those of its peers."""
