@@ -131,6 +131,7 @@ def report(
     selection: Selection,
     *,
     format: Sequence[str] = (),  # noqa: A002 - the option's name
+    recipe: Sequence[str] = (),
     output: Path | None = None,
     view: View | None = None,
     engine: Engine | None = None,
@@ -143,6 +144,8 @@ def report(
     Args:
         format (NAME): Formats that are tried on every record; repeatable.  [default: mxfp8_e4m3, mxfp4_e2m1, fp8_e4m3,
             hif8]
+        recipe (NAME): Recipes in which each product of each layer is computed again, as mxfp8,mxfp4,nvfp4: names, or
+            files, with commas between them; repeatable. None by default, as it takes the time of these products.
         output (FILE): Where the page goes.  [default: report.html]
     """
     from ranktape.analyze.views.report.page import FORMATS, write_report
@@ -157,6 +160,7 @@ def report(
         output=path,
         view=view,
         format=format or FORMATS,
+        recipe=recipe,
         url=source.url,
         scope=" and ".join([*chosen, *([selection.where] if selection.where else [])]),
         environment=(source.attributes if isinstance(source, Run) else {}).get("environment") or {},

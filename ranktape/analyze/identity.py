@@ -150,6 +150,11 @@ def short_names(stacks: Sequence[str]) -> dict[str, str]:
     return dict(zip(stacks, short if all(short) else stacks, strict=True))
 
 
+def natural(text: str) -> list[tuple[int, str]]:
+    """What a text is sorted by, so that layers.8 stands before layers.73."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"([0-9]+)", text)]
+
+
 def role_of(module: str, layer_idx: int) -> str:
     """The path of a module with a star in place of the number of its layer; as it is outside of the stack.
 

@@ -24,10 +24,11 @@ from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.finding import Finding, Severity
+from ranktape.analyze.identity import natural
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array
 from ranktape.analyze.views.report.columns import SampleColumns, packed
 from ranktape.analyze.views.report.details import MAX_SWEPT_NBYTES, OFFSETS, bundles_of
-from ranktape.analyze.views.report.model import Model, build_model, natural
+from ranktape.analyze.views.report.model import Model, build_model
 from ranktape.analyze.views.report.page import FORMATS, json_in_html, render, write_report
 from ranktape.errors import NoRecordsError, NoSpaceError, StorageError, UsageError
 from ranktape.storage import Records, Run
@@ -332,7 +333,7 @@ def test_names_of_strangers_are_text(tmp_path: Path) -> None:
     elements = Elements()
     elements.feed(page)
     tags = [tag for tag, _ in elements.found]
-    assert tags.count("script") == 13  # data, plotly and our own
+    assert tags.count("script") == 14  # data, plotly and our own
     assert "img" not in tags
     assert not [name for _, attributes in elements.found for name in attributes if name.startswith("on")]
     assert not [1 for _, attributes in elements.found for name in ("src", "action") if name in attributes]

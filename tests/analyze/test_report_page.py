@@ -96,18 +96,19 @@ class Page:
         )
         return found
 
-    def cell(self, row: int, column: int) -> None:
-        """Click the middle of a cell of the overview with the mouse."""
+    def cell(self, row: int, column: int, *, chart: str = "overview-chart") -> None:
+        """Click the middle of a cell of a heat map with the mouse."""
         from selenium.webdriver import ActionChains
 
         x, y = self.ask(
-            """const chart = document.getElementById("overview-chart");
+            """const chart = document.getElementById(arguments[2]);
             chart.scrollIntoView({ block: "center" });
             const box = chart.getBoundingClientRect();
             const { xaxis: x, yaxis: y } = chart._fullLayout;
             return [box.left + x._offset + x.l2p(arguments[1]), box.top + y._offset + y.l2p(arguments[0])];""",
             row,
             column,
+            chart,
         )
         chain = ActionChains(self.browser)
         chain.w3c_actions.pointer_action.move_to_location(int(x), int(y))  # type: ignore[no-untyped-call]

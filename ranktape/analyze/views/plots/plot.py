@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 Need = Callable[["PlotData"], str]
 """Says why a plot cannot be drawn of a selection; empty where it can. Asks the catalogue alone."""
+
+DEFAULT_RECIPES = "mxfp8,mxfp4,nvfp4"
+"""What plots of recipes are of where none is named: what hardware has."""
 
 GROUPED = frozenset({"distributions.distributions", "boxes.boxes", "losses.loss_bars"})
 """Functions that draw one thing of each group: two plots of the same groups would show the same."""
@@ -152,6 +156,15 @@ def a_scale(data: PlotData) -> str:
     if set(data.records.column("keep").tolist()) == {"statistics"}:
         return "of all tensors statistics alone were kept"
     return ""
+
+
+def a_product(data: PlotData) -> str:
+    """Recipes, and records that hold what products were computed from."""
+    if not data.recipes:
+        return f"no recipe was named: --recipe {DEFAULT_RECIPES} computes products again"
+    reasons = Counter(one.reason for one in data.calls.left_out)
+    why = reasons.most_common(1)[0][0] if reasons else "nothing was recorded of a linear layer"
+    return "" if data.calls.calls else f"no product can be computed again: {why}"
 
 
 def _plain(value: object) -> str:

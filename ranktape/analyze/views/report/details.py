@@ -175,7 +175,7 @@ class Details:
             # As many as may be read: those of findings, then one of each site, then another of each.
             is_first = np.zeros(len(records), dtype=bool)
             is_first[list(first)] = True
-            again = _occurrences(_codes(records, fields=_SITE_FIELDS))
+            again = occurrences(_codes(records, fields=_SITE_FIELDS))
             order = places[np.lexsort((places, again[places], ~is_first[places]))][:MAX_SWEPT]
             places = np.sort(order[np.cumsum(sizes[order]) <= MAX_SWEPT_NBYTES])
             payloads = engine.map(measure, [records[index] for index in places.tolist()], sizes=sizes[places].tolist())
@@ -237,7 +237,7 @@ def _codes(records: Records, *, fields: Sequence[str]) -> NDArray[np.int64]:
     return of
 
 
-def _occurrences(codes: NDArray[np.int64]) -> NDArray[np.int64]:
+def occurrences(codes: NDArray[np.int64]) -> NDArray[np.int64]:
     """For each element how many equal ones come before it."""
     order = np.argsort(codes, kind="stable")
     starts = np.flatnonzero(np.diff(codes[order], prepend=-1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS, places_of, stacks_of
+from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS, natural, places_of, stacks_of
 from ranktape.analyze.metrics.gather import gather
 from ranktape.analyze.metrics.metric import parse_metric
 from ranktape.analyze.numerics.formats import FORMATS
+from ranktape.analyze.numerics.recipes.recipe import Recipe
+from ranktape.analyze.replays.replayed import Replayed
 from ranktape.analyze.views.report.columns import SHOWN, SampleColumns, packed
 from ranktape.analyze.views.report.details import Details, bundles_of
+from ranktape.analyze.views.report.recipes import recipe_columns, recipes_left_out
 from ranktape.storage.format.memory import nbytes_text
 from ranktape.storage.places.failures import printable
 
@@ -71,9 +73,11 @@ def build_model(
     url: str = "",
     scope: str = "",
     environment: Mapping[str, Any] | None = None,
+    recipes: Sequence[Recipe] = (),
+    replayed: Replayed | None = None,
     engine: Engine | None = None,
 ) -> Model:
-    """What the page shows of a selection.
+    """What the page shows of a selection; `replayed` is what became of its products in the recipes.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
@@ -95,12 +99,16 @@ def build_model(
     sample_columns, num_sampled = samples.to_json(first=set(named))
     shown = [(one, columns[one.source]) for one in SHOWN]
     swept = [job.scheme.element.name for job in details.targets]
+    of_recipes = None if replayed is None else recipe_columns(records, replayed, recipes)
     return Model(
         url=printable(url),
         facts=_facts(records, scope=scope, environment=environment or {}),
         headline=_headline(findings, num_records=len(records)),
         findings=tuple(findings[:MAX_FINDINGS]),
-        left_out=_left_out(details, samples, num_findings=len(findings), num_sampled=num_sampled),
+        left_out=(
+            *_left_out(details, samples, num_findings=len(findings), num_sampled=num_sampled),
+            *recipes_left_out(records, replayed, of_recipes),
+        ),
         data={
             "url": printable(url),
             "count": len(records),
@@ -110,6 +118,7 @@ def build_model(
             "metrics": [one.to_json(column) for one, column in (*shown, *details.ratios())],
             "details": details.to_json(),
             "samples": sample_columns,
+            "recipes": of_recipes,
             "bands": [_band(FORMATS[name]) for name in dict.fromkeys((*BANDS, *swept)) if name != "nvfp4"],
             "findings": [list(finding.places[:MAX_PLACES]) for finding in findings[:MAX_FINDINGS]],
             "start": _start(findings, columns, records),
@@ -149,11 +158,6 @@ def _field(records: Records, name: str) -> dict[str, Any]:
     known = sorted(set(texts), key=lambda text: (natural(text), text))
     shown = _shape_text if name == "shape" else printable
     return _coded(name, texts, known) | {"values": [*map(shown, known)]}
-
-
-def natural(text: str) -> list[tuple[int, str]]:
-    """What a text is sorted by, so that layers.8 stands before layers.73."""
-    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"([0-9]+)", text)]
 
 
 def _kind(records: Records) -> dict[str, Any]:

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 from ranktape.analyze.console import write_whole, writing
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
+from ranktape.analyze.numerics.recipes.parse import RecipeWord, parse_recipes
 from ranktape.analyze.questions.swept import parse_jobs
+from ranktape.analyze.replays.replayed import replay_calls
 from ranktape.analyze.views.palette import BLUE, DIVERGING, GREEN, ORANGE, PURPLE, SKY, VERMILION
 from ranktape.analyze.views.report.model import Model, build_model
 from ranktape.errors import NoRecordsError, UsageError
@@ -33,7 +35,7 @@ FORMATS = ("mxfp8_e4m3", "mxfp4_e2m1", "fp8_e4m3", "hif8")
 
 SCRIPTS = (
     *("data.js", "selection.js", "folding.js", "templates.js", "themes.js", "overview.js"),
-    *("panels.js", "drill.js", "filters.js", "tables.js", "page.js"),
+    *("panels.js", "recipes.js", "drill.js", "filters.js", "tables.js", "page.js"),
 )
 """The page's own scripts, each of which needs those before it."""
 
@@ -55,6 +57,7 @@ def write_report(
     output: Path | str,
     view: View | None = None,
     format: Sequence[str] = FORMATS,  # noqa: A002 - the option's name
+    recipe: RecipeWord | Sequence[RecipeWord] = (),
     url: str = "",
     scope: str = "",
     environment: Mapping[str, Any] | None = None,
@@ -63,7 +66,8 @@ def write_report(
     """Write one HTML file that says what is wrong in a selection and where; returns its path.
 
     Findings and metrics are of finite values, NaN and infinities counted apart. `format` names those whose scales are
-    tried; `url`, `scope` (which records were chosen, in words) and `environment` (that of the run's document) are for
+    tried, `recipe` recipes in which products of layers are computed again, which takes the time of these products;
+    `url`, `scope` (which records were chosen, in words) and `environment` (that of the run's document) are for
     the line below the title. A file that is there is replaced, folders are made; the file is whole or not there. The
     same records give the same bytes.
 
@@ -73,7 +77,8 @@ def write_report(
         NoRecordsError: there are no records.
         NoSpaceError: the disk is full.
         StorageError: the store cannot be read, or the file cannot be written.
-        UsageError: a format is not known or has no room for a scale; `output` is a directory or no plain file.
+        UsageError: a format is not known or has no room for a scale; a recipe is not known; `output` is a directory or
+            no plain file.
     """
     from ranktape.analyze.findings.find import find
 
@@ -83,14 +88,18 @@ def write_report(
     chosen, used = view or View.COMPUTE, engine or Engine()
     # A format that is not known is refused before hours are spent too.
     parse_jobs(format)
+    recipes = parse_recipes(recipe) if recipe else []
+    replayed = replay_calls(records, recipes, engine=used) if recipes else None
     model = build_model(
         records,
-        findings=find(records, view=chosen, engine=used),
+        findings=find(records, view=chosen, recipe=recipes, replayed=replayed, engine=used),
         formats=format,
         view=chosen,
         url=url,
         scope=scope,
         environment=environment,
+        recipes=recipes,
+        replayed=replayed,
         engine=used,
     )
     # Half of a character, which a run may hold, has no bytes.

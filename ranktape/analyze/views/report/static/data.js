@@ -58,6 +58,22 @@
     return { count: samples.count, records, length, starts, metrics: columns, placeOf };
   }
 
+  function unpackedRecipes(recipes) {
+    const { calls, rows } = recipes;
+    const length = unpacked(calls.length, calls.count);
+    const starts = startsOf(length);
+    const records = unpacked(calls.records, starts[starts.length - 1]);
+    return {
+      ...recipes,
+      calls: { records, starts, first: Float64Array.from(length, (_, call) => records[starts[call]]) },
+      rows: {
+        call: unpacked(rows.call, rows.count), product: unpacked(rows.product, rows.count),
+        recipe: unpacked(rows.recipe, rows.count), against: unpacked(rows.against, rows.count),
+      },
+      sums: Object.entries(rows.sums).map(([name, column]) => [name, unpacked(column, rows.count)]),
+    };
+  }
+
   /** A number for people: six significant digits at most. */
   function number(value) {
     if (value === null || value === undefined || Number.isNaN(value)) return "–";
@@ -129,6 +145,7 @@
     nbytesOf: unpacked(raw.nbytes, count),
     details: unpackedDetails(raw.details),
     samples: unpackedSamples(raw.samples),
+    recipes: raw.recipes === null ? null : unpackedRecipes(raw.recipes),
     number, percent, shown, nbytes, word, label, element,
   };
 })();

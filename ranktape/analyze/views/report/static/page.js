@@ -74,6 +74,7 @@
       page.drill.updateSamples();
       return;
     }
+    if (what === "selection") page.recipePanel.update();
     page.filters.update();
     page.drill.update();
     page.tables.update();
