@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.console import say
 from ranktape.analyze.options import Selection, say_what_is_left_out
-from ranktape.analyze.views.plots.table import FOLDERS, PLOTS
+from ranktape.analyze.views.plots.plot import DEFAULT_RECIPES
+from ranktape.analyze.views.plots.table import FOLDERS, PLOTS, REPLAYED
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.numerics.formats import Format
+    from ranktape.analyze.numerics.recipes.recipe import Recipe
     from ranktape.analyze.views.plots.plot import Plot
 
 DEFAULT_FOLDER = Path("draw")
@@ -59,6 +61,7 @@ def plot(
     kind: Sequence[str] = (),
     all: bool = False,  # noqa: A002 - the option's name
     format: str | None = None,  # noqa: A002 - the option's name
+    recipe: Sequence[str] = (),
     output: Path | None = None,
     view: View | None = None,
     engine: Engine | None = None,
@@ -73,6 +76,9 @@ def plot(
         all: Every plot that the selection has something for.
         format (NAME): Low-precision format: fp8_e4m3, fp8_e5m2, fp6_e2m3, fp6_e3m2, fp4_e2m1, int8, hif8, nvfp4, bf16,
             fp16. fp8_e4m3 by default; for the plot overflow alone, the captured dtype.
+        recipe (NAME): Recipes of the plots of replay_analysis, which compute products again: names, or files, with
+            commas between them; repeatable. mxfp8,mxfp4,nvfp4 by default; with `all` those plots are left out where
+            none is named.
         output (PATH): Where one plot goes, as .png, .svg or .pdf (NAME.png by default), or the folder of several
             (draw).
     """
@@ -91,13 +97,20 @@ def plot(
         raise UsageError(f"--output {path} is a file: several plots need a folder")
     if is_one:
         write.form_of(path)
-    target = _parse_target(format)
+    target, recipes = _parse_target(format), _parse_recipes(recipe, wanted, is_all=all)
     records = selection.records()
     look: dict[str, Any] = {"view": view, "engine": engine}
     if not is_one:
         on_plot, kinds = lambda path: say(str(path)), None if all else wanted
         written = write.write_plots(
-            records, folder=path, kinds=kinds, format=target, source=selection.run, on_plot=on_plot, **look
+            records,
+            folder=path,
+            kinds=kinds,
+            format=target,
+            recipes=recipes,
+            source=selection.run,
+            on_plot=on_plot,
+            **look,
         )
         rest = f", {len(written.left_out)} left out" if written.left_out else ""
         say(f"{len(written.drawn)} plots{rest}: see {path / write.README}", err=True)
@@ -107,8 +120,19 @@ def plot(
         if said:
             say(said, err=True)
     else:
-        write.write_one(wanted[0], records, path=path, format=target, **look)
+        write.write_one(wanted[0], records, path=path, format=target, recipes=recipes, **look)
     say(str(path))
+
+
+def _parse_recipes(texts: Sequence[str], wanted: Sequence[Plot], *, is_all: bool) -> list[Recipe]:
+    """The recipes that were named, or else those of a plot that was asked for by its name."""
+    is_needed = any(one.folder == REPLAYED for one in wanted)
+    if texts and not is_needed:
+        raise UsageError(f"--recipe is for plots of recipes: ask for --kind {REPLAYED} or --all")
+    from ranktape.analyze.numerics.recipes.parse import parse_recipes
+
+    named = texts or ([] if is_all or not is_needed else [DEFAULT_RECIPES])
+    return parse_recipes(named) if named else []
 
 
 def _parse_target(name: str | None) -> Format | None:

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from ranktape.analyze.cli import cli
 from ranktape.analyze.commands import parse_kinds
 from ranktape.analyze.console import write_whole
-from ranktape.analyze.views.plots.table import FOLDERS, PLOTS
+from ranktape.analyze.views.plots.table import FOLDERS, PLOTS, REPLAYED
 from ranktape.analyze.views.plots.write import write_plots
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import StorageError, UsageError
@@ -84,8 +84,10 @@ def test_all_plots_fill_the_folders_of_the_legacy_tool(tmp_path: Path) -> None:
     assert {path for path in left_out if "sample" not in path} == {
         *(f"distributions/distribution_by_{field}.png" for field in ("component", "batch_size")),
         *("statistics/statistics_by_component.png", "comparisons/batch_differences.png"),
+        # No recipe is named.
+        *(kind.path for kind in PLOTS.values() if kind.folder == REPLAYED),
     }
-    assert all(any(path.startswith(f"{name}/") for path in drawn) for name in FOLDERS)
+    assert all(any(path.startswith(f"{name}/") for path in drawn) for name in FOLDERS if name != REPLAYED)
 
 
 def test_without_a_format_one_is_chosen_and_named(run: str, tmp_path: Path) -> None:
@@ -113,6 +115,8 @@ def test_mistakes_are_named(run: str, tmp_path: Path) -> None:
         (["--all", "-o", __file__], 2, "is a file: several plots need a folder"),
         (["--kind", "heatmaps", "-o", "/dev/null/draw"], 1, "the plot cannot be written to /dev/null/draw"),
         (["--kind", "overflow_histogram", "--format", "fp9"], 2, "'fp9'"),
+        (["--kind", "overflow_histogram", "--recipe", "nvfp4"], 2, "--recipe is for plots of recipes"),
+        (["--kind", "replay_modules", "--recipe", "nvfp5"], 2, "'nvfp5' is not known"),
     ):
         result = invoke(run, *words)
         assert (result.exit_code, message in result.stderr, "Traceback" in result.stderr) == (code, True, False), (

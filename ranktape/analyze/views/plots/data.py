@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +25,9 @@ from ranktape.analyze.metrics.metric import METRICS
 from ranktape.analyze.metrics.target import parse_targets
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.numerics.histograms.histogram import Limits
+from ranktape.analyze.numerics.recipes.recipe import Recipe
+from ranktape.analyze.replays.calls import RecordedCalls, calls_of
+from ranktape.analyze.replays.replayed import Replayed, replay_calls
 from ranktape.analyze.views.plots.tallies import HIGHEST, LOWEST, SampleMetrics, binade_counts
 from ranktape.errors import NoRecordsError
 from ranktape.storage.format.dtypes import dtype_row
@@ -83,6 +86,7 @@ class PlotData:
         *,
         target: Format | None = None,
         view: View | None = None,
+        recipes: Sequence[Recipe] = (),
         engine: Engine | None = None,
     ) -> None:
         """Take the records of numbers that formats are sought for; those of integers and bool are left out.
@@ -105,6 +109,8 @@ class PlotData:
         """The format whose limits count; those of the elements' own type if None."""
         self.view = view or View.COMPUTE
         """Which numbers are judged."""
+        self.recipes = tuple(recipes)
+        """In which products are computed again."""
         self._engine = engine or Engine()
         self._columns: dict[str, NDArray[Any]] = {}
         self._codes: dict[str, tuple[list[Any], NDArray[np.int64]]] = {}
@@ -175,6 +181,21 @@ class PlotData:
         found.metrics |= gather(self.records, OF_DIGEST, view=self.view, engine=self._engine, on_digest=found.add)
         found.close()
         return found
+
+    @functools.cached_property
+    def calls(self) -> RecordedCalls:
+        """The calls of layers whose products can be computed again; from the catalogue."""
+        return calls_of(self.records)
+
+    @functools.cached_property
+    def replayed(self) -> Replayed:
+        """What the recipes make of the products; the first time it is asked for, operands are read.
+
+        Raises:
+            DataError: a record's bytes are missing or damaged.
+            StorageError: the store cannot be read.
+        """
+        return replay_calls(self.records, self.recipes, engine=self._engine)
 
     def metric(self, name: str) -> NDArray[np.float64]:
         """A metric of `OF_DIGEST` or `COUNTS` for each record; NaN where there is none."""

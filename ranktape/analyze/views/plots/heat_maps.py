@@ -16,6 +16,7 @@ import numpy as np
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from ranktape.analyze.views.plots.axes import (
     band_handles,
@@ -72,7 +73,7 @@ OUTSIDE = "outside"
 class Scale(NamedTuple):
     """What the colours of a heat map mean, and what stands beside them.
 
-    `share` of a whole, `magnitude`, `factor`, as its log2, or `binades`, a distance.
+    `share` of a whole, `magnitude`, `factor`, as its log2, `binades`, a distance, or `decibel`, a ratio.
     """
 
     kind: str
@@ -80,14 +81,21 @@ class Scale(NamedTuple):
 
     def logs(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """The values as they are placed among the colours."""
-        if self.kind in {"factor", "binades"}:
+        if self.kind in {"factor", "binades", "decibel"}:
             return values
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.asarray(np.log10(values) if self.kind == "share" else np.log2(values))
 
     def has_color(self, values: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Which values have one of the scale's colours."""
-        return ~np.isnan(values) if self.kind == "factor" else np.isfinite(values) & (values > 0)
+        if self.kind == "factor":
+            return ~np.isnan(values)
+        return np.isfinite(values) & ((values > 0) | (not self.has_zero))
+
+    @property
+    def has_zero(self) -> bool:
+        """Whether zero is no number of the scale, but nothing at all."""
+        return self.kind not in {"factor", "decibel"}
 
     def norm(self, values: NDArray[np.float64]) -> Normalize:
         """From where to where the colours go for these values."""
@@ -100,7 +108,7 @@ class Scale(NamedTuple):
         if self.kind == "binades":
             return Normalize(0.0, max(high, 1e-6))
         # Of metrics that hardly differ, a difference must not look like a large one.
-        least = 1.0 if self.kind == "magnitude" else 0.3
+        least = {"magnitude": 1.0, "decibel": 6.0}.get(self.kind, 0.3)
         if high - low < least:
             both = low + high
             low, high = (high - least, high) if self.kind == "share" else ((both - least) / 2, (both + least) / 2)
@@ -108,6 +116,9 @@ class Scale(NamedTuple):
 
     def ticks(self, low: float, high: float) -> tuple[list[float], list[str]]:
         """What stands beside the colours, and where."""
+        if self.kind == "decibel":
+            places = [place for place in MaxNLocator(8, integer=True).tick_values(low, high) if low <= place <= high]
+            return places, [f"{place:.0f}" for place in places]
         if self.kind == "binades":
             places = [low + (high - low) * part / 4 for part in range(5)]
             return places, [f"{place:.3g}" for place in places]
@@ -128,7 +139,17 @@ class Scale(NamedTuple):
         """A metric as it is written into its cell."""
         if self.kind == "share":
             return share_text(value)
+        if self.kind == "decibel":
+            return f"{value:.1f}"
         return f"{2**value:.3g} x" if self.kind == "factor" and abs(value) < 1000 else f"{value:.3g}"  # noqa: PLR2004
+
+    def ink(self, value: float, norm: Normalize) -> str:
+        """The colour of letters that can be read in the cell of a metric."""
+        if (value == 0 and self.has_zero) or (math.isinf(value) and self.kind != "factor"):
+            return INK
+        part = float(norm(float(self.logs(np.array(value)))))
+        is_dark = part < LIGHT_FROM if self.kind != "factor" else abs(part - 0.5) > 0.3  # noqa: PLR2004 - its ends
+        return "white" if is_dark else INK
 
     @property
     def colors(self) -> Colormap:
@@ -271,7 +292,7 @@ def draw_cells(axes: Axes, values: NDArray[np.float64], *, scale: Scale, norm: N
     axes.spines[:].set_visible(True)
     axes.spines[:].set_color("0.7")
     axes.patch.set(facecolor=MISSING_COLOR, hatch="////", edgecolor="0.85")
-    special = np.where(np.isinf(values), 1.0, np.where(values == 0, 0.0, np.nan))
+    special = np.where(np.isinf(values), 1.0, np.where((values == 0) & scale.has_zero, 0.0, np.nan))
     if scale.kind == "factor":
         special = np.full(values.shape, np.nan)
     own = ListedColormap([ZERO_COLOR, INFINITE_COLOR])
@@ -297,7 +318,7 @@ def special_handles(values: NDArray[np.float64], scale: Scale, *, zero: str = "e
     if np.isnan(values).any():
         handles.append(key(Patch(facecolor=MISSING_COLOR, hatch="////", edgecolor="0.75"), "no record"))
     if scale.kind != "factor":
-        if (values == 0).any():
+        if (values == 0).any() and scale.has_zero:
             handles.append(key(Patch(facecolor=ZERO_COLOR, edgecolor="0.75"), zero))
         if np.isinf(values).any():
             handles.append(key(Patch(facecolor=INFINITE_COLOR, edgecolor="0.75"), "infinite"))
@@ -323,11 +344,8 @@ def _write_metrics(axes: Axes, values: NDArray[np.float64], *, scale: Scale, nor
     for (row, column), value in np.ndenumerate(values):
         if math.isnan(value):
             continue
-        is_special = scale.kind != "factor" and (value == 0 or math.isinf(value))
-        part = 1.0 if is_special else float(norm(float(scale.logs(np.array(value)))))
-        is_dark = part < LIGHT_FROM if scale.kind != "factor" else abs(part - 0.5) > 0.3  # noqa: PLR2004 - its ends
         place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": SMALL_SIZE}
-        axes.text(column, row, scale.text(value), color="white" if is_dark else INK, **place)
+        axes.text(column, row, scale.text(value), color=scale.ink(value, norm), **place)
 
 
 def binade_map(data: PlotData, row: Plot, *, field: str) -> Figure:

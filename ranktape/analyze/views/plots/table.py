@@ -13,6 +13,7 @@ from typing import Any
 from ranktape.analyze.views.plots.plot import (
     Need,
     Plot,
+    a_product,
     a_scale,
     has,
     matched_pairs,
@@ -62,6 +63,9 @@ _OF_CELLS = {
     "absmax": ("Largest magnitude", "largest magnitude, infinities included"),
     "std": ("Standard deviation", "standard deviation of all finite values"),
 }
+
+REPLAYED = "replay_analysis"
+"""The folder of the plots that compute products again."""
 
 _BY_FOLDER = {
     "distributions": {
@@ -259,9 +263,23 @@ _BY_FOLDER = {
             "For each pair of ranks how far the standard deviations of the same tensors lie apart, on average.",
         ),
     },
+    REPLAYED: {
+        "replay_modules": plot("recipes.by_module", needs=(a_product,)).says(
+            "What recipes keep of each product, by module",
+            "For each product of each module the signal to noise ratio in each recipe, all calls together.",
+        ),
+        "replay_iterations": plot("recipes.over_iterations", needs=(a_product, several("iteration"))).says(
+            "What recipes keep over the iterations",
+            "Lines over iterations for each recipe: the median module, the worst one, and the range of all.",
+        ),
+        "replay_bits": plot("recipes.against_bits", needs=(a_product,)).says(
+            "What recipes keep against the bits that they take",
+            "Each mark is a recipe at its bits of an element: the median module, and how far modules spread.",
+        ),
+    },
 }
 FOLDERS = tuple(_BY_FOLDER)
-"""The folders of the legacy tool, in its order."""
+"""The folders of the legacy tool, in its order, and one of ours."""
 
 _ORDER = ("overflow_analysis", "heatmaps", "distributions", "statistics", *_BY_FOLDER)
 """In which folders are drawn: of plots that show the same, the last one is."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.numerics.formats import Format
+    from ranktape.analyze.numerics.recipes.recipe import Recipe
     from ranktape.analyze.table import Table
     from ranktape.analyze.views.plots.plot import Plot
     from ranktape.storage import Records
@@ -82,6 +83,7 @@ def write_one(
     path: Path,
     format: Format | None = None,  # noqa: A002 - the option's name
     view: View | None = None,
+    recipes: Sequence[Recipe] = (),
     engine: Engine | None = None,
 ) -> None:
     """Draw one plot into a file, by default against fp8_e4m3.
@@ -90,7 +92,7 @@ def write_one(
         UsageError: the selection has nothing for it.
         StorageError: the store cannot be read, or the file cannot be written.
     """
-    data = PlotData(records, target=format or default_target(records), view=view, engine=engine)
+    data = PlotData(records, target=format or default_target(records), view=view, recipes=recipes, engine=engine)
     reason = kind.missing(data)
     if reason:
         raise UsageError(f"--kind {kind.name} cannot be drawn: {reason}")
@@ -116,13 +118,15 @@ def write_plots(
     kinds: Sequence[Plot] | None = None,
     format: Format | None = None,  # noqa: A002 - the option's name
     view: View | None = None,
+    recipes: Sequence[Recipe] = (),
     engine: Engine | None = None,
     source: str = "",
     on_plot: Callable[[Path], object] = lambda _: None,
 ) -> Written:
     """Draw plots, all of them by default, into the folders of the legacy tool under `folder`, with an index.
 
-    Every record is read once; a few once more, whose values are drawn one against the other or swept. A plot that
+    Every record is read once; a few once more, whose values are drawn one against the other or swept; and operands, for
+    plots of `recipes`, once for each of the products that they are computed in. A plot that
     the selection has nothing for, or that shows the same as another one, is left out, and one of an earlier time under
     its name is removed; others are replaced. Without a format, overflow and underflow are those of fp8_e4m3, and the
     plots say so. Each file appears whole or not at all. `on_plot` is called with the path of each plot that
@@ -134,7 +138,7 @@ def write_plots(
         DataError: a record's bytes are missing or damaged.
         UsageError: of a record values were kept that are rounded already, and are to be looked at as seen.
     """
-    data = PlotData(records, target=format or default_target(records), view=view, engine=engine)
+    data = PlotData(records, target=format or default_target(records), view=view, recipes=recipes, engine=engine)
     wanted = list(PLOTS.values()) if kinds is None else list(kinds)
     for name in FOLDERS if kinds is None else sorted({kind.folder for kind in wanted}):
         with writing(folder / name):

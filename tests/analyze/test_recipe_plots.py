@@ -1,0 +1,109 @@
+"""Do plots of recipes show what replay finds, readably, and what do they say where there is nothing to show?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from ranktape.analyze.cli import cli
+from ranktape.analyze.numerics.recipes.parse import parse_recipes
+from ranktape.analyze.views.plots import recipes as recipe_plots
+from ranktape.analyze.views.plots.data import PlotData
+from ranktape.analyze.views.plots.table import PLOTS
+from tests.analyze.linear_runs import hot_channels, linear_run
+from tests.analyze.runs import model_tensors, store
+from tests.analyze.test_plot import assert_readable, texts
+from tests.analyze.test_plots import cells
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RECIPES = parse_recipes("mxfp8,mxfp4,nvfp4")
+PRODUCTS = ["output", "grad_input", "grad_weight"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> PlotData:
+    """Twelve layers, one of which loses more; as many make ten come after nine."""
+    run = linear_run(tmp_path_factory.mktemp("run"), hot_channels, num_layers=12)
+    return PlotData(run.select(), recipes=RECIPES)
+
+
+@pytest.mark.parametrize("name", ["replay_modules", "replay_iterations", "replay_bits"])
+def test_a_plot_can_be_read(data: PlotData, name: str) -> None:
+    assert PLOTS[name].missing(data) == ""
+    figure = PLOTS[name].draw(data)
+    assert_readable(figure)
+    assert [axes.get_title() for axes in figure.axes[:3]] == PRODUCTS
+
+
+def ratios(data: PlotData) -> dict[tuple[str, str, str], float]:
+    groups = data.replayed.groups(["product", "recipe", "module"])
+    return {tuple(group.key.values()): group.exact.sqnr or np.nan for group in groups}
+
+
+def test_cells_are_ratios_of_modules_in_natural_order(data: PlotData) -> None:
+    figure = PLOTS["replay_modules"].draw(data)
+    found, columns = ratios(data), ["mxfp8", "mxfp4", "nvfp4", "recorded"]
+    for axes, product in zip(figure.axes, PRODUCTS, strict=False):
+        expected = [[found[product, recipe, f"layers.{layer}.query"] for recipe in columns] for layer in range(12)]
+        np.testing.assert_allclose(cells(axes), expected)
+        written = [text.get_text() for text in axes.texts]
+        assert written == [f"{value:.1f}" for row in expected for value in row]
+
+
+def test_many_modules_are_layers_and_many_layers_neighbours(data: PlotData, monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn(*, max_layers: int) -> Figure:
+        monkeypatch.setattr(recipe_plots, "MAX_MODULES", 8)
+        monkeypatch.setattr(recipe_plots, "MAX_LAYERS", max_layers)
+        figure = PLOTS["replay_modules"].draw(data)
+        assert_readable(figure)
+        return figure
+
+    whole = cells(PLOTS["replay_modules"].draw(data).axes[0])
+    layers = drawn(max_layers=12)
+    np.testing.assert_array_equal(cells(layers.axes[0]), whole)
+    assert "Each row is a layer: the worst module of it." in {text.get_text() for text in texts(layers)}
+    pairs = drawn(max_layers=6)
+    np.testing.assert_array_equal(cells(pairs.axes[0]), np.minimum(whole[::2], whole[1::2]))
+
+
+def test_the_worst_module_is_named_over_the_iterations(data: PlotData) -> None:
+    figure = PLOTS["replay_iterations"].draw(data)
+    words = [text.get_text() for text in texts(figure)]
+    assert any(
+        text.startswith("Worst module of output: ") and "layers.3.query in mxfp4, nvfp4" in text for text in words
+    )
+    lines = figure.axes[0].get_lines()
+    groups = data.replayed.groups(["product", "recipe", "iteration", "module"])
+    of_mxfp4 = [group for group in groups if (group.key["product"], group.key["recipe"]) == ("output", "mxfp4")]
+    for step, iteration in enumerate((0, 10)):
+        values = {group.key["module"]: group.exact.sqnr for group in of_mxfp4 if group.key["iteration"] == iteration}
+        shown = [float(np.asarray(line.get_ydata(), dtype=float)[step]) for line in lines[2:4]]
+        assert shown == pytest.approx([np.median([*values.values()]), values["layers.3.query"]])
+
+
+def test_without_recipes_they_are_left_out_of_all_and_usual_ones_are_taken_for_one(tmp_path: Path) -> None:
+    linear_run(tmp_path / "run", num_layers=2)
+    result = CliRunner().invoke(
+        cli, ["plot", str(tmp_path / "run"), "--kind", "replay_bits", "-o", str(tmp_path / "a.png")]
+    )
+    assert (result.exit_code, result.stdout) == (0, f"{tmp_path}/a.png\n")
+    data = PlotData(store(tmp_path / "model", model_tensors()).select())
+    assert PLOTS["replay_bits"].missing(data) == (
+        "no recipe was named: --recipe mxfp8,mxfp4,nvfp4 computes products again"
+    )
+
+
+def test_what_cannot_be_computed_is_said(tmp_path: Path) -> None:
+    store(tmp_path / "run", [one for one in model_tensors() if one[1].layer_type == "attention"])
+    folder = tmp_path / "draw"
+    words = ["plot", str(tmp_path / "run"), "--kind", "replay_analysis", "-o", str(folder)]
+    assert CliRunner().invoke(cli, words).exit_code == 0
+    reasons = {one["kind"]: one["why"] for one in json.loads((folder / "index.json").read_text())["left_out"]}
+    assert reasons["replay_modules"] == "no product can be computed again: no input was recorded"
