@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,14 @@ def test_layers_that_a_recipe_leaves_are_in_bf16(plain: Run) -> None:
     groups = replay_calls(plain.select(layer_idx=1, iteration=0), [recipe]).groups(["layer_idx", "recipe"])
     assert {group.key["layer_idx"] for group in groups} == {1}
     assert all(group.exact.sqnr is not None and group.exact.sqnr > 45 for group in groups)
+    outside = dataclasses.replace(recipe, high_precision=HighPrecision(outside=True))
+    groups = replay_calls(plain.select(iteration=0), [outside]).groups(["layer_idx", "recipe"])
+    is_wide = {
+        group.key["layer_idx"]: group.exact.sqnr is not None and group.exact.sqnr > 45
+        for group in groups
+        if group.key["recipe"] == "mine"
+    }
+    assert is_wide == {-1: True, 0: False, 1: False}
     with pytest.raises(UsageError, match="the word for what was recorded"):
         replay_calls(plain.select(), [Recipe(name="recorded", source="test", products=nvfp4.products)])
 

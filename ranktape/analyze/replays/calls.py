@@ -75,8 +75,10 @@ class RecordedCalls:
 
     def recipe_of(self, call: RecordedCall, recipe: Recipe) -> Recipe:
         """What a call computes with by a recipe, with its exceptions."""
-        num_layers = self.num_layers[call.field("layer_stack")]
-        return recipe.of_layer(call.field("module"), layer_idx=call.field("layer_idx"), num_layers=num_layers)
+        layer_idx, stack = call.field("layer_idx"), call.field("layer_stack")
+        # Outside of the stacks it matters whether there is any.
+        num_layers = self.num_layers[stack] if layer_idx >= 0 else max(self.num_layers.values())
+        return recipe.of_layer(call.field("module"), layer_idx=layer_idx, num_layers=num_layers)
 
 
 def calls_of(

@@ -180,7 +180,10 @@ class HighPrecision:
         _check_patterns(self.modules)
 
     def holds_for(self, module: str, *, layer_idx: int, num_layers: int) -> bool:
-        """Whether a linear layer stays in bf16: `module` in layer `layer_idx` of so many, -1 outside of the stack."""
+        """Whether a linear layer stays in bf16: `module` in layer `layer_idx` of so many.
+
+        Outside of the stack of layers the number is -1, of as many as the model has; 0 where it has no stack.
+        """
         if any(fnmatchcase(module, pattern) for pattern in self.modules):
             return True
         if layer_idx < 0:
