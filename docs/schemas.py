@@ -317,6 +317,7 @@ def other_schemas() -> dict[str, Schema]:
             deep={"type": "boolean"},
             sound={"type": "boolean"},
             **dict.fromkeys(("attempts", "iterations", "records", "objects", "nbytes"), COUNT),
+            products={"anyOf": [closed(agreed=COUNT, disagreed=COUNT, unchecked=COUNT), {"type": "null"}]},
             findings=array_of(finding),
         ),
         "runs": closed(url=TEXT, runs=array_of(dataclass_schema(RunSummary))),

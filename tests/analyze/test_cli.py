@@ -59,12 +59,12 @@ OPTIONS = {
     | {"--by", "--view", "--pair", "--neighbours", "--noise", "--metric", "--tolerance", "--margin"}
     | {"--allow-unmatched", "--distances", "--in-order"},
     "compare-map": SELECTION | OUTPUT | {"--view", "--pair", "--neighbours", "--allow-unmatched", "--max-bins"},
-    "plot": SELECTION | ENGINE | {"--view", "--all", "--kind", "--format", "--output"},
+    "plot": SELECTION | ENGINE | {"--view", "--all", "--kind", "--format", "--recipe", "--output"},
     "gate": SELECTION
     | OUTPUT
     | ENGINE
     | {"--by", "--view", "--format", "--rule", "--rule-file", "--scaling", "--show-defaults"},
-    "report": SELECTION | ENGINE | {"--view", "--format", "--output"},
+    "report": SELECTION | ENGINE | {"--view", "--format", "--recipe", "--output"},
 }
 """The names that scripts rely on: adding one is a decision, removing one breaks somebody."""
 

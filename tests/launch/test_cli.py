@@ -41,7 +41,7 @@ OPTIONS = {
     "status": {"run", "as_json", "require_minimum", "storage_options"},
     "watch": {"run", "until_complete", "min_records", "timeout", "interval", "storage_options"},
     "runs": {"url", "depth", "as_json", "storage_options"},
-    "check": {"run", "deep", "as_json", "storage_options"},
+    "check": {"run", "deep", "recompute", "as_json", "storage_options"},
     "repair": {"run", "dry_run", "min_age", "as_json", "storage_options"},
     "recover": {"directory", "trust_other_boots", "as_json", "storage_options"},
     "push": {"directory", "to", "keep", "as_json", "storage_options"},

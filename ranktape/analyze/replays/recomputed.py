@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.replays.call_tensors import Key
     from ranktape.analyze.replays.tasks import CallTask
     from ranktape.storage import Records
+    from ranktape.storage.maintenance.work import OnProgress
 
 WIDE_TYPES = ("bf16", "fp16", "fp32", "fp64")
 """The words of `quant_type` for layers that quantise nothing."""
@@ -49,11 +50,13 @@ class Recomputed:
         return self.key[CALL_FIELDS.index(name)]
 
 
-def recompute(records: Records, *, engine: Engine | None = None) -> Iterator[Recomputed]:
+def recompute(
+    records: Records, *, engine: Engine | None = None, on_progress: OnProgress | None = None
+) -> Iterator[Recomputed]:
     """Each recorded product of linear layers and of attention, computed again in float32 from its recorded operands.
 
     What cannot be compared comes with the reason: a missing operand, a mask that was not recorded, operands that are
-    quantised inside of the layer. Memory: the tensors of one call for each worker.
+    quantised inside of the layer. Memory: the tensors of one call for each worker. `on_progress` is told of each call.
 
     Raises:
         StorageError: the store cannot be read.
@@ -66,7 +69,9 @@ def recompute(records: Records, *, engine: Engine | None = None) -> Iterator[Rec
             yield Recomputed(key=one.key, sample=None, product=one.product, agreement=None, reason=one.reason)
     tasks = CallTasks(calls, ())
     results = (engine or Engine()).map(compare_call, tasks, sizes=tasks.sizes)
-    for call, found in zip(calls.calls, results, strict=True):
+    for number, (call, found) in enumerate(zip(calls.calls, results, strict=True), start=1):
+        if on_progress is not None:
+            on_progress(number, len(calls.calls))
         for product, (agreement, reason) in found.items():
             yield Recomputed(key=call.key, sample=call.sample, product=product, agreement=agreement, reason=reason)
 
