@@ -275,3 +275,19 @@ def test_the_mean_of_drawn_products_converges_and_that_of_rounded_ones_does_not(
     assert sums.gain is not None
     assert abs(sums.bias) < 4
     assert sums.gain == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("kind", ["near", "far", "spoiled"])
+def test_what_was_recorded_does_not_change_the_exact_product(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix_products, "SMALL", 1 << 10)
+    operands, recipes = call(), parse_recipes("nvfp4,int8_token")
+    recorded = results(operands)
+    if kind == "far":
+        recorded = {name: tensor + 0.1 * tensor.std() for name, tensor in recorded.items()}
+    if kind == "spoiled":
+        recorded["output"][0, 0, :2] = torch.tensor([math.nan, math.inf])
+    alone = by_name(replay_products(operands, recipes))
+    beside = by_name(replay_products(operands, recipes, recorded=recorded))
+    for key, row in alone.items():
+        assert beside[key].exact.to_array() == pytest.approx(row.exact.to_array(), rel=2e-3, abs=1e-9), key
+        assert beside[key].exact.sqnr == pytest.approx(row.exact.sqnr, abs=1e-3)

@@ -30,6 +30,9 @@ RECORDED = "recorded"
 MAX_KEPT = 8
 """Quantised operands that there are at once: the two of a product, and as many for others as one recipe has."""
 
+NEAR = 2**-7
+"""Of its norm: so far from a product is one that was recorded in bfloat16, whatever the order of its sums."""
+
 SUMMED = {"output": (1, 1), "grad_input": (1, 0), "grad_weight": (0, 0)}
 """By product: along which dimension of each operand's matrix it sums."""
 
@@ -273,17 +276,18 @@ class _Reference:
 
         names, dims = PRODUCTS[product], SUMMED[product]
         a, b = (_plain(matrices[name] if dim else matrices[name].T) for name, dim in zip(names, dims, strict=True))
-        self.exact = matrix_product(a, b)
+        shape = a.values.shape[0], b.values.shape[0]
         self.recorded: torch.Tensor | None = None
         if recorded is not None:
-            if recorded.numel() != self.exact.numel():
+            if recorded.numel() != math.prod(shape):
                 raise UsageError(
                     f"the recorded {product} has {recorded.numel()} elements and the product of its operands "
-                    f"{self.exact.numel()}: give tensors of one call"
+                    f"{math.prod(shape)}: give tensors of one call"
                 )
-            self.recorded = recorded.detach().to(self.exact).reshape(self.exact.shape)
-        # What is not finite would make a difference of nothing else so.
-        self._base = self.exact.to(torch.bfloat16).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            self.recorded = recorded.detach().to(a.values.device, torch.float32).reshape(shape)
+        near = None if self.recorded is None else _exact_near(self.recorded, a, b)
+        self.exact = matrix_product(a, b) if near is None else near
+        self._base = _finite_bf16(self.exact)
 
     def errors_of(self, operands: tuple[QuantizedOperand, QuantizedOperand] | None) -> _Sums:
         """Those of a product against the exact one and against the recorded one; of None those of the exact one."""
@@ -293,3 +297,25 @@ class _Reference:
             result = matrix_product(*operands) if difference is None else self._base
         exact = error_sums(self.exact, result, rest=difference)
         return exact, None if self.recorded is None else error_sums(self.recorded, result, rest=difference)
+
+
+def _finite_bf16(matrix: torch.Tensor) -> torch.Tensor:
+    """Rounded to bfloat16; what is not finite is 0, as its difference from anything would be no number."""
+    import torch
+
+    return matrix.to(torch.bfloat16).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _exact_near(recorded: torch.Tensor, a: QuantizedOperand, b: QuantizedOperand) -> torch.Tensor | None:
+    """The product by way of a recorded one that is near it, in half the time; None where there is no such way.
+
+    Rounding the difference leaves an error of `NEAR` times 2**-9 at most, of the norm.
+    """
+    import torch
+
+    base = _finite_bf16(recorded)
+    rest = difference_from(base, a, b)
+    if rest is None:
+        return None
+    of_rest, of_base = (torch.linalg.vector_norm(one, dtype=torch.float32) for one in (rest, base))
+    return base.to(torch.float32).add_(rest) if of_rest <= NEAR * of_base else None
