@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,9 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ranktape.analyze import fake_quantize, quantize
-from ranktape.analyze.numerics.quantization.operand import quantized_values
 from ranktape.analyze.numerics.quantization.quantized_product import Draws, linear_operands, quantized_linear
-from ranktape.analyze.numerics.quantization.schemes import SCHEMES, ScaleRule
+from ranktape.analyze.numerics.quantization.schemes import SCHEMES
 from ranktape.analyze.numerics.recipes.recipe import (
     OPERANDS,
     PRODUCTS,
@@ -310,60 +308,6 @@ def test_what_cannot_be_quantised_is_refused() -> None:
     (grad,) = torch.autograd.grad(found.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
-
-
-def _every_size() -> torch.Tensor:
-    """Blocks of ordinary numbers, of all sizes at once, at both ends of float32, with NaN, Inf and zeros."""
-    generator = torch.Generator().manual_seed(0)
-    numbers = torch.randn(6, 70, 9, generator=generator)
-    numbers[0] *= torch.exp(30 * torch.randn(70, 9, generator=generator))
-    numbers[1], numbers[1, 1, 1] = 0.0, -0.0
-    numbers[2] *= 1e-37
-    numbers[3] *= 1e37
-    numbers[0].view(-1)[::97] = torch.nan
-    numbers[4].view(-1)[5::131] = torch.inf
-    return numbers
-
-
-FAST: list[tuple[str, dict[str, Any]]] = [
-    *((name, {"scale_rule": rule}) for name in SCHEMES if not SCHEMES[name].has_tensor_scale for rule in ScaleRule),
-    ("mxfp8_e4m3", {"block_size": 5}),
-    *((name, {"block_size": size}) for name in SCHEMES if SCHEMES[name].has_tensor_scale for size in (16, 7)),
-    ("hif8", {}),
-    ("hif8", {"scaling": "tensor"}),
-    ("fp8_e4m3", {}),
-    ("fp8_e4m3", {"scaling": "channel"}),
-    ("bf16", {}),
-    ("int8", {"scaling": "tensor", "scale_rule": "floor"}),
-    ("hif8", {"scaling": "block"}),
-]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", FAST, ids=lambda case: "-".join([case[0], *map(str, case[1].values())]))
-def test_the_fast_way_to_the_values_gives_the_bits_of_the_slow_one(
-    case: tuple[str, dict[str, Any]], dtype: torch.dtype
-) -> None:
-    scheme, options = case
-    numbers = _every_size().to(dtype)
-    for axis in (0, 1, 2):
-        for view in (numbers, numbers.transpose(0, 2), numbers[2:3], numbers[5:], numbers[5:] * 1e-30, numbers[:0]):
-            found = quantized_values(view, scheme, axis=axis, **options)
-            expected = quantize(view, scheme, axis=axis, warn=False, **options).values.to(dtype)
-            assert found.dtype is dtype
-            _assert_bits((found,), (expected,))
-            is_number = ~expected.isnan().numpy()
-            signs = [np.signbit(one.float().numpy())[is_number] for one in (found, expected)]
-            np.testing.assert_array_equal(*signs)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_every_value_of_16_bits_may_be_the_largest_of_a_block(scheme: str, dtype: torch.dtype) -> None:
-    every = torch.arange(1 << 16).to(torch.int16).view(dtype).reshape(-1, 1)
-    blocks = every * torch.tensor([1.0, -0.71, 0.33, 0.02]).to(dtype)
-    found = quantized_values(blocks, scheme)
-    _assert_bits((found,), (quantize(blocks, scheme, warn=False).values.to(dtype),))
 
 
 @pytest.mark.gpu

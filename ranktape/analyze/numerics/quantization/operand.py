@@ -5,25 +5,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Unpack
 
-import numpy as np
-
-from ranktape.analyze.numerics.formats import Rounding
-from ranktape.analyze.numerics.formats.kernels import constants_of
 from ranktape.analyze.numerics.pieces import array_of, check_readable
 from ranktape.analyze.numerics.quantization import array_ops, tensor_ops
-from ranktape.analyze.numerics.quantization.fast_kernels import (
-    block_scheme,
-    has_low_bits,
-    largest_finite,
-    round_all,
-    round_columns,
-    round_rows,
-)
-from ranktape.analyze.numerics.quantization.group_scales import group_scales, level_of, tensor_scale_of
+from ranktape.analyze.numerics.quantization.fast_values import are_bf16, fast_values, is_fast
 from ranktape.analyze.numerics.quantization.plan import (
     OperandOptions,
     QuantizeOptions,
@@ -38,7 +25,6 @@ from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
-    from numpy.typing import NDArray
 
 
 def quantized_values(x: torch.Tensor, scheme: str, **options: Unpack[QuantizeOptions]) -> torch.Tensor:
@@ -112,12 +98,10 @@ def _rotated(x_RS: torch.Tensor, *, size: int, seed: int | None) -> torch.Tensor
 
 
 def _is_bf16(values: torch.Tensor) -> bool:
-    import torch
-
-    patterns = values.view(torch.int32)
     if values.device.type == "cpu":
-        return not has_low_bits(patterns.numpy().reshape(-1))
-    return not bool(((patterns & 0xFFFF != 0) & ~values.isnan()).any())
+        return are_bf16(values)
+    rounded = values.bfloat16().float()
+    return bool(((rounded == values) | values.isnan()).all())
 
 
 def _values_and_factor(
@@ -126,62 +110,14 @@ def _values_and_factor(
     """The values, as float32 (of float64 as such if nothing is apart), and the factor that was left out of them."""
     import torch
 
-    if not _is_fast(x, plan=plan):
-        slow = quantize_planned(x, plan=plan, is_apart=is_apart)
-        if not is_apart:
-            return slow.values, 1.0
-        factor: float | torch.Tensor = 1.0 if slow.tensor_scale is None else slow.tensor_scale
-        if plan.scheme.scaling is Scaling.TENSOR:
-            factor = float(slow.scale_values)
-        elif plan.scheme.scaling is Scaling.CHANNEL:
-            factor = slow.scale_values.to(torch.float32)
-        return slow.values.to(torch.float32), factor
-    values = torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x.detach())
-    patterns = values.view(torch.int32).numpy()
-    work = _quantize_blocks if plan.scheme.scaling is Scaling.BLOCK else _quantize_together
-    return values, work(patterns, plan=plan, is_apart=is_apart)
-
-
-def _is_fast(x: torch.Tensor, *, plan: QuantizePlan) -> bool:
-    import torch
-
-    scheme, element = plan.scheme, plan.scheme.element
-    if plan.four_over_six or plan.rotation or scheme.block_rows > 1:
-        return False
-    if scheme.scaling is Scaling.BLOCK and not (scheme.has_power_scales or scheme.has_tensor_scale):
-        return False
-    is_plain = x.device.type == "cpu" and x.layout is torch.strided and x.is_floating_point() and x.numel() > 0
-    if not is_plain or x.dtype is torch.float64 or scheme.scaling is Scaling.CHANNEL:
-        return False
-    if scheme.scaling is not Scaling.BLOCK:
-        return plan.rounding in {Rounding.EVEN, Rounding.AWAY}
-    # Rounding in float32 needs room for the bits that it takes away.
-    return plan.rounding is Rounding.EVEN and not element.taper and element.num_bits <= 8  # noqa: PLR2004
-
-
-def _quantize_together(patterns: NDArray[np.int32], *, plan: QuantizePlan, is_apart: bool) -> float:
-    """With one scale for all, or without; gives the factor that is left out."""
-    element, scale = plan.scheme.element, 1.0
-    flat = patterns.reshape(-1)
+    if is_fast(x, plan=plan):
+        return fast_values(x, plan=plan, is_apart=is_apart)
+    slow = quantize_planned(x, plan=plan, is_apart=is_apart)
+    if not is_apart:
+        return slow.values, 1.0
+    factor: float | torch.Tensor = 1.0 if slow.tensor_scale is None else slow.tensor_scale
     if plan.scheme.scaling is Scaling.TENSOR:
-        scale = float(group_scales(np.array([largest_finite(flat)]), plan=plan, largest_of_all=0.0).values[0])
-    after, zero = 1.0 if is_apart else scale, -0.0 if element.has_negative_zero else 0.0
-    round_all(flat, scale, after, zero, constants_of(element, plan.rounding))
-    return scale if is_apart else 1.0
-
-
-def _quantize_blocks(patterns: NDArray[np.int32], *, plan: QuantizePlan, is_apart: bool) -> float:
-    """With one scale for each block; gives the factor that is left out."""
-    recipe, tensor = plan.scheme.recipe, None
-    if recipe is not None:
-        level = level_of(largest_finite(patterns.reshape(-1)), recipe=recipe, offset=plan.scale_offset)
-        tensor = tensor_scale_of(level, int(recipe))
-    scheme = block_scheme(plan, tensor=tensor, is_apart=is_apart)
-    shape = patterns.shape or (1,)
-    width, block_size = math.prod(shape[plan.axis + 1 :]), plan.scheme.block_size
-    zero = None if plan.scheme.element.has_negative_zero else np.float32(0.0)
-    if width == 1:
-        round_rows(patterns.reshape(-1), shape[plan.axis], scheme, block_size, zero)
-    else:
-        round_columns(patterns.reshape(-1, shape[plan.axis], width), scheme, block_size, zero)
-    return float(tensor.scale) if tensor is not None and is_apart else 1.0
+        factor = float(slow.scale_values)
+    elif plan.scheme.scaling is Scaling.CHANNEL:
+        factor = slow.scale_values.to(torch.float32)
+    return slow.values.to(torch.float32), factor

@@ -34,6 +34,12 @@ def rotation_signs(size: int, *, seed: int | None) -> NDArray[np.float64]:
     return np.where(uniforms(seed, start=0, size=size) < HALF, -1.0, 1.0)
 
 
+def rotation_factors(size: int, *, seed: int | None, is_back: bool) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """What the elements of a run are multiplied by before they are added up, and after it."""
+    signs_N, scales_N = rotation_signs(size, seed=seed), np.full(size, 1 / math.sqrt(size))
+    return (np.ones(size), scales_N * signs_N) if is_back else (signs_N, scales_N)
+
+
 def check_rotation(length: int, *, size: int) -> None:
     """Whether an axis of that length is one of whole groups.
 
@@ -64,11 +70,9 @@ def rotated(x: Any, *, axis: int, size: int, seed: int | None, ops: ModuleType, 
     groups_GNI = xp.asarray(x, dtype=xp.float64 if x.dtype == xp.float64 else xp.float32).reshape(
         math.prod(shape[:axis]) * (shape[axis] // size), size, math.prod(shape[axis + 1 :])
     )
-    signs_N = rotation_signs(size, seed=seed)
-    scales_N = np.full(size, 1 / math.sqrt(size))
-    before, after = (np.ones(size), scales_N * signs_N) if is_back else (signs_N, scales_N)
+    before_N, after_N = rotation_factors(size, seed=seed, is_back=is_back)
     with np.errstate(all="ignore"):  # what is NaN or overflows is part of the answer
-        return ops.butterflies(groups_GNI, before, after).reshape(shape)
+        return ops.butterflies(groups_GNI, before_N, after_N).reshape(shape)
 
 
 @compiled

@@ -1,0 +1,363 @@
+"""Loops that quantise float32 numbers in blocks and tiles, fast enough for a training, where values alone are asked.
+
+In place. Elements that round to even are scaled, rounded and scaled back in float32, which is exact: the scales of MX
+are powers of two, and all others are defined so. Rounding adds a power of two and takes it away again. What rounds
+otherwise does it in float64.
+"""
+
+# Shapes: O = everything before the axis of blocks, L = elements along the axis, I = everything after; R = rows,
+# C = columns of a matrix.
+# ruff: noqa: N803, N806 - the letters of a shape end the name of the array
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ranktape.analyze.numerics.formats import Rounding
+from ranktape.analyze.numerics.formats.kernels import ONE_FIELD, RoundingConstants, constants_of, state_of
+from ranktape.analyze.numerics.kernels import BLOCK, compiled
+from ranktape.analyze.numerics.quantization.fast_kernels import INFINITY, MAGNITUDE, round_wide
+from ranktape.analyze.numerics.quantization.group_scales import (
+    STRETCH,
+    ExactScale,
+    TensorScale,
+    block_scale,
+    exact_scale,
+    exact_scale_of,
+    factors_of,
+)
+from ranktape.analyze.numerics.quantization.plan import QuantizePlan
+from ranktape.analyze.numerics.quantization.schemes import ScaleRecipe, ScaleRule, raise_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+FRACTION_BITS = 23
+"""Bits of a float32 below its exponent field."""
+
+SMALLEST_SCALE = np.int32(1 << 22)
+"""The bits of the float32 2**-127, which is subnormal."""
+
+ONE_FIELD32 = 127
+"""The exponent field of the float32 1.0."""
+
+POWER, TENSOR_SCALED, EXACT = range(3)
+"""Scales of blocks: powers of two, those of NVFP4, and those that make the largest magnitude the largest element."""
+
+NARROW_BITS = 8
+"""Rounding in float32 needs room for the bits that it takes away: elements have no more than these."""
+
+
+class BlockScheme(NamedTuple):
+    """What the kernels know of a scheme with blocks; a named tuple, because numba takes it apart by name."""
+
+    lowest_field: np.int32
+    """Exponent field, in its place, of the smallest normal element."""
+    anchor_step: np.int32
+    """From the exponent field, in its place, of a number to that of the power of two to be added: see `_rounded`."""
+    limit: np.int32
+    """The bits of the largest element."""
+    is_wide: bool
+    """Whether elements are rounded in float64."""
+    wide: RoundingConstants
+    """How, where they are."""
+    state: int
+    """Where the random numbers of stochastic rounding begin."""
+    scales: int
+    """What kind of scales there are."""
+    is_divided: bool
+    """Whether elements are divided by the first factor, and not multiplied."""
+    tensor: TensorScale
+    """What all blocks of NVFP4 share."""
+    exact: ExactScale
+    """How scales follow that are neither powers of two nor those of NVFP4."""
+    raised: np.int64
+    """Added to the bits of the largest magnitude, as float64, for the exponent of a power of two above them."""
+    offset: int
+    """Added to the exponent of a power of two."""
+    end: int
+    """Largest magnitude of that exponent."""
+    four_over_six: bool
+    """Whether each block has the better of two scales."""
+    is_apart: bool
+    """Whether rounded elements are multiplied by the scale of their block alone, without that of the tensor."""
+
+
+def block_scheme(plan: QuantizePlan, *, tensor: TensorScale | None, is_apart: bool) -> BlockScheme:
+    """What the kernels take of a plan with blocks, and of the scale of the tensor where there is one."""
+    scheme, element = plan.scheme, plan.scheme.element
+    is_power = scheme.has_power_scales
+    raised = raise_of(plan.scale_rule or ScaleRule.FLOOR, element=element)
+    is_narrow = plan.rounding is Rounding.EVEN and not element.taper and element.num_bits <= NARROW_BITS
+    return BlockScheme(
+        lowest_field=np.int32((element.emin + ONE_FIELD32) << FRACTION_BITS),
+        anchor_step=np.int32((FRACTION_BITS - element.mantissa_bits) << FRACTION_BITS),
+        limit=np.float32(element.maximum).view(np.int32),
+        is_wide=not is_narrow,
+        wide=constants_of(element, plan.rounding),
+        state=state_of(plan.seed),
+        scales=POWER if is_power else EXACT if tensor is None else TENSOR_SCALED,
+        is_divided=not is_power and (tensor is None or scheme.recipe is ScaleRecipe.MODELOPT),
+        tensor=tensor or TensorScale(recipe=0, scale=np.float64(1.0), to_code=np.float64(1.0)),
+        exact=exact_scale_of(plan),
+        raised=np.int64(raised - ((ONE_FIELD + element.emax) << 52)),
+        offset=plan.scale_offset,
+        end=(1 << (plan.scale_bits - 1)) - 1,
+        four_over_six=plan.four_over_six,
+        is_apart=is_apart,
+    )
+
+
+@compiled
+def _factors(
+    largest: np.int32,
+    scheme: BlockScheme,
+    stretch: float,
+    is_apart: bool,  # noqa: FBT001 - as above
+) -> tuple[np.float32, np.float32]:
+    """What elements are multiplied by, or divided by, before they are rounded, and multiplied by after it.
+
+    The latter is NaN of blocks that hold NaN or an infinity.
+    """
+    widest = np.float64(np.int32(largest).view(np.float32))
+    if scheme.scales == TENSOR_SCALED:
+        scale = block_scale(widest, scheme.tensor, stretch)
+        wide_before, wide_after = factors_of(scale, scheme.tensor)
+        before, after = np.float32(wide_before), np.float32(scale if is_apart else wide_after)
+    elif scheme.scales == EXACT:
+        before = np.float32(exact_scale(widest, scheme.exact, stretch))
+        after = before
+    else:
+        wanted = np.int64(((widest.view(np.int64) + scheme.raised) >> 52) + scheme.offset)
+        exponent = np.int32(min(max(wanted, np.int64(-scheme.end)), np.int64(scheme.end)))
+        if largest == 0:
+            exponent = np.int32(-scheme.end)
+        before = np.int32(max((ONE_FIELD32 - exponent) << FRACTION_BITS, SMALLEST_SCALE)).view(np.float32)
+        after = np.int32(max((ONE_FIELD32 + exponent) << FRACTION_BITS, SMALLEST_SCALE)).view(np.float32)
+    return before, after if largest < INFINITY else np.float32(np.nan)
+
+
+@compiled
+def _rounded(scaled: np.float32, after: np.float32, scheme: BlockScheme, zero: np.float32 | None) -> np.int32:
+    """The pattern of a scaled float32, rounded to the nearest element, ties to even, and scaled back.
+
+    `zero` is added to elements, 0.0 where they have no negative zero; of None nothing is compiled.
+    """
+    bits = np.float32(scaled).view(np.int32)
+    magnitude = np.int32(min(np.int32(bits & MAGNITUDE), scheme.limit))
+    field = max(scheme.lowest_field, np.int32(magnitude & INFINITY))
+    # Added to the magnitude, it leaves no bits below the last one of the element.
+    anchor = np.int32(field + scheme.anchor_step).view(np.float32)
+    rounded = np.float32(np.float32(np.int32(magnitude).view(np.float32) + anchor) - anchor).view(np.int32)
+    signed = np.int32(rounded | np.int32(bits & ~MAGNITUDE))
+    result = signed.view(np.float32)
+    if zero is not None:
+        result = np.float32(result + zero)
+    return np.float32(result * after).view(np.int32)
+
+
+class Scratch(NamedTuple):
+    """Memory for some columns of a matrix: what is done to a whole row at once becomes vector instructions."""
+
+    largest: NDArray[np.int32]
+    """Of each block, the pattern of its largest magnitude."""
+    stretches: NDArray[np.float64]
+    """Of each block, how many times its first scale it has."""
+    errors: NDArray[np.float64]
+    """Of each block, what the squared errors add up to with its first scale and with its second one."""
+    before: NDArray[np.float32]
+    """What the elements of each column are multiplied by, or divided by, before they are rounded."""
+    after: NDArray[np.float32]
+    """What they are multiplied by after it."""
+    scaled: NDArray[np.float64]
+    """Magnitudes of a row, scaled, where they are rounded in float64."""
+    rounded: NDArray[np.float64]
+    """What they are rounded to."""
+    places: NDArray[np.int64]
+    """Where they are in the tensor."""
+    tried: NDArray[np.int32]
+    """Patterns of the values of a row with scales that may not be chosen."""
+
+
+@compiled
+def _scratch(num_columns: int, num_blocks: int) -> Scratch:
+    return Scratch(
+        np.empty(num_blocks, dtype=np.int32),
+        np.empty(num_blocks),
+        np.empty((2, num_blocks)),
+        np.empty(num_columns, dtype=np.float32),
+        np.empty(num_columns, dtype=np.float32),
+        np.empty(num_columns),
+        np.empty(num_columns),
+        np.empty(num_columns, dtype=np.int64),
+        np.empty(num_columns, dtype=np.int32),
+    )
+
+
+@compiled
+def _round_row(  # noqa: PLR0917 - as above
+    row_C: NDArray[np.int32],
+    scheme: BlockScheme,
+    zero: np.float32 | None,
+    first: int,
+    step: int,
+    scratch: Scratch,
+) -> None:
+    """Quantise a row with the factors of its columns; its places in the tensor are `first`, `first + step`, ..."""
+    before_C, after_C = scratch.before[: row_C.size], scratch.after[: row_C.size]
+    if scheme.is_wide:
+        scaled_C, rounded_C = scratch.scaled[: row_C.size], scratch.rounded[: row_C.size]
+        for column in range(row_C.size):
+            magnitude = abs(np.int32(row_C[column]).view(np.float32))
+            if scheme.scales == POWER:
+                scaled_C[column] = np.float64(magnitude) * np.float64(before_C[column])
+            elif scheme.is_divided:
+                scaled_C[column] = np.float64(np.divide(magnitude, before_C[column]))
+            else:
+                scaled_C[column] = np.float64(magnitude * before_C[column])
+        round_wide(scaled_C, rounded_C, scheme.wide, scheme.state, first, step, scratch.places)
+        for column in range(row_C.size):
+            result = np.copysign(np.float32(rounded_C[column]), np.int32(row_C[column]).view(np.float32))
+            if zero is not None:
+                result = np.float32(result + zero)
+            row_C[column] = np.float32(result * after_C[column]).view(np.int32)
+    # Two loops: in one, each element would be divided and multiplied.
+    elif scheme.is_divided:
+        for column in range(row_C.size):
+            scaled = np.divide(np.int32(row_C[column]).view(np.float32), before_C[column])
+            row_C[column] = _rounded(scaled, after_C[column], scheme, zero)
+    else:
+        for column in range(row_C.size):
+            scaled = np.int32(row_C[column]).view(np.float32) * before_C[column]
+            row_C[column] = _rounded(scaled, after_C[column], scheme, zero)
+
+
+@compiled
+def _spread_factors(
+    num_columns: int,
+    width: int,
+    scheme: BlockScheme,
+    is_apart: bool,  # noqa: FBT001 - as above
+    scratch: Scratch,
+) -> None:
+    """Write the factors of each column from the largest magnitudes and the stretches of blocks of such a width."""
+    for block in range(num_blocks(num_columns, width)):
+        before, after = _factors(scratch.largest[block], scheme, scratch.stretches[block], is_apart)
+        for column in range(block * width, min((block + 1) * width, num_columns)):
+            scratch.before[column] = before
+            scratch.after[column] = after
+
+
+@compiled
+def _choose_scales(  # noqa: PLR0917 - as above
+    band_RC: NDArray[np.int32],
+    width: int,
+    scheme: BlockScheme,
+    zero: np.float32 | None,
+    places_R2: NDArray[np.int64],
+    scratch: Scratch,
+) -> None:
+    """Write for each block the stretch with which the squared errors of its values add up to less."""
+    num_rows, num_columns = band_RC.shape
+    count, tried_C = num_blocks(num_columns, width), scratch.tried[:num_columns]
+    scratch.errors[:] = 0.0
+    for attempt in range(2):
+        scratch.stretches[:count] = STRETCH if attempt else 1.0
+        # Apart or not, the errors are those of the values as a whole.
+        _spread_factors(num_columns, width, scheme, False, scratch)  # noqa: FBT003
+        for row in range(num_rows):
+            row_C = band_RC[row]
+            tried_C[:] = row_C
+            _round_row(tried_C, scheme, zero, places_R2[row, 0], places_R2[row, 1], scratch)
+            for block in range(count):
+                total = 0.0
+                for column in range(block * width, min((block + 1) * width, num_columns)):
+                    value = np.float64(np.int32(tried_C[column]).view(np.float32))
+                    difference = value - np.float64(np.int32(row_C[column]).view(np.float32))
+                    total += difference * difference
+                scratch.errors[attempt, block] += total
+    for block in range(count):
+        scratch.stretches[block] = STRETCH if scratch.errors[1, block] < scratch.errors[0, block] else 1.0
+
+
+@compiled
+def num_blocks(length: int, size: int) -> int:
+    """Blocks of that size in a row of that length; the last one may be shorter."""
+    return (length + size - 1) // size
+
+
+@compiled
+def round_tiles(  # noqa: PLR0917 - as above
+    patterns_RC: NDArray[np.int32],
+    tile: tuple[int, int],
+    scheme: BlockScheme,
+    zero: np.float32 | None,
+    first_row: int,
+    width: int,
+) -> None:
+    """Quantise a matrix in tiles of so many rows and columns, smaller ones at its edges; `zero` as in `_rounded`.
+
+    Its first row is the row `first_row` of a matrix of which `width` rows lie beside each other in the tensor: their
+    elements take turns in it.
+    """
+    num_rows, num_columns = patterns_RC.shape
+    # As many columns at a time as stay in a cache.
+    reach = min(max(1, BLOCK // tile[1]) * tile[1], num_columns)
+    scratch = _scratch(reach, num_blocks(reach, tile[1]))
+    places_R2 = np.empty((min(tile[0], num_rows), 2), dtype=np.int64)
+    for top in range(0, num_rows, tile[0]):
+        for start in range(0, num_columns, reach):
+            band_RC = patterns_RC[top : min(top + tile[0], num_rows), start : min(start + reach, num_columns)]
+            for block in range(num_blocks(band_RC.shape[1], tile[1])):
+                largest = np.int32(0)
+                for row in range(band_RC.shape[0]):
+                    for column in range(block * tile[1], min((block + 1) * tile[1], band_RC.shape[1])):
+                        largest = max(largest, np.int32(band_RC[row, column] & MAGNITUDE))
+                scratch.largest[block] = largest
+            for row in range(band_RC.shape[0]):
+                place = _place(first_row + top + row, start, num_columns, width)
+                places_R2[row, 0], places_R2[row, 1] = place, width
+            scratch.stretches[:] = 1.0
+            if scheme.four_over_six:
+                _choose_scales(band_RC, tile[1], scheme, zero, places_R2, scratch)
+            _spread_factors(band_RC.shape[1], tile[1], scheme, scheme.is_apart, scratch)
+            for row in range(band_RC.shape[0]):
+                _round_row(band_RC[row], scheme, zero, places_R2[row, 0], width, scratch)
+
+
+@compiled
+def _place(row: int, column: int, num_columns: int, width: int) -> int:
+    """Where an element of a matrix is in the tensor in which `width` of its rows lie beside each other."""
+    return (row // width * num_columns + column) * width + row % width
+
+
+@compiled
+def round_columns(
+    patterns_OLI: NDArray[np.int32], scheme: BlockScheme, block_size: int, zero: np.float32 | None
+) -> None:
+    """Quantise in blocks along the second of three dimensions, row after row as memory has them; not what is wide."""
+    length, width = patterns_OLI.shape[1:]
+    largest = np.empty(width, dtype=np.int32)
+    before, after = np.empty((2, width), dtype=np.float32)
+    for outer in range(patterns_OLI.shape[0]):
+        for start in range(0, length, block_size):
+            block = patterns_OLI[outer, start : min(start + block_size, length)]
+            largest[:] = 0
+            for row in range(block.shape[0]):
+                for column in range(width):
+                    magnitude = np.int32(block[row, column] & MAGNITUDE)
+                    largest[column] = max(largest[column], magnitude)
+            for column in range(width):
+                before[column], after[column] = _factors(largest[column], scheme, 1.0, scheme.is_apart)
+            for row in range(block.shape[0]):
+                line = block[row]
+                if scheme.is_divided:
+                    for column in range(width):
+                        scaled = np.divide(np.int32(line[column]).view(np.float32), before[column])
+                        line[column] = _rounded(scaled, after[column], scheme, zero)
+                else:
+                    for column in range(width):
+                        scaled = np.int32(line[column]).view(np.float32) * before[column]
+                        line[column] = _rounded(scaled, after[column], scheme, zero)

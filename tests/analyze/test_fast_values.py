@@ -1,0 +1,118 @@
+"""Does the fast way to the values of a quantised tensor give the bits of the slow one?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ranktape.analyze import quantize
+from ranktape.analyze.numerics.quantization import fast_values
+from ranktape.analyze.numerics.quantization.operand import quantized_values
+from ranktape.analyze.numerics.quantization.schemes import SCHEMES, ScaleRule
+
+
+def _every_size() -> torch.Tensor:
+    """Blocks of ordinary numbers, of all sizes at once, at both ends of float32, with NaN, Inf and zeros."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(6, 70, 9, generator=generator)
+    numbers[0] *= torch.exp(30 * torch.randn(70, 9, generator=generator))
+    numbers[1], numbers[1, 1, 1] = 0.0, -0.0
+    numbers[2] *= 1e-37
+    numbers[3] *= 1e37
+    numbers[0].view(-1)[::97] = torch.nan
+    numbers[4].view(-1)[5::131] = torch.inf
+    return numbers
+
+
+FAST: list[tuple[str, dict[str, Any]]] = [
+    *((name, {"scale_rule": rule}) for name in SCHEMES if not SCHEMES[name].has_tensor_scale for rule in ScaleRule),
+    ("mxfp8_e4m3", {"block_size": 5}),
+    *((name, {"block_size": size}) for name in SCHEMES if SCHEMES[name].has_tensor_scale for size in (16, 7)),
+    ("hif8", {}),
+    ("hif8", {"scaling": "tensor"}),
+    ("fp8_e4m3", {}),
+    ("fp8_e4m3", {"scaling": "channel"}),
+    ("bf16", {}),
+    ("int8", {"scaling": "tensor", "scale_rule": "floor"}),
+    ("hif8", {"scaling": "block"}),
+    ("bf16", {"scaling": "block", "scale_rule": "rceil"}),
+    ("fp8_e4m3", {"scaling": "tensor", "rounding": "floor"}),
+    *((name, {"seed": 7}) for name in ("fp8_e4m3", "mxfp8_e4m3", "nvfp4", "nvfp4_modelopt")),
+    ("hif8", {"scaling": "channel", "seed": 7}),
+    ("mxfp4", {"rounding": "away", "scale_offset": -3, "scale_bits": 4}),
+    ("mxfp4", {"scale_offset": 200}),
+    ("nvfp4", {"scale_offset": 2}),
+    ("fp8_e4m3", {"saturate": False}),
+    *((name, {"four_over_six": True}) for name in SCHEMES if SCHEMES[name].has_tensor_scale),
+    ("nvfp4", {"four_over_six": True, "seed": 7, "block_size": 7}),
+    ("fp4_e2m1", {"scaling": "block", "scale_format": "ue5m3", "four_over_six": True}),
+    ("fp4_e2m1", {"scaling": "block", "scale_format": "fp8_e4m3", "block_size": 7}),
+    ("fp8_e5m2", {"scaling": "block", "scale_format": "fp32", "scale_offset": 3, "seed": 7}),
+    ("mxfp8_e4m3", {"rotation": 2, "rotation_seed": 3}),
+]
+
+FAST_TILES: list[tuple[str, dict[str, Any]]] = [
+    ("mxfp8_e4m3", {"block_size": (5, 3)}),
+    ("fp8_e4m3", {"scaling": "block", "block_size": (128, 128), "scale_format": "fp32"}),
+    ("nvfp4", {"block_size": (16, 4)}),
+    ("nvfp4_modelopt", {"block_size": (16, 4), "four_over_six": True}),
+    ("nvfp4", {"block_size": (2, 2), "four_over_six": True, "seed": 7}),
+]
+
+
+def _assert_fast(x: torch.Tensor, scheme: str, **options: Any) -> None:
+    found = quantized_values(x, scheme, **options)
+    expected = quantize(x, scheme, warn=False, **options).values.to(x.dtype)
+    assert found.dtype is x.dtype
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    is_number = ~expected.isnan().numpy()
+    np.testing.assert_array_equal(*(np.signbit(one.float().numpy())[is_number] for one in (found, expected)))
+
+
+def _name(case: tuple[str, dict[str, Any]]) -> str:
+    return "-".join([case[0], *(f"{key}={value}" for key, value in case[1].items())])
+
+
+@pytest.fixture
+def many_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Several pieces of every tensor, and several threads for them."""
+    monkeypatch.setattr(fast_values, "PIECE_SIZE", 200)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("many_pieces")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", FAST, ids=_name)
+def test_the_fast_way_to_the_values_gives_the_bits_of_the_slow_one(
+    case: tuple[str, dict[str, Any]], dtype: torch.dtype
+) -> None:
+    scheme, options = case
+    numbers = _every_size().to(dtype)
+    for axis in (0, 1, 2):
+        for view in (numbers, numbers.transpose(0, 2), numbers[2:3], numbers[5:], numbers[5:] * 1e-30, numbers[:0]):
+            if "rotation" not in options or view.shape[axis] % options["rotation"] == 0:
+                _assert_fast(view, scheme, axis=axis, **options)
+
+
+@pytest.mark.usefixtures("many_pieces")
+@pytest.mark.parametrize("case", FAST_TILES, ids=_name)
+def test_the_fast_way_to_tiles_gives_the_bits_of_the_slow_one(case: tuple[str, dict[str, Any]]) -> None:
+    scheme, options = case
+    numbers = _every_size()
+    for view in (numbers, numbers[0].T, numbers.transpose(0, 2)[:, :, 1:], numbers[:0], numbers.bfloat16()):
+        _assert_fast(view, scheme, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_value_of_16_bits_may_be_the_largest_of_a_block(scheme: str, dtype: torch.dtype) -> None:
+    every = torch.arange(1 << 16).to(torch.int16).view(dtype).reshape(-1, 1)
+    blocks = every * torch.tensor([1.0, -0.71, 0.33, 0.02]).to(dtype)
+    _assert_fast(blocks, scheme)
