@@ -141,7 +141,7 @@ class TestServers:
         fault: tuple[int, str],
     ) -> None:
         for client in (s3, obstore_backend):
-            monkeypatch.setattr(client, "_PART_NBYTES", 5 * 2**20)
+            monkeypatch.setattr(client, "PART_NBYTES", 5 * 2**20)
         backend = open_flaky()
         # Of an object in parts it is the first part that is refused.
         passed_on: tuple[tuple[int, list[str]], ...] = ((3, []), (11, [""]))
@@ -156,7 +156,7 @@ class TestServers:
         self, proxy: FlakyProxy, open_flaky: Callable[..., RetryingBackend], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for client in (s3, obstore_backend):
-            monkeypatch.setattr(client, "_PART_NBYTES", 5 * 2**20)  # the least that S3 takes
+            monkeypatch.setattr(client, "PART_NBYTES", 5 * 2**20)  # the least that S3 takes
         backend = open_flaky()
         proxy.faults += ["", (503, "SlowDown")]
         backend.put("a", [bytes(11 * 2**20)])

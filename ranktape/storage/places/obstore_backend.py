@@ -19,7 +19,7 @@ from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 from ranktape.errors import StorageError, UsageError
 from ranktape.storage.places.backend import ObjectInfo, answered, range_within, seconds_left
 from ranktape.storage.places.failures import answer_of
-from ranktape.storage.places.store import Result, StoreBackend
+from ranktape.storage.places.store import PART_NBYTES, PARTS_AT_ONCE, Result, StoreBackend
 
 if TYPE_CHECKING:
     from ranktape.storage.places.remote import RemoteBackend
@@ -29,9 +29,6 @@ _KINDS: dict[str, Any] = {"s3": S3Store, "s3a": S3Store, "gs": GCSStore, "gcs": 
 
 _OWNER = os.getpid()
 """The process whose runtime obstore's threads are in."""
-
-_PART_NBYTES = 64 * 2**20
-_PARTS_AT_ONCE = 4
 
 _SILENCE_SECONDS = 15.0
 _CONNECT_SECONDS = 5.0
@@ -43,8 +40,6 @@ _STEPS_PER_DOUBLING = 4
 """How finely timeouts are told apart: each has a client of its own, since obstore fixes it with the client."""
 
 _KEYS_PER_PAGE = 1000
-
-_HTTP_RANGE_NOT_SATISFIABLE = 416
 
 _PASSING_CONFLICTS = {"ConditionalRequestConflict", "OperationAborted"}
 
@@ -92,11 +87,11 @@ class ObstoreBackend(StoreBackend):
 
     def _put(self, path: str, views: list[memoryview]) -> None:
         nbytes = sum(view.nbytes for view in views)
-        if nbytes <= 2 * _PART_NBYTES:
+        if nbytes <= 2 * PART_NBYTES:
             obstore.put(self._store(upload_nbytes=nbytes), path, views or b"", use_multipart=False)
         else:
-            store = self._store(upload_nbytes=_PART_NBYTES * _PARTS_AT_ONCE)
-            obstore.put(store, path, views, use_multipart=True, chunk_size=_PART_NBYTES, max_concurrency=_PARTS_AT_ONCE)
+            store = self._store(upload_nbytes=PART_NBYTES * PARTS_AT_ONCE)
+            obstore.put(store, path, views, use_multipart=True, chunk_size=PART_NBYTES, max_concurrency=PARTS_AT_ONCE)
 
     def _create(self, path: str, data: bytes) -> bool:
         try:
@@ -117,8 +112,6 @@ class ObstoreBackend(StoreBackend):
         try:
             return bytes(obstore.get(self._store(), path, options={"range": wanted}).bytes())[:nbytes]
         except GenericError as error:
-            if answer_of(error)[0] == _HTTP_RANGE_NOT_SATISFIABLE:
-                return b""
             if "non-partial" not in str(error):
                 raise
         # An empty object, or a server that knows no ranges.

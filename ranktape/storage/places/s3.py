@@ -23,11 +23,7 @@ from fsspec.asyn import sync
 from ranktape.storage.places.backend import Backend, ObjectInfo, RangeFile, answered, seconds_left
 from ranktape.storage.places.failures import answer_of
 from ranktape.storage.places.remote import RemoteBackend
-
-_PART_NBYTES = 64 * 2**20
-"""Above twice this an object is sent in parts of this size."""
-
-_PARTS_AT_ONCE = 4
+from ranktape.storage.places.store import PART_NBYTES, PARTS_AT_ONCE
 
 _JOINED_NBYTES = 2**20
 """Up to this an object is sent as one piece of memory; of a larger one neither we nor the client hold a copy."""
@@ -49,7 +45,6 @@ _CONFIG: dict[str, Any] = {
 }
 
 _HTTP_PRECONDITION_FAILED = 412
-_HTTP_RANGE_NOT_SATISFIABLE = 416
 
 _open_clients: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -100,7 +95,7 @@ class S3Backend(RemoteBackend):
 
     def _put(self, path: str, views: list[memoryview]) -> None:
         nbytes = sum(view.nbytes for view in views)
-        if nbytes > 2 * _PART_NBYTES:
+        if nbytes > 2 * PART_NBYTES:
             sync(self._file_system().loop, self._put_parts, path, views, nbytes, timeout=seconds_left())
         else:
             body = b"".join(views) if nbytes <= _JOINED_NBYTES else _joined(views, 0, nbytes)
@@ -120,12 +115,7 @@ class S3Backend(RemoteBackend):
 
     def _get_range(self, path: str, start: int, nbytes: int) -> bytes:
         wanted = f"bytes={start}" if start < 0 else f"bytes={start}-{start + nbytes - 1}"
-        try:
-            data, is_whole = self._read(path, None, Range=wanted)
-        except Exception as error:
-            if answer_of(error)[0] == _HTTP_RANGE_NOT_SATISFIABLE:
-                return b""
-            raise
+        data, is_whole = self._read(path, None, Range=wanted)
         return data[start:][:nbytes] if is_whole else data[:nbytes]
 
     def _size(self, path: str) -> int:
@@ -209,17 +199,17 @@ class S3Backend(RemoteBackend):
 
     async def _put_parts(self, key: str, views: list[memoryview], nbytes: int) -> None:
         upload = (await self._request("create_multipart_upload", Key=key))["UploadId"]
-        gate = asyncio.Semaphore(_PARTS_AT_ONCE)
+        gate = asyncio.Semaphore(PARTS_AT_ONCE)
 
         async def send(number: int) -> dict[str, Any]:
             async with gate:
-                part = _joined(views, (number - 1) * _PART_NBYTES, min(number * _PART_NBYTES, nbytes))
+                part = _joined(views, (number - 1) * PART_NBYTES, min(number * PART_NBYTES, nbytes))
                 answer = await self._request("upload_part", Key=key, UploadId=upload, PartNumber=number, Body=part)
                 return {"PartNumber": number, "ETag": answer["ETag"]}
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(send(number)) for number in range(1, -(-nbytes // _PART_NBYTES) + 1)]
+                tasks = [group.create_task(send(number)) for number in range(1, -(-nbytes // PART_NBYTES) + 1)]
             parts = {"Parts": [task.result() for task in tasks]}
             await self._request("complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload=parts)
         except BaseException as error:

@@ -19,6 +19,13 @@ from ranktape.storage.places.failures import Redactor, answer_of, chain, store_e
 
 Result = TypeVar("Result")
 
+PART_NBYTES = 64 * 2**20
+"""Above twice this an object is sent in parts of this size."""
+
+PARTS_AT_ONCE = 4
+
+_HTTP_RANGE_NOT_SATISFIABLE = 416
+
 _NO_OBJECT = {"", "NoSuchKey", "BlobNotFound"}
 """What the code of an answer is where an object is not there; of any other, such as a bucket, it is a failure."""
 
@@ -62,7 +69,16 @@ class StoreBackend(Backend):
         """Some bytes of an object, clipped to what it has; None where there is none."""
         if nbytes <= 0:
             return b"" if self.exists(key) else None
-        return self._call("read", key, lambda: _found(lambda: self._get_range(self._path(key), start, nbytes)))
+
+        def work() -> bytes:
+            try:
+                return self._get_range(self._path(key), start, nbytes)
+            except Exception as error:
+                if answer_of(error)[0] != _HTTP_RANGE_NOT_SATISFIABLE:
+                    raise
+                return b""
+
+        return self._call("read", key, lambda: _found(work))
 
     def size(self, key: str) -> int | None:
         """The bytes that an object has; None where there is none."""
