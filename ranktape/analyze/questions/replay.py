@@ -119,9 +119,11 @@ def replay(
         _check_plan_options(target_sqnr, given={"by": by, "product": product, "show": show != "products"})
         assert target_sqnr is not None, "it was checked"
         planned = precision_plan(records, recipe=recipe, target_sqnr=target_sqnr, engine=engine)
-        if plan is not None:
-            write_plan(planned, plan)
-        return _plan_table(planned)
+        table = _plan_table(planned)
+        if plan is None:
+            return table
+        write_plan(planned, plan)
+        return dataclasses.replace(table, notes=(*table.notes, f"written to {plan}"))
     recipes, products = parse_recipes(recipe), words(product)
     for name in products:
         if name not in PRODUCTS:
