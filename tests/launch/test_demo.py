@@ -120,8 +120,12 @@ def test_the_demo_learns_records_and_answers(tmp_path: Path) -> None:
 
 @exhaustive("the demo without a format is in make test")
 @pytest.mark.distributed
-def test_the_demo_learns_in_low_precision_and_the_run_says_which(tmp_path: Path) -> None:
-    words = ["-m", "ranktape.launch.cli", "demo", "--output", "run", "--steps", "20", "--quant", "mxfp4"]
+@pytest.mark.parametrize(("option", "word", "quant_type"), [("quant", "mxfp4", "mxfp4"), ("quant-plan", "p", "plan")])
+def test_the_demo_learns_in_low_precision_and_the_run_says_which(
+    tmp_path: Path, option: str, word: str, quant_type: str
+) -> None:
+    (tmp_path / "p").write_text("modules: {head: bf16, 'layers.*': mxfp4}", encoding="utf-8")
+    words = ["-m", "ranktape.launch.cli", "demo", "--output", "run", "--steps", "20", f"--{option}", word]
     words += ["--min-iterations", "1", "--nproc-per-node", "1"]
     ended = python(*words, cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -129,8 +133,8 @@ def test_the_demo_learns_in_low_precision_and_the_run_says_which(tmp_path: Path)
     assert losses[0] > 5
     assert losses[-1] < 4
     records = open_run(tmp_path / "run").select()
-    assert {record.quant_type for record in records} == {"mxfp4"}
-    weight = next(record for record in records if record.tensor_name == "weight").read()
+    assert {record.quant_type for record in records} == {quant_type}
+    weight = records.select(tensor_name="weight", module="layers.0.attention.query")[0].read()
     blocks = abs(weight.astype("float32")).reshape(-1, 32)
     # Eight magnitudes, whatever the scale, and one scale for each block.
     assert max(len(set(block)) for block in blocks.tolist()) <= 8
