@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ranktape.analyze import fake_quantize
+from ranktape.analyze import compare, fake_quantize
 from ranktape.analyze.numerics.quantization.quantized_layers import QuantizedLinear
 from ranktape.analyze.numerics.recipes.operands import quantized_operands
 from ranktape.analyze.numerics.recipes.parse import parse_recipe
@@ -209,6 +209,15 @@ def test_runs_with_and_without_have_the_same_records_but_for_the_wide_operands(r
     layers = {record.module: record.layer_idx for record in open_run(runs["nvfp4"].path).select()}
     assert layers == {record.module: record.layer_idx for record in open_run(runs[PLAIN].path).select()}
     assert layers["layers.1.attention.query"] == 1
+
+
+def test_runs_with_and_without_are_compared_although_one_has_more_records(runs: Runs) -> None:
+    plain, quantised = (open_run(runs[quant].path).select() for quant in (PLAIN, "nvfp4"))
+    table = compare(plain, quantised)
+    assert any("wide_input" in note and "no counterpart" in note for note in table.notes)
+    assert {row["tensor_name"] for row in table.records()} >= {"input", "weight", "output"}
+    with pytest.raises(UsageError, match=r"of the first side have no counterpart: .* output"):
+        compare(plain, quantised.select(tensor_name=["input", "weight"]))
 
 
 @pytest.mark.parametrize("quant", CAPTURED)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ranktape.analyze.comparison.pairing import MATCHED, PAIRED, Key, PairedField, Pairing
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage import Record, Records
+from ranktape.storage.format.record_info import WIDE
 from ranktape.storage.records.assemble import assemble_records
 from ranktape.storage.records.placement import AxisKind, parse_placement
 
@@ -48,6 +49,13 @@ class Matching:
             for name, records, rows in sides
             if rows
         ]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every record has a counterpart, or holds what another one, of its operand, was made of."""
+        sides = ((self.a, self.unmatched_a), (self.b, self.unmatched_b))
+        names = (records.column("tensor_name")[list(rows)].tolist() for records, rows in sides)
+        return all(name.startswith(WIDE) for of_side in names for name in of_side)
 
 
 def match(a: Records, b: Records, pairing: Pairing, *, is_one_run: bool) -> Matching:

@@ -143,10 +143,9 @@ def _match(a: Records, b: Records | None, pairing: Pairing, *, allow_unmatched: 
         if records is not None and not len(records):
             raise NoRecordsError(f"{records!r} has no record to compare")
     matching = match(*pairing.sides(a, a if b is None else b), pairing, is_one_run=b is None)
-    unmatched = matching.unmatched()
     # A kind of layers has places that the other one has not, as the head of a model.
-    if unmatched and not (allow_unmatched or pairing.is_of_kinds):
-        raise UsageError("; ".join(unmatched) + ": leave them out with a filter, or give --allow-unmatched")
+    if not (matching.is_complete or allow_unmatched or pairing.is_of_kinds):
+        raise UsageError("; ".join(matching.unmatched()) + ": leave them out with a filter, or give --allow-unmatched")
     return matching
 
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.identity import SampleName, sample_names
-from ranktape.storage.format.record_info import Mode, Operation
+from ranktape.storage.format.record_info import WIDE, Mode, Operation
 
 if TYPE_CHECKING:
     from ranktape.storage import Records
@@ -42,9 +42,6 @@ Rows = Mapping[str, tuple[int, ...]]
 
 STANDING = ("weight", "wide_weight", "bias")
 """What is recorded once for several calls."""
-
-WIDE = "wide_"
-"""Before the name of an operand as it was before the layer quantised it."""
 
 _OF_ONE_CALL = frozenset({"iteration", "microbatch", "call", "quant_type"})
 """The fields in which a weight and a call that it serves may differ."""

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.replays.attention_tensors import AttentionTensors
-from ranktape.analyze.replays.call_tensors import CALL_FIELDS, WIDE, CallTensors, Key, Rows
+from ranktape.analyze.replays.call_tensors import CALL_FIELDS, CallTensors, Key, Rows
 from ranktape.analyze.replays.computable import TIE, LinearTensors
+from ranktape.storage.format.record_info import WIDE
 
 if TYPE_CHECKING:
     from ranktape.analyze.identity import SampleName

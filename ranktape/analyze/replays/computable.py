@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from ranktape.analyze.numerics.products import SIZES
 from ranktape.analyze.numerics.recipes.recipe import OPERANDS, PRODUCTS
-from ranktape.analyze.replays.call_tensors import STANDING, WIDE
+from ranktape.analyze.replays.call_tensors import STANDING
 from ranktape.analyze.replays.recorded_tensors import RecordedTensors
 from ranktape.analyze.replays.shards import is_local
+from ranktape.storage.format.record_info import WIDE
 
 if TYPE_CHECKING:
     from ranktape.analyze.replays.call_tensors import Key, Rows

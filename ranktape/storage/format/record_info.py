@@ -83,9 +83,13 @@ def check_term(value: str, *, field: str) -> str:
     return value
 
 
+WIDE = "wide_"
+"""Before the name of an operand: what a layer that quantises its operands has made this one of."""
+
+
 def is_parameter(tensor_name: str) -> bool:
     """Whether a tensor of that name is a parameter of the model, or a copy of one: no sample has a part in it."""
-    return tensor_name.rpartition(".")[2].removeprefix("master_").removeprefix("wide_") in {"weight", "bias"}
+    return tensor_name.rpartition(".")[2].removeprefix("master_").removeprefix(WIDE) in {"weight", "bias"}
 
 
 def is_one_sample(sample_ids: Any, *, tensor_name: str) -> bool:
