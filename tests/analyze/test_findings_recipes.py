@@ -16,7 +16,15 @@ from ranktape.analyze.numerics.quantization.quantizer import quantize
 from ranktape.analyze.numerics.recipes.parse import parse_recipe
 from ranktape.analyze.replays.operand_figures import product_figures
 from ranktape.errors import UsageError
-from tests.analyze.linear_runs import Cause, cancelling_terms, hot_channels, linear_run, nothing, small_gradients
+from tests.analyze.linear_runs import (
+    Cause,
+    Operands,
+    cancelling_terms,
+    hot_channels,
+    linear_run,
+    nothing,
+    small_gradients,
+)
 
 RECIPES = "mxfp8,mxfp4,nvfp4"
 
@@ -60,6 +68,18 @@ def test_terms_that_cancel_are_the_reason(tmp_path: Path) -> None:
     assert "layers.4.query output loses" in finding.title
     assert "because the terms of its sums cancel: it is " in finding.title
     assert "dB smaller than that of unrelated operands" in finding.title
+
+
+def test_each_layer_has_a_reason_of_its_own(tmp_path: Path) -> None:
+    def all_causes(layer: int, operands: Operands, rng: np.random.Generator) -> None:
+        for cause in (hot_channels, small_gradients, cancelling_terms):
+            cause(layer, operands, rng)
+
+    found = outliers(tmp_path, all_causes, recipe=f"{RECIPES},int8_token")
+    reasons = {finding.where["layer_idx"]: finding.title.partition(", because ")[2] for finding in found}
+    assert sorted(reasons) == [2, 3, 4]
+    for layer, words in ((2, "of its grad_output become 0"), (3, "channels of its input hold"), (4, "sums cancel")):
+        assert words in reasons[layer]
 
 
 def test_figures_are_those_of_numpy() -> None:

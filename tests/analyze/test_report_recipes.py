@@ -148,6 +148,19 @@ def test_filters_act_on_calls(page: Page) -> None:
     page.ask("window.ranktape.selection.clearFilters()")
 
 
+def test_a_call_that_lost_numbers_is_the_worst(page: Page) -> None:
+    change = """const lost = window.ranktape.recipes.sums.find(([name]) => name === "num_lost")[1];
+        lost[5] = arguments[0]; window.ranktape.recipePanel.update();
+        return [document.getElementById("recipe-calls-head").innerText,
+                document.querySelector("#recipe-calls tr").dataset.row,
+                document.querySelector("#recipe-calls td:last-child").innerText]"""
+    head, row, lost = page.ask(change, 3)
+    assert (head.split("\t")[-1], row, lost) == ("lost", "5", "3")
+    head, row, _ = page.ask(change, 0)
+    assert head.split("\t")[-1] == "against recorded"
+    assert row != "5"
+
+
 def test_every_metric_and_both_kinds_of_rows_are_drawn(page: Page) -> None:
     for metric in ("relative_error", "cosine", "largest_error", "bias", "gain", "norm_ratio", "sqnr"):
         page.type("#recipe-metric", metric)

@@ -151,6 +151,10 @@ class Seen:
         return self.start, KINDS.index(self.kind)
 
 
+_OWN_REASON = frozenset({"recipe_outlier"})
+"""What says why at each place: of many that are worse than worth knowing none speaks for the others."""
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """A cause, and what follows from it in order of execution."""
@@ -252,7 +256,9 @@ def _alike(families: Sequence[Family]) -> list[Family]:
     groups: dict[tuple[object, ...], list[Family]] = defaultdict(list)
     for family in families:
         root = family.root
-        about = (root.ranks, root.start[:2], root.is_weight, root.sample, root.channel)
+        about: tuple[object, ...] = (root.ranks, root.start[:2], root.is_weight, root.sample, root.channel)
+        if root.kind in _OWN_REASON:
+            about = (root.finding.title,)
         # What is merely worth knowing is one finding for each kind.
         groups[(root.kind,) if root.is_low else (root.kind, root.finding.severity, *about)].append(family)
     found: list[Family] = []

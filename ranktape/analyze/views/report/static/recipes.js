@@ -126,8 +126,9 @@
       return shownCells.map((cell) => (cell === null ? [] : found.get(cell.product * names.length + cell.recipe) ?? []));
     });
     const values = cells.map((line) => line.map((some) => valueOf(metric, some)));
+    const lost = cells.map((line) => line.map((some) => added(some).num_lost));
     const isNumbered = values.length * shownCells.length <= MAX_NUMBERED_CELLS && values.length <= MAX_ROWS_OF_MODULES;
-    const hover = cells.map((line, y) => line.map((some, x) => (some.length === 0 ? "" : hoverText(lines[y][0], shownCells[x], metric, values[y][x], some.length))));
+    const hover = cells.map((line, y) => line.map((some, x) => (some.length === 0 ? "" : hoverText(lines[y][0], shownCells[x], metric, values[y][x], some.length, lost[y][x]))));
     const columns = shownCells.flatMap((cell, x) => (cell === null ? [] : [[x, names[cell.recipe]]]));
     const titles = Array.from(occurring).sort((one, other) => one - other).map((product) => {
       const some = shownCells.flatMap((cell, x) => (cell !== null && cell.product === product ? [x] : []));
@@ -167,9 +168,9 @@
     return { tickvals: places, ticktext: places.map((index) => label(words[index], 40)) };
   }
 
-  function hoverText(word, cell, metric, value, count) {
+  function hoverText(word, cell, metric, value, count, numLost) {
     const bits = recipes.bits[cell.recipe];
-    return `<b>${label(word)}</b><br>${label(products[cell.product])} in ${label(names[cell.recipe])}${bits === null ? "" : ` (${page.number(bits)} bits)`}<br>${metric.head} ${label(shown(metric, value))}<br>calls: ${count}, click to see them`;
+    return `<b>${label(word)}</b><br>${label(products[cell.product])} in ${label(names[cell.recipe])}${bits === null ? "" : ` (${page.number(bits)} bits)`}<br>${metric.head} ${label(shown(metric, value))}${numLost > 0 ? `<br>${page.number(numLost)} elements became NaN or infinite` : ""}<br>calls: ${count}, click to see them`;
   }
 
   function openCell(point) {
@@ -195,8 +196,11 @@
   function updateCalls(chosen) {
     const { cell } = state;
     const metric = METRICS[state.metric];
-    const values = new Map(ofCell(chosen).map((row) => [row, metric.badness(metric.of(added([row])))]));
-    const order = Array.from(values.keys()).sort((one, other) => values.get(other) - values.get(one) || one - other);
+    const single = new Map(ofCell(chosen).map((row) => [row, added([row])]));
+    // What became NaN or infinite is in no metric: it is worse than every error.
+    const values = new Map(Array.from(single, ([row, sum]) => [row, sum.num_lost > 0 ? Infinity : metric.badness(metric.of(sum))]));
+    const hasLost = Array.from(single.values()).some((sum) => sum.num_lost > 0);
+    const order = Array.from(values.keys()).sort((one, other) => (values.get(one) === values.get(other) ? one - other : values.get(other) - values.get(one)));
     const shownRows = order.slice(0, MAX_CALLS);
     const where = cell === null ? "" : ` of ${cell.down === "module" ? "" : "layer "}${cell.word}: ${products[cell.product]} in ${names[cell.recipe]}`;
     at("recipe-calls-title").textContent = `Calls${where}`;
@@ -206,15 +210,16 @@
     const isOfOne = cell !== null && cell.down === "module";
     const heads = [
       ...(isOfOne ? [] : ["module"]), ...(cell === null ? ["product", "recipe"] : []), ...fields.map(page.overview.nameOf),
-      ...Object.values(METRICS).map((one) => one.head), "against recorded",
+      ...Object.values(METRICS).map((one) => one.head), "against recorded", ...(hasLost ? ["lost"] : []),
     ];
-    const firstNumber = heads.length - fields.length - Object.keys(METRICS).length - 1;
+    const firstNumber = (isOfOne ? 0 : 1) + (cell === null ? 2 : 0);
     const kindOf = (column) => (column < firstNumber ? null : "number");
     at("recipe-calls-head").replaceChildren(...heads.map((text, column) => element("th", { scope: "col", class: kindOf(column), text })));
     at("recipe-calls").replaceChildren(...shownRows.map((row) => {
       const texts = [
         ...(isOfOne ? [] : [moduleWords[row]]), ...(cell === null ? [products[rows.product[row]], names[rows.recipe[row]]] : []), ...fields.map((name) => wordOf(name, row)),
-        ...Object.values(METRICS).map((one) => shown(one, one.of(added([row])))), shown(METRICS.sqnr, rows.against[row]),
+        ...Object.values(METRICS).map((one) => shown(one, one.of(single.get(row)))), shown(METRICS.sqnr, rows.against[row]),
+        ...(hasLost ? [page.number(single.get(row).num_lost)] : []),
       ];
       return element("tr", { tabindex: "0", "data-row": row, children: texts.map((text, column) => element("td", { class: kindOf(column), text })) });
     }));
