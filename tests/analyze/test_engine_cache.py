@@ -39,7 +39,7 @@ from tests.s3 import S3Server
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANKTAPE_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-    engine_module._warn_once.cache_clear()
+    engine_module.warn_once.cache_clear()
 
 
 @pytest.fixture

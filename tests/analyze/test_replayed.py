@@ -17,8 +17,8 @@ from ranktape.analyze.numerics.error_sums import ErrorSums, error_sums
 from ranktape.analyze.numerics.recipes.parse import parse_recipes
 from ranktape.analyze.numerics.recipes.recipe import HighPrecision, Recipe
 from ranktape.analyze.replays.replayed import GROUP_FIELDS, Replayed, replay_calls
-from ranktape.errors import UnknownFieldError, UsageError
-from ranktape.storage import Run
+from ranktape.errors import DataError, UnknownFieldError, UsageError
+from ranktape.storage import Run, open_run
 from tests.analyze.replay_runs import call_arrays, call_tensors, one_call, trained
 from tests.analyze.runs import store
 
@@ -94,7 +94,7 @@ def test_a_recipe_is_applied_to_the_recorded_operands(plain: Run, replayed: Repl
 
 
 def test_workers_change_no_bit(plain: Run, replayed: Replayed) -> None:
-    again = replay_calls(plain.select(), RECIPES, engine=Engine(workers=2))
+    again = replay_calls(plain.select(), RECIPES, engine=Engine(workers=2, use_cache=False))
     for name in ("places", "exact", "recorded"):
         np.testing.assert_array_equal(getattr(again, name), getattr(replayed, name))
     assert (again.products == replayed.products).all()
@@ -202,3 +202,34 @@ def test_a_call_without_tokens_adds_nothing(tmp_path: Path) -> None:
     alone = replay_calls(one_call(tmp_path / "alone").select(), RECIPES)
     for group, other in zip(replayed.groups(["product", "recipe"]), alone.groups(["product", "recipe"]), strict=True):
         assert group.exact.sqnr == other.exact.sqnr
+
+
+def test_what_was_found_is_kept_for_each_recipe(tmp_path: Path) -> None:
+    run = one_call(tmp_path)
+    first = replay_calls(run.select(), parse_recipes("nvfp4"))
+    (kept,) = Path(run.url).glob("analysis/replay_v*/attempt_*/rank_*/iter_*/*.counts")
+    for values in Path(run.url).glob("attempt_*/rank_*/iter_*/*/c*"):
+        values.unlink()
+    again = replay_calls(open_run(run.url).select(), parse_recipes("nvfp4"))
+    np.testing.assert_array_equal(again.exact, first.exact)
+    np.testing.assert_array_equal(again.recorded, first.recorded)
+    assert (again.products == first.products).all()
+    assert (again.names == first.names).all()
+    # A further recipe, another product or a damaged object takes the operands again.
+    for recipes, products in (("nvfp4,mxfp8", ()), ("nvfp4", ("output",))):
+        with pytest.raises(DataError):
+            replay_calls(open_run(run.url).select(), parse_recipes(recipes), products=products)
+    kept.write_bytes(kept.read_bytes()[:-1])
+    with pytest.raises(DataError):
+        replay_calls(open_run(run.url).select(), parse_recipes("nvfp4"))
+
+
+def test_a_further_recipe_is_added_to_what_is_kept(plain: Run, replayed: Replayed) -> None:
+    one = replay_calls(plain.select(module="head"), parse_recipes("mxfp6"))
+    both = replay_calls(plain.select(module="head"), [*parse_recipes("mxfp6"), *RECIPES])
+    alone = replay_calls(plain.select(module="head"), RECIPES, engine=Engine(use_cache=False))
+    for name, other in (("mxfp6", one), ("nvfp4", alone), ("recorded", alone)):
+        np.testing.assert_array_equal(both.exact[both.names == name], other.exact[other.names == name])
+        np.testing.assert_array_equal(both.recorded[both.names == name], other.recorded[other.names == name])
+    assert both.names.tolist()[:4] == ["recorded", "mxfp6", "nvfp4", "mxfp8"]
+    assert replayed.recipes == ("nvfp4", "mxfp8")

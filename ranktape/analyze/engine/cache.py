@@ -23,7 +23,6 @@ from ranktape.analyze.engine.cache_object import (
     MAX_OBJECT_NBYTES,
     CacheObject,
     DamagedObjectError,
-    Measure,
     Payload,
     pack,
 )
@@ -111,24 +110,22 @@ class Found:
 class Cache:
     """What is known of a measure in a run, or in a folder of files."""
 
-    def __init__(
-        self, reader: RecordReader, measure: Measure, *, groups: Iterable[str], warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, reader: RecordReader, *, name: str, groups: Iterable[str], warn: Callable[[str], None]) -> None:
         """List what is there.
 
         Args:
             reader: Where the records come from.
-            measure: What was measured.
+            name: That of the measure.
             groups: The paths of the groups that will be asked about.
             warn: Told in one line what keeps the cache from being read or written.
         """
         self._warn = warn
-        self._measure = _path_name(measure.name)
+        self._measure = _path_name(name)
         self._places = list(_places(reader))
         self._target: CachePlace | None = None
         self._is_tried = False
-        names = sorted(set(groups))
-        self._listed = [(place, self._list(place, names)) for place in self._places]
+        paths = sorted(set(groups))
+        self._listed = [(place, self._list(place, paths)) for place in self._places]
 
     def find(self, group: str) -> Found:
         """What is known of the records of a group."""

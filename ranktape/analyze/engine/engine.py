@@ -59,7 +59,7 @@ class Engine:
         if not len(records):
             return
         plan = WorkPlan(records)
-        cache = Cache(records.reader, measure, groups=plan.paths, warn=_warn_once) if self.use_cache else None
+        cache = Cache(records.reader, name=measure.name, groups=plan.paths, warn=warn_once) if self.use_cache else None
         accepts: Callable[[Payload], bool] = getattr(measure, "accepts", lambda _: True)
         with (
             bytes_left(sum(plan.sizes), is_shown=self.show_progress, description="counting") as advance,
@@ -105,7 +105,7 @@ class Engine:
 
 
 @functools.cache
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
     """Say on stderr what costs time and no answer."""
     say(f"warning: {printable(text)}", err=True)
 

@@ -129,7 +129,7 @@ def shares(sizes: Sequence[int], *, max_nbytes: int = BATCH_NBYTES, max_number: 
     return [*found, slice(start, len(sizes))] if sizes else []
 
 
-_COLUMNS = ("site", "checksum", "dtype", "compute_dtype", "shape", "sample_dim", "keep", "nbytes")
+KEY_COLUMNS = ("site", "checksum", "dtype", "compute_dtype", "shape", "sample_dim", "keep", "nbytes")
 """What tells a record of a run from every other one at the same path, and from what it was before."""
 
 _LOOKS_AHEAD = 8
@@ -186,7 +186,7 @@ class WorkPlan:
     def __init__(self, records: Records) -> None:
         self._files: Sequence[Any] = getattr(records, "files", ())
         self._groups = [(_FILES, slice(0, len(records)))] if self._files else list(records.groups())
-        self._columns = [] if self._files else [records.column(name) for name in _COLUMNS]
+        self._columns = [] if self._files else [records.column(name) for name in KEY_COLUMNS]
         self.sizes: list[int] = records.column("nbytes").tolist()
         """Bytes of each record."""
 

@@ -18,6 +18,7 @@ from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
 from ranktape.analyze.replays.attention_call import replay_any
 from ranktape.analyze.replays.call_tensors import CALL_FIELDS
 from ranktape.analyze.replays.calls import LeftOut, calls_of
+from ranktape.analyze.replays.kept import found_errors
 from ranktape.analyze.replays.tasks import CallTasks
 from ranktape.errors import UnknownFieldError, UsageError, nearest
 
@@ -68,7 +69,7 @@ def replay_found(calls: RecordedCalls, recipes: Sequence[Recipe], *, engine: Eng
     places: list[int] = []
     rows: list[tuple[Any, ...]] = []
     unknown: list[LeftOut] = []
-    for place, found in enumerate((engine or Engine()).map(replay_any, tasks, sizes=tasks.sizes)):
+    for place, found in enumerate(found_errors(tasks, replay_any, engine=engine or Engine())):
         if isinstance(found, str):
             call = calls.calls[place]
             unknown += [LeftOut(key=call.key, product=product, reason=found) for product in call.products]

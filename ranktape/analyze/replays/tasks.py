@@ -49,20 +49,21 @@ class CallTasks(Sequence[CallTask]):
     """The tasks of calls, made when they are asked for."""
 
     def __init__(self, calls: RecordedCalls, recipes: Sequence[Recipe]) -> None:
-        self._calls, self._recipes = calls, recipes
+        self.calls, self.recipes = calls, recipes
+        """What is computed, and how."""
         nbytes = calls.records.column("nbytes").tolist()
         self.sizes = [sum(nbytes[row] for rows in call.rows.values() for row in rows) for call in calls.calls]
         """Bytes that each reads."""
 
     def __len__(self) -> int:
-        return len(self._calls.calls)
+        return len(self.calls.calls)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
-        call = self._calls.calls[index]
-        records = self._calls.records.take([row for rows in call.rows.values() for row in rows])
-        recipes = tuple(self._calls.recipe_of(call, one) for one in self._recipes)
+        call = self.calls.calls[index]
+        records = self.calls.records.take([row for rows in call.rows.values() for row in rows])
+        recipes = tuple(self.calls.recipe_of(call, one) for one in self.recipes)
         # To look at the records of files is to read them.
         return CallTask(call=call, records=records if records.is_costly else tuple(records), recipes=recipes)
 
