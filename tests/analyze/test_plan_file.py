@@ -109,6 +109,10 @@ def test_a_plan_for_another_model_names_what_is_not_there() -> None:
     plan = parse_plan("modules: {layers.0.quary: mxfp8, '*.up': mxfp8}", place="")
     with pytest.raises(UsageError, match=r"names layers.0.quary and 1 more, .* did you mean layers.0.query"):
         plan.recipes_of(["layers.0.query", "head"])
+    plan = parse_plan("modules: {experts: bf16, head: bf16, up: mxfp8}", place="")
+    assert plan.recipes_of(["up"], others={"experts": "Experts", "head": "Linear"}).keys() == {"up"}
+    with pytest.raises(UsageError, match=r"names up, and .* no such nn.Linear: it is a Doubled: give it bf16"):
+        plan.recipes_of(["experts", "head"], others={"up": "Doubled"})
     with pytest.raises(UsageError, match="names module head twice"):
         PrecisionPlan(modules=(PLAN.modules[3], PLAN.modules[3]))
 

@@ -157,7 +157,11 @@ def test_what_cannot_be_quantised_says_why() -> None:
         (model, {"recipe": "mxfp8", "plan": "plan.yaml"}, "by a recipe or by a plan"),
         (model, {"recipe": "mxfp9"}, "did you mean mxfp8"),
         (model, {"plan": "missing.yaml"}, "missing.yaml cannot be read"),
-        (model, {"plan": parse_plan("modules: {'1': mxfp8}", place="")}, "names 1, and the model has no such linear"),
+        (
+            model,
+            {"plan": parse_plan("modules: {'1': mxfp8}", place="")},
+            "names 1, and the model has no such nn.Linear",
+        ),
         (nn.Linear(4, 3), {"recipe": "mxfp8"}, "the Linear is a linear layer itself: put it into nn.Sequential"),
         (nn.ReLU(), {"recipe": "mxfp8"}, "the ReLU has no nn.Linear"),
     ):

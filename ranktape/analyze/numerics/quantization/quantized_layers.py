@@ -80,7 +80,9 @@ def quantize_model(
     if (recipe is None) == (plan is None):
         raise UsageError("a model is quantised by a recipe or by a plan: give recipe='mxfp8', or plan='plan.yaml'")
     if plan is not None:
-        recipes = (plan if isinstance(plan, PrecisionPlan) else read_plan(Path(plan))).recipes_of(linears)
+        read = plan if isinstance(plan, PrecisionPlan) else read_plan(Path(plan))
+        others = {name: type(module).__name__ for name, module in model.named_modules() if name not in linears}
+        recipes = read.recipes_of(linears, others=others)
     else:
         assert recipe is not None
         recipes = _of_layers(parse_recipe(recipe), linears)

@@ -73,6 +73,11 @@ class PlannedModule:
         """Whether it stands for all modules that match."""
         return "*" in self.module or "?" in self.module
 
+    @property
+    def is_high_precision(self) -> bool:
+        """Whether it is not quantised."""
+        return self.recipe.products == HIGH_PRECISION.products
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionPlan:
@@ -99,11 +104,12 @@ class PrecisionPlan:
                 raise UsageError(f"the plan names module {one.module} twice: leave one of the two out")
             seen.add(one.module)
 
-    def recipes_of(self, modules: Collection[str]) -> dict[str, Recipe]:
+    def recipes_of(self, linears: Collection[str], *, others: Mapping[str, str] | None = None) -> dict[str, Recipe]:
         """For the linear layers of a model, by their names, the recipe of each that does not stay in bf16.
 
         A name of the plan goes before a pattern, and a pattern before those after it. Exceptions that a recipe makes
-        by itself do not count: the plan says what is left in bf16.
+        by itself do not count: the plan says what is left in bf16. `others` are modules that cannot be quantised, with
+        their classes: for those the plan may say bf16.
 
         Raises:
             UsageError: a name or a pattern of the plan matches none of the layers.
@@ -111,15 +117,17 @@ class PrecisionPlan:
         named = {one.module: one for one in self.modules}
         patterns = [one for one in self.modules if one.is_pattern]
         found: dict[str, Recipe] = {}
-        for module in modules:
+        for module in linears:
             planned = named.get(module) or next((one for one in patterns if fnmatchcase(module, one.module)), None)
-            if planned is not None and planned.recipe.products != HIGH_PRECISION.products:
+            if planned is not None and not planned.is_high_precision:
                 found[module] = planned.recipe
-        lost = [name for name in named if not any(fnmatchcase(module, name) for module in modules)]
+        unmatched = [one for one in self.modules if not any(fnmatchcase(module, one.module) for module in linears)]
+        lost = [one.module for one in unmatched if not (one.is_high_precision and one.module in (others or {}))]
         if lost:
             more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-            hint = nearest(lost[0], modules, otherwise="it has")
-            raise UsageError(f"the plan names {lost[0]}{more}, and the model has no such linear layer: {hint}")
+            kind = (others or {}).get(lost[0])
+            hint = f"it is a {kind}: give it bf16" if kind else nearest(lost[0], linears, otherwise="it has")
+            raise UsageError(f"the plan names {lost[0]}{more}, and the model has no such nn.Linear: {hint}")
         return found
 
     def by_recipe(self) -> dict[str, list[str]]:
