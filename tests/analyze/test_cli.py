@@ -52,7 +52,10 @@ OPTIONS = {
     "trend": SELECTION | OUTPUT | ENGINE | {"--by", "--view", "--metric", "--summary"},
     "trace": SELECTION | OUTPUT | ENGINE | {"--view", "--metric", "--sample"},
     "gradients": SELECTION | OUTPUT | ENGINE | {"--by", "--view", "--format", "--show"},
-    "replay": SELECTION | OUTPUT | ENGINE | {"--by", "--recipe", "--product", "--show", "--target-sqnr", "--plan"},
+    "replay": SELECTION
+    | OUTPUT
+    | ENGINE
+    | {"--by", "--recipe", "--product", "--attention", "--show", "--target-sqnr", "--plan"},
     "compare": SELECTION
     | OUTPUT
     | ENGINE

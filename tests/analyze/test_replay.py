@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,32 @@ def test_rows_are_layers_products_and_recipes_in_their_order(plain: Run) -> None
     assert rows["output", "recorded"]["sqnr"] > 120
     assert rows["output", "recorded"]["recorded_sqnr"] is None
     assert rows["output", "mxfp8"]["sqnr"] > rows["output", "nvfp4"]["sqnr"] + 6
+
+
+def test_attention_has_rows_where_it_is_asked_for(plain: Run) -> None:
+    chosen = plain.select(module=["layers.0.attention", "layers.0.attention.query"])
+    table = replay(chosen, recipe="mxfp8", attention=True)
+    assert "8 calls of 2 layers by recipes" in table.title
+    rows = {(row["module"], row["product"], row["recipe"]): row for row in table.records()}
+    assert [product for _, product, recipe in rows if recipe == "mxfp8"] == [
+        *("output", "grad_input", "grad_weight"),
+        *("output", "grad_query", "grad_key", "grad_value"),
+    ]
+    assert rows["layers.0.attention", "grad_key", "recorded"]["sqnr"] > 120
+    assert 20 < rows["layers.0.attention", "grad_key", "mxfp8"]["sqnr"] < 50
+    linear = [row for row in table.records() if row["module"] == "layers.0.attention.query"]
+    assert linear == replay(chosen, recipe="mxfp8").records()
+    [product] = {row["product"] for row in replay(chosen, product="grad_value", attention=True).records()}
+    assert product == "grad_value"
+    with pytest.raises(UsageError, match="--product grad_value is one of attention: add --attention"):
+        replay(chosen, product="grad_value")
+
+
+def test_attention_whose_mask_nothing_tells_is_no_answer(plain: Run) -> None:
+    attention = plain.select(layer_type="attention")
+    tensors = [(record.read(), dataclasses.replace(record.info, metadata={"dropout": 0.5})) for record in attention]
+    with pytest.raises(NoRecordsError, match="none of 32 products can be computed again: it drops out at random"):
+        replay(store(Path(plain.url).parent / "dropped", tensors).select(), attention=True)
 
 
 def test_by_names_other_fields_and_the_worst_come_first_where_rows_are_left_out(plain: Run) -> None:

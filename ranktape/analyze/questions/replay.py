@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ranktape.analyze.identity import IDENTITY, SAMPLE, group_columns, group_row, key_column, with_stacks, words
+from ranktape.analyze.numerics.attention import ATTENTION_PRODUCTS
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.recipes.parse import parse_recipes
 from ranktape.analyze.numerics.recipes.plan_file import write_plan
@@ -78,6 +79,7 @@ def replay(
     recipe: RecipeWord | Sequence[RecipeWord] = ("nvfp4", "mxfp8"),
     product: str | Sequence[str] = (),
     by: Sequence[str] = (),
+    attention: bool = False,
     show: Literal["products", "unreplayable"] = "products",
     target_sqnr: str | None = None,
     plan: Path | None = None,
@@ -95,6 +97,9 @@ def replay(
     bias is the mean error over its standard error: beyond 4 or so it is no chance, and adds up in gradients. The ratio
     of norms is that of gradients. What is not defined is missing.
 
+    With `attention`, so are output and gradients of attention from quantised query, key, value and gradient; published
+    recipes leave attention in bf16. A call whose mask is told neither by its metadata nor by its output is left out.
+
     With `target_sqnr` the answer is a precision plan: for each layer the cheapest of the recipes whose products all
     hold, of all calls together; bf16 where none does. `plan` writes it to a file, for 'ranktape demo --quant-plan',
     'fake_quantize' and 'ranktape export-plan'.
@@ -102,7 +107,8 @@ def replay(
     Args:
         recipe (NAME): How operands are quantised: nvfp4, mxfp8, fp8_tensor, nvfp4_nvidia, or a .yaml file of recipes;
             repeatable, with commas between.
-        product (NAME): Only these: output, grad_input, grad_weight.
+        product (NAME): Only these: output, grad_input, grad_weight; of attention grad_query, grad_key, grad_value.
+        attention: Replay attention, too.
         show: How far off products are, or which cannot be computed again, and why.
         target_sqnr (DB): What the products of a layer are to hold, in dB: 18, or output=20,grad_weight=15.
         plan (FILE): Where the precision plan goes; what is there is replaced.
@@ -116,7 +122,8 @@ def replay(
             not go together.
     """
     if target_sqnr is not None or plan is not None:
-        _check_plan_options(target_sqnr, given={"by": by, "product": product, "show": show != "products"})
+        given = {"by": by, "product": product, "attention": attention, "show": show != "products"}
+        _check_plan_options(target_sqnr, given=given)
         assert target_sqnr is not None, "it was checked"
         planned = precision_plan(records, recipe=recipe, target_sqnr=target_sqnr, engine=engine)
         table = _plan_table(planned)
@@ -125,20 +132,21 @@ def replay(
         write_plan(planned, plan)
         return dataclasses.replace(table, notes=(*table.notes, f"written to {plan}"))
     recipes, products = parse_recipes(recipe), words(product)
-    for name in products:
-        if name not in PRODUCTS:
-            raise UsageError(f"--product {name!r:.60} is none of a linear layer: {nearest(name, PRODUCTS)}")
+    _check_products(products, has_attention=attention)
     fields = _fields(records, by)
-    calls = calls_of(records, products=products)
+    calls = calls_of(records, products=products, has_attention=attention)
     if show == "unreplayable":
         return _left_out_table(calls)
     _check_calls(calls, fields)
     replayed = replay_found(calls, recipes, engine=engine)
+    if not replayed.places.size:
+        raise NoRecordsError(_none_of(replayed.calls))
     groups = replayed.groups(fields)
     places = [name for name in _PLACES if name not in fields and len(set(replayed.column(name))) > 1]
+    kind = "" if attention else "linear "
     num_layers = len({call.field("module") or call.field("layer_idx") for call in calls.calls})
     return Table(
-        title=f"products of {len(calls.calls)} calls of {num_layers} linear layers by recipes, "
+        title=f"products of {len(calls.calls)} calls of {num_layers} {kind}layers by recipes, "
         "against the same products of the recorded operands in float32",
         columns=(*group_columns(fields)[:-1], *COLUMNS),
         rows=tuple(
@@ -147,6 +155,16 @@ def replay(
         notes=tuple(_notes(replayed, recipes, has_bias=any(group.exact.bias is not None for group in groups))),
         worst_first=_worst_first,
     )
+
+
+def _check_products(products: Sequence[str], *, has_attention: bool) -> None:
+    known = list(dict.fromkeys((*PRODUCTS, *(ATTENTION_PRODUCTS if has_attention else ()))))
+    for name in products:
+        if not has_attention and name in ATTENTION_PRODUCTS and name not in PRODUCTS:
+            raise UsageError(f"--product {name} is one of attention: add --attention")
+        if name not in known:
+            layers = "these layers" if has_attention else "a linear layer"
+            raise UsageError(f"--product {name!r:.60} is none of {layers}: {nearest(name, known)}")
 
 
 def _check_plan_options(target_sqnr: str | None, *, given: Mapping[str, Any]) -> None:
@@ -218,15 +236,16 @@ def _check_calls(calls: RecordedCalls, fields: Sequence[str]) -> None:
             f"and grad_weight, of layers whose layer_type or component is {LINEAR}"
         )
     if not calls.calls:
-        raise NoRecordsError(
-            f"none of {len(calls.left_out)} products can be computed again: {_counted(_reasons(calls))}; --show "
-            "unreplayable lists them"
-        )
+        raise NoRecordsError(f"{_none_of(calls)}; --show unreplayable lists them")
     if SAMPLE in fields and any(call.sample is None for call in calls.calls):
         raise UsageError(
             "--by sample is of calls that are recorded sample by sample: of others a scale may be that of all samples; "
             "give --by microbatch, or --by call"
         )
+
+
+def _none_of(calls: RecordedCalls) -> str:
+    return f"none of {len(calls.left_out)} products can be computed again: {_counted(_reasons(calls))}"
 
 
 def _cells(group: ReplayedGroup, replayed: Replayed, places: Sequence[str]) -> tuple[Any, ...]:
