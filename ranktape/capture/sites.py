@@ -19,7 +19,7 @@ from ranktape.capture.passes.passes import Call, dtype_name
 from ranktape.capture.settings.rules import CaptureRule
 from ranktape.capture.source import Source, TensorRole
 from ranktape.capture.tensors.parts import PlainPart
-from ranktape.capture.writing.counting import kept_nbytes
+from ranktape.capture.writing.counting import kept_as, kept_nbytes
 
 _LAYOUTS = {
     # By kind of layer, dimension of samples and number of dimensions.
@@ -146,6 +146,7 @@ def form_of(
     part, places = kept
     tensor = part.tensor
     dtype = dtype_name(tensor.dtype)
+    keep = kept_as(decision.keep, dtype=dtype, compute_dtype=call.compute_dtype)
     own = _of_length(role.layouts, tensor.ndim)
     fixed = {
         **source._asdict(),
@@ -160,14 +161,14 @@ def form_of(
         "sample_dim": sample_dim,
         "batch_size": call.batch_size,
         "mode": str(call.mode),
-        "keep": decision.keep,
+        "keep": keep,
         "placement": None if part.placement is None else json.loads(part.placement),
     }
     return RecordForm(
         header=json.dumps(fixed)[:-1],
-        keep=decision.keep,
+        keep=keep,
         nbytes=tensor.nbytes,
-        kept_nbytes=kept_nbytes(decision.keep, nbytes=tensor.nbytes, dtype=dtype, compute_dtype=call.compute_dtype),
+        kept_nbytes=kept_nbytes(keep, nbytes=tensor.nbytes, dtype=dtype, compute_dtype=call.compute_dtype),
         sample_dim=sample_dim,
         places=places,
     )

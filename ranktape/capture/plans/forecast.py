@@ -16,7 +16,7 @@ import numpy as np
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.process import default_host_budget_nbytes
-from ranktape.capture.writing.counting import kept_as, kept_nbytes
+from ranktape.capture.writing.counting import kept_nbytes
 from ranktape.capture.writing.storing import COUNT_FROM_NBYTES
 from ranktape.errors import CaptureError, UsageError
 from ranktape.storage.format.dtypes import numpy_dtype
@@ -82,7 +82,7 @@ def _kept_of(header: Mapping[str, Any]) -> Any:
     """What a stack asks of the record that is kept of a tensor."""
     about = {name: str(header[name]) for name in ("keep", "dtype", "compute_dtype")}
     nbytes = kept_nbytes(nbytes=_nbytes_of(header), **about)
-    return SimpleNamespace(**{**header, "shape": tuple(header["shape"]), "keep": kept_as(**about), "nbytes": nbytes})
+    return SimpleNamespace(**{**header, "shape": tuple(header["shape"]), "nbytes": nbytes})
 
 
 def _num_arrays(kept: Sequence[Any], options: CaptureOptions) -> int:
