@@ -27,6 +27,7 @@ import torch
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.executors import end_executors
+from ranktape.analyze.engine.plan import keep_freed_memory
 from ranktape.analyze.numerics.pieces import num_threads, share_cores
 from ranktape.analyze.numerics.products import replay_products
 from ranktape.analyze.numerics.quantization.operand import QuantizedOperand
@@ -34,6 +35,7 @@ from ranktape.analyze.numerics.recipes.operands import one_operand
 from ranktape.analyze.numerics.recipes.parse import parse_recipes
 from ranktape.analyze.numerics.recipes.recipe import Recipe
 from ranktape.analyze.replays.replayed import replay_calls
+from ranktape.analyze.replays.tasks import CALL_NBYTES
 from ranktape.storage import Run
 from tests.analyze.replay_runs import call_arrays, call_tensors
 from tests.analyze.runs import store
@@ -83,6 +85,7 @@ def distinct_operands(operands: Tensors, recipes: list[Recipe]) -> list[Callable
 
 
 def products_part(given: argparse.Namespace) -> None:
+    keep_freed_memory(CALL_NBYTES)  # as tasks of the engine do
     operands, recipes = layer(given.size, given.tokens), parse_recipes(given.recipes)
     recorded = multiplied(operands)
     passes = distinct_operands(operands, recipes)

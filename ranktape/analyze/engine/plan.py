@@ -67,7 +67,7 @@ def measure_batch(batch: Batch) -> Measured:
     Raises:
         RanktapeError: what the measure raises.
     """
-    _keep_freed_memory()
+    keep_freed_memory()
     payloads = [batch.measure(record) for record in itertools.chain.from_iterable(batch.records)]
     if batch.shelf is None:
         return Measured(payloads=payloads)
@@ -80,16 +80,17 @@ def measure_batch(batch: Batch) -> Measured:
 
 
 @functools.cache
-def _keep_freed_memory() -> None:
+def keep_freed_memory(nbytes: int = KEPT_NBYTES) -> None:
     """Have the memory of a chunk used again for the next one: its page faults take as long as the counting.
 
     glibc learns that by itself from the first large block that is freed, but not where MALLOC_TRIM_THRESHOLD_ is set:
-    Dask sets it for its workers.
+    Dask sets it for its workers. Blocks of more than half of so many bytes are given back; older ones take no more than
+    the default.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # which other C libraries lack
-        mallopt(_M_MMAP_THRESHOLD, KEPT_NBYTES // 2)
-        mallopt(_M_TRIM_THRESHOLD, KEPT_NBYTES)
+        mallopt(_M_MMAP_THRESHOLD, nbytes // 2)
+        mallopt(_M_TRIM_THRESHOLD, nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +114,7 @@ def call_all(calls: Calls) -> list[Any]:
     Raises:
         RanktapeError: what the function raises.
     """
-    _keep_freed_memory()
+    keep_freed_memory()
     return [calls.function(task) for task in calls.tasks]
 
 

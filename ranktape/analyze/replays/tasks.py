@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ranktape.analyze.comparison.tensors import ComparedTensor
+from ranktape.analyze.engine.plan import keep_freed_memory
 from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from ranktape.analyze.replays.calls import RecordedCall, RecordedCalls
     from ranktape.storage import Record
     from ranktape.storage.format.record_info import RecordInfo
+
+CALL_NBYTES = 1 << 30
+"""Freed memory that is kept from one product of a call to the next, in blocks of at most half of it."""
 
 Tensors: TypeAlias = "dict[str, torch.Tensor]"
 
@@ -79,6 +83,7 @@ def replay_call(task: CallTask) -> CallErrors:
     """
     from ranktape.analyze.numerics.products import replay_products
 
+    keep_freed_memory(CALL_NBYTES)
     call = task.call
     found: defaultdict[tuple[str, str], list[ProductError]] = defaultdict(list)
     for tensors in layers_of(read_call(task)[0]):
