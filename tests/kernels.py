@@ -11,6 +11,7 @@ import importlib.util
 import tempfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from ranktape.analyze import fake_quantize, quantize
 from ranktape.analyze.numerics.formats import FORMATS, Rounding
 from ranktape.analyze.numerics.histograms.moments import warm_up
+from ranktape.analyze.numerics.quantization.operand import quantized_operand
 from ranktape.errors import UsageError
 
 CHECKOUT = Path(__file__).parents[1]
@@ -50,12 +52,28 @@ def quantize_everything() -> None:
                         break  # a format of scales alone, or one that is not rounded so
 
 
+def quantize_operands() -> None:
+    """What only operands of products need: tiles, scales of every kind, rotations and draws."""
+    matrix = torch.randn(64, 64)
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("nvfp4", {"four_over_six": True, "rotation": 16}),
+        ("nvfp4", {"rounding": "stochastic", "seed": 0}),
+        ("int8", {"scaling": "channel"}),
+        ("int8", {"scaling": "block", "scale_format": "fp32"}),
+        ("fp8_e4m3", {"scaling": "tensor", "rotation": 16}),
+    ]
+    for scheme, options in cases:
+        quantized_operand(matrix, scheme, **options)
+        quantize(matrix.numpy(), scheme, warn=False, **options)
+
+
 def main() -> None:
     """Compile the sources, and ask every question of a small run."""
     compileall.compile_dir(CHECKOUT / "ranktape", quiet=1)
     compileall.compile_file(CHECKOUT / "ranktape_autoload.py", quiet=1)
     warm_up()
     quantize_everything()
+    quantize_operands()
     script = load(CHECKOUT / "docs" / "schemas.py")
     with tempfile.TemporaryDirectory() as folder:
         urls = script.make_runs(Path(folder))
