@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,7 @@ def spread_of_means(matrix: torch.Tensor, num_draws: int, **options: Any) -> flo
     seeds = range(num_draws) if options["rounding"] == "stochastic" else [None] * num_draws
     draws = [whole(quantized_operand(matrix, seed=seed, **options)).double() for seed in seeds]
     errors = torch.stack(draws).mean(0) - matrix.double()
-    return float(errors.square().mean().sqrt()) * num_draws**0.5
+    return float(errors.square().mean().sqrt()) * math.sqrt(num_draws)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def fast_values(x: torch.Tensor, *, plan: QuantizePlan, is_apart: bool) -> tuple
     numbers_OLI = values.numpy().reshape(before, length, after)
     patterns_OLI = numbers_OLI.view(np.int32)
     if plan.rotation:
-        _rotate(numbers_OLI, plan=plan, is_back=False)
+        _rotate(numbers_OLI, size=plan.rotation, seed=plan.rotation_seed, is_back=False)
     factor: float | torch.Tensor
     if plan.scheme.scaling is Scaling.CHANNEL:
         scales = _quantize_channels(patterns_OLI, plan=plan, is_apart=is_apart)
@@ -73,8 +73,21 @@ def fast_values(x: torch.Tensor, *, plan: QuantizePlan, is_apart: bool) -> tuple
     else:
         factor = _quantize_together(patterns_OLI.reshape(-1), plan=plan, is_apart=is_apart)
     if plan.rotation:
-        _rotate(numbers_OLI, plan=plan, is_back=True)
+        _rotate(numbers_OLI, size=plan.rotation, seed=plan.rotation_seed, is_back=True)
     return values, factor
+
+
+def rotated_rows(x_RS: torch.Tensor, *, size: int, seed: int | None) -> torch.Tensor:
+    """`rotated` along the last dimension of a matrix on a CPU that is not float64: a new one of float32.
+
+    Raises:
+        UsageError: as `rotated`.
+    """
+    import torch
+
+    values = torch.empty(x_RS.shape, dtype=torch.float32).copy_(x_RS.detach())
+    _rotate(values.numpy()[:, :, np.newaxis], size=size, seed=seed, is_back=False)
+    return values
 
 
 def are_bf16(values: torch.Tensor) -> bool:
@@ -94,14 +107,13 @@ def _each_part(count: int, work: Callable[[slice], Result], *, size: int = 1, un
     return each(work, parts, threads=torch.get_num_threads())
 
 
-def _rotate(numbers_OLI: NDArray[np.float32], *, plan: QuantizePlan, is_back: bool) -> None:
+def _rotate(numbers_OLI: NDArray[np.float32], *, size: int, seed: int | None, is_back: bool) -> None:
+    """Each run of that size along the axis, in place."""
     before, length, after = numbers_OLI.shape
-    check_rotation(length, size=plan.rotation)
-    groups_GNI = numbers_OLI.reshape(before * (length // plan.rotation), plan.rotation, after)
-    factors = [
-        one.astype(np.float32) for one in rotation_factors(plan.rotation, seed=plan.rotation_seed, is_back=is_back)
-    ]
-    _each_part(len(groups_GNI), lambda part: rotate_groups(groups_GNI[part], *factors), size=plan.rotation * after)
+    check_rotation(length, size=size)
+    groups_GNI = numbers_OLI.reshape(before * (length // size), size, after)
+    factors = [one.astype(np.float32) for one in rotation_factors(size, seed=seed, is_back=is_back)]
+    _each_part(len(groups_GNI), lambda part: rotate_groups(groups_GNI[part], *factors), size=size * after)
 
 
 def _largest_of(patterns: NDArray[np.int32]) -> float:

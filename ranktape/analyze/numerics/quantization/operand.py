@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Unpack
 
-from ranktape.analyze.numerics.pieces import array_of, check_readable
-from ranktape.analyze.numerics.quantization import array_ops, tensor_ops
-from ranktape.analyze.numerics.quantization.fast_values import are_bf16, fast_values, is_fast
+from ranktape.analyze.numerics.pieces import check_readable
+from ranktape.analyze.numerics.quantization import tensor_ops
+from ranktape.analyze.numerics.quantization.fast_values import are_bf16, fast_values, is_fast, rotated_rows
 from ranktape.analyze.numerics.quantization.plan import (
     OperandOptions,
     QuantizeOptions,
@@ -92,10 +92,10 @@ def quantized_operand(
 def _rotated(x_RS: torch.Tensor, *, size: int, seed: int | None) -> torch.Tensor:
     import torch
 
-    if x_RS.device.type != "cpu":
-        on_device: torch.Tensor = rotated(x_RS, axis=1, size=size, seed=seed, ops=tensor_ops)
-        return on_device
-    return torch.from_numpy(rotated(array_of(x_RS), axis=1, size=size, seed=seed, ops=array_ops))
+    if x_RS.device.type == "cpu" and x_RS.dtype is not torch.float64:
+        return rotated_rows(x_RS, size=size, seed=seed)
+    found: torch.Tensor = rotated(x_RS, axis=1, size=size, seed=seed, ops=tensor_ops)
+    return found
 
 
 def _is_bf16(values: torch.Tensor) -> bool:
