@@ -39,6 +39,7 @@ ERROR_COLUMNS = (
     Column(name="cosine", kind=Kind.COSINE),
     Column(name="max_abs_error", kind=Kind.FLOAT, head="largest error"),
     Column(name="bias", kind=Kind.FLOAT),
+    Column(name="gain", kind=Kind.FLOAT, is_detail=True),
     Column(name="norm_ratio", kind=Kind.FLOAT, head="norm ratio"),
 )
 """What is said of a product against that of the recorded operands: properties of `ErrorSums`."""
@@ -95,7 +96,8 @@ def replay(
 
     SQNR, relative error (Frobenius), cosine and the largest error are over the elements that are finite in both. The
     bias is the mean error over its standard error: beyond 4 or so it is no chance, and adds up in gradients. The ratio
-    of norms is that of gradients. What is not defined is missing.
+    of norms is that of gradients; the gain is what the product is multiplied by, by least squares. What is not defined
+    is missing.
 
     With `attention`, so are output and gradients of attention from quantised query, key, value and gradient; published
     recipes leave attention in bf16. A call whose mask is told neither by its metadata nor by its output is left out.

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 VERSION = 1
 """Of the payload and of the numbers in it; one more whenever a recipe gives others."""
 
+_MAX_NEW = 512
+"""Sums that are kept together: whoever ends a question early loses no more."""
+
 _COLUMNS = (*KEY_COLUMNS, "iteration", "rank", "layout", "placement", "metadata")
 """What tells a record from every other one, and from what it was before."""
 
@@ -63,6 +66,9 @@ def found_errors(tasks: CallTasks, work: Work, *, engine: Engine) -> Iterator[Ca
             if RECORDED not in known:
                 fresh_names.append(RECORDED)
             own = _payloads(found, call, names=fresh_names)
+            if len(new) >= _MAX_NEW:
+                keeper.put(group, new)
+                new = {}
             new |= {keeper.keys[place][name]: payload for name, payload in own.items()}
             yield _rows(known | own, call, names=(RECORDED, *(one.name for one in tasks.recipes)))
         keeper.put(group, new)
