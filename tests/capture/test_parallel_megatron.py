@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ranktape.analyze.replays.recomputed import recompute
 from ranktape.storage import Run, open_run
 from tests.capture.test_parallel import ROOT, assert_close, key_of, torchrun
-from tests.capture.verify import verify_run
+from tests.capture.verify import recomputed, verify_run
 from tests.optional import needs
 
 PROGRAM = ROOT / "tests" / "capture" / "programs" / "megatron_model.py"
@@ -92,6 +93,15 @@ def test_attention_of_two_ranks_computes_what_was_recorded(variant: str, trained
     num_calls = 2 * STEPS * MICROBATCHES * NUM_LAYERS
     attention = run_of(trained, variant).select(layer_type="attention")
     assert verify_run(attention) == {f"attention {name}": num_calls for name in names}
+
+
+@pytest.mark.parametrize("variant", ["tp", "sequence", "checkpointed"])
+def test_products_of_two_ranks_are_what_their_operands_give_together(variant: str, trained: Path) -> None:
+    run = run_of(trained, variant)
+    assert set(recomputed(run)) == {"agrees"}
+    fields = ("iteration", "microbatch", "module")
+    found = {(one.product, *map(one.field, fields)) for one in recompute(run.select())}
+    assert len(found) == STEPS * MICROBATCHES * (3 * NUM_LINEARS + 4 * NUM_LAYERS)
 
 
 def check_assembled(trained: Path, variant: str) -> None:

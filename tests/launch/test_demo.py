@@ -9,6 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from ranktape.errors import UsageError
+from ranktape.launch import check
 from ranktape.launch.cli import cli
 from ranktape.launch.demo import MIN_TEXT_NBYTES, plan_capture, read_text
 from ranktape.launch.demo_train import GPT, VOCABULARY, GPTConfig
@@ -100,6 +101,9 @@ def test_the_demo_learns_records_and_answers(tmp_path: Path) -> None:
     assert losses[0] > 5
     assert losses[-1] < 4
     assert open_run(tmp_path / "run").iterations == [4, 8, 12]
+    # Two ranks, three iterations: of 25 linear layers three products each, of four attentions four.
+    products = check(str(tmp_path / "run"), recompute=True).products
+    assert products == {"agreed": 2 * 3 * (3 * 25 + 4 * 4), "disagreed": 0, "unchecked": 0}
     asked = [
         line.removeprefix("$ ranktape ").split(" run")[0] for line in ended.stdout.splitlines() if line[:2] == "$ "
     ]
