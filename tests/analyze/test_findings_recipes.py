@@ -104,6 +104,12 @@ def test_figures_are_those_of_numpy() -> None:
         assert figures.flushed == pytest.approx((quantised == 0).mean())
         peaks = sum(len(part) * (part**2).max(axis=0).sum() for part in (values[:32], values[32:]))
         assert figures.crest == pytest.approx(10 * math.log10(peaks / (values**2).sum()), abs=1e-5)
+        of_tokens = product_figures("grad_weight", tensors, parse_recipe("int8_token")).operands[name]
+        peaks = (40 * (values**2).max(axis=0)).sum()
+        assert of_tokens.crest == pytest.approx(10 * math.log10(peaks / (values**2).sum()), abs=1e-5)
+        of_all = product_figures("grad_weight", tensors, parse_recipe("fp8_tensor")).operands[name]
+        peaks = values.size * (values**2).max()
+        assert of_all.crest == pytest.approx(10 * math.log10(peaks / (values**2).sum()), abs=1e-5)
         errors = (quantised - values).T @ other
         sqnr = 10 * math.log10((product**2).sum() / (errors**2).sum())
         assert figures.alone == pytest.approx(sqnr, abs=1e-3)

@@ -68,7 +68,7 @@ def _of_operand(
         yield Reason(f"{percent_text(own.flushed)} of the values of its {name} become 0", percent_text(usual))
     usual = _median(peers, lambda one: one.crest)
     if own.crest - usual >= _MOST_OF_IT * decibels:
-        text = f"the largest value of a block of its {name} is {_factor(own.crest)} times the RMS"
+        text = f"of its {name} the largest value under one scale is {_factor(own.crest)} times their RMS"
         yield Reason(text, f"{_factor(usual)} times")
 
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 WIDTHS = (4, 6, 8)
 """Bits of elements by which recipes are put together; of wider ones a layer loses nothing that matters."""
 
+MAX_NAMED = 3
+"""Recipes that a sentence names, and whose figures stand beside it: those that lose most."""
+
 MAX_PEERS = 8
 """Layers whose operands are read beside those of one that loses more: the nearest."""
 
@@ -70,6 +73,8 @@ class ProductLoss(NamedTuple):
     """The robust z."""
     peers: list[ProductSite]
     """Those of them that keep what is usual, the nearest first."""
+    is_edge: bool
+    """Whether the layer is the first or the last one, which are different by nature."""
 
     @property
     def decibels(self) -> float:
@@ -129,11 +134,13 @@ def _losses(
         scores = robust_z(apart, float(np.median(np.abs(apart))), floor=limit.MIN_MAD_DECIBELS)
         expected = np.array([np.median(np.delete(values, place)) for place in range(values.size)])
         is_far = (scores > threshold) & (expected - values >= limit.RECIPE_DECIBELS * threshold / limit.ROBUST_Z)
+        ends = {pick(site.layer_idx for site in sites) for pick in (min, max)}
         usual = [site for site, far in zip(sites, is_far.tolist(), strict=True) if not far]
         for place in np.flatnonzero(is_far).tolist():
             site = sites[place]
             peers = sorted(usual, key=lambda one: abs(one.layer_idx - site.layer_idx))
-            yield site, ProductLoss(recipe, cells[site], float(expected[place]), float(scores[place]), peers)
+            is_edge = site.layer_idx in ends
+            yield site, ProductLoss(recipe, cells[site], float(expected[place]), float(scores[place]), peers, is_edge)
 
 
 def _reason(
@@ -159,14 +166,16 @@ def _finding(
 ) -> Finding:
     named = _named([one.recipe for one in losses], recipes)
     least, worst = (pick(losses, key=lambda one: one.decibels) for pick in (min, max))
-    ratios = (f"{one.recipe.name} {one.cell.sqnr:.1f} dB, peers {one.expected:.1f}" for one in losses)
+    is_serious = least.decibels >= limit.SERIOUS_RECIPE_DECIBELS and not least.is_edge
+    shown = sorted(losses, key=lambda one: -one.decibels)[:MAX_NAMED]
+    ratios = (f"{one.recipe.name} {one.cell.sqnr:.1f} dB, peers {one.expected:.1f}" for one in shown)
     because = f", because {reason.text}" if reason else ""
     why = [f"{reason.text}, of the peers {reason.peers}"] if reason else []
     return finding_of(
         survey,
         places=places,
         kind="recipe_outlier",
-        severity=Severity.MEDIUM if least.decibels >= limit.SERIOUS_RECIPE_DECIBELS else Severity.LOW,
+        severity=Severity.MEDIUM if is_serious else Severity.LOW,
         score=worst.decibels,
         what=site.product,
         text=f"loses {least.decibels:.1f} dB more than its peers under {named}{because}",
@@ -187,5 +196,6 @@ def _named(own: Sequence[Recipe], recipes: Sequence[Recipe]) -> str:
     for width in WIDTHS:
         given = [recipe for recipe in recipes if _width(recipe) == width]
         meant = [recipe.name for recipe in given if recipe in own]
-        words += [f"every {width}-bit recipe"] if len(meant) == len(given) > 1 else meant
+        several = f"every {width}-bit recipe" if len(meant) == len(given) else f"{len(meant)} {width}-bit recipes"
+        words += [several] if len(meant) == len(given) > 1 or len(meant) > MAX_NAMED else meant
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.numerics.products import SUMMED, replay_products
+from ranktape.analyze.numerics.quantization.plan import plan_of
+from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.numerics.recipes.operands import one_operand
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, OperandRecipe
 from ranktape.analyze.replays.tasks import CallTasks, layers_of, read_call
@@ -24,9 +26,6 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.numerics.recipes.recipe import ProductRecipe, Recipe
     from ranktape.analyze.replays.calls import RecordedCall, RecordedCalls
-
-BLOCK = 32
-"""Elements along the sum whose largest one is looked at: as many as share a scale in MX."""
 
 _DECIBELS = 10.0
 
@@ -40,9 +39,10 @@ class OperandFigures:
     energy: Mapping[str, NDArray[np.float64]]
     """By `rows` and `channels`, the last dimension, what part of the sum of squares each holds, the largest first."""
     crest: float
-    """How far the largest magnitude of a block is above its root mean square, in dB of the sums over all blocks.
+    """How far the largest magnitude of those that share a scale is above their root mean square, in dB of all sums.
 
-    A format with a scale for each block loses so much more than of values that are all of one magnitude. NaN of zeros.
+    So much more is lost than of values that are all of one magnitude. NaN of zeros, without a scale, and where the
+    recipe rotates them before.
     """
     flushed: float
     """The part of the elements other than 0 that the recipe makes 0; NaN where it rotates them before."""
@@ -140,19 +140,41 @@ def _figures(
     sums = [np.sort(squares_RS.sum(dim=dim).numpy(force=True))[::-1] for dim in (1, 0)]
     total = float(squares_RS.sum()) or math.nan
     rows, channels = reversed(sums) if is_transposed else sums
-    flushed = math.nan
+    flushed = crest = math.nan
     if not product.rotation:
+        crest = _decibels(_peaks(squares_RS, product.operands[name]), total)
         is_zero = one_operand(product, name, x_RS, seed=0).values == 0
         flushed = float((is_zero & (x_RS != 0)).sum()) / max(1, int((x_RS != 0).sum()))
-    peaks = sum(
-        float(block.shape[1] * block.amax(dim=1).sum()) for block in squares_RS.split(BLOCK, dim=1) if block.numel()
-    )
     return OperandFigures(
         alone=math.nan if alone is None else alone,
         energy={"rows": rows / total, "channels": channels / total},
-        crest=_decibels(peaks, total),
+        crest=crest,
         flushed=flushed,
     )
+
+
+def _peaks(squares_RS: torch.Tensor, operand: OperandRecipe) -> float:
+    """The sum if each were as large as the largest of those that share its scale; 0 of nothing, and without a scale."""
+    import torch
+
+    if operand.scheme is None or not squares_RS.numel():
+        return 0.0
+    scheme = plan_of(operand.scheme, num_dims=2, **operand.options).scheme
+    if scheme.scaling is Scaling.NONE:
+        return 0.0
+    shape = squares_RS.shape
+    of_scaling = {Scaling.BLOCK: (scheme.block_rows, scheme.block_size), Scaling.CHANNEL: (1, shape[1])}
+    sides = of_scaling.get(scheme.scaling, shape)
+    counts = [-(-size // side) for size, side in zip(shape, sides, strict=True)]
+    whole = squares_RS.new_zeros([count * side for count, side in zip(counts, sides, strict=True)])
+    whole[: shape[0], : shape[1]] = squares_RS
+    largest = whole.reshape(counts[0], sides[0], counts[1], sides[1]).amax(dim=(1, 3))
+    # The last ones may be short.
+    own = [
+        (size - side * torch.arange(count, device=whole.device)).clamp(max=side).double()
+        for size, side, count in zip(shape, sides, counts, strict=True)
+    ]
+    return float(own[0] @ largest @ own[1])
 
 
 def _finite(x: torch.Tensor) -> torch.Tensor:
