@@ -219,6 +219,8 @@ def test_what_was_said_of_a_call_is_its_form() -> None:
     window = {"is_causal": True, "window": [3, 0], "cap": 0.0}
     found = find_form(window, operands, output=None, compute_dtype=torch.bfloat16)
     assert found == AttentionForm(before=3, after=0)
+    endless = find_form({"is_causal": True, "window": 1 << 80}, operands, output=None, compute_dtype=torch.bfloat16)
+    assert torch.equal(recorded_output(operands, endless), recorded_output(operands, CAUSAL))
 
 
 @pytest.mark.parametrize("said", [{}, {"mask": "Tensor", "is_causal": False}, {"window": 4}], ids=str)
@@ -247,7 +249,9 @@ def test_windows_and_alignments_are_known_by_the_output() -> None:
     [
         ({"dropout": 0.1}, r"it drops out at random \(dropout 0.1\)"),
         ({"cap": 50.0}, r"its scores are capped \(cap 50.0\)"),
-        ({"scale": "Tensor"}, "its scale is a Tensor, whose value was not recorded"),
+        ({"scale": "Tensor"}, "its scale was not recorded as a number, but as 'Tensor'"),
+        ({"scale": [1.0]}, r"its scale was not recorded as a number, but as \[1.0\]"),
+        ({"window": ["a", None], "is_causal": "yes"}, "neither causal attention nor attention to all keys"),
         ({"mask": "BlockMask"}, "neither causal attention nor attention to all keys gives its output: mask was not"),
         ({}, "a mask, a bias, dropout or another scale was not recorded"),
     ],

@@ -13,10 +13,11 @@ from ranktape.analyze.numerics.attention import AttentionForm, attention_product
 if TYPE_CHECKING:
     import torch
 
-SAID = ("is_causal", "scale", "window", "dropout", "cap", "mask", "bias", "sinks")
-"""The words of a query's metadata that say how attention was computed (`CallOption` of the roles of attention)."""
+_FURTHEST = 1 << 40
+"""Keys that a window may hold: no sequence is as long."""
 
 _NOT_NUMBERS = ("mask", "bias", "sinks")
+"""What the metadata of a query names and does not hold (`CallOption` of the roles of attention)."""
 
 
 class UnknownFormError(Exception):
@@ -70,8 +71,8 @@ def _possible(said: Mapping[str, Any], *, num_queries: int, num_keys: int) -> tu
     if said.get("cap"):
         raise UnknownFormError(f"its scores are capped (cap {said['cap']})")
     scale = said.get("scale")
-    if isinstance(scale, str):
-        raise UnknownFormError(f"its scale is a {scale}, whose value was not recorded")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+        raise UnknownFormError(f"its scale was not recorded as a number, but as {scale!r:.40}")
     is_causal = said.get("is_causal")
     is_sure = isinstance(is_causal, bool) and not any(word in said for word in _NOT_NUMBERS)
     before, after = _window(said.get("window"))
@@ -88,7 +89,8 @@ def _possible(said: Mapping[str, Any], *, num_queries: int, num_keys: int) -> tu
 
 def _window(said: Any) -> tuple[int | None, int | None]:
     """How many keys before and after its own a query sees, from a pair of FlashAttention or a number of keys."""
-    if isinstance(said, list) and len(said) == len(("before", "after")):
-        before, after = (None if one < 0 else one for one in said)
+    is_pair = isinstance(said, list) and len(said) == len(("before", "after"))
+    if is_pair and all(isinstance(one, int) for one in said):
+        before, after = (None if one < 0 else min(one, _FURTHEST) for one in said)
         return before, after
-    return (said - 1, None) if isinstance(said, int) and said > 0 else (None, None)
+    return (min(said - 1, _FURTHEST), None) if isinstance(said, int) and said > 0 else (None, None)
