@@ -169,6 +169,32 @@ def test_four_over_six_never_has_larger_errors_than_either_scale_alone() -> None
     assert 256.0 <= found.scale_values.max() <= 384.0
 
 
+def test_four_over_six_is_that_of_its_authors_but_for_ties_of_scales() -> None:
+    """What `fouroversix` computes, operation by operation in float32: it divides by 6 before it multiplies."""
+    x = np.random.default_rng(1).standard_normal((512, 64)).astype(np.float32)
+    blocks, one, six = x.reshape(-1, 16), np.float32(1), np.float32(6)
+    largest = np.abs(x).max()
+    encode = np.float32(1536) / largest
+    tried = []
+    for stretch in (np.float32(1), np.float32(1.5)):
+        wanted = np.abs(blocks).max(axis=1, keepdims=True) / six * encode * stretch
+        scales = wanted.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        elements = round_to(blocks * (one / (one / encode * scales)), target=FORMATS["nvfp4"]).astype(np.float32)
+        values = elements * scales * largest / np.float32(1536)
+        tried.append((((values - blocks) ** 2).sum(axis=1), elements))
+    expected = np.where((tried[1][0] < tried[0][0])[:, None], tried[1][1], tried[0][1])
+    found = decode(quantize(x, "nvfp4", four_over_six=True, warn=False).codes, target=FORMATS["nvfp4"]).reshape(-1, 16)
+    assert (found == expected).all(axis=1).mean() > 0.998
+
+
+def test_mxint4_is_that_of_microxcaling() -> None:
+    """Its formula: the exponent of the largest magnitude, steps of 1/4 of that power of two, 7 of them at most."""
+    x = np.random.default_rng(1).standard_normal((64, 32)).astype(np.float32)
+    powers = 2.0 ** np.floor(np.log2(np.abs(x).max(axis=1, keepdims=True).astype(np.float64)))
+    expected = np.clip(np.rint(x / powers * 4), -7, 7) / 4 * powers
+    assert same_bits(quantize(x, "mxint4", warn=False).values, expected.astype(np.float32) + np.float32(0))
+
+
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_every_format_goes_with_every_scaling(element: str) -> None:
     x = special_values((7, 50), dtype=BF16)
@@ -419,8 +445,10 @@ def test_stochastic_rounding_is_right_on_average_and_follows_from_the_seed() -> 
     assert not same_bits(quantize(x, "fp4_e2m1", seed=6).values, one)
 
 
-def test_memory_beyond_the_result_does_not_grow_with_the_tensor() -> None:
-    x = np.random.default_rng(0).standard_normal((1024, 2048), dtype=np.float32).astype(BF16)
+def test_memory_beyond_the_result_does_not_grow_with_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two threads needs about 8 MB, whatever the layout and the blocks; a copy as float64 would take 32."""
+    monkeypatch.setattr(array_ops, "num_threads", lambda: 2)
+    x = np.random.default_rng(0).standard_normal((2048, 2048), dtype=np.float32).astype(BF16)
     quantize(x[:2], "mxfp8_e4m3")
     for view, axis in ((x, -1), (x, 0), (x.T, -1)):
         for block_size in (2, 32, 4096):
@@ -429,7 +457,7 @@ def test_memory_beyond_the_result_does_not_grow_with_the_tensor() -> None:
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
             kept = sum(a.nbytes for a in (found.values, found.codes, found.scales, found.scale_values))
-            assert peak - kept < 6e6
+            assert peak - kept < 20e6
 
 
 @pytest.mark.parametrize(

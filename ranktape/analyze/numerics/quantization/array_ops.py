@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-BOX_SIZE = 1 << 15
-"""Elements of a piece: as float64, with what is computed of them, they stay in a core's cache."""
+BOX_SIZE = 1 << 17
+"""Elements of a piece: with smaller ones threads wait for each other between two operations."""
 
 NUM_COUNTS = 6
 """Kinds of losses: see `finish`."""
