@@ -17,10 +17,11 @@ from ranktape.analyze.numerics.error_sums import ErrorSums, error_sums
 from ranktape.analyze.numerics.recipes.parse import parse_recipes
 from ranktape.analyze.numerics.recipes.recipe import HighPrecision, Recipe
 from ranktape.analyze.replays.replayed import GROUP_FIELDS, Replayed, replay_calls
+from ranktape.capture import Capture
 from ranktape.errors import DataError, UnknownFieldError, UsageError
 from ranktape.storage import Run, open_run
 from tests.analyze.replay_runs import call_arrays, call_tensors, one_call, trained
-from tests.analyze.runs import store
+from tests.analyze.runs import Tensor, store
 
 RECIPES = parse_recipes("nvfp4,mxfp8")
 
@@ -233,3 +234,113 @@ def test_a_further_recipe_is_added_to_what_is_kept(plain: Run, replayed: Replaye
         np.testing.assert_array_equal(both.recorded[both.names == name], other.recorded[other.names == name])
     assert both.names.tolist()[:4] == ["recorded", "mxfp6", "nvfp4", "mxfp8"]
     assert replayed.recipes == ("nvfp4", "mxfp8")
+
+
+def test_experts_of_one_product_are_computed_apart(tmp_path: Path) -> None:
+    ends, parts = [10, 10, 32], (10, 0, 22)
+    experts = [call_arrays(tokens=tokens, seed=number) for number, tokens in enumerate(parts)]
+    arrays: dict[str, Any] = {
+        name: np.concatenate([one[name] for one in experts]) for name in ("input", "grad_output", "grad_input")
+    }
+    arrays["weight"] = np.stack([one["weight"].T for one in experts])
+    arrays["grad_weight"] = np.stack([one["grad_weight"].T for one in experts])
+    arrays["offsets"] = np.array(ends, dtype=np.int32)
+    arrays["output"] = np.concatenate([one["output"] - one["bias"] for one in experts])
+    layouts = {name: {"layout": "EIO"} for name in ("weight", "grad_weight")}
+    run = store(tmp_path / "run", call_tensors(arrays, said=layouts))
+    replayed = replay_calls(run.select(), RECIPES)
+    assert not replayed.calls.left_out
+    assert min(recorded_sqnr(replayed).values()) > 120
+    alone = [store(tmp_path / str(place), call_tensors(one)) for place, one in enumerate(experts) if parts[place]]
+    expected = [replay_calls(one.select(), RECIPES).groups(["product", "recipe"]) for one in alone]
+    for group, *several in zip(replayed.groups(["product", "recipe"]), *expected, strict=True):
+        if group.key["recipe"] != "recorded":
+            pooled = ErrorSums.pooled([one.exact.to_array() for one in several])
+            assert group.exact.sqnr == pytest.approx(pooled.sqnr, abs=1e-6)
+
+
+def row_parallel(*, without: dict[int, set[str]] | None = None) -> list[Tensor]:
+    """A layer whose inputs are cut over two ranks, which add up their outputs, as Megatron-core records it."""
+    whole = call_arrays()
+    cut = {"input": 1, "weight": 1, "grad_input": 1, "grad_weight": 1}
+    tensors = []
+    for rank in range(2):
+        half = slice(12 * rank, 12 * rank + 12)
+        arrays = {name: array[:, half] if name in cut else array for name, array in whole.items()}
+        said = {
+            name: {
+                "placement": {
+                    "mesh": {"axes": ["tp"], "shape": [2], "ranks": [0, 1]},
+                    "coordinates": [rank],
+                    "placements": ["shard(1)" if name in cut else "replicate"],
+                    "global_shape": list(whole[name].shape),
+                    "offset": [0, 12 * rank] if name in cut else [0] * array.ndim,
+                    "partial": False,
+                }
+            }
+            for name, array in arrays.items()
+        }
+        arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        tensors += call_tensors(arrays, said=said, rank=rank, without=(without or {}).get(rank, set()))
+    return tensors
+
+
+def test_a_sum_over_ranks_is_put_together(tmp_path: Path) -> None:
+    run = store(tmp_path / "run", row_parallel())
+    for records in (run.select(), run.select(rank=1, tensor_name="output"), run.select(rank=0)):
+        replayed = replay_calls(records, RECIPES)
+        assert not replayed.calls.left_out
+        by_call = {(call.field("rank"), call.is_assembled): set(call.products) for call in replayed.calls.calls}
+        assert by_call[0, True] == {"output"}
+        local = {rank: products for (rank, is_assembled), products in by_call.items() if not is_assembled}
+        assert all(products == {"grad_input", "grad_weight"} for products in local.values())
+        assert len(local) == len(set(records.column("rank"))) - (len(records) == 1)
+        assert min(recorded_sqnr(replayed).values()) > 120
+    whole = replay_calls(one_call(tmp_path / "whole").select(tensor_name="output"), RECIPES)
+    parts = replay_calls(run.select(tensor_name="output"), RECIPES)
+    assert [group.exact.sqnr for group in parts.groups(["recipe"])][1:] == pytest.approx(
+        [group.exact.sqnr for group in whole.groups(["recipe"])][1:]
+    )
+
+
+def test_a_part_that_no_rank_recorded_is_named(tmp_path: Path) -> None:
+    run = store(tmp_path / "run", row_parallel(without={1: {"input"}}))
+    replayed = replay_calls(run.select(), RECIPES)
+    assert {(one.product, one.reason) for one in replayed.calls.left_out} == {
+        ("output", "it takes what all ranks of a mesh have, and of one no input was recorded"),
+        ("output", "no input was recorded"),
+        ("grad_weight", "no input was recorded"),
+    }
+
+
+class Shared(torch.nn.Module):
+    """One layer that is called twice, and two that have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = torch.nn.Linear(16, 16)
+        self.first, self.second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+        self.second.weight = self.first.weight
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(self.twice(self.twice(hidden))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_gradients_of_several_uses_are_not_compared_with_one(
+    tmp_path: Path,
+    is_autocast: bool,  # noqa: FBT001 - a parameter of the test
+) -> None:
+    torch.manual_seed(0)
+    model = Shared()
+    optimizer = torch.optim.SGD(model.parameters())
+    with Capture(tmp_path / "run", model=model, min_iterations=1, host_budget_nbytes=32 << 20):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast):
+            output = model(torch.randn(32, 16))
+        output.float().square().mean().backward()
+        optimizer.step()
+    replayed = replay_calls(open_run(tmp_path / "run").select(), RECIPES)
+    whys = {(call.field("module"), why) for call in replayed.calls.calls for why in call.products.values() if why}
+    several, tied = "grad_weight is that of several calls together", "grad_weight is that of several modules together"
+    assert whys == ({("twice", several), ("first", tied), ("second", tied)} if is_autocast else set())
+    assert min(recorded_sqnr(replayed).values()) > (50 if is_autocast else 120)

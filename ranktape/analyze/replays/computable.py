@@ -85,9 +85,8 @@ class LinearTensors(RecordedTensors):
         if reason := self.why_missing(rows, [product]) or self._why_other_operands(rows, product):
             return reason
         sizes = {letter: size for name in PRODUCTS[product] for letter, size in self._letters(rows, name).items()}
-        if math.prod(self.shape(rows[product])) != math.prod(map(sizes.__getitem__, SIZES[product])) * sizes.get(
-            "E", 1
-        ):
+        letters = ("E" if product == "grad_weight" and "E" in sizes else "") + SIZES[product]
+        if math.prod(self.shape(rows[product])) != math.prod(sizes[letter] for letter in letters):
             return f"{product} has another shape than the product"
         if product == "grad_weight":
             return self._why_other_sum(rows, num_calls, num_gradients)
