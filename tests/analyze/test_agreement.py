@@ -211,3 +211,19 @@ def test_nan_in_attention_agrees_with_nan() -> None:
     assert agreement().is_agreed
     output[1, 0, 0] = math.nan
     assert agreement().deviation == math.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_which_rounding_leaves_nothing_agree_all_the_same(dtype: torch.dtype) -> None:
+    """Values far from 0 and queries that look at all keys alike: what the softmax gives back is what it subtracts."""
+    query, key, value = (
+        (spread * draw(1, 2, 512, 64, seed=seed) + mean).to(dtype).requires_grad_()
+        for seed, (spread, mean) in enumerate([(0.01, 0), (1, 2), (0.1, 5)])
+    )
+    output, grad = F.scaled_dot_product_attention(query, key, value, is_causal=True), draw(1, 2, 512, 64, seed=3)
+    grads = torch.autograd.grad(output, (query, key, value), grad.to(dtype))
+    recorded = dict(zip(ATTENTION_PRODUCTS, (output, *grads), strict=True))
+    operands = {"query": query, "key": key, "value": value, "grad_output": grad.to(dtype)}
+    found = attention_agreements(operands, recorded, form=CAUSAL, compute_dtype=dtype)
+    assert max(one.relative_error for one in found) > 0.1
+    assert max(one.deviation for one in found) < 0.2
