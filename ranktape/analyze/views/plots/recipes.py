@@ -102,7 +102,9 @@ def _draw_maps(data: PlotData, row: Plot, grids: Sequence[Grid], note: str) -> F
     norm = SQNR.norm(shown[..., [recipe != RECORDED for recipe in grids[0].columns]])
     step = 1 if has_room else math.ceil(len(rows) / MAX_MODULES)
     for axes, grid in zip(page.panels[0], grids, strict=True):
-        draw_cells(axes, grid.values, scale=SQNR, norm=norm)
+        # What loses nothing is as good as the best: infinite is no alarm here.
+        values = np.minimum(grid.values, norm.vmax or 0.0)
+        draw_cells(axes, values, scale=SQNR, norm=norm)
         name(axes, title=grid.title)
         set_ticks(axes.xaxis, range(len(columns)), columns)
         set_ticks(axes.yaxis, range(0, len(rows), step), rows[::step])
@@ -111,12 +113,12 @@ def _draw_maps(data: PlotData, row: Plot, grids: Sequence[Grid], note: str) -> F
         for (y, x), value in np.ndenumerate(grid.values) if has_room else ():
             if not math.isnan(value):
                 place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": SMALL_SIZE - 1}
-                axes.text(x, y, SQNR.text(value), color=SQNR.ink(value, norm), **place)
+                axes.text(x, y, SQNR.text(value), color=SQNR.ink(float(values[y, x]), norm), **place)
         if np.isnan(grid.values).all():
             say(axes, "nothing is known of any cell")
     if SQNR.has_color(shown).any():
         add_colorbar(page.figure, list(page.panels[0]), norm=norm, scale=SQNR)
-    page.handles += special_handles(shown, SQNR)
+    page.handles += special_handles(np.where(np.isinf(shown), 0.0, shown), SQNR)
     return page.finish()
 
 
