@@ -129,6 +129,7 @@ def test_a_rotated_tensor_is_that_of_the_twin(size: int, dtype: np.dtype[Any]) -
         for seed in (None, 5):
             compare(x, "nvfp4", rotation=size, rotation_seed=seed, axis=1)
     compare(np.zeros((0, 64), dtype=dtype), "mxfp8", rotation=size)
+    assert quantize(np.array(3.0, dtype=dtype), "mxfp8", rotation=1).values == np.array(3.0)
 
 
 def test_a_rotation_is_orthonormal_and_sylvesters_matrix() -> None:

@@ -115,7 +115,7 @@ def _factors(
     largest: np.int32,
     scheme: BlockScheme,
     stretch: float,
-    is_apart: bool,  # noqa: FBT001 - as above
+    is_apart: bool,  # noqa: FBT001 - numba knows no keyword-only arguments
 ) -> tuple[np.float32, np.float32]:
     """What elements are multiplied by, or divided by, before they are rounded, and multiplied by after it.
 
@@ -243,7 +243,7 @@ def _spread_factors(
     scratch: Scratch,
 ) -> None:
     """Write the factors of each column from the largest magnitudes and the stretches of blocks of such a width."""
-    for block in range(num_blocks(num_columns, width)):
+    for block in range(_num_blocks(num_columns, width)):
         before, after = _factors(scratch.largest[block], scheme, scratch.stretches[block], is_apart)
         for column in range(block * width, min((block + 1) * width, num_columns)):
             scratch.before[column] = before
@@ -261,7 +261,7 @@ def _choose_scales(  # noqa: PLR0917 - as above
 ) -> None:
     """Write for each block the stretch with which the squared errors of its values add up to less."""
     num_rows, num_columns = band_RC.shape
-    count, tried_C = num_blocks(num_columns, width), scratch.tried[:num_columns]
+    count, tried_C = _num_blocks(num_columns, width), scratch.tried[:num_columns]
     scratch.errors[:] = 0.0
     for attempt in range(2):
         scratch.stretches[:count] = STRETCH if attempt else 1.0
@@ -283,7 +283,7 @@ def _choose_scales(  # noqa: PLR0917 - as above
 
 
 @compiled
-def num_blocks(length: int, size: int) -> int:
+def _num_blocks(length: int, size: int) -> int:
     """Blocks of that size in a row of that length; the last one may be shorter."""
     return (length + size - 1) // size
 
@@ -305,12 +305,12 @@ def round_tiles(  # noqa: PLR0917 - as above
     num_rows, num_columns = patterns_RC.shape
     # As many columns at a time as stay in a cache.
     reach = min(max(1, BLOCK // tile[1]) * tile[1], num_columns)
-    scratch = _scratch(reach, num_blocks(reach, tile[1]))
+    scratch = _scratch(reach, _num_blocks(reach, tile[1]))
     places_R2 = np.empty((min(tile[0], num_rows), 2), dtype=np.int64)
     for top in range(0, num_rows, tile[0]):
         for start in range(0, num_columns, reach):
             band_RC = patterns_RC[top : min(top + tile[0], num_rows), start : min(start + reach, num_columns)]
-            for block in range(num_blocks(band_RC.shape[1], tile[1])):
+            for block in range(_num_blocks(band_RC.shape[1], tile[1])):
                 largest = np.int32(0)
                 for row in range(band_RC.shape[0]):
                     for column in range(block * tile[1], min((block + 1) * tile[1], band_RC.shape[1])):

@@ -112,10 +112,10 @@ def quantize_pieces(x: Any, *, plan: QuantizePlan, ops: ModuleType, is_apart: bo
     work.quantize(scales)
     names = (field.name for field in dataclasses.fields(Losses))
     losses = Losses(**dict(zip(names, [math.prod(x.shape), *work.counts.tolist()], strict=True)))
-    values = work.values.reshape(x.shape)
+    values = turn(work.values, is_back=True) if plan.rotation else work.values
     return Quantized(
         scheme=plan.scheme,
-        values=turn(values, is_back=True) if plan.rotation else values,
+        values=values.reshape(x.shape),
         scales=None if scales is None else work.moved(scales.stored).reshape(work.scales_shape),
         scale_values=None if scales is None else work.moved(scales.values).reshape(work.scales_shape),
         tensor_scale=None if scales is None else scales.tensor_scale,
