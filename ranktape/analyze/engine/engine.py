@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ranktape.analyze.console import say
 from ranktape.analyze.engine.cache import Cache
 from ranktape.analyze.engine.executors import Workers, in_order, workers_of
-from ranktape.analyze.engine.plan import Calls, WorkPlan, call_all, shares
+from ranktape.analyze.engine.plan import BATCH_NBYTES, Calls, WorkPlan, call_all, shares
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.cache_object import Measure, Payload
     from ranktape.storage import Records
 
+
+PARTS_IN_TURN = 4
+"""Parts at least into which tasks are divided, for each that is given out at once."""
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -95,7 +98,10 @@ class Engine:
             return
         workers = self._workers()
         alone = [slice(place, place + 1) for place in range(len(tasks))]
-        together = alone if sizes is None or workers.in_flight == 1 else shares(sizes)
+        together = alone
+        if sizes is not None and workers.in_flight > 1:
+            # All workers are to be at work until near the end.
+            together = shares(sizes, max_nbytes=min(BATCH_NBYTES, sum(sizes) // (PARTS_IN_TURN * workers.in_flight)))
         is_shown = self.show_progress and sizes is not None
         with bytes_left(sum(sizes or ()), is_shown=is_shown, description="reading") as advance:
             works = ((part, (call_all, Calls(function=function, tasks=tasks[part]))) for part in together)
