@@ -123,7 +123,7 @@ def workers_part(given: argparse.Namespace) -> None:
         print(f"{given.calls} calls of {CALL_SIZE} x {CALL_SIZE} with {CALL_SIZE} tokens, {cores} cores")
 
         def replay(workers: int) -> float:
-            return seconds_of(lambda: replay_calls(records, recipes, engine=Engine(workers=workers)))
+            return seconds_of(lambda: replay_calls(records, recipes, engine=Engine(workers=workers, use_cache=False)))
 
         replay(1)
         print(f"one process on all cores: {min(replay(1) for _ in range(given.rounds)):.2f} s")
@@ -144,7 +144,9 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all unless named")
     parser.add_argument("--size", type=int, default=4096, help="inputs and outputs of the layer")
     parser.add_argument("--tokens", type=int, default=4096, help="of the call")
-    parser.add_argument("--recipes", default="fp8_tensor,int8_token,mxfp8,mxfp6,mxfp4,nvfp4", help="what is computed")
+    parser.add_argument(
+        "--recipes", default="fp8_tensor,mxfp8,mxfp4_rht_sr,nvfp4,nvfp4_nvidia,nvfp4_4over6", help="what is computed"
+    )
     parser.add_argument("--calls", type=int, default=24, help="of the run that workers replay")
     parser.add_argument("--rounds", type=int, default=3, help="how often each pair is timed")
     given = parser.parse_args()
