@@ -47,7 +47,7 @@ def test_a_plan_that_was_written_is_the_same_when_it_is_read(tmp_path: Path) -> 
 def test_the_file_has_what_a_person_wants_to_know(tmp_path: Path) -> None:
     write_plan(PLAN, tmp_path / "plan.yaml")
     text = (tmp_path / "plan.yaml").read_text(encoding="utf-8")
-    assert "layers.0.query:\n    recipe: nvfp4\n    bits: 4.5\n    speed_class: 4\n" in text
+    assert "layers.0.query:\n    recipe: nvfp4\n    bits: 4.5\n    speed: 4.0\n" in text
     assert "multiply_adds: {nvfp4: 0.375, mxfp8: 0.125, mine: 0.0, bf16: 0.5}" in text
     # 4.5 bits for 3 of 8, 8.25 for 1 and 16 for 4; a quarter, a half and all of the time.
     assert PLAN.mean_bits == pytest.approx((3 * 4.5 + 8.25 + 4 * 16) / 8)

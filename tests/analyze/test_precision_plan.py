@@ -60,7 +60,7 @@ def _slow_plan(replayed: Replayed, target: float) -> dict[str, str]:
             own = [one.exact.sqnr for one in groups if one.key["recipe"] == recipe.name]
             least = min(sqnr for sqnr in own if sqnr is not None)
             if least >= target:
-                order.append((-recipe.speed_class, recipe.bits, -least, recipe.name))
+                order.append((-recipe.speed, recipe.bits, -least, recipe.name))
         found[module] = min(order)[-1] if order else "bf16"
     return found
 

@@ -227,7 +227,7 @@ def test_first_and_last_layers_stay_in_bf16(kept: HighPrecision, num_layers: int
 def test_what_is_outside_of_the_stack_stays_in_bf16_where_there_is_a_stack() -> None:
     recipe = dataclasses.replace(RECIPES["nvfp4"], high_precision=HighPrecision(outside=True))
     places = [(-1, 4), (0, 4), (3, 4), (-1, 0)]
-    speeds = [recipe.of_layer("any", layer_idx=index, num_layers=number).speed_class for index, number in places]
+    speeds = [recipe.of_layer("any", layer_idx=index, num_layers=number).speed for index, number in places]
     assert speeds == [1, 4, 4, 4]
 
 
@@ -236,13 +236,13 @@ def test_modules_stay_in_bf16_by_their_paths() -> None:
     wide = [
         module
         for module in ("head", "model.lm_head", "layers.1.gate", "layers.12.gate", "layers.1.gate_up")
-        if recipe.of_layer(module, layer_idx=-1, num_layers=16).speed_class == 1
+        if recipe.of_layer(module, layer_idx=-1, num_layers=16).speed == 1
     ]
     assert wide == ["head", "model.lm_head", "layers.1.gate"]
 
 
 @pytest.mark.parametrize(
-    ("name", "bits", "speed_class"),
+    ("name", "bits", "speed"),
     [
         ("bf16", 16.0, 1),
         ("mxfp8", 8.25, 2),
@@ -253,23 +253,24 @@ def test_modules_stay_in_bf16_by_their_paths() -> None:
         ("hif8", 8.0, 2),
         ("fp8_tensor", 8.0, 2),
         ("int8_token", 8.0, 2),
-        ("fp8_deepseek", 8 + 32 / 128, 2),
-        ("fp8_deepseek_ue8m0", 8 + 8 / 128, 2),
-        # One product is that of bf16; of another both operands have scales of their own, where a weight has tiles.
-        ("mxfp4_rht_sr", 16.0, 1),
-        ("nvfp4_nvidia", 4.5, 4),
-        ("nvfp4_4over6", 4.5, 4),
+        # One product is that of bf16.
+        ("mxfp4_rht_sr", (16 + 2 * 4.25) / 3, 3 / (1 + 2 / 4)),
+        # Two of six operands are weights in tiles.
+        ("fp8_deepseek", (4 * (8 + 32 / 128) + 2 * (8 + 32 / 128**2)) / 6, 2),
+        ("fp8_deepseek_ue8m0", (4 * (8 + 8 / 128) + 2 * (8 + 8 / 128**2)) / 6, 2),
+        ("nvfp4_nvidia", (4 * 4.5 + 2 * (4 + 8 / 256)) / 6, 4),
+        ("nvfp4_4over6", (4 * 4.5 + 2 * (4 + 8 / 256)) / 6, 4),
     ],
 )
-def test_bits_hold_the_scales_of_blocks(name: str, bits: float, speed_class: int) -> None:
-    assert RECIPES[name].bits == bits
-    assert RECIPES[name].speed_class == speed_class
+def test_bits_hold_the_scales_of_blocks(name: str, bits: float, speed: float) -> None:
+    assert RECIPES[name].bits == pytest.approx(bits)
+    assert RECIPES[name].speed == pytest.approx(speed)
 
 
-def test_bits_and_speed_are_those_of_the_worst_product() -> None:
+def test_bits_and_speed_are_those_of_all_products() -> None:
     tiles = OperandRecipe(scheme="nvfp4", block_size=(16, 16))
     assert tiles.bits == 4 + 8 / 256
     mixed = products_of(OperandRecipe(scheme="nvfp4"), grad_output=OperandRecipe())
     recipe = Recipe(name="mixed", source="wide gradients", products=mixed)
-    assert recipe.bits == (16 + 4.5) / 2
-    assert recipe.speed_class == 1
+    assert recipe.bits == (4 * 4.5 + 2 * 16) / 6
+    assert recipe.speed == 3 / (1 / 4 + 1 + 1)

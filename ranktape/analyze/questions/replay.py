@@ -60,7 +60,7 @@ COLUMNS = (
 PLAN_COLUMNS = (
     Column(name="recipe", kind=Kind.TEXT),
     Column(name="bits", kind=Kind.FLOAT),
-    Column(name="speed_class", kind=Kind.INTEGER, head="speed class"),
+    Column(name="speed", kind=Kind.FLOAT),
 )
 """What is said of a layer of a plan, before the figures of its products."""
 
@@ -185,7 +185,7 @@ def _plan_table(plan: PrecisionPlan) -> Table:
             printable(one.module),
             one.recipe.name,
             one.recipe.bits,
-            one.recipe.speed_class,
+            one.recipe.speed,
             *(one.sqnr.get(product) for product in products),
             *(one.worst_sqnr.get(product) for product in products),
             one.multiply_adds / total if one.multiply_adds and total else None,

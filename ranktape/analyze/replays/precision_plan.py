@@ -36,7 +36,7 @@ def precision_plan(
 ) -> PrecisionPlan:
     """The plan of the selected linear layers: for each the cheapest recipe whose products all hold the target.
 
-    Cheapest is the highest speed class, then the fewest bits, then the best SQNR. A layer that none of the recipes
+    Cheapest is the highest speed, then the fewest bits, then the best SQNR. A layer that none of the recipes
     holds stays in bf16, and so does one that nothing is known of; the plan says why. All calls of a layer count
     together, over ranks and iterations, and what the worst one has is said beside it. A product that cannot be computed
     again decides nothing.
@@ -176,7 +176,7 @@ def _cheapest(layer: PlannedModule, candidates: Sequence[_Candidate], *, targets
         return replace(layer, why=f"no recipe holds {targets[product]:g} dB: {has}")
     best = min(
         held,
-        key=lambda one: (-one.recipe.speed_class, one.recipe.bits, max(short[one.recipe.name].values())),
+        key=lambda one: (-one.recipe.speed, one.recipe.bits, max(short[one.recipe.name].values())),
     )
     return replace(layer, recipe=best.recipe, sqnr=best.sqnr, worst_sqnr=best.worst_sqnr)
 

@@ -7,7 +7,7 @@
       layers.0.attention.query:
         recipe: nvfp4
         bits: 4.5
-        speed_class: 4
+        speed: 4.0
         multiply_adds: 50331648
         sqnr: {output: 19.81, grad_input: 19.7, grad_weight: 18.64}
         worst_sqnr: {output: 19.6, grad_input: 19.55, grad_weight: 18.01}
@@ -17,7 +17,7 @@
       mine: {operands: mxfp8_e5m2}
 
 A module that no name and no pattern matches stays as it is. What follows from something else in the file (`summary`,
-`bits`, `speed_class`) is written for people and not read.
+`bits`, `speed`) is written for people and not read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DECIMALS = 2
 """Of decibels and bits in the file."""
 
 _PLAN_KEYS = ("run", "target_sqnr", "candidates", "summary", "modules", "recipes")
-_MODULE_KEYS = ("recipe", "bits", "speed_class", "multiply_adds", "sqnr", "worst_sqnr", "why")
+_MODULE_KEYS = ("recipe", "bits", "speed", "multiply_adds", "sqnr", "worst_sqnr", "why")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +156,8 @@ class PrecisionPlan:
 
     @property
     def relative_gemm_time(self) -> float:
-        """Time of the products over that in bf16, by speed classes; quantising is not in it. NaN as above."""
-        return self._mean(lambda recipe: 1 / recipe.speed_class)
+        """Time of the products over that in bf16, by the speeds of recipes; quantising is not in it. NaN as above."""
+        return self._mean(lambda recipe: 1 / recipe.speed)
 
     def _mean(self, figure: Callable[[Recipe], float]) -> float:
         shares = self.multiply_adds
@@ -201,7 +201,7 @@ def _words_of(one: PlannedModule) -> dict[str, Any]:
     words: dict[str, Any] = {
         "recipe": recipe.name,
         "bits": round(recipe.bits, _DECIMALS),
-        "speed_class": recipe.speed_class,
+        "speed": round(recipe.speed, _DECIMALS),
         "multiply_adds": one.multiply_adds,
         "sqnr": _rounded(one.sqnr),
         "worst_sqnr": _rounded(one.worst_sqnr),

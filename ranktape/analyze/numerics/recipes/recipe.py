@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -108,19 +109,19 @@ class OperandRecipe:
         return scheme.element.num_bits + scheme.scale.num_bits / (size if isinstance(size, int) else math.prod(size))
 
     @property
-    def speed_class(self) -> int:
+    def speed(self) -> int:
         """How much faster than bfloat16 hardware multiplies such elements: 2 with 8 and 6 bits, 4 with 4 bits.
 
         1 for everything that no matrix unit multiplies as it is stored.
         """
-        return 1 if self.scheme is None else _speed_class(self._plan().scheme.element)
+        return 1 if self.scheme is None else _speed(self._plan().scheme.element)
 
     def _plan(self) -> QuantizePlan:
         assert self.scheme is not None, "the caller has looked"
         return plan_of(self.scheme, num_dims=2, **self.options)
 
 
-def _speed_class(element: Format) -> int:
+def _speed(element: Format) -> int:
     return 4 if element.num_bits == 4 else 2 if element.num_bits <= 8 else 1  # noqa: PLR2004 - widths in bits
 
 
@@ -244,16 +245,17 @@ class Recipe:
 
     @property
     def bits(self) -> float:
-        """Stored bits of an element with its part of the block's scale: the mean of the worst product's operands."""
-        return max(sum(one.bits for one in product.operands.values()) / 2 for product in self.products.values())
+        """Stored bits of an element of an operand with its part of the block's scale: the mean of all products."""
+        return statistics.fmean(one.bits for product in self.products.values() for one in product.operands.values())
 
     @property
-    def speed_class(self) -> int:
-        """How much faster than in bfloat16 hardware computes the slowest product: 1, 2 or 4.
+    def speed(self) -> float:
+        """How much faster than in bfloat16 hardware that has the formats computes the three products together.
 
         Of operands in two widths the wider one counts.
         """
-        return min(one.speed_class for product in self.products.values() for one in product.operands.values())
+        slowest = (min(one.speed for one in product.operands.values()) for product in self.products.values())
+        return statistics.harmonic_mean(list(slowest))
 
 
 def products_of(
