@@ -113,6 +113,18 @@ def test_the_examples_of_sweeps_run(tmp_path: Path) -> None:
     assert done[2].stdout.startswith("use scale exponent ")
 
 
+@exhaustive("tests/analyze and tests/launch run each of these commands")
+@pytest.mark.distributed
+def test_the_page_of_replay_runs_from_a_recording_to_a_training_by_the_plan(tmp_path: Path) -> None:
+    page = (CHECKOUT / "docs" / "replay.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(sh|python)\n(.*?)```", page, re.DOTALL)
+    done = [run_block(language, block, folder=tmp_path) for language, block in blocks]
+    assert [language for language, _ in blocks] == [*["sh"] * 6, "python"]
+    # The figures of another processor differ in their last digits.
+    assert "0 disagreed, 0 unchecked" in done[-2].stdout
+    assert done[-1].stdout.startswith("head 1")
+
+
 def test_every_target_that_readme_names_is_in_the_makefile() -> None:
     makefile = (CHECKOUT / "Makefile").read_text(encoding="utf-8")
     named = set(re.findall(r"(?:^|`)make (\w+)", README, re.MULTILINE))
