@@ -164,6 +164,19 @@ def test_of_few_tokens_a_bias_that_was_not_recorded_is_not_told(tmp_path: Path) 
     assert replayed.exact[of_output].any()
 
 
+def test_what_all_tokens_have_in_common_is_an_error_of_a_layer_without_a_bias(tmp_path: Path) -> None:
+    arrays = call_arrays(tokens=15)
+    product = arrays["input"] @ arrays["weight"].T
+    arrays["output"] = product + np.float32(0.01)
+    said = {"output": {"metadata": {"without_bias": True}}}
+    for without in ((), ("bias",)):
+        run = store(tmp_path / f"run{len(without)}", call_tensors(arrays, said=said, without=without))
+        replayed = replay_calls(run.select(), [])
+        assert replayed.calls.calls[0].is_bias_known
+        expected = error_sums(product, arrays["output"]).sqnr
+        assert recorded_sqnr(replayed)["output"] == pytest.approx(expected, abs=1e-3)
+
+
 def test_a_returned_bias_is_not_in_the_output(tmp_path: Path) -> None:
     arrays = call_arrays()
     arrays["output"] = arrays["output"] - arrays["bias"]

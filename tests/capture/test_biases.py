@@ -29,9 +29,10 @@ class Bare(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         whole = F.linear(x, self.weight, bias=self.bias)
+        alone = F.linear(x, self.weight)
         part = F.linear(x, self.weight[:8], self.bias[:8])
         computed = F.linear(x, self.weight, self.bias * 2)
-        return whole.sum() + part.sum() + computed.square().sum()
+        return whole.sum() + alone.sum() + part.sum() + computed.square().sum()
 
 
 class Attending(nn.Module):
@@ -87,7 +88,7 @@ def named(run: Run, module: str) -> dict[str, Record]:
     ("make", "num_outputs", "num_grads"),
     [
         (lambda: nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4, bias=False), nn.Linear(4, 2)), 3, 2),
-        (Bare, 3, 3),
+        (Bare, 4, 3),
         (Attending, 5, 5),
         (lambda: Attending(kdim=4, vdim=4), 8, 8),
         (Twice, 2, 2),
@@ -106,8 +107,9 @@ def test_outputs_are_the_product_and_the_bias_to_the_bit(
             biases[record.module] = record.tensor()
         if record.tensor_name == "output":
             [given] = run.select(module=record.module, tensor_name="input", call=record.call)
-            again = F.linear(given.tensor(), weights[record.module], biases.get(record.module))
-            assert torch.equal(record.tensor(), again), record
+            is_without = record.metadata == {"without_bias": True}
+            bias = None if is_without else biases[record.module]
+            assert torch.equal(record.tensor(), F.linear(given.tensor(), weights[record.module], bias)), record
     assert verify_run(run)["output"] == num_outputs
     assert len(run.select(tensor_name="grad_bias")) == num_grads
 
@@ -118,6 +120,8 @@ def test_a_bias_is_expected_where_there_is_one(tmp_path: Path) -> None:
     run = capture(model, tmp_path / "run", layer_type="linear")
     assert {name for name in named(run, "0") if "bias" in name} == {"bias", "grad_bias"}
     assert not {name for name in named(run, "1") if "bias" in name}
+    said = [named(run, name)["output"].metadata for name in "012"]
+    assert said == [None, {"without_bias": True}, None]
     assert {name for name in named(run, "2") if "bias" in name} == {"bias"}
     bias = named(run, "0")["bias"]
     assert (bias.operation, bias.phase, bias.component, bias.shape, bias.sample_dim) == (
@@ -128,6 +132,7 @@ def test_a_bias_is_expected_where_there_is_one(tmp_path: Path) -> None:
 def test_a_bias_can_be_left_out(tmp_path: Path) -> None:
     run = capture(nn.Sequential(nn.Linear(8, 8)), tmp_path / "run", where="tensor_name not in ('bias', 'grad_bias')")
     assert set(named(run, "0")) == {"input", "weight", "output", "grad_output", "grad_weight"}
+    assert named(run, "0")["output"].metadata is None
 
 
 def test_a_generation_stores_each_bias_once(tmp_path: Path) -> None:
@@ -157,6 +162,7 @@ def test_a_bias_that_is_computed_when_it_is_read_is_left_out_alone(tmp_path: Pat
         optimizer.step()
     run = open_run(tmp_path / "run")
     assert set(named(run, "0")) == {"input", "weight", "output", "grad_output", "grad_weight"}
+    assert named(run, "0")["output"].metadata is None
     [status] = run.status()
     reasons = status.silent_sites[0]
     assert list(reasons) == ["0 forward pre bias"]

@@ -155,14 +155,15 @@ def _verify_bias(calls: Mapping[_Call, Group], *, weights: _Weights, biases: _We
         output = group["output"].tensor()
         weight = record.tensor().to(output.dtype)
         product = F.linear(group["input"].tensor().to(output.dtype), weight.T if record.layout == "IO" else weight)
+        is_without = (group["output"].metadata or {}).get("without_bias")
         if is_partial(group["output"]):
             left = _rows(output) - _rows(product)
             product = product + (left[:1] if len(left) else left)
-        elif bias is not None and not (bias.metadata or {}).get("returned"):
+        elif bias is not None and not (is_without or (bias.metadata or {}).get("returned")):
             product = product + bias.tensor().to(output.dtype)
         _check_close(output, product, what=f"output of {call}")
         counts["output"] += 1
-        if "grad_output" in group:
+        if "grad_output" in group and not is_without:
             grads.append(_rows(group["grad_output"].tensor()))
         if "grad_bias" in group:
             found.append(group["grad_bias"].tensor())

@@ -104,14 +104,22 @@ class LinearTensors(RecordedTensors):
         return "the layer quantised the operands of its gradients itself"
 
     def is_bias_known(self, rows: Rows) -> bool:
-        """Whether it is known what bias is in the output; of a share of a sum it is not."""
+        """Whether it is known what bias is in the output; of a share of a sum it is only where there is none."""
+        if self._is_without_bias(rows):
+            return True
         placement = self.placement(rows["output"][0]) if "output" in rows else None
         is_share = placement is not None and placement.is_partial and len(rows["output"]) == 1
         return ("bias" in rows or "offsets" in rows) and not is_share
 
     def has_bias(self, rows: Rows) -> bool:
         """Whether a known bias is in the output, and not returned beside it."""
-        return "bias" in rows and self.is_bias_known(rows) and not self.metadata(rows["bias"][0], "returned")
+        if "bias" not in rows or self._is_without_bias(rows) or not self.is_bias_known(rows):
+            return False
+        return not self.metadata(rows["bias"][0], "returned")
+
+    def _is_without_bias(self, rows: Rows) -> bool:
+        """Whether capture says that the call had none."""
+        return "output" in rows and self.metadata(rows["output"][0], "without_bias")
 
     def _why_other_sum(self, rows: Rows, num_calls: int, num_gradients: int) -> str:
         row = rows["grad_weight"][0]

@@ -35,6 +35,10 @@ Placement = Callable[[str, torch.Tensor], str | None]
 """Gives for a tensor name and a tensor where in a whole it lies, as JSON."""
 
 
+WITHOUT_BIAS = Tags(metadata='{"without_bias": true}')
+"""Of the output of a call that could have been given a bias, and was given none."""
+
+
 @dataclass(slots=True)
 class RunningRole:
     """A module or function with a role that is running."""
@@ -53,6 +57,8 @@ class RunningRole:
     """Samples in an attention of several heads."""
     written: tuple[torch.Tensor, Port] | None = None
     """The parameter that the call itself writes to, and what it is recorded as: read after it."""
+    about_output: Tags = NO_TAGS
+    """What is said of the output."""
 
 
 class Running(threading.local):
@@ -138,7 +144,7 @@ class Taking:
         tags = Tags(metadata=self.ports.said(args, kwargs)) if self.ports.options else NO_TAGS
         for argument, value in zip(self.ports.arguments, values, strict=True):
             if call is None or not isinstance(value, torch.Tensor):
-                self._refuse(argument, value, call)
+                self._refuse(argument, value, entry)
             elif not is_repeated:
                 for port in argument.ports:
                     self.record(port, port.take(value), call, tags=tags)
@@ -165,14 +171,16 @@ class Taking:
         is_added_up = not twice or (self.is_one_node is not None and self.is_one_node(values, kwargs))
         return () if is_added_up else twice
 
-    def _refuse(self, argument: Argument, value: Any, call: Call | None) -> None:
-        """Say of an argument that is no tensor why it is not recorded."""
+    def _refuse(self, argument: Argument, value: Any, entry: RunningRole) -> None:
+        """Say of an argument that is no tensor why it is not recorded, or of the output that there is no bias in it."""
         if value is None and argument.is_optional:
+            if any(port.is_optional for port in argument.ports):
+                entry.about_output = WITHOUT_BIAS
             return
         what = f"its argument {argument.keyword or argument.position!r}"
         reason = f"{what} was not passed" if value is None else f"{what} is a {type(value).__name__} and no tensor"
         for port in argument.ports:
-            self.recorder.refuse(self.source, port.value, reason, call=call)
+            self.recorder.refuse(self.source, port.value, reason, call=entry.call)
 
     def _watched(self, value: torch.Tensor, ports: Sequence[Port], call: Call, *, is_shared: bool) -> torch.Tensor:
         """The operand to go on with: an alias, whose gradient will be recorded, or itself where none is to be seen."""
@@ -205,21 +213,23 @@ class Taking:
             return alias
         return weight
 
-    def result(self, given: Any, gives: Any, call: Call, *, at: int | str | None, of: str) -> None:
+    def result(self, given: Any, gives: Any, entry: RunningRole, *, at: int | str | None, of: str) -> None:
         """Record the output in what a call gives; its gradient tells which call that of a weight is of."""
+        call = entry.call
+        assert call is not None, "only called after a call"
         found = tensor_in(gives, at)
         if found is None:
             reason = f"{of} gave a {type(gives).__name__} without a tensor at {at!r}"
             self.recorder.refuse(self.source, self.ports.output.value, reason, call=call)
             return
-        self.output(found, call, given=given)
+        self.output(found, call, given=given, tags=entry.about_output)
 
-    def output(self, output: torch.Tensor, call: Call, *, given: Any) -> None:
+    def output(self, output: torch.Tensor, call: Call, *, given: Any, tags: Tags = NO_TAGS) -> None:
         """Record the result of what was given, and its gradient when it comes."""
         port = self.ports.output
         on_grad = self.watch.leaves.on_grad_output(self.source)
         if not in_backward():
-            self.record(port, output, call)
+            self.record(port, output, call, tags=tags)
         if output.requires_grad and (on_grad is not None or self.recorder.wants(self.source, port.grad, call)):
             seen = before_views(output, given=given)
             part = None if seen is output else functools.partial(torch.Tensor.reshape, shape=output.shape)

@@ -216,7 +216,7 @@ class FunctionHooks:
             self._running.leave(role)
         if entry.taking is not None and entry.call is not None:
             with self._recorder.guarded(source):
-                entry.taking.result((args, kwargs), output, entry.call, at=role.output, of=role.name)
+                entry.taking.result((args, kwargs), output, entry, at=role.output, of=role.name)
         return output
 
     def _replace(

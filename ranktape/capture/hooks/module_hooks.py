@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ranktape.capture.hooks.calls import RunningRole, Taking, Watch, before_views
+from ranktape.capture.hooks.calls import WITHOUT_BIAS, RunningRole, Taking, Watch, before_views
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.weights import PLAIN, Owner, is_cached_by_autocast
 from ranktape.capture.passes.passes import Arguments, Call, in_backward, is_traced
@@ -112,6 +112,8 @@ class ModuleHooks:
         if weight is None:
             if not port.is_optional:
                 self._recorder.refuse(self.source, port.value, f"the module has no tensor {attribute!r}", call=call)
+            elif not is_hidden(module, attribute):
+                entry.about_output = WITHOUT_BIAS
             return kwargs
         is_returned = port.name in self._returned
         # An embedding with `max_norm` writes to its weight before it computes with it.
@@ -149,7 +151,7 @@ class ModuleHooks:
             if entry.written is not None and not in_backward():
                 weight, port = entry.written
                 self._taking.record(port, weight, entry.call)
-            self._taking.result(called[:-1], output, entry.call, at=self._role.output, of="forward")
+            self._taking.result(called[:-1], output, entry, at=self._role.output, of="forward")
 
     def _watch_leaf(self, module: nn.Module, weight: torch.Tensor, port: Port) -> None:
         """See the gradient of a weight on the weight itself."""
