@@ -119,9 +119,10 @@ def test_nvfp4_loses_what_quantising_to_it_loses(name: str, axis: int, block_siz
 
 
 @pytest.mark.parametrize("scheme", NVFP4)
-@pytest.mark.parametrize("largest", [1e39, 1e41, 1e100])
+@pytest.mark.parametrize("largest", [1e39, 1e41, 1e100, 1e-60])
 def test_nvfp4_beyond_float32_loses_what_quantising_to_it_loses(largest: float, scheme: str) -> None:
-    array = np.array([[largest, -largest / 4, 1.0, 0.0] * 4, [1.0, -0.5, 0.25, 0.0] * 4])
+    rest = min(largest, 1.0)
+    array = np.array([[largest, -largest / 4, rest, 0.0] * 4, [rest, -rest / 2, rest / 4, 0.0] * 4])
     assert_direct(sweep_array(array, format=scheme, options=SweepOptions(**FIVE)), array, format=scheme)
 
 

@@ -75,13 +75,13 @@ def _nearest_float32(number: float) -> np.float64:
 def level_of(largest: float, *, recipe: ScaleRecipe, offset: int = 0, four_over_six: bool = False) -> float:
     """The float32 from which the scale of a tensor with that largest finite magnitude follows: see `tensor_scale_of`.
 
-    `offset` is added to the exponent of the scale. A tensor of zeros has the scale 1. Where blocks have two scales to
-    choose from, the first one of the largest block is 256 and not 448.
+    `offset` is added to the exponent of the scale. A tensor of what is 0 in float32 has the scale 1. Where blocks have
+    two scales to choose from, the first one of the largest block is 256 and not 448.
     """
     product = _LARGEST_OF_TWO if four_over_six else _LARGEST_PRODUCT
-    if largest == 0:
-        return 1.0
     narrow = _nearest_float32(largest)
+    if narrow == 0:
+        return 1.0
     with np.errstate(over="ignore", under="ignore"):
         if recipe is ScaleRecipe.TRANSFORMER_ENGINE:
             encoding = np.ldexp(_nearest_float32(product / narrow), -offset)
