@@ -136,6 +136,20 @@ def test_a_product_of_bfloat16_loses_nothing(*, is_bf16: bool) -> None:
     assert (scaled.double() - wanted).norm() <= 1e-6 * wanted.norm()
 
 
+@pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "matmul"), reason="this torch has one setting alone")
+def test_what_is_chosen_for_all_backends_still_counts_afterwards() -> None:
+    backends: Any = torch.backends
+    a = quantized_operand(torch.ones(2, 2))
+    before = backends.fp32_precision
+    try:
+        for chosen in ("tf32", "ieee"):
+            backends.fp32_precision = chosen
+            matrix_product(a, a)
+            assert (backends.mkldnn.matmul.fp32_precision, backends.cuda.matmul.fp32_precision) == (chosen, chosen)
+    finally:
+        backends.fp32_precision = before
+
+
 def test_a_process_that_asks_for_fewer_bits_does_not_change_the_reference() -> None:
     operands = call(tokens=64, dtype=torch.float32)
     found = replay_products(operands, parse_recipes("nvfp4"))

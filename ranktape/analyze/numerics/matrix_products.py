@@ -93,7 +93,9 @@ def _float32_products(precision: str) -> Iterator[None]:
                 yield
             finally:
                 for place, setting in zip(places, before, strict=True):
-                    place.fp32_precision = setting
+                    place.fp32_precision = "none"  # what is chosen for all backends counts
+                    if place.fp32_precision != setting:
+                        place.fp32_precision = setting
         else:
             word = torch.get_float32_matmul_precision()
             try:
