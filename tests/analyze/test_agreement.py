@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ranktape.analyze.numerics.agreement import Agreement, attention_agreements, linear_agreements
-from ranktape.analyze.numerics.attention import ATTENTION_PRODUCTS, CAUSAL, FULL
+from ranktape.analyze.numerics.attention import ATTENTION_PRODUCTS, CAUSAL, FULL, AttentionForm, attention_products
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
 
 Tensors = dict[str, torch.Tensor]
@@ -196,6 +196,14 @@ def test_attention_of_other_operands_does_not_agree(name: str, touched: set[str]
     found = attention_agreements(operands, recorded, form=CAUSAL, compute_dtype=torch.bfloat16)
     assert {one.product for one in found if not one.is_agreed} == touched
     assert attention_agreements(operands, {}, form=CAUSAL, compute_dtype=torch.bfloat16) == []
+
+
+def test_queries_that_see_no_key_do_not_take_the_noise_of_the_others_away() -> None:
+    form = AttentionForm(after=0, shift=-10)
+    operands, _ = attention(torch.bfloat16, is_causal=True, is_stepwise=False, spread=1.0)
+    recorded = attention_products(operands, form=form)
+    found = attention_agreements(operands, recorded, form=form, compute_dtype=torch.bfloat16)
+    assert max(one.deviation for one in found) < 0.15
 
 
 def test_nan_in_attention_agrees_with_nan() -> None:

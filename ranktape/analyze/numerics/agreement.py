@@ -202,7 +202,10 @@ def _stepwise(
         scores = (query @ key.transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf)
-        output = scores.softmax(-1) @ value
+        weights = scores.softmax(-1)
+        if mask is not None:  # of a query that sees no key they are NaN
+            weights = weights.masked_fill(~mask, 0.0)
+        output = weights @ value
     if grad_output is None:
         return {"output": output}
     grads = torch.autograd.grad(output, leaves, grad_output.to(output.dtype))
