@@ -115,6 +115,8 @@ def test_layouts_and_types_are_taken_as_float32() -> None:
     plain = error_sums(reference.numpy(), result.numpy())
     assert error_sums(reference.T.contiguous().T, result) == plain
     assert error_sums(reference.double(), result.requires_grad_()) == plain
+    beyond = error_sums(np.array([1.0, 1e300]), np.array([1e300, 1.0]))
+    assert [beyond.num_compared, beyond.num_lost] == [0, 1]
     assert error_sums(reference, result.bfloat16()) == error_sums(reference, result.bfloat16().float())
 
 

@@ -173,7 +173,8 @@ def _with_columns(sums: ErrorSums, columns: NDArray[np.float64]) -> ErrorSums:
 def _rows(array: Any) -> NDArray[np.float32]:
     """The elements as a matrix in C order."""
     plain = array if isinstance(array, np.ndarray) else array_of(array)
-    return frozen(plain.astype(np.float32, copy=False), shape=_matrix_shape(plain.shape))
+    with np.errstate(over="ignore", invalid="ignore"):  # beyond float32 they are infinite, and counted so
+        return frozen(plain.astype(np.float32, copy=False), shape=_matrix_shape(plain.shape))
 
 
 def _patterns(tensor: Any) -> NDArray[np.uint16]:
