@@ -90,6 +90,8 @@ def test_a_name_goes_before_a_pattern_and_a_pattern_before_later_ones() -> None:
         ("modules: {head: {recipe: mxfp8, sqnr: 18}}", "modules.head, sqnr: is to be a mapping of output"),
         ("modules: {head: {recipe: mxfp8, sqnr: {outptu: 1}}}", "unknown key 'outptu': did you mean output"),
         ("modules: {head: {recipe: mxfp8, sqnr: {output: high}}}", "sqnr.output: is to be a number of dB"),
+        ("modules: {head: {recipe: mxfp8, sqnr: {output: .nan}}}", "sqnr.output: is to be a number of dB, and is nan"),
+        (f"{{target_sqnr: {{output: 1{'0' * 400}}}, modules: {{head: mxfp8}}}}", "target_sqnr.output: is to be a"),
         ("modules: {head: {recipe: mxfp8, multiply_adds: -1}}", "multiply_adds: is to be a number of them, and is -1"),
         ("modules: {head: {recipe: mxfp8, why: 3}}", "why: is to be text, and is 3"),
         ("{run: 3, modules: {head: mxfp8}}", "run: is to be text, and is 3"),

@@ -127,6 +127,8 @@ def test_names_files_and_recipes_mix_and_each_comes_once(tmp_path: Path) -> None
         ("mine: {operands: {all: {scheme: }}}", "operands.all.scheme: is empty"),
         ("mine: {operands: {all: {scheme: 4}}}", "operands.all.scheme: is to be a scheme, or none, and is 4"),
         ("mine: {operands: {all: {scheme: nvfp4, prescale: 0}}}", "operands.all: prescale is 0"),
+        (f"mine: {{operands: {{all: {{scheme: nvfp4, prescale: 1{'0' * 400}}}}}}}", "operands.all: prescale is 1000"),
+        ("mine: {operands: {all: {scheme: nvfp4, prescale: 1.0e-320}}}", "operands.all: prescale is 1e-320"),
         ("mine: {operands: {all: {scheme: nvfp4, prescale: half}}}", "operands.all: prescale is 'half'"),
         ("mine: {base: nvfp4, high_precision: {outside: 1}}", "high_precision: outside is 1"),
         ("mine: {operands: {all: {scheme: nvfp4, four_over_six: 1}}}", "operands.all: four_over_six is 1"),
@@ -170,6 +172,7 @@ def test_a_wrong_file_is_refused_with_the_recipe_and_the_key(text: str, message:
         ([], "names nothing"),
         ("missing.yaml", "recipe missing.yaml cannot be read"),
         ([3], "recipe 3 is not a name"),
+        (None, "recipe None is not a name"),
         ([RECIPES["nvfp4"], dataclasses.replace(RECIPES["mxfp8"], name="nvfp4")], "two different recipes are called"),
     ],
 )

@@ -38,7 +38,7 @@ def parse_recipes(words: RecipeWord | Sequence[RecipeWord]) -> list[Recipe]:
     Raises:
         UsageError: as `parse_recipe`; nothing is named; or two different recipes have the same name.
     """
-    given = [words] if isinstance(words, str | Recipe | os.PathLike) else words
+    given = words if isinstance(words, Sequence) and not isinstance(words, str) else [words]
     several: list[RecipeWord] = []
     for one in given:
         several += [part.strip() for part in one.split(",")] if isinstance(one, str) else [one]

@@ -47,6 +47,9 @@ HIGH_PRECISION = RECIPES["bf16"]
 _DECIMALS = 2
 """Of decibels and bits in the file."""
 
+_MAX_DECIBELS = 10_000
+"""More than any two float64 numbers are apart; without any error they are infinite."""
+
 _PLAN_KEYS = ("run", "target_sqnr", "candidates", "summary", "modules", "recipes")
 _MODULE_KEYS = ("recipe", "bits", "speed", "multiply_adds", "sqnr", "worst_sqnr", "why")
 
@@ -283,7 +286,8 @@ def _module(name: str, said: Any, *, own: Mapping[str, Recipe], place: str) -> P
 def _decibels(said: Any, *, place: str) -> dict[str, float]:
     words = _mapping(said, PRODUCTS, place=place)
     for product, figure in words.items():
-        if not isinstance(figure, int | float) or isinstance(figure, bool):
+        is_number = isinstance(figure, int | float) and not isinstance(figure, bool)
+        if not is_number or not (abs(figure) <= _MAX_DECIBELS or abs(figure) == math.inf):
             raise UsageError(f"{place}.{product}: is to be a number of dB, and is {figure!r:.60}")
     return {product: float(figure) for product, figure in words.items()}
 

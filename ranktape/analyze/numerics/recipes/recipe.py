@@ -37,6 +37,9 @@ MAX_DRAWS = 1024
 MAX_ROTATION = 4096
 """Sums are filled up to a multiple of a rotation: one that is far longer than they are costs memory and time alone."""
 
+MAX_PRESCALE = 2.0**64
+"""Further, what elements are divided by afterwards is no float32 number of its own."""
+
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 """What can stand in an option between commas, in a file as it is, and in a tag of records."""
 
@@ -297,8 +300,9 @@ def _check_patterns(patterns: Any) -> None:
 
 
 def _check_prescale(factor: Any) -> None:
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
-        raise UsageError(f"prescale is {factor!r:.60}: give a number above 0")
+    is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+    if not is_number or not 1 / MAX_PRESCALE <= factor <= MAX_PRESCALE:
+        raise UsageError(f"prescale is {factor!r:.60}: give a number between 2**-64 and 2**64")
 
 
 def _check_truth(given: Any, *, name: str) -> None:
