@@ -160,6 +160,18 @@ def test_nothing_gives_nothing_and_nan_stays_where_it_is_seen() -> None:
     assert output[1].isfinite().all()
 
 
+def test_without_keys_attention_of_quantised_operands_is_zero() -> None:
+    operands = operands_of(dtype=torch.float32)
+    operands |= {name: operands[name][:, :, :0] for name in ("key", "value")}
+    errors = replay_attention(operands, [parse_recipe("mxfp8")], form=FULL)
+    assert [(one.product, one.exact.num_elements, one.exact.max_error) for one in errors] == [
+        ("output", 2 * 4 * 9 * 8, 0.0),
+        ("grad_query", 2 * 4 * 9 * 16, 0.0),
+        ("grad_key", 0, 0.0),
+        ("grad_value", 0, 0.0),
+    ]
+
+
 def test_operands_are_quantised_along_what_the_products_sum_over() -> None:
     operands = operands_of(queries=40, size=64, dtype=torch.float32)
     quantised = quantised_attention(operands, parse_recipe("mxfp8"))
@@ -167,6 +179,10 @@ def test_operands_are_quantised_along_what_the_products_sum_over() -> None:
         assert torch.equal(quantised[name], quantize(operands[name], "mxfp8_e4m3", axis=-1, scale_rule="rceil").values)
     expected = quantize(operands["value"], "mxfp8_e4m3", axis=2, scale_rule="rceil").values
     assert torch.equal(quantised["value"], expected)
+    small = OperandRecipe(scheme="mxfp4_e2m1", prescale=0.75)
+    quantised = quantised_attention(operands, Recipe(name="small", source="none", products=products_of(small)))
+    expected = quantize(0.75 * operands["query"], "mxfp4_e2m1", warn=False).values / 0.75
+    assert torch.allclose(quantised["query"], expected, rtol=1e-6)
     wide = quantised_attention(operands, Recipe(name="wide", source="none", products=products_of(OperandRecipe())))
     assert all(torch.equal(wide[name], operands[name]) for name in operands)
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ranktape.analyze.numerics.error_sums import ErrorSums, error_sums
 from ranktape.analyze.numerics.products import RECORDED, ProductError
-from ranktape.analyze.numerics.quantization.operand import quantized_operand
-from ranktape.analyze.numerics.recipes.recipe import OperandRecipe, Recipe
+from ranktape.analyze.numerics.recipes.operands import one_operand
+from ranktape.analyze.numerics.recipes.recipe import OperandRecipe, ProductRecipe, Recipe
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -189,11 +189,8 @@ def quantised_attention(
             continue
         # What a product sums over comes last: of the value the keys, of all others the elements of a head.
         last = operands[name].transpose(2, 3) if name == "value" else operands[name]
-        options: dict[str, Any] = dict(one.options)
-        if one.is_stochastic:
-            place = ATTENTION_OPERANDS.index(name)
-            options["seed"] = int(np.random.SeedSequence((recipe.seed, draw, place)).generate_state(1)[0])
-        matrix = quantized_operand(last.reshape(-1, last.shape[-1]), one.scheme, **options)
+        seed = int(np.random.SeedSequence((recipe.seed, draw, ATTENTION_OPERANDS.index(name))).generate_state(1)[0])
+        matrix = one_operand(ProductRecipe(operands={"input": one}), "input", last.flatten(0, -2), seed=seed)
         factor = matrix.factor if isinstance(matrix.factor, float) else matrix.factor[:, None]
         values = (matrix.values * factor).view(last.shape)
         quantised[name] = values.transpose(2, 3).contiguous() if name == "value" else values
