@@ -49,7 +49,7 @@ def test_bias_is_over_the_error_that_rows_and_columns_leave(shape: tuple[int, ..
     errors = (result.astype(np.float64) - reference).reshape(-1, shape[-1])
     rows, columns, single = (float((errors.sum(axis) ** 2).sum()) for axis in (1, 0, ()))
     found = error_sums(reference, result)
-    assert found.error_variance == pytest.approx(rows + columns - single, rel=1e-9)
+    assert found.error_deviation**2 == pytest.approx(max(rows + columns - single, single), rel=1e-9)
     assert found.bias == pytest.approx(errors.sum() / math.sqrt(max(rows + columns - single, single)), rel=1e-9)
 
 
@@ -71,6 +71,20 @@ def test_bias_of_unbiased_products_is_that_of_chance() -> None:
     assert shifted.bias > 8
 
 
+def test_bias_of_many_calls_with_one_weight_is_that_of_chance() -> None:
+    """What is rounded of a weight meets the mean of the input in every call: each repeats the error of the others."""
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(40):
+        b = rng.standard_normal((60, 64))
+        noisy_b = b + 0.1 * rng.standard_normal(b.shape)
+        calls = [rng.standard_normal((50, 64)) + 1 for _ in range(20)]
+        sums = sum((error_sums(a @ b.T, a @ noisy_b.T) for a in calls), start=ErrorSums())
+        assert sums.bias is not None
+        found.append(sums.bias)
+    assert 0.7 < np.sqrt(np.mean(np.square(found))) < 1.3
+
+
 def test_nan_and_infinity_are_counted_apart() -> None:
     reference, result = pair(1000)
     found = error_sums(reference, result)
@@ -88,7 +102,7 @@ def test_sums_of_parts_are_those_of_the_whole_whatever_the_threads(monkeypatch: 
     cut = 560
     both = error_sums(reference[:cut], result[:cut]) + error_sums(reference[cut:], result[cut:])
     # A column of both is two columns.
-    same = dataclasses.replace(both, error_variance=whole.error_variance)
+    same = dataclasses.replace(both, error_deviation=whole.error_deviation)
     assert same.to_array() == pytest.approx(whole.to_array(), rel=1e-12)
     assert ErrorSums.pooled([whole.to_array()]) == whole
     monkeypatch.setattr("ranktape.analyze.numerics.pieces.num_threads", lambda _threads: 1)

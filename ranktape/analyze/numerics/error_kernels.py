@@ -84,8 +84,8 @@ def add_errors(
 ) -> None:
     """Write what rows of a matrix add up to in the order of the fields of `ErrorSums`, and add errors to columns.
 
-    With a rest the elements of the result are sums of the two, both patterns of bfloat16. Of the variance only the part
-    of the rows is written.
+    With a rest the elements of the result are sums of the two, both patterns of bfloat16. In the place of the deviation
+    is what the rows add to the variance.
     """
     num_rows, num_columns = reference_RC.shape
     errors, kept = np.empty(num_columns), np.empty((2, num_columns))

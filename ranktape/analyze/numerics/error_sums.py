@@ -55,10 +55,13 @@ class ErrorSums:
     """Sum of the squares of the errors, result minus reference."""
     error: float = 0.0
     """Sum of the errors."""
-    error_variance: float = 0.0
-    """Of that sum, estimated from the sums of the rows and of the columns: the errors of a product of two matrices are
-    not independent, because all of a row come from one row of the first and all of a column from one of the second
-    (two-way clusters: Cameron, Gelbach and Miller 2011, doi:10.1198/jbes.2010.07136)."""
+    error_deviation: float = 0.0
+    """The standard deviation of that sum, from the sums of the rows and of the columns: the errors of a product of two
+    matrices are not independent, because all of a row come from one row of the first and all of a column from one of
+    the second (two-way clusters: Cameron, Gelbach and Miller 2011, doi:10.1198/jbes.2010.07136).
+
+    Of several results the sum of theirs, which is the most that it can be: calls of a layer share the errors of its
+    weight."""
     max_error: float = 0.0
     """Largest |error|: the one that is not a sum."""
 
@@ -111,13 +114,12 @@ class ErrorSums:
     def bias(self) -> float | None:
         """The mean error over its standard error: beyond 4 or so it is no chance; 0 without any error.
 
-        Rows and columns of a result may each have an error of their own: few of them show little.
-        Results that are added are taken as independent.
+        Rows and columns of a result may each have an error of their own: few of them show little. Several results may
+        all have the same one: they show no more than one of them.
         """
         if not self.num_compared:
             return None
-        variance = max(self.error_variance, self.error_squared)
-        return self.error / math.sqrt(variance) if variance else 0.0
+        return self.error / self.error_deviation if self.error_deviation else 0.0
 
     @property
     def gain(self) -> float | None:
@@ -162,12 +164,14 @@ def error_sums(
         add_errors(want[part], got[part], own, columns_NC[number], sums_NM[number])
 
     each(add, range(len(starts)), threads=None)
-    return _with_columns(ErrorSums.pooled(sums_NM), columns_NC.sum(axis=0))
+    return _together(sums_NM, columns=columns_NC.sum(axis=0))
 
 
-def _with_columns(sums: ErrorSums, columns: NDArray[np.float64]) -> ErrorSums:
-    """These with the part that columns have in the variance."""
-    return dataclasses.replace(sums, error_variance=sums.error_variance + float(columns @ columns))
+def _together(parts: ArrayLike, *, columns: NDArray[np.float64]) -> ErrorSums:
+    """Those of one result, whose parts have what rows add to the variance in the place of the deviation."""
+    sums = ErrorSums.pooled(parts)
+    variance = max(sums.error_deviation + float(columns @ columns), sums.error_squared)
+    return dataclasses.replace(sums, error_deviation=math.sqrt(variance))
 
 
 def _rows(array: Any) -> NDArray[np.float32]:
@@ -195,7 +199,7 @@ def _device_sums(reference: Any, result: Any) -> ErrorSums:
     parts = [one.detach().reshape(shape).split(num_rows) for one in (reference, result.to(reference.device))]
     columns = torch.zeros(shape[1], dtype=torch.float64, device=reference.device)
     sums = [_part_sums(want, got, columns).tolist() for want, got in zip(*parts, strict=True)]
-    return _with_columns(ErrorSums.pooled(sums), columns.cpu().numpy())
+    return _together(sums, columns=columns.cpu().numpy())
 
 
 def _part_sums(want: torch.Tensor, got: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.replays.calls import RecordedCall
     from ranktape.analyze.replays.tasks import CallErrors, CallTask, CallTasks
 
-VERSION = 1
+VERSION = 2
 """Of the payload and of the numbers in it; one more whenever a recipe gives others."""
 
 _MAX_NEW = 512

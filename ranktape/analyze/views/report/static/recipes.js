@@ -28,7 +28,7 @@
 
   const known = (sum, value) => (sum.num_compared > 0 ? value : NaN);
   const relative = (sum) => known(sum, sum.error_squared === 0 ? 0 : Math.sqrt(sum.error_squared / sum.reference_squared));
-  const bias = (sum) => known(sum, sum.error === 0 ? 0 : sum.error / Math.sqrt(Math.max(sum.error_variance, sum.error_squared)));
+  const bias = (sum) => known(sum, sum.error === 0 ? 0 : sum.error / sum.error_deviation);
   const METRICS = {
     sqnr: { head: "SQNR", unit: "dB", of: (sum) => -20 * Math.log10(relative(sum)), badness: (value) => -value },
     relative_error: { head: "relative error", of: relative, badness: (value) => value, isLog: true },
