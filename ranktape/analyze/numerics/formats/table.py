@@ -44,11 +44,13 @@ class Coding(enum.StrEnum):
     """An exponent field alone: a power of two."""
     TAPERED = "tapered"
     """HiF8: the width of the exponent says of itself how wide it is, and the significand has what is left."""
+    TABLE = "table"
+    """The place of the value in a table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A format of single values, symmetric about 0 unless it has no sign."""
+    """A format of single values, symmetric about 0 unless it has no sign or a table."""
 
     name: str
     """The word in options, tables and plots."""
@@ -78,6 +80,8 @@ class Format:
     """Exponent below which steps no longer get smaller, where that is not `emin`."""
     rounding: Rounding = Rounding.EVEN
     """What is meant where no rounding is named."""
+    table: tuple[float, ...] = ()
+    """The values of a format that is a table of them, ascending: the code of each is its place."""
 
     @property
     def num_bits(self) -> int:
@@ -112,11 +116,15 @@ class Format:
 
         Of a tapered format the smallest that has any significand bits.
         """
+        if self.coding is Coding.TABLE:
+            return self.min_subnormal
         return self.min_subnormal if self.coding is Coding.INTEGER else float(np.ldexp(1.0, self.emin))
 
     @property
     def min_subnormal(self) -> float:
         """Smallest positive value."""
+        if self.coding is Coding.TABLE:
+            return min(value for value in self.table if value > 0)
         return float(np.ldexp(1.0, self.unit_exponent(self.lowest_exponent)))
 
     @property
@@ -164,8 +172,11 @@ class Format:
         To nearest even, a value on the threshold goes to the even neighbour: for fp8_e4m3 that is 448, so 464
         itself fits; for the others it is the power of two beyond `maximum`, so the threshold overflows. Rounding
         toward zero overflows a whole step beyond `maximum`. What chance may decide overflows from the first
-        value beyond `maximum`; hybrid rounding is that of HiF8, whose largest value is among them.
+        value beyond `maximum`, as does what is beyond a table; hybrid rounding is that of HiF8, whose largest value is
+        among them.
         """
+        if self.coding is Coding.TABLE:
+            return float(np.nextafter(self.maximum, np.inf))
         threshold = self.overflow_threshold
         if rounding is Rounding.AWAY:
             return threshold
@@ -281,7 +292,23 @@ FORMATS: dict[str, Format] = {
         _row("fp8_e3m4", "float8_e3m4", (3, 4, 3), 15.5, (2, 30)),
     )
 }
-"""Every format, by name."""
+"""Every format with exponents, by name."""
+
+NF4 = _row(
+    "nf4",
+    None,
+    (0, 3, 0),
+    1.0,
+    (0, 0),
+    has_negative_zero=False,
+    coding=Coding.TABLE,
+    table=(
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+)
+"""The elements of NF4, float32 numbers: arXiv 2305.14314, appendix E. They have no exponents, and need a scale."""
 
 BY_DTYPE = {row.dtype: row for row in FORMATS.values() if row.dtype is not None}
 """The same rows by the element type that stores them."""

@@ -34,7 +34,7 @@ MAX_TABLE_BITS = 16
 """Formats up to this width are decoded by a table of all their codes."""
 
 NARROW_BITS = 8
-"""Values of formats up to this width are all bfloat16 numbers: `code_table` has their codes."""
+"""Values of formats up to this width, but for tables, are all bfloat16 numbers: `code_table` has their codes."""
 
 TAPER_PREFIXES = (0x08, 0x10, 0x20, 0x40, 0x60)
 """The first bits of HiF8 codes after the sign, for exponents whose magnitude has 0, 1, 2, 3 and 4 bits.
@@ -67,12 +67,13 @@ def round_to(
     Exact for every input that float64 can hold. `rounding` is the format's own unless given. Stochastic rounding goes
     up if `uniforms(seed, ...)` of the element, counted in C order, is below the fraction of the step that the
     magnitude has passed, with any fraction that float64 can hold; without a seed, seed 0. Hybrid rounding looks at
-    the bits of the type that the values come in: float32, float16 or bfloat16.
+    the bits of the type that the values come in: float32, float16 or bfloat16. In a table a value half way between two
+    becomes the lower one.
 
     Raises:
-        UsageError: the rounding is not known, or is hybrid and the format is not hif8 or the type is another one; the
-            seed is not an integer, or goes with a rounding that draws nothing; `saturate` is False and the format
-            has neither infinity nor NaN; the values are complex.
+        UsageError: the rounding is not known, or is not even and the format a table, or is hybrid and the format is
+            not hif8 or the type is another one; the seed is not an integer, or goes with a rounding that draws
+            nothing; `saturate` is False and the format has neither infinity nor NaN; the values are complex.
     """
     chosen = parse_rounding(rounding, target=target, seed=seed)
     overflow = target.overflow_value(saturate=saturate)
@@ -80,6 +81,8 @@ def round_to(
         raise UsageError("complex numbers are not rounded: give their real and imaginary parts")
     with np.errstate(invalid="ignore"):  # signalling NaN
         exact = np.asarray(values, dtype=np.float64)
+    if target.coding is Coding.TABLE:
+        return _nearest_in_table(exact, target=target)
     magnitude = np.abs(exact)
     if chosen is Rounding.HYBRID:
         endless = _hybrid(np.asarray(values), magnitude, target=target)
@@ -95,21 +98,28 @@ def round_to(
     return np.asarray(signed if target.has_negative_zero else signed + 0.0)
 
 
+def _nearest_in_table(exact: NDArray[np.float64], *, target: Format) -> NDArray[np.float64]:
+    table = np.array(target.table)
+    nearest = table[np.searchsorted((table[:-1] + table[1:]) / 2, exact)]
+    return np.asarray(np.where(np.isnan(exact), np.nan, nearest))
+
+
 def parse_rounding(rounding: Rounding | str | None, *, target: Format, seed: int | None) -> Rounding:
     """The rounding of that name, the format's own without one; a seed means stochastic where nothing else is said.
 
     Raises:
-        UsageError: there is none of that name, it is hybrid and the format is not hif8, or it draws nothing from the
-            seed that was given.
+        UsageError: there is none of that name, it is hybrid and the format is not hif8, it is not even and the format
+            is a table, or it draws nothing from the seed that was given.
     """
-    if rounding is None:
-        return target.rounding if seed is None else Rounding.STOCHASTIC
+    usual = target.rounding if seed is None else Rounding.STOCHASTIC
     try:
-        chosen = Rounding(rounding)
+        chosen = usual if rounding is None else Rounding(rounding)
     except ValueError as error:
         raise UsageError(f"rounding {rounding!r} is not known: use one of {', '.join(Rounding)}") from error
     if chosen is Rounding.HYBRID and target.coding is not Coding.TAPERED:
         raise UsageError(f"rounding hybrid is that of hif8, and the format is {target.name}: use even or stochastic")
+    if chosen is not Rounding.EVEN and target.coding is Coding.TABLE:
+        raise UsageError(f"rounding {chosen} is not one of {target.name}, a table of values: use {Rounding.EVEN}")
     if seed is not None and chosen is not Rounding.STOCHASTIC:
         raise UsageError(f"seed is {seed}, and rounding {chosen} draws nothing: leave it out, or round stochastic")
     return chosen
@@ -200,7 +210,9 @@ def codes_of(values: ArrayLike, *, target: Format) -> NDArray[Any]:
     if not target.num_nans and is_nan.any():
         raise UsageError(f"{target.name} has no code for NaN, and {is_nan.sum()} values are NaN: replace them first")
     codes: NDArray[Any]
-    if target.coding is Coding.INTEGER:
+    if target.coding is Coding.TABLE:
+        codes = np.searchsorted(target.table, exact)
+    elif target.coding is Coding.INTEGER:
         codes = (exact / target.min_subnormal).astype(np.int64) & ((1 << target.num_bits) - 1)
     elif target.dtype is None and not target.is_signed:
         codes = np.searchsorted(_table(target.name)[: target.num_finite], np.where(is_nan, 0.0, exact))
@@ -236,6 +248,8 @@ def decode(codes: ArrayLike, *, target: Format) -> NDArray[np.float64]:
             f"codes of {target.name} are between 0 and {largest}, not {given.min()} to {given.max()}: "
             "view signed integers as unsigned ones"
         )
+    if target.coding is Coding.TABLE:
+        return np.asarray(np.array(target.table)[given])
     if target.num_bits > MAX_TABLE_BITS:
         return _values(given, target)
     return np.asarray(_table(target.name)[given])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.numerics.formats import Format, Rounding
+from ranktape.analyze.numerics.formats import Coding, Format, Rounding
 from ranktape.analyze.numerics.formats.kernels import (
     BEYOND,
     RoundingConstants,
@@ -16,7 +16,7 @@ from ranktape.analyze.numerics.formats.kernels import (
     round_block,
     state_of,
 )
-from ranktape.analyze.numerics.formats.values import NARROW_BITS, code_table
+from ranktape.analyze.numerics.formats.values import NARROW_BITS, code_table, codes_of
 from ranktape.analyze.numerics.kernels import compiled
 from ranktape.analyze.numerics.pieces import num_threads as usual_threads
 from ranktape.analyze.numerics.quantization.rotation import rotate_groups
@@ -137,9 +137,12 @@ def code_dtype(element: Format) -> np.dtype[Any]:
 
 
 def encode(rounded: NDArray[np.float64], *, element: Format) -> NDArray[Any]:
-    """The codes of values of the format; of NaN 0 where it has no code for that."""
-    if element.num_bits <= NARROW_BITS:
-        codes: NDArray[Any] = code_table(element.name)[rounded.astype(np.float32).view(np.uint32) >> 16]
+    """The codes of values of the format; of NaN that of 0 where it has none."""
+    codes: NDArray[Any]
+    if element.coding is Coding.TABLE:
+        codes = codes_of(np.nan_to_num(rounded), target=element)
+    elif element.num_bits <= NARROW_BITS:
+        codes = code_table(element.name)[rounded.astype(np.float32).view(np.uint32) >> 16]
     else:
         codes = rounded.astype(numpy_dtype(str(element.dtype))).view(code_dtype(element))
     return codes

@@ -125,13 +125,13 @@ class Quantized:
     losses: Losses
     """What the scheme could not keep."""
     stored_codes: Any = field(repr=False)
-    """`codes`, with 0 for NaN where the format has no code for that."""
+    """`codes`, with that of 0 for NaN where the format has no code for it."""
 
     @property
     def codes(self) -> Any:
         """The code of each element, in the shape of the input: uint8, for formats of 16 and 32 bits uint16 and uint32.
 
-        0 in blocks that are NaN as a whole.
+        That of 0 in blocks that are NaN as a whole.
 
         Raises:
             UsageError: elements are NaN, and the format has no code for that.

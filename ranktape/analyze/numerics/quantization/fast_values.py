@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from ranktape.analyze.numerics.formats import Rounding
+from ranktape.analyze.numerics.formats import Coding, Rounding
 from ranktape.analyze.numerics.formats.kernels import constants_of, state_of
 from ranktape.analyze.numerics.pieces import each
 from ranktape.analyze.numerics.quantization.block_kernels import block_scheme, round_columns, round_tiles
@@ -45,8 +45,9 @@ def is_fast(x: torch.Tensor, *, plan: QuantizePlan) -> bool:
     import torch
 
     is_plain = x.device.type == "cpu" and x.layout is torch.strided and x.is_floating_point() and x.numel() > 0
+    is_known = plan.rounding is not Rounding.HYBRID and plan.scheme.element.coding is not Coding.TABLE
     has_known_end = plan.saturate or not plan.scheme.element.has_overflow_code
-    return is_plain and x.dtype is not torch.float64 and plan.rounding is not Rounding.HYBRID and has_known_end
+    return is_plain and x.dtype is not torch.float64 and is_known and has_known_end
 
 
 def fast_values(x: torch.Tensor, *, plan: QuantizePlan, is_apart: bool) -> tuple[torch.Tensor, float | torch.Tensor]:

@@ -148,7 +148,7 @@ def plan_of(
 
 
 def _scheme(name: str, *, scaling: str | None, block_size: int | tuple[int, int] | None) -> Scheme:
-    named = parse_scheme(name)
+    named = parse_scheme(name, with_tables=True)
     wanted = _scaling(scaling, named=named)
     if block_size is None and wanted is named.scaling:
         return named
@@ -177,7 +177,8 @@ def _scaling(scaling: str | None, *, named: Scheme) -> Scaling:
         raise UsageError(f"scaling {scaling!r} is not known: use one of {', '.join(Scaling)}") from error
     if named.scaling is Scaling.BLOCK and wanted is not Scaling.BLOCK:
         element = "fp4_e2m1" if named.has_tensor_scale else named.element.name
-        raise UsageError(f"{named.name} has blocks, and scaling is {wanted}: name its element format {element} instead")
+        way_out = f"name its element format {element} instead" if element in FORMATS else "leave it out"
+        raise UsageError(f"{named.name} has blocks, and scaling is {wanted}: {way_out}")
     return wanted
 
 

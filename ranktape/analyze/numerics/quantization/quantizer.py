@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import numpy as np
 
-from ranktape.analyze.numerics.formats import Rounding, round_to
+from ranktape.analyze.numerics.formats import Coding, Rounding, round_to
 from ranktape.analyze.numerics.pieces import (
     Box,
     array_of,
@@ -52,17 +52,17 @@ def quantize(
     powers of two; by the rule `exact` it has the scale 1. Empty tensors give empty results; a tensor without dimensions
     is a row of one element.
 
-    `scheme` is a name of `SCHEMES`, which come in blocks, or of `FORMATS`, whose elements have no scale unless
-    `scaling` gives them one: `tensor`, `channel` (one for each index along `axis`) or `block` (of `block_size`
-    neighbours along `axis`, the last one shorter; 32 unless given; or tiles of so many rows and columns, those at the
-    edges smaller). `scale_rule` is `floor` for blocks whose scales are powers of two; for all others `exact`, the
-    largest finite magnitude over the largest value of the format (8 for hif8), rounded to what the scale is stored in.
-    The exponent of a scale is that of the rule plus `scale_offset`, as far as `scale_bits` bits can say it. With
-    `four_over_six` a block has the scale with which the squared errors of its values add up to less; the one for 6 of
-    two that are as good (arXiv 2512.02010). Stochastic rounding draws for each element a number that follows from
-    `seed` and its index in C order alone; hybrid rounding looks at the bits of scaled elements as float32, of unscaled
-    ones in their own type. With a `rotation` codes, scales and losses are those of the rotated tensor (see `rotated`),
-    and `values` are rotated back.
+    `scheme` is a name of `SCHEMES` or `TABLE_SCHEMES`, which come in blocks, or of `FORMATS`, whose elements have no
+    scale unless `scaling` gives them one: `tensor`, `channel` (one for each index along `axis`) or `block` (of
+    `block_size` neighbours along `axis`, the last one shorter; 32 unless given; or tiles of so many rows and columns,
+    those at the edges smaller). `scale_rule` is `floor` for blocks whose scales are powers of two; for all others
+    `exact`, the largest finite magnitude over the largest value of the format (8 for hif8), rounded to what the scale
+    is stored in. The exponent of a scale is that of the rule plus `scale_offset`, as far as `scale_bits` bits can say
+    it. With `four_over_six` a block has the scale with which the squared errors of its values add up to less; the one
+    for 6 of two that are as good (arXiv 2512.02010). Stochastic rounding draws for each element a number that follows
+    from `seed` and its index in C order alone; hybrid rounding looks at the bits of scaled elements as float32, of
+    unscaled ones in their own type. With a `rotation` codes, scales and losses are those of the rotated tensor (see
+    `rotated`), and `values` are rotated back.
 
     Numpy gives numpy and torch gives torch, detached and on its device. Float64 gives float64 values, every other type
     float32. Accepted are all types of real floating-point numbers.
@@ -258,12 +258,12 @@ class _Pieces:
             rounded, lost = self._ops.finish(
                 values,
                 magnitudes,
-                self._rounded(magnitudes, box, is_scaled=scales is not None),
+                self._rounded(magnitudes, box, is_scaled=scales is not None, signs=values),
                 element=element,
                 rounding=plan.rounding,
                 saturate=plan.saturate,
             )
-            # A block that is NaN as a whole has the codes 0.
+            # A block that is NaN as a whole has the codes of 0.
             kept = xp.where(xp.isnan(scale), 0.0, rounded) if has_spoiled else rounded
             self.codes[box.place] = self._ops.encode(kept, element=element).reshape(box.shape)
             self.values[box.place] = (rounded if factor is None else rounded * factor).reshape(box.shape)
@@ -293,11 +293,13 @@ class _Pieces:
             return scaled, scale, scale if scheme.scaling is Scaling.BLOCK else None
         return scaled, scale, factor
 
-    def _rounded(self, magnitudes: Any, box: Box, *, is_scaled: bool) -> Any:
+    def _rounded(self, magnitudes: Any, box: Box, *, is_scaled: bool, signs: Any = None) -> Any:
+        """The magnitudes rounded; `signs` are numbers with the signs that count in a table."""
         plan, element = self._plan, self._plan.scheme.element
-        if plan.rounding is Rounding.HYBRID:
-            # On a CPU: it looks at bits of several types, and few ask for it.
-            source = self._xp.asarray(magnitudes, dtype=self._xp.float32) if is_scaled else self._rows[box.place]
+        if plan.rounding is Rounding.HYBRID or element.coding is Coding.TABLE:
+            # On a CPU: the one looks at bits of several types, the other has few values, and few ask for them.
+            signed = magnitudes if signs is None else self._xp.copysign(magnitudes, signs)
+            source = self._xp.asarray(signed, dtype=self._xp.float32) if is_scaled else self._rows[box.place]
             array = source if isinstance(source, np.ndarray) else array_of(source.cpu())
             found = round_to(array, target=element, rounding=plan.rounding, saturate=plan.saturate)
             return self._xp.abs(self.moved(found)).reshape(box.shape_OBEI)

@@ -12,6 +12,7 @@ import numpy as np
 
 from ranktape.analyze.numerics.formats import FORMATS, Coding, Format, parse_format
 from ranktape.analyze.numerics.formats.kernels import ONE_FIELD
+from ranktape.analyze.numerics.formats.table import NF4
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -105,23 +106,40 @@ SCHEMES: dict[str, Scheme] = {
 }
 """The schemes with blocks, by name; any format without blocks is a scheme too."""
 
+TABLE_SCHEMES = {
+    "nf4": Scheme(name="nf4", element=NF4, scaling=Scaling.BLOCK, block_size=64, scale=FORMATS["fp32"]),
+}
+"""The schemes with blocks whose elements are a table of values: with no exponents, there is nothing to sweep or count.
+
+Source of `nf4`: arXiv 2305.14314, without the second quantisation, that of the scales.
+"""
+
 ALIASES = {"mxfp8": "mxfp8_e4m3", "mxfp6": "mxfp6_e2m3", "mxfp4": "mxfp4_e2m1"}
 """The element format that a name without one stands for."""
 
 
-def parse_scheme(name: str) -> Scheme:
+def parse_scheme(name: str, *, with_tables: bool = False) -> Scheme:
     """The scheme of that name; of the name of a format its elements without scales.
 
-    `mxfp8`, `mxfp6` and `mxfp4` are those with e4m3, e2m3 and e2m1 elements.
+    `mxfp8`, `mxfp6` and `mxfp4` are those with e4m3, e2m3 and e2m1 elements. With `with_tables` it may
+    be one of `TABLE_SCHEMES`, with which nothing but quantising can be done.
 
     Raises:
-        UsageError: there is none; the message lists the nearest ones, of schemes and of formats.
+        UsageError: there is none, and the message lists the nearest ones, of schemes and of formats; or it is one of a
+            table, and these are not wanted.
     """
     if not isinstance(name, str):
         raise UsageError(f"format {name!r} is not a name: give one such as mxfp8_e4m3, nvfp4 or hif8")
     scheme = SCHEMES.get(ALIASES.get(name, name))
     if scheme is not None:
         return scheme
+    if name in TABLE_SCHEMES:
+        if not with_tables:
+            raise UsageError(
+                f"format {name!r} is a table of values, without exponents to count or sweep: give a format with "
+                f"exponents, such as mxfp4, or try {name} in a recipe"
+            )
+        return TABLE_SCHEMES[name]
     with_blocks = [*SCHEMES, *ALIASES]
     if name.startswith(("mx", "nv")):
         nearest = difflib.get_close_matches(name, with_blocks, n=3, cutoff=0.5) or with_blocks

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.numerics.formats import Format, Rounding
+from ranktape.analyze.numerics.formats import Coding, Format, Rounding
 from ranktape.analyze.numerics.formats.kernels import (
     GOLDEN,
     HALF,
@@ -144,6 +144,9 @@ def encode(rounded: torch.Tensor, *, element: Format) -> torch.Tensor:
     """See `array_ops`."""
     import torch
 
+    if element.coding is Coding.TABLE:
+        values = torch.tensor(element.table, dtype=torch.float64, device=rounded.device)
+        return torch.searchsorted(values, rounded.nan_to_num()).to(torch.uint8)
     if element.num_bits > NARROW_BITS:
         dtype = getattr(torch, element.dtype or "")
         bits = rounded.to(dtype).view({16: torch.int16, 32: torch.int32}[element.num_bits])
