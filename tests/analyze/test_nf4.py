@@ -129,7 +129,8 @@ def test_every_path_gives_the_same_values(torch: ModuleType) -> None:
     tiles = quantize(x, "nf4", block_size=(16, 16), warn=False).values
     assert torch.equal(tiles.T, quantize(x.T, "nf4", block_size=(16, 16), warn=False).values)
     recipe = OperandRecipe(scheme="nf4")
-    assert recipe.bits == 4.5
+    # It is multiplied as the bfloat16 numbers that it is looked up as.
+    assert (recipe.bits, recipe.speed) == (4.5, 1)
     product = ProductRecipe(operands={"input": recipe, "weight": OperandRecipe()})
     assert torch.equal(quantized_operands(product, x, x, seed=0)[0].values, expected.values)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ranktape.analyze.numerics.formats import Format
+from ranktape.analyze.numerics.formats import Coding, Format
 from ranktape.analyze.numerics.quantization.plan import QuantizePlan, plan_of
 from ranktape.errors import UsageError, nearest
 
@@ -125,6 +125,8 @@ class OperandRecipe:
 
 
 def _speed(element: Format) -> int:
+    if element.coding is Coding.TABLE:
+        return 1
     return 4 if element.num_bits == 4 else 2 if element.num_bits <= 8 else 1  # noqa: PLR2004 - widths in bits
 
 
