@@ -30,7 +30,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ranktape.analyze.numerics.attention import AttentionForm, attention_products
+from ranktape.analyze.numerics.attention import (
+    ATTENTION_OPERANDS,
+    ATTENTION_PRODUCTS,
+    AttentionForm,
+    attention_products,
+)
 from ranktape.analyze.numerics.matrix_products import matrix_product
 from ranktape.analyze.numerics.quantization.operand import quantized_operand
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
@@ -196,7 +201,7 @@ def _stepwise(
     import torch
 
     grad_output = part.get("grad_output")
-    leaves = [part[name].detach().requires_grad_(grad_output is not None) for name in ("query", "key", "value")]
+    leaves = [part[name].detach().requires_grad_(grad_output is not None) for name in ATTENTION_OPERANDS[:3]]
     query, key, value = leaves
     with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
         scores = (query @ key.transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -209,8 +214,7 @@ def _stepwise(
     if grad_output is None:
         return {"output": output}
     grads = torch.autograd.grad(output, leaves, grad_output.to(output.dtype))
-    names = ("output", "grad_query", "grad_key", "grad_value")
-    return dict(zip(names, (output.detach(), *grads), strict=True))
+    return dict(zip(ATTENTION_PRODUCTS, (output.detach(), *grads), strict=True))
 
 
 def _floors(

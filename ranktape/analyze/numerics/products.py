@@ -169,15 +169,9 @@ def _draws(product: str, recipe: Recipe, *, matrices: Mapping[str, torch.Tensor]
     """The products that a recipe computes in the place of one: several of stochastic rounding."""
     own = recipe.products[product]
     jobs = []
-    for draw in range(recipe.draws if own.is_stochastic else 1):
+    for seed in recipe.seeds_of(product):
         uses = [
-            _use(
-                name,
-                dim,
-                own,
-                is_bf16=_is_bf16(matrices[name]),
-                seed=recipe.seed + draw,
-            )
+            _use(name, dim, own, is_bf16=_is_bf16(matrices[name]), seed=seed)
             for name, dim in zip(PRODUCTS[product], SUMMED[product], strict=True)
         ]
         jobs.append(_Job(product=product, uses=(uses[0], uses[1])))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import statistics
 from collections.abc import Collection, Mapping
@@ -108,8 +107,7 @@ class OperandRecipe:
         scheme = self._plan().scheme
         if scheme.scale is None:
             return scheme.element.num_bits
-        size = self.block_size if self.block_size is not None else scheme.block_size
-        return scheme.element.num_bits + scheme.scale.num_bits / (size if isinstance(size, int) else math.prod(size))
+        return scheme.element.num_bits + scheme.scale.num_bits / (scheme.block_rows * scheme.block_size)
 
     @property
     def speed(self) -> int:
