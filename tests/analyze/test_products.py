@@ -203,6 +203,19 @@ def test_operands_are_quantised_once_and_few_are_kept(monkeypatch: pytest.Monkey
     assert len(made) > 3 + 6 + 6 + 2
 
 
+def test_no_operand_is_kept_after_its_last_product() -> None:
+    weight_alone = Recipe(
+        name="weight", source="here", products=products_of(OperandRecipe(), weight=OperandRecipe(scheme="nvfp4"))
+    )
+    matrices = {name: one.reshape(-1, one.shape[-1]) for name, one in call().items()}
+    recipes = [RECIPES["bf16"], weight_alone, RECIPES["bf16"]]
+    jobs = [job for recipe in recipes for job in products._draws("output", recipe, matrices=matrices)]
+    kept = products._Operands(matrices, jobs=jobs)
+    for job in dict.fromkeys(jobs):
+        kept.of(job)
+    assert not kept._kept
+
+
 def test_draws_are_pooled_and_differ() -> None:
     noisy = OperandRecipe(scheme="mxfp4_e2m1", rounding="stochastic")
     recipe = Recipe(name="noisy", source="here", products=products_of(noisy), seed=3)

@@ -219,11 +219,11 @@ class _Operands:
 
         Jobs come in the order in which they were given, each once.
         """
+        for use in job.uses:
+            self._places[use].popleft()
         if all(use.is_plain for use in job.uses):
             return None
         a, b = (self._operand(use, dim) for use, dim in zip(job.uses, SUMMED[job.product], strict=True))
-        for use in job.uses:
-            self._places[use].popleft()
         wanted = sorted((use for use in self._kept if self._places[use]), key=lambda use: self._places[use][0])
         self._kept = {use: self._kept[use] for use in wanted[: MAX_KEPT - len(job.uses)]}
         return a, b
