@@ -21,6 +21,8 @@ from ranktape.analyze.engine import executors
 from ranktape.analyze.engine.digest_measure import digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.numerics.pieces import num_threads
+from ranktape.analyze.numerics.recipes.parse import parse_recipes
+from ranktape.analyze.replays.replayed import replay_calls
 from ranktape.errors import DataError, UsageError, WorkersError
 from ranktape.storage import Run, open_run
 from tests.analyze.engine_runs import (
@@ -32,6 +34,7 @@ from tests.analyze.engine_runs import (
     square_all,
     threads_there,
 )
+from tests.analyze.replay_runs import one_call
 from tests.analyze.runs import describe_tensor, model_tensors, store
 
 
@@ -186,6 +189,9 @@ def test_a_dask_cluster_gives_the_same_bits(run: Run, tmp_path: Path) -> None:
     ) as cluster:
         engine = Engine(scheduler=cluster.scheduler_address, use_cache=False)
         assert_same_digests(list(digests(run.select(), engine=engine)), alone)
+        call, recipes = one_call(tmp_path).select(), parse_recipes("nvfp4")
+        replayed, expected = (replay_calls(call, recipes, engine=one) for one in (engine, Engine(use_cache=False)))
+        np.testing.assert_array_equal(replayed.exact, expected.exact)
         measure = FirstValue(trace=tmp_path, fails_at=1)
         with pytest.raises(DataError, match="layer 1 is damaged"):
             list(engine.measure(run.select(), measure))
