@@ -101,6 +101,34 @@ def test_errors_are_those_of_the_twin(
             check(row.recorded, was, result, rel=rel)
 
 
+@pytest.mark.parametrize("sample_dim", [0, 1])
+def test_errors_of_samples_are_those_of_their_rows(sample_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix_products, "SMALL", 1 << 10)
+    operands = call()
+    recorded, recipes = results(operands), parse_recipes("fp8_tensor,nvfp4")
+    found = replay_products(operands, recipes, recorded=recorded, sample_dim=sample_dim)
+    sizes = operands["input"].shape[:-1]
+    assert [(one.product, one.recipe, one.sample) for one in found] == [
+        (product, name, sample)
+        for product in ("output", "grad_input")
+        for name in (RECORDED, "fp8_tensor", "nvfp4")
+        for sample in range(sizes[sample_dim])
+    ]
+    of_recipes: dict[str, Recipe] = {one.name: one for one in recipes}
+    for one in found:
+        assert one.sample is not None
+        was = recorded[one.product].flatten(0, -2).double().numpy()
+        exact = twin(operands, one.product, None)
+        got = was if one.recipe == RECORDED else twin(operands, one.product, of_recipes[one.recipe])
+        exact, was, got = (rows.reshape(*sizes, -1).take(one.sample, axis=sample_dim) for rows in (exact, was, got))
+        check(one.exact, exact, got, rel=2e-3)
+        if one.recipe != RECORDED:
+            assert one.recorded is not None
+            check(one.recorded, was, got, rel=2e-3)
+    with pytest.raises(UsageError, match="sample_dim=2 is no dimension of the tokens of input"):
+        replay_products(operands, recipes, sample_dim=2)
+
+
 def check(found: ErrorSums, reference: Any, result: Any, *, rel: float) -> None:
     """Within what sums in float32 leave of the reference, and differences in bfloat16 of the errors."""
     errors = result - reference

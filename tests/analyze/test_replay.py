@@ -7,12 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
 
 from ranktape.analyze import Table, replay
 from ranktape.analyze.cli import cli
+from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.legacy.open import open_source
 from ranktape.analyze.numerics.recipes.parse import parse_recipes
 from ranktape.analyze.numerics.recipes.recipe import HighPrecision, Recipe
@@ -79,8 +81,9 @@ def test_attention_has_rows_where_it_is_asked_for(plain: Run) -> None:
 def test_attention_whose_mask_nothing_tells_is_no_answer(plain: Run) -> None:
     attention = plain.select(layer_type="attention")
     tensors = [(record.read(), dataclasses.replace(record.info, metadata={"dropout": 0.5})) for record in attention]
+    run = store(Path(plain.url).parent / "dropped", tensors)
     with pytest.raises(NoRecordsError, match="none of 32 products can be computed again: it drops out at random"):
-        replay(store(Path(plain.url).parent / "dropped", tensors).select(), attention=True)
+        replay(run.select(), attention=True)
 
 
 def test_by_names_other_fields_and_the_worst_come_first_where_rows_are_left_out(plain: Run) -> None:
@@ -144,7 +147,6 @@ def test_elements_that_a_recipe_spoils_are_counted(tmp_path: Path) -> None:
         ({"product": "outputs"}, "--product 'outputs' is none of a linear layer: did you mean output"),
         ({"by": ["operation"]}, "--by operation is of a tensor, and a row here is of a product: give --by product"),
         ({"by": ["rnk"]}, "--by 'rnk' is no field of a call: did you mean rank"),
-        ({"by": ["sample"]}, "--by sample is of calls that are recorded sample by sample"),
     ],
 )
 def test_wrong_questions(plain: Run, options: dict[str, Any], message: str) -> None:
@@ -181,6 +183,51 @@ def test_files_of_single_samples_are_told_apart(tmp_path: Path) -> None:
     assert all(row["sqnr"] > 120 for row in rows if row["recipe"] == "recorded")
     # Files without names of modules are told apart by their layers.
     assert replay(open_source(str(tmp_path)).select()).columns[0].name == "layer_idx"
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_each_sample_has_the_figures_of_a_run_of_its_own(tmp_path: Path, dim: int) -> None:
+    names: list[int | str] = ["b", 7, "a", 3]
+    arrays, shape = call_arrays(), (4, 8) if dim == 0 else (8, 4)
+    flowing = ("input", "output", "grad_output", "grad_input")
+    arrays |= {name: arrays[name].reshape(*shape, -1) for name in flowing}
+    said = {name: {"sample_dim": dim, "sample_ids": names} for name in flowing}
+    run = store(tmp_path / "run", call_tensors(arrays, said=said) + call_tensors(arrays, without={"input"}, call=1))
+    # Blocks lie within a row: what a sample is quantised to depends on no other.
+    table = replay(run.select(), recipe="mxfp8", by=["sample"])
+    rows = {(row["sample"], row["product"], row["recipe"]): row for row in table.records()}
+    assert list(dict.fromkeys(name for name, _, _ in rows)) == ["3", "7", "a", "b"]
+    for place, name in enumerate(names):
+        own = {
+            one: np.ascontiguousarray(array.take(place, axis=dim)) for one, array in arrays.items() if one in flowing
+        }
+        alone = store(tmp_path / str(name), call_tensors(arrays | own))
+        for twin in replay(alone.select(), recipe="mxfp8", product=["output", "grad_input"], by=["product"]).records():
+            row = rows.pop((str(name), twin["product"], twin["recipe"]))
+            for figure in ("elements", "sqnr", "recorded_sqnr", "max_abs_error", "bias", "norm_ratio"):
+                expected = twin[figure]
+                assert row[figure] == (expected and pytest.approx(expected, rel=1e-6)), figure
+    assert not rows
+    notes = notes_of(table)
+    assert "scales are those of the whole call" in notes
+    assert "grad_weight adds up all samples, and these are told apart (1)" in notes
+    assert "its records do not say which rows are of which sample (1)" in notes
+    left_out = replay(run.select(), by=["sample"], show="unreplayable")
+    assert [row["product"] for row in left_out.records()] == ["output", "grad_weight", "grad_weight", "grad_input"]
+
+
+def test_samples_of_a_training_add_up_to_its_calls(plain: Run) -> None:
+    records = plain.select(module="layers.1.down")
+    whole = replay(records, recipe="nvfp4", product="output").records()
+    for engine in (None, Engine(workers=2)):
+        rows = replay(records, recipe="nvfp4", product="output", by=["sample"], engine=engine).records()
+        assert {row["calls"] for row in rows} == {4}
+        for one in whole:
+            own = [row for row in rows if row["recipe"] == one["recipe"]]
+            assert len(own) > 1
+            assert sum(row["elements"] for row in own) == one["elements"]
+            assert max(row["max_abs_error"] for row in own) == one["max_abs_error"]
+            assert min(row["sqnr"] for row in own) <= one["sqnr"] <= max(row["sqnr"] for row in own)
 
 
 def test_the_command_writes_the_same_as_a_document(plain: Run) -> None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -52,6 +53,8 @@ class ProductError:
     """Against the product of the recorded operands in float32. Of all draws together."""
     recorded: ErrorSums | None
     """Against the recorded result; None where that is not known, or is this result itself."""
+    sample: int | None = None
+    """The place of the sample whose rows alone these are; None for those of all rows."""
 
 
 def replay_products(
@@ -60,6 +63,7 @@ def replay_products(
     *,
     recorded: Mapping[str, torch.Tensor] | None = None,
     products: Collection[str] = tuple(PRODUCTS),
+    sample_dim: int | None = None,
 ) -> list[ProductError]:
     """How far off the products of one call of a linear layer are by each recipe, for each product with both operands.
 
@@ -73,41 +77,68 @@ def replay_products(
     a finite number is not compared. Without tokens, outputs and gradients of inputs are empty and gradients of weights
     are 0.
 
+    `sample_dim` is the dimension of `input` and `grad_output` that holds samples: then each sample has the sums of its
+    own rows, one after the other, and `grad_weight`, a sum over samples, is left out. Scales stay those of the call.
+
     An operand is quantised once for all recipes and products that quantise it alike. Memory: beside what was given,
     at most `MAX_KEPT` quantised operands of 2 or 4 bytes an element, two float32 copies of the one that is being
     quantised, and of the product that is being looked at 14 bytes an element.
 
     Raises:
-        UsageError: an operand is not known or not of floating type, the shapes do not belong to one layer, or a
-            recorded result has another number of elements than its product.
+        UsageError: an operand is not known or not of floating type, the shapes do not belong to one layer, a recorded
+            result has another number of elements than its product, or there is no such dimension of samples.
     """
     matrices = _matrices(operands)
     rows: dict[str, list[list[_Job]]] = {
         product: [_draws(product, recipe, matrices=matrices) for recipe in recipes]
         for product, names in PRODUCTS.items()
         if product in products and all(name in matrices for name in names)
+        if sample_dim is None or product != "grad_weight"
     }
     kept = _Operands(matrices, jobs=(job for several in rows.values() for draws in several for job in draws))
+    split = None if sample_dim is None else _split(operands, sample_dim)
     errors = []
     for product, several in rows.items():
-        reference = _Reference(product, matrices, recorded=(recorded or {}).get(product))
-        if reference.recorded is not None:
-            own = error_sums(reference.exact, reference.recorded)
-            errors.append(ProductError(product=product, recipe=RECORDED, exact=own, recorded=None))
-        found: dict[_Job, _Sums] = {}
+        reference = _Reference(product, matrices, recorded=(recorded or {}).get(product), split=split)
+        for sample, own in reference.recorded_errors():
+            errors.append(ProductError(product=product, recipe=RECORDED, exact=own, recorded=None, sample=sample))
+        found: dict[_Job, list[_Sums]] = {}
         for recipe, draws in zip(recipes, several, strict=True):
             for job in draws:
                 if job not in found:
                     found[job] = reference.errors_of(kept.of(job))
-            exact = ErrorSums.pooled([found[job][0].to_array() for job in draws])
-            against = [sums.to_array() for job in draws if (sums := found[job][1]) is not None]
-            of_recorded = ErrorSums.pooled(against) if against else None
-            errors.append(ProductError(product=product, recipe=recipe.name, exact=exact, recorded=of_recorded))
+            errors += [
+                ProductError(
+                    product=product,
+                    recipe=recipe.name,
+                    exact=ErrorSums.pooled([exact.to_array() for _, exact, _ in sums]),
+                    recorded=_pooled_or_none([against for _, _, against in sums]),
+                    sample=sums[0][0],
+                )
+                for sums in zip(*(found[job] for job in draws), strict=True)
+            ]
     return errors
 
 
-_Sums: TypeAlias = "tuple[ErrorSums, ErrorSums | None]"
-"""Against the exact product, and against the recorded one where there is one."""
+_Sums: TypeAlias = "tuple[int | None, ErrorSums, ErrorSums | None]"
+"""Of a sample, or of all rows: against the exact product, and against the recorded one where there is one."""
+
+
+def _pooled_or_none(sums: Sequence[ErrorSums | None]) -> ErrorSums | None:
+    known = [one.to_array() for one in sums if one is not None]
+    return ErrorSums.pooled(known) if known else None
+
+
+_Split: TypeAlias = "tuple[tuple[int, ...], int]"
+"""The dimensions of the tokens, and which of them holds samples."""
+
+
+def _split(operands: Mapping[str, torch.Tensor], sample_dim: int) -> _Split:
+    found = {tuple(one.shape[:-1]) for name, one in operands.items() if name != "weight"}
+    if len(found) > 1 or not all(0 <= sample_dim < len(sizes) for sizes in found):
+        shapes = ", ".join(f"{name} {list(one.shape)}" for name, one in operands.items())
+        raise UsageError(f"sample_dim={sample_dim} is no dimension of the tokens of {shapes}: give one that they have")
+    return next(iter(found), ()), sample_dim
 
 
 def _matrices(operands: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -265,9 +296,17 @@ def _narrow(operand: QuantizedOperand) -> QuantizedOperand:
 class _Reference:
     """A product in float32, and what else results of recipes are compared with."""
 
-    def __init__(self, product: str, matrices: Mapping[str, torch.Tensor], *, recorded: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        product: str,
+        matrices: Mapping[str, torch.Tensor],
+        *,
+        recorded: torch.Tensor | None,
+        split: _Split | None = None,
+    ) -> None:
         import torch
 
+        self._split = split
         names, dims = PRODUCTS[product], SUMMED[product]
         a, b = (_plain(matrices[name] if dim else matrices[name].T) for name, dim in zip(names, dims, strict=True))
         shape = a.values.shape[0], b.values.shape[0]
@@ -283,14 +322,34 @@ class _Reference:
         self.exact = matrix_product(a, b) if near is None else near
         self._base = _finite_bf16(self.exact)
 
-    def errors_of(self, operands: tuple[QuantizedOperand, QuantizedOperand] | None) -> _Sums:
+    def recorded_errors(self) -> list[tuple[int | None, ErrorSums]]:
+        """Those of the recorded result; none where there is no such."""
+        return [] if self.recorded is None else self._sums(self.exact, self.recorded)
+
+    def errors_of(self, operands: tuple[QuantizedOperand, QuantizedOperand] | None) -> list[_Sums]:
         """Those of a product against the exact one and against the recorded one; of None those of the exact one."""
         difference, result = None, self.exact
         if operands is not None:
             difference = difference_from(self._base, *operands)
             result = matrix_product(*operands) if difference is None else self._base
-        exact = error_sums(self.exact, result, rest=difference)
-        return exact, None if self.recorded is None else error_sums(self.recorded, result, rest=difference)
+        exact = self._sums(self.exact, result, difference)
+        if self.recorded is None:
+            return [(sample, sums, None) for sample, sums in exact]
+        against = self._sums(self.recorded, result, difference)
+        return [(*one, sums) for one, (_, sums) in zip(exact, against, strict=True)]
+
+    def _sums(
+        self, reference: torch.Tensor, result: torch.Tensor, rest: torch.Tensor | None = None
+    ) -> list[tuple[int | None, ErrorSums]]:
+        """Those of all rows, or of the rows of each sample."""
+        if self._split is None:
+            return [(None, error_sums(reference, result, rest=rest))]
+        sizes, dim = self._split
+        parts = ([] if one is None else one.unflatten(0, sizes).unbind(dim) for one in (reference, result, rest))
+        return [
+            (sample, error_sums(want, got, rest=more))
+            for sample, (want, got, more) in enumerate(itertools.zip_longest(*parts))
+        ]
 
 
 def _finite_bf16(matrix: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.recipes.parse import parse_recipes
 from ranktape.analyze.numerics.recipes.plan_file import write_plan
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
+from ranktape.analyze.replays.by_sample import by_sample
 from ranktape.analyze.replays.call_tensors import CALL_FIELDS
 from ranktape.analyze.replays.calls import LINEAR, calls_of
 from ranktape.analyze.replays.precision_plan import precision_plan
@@ -99,6 +100,9 @@ def replay(
     of norms is that of gradients; the gain is what the product is multiplied by, by least squares. What is not defined
     is missing.
 
+    `--by sample` takes the rows of each sample of `output` and `grad_input` by themselves; operands are quantised as
+    in the whole call, whose samples may share a scale. `grad_weight` adds up all samples, and is left out.
+
     With `attention`, so are output and gradients of attention from quantised query, key, value and gradient; published
     recipes leave attention in bf16. A call whose mask is told neither by its metadata nor by its output is left out.
 
@@ -120,8 +124,7 @@ def replay(
         NoRecordsError: no record is of a linear layer, or no product can be computed again.
         StorageError: the store cannot be read.
         UnknownFieldError: `by` names no field of a call.
-        UsageError: a recipe or a product is not known, samples are asked for that calls have together, or options do
-            not go together.
+        UsageError: a recipe or a product is not known, or options do not go together.
     """
     if target_sqnr is not None or plan is not None:
         given = {"by": by, "product": product, "attention": attention, "show": show != "products"}
@@ -137,9 +140,11 @@ def replay(
     _check_products(products, has_attention=attention)
     fields = _fields(records, by)
     calls = calls_of(records, products=products, has_attention=attention)
+    if SAMPLE in fields:
+        calls = by_sample(calls)
     if show == "unreplayable":
         return _left_out_table(calls)
-    _check_calls(calls, fields)
+    _check_calls(calls)
     replayed = replay_found(calls, recipes, engine=engine)
     if not replayed.places.size:
         raise NoRecordsError(_none_of(replayed.calls))
@@ -231,7 +236,7 @@ def _fields(records: Records, by: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*with_stacks(by or (layers,), records), "product", "recipe")))
 
 
-def _check_calls(calls: RecordedCalls, fields: Sequence[str]) -> None:
+def _check_calls(calls: RecordedCalls) -> None:
     if not calls.calls and not calls.left_out:
         raise NoRecordsError(
             "no product of a linear layer is selected: filters choose products by their results, output, grad_input "
@@ -239,11 +244,6 @@ def _check_calls(calls: RecordedCalls, fields: Sequence[str]) -> None:
         )
     if not calls.calls:
         raise NoRecordsError(f"{_none_of(calls)}; --show unreplayable lists them")
-    if SAMPLE in fields and any(call.sample is None for call in calls.calls):
-        raise UsageError(
-            "--by sample is of calls that are recorded sample by sample: of others a scale may be that of all samples; "
-            "give --by microbatch, or --by call"
-        )
 
 
 def _none_of(calls: RecordedCalls) -> str:
@@ -291,6 +291,8 @@ def _notes(replayed: Replayed, recipes: Sequence[Recipe], *, has_bias: bool) -> 
         num_left = sum(own != recipe for own in modules.values())
         if num_left:
             yield f"{recipe.name} leaves {num_left} of {len(modules)} modules in bf16"
+    if any(call.samples for call in calls.calls):
+        yield "of each sample its own rows of the products; scales are those of the whole call, with all its samples"
     num_lost = int(replayed.exact[:, ErrorSums.__slots__.index("num_lost")].sum())
     if num_lost:
         yield f"{num_lost} elements are NaN or infinite where the product of the recorded operands is finite"
@@ -309,9 +311,14 @@ def _notes(replayed: Replayed, recipes: Sequence[Recipe], *, has_bias: bool) -> 
     assembled = sum(call.is_assembled for call in calls.calls)
     if assembled:
         yield f"{assembled} calls are put together from what all ranks of a mesh recorded"
+    yield from _unlike_notes(replayed)
+
+
+def _unlike_notes(replayed: Replayed) -> Iterator[str]:
+    """That operands are not what the layer multiplied."""
     is_unlike = (replayed.names == RECORDED) & (replayed.badness > 10 ** (-_UNLIKE / 10))
     if is_unlike.any():
-        unlike = Counter(calls.calls[place].field("module") for place in replayed.places[is_unlike])
+        unlike = Counter(replayed.calls.calls[place].field("module") for place in replayed.places[is_unlike])
         yield (
             f"{unlike.total()} recorded results are not the products of the recorded operands (SQNR below {_UNLIKE:g} "
             f"dB), so that these are not what the layer multiplied: {_counted(unlike)}"

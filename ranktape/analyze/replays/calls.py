@@ -43,6 +43,10 @@ class RecordedCall:
     """Whether its tensors are put together from those of all ranks of a mesh."""
     is_bias_known: bool
     """Whether the bias that is in the output, if there is one, is in `rows`."""
+    samples: tuple[SampleName, ...] = ()
+    """Its samples, where they are told apart: see `by_sample`."""
+    sample_dim: int | None = None
+    """Then the dimension of the input and the gradient of the output that holds them."""
 
     def field(self, name: str) -> Any:
         """One of `CALL_FIELDS`."""

@@ -44,11 +44,13 @@ Work = Callable[["CallTask"], "CallErrors | str"]
 def found_errors(tasks: CallTasks, work: Work, *, engine: Engine) -> Iterator[CallErrors | str]:
     """What is found of each call, in their order; what was found before is not computed again.
 
+    Of calls whose samples are told apart nothing is kept.
+
     Raises:
         RanktapeError: what the work raises.
     """
     calls = tasks.calls
-    if not engine.use_cache or are_files(calls.records) or not len(tasks):
+    if not engine.use_cache or are_files(calls.records) or not len(tasks) or any(call.samples for call in calls.calls):
         yield from engine.map(work, tasks, sizes=tasks.sizes)
         return
     keeper = _Keeper(tasks)

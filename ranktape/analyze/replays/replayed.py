@@ -25,6 +25,7 @@ from ranktape.errors import UnknownFieldError, UsageError, nearest
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from ranktape.analyze.identity import SampleName
     from ranktape.analyze.numerics.recipes.recipe import Recipe
     from ranktape.analyze.replays.calls import RecordedCalls
     from ranktape.storage import Records
@@ -67,15 +68,19 @@ def replay_found(calls: RecordedCalls, recipes: Sequence[Recipe], *, engine: Eng
         raise UsageError(f"a recipe is called {RECORDED}, the word for what was recorded: give it another name")
     tasks = CallTasks(calls, recipes)
     places: list[int] = []
+    samples: list[SampleName | None] = []
     rows: list[tuple[Any, ...]] = []
     unknown: list[LeftOut] = []
     for place, found in enumerate(found_errors(tasks, replay_any, engine=engine or Engine())):
+        call = calls.calls[place]
         if isinstance(found, str):
-            call = calls.calls[place]
             unknown += [LeftOut(key=call.key, product=product, reason=found) for product in call.products]
             continue
-        places += [place] * len(found)
-        rows += found
+        for product, recipe, *sums in found:
+            own = call.samples or (call.sample,)
+            places += [place] * len(own)
+            samples += own
+            rows += [(product, recipe, *of_one) for of_one in zip(*map(np.atleast_2d, sums), strict=True)]
     columns = list(zip(*rows, strict=True)) or [()] * 4
     empty = np.zeros((0, len(ErrorSums.__slots__)))
     return Replayed(
@@ -84,6 +89,7 @@ def replay_found(calls: RecordedCalls, recipes: Sequence[Recipe], *, engine: Eng
         places=np.array(places, dtype=np.int64),
         products=np.array(columns[0], dtype=object),
         names=np.array(columns[1], dtype=object),
+        samples=np.array([*samples, None], dtype=object)[:-1],
         exact=np.vstack([empty, *columns[2]]),
         recorded=np.vstack([empty, *columns[3]]),
     )
@@ -129,6 +135,8 @@ class Replayed:
     """By row the product."""
     names: NDArray[np.object_]
     """By row the recipe."""
+    samples: NDArray[np.object_]
+    """By row the sample; None where the call is of several that are not told apart."""
     exact: NDArray[np.float64]
     """By row `ErrorSums.to_array` against the product of the recorded operands in float32."""
     recorded: NDArray[np.float64]
@@ -139,16 +147,17 @@ class Replayed:
         return ErrorSums.pooled(self.exact[row])
 
     def column(self, field: str) -> list[Any]:
-        """One of `GROUP_FIELDS` by row; a sample is None where calls are not of one.
+        """One of `GROUP_FIELDS` by row.
 
         Raises:
             UnknownFieldError: there is no such field.
         """
-        if field in {"product", "recipe"}:
-            return list(self.products if field == "product" else self.names)
+        of_rows = {"product": self.products, "recipe": self.names, SAMPLE: self.samples}
+        if field in of_rows:
+            return list(of_rows[field])
         if field not in GROUP_FIELDS:
             raise UnknownFieldError(f"products of calls have no field {field!r:.60}: {nearest(field, GROUP_FIELDS)}")
-        of_calls = [one.sample if field == SAMPLE else one.field(field) for one in self.calls.calls]
+        of_calls = [one.field(field) for one in self.calls.calls]
         return [of_calls[place] for place in self.places.tolist()]
 
     def groups(self, by: Sequence[str]) -> list[ReplayedGroup]:
@@ -180,6 +189,9 @@ class Replayed:
         """Where each value of a field comes among others."""
         if field in NUMBER_FIELDS:
             return {value: value for value in column}
+        if field == SAMPLE:
+            # Names may be numbers and texts, between which there is no order.
+            return {value: (value is not None, isinstance(value, str), value) for value in column}
         known = {"product": (*PRODUCTS,), "recipe": (RECORDED, *self.recipes)}.get(field, ())
         return {value: place for place, value in enumerate(dict.fromkeys((*known, *column)))}
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 from ranktape.analyze.comparison.tensors import ComparedTensor
 from ranktape.analyze.engine.plan import keep_freed_memory
 from ranktape.analyze.engine.values import View, viewed_dtype
@@ -17,7 +19,6 @@ from ranktape.analyze.replays.computable import TRANSPOSED
 from ranktape.storage.format.dtypes import to_torch
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from numpy.typing import NDArray
 
@@ -34,7 +35,7 @@ Tensors: TypeAlias = "dict[str, torch.Tensor]"
 
 CallErrors: TypeAlias = "list[tuple[str, str, NDArray[np.float64], NDArray[np.float64]]]"
 """Of each product and recipe the rows of `ErrorSums` against the exact product, and against the recorded one: of no
-element where that cannot be compared."""
+element where that cannot be compared. Where samples are told apart, each of them has a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,8 @@ def replay_call(task: CallTask) -> CallErrors:
 
     keep_freed_memory(CALL_NBYTES)
     call = task.call
-    found: defaultdict[tuple[str, str], list[ProductError]] = defaultdict(list)
+    found: defaultdict[tuple[str, str], defaultdict[int | None, list[ProductError]]]
+    found = defaultdict(lambda: defaultdict(list))
     for tensors in layers_of(read_call(task)[0]):
         operands = {name: tensors[name] for product in call.products for name in PRODUCTS[product]}
         recorded = {name: tensors[name] for name in call.products if name in tensors}
@@ -93,15 +95,19 @@ def replay_call(task: CallTask) -> CallErrors:
             bias = bias_of(tensors, is_known=call.is_bias_known)
             own = recorded["output"].float().flatten(0, -2)
             recorded["output"] = own if bias is None else own - bias.float()
-        for one in replay_products(operands, task.recipes, recorded=recorded, products=call.products):
-            found[one.product, one.recipe].append(one)
+        for one in replay_products(
+            operands, task.recipes, recorded=recorded, products=call.products, sample_dim=call.sample_dim
+        ):
+            found[one.product, one.recipe][one.sample].append(one)
     return [
         (
             *names,
-            _pooled(one.exact for one in parts),
-            _pooled(one.recorded for one in parts if one.recorded is not None),
+            np.vstack([_pooled(one.exact for one in parts) for parts in samples.values()]),
+            np.vstack(
+                [_pooled(one.recorded for one in parts if one.recorded is not None) for parts in samples.values()]
+            ),
         )
-        for names, parts in found.items()
+        for names, samples in found.items()
     ]
 
 
