@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,9 @@ def test_attention_whose_mask_nothing_tells_is_no_answer(plain: Run) -> None:
     run = store(Path(plain.url).parent / "dropped", tensors)
     with pytest.raises(NoRecordsError, match="none of 32 products can be computed again: it drops out at random"):
         replay(run.select(), attention=True)
+    left_out = replay(run.select(), attention=True, show="unreplayable").records()
+    assert Counter(row["reason"].partition(" (")[0] for row in left_out) == {"it drops out at random": 32}
+    assert replay(plain.select(), attention=True, show="unreplayable").records() == []
 
 
 def test_by_names_other_fields_and_the_worst_come_first_where_rows_are_left_out(plain: Run) -> None:

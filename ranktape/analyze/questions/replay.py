@@ -10,12 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.identity import IDENTITY, SAMPLE, group_columns, group_row, key_column, with_stacks, words
 from ranktape.analyze.numerics.attention import ATTENTION_PRODUCTS
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.recipes.parse import parse_recipes
 from ranktape.analyze.numerics.recipes.plan_file import write_plan
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
+from ranktape.analyze.replays.attention_call import without_unknown
 from ranktape.analyze.replays.by_sample import by_sample
 from ranktape.analyze.replays.call_tensors import CALL_FIELDS
 from ranktape.analyze.replays.calls import LINEAR, calls_of
@@ -26,7 +28,6 @@ from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError, neare
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
-    from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.numerics.recipes.parse import RecipeWord
     from ranktape.analyze.numerics.recipes.plan_file import PrecisionPlan
     from ranktape.analyze.numerics.recipes.recipe import Recipe
@@ -143,7 +144,7 @@ def replay(
     if SAMPLE in fields:
         calls = by_sample(calls)
     if show == "unreplayable":
-        return _left_out_table(calls)
+        return _left_out_table(without_unknown(calls, engine=engine or Engine()))
     _check_calls(calls)
     replayed = replay_found(calls, recipes, engine=engine)
     if not replayed.places.size:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ranktape.analyze.numerics.attention import heads_second, replay_attention
 from ranktape.analyze.numerics.attention_forms import UnknownFormError, find_form
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.replays.attention_tensors import AttentionTensors
-from ranktape.analyze.replays.calls import is_attention
-from ranktape.analyze.replays.tasks import read_call, replay_call
+from ranktape.analyze.replays.calls import LeftOut, is_attention
+from ranktape.analyze.replays.tasks import CallTasks, read_call, replay_call
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
 
+    from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.numerics.attention import AttentionForm
+    from ranktape.analyze.replays.calls import RecordedCalls
     from ranktape.analyze.replays.tasks import CallErrors, CallTask, Tensors
 
 
@@ -56,6 +58,37 @@ def read_attention(task: CallTask) -> AttentionCall:
         raise UnknownFormError(str(error)) from error
     recorded = {name: seen[name] for name, why in call.products.items() if name in seen and not why}
     return AttentionCall(operands=operands, recorded=recorded, form=form, dtype=dtype)
+
+
+def without_unknown(calls: RecordedCalls, *, engine: Engine) -> RecordedCalls:
+    """The calls, those of attention left out whose values do not tell how they computed; reads all of attention.
+
+    Raises:
+        DataError: bytes or parts are missing, or damaged.
+        StorageError: the store cannot be read.
+        WorkersError: the processes or the cluster cannot be had, or were lost.
+    """
+    attention = replace(calls, calls=tuple(call for call in calls.calls if is_attention(call.key)))
+    tasks = CallTasks(attention, ())
+    reasons = dict(
+        zip((call.key for call in attention.calls), engine.map(_why_unknown, tasks, sizes=tasks.sizes), strict=True)
+    )
+    unknown = [
+        LeftOut(key=call.key, product=product, reason=reasons[call.key])
+        for call in attention.calls
+        if reasons[call.key]
+        for product in call.products
+    ]
+    kept = tuple(call for call in calls.calls if not reasons.get(call.key))
+    return replace(calls, calls=kept, left_out=(*calls.left_out, *unknown))
+
+
+def _why_unknown(task: CallTask) -> str:
+    try:
+        read_attention(task)
+    except UnknownFormError as error:
+        return str(error)
+    return ""
 
 
 def replay_any(task: CallTask) -> CallErrors | str:
