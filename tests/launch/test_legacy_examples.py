@@ -355,7 +355,7 @@ def test_the_files_of_the_document_on_names_are_read_compared_and_drawn(tmp_path
     assert "4 pairs compared" in analyze("compare", logs, "--pair", "component=FA:linear", "--operation", "forward")
     assert "pairs compared" in analyze("compare", logs, "--pair", "phase=pre:post", "--layer-type", "attention")
     drawn = analyze("plot", logs, "--all", "--output", tmp_path / "draw").splitlines()
-    assert {path.name for path in (tmp_path / "draw").iterdir() if path.is_dir()} == set(FOLDERS)
+    assert {path.name for path in (tmp_path / "draw").iterdir() if path.is_dir()} == {*FOLDERS, "replay_analysis"}
     for folder in ("distributions", "statistics", "attention_analysis", "overflow_analysis", "backward_analysis"):
         assert any(f"draw/{folder}/" in path for path in drawn), folder
     # One batch size is nothing to compare, and weights have none.
