@@ -334,6 +334,30 @@ def _place(row: int, column: int, num_columns: int, width: int) -> int:
 
 
 @compiled
+def round_rows(patterns_RL: NDArray[np.int32], scheme: BlockScheme, block_size: int, zero: np.float32 | None) -> None:
+    """Quantise rows in blocks of neighbours; neither what is wide nor what chooses between two scales.
+
+    `round_tiles` gives the same in three times the time: it writes down the factors of every element.
+    """
+    num_rows, length = patterns_RL.shape
+    for row in range(num_rows):
+        for start in range(0, length, block_size):
+            block = patterns_RL[row, start : min(start + block_size, length)]
+            largest = np.int32(0)
+            for index in range(block.size):
+                largest = max(largest, np.int32(block[index] & MAGNITUDE))
+            before, after = _factors(largest, scheme, 1.0, scheme.is_apart)
+            # Two loops, as in `_round_row`.
+            if scheme.is_divided:
+                for index in range(block.size):
+                    scaled = np.divide(np.int32(block[index]).view(np.float32), before)
+                    block[index] = _rounded(scaled, after, scheme, zero)
+            else:
+                for index in range(block.size):
+                    block[index] = _rounded(np.int32(block[index]).view(np.float32) * before, after, scheme, zero)
+
+
+@compiled
 def round_columns(
     patterns_OLI: NDArray[np.int32], scheme: BlockScheme, block_size: int, zero: np.float32 | None
 ) -> None:

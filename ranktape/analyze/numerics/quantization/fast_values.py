@@ -17,7 +17,7 @@ import numpy as np
 from ranktape.analyze.numerics.formats import Coding, Rounding
 from ranktape.analyze.numerics.formats.kernels import constants_of, state_of
 from ranktape.analyze.numerics.pieces import each
-from ranktape.analyze.numerics.quantization.block_kernels import block_scheme, round_columns, round_tiles
+from ranktape.analyze.numerics.quantization.block_kernels import block_scheme, round_columns, round_rows, round_tiles
 from ranktape.analyze.numerics.quantization.fast_kernels import (
     has_low_bits,
     largest_finite,
@@ -173,7 +173,8 @@ def _quantize_blocks(patterns_OLI: NDArray[np.int32], *, num_rows: int, plan: Qu
     zero = None if plan.scheme.element.has_negative_zero else np.float32(0.0)
     block_size = plan.scheme.block_size
     factor = float(tensor.scale) if tensor is not None and is_apart else 1.0
-    if width > 1 and not scheme.is_wide and not scheme.four_over_six:
+    is_plain = not scheme.is_wide and not scheme.four_over_six
+    if width > 1 and is_plain:
         if num_outer > 1:
             _each_part(
                 num_outer,
@@ -195,6 +196,9 @@ def _quantize_blocks(patterns_OLI: NDArray[np.int32], *, num_rows: int, plan: Qu
         first = number * num_rows
 
         def work(part: slice, matrix: NDArray[np.int32] = matrix, first: int = first) -> None:
+            if is_plain and tile[0] == 1:
+                round_rows(matrix[part], scheme, block_size, zero)
+                return
             round_tiles(matrix[part], tile, scheme, zero, first + part.start, width)
 
         _each_part(num_rows, work, size=length, unit=tile[0])
