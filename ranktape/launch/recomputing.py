@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +39,13 @@ def recompute_products(
     found = Findings(items=report.findings)
     counts = {"agreed": 0, "disagreed": 0, "unchecked": 0}
     reasons: list[tuple[str, str]] = []
+    damaged: defaultdict[tuple[int, ...], list[Recomputed]] = defaultdict(list)
     try:
         for one in recompute(open_run(run, storage_options=storage_options).select(), on_progress=on_progress):
-            if one.agreement is None:
+            if one.is_damaged:
+                damaged[tuple(_at(one).values())].append(one)
+                counts["unchecked"] += 1
+            elif one.agreement is None:
                 reasons.append((f"{CANNOT}: {one.reason}", _place(one)))
                 counts["unchecked"] += 1
             elif one.agreement.is_agreed:
@@ -49,11 +53,14 @@ def recompute_products(
                 counts["agreed"] += 1
             else:
                 counts["disagreed"] += 1
-                at = {name: one.field(name) for name in ("attempt", "iteration", "rank")}
-                found.error(FindingKind.PRODUCT, _disagreement(one), **at)
+                found.error(FindingKind.PRODUCT, _disagreement(one), **_at(one))
     except (DataError, RunFormatError) as error:
         found.note(FindingKind.UNCHECKED, f"its products {CANNOT}: {error}")
         return
+    # One object holds many tensors: what is lost with it is an error once, not for each product.
+    for first, *more in damaged.values():
+        what = count_text(1 + len(more), "product")
+        found.error(FindingKind.DAMAGED, f"{what} {CANNOT}; the first: {_place(first)}: {first.reason}", **_at(first))
     numbers = Counter(reason for reason, _ in reasons)
     for reason, places in by_reason(reasons).items():
         what = count_text(numbers[reason], "product")
@@ -70,6 +77,10 @@ def _disagreement(one: Recomputed) -> str:
         f"{_place(one)} ({where}{sample}) is not what its recorded operands give: "
         f"relative error {agreement.relative_error:.3g}, {agreement.deviation:.3g} times what rounding allows"
     )
+
+
+def _at(one: Recomputed) -> dict[str, int]:
+    return {name: one.field(name) for name in ("attempt", "iteration", "rank")}
 
 
 def _place(one: Recomputed) -> str:

@@ -97,3 +97,21 @@ def test_damage_is_said_once_and_ends_nothing(tmp_path: Path, name: str) -> None
     assert code == 3, told
     assert "rank_00001/iter_00000000" in text
     assert "error: size" in text or "error: damaged" in text
+
+
+def test_values_that_are_damaged_are_an_error_of_their_rank(tmp_path: Path) -> None:
+    url = store(tmp_path / "run", call_tensors(call_arrays()) + call_tensors(call_arrays(), rank=1)).url
+    for chunk in Path(url).glob("*/rank_00001/*/stack_*/c.*"):
+        chunk.write_bytes(bytes(byte ^ 0x40 for byte in chunk.read_bytes()[:64]) + chunk.read_bytes()[64:])
+    assert asked(url)[0] == 0
+    code, text, told = asked(url, "--recompute")
+    assert code == 3
+    assert "1 error in " in told
+    [error] = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert "unchecked: " not in text
+    assert error.startswith(
+        "error: damaged (attempt 0, iteration 0, rank 1): 3 products could not be computed again; the first: "
+        "layers.0.linear output: "
+    )
+    assert "is damaged" in error
+    assert text.endswith("products: 3 agreed, 0 disagreed, 3 unchecked)\n")

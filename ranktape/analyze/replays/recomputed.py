@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.numerics.attention_forms import UnknownFormError
@@ -13,7 +13,7 @@ from ranktape.analyze.replays.attention_call import read_attention
 from ranktape.analyze.replays.call_tensors import CALL_FIELDS
 from ranktape.analyze.replays.calls import calls_of, is_attention
 from ranktape.analyze.replays.tasks import CallTasks, bias_of, layers_of, read_call
-from ranktape.errors import DataError
+from ranktape.errors import DataError, IncompleteTensorError, ReplicaMismatchError
 
 if TYPE_CHECKING:
     from ranktape.analyze.identity import SampleName
@@ -44,6 +44,8 @@ class Recomputed:
     """How far off it is, of experts the furthest; None where it cannot be compared."""
     reason: str = ""
     """Why it cannot."""
+    is_damaged: bool = False
+    """Whether that is because bytes that were committed are lost or wrong."""
 
     def field(self, name: str) -> Any:
         """One of `CALL_FIELDS`."""
@@ -72,15 +74,19 @@ def recompute(
     for number, (call, found) in enumerate(zip(calls.calls, results, strict=True), start=1):
         if on_progress is not None:
             on_progress(number, len(calls.calls))
-        for product, (agreement, reason) in found.items():
-            yield Recomputed(key=call.key, sample=call.sample, product=product, agreement=agreement, reason=reason)
+        for product, comparison in found.items():
+            yield Recomputed(key=call.key, sample=call.sample, product=product, **comparison._asdict())
 
 
-Comparison: TypeAlias = "tuple[Agreement | None, str]"
-"""How far off a product is, or why that is not known."""
+class Compared(NamedTuple):
+    """How far off a product is, or why that is not known: the fields of `Recomputed` of these names."""
+
+    agreement: Agreement | None
+    reason: str = ""
+    is_damaged: bool = False
 
 
-def compare_call(task: CallTask) -> dict[str, Comparison]:
+def compare_call(task: CallTask) -> dict[str, Compared]:
     """Of each recorded product of a call how far it is from what its operands give.
 
     Raises:
@@ -88,20 +94,23 @@ def compare_call(task: CallTask) -> dict[str, Comparison]:
     """
     call = task.call
     asked = {product: why for product, why in call.products.items() if why or product in call.rows}
-    found: dict[str, Comparison] = {product: (None, why) for product, why in asked.items() if why}
+    found: dict[str, Compared] = {product: Compared(None, why) for product, why in asked.items() if why}
     if len(found) == len(asked):
         return found
     try:
         worst = _attention(task) if is_attention(call.key) else _linear(task)
     except (UnknownFormError, DataError) as error:
-        return found | {product: (None, str(error)) for product, why in asked.items() if not why}
+        is_damaged = isinstance(error, DataError) and not isinstance(
+            error, IncompleteTensorError | ReplicaMismatchError
+        )
+        return found | {product: Compared(None, str(error), is_damaged) for product, why in asked.items() if not why}
     quant_type = call.field("quant_type")
     for product, agreement in worst.items():
         is_inside = not agreement.is_agreed and agreement.relative_error < NARROW_ERROR
         if is_inside and quant_type not in WIDE_TYPES:
-            found[product] = None, f"its operands are quantised inside of the layer ({quant_type})"
+            found[product] = Compared(None, f"its operands are quantised inside of the layer ({quant_type})")
         else:
-            found[product] = agreement, ""
+            found[product] = Compared(agreement)
     return found
 
 
