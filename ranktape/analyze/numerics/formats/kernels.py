@@ -10,6 +10,7 @@ this module removes the caches of the modules that call it.
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -82,6 +83,7 @@ class RoundingConstants(NamedTuple):
     """Smallest positive normal value."""
 
 
+@functools.cache
 def constants_of(target: Format, rounding: Rounding | None = None, *, beyond: float = 1.0) -> RoundingConstants:
     """What the kernels take of a format and a rounding, the format's own unless given.
 
