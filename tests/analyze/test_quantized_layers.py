@@ -255,3 +255,21 @@ def test_the_example_of_the_documentation_gives_what_it_says(
     monkeypatch.chdir(tmp_path)
     exec(compile(example, "docs/fake_quantization.md", "exec"), {"__name__": "example"})  # noqa: S102  # our own page
     assert capsys.readouterr().out == expected
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # the compiler looks
+def test_compiled_programs_call_what_quantises_and_give_the_same() -> None:
+    torch.manual_seed(0)
+    model = fake_quantize(nn.Sequential(nn.Linear(40, 24), nn.GELU(), nn.Linear(24, 8)), recipe="mxfp8")
+    x = torch.randn(6, 40, requires_grad=True)
+
+    def loss(wide: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = model(fake_quantize(2 * wide, backward="mxfp8_e5m2"))
+        return outputs.square().sum()
+
+    leaves = [x, *model.parameters()]
+    expected = torch.autograd.grad(loss(x), leaves)
+    found = torch.autograd.grad(torch.compile(loss, backend="eager")(x), leaves)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -5,10 +5,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
-from ranktape.analyze.numerics.quantization.operand import quantized_values
-from ranktape.analyze.numerics.quantization.schemes import parse_scheme
-from ranktape.errors import UsageError
-
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -62,28 +58,6 @@ def fake_quantize(x: Any, **options: Any) -> Any:
 
         quantize_model(x, **options)
         return x
-    return _fake_quantized(x, **options)
+    from ranktape.analyze.numerics.quantization.quantized_product import fake_quantized
 
-
-def _fake_quantized(
-    x: torch.Tensor,
-    *,
-    forward: str | None = "mxfp8_e4m3",
-    backward: str | None = None,
-    **options: Unpack[QuantizeOptions],
-) -> torch.Tensor:
-    from ranktape.analyze.numerics.quantization.quantized_product import straight_through
-
-    for name, scheme in (("forward", forward), ("backward", backward)):
-        if scheme is None:
-            continue
-        if not isinstance(scheme, str):
-            raise UsageError(f"{name}={scheme!r} is not the name of a scheme: give one, such as 'mxfp8_e4m3'")
-        parse_scheme(scheme, with_tables=True)
-
-    def on_gradient(grad: torch.Tensor) -> torch.Tensor:
-        assert backward is not None, "it is asked for nothing else"
-        return quantized_values(grad, backward, **options)
-
-    values = x.detach() if forward is None else quantized_values(x, forward, **options)
-    return straight_through(x, values, None if backward is None else on_gradient)
+    return fake_quantized(x, **options)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar, Unpack, cast
 
 import numpy as np
 import torch
@@ -18,9 +18,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ranktape.analyze.numerics.quantization.operand import QuantizedOperand
+from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, quantized_values
+from ranktape.analyze.numerics.quantization.plan import QuantizeOptions
+from ranktape.analyze.numerics.quantization.schemes import parse_scheme
 from ranktape.analyze.numerics.recipes.operands import quantized_operands
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
+from ranktape.errors import UsageError
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+
+def _as_written(function: Callable[Params, Result]) -> Callable[Params, Result]:
+    """A function that `torch.compile` calls, and does not look into: the loops that quantise are compiled already."""
+    return cast("Callable[Params, Result]", torch.compiler.disable(function))
 
 
 class Draws:
@@ -84,6 +95,7 @@ def quantized_linear(
     return linear_product(linear_operands(x, weight, recipe=recipe, draws=draws), bias, recipe=recipe, draws=draws)
 
 
+@_as_written
 def linear_operands(x: Tensor, weight: Tensor, *, recipe: Recipe, draws: Draws) -> LinearOperands:
     """The operands of a linear layer, quantised for its forward product.
 
@@ -102,6 +114,7 @@ def linear_operands(x: Tensor, weight: Tensor, *, recipe: Recipe, draws: Draws) 
     return LinearOperands(straight_through(x, narrow_x), straight_through(weight, narrow_OI), wide_x, wide_weight)
 
 
+@_as_written
 def linear_product(operands: LinearOperands, bias: Tensor | None = None, *, recipe: Recipe, draws: Draws) -> Tensor:
     """`x @ weight.T + bias` of operands that are quantised; the backward pass quantises for its own two products.
 
@@ -109,6 +122,34 @@ def linear_product(operands: LinearOperands, bias: Tensor | None = None, *, reci
     """
     product: Tensor = _Product.apply(*operands, bias, recipe, draws)  # type: ignore[no-untyped-call]
     return product
+
+
+@_as_written
+def fake_quantized(
+    x: Tensor,
+    *,
+    forward: str | None = "mxfp8_e4m3",
+    backward: str | None = None,
+    **options: Unpack[QuantizeOptions],
+) -> Tensor:
+    """What `fake_quantize` gives of a tensor.
+
+    Raises:
+        UsageError: as `fake_quantize`.
+    """
+    for name, scheme in (("forward", forward), ("backward", backward)):
+        if scheme is None:
+            continue
+        if not isinstance(scheme, str):
+            raise UsageError(f"{name}={scheme!r} is not the name of a scheme: give one, such as 'mxfp8_e4m3'")
+        parse_scheme(scheme)
+
+    def on_gradient(grad: Tensor) -> Tensor:
+        assert backward is not None, "it is asked for nothing else"
+        return quantized_values(grad, backward, **options)
+
+    values = x.detach() if forward is None else quantized_values(x, forward, **options)
+    return straight_through(x, values, None if backward is None else on_gradient)
 
 
 def straight_through(x: Tensor, values: Tensor, on_gradient: Callable[[Tensor], Tensor] | None = None) -> Tensor:
