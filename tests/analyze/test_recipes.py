@@ -169,6 +169,7 @@ def test_a_wrong_file_is_refused_with_the_recipe_and_the_key(text: str, message:
         ("nvfp5", "recipe 'nvfp5' is not known: did you mean nvfp4"),
         ("mxfp8,,nvfp4", "names nothing at one place"),
         ("", "names nothing"),
+        (("nvfp4,",), "recipe 'nvfp4,' names nothing at one place"),
         ([], "names nothing"),
         ("missing.yaml", "recipe missing.yaml cannot be read"),
         ([3], "recipe 3 is not a name"),

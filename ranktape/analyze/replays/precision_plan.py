@@ -172,7 +172,10 @@ def _cheapest(layer: PlannedModule, candidates: Sequence[_Candidate], *, targets
     if not held:
         nearest_one = min(candidates, key=lambda one: max(short[one.recipe.name].values()))
         product = max(short[nearest_one.recipe.name], key=short[nearest_one.recipe.name].__getitem__)
-        has = f"{nearest_one.recipe.name} comes nearest, with {nearest_one.sqnr[product]:.2f} dB in {product}"
+        sqnr = nearest_one.sqnr[product]
+        has = f"{nearest_one.recipe.name} comes nearest, with {sqnr:.2f} dB in {product}"
+        if sqnr == -math.inf:
+            has = f"{nearest_one.recipe.name} leaves NaN or Inf in {product}, or it has no elements"
         return replace(layer, why=f"no recipe holds {targets[product]:g} dB: {has}")
     best = min(
         held,

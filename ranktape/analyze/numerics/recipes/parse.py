@@ -43,7 +43,9 @@ def parse_recipes(words: RecipeWord | Sequence[RecipeWord]) -> list[Recipe]:
     for one in given:
         several += [part.strip() for part in one.split(",")] if isinstance(one, str) else [one]
     if not several or "" in several:
-        raise UsageError(f"recipe {words!r:.60} names nothing at one place: give names, as nvfp4,mxfp8")
+        raise UsageError(
+            f"recipe {','.join(map(str, given))!r:.60} names nothing at one place: give names, as nvfp4,mxfp8"
+        )
     found: dict[str, Recipe] = {}
     for recipe in (one for word in several for one in _several(word)):
         if found.setdefault(recipe.name, recipe) != recipe:
