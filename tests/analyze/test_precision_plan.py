@@ -119,6 +119,9 @@ def test_a_layer_that_cannot_be_computed_again_stays_in_bf16_with_the_reason(tmp
         "bare": ("bf16", "no weight was recorded"),
     }
     assert plan.multiply_adds == {}
+    bare = store(tmp_path / "bare", call_tensors(call_arrays(), module="bare", without=["weight", "input"])).select()
+    with pytest.raises(NoRecordsError, match="of none of 1 linear layers a product can be computed again: no "):
+        precision_plan(bare, recipe="mxfp8", target_sqnr=10)
 
 
 def test_a_recipe_that_makes_nan_of_numbers_does_not_hold(tmp_path: Path) -> None:

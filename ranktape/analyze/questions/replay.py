@@ -203,7 +203,7 @@ def _plan_table(plan: PrecisionPlan) -> Table:
     notes = [f"of all multiply-adds {', '.join(shares)}"] if shares else []
     if shares:
         notes.append(
-            f"{plan.mean_bits:.3g} bits an element; products in {plan.relative_gemm_time:.0%} of the time of bf16, "
+            f"{plan.mean_bits:.3g} bits an element; products in {plan.relative_gemm_time:.1%} of the time of bf16, "
             "where hardware has the recipes, without what quantising takes"
         )
     notes.append("expected SQNR of all calls together, against the products of the recorded operands in float32")

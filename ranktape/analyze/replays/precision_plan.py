@@ -42,7 +42,7 @@ def precision_plan(
     again decides nothing.
 
     Raises:
-        NoRecordsError: no linear layer is selected.
+        NoRecordsError: no linear layer is selected, or none of which a product can be computed again.
         UsageError: a recipe is not known, or the target is none.
         RanktapeError: as `replay_calls`.
     """
@@ -90,7 +90,7 @@ def plan_of(replayed: Replayed, recipes: Sequence[Recipe], *, target_sqnr: Mappi
     """The plan from products that were computed again by these recipes.
 
     Raises:
-        NoRecordsError: there is no linear layer among them.
+        NoRecordsError: there is no linear layer among them, or none can be computed again.
     """
     calls: defaultdict[str, list[RecordedCall]] = defaultdict(list)
     for call in replayed.calls.calls:
@@ -99,6 +99,9 @@ def plan_of(replayed: Replayed, recipes: Sequence[Recipe], *, target_sqnr: Mappi
     modules = [name for name in dict.fromkeys(_modules(replayed)) if name in calls or name in reasons]
     if not modules:
         raise NoRecordsError("no linear layer is selected, and a plan is one of linear layers: choose other filters")
+    if not calls:
+        told = "; ".join(dict.fromkeys(reasons.values()))
+        raise NoRecordsError(f"of none of {len(modules)} linear layers a product can be computed again: {told}")
     groups: defaultdict[str, _Groups] = defaultdict(dict)
     for group in replayed.groups(["module", "recipe", "product"]):
         module, recipe, product = group.key.values()
