@@ -253,7 +253,7 @@ def test_the_command_answers_with_the_plan_and_writes_it(tmp_path: Path) -> None
         (one.module, one.recipe.name) for one in plan.modules
     ]
     assert sum(row["multiply_adds.ratio"] for row in answer["rows"]) == pytest.approx(1)
-    assert f"products in {plan.relative_gemm_time:.0%} of the time of bf16" in "\n".join(answer["notes"])
+    assert f"products in {plan.relative_gemm_time:.1%} of the time of bf16" in "\n".join(answer["notes"])
     assert answer["notes"][-1] == f"written to {path}"
     assert read_plan(path).by_recipe() == plan.by_recipe()
 
