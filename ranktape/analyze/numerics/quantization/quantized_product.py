@@ -142,7 +142,7 @@ def fake_quantized(
             continue
         if not isinstance(scheme, str):
             raise UsageError(f"{name}={scheme!r} is not the name of a scheme: give one, such as 'mxfp8_e4m3'")
-        parse_scheme(scheme)
+        parse_scheme(scheme, with_tables=True)
 
     def on_gradient(grad: Tensor) -> Tensor:
         assert backward is not None, "it is asked for nothing else"
