@@ -14,6 +14,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.identity import IDENTITY, SAMPLE, group_columns, group_row, key_column, with_stacks, words
 from ranktape.analyze.numerics.attention import ATTENTION_PRODUCTS
 from ranktape.analyze.numerics.error_sums import ErrorSums
+from ranktape.analyze.numerics.products import RECORDED
 from ranktape.analyze.numerics.recipes.parse import parse_recipes
 from ranktape.analyze.numerics.recipes.plan_file import write_plan
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
@@ -22,7 +23,7 @@ from ranktape.analyze.replays.by_sample import by_sample
 from ranktape.analyze.replays.call_tensors import CALL_FIELDS
 from ranktape.analyze.replays.calls import LINEAR, calls_of
 from ranktape.analyze.replays.precision_plan import precision_plan
-from ranktape.analyze.replays.replayed import GROUP_FIELDS, RECORDED, replay_found
+from ranktape.analyze.replays.replayed import GROUP_FIELDS, replay_found
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError, nearest
 from ranktape.storage.places.failures import printable

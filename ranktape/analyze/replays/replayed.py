@@ -14,6 +14,7 @@ import numpy as np
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.identity import NUMBER_FIELDS, SAMPLE
 from ranktape.analyze.numerics.error_sums import ErrorSums
+from ranktape.analyze.numerics.products import RECORDED
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
 from ranktape.analyze.replays.attention_call import replay_any
 from ranktape.analyze.replays.call_tensors import CALL_FIELDS
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 
 GROUP_FIELDS = (*CALL_FIELDS, SAMPLE, "product", "recipe")
 """What replayed products can be grouped by."""
-
-RECORDED = "recorded"
-"""In the place of a recipe: what was recorded, against the product of the operands."""
 
 
 def replay_calls(

@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from ranktape.analyze.identity import natural, places_of
-from ranktape.analyze.replays.replayed import RECORDED
+from ranktape.analyze.numerics.products import RECORDED
 from ranktape.analyze.views.plots.axes import scale_numbers, scale_whole, set_ticks
 from ranktape.analyze.views.plots.groups import page_of
 from ranktape.analyze.views.plots.heat_maps import Grid, Scale, add_colorbar, draw_cells, layer_names, special_handles
