@@ -6,6 +6,7 @@ The store is a directory that refuses while the test says so; the rest is what a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import threading
@@ -386,6 +387,31 @@ def test_counts_that_wait_are_bounded_and_the_oldest_iteration_pays(
     for iteration in range(3):
         assert "takes more than 2097152 bytes of memory" in statuses[iteration].missing[0]
     assert len(bench.records(3)) == 3
+
+
+def test_room_that_came_back_in_the_meantime_costs_no_other_iteration(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storing, "HELD_NBYTES", 2 << 20)  # four histograms
+    bench = make(policy=Policy.HISTOGRAM)
+    fail_oldest, askers = bench.storer._fail_oldest, itertools.count()
+
+    def fail_oldest_late(nbytes: int) -> None:
+        # The first that finds no room fails iteration 0, the second is held up until all of it is given back.
+        if next(askers) == 1:
+            bench.wait_for(lambda: bench.ring.counter(Counter.SETTLED) == 1)
+        fail_oldest(nbytes)
+
+    monkeypatch.setattr(bench.storer, "_fail_oldest", fail_oldest_late)
+    bench.store.error = UnreachableError
+    with bench.waiting():
+        for iteration in range(2):
+            bench.put(iteration, tensors(iteration, num_small=0, num_large=3), may_degrade=True)
+            bench.wait_for(lambda: bench.ring.pending_nbytes == 0)
+        bench.wait_for(lambda: bench.ring.counter(Counter.SETTLED) == 1)
+        bench.store.error = None
+    bench.close()
+    assert len(bench.records(1)) == 3
 
 
 def test_small_tensors_do_not_keep_the_ring(make: Callable[..., Bench]) -> None:

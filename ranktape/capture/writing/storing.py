@@ -183,8 +183,9 @@ class Storer:
         with self._lock:
             staged.refuse(reason)
             is_idle = not staged.num_active
+            staged.num_active += is_idle
         if is_idle:
-            self.rank_writer.abandon(staged.iteration)
+            self._give_back(staged)
 
     def finish(self, staged: Staged, commit: Callable[[], None] | None = None) -> str | None:
         """Wait until the tensors of an iteration are stored or held, then commit it, or forget it where it has no end.
@@ -258,11 +259,22 @@ class Storer:
         with self._lock:
             if failure is not None:
                 staged.refuse(str(failure), lacks_space=isinstance(failure, NoSpaceError))
-            staged.num_active -= 1
-            is_over = staged.has_failed() and not staged.num_active
+            is_over = staged.has_failed() and staged.num_active == 1
+            staged.num_active -= not is_over
         if is_over:
-            self.rank_writer.abandon(staged.iteration)
+            self._give_back(staged)
         return True
+
+    def _give_back(self, staged: Staged) -> None:
+        """Let go of what is held of an iteration that failed; the caller counts as at work on it until then.
+
+        So no other iteration is failed for the room that this one is about to give back.
+        """
+        try:
+            self.rank_writer.abandon(staged.iteration)
+        finally:
+            with self._lock:
+                staged.num_active -= 1
 
     def _store(self, slot: Slot, staged: Staged) -> None:
         array, info = staged_record(slot, rank=self.config.rank, attempt=self.attempt.number)
@@ -336,17 +348,18 @@ class Storer:
         """
         while not self._take_room(nbytes):
             if self.retrying.failing_since is not None and self._is_histogram:
-                self._fail_oldest()
+                self._fail_oldest(nbytes)
             else:
                 self._start_flush()
             if staged.has_failed() or self._is_over():
                 raise CaptureError(staged.failure or _TOO_LATE)
             time.sleep(_PAUSE_SECONDS)
 
-    def _fail_oldest(self) -> None:
+    def _fail_oldest(self, nbytes: int) -> None:
         with self._lock:
-            if any(staged.has_failed() and staged.num_active for staged in self._open.values()):
-                return  # what that one held comes back in a moment
+            is_given_back = any(staged.has_failed() and staged.num_active for staged in self._open.values())
+            if is_given_back or nbytes <= self._room_nbytes:
+                return  # what one that failed held comes back in a moment, or did since it was asked for
             oldest = next((staged for staged in self._open.values() if not staged.has_failed()), None)
         if oldest is not None:
             self.fail(oldest, _TOO_MUCH.format(nbytes=HELD_NBYTES))
