@@ -85,6 +85,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "RUN --format fp8_e4m3 --by sample --rank 0",
         "RUN FOLDER --format fp8_e4m3 --rank 0",
     ),
+    "findings": ("RUN", "RUN --channels --severity medium", "FOLDER"),
     "outliers": ("RUN", "RUN --metric std --threshold 1", "RUN --across sample --threshold 0.5"),
     "trend": ("RUN", "RUN --metric METRICS,p37.5 --by layer_type", "RUN --summary", "RUN --summary --by rank"),
     "trace": ("RUN", "RUN --metric METRICS,p37.5", "RUN --sample b", "FOLDER"),

@@ -15,6 +15,7 @@ COMMANDS = {
     "stats": "questions.stats:stats",
     "distribution": "questions.distribution:distribution",
     "sweep": "questions.sweep_command:sweep",
+    "findings": "questions.findings:findings",
     "outliers": "questions.outliers:outliers",
     "trend": "questions.trend:trend",
     "trace": "questions.trace:trace",

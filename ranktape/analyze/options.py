@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ranktape.analyze.console import say
-from ranktape.analyze.table import Form, Table, write_table
+from ranktape.analyze.table import MAX_TEXT_ROWS, Form, Table, write_table
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.fields import RECORD_FIELDS
 from ranktape.storage.places.urls import parse_storage_options
@@ -32,9 +33,6 @@ FILTERS = {field.name: field.help for field in RECORD_FIELDS if field.help}
 
 SWEEP_MODES = ("mx", "tensor", "channel", "legacy")
 """The members of `SweepMode`, which is not imported for a help text."""
-
-MAX_TEXT_ROWS = 50
-"""Rows that text on stdout shows where no number is asked for: it is read by people."""
 
 MAX_NAMED_FILES = 4
 """Files left out that are named before the rest is counted."""
@@ -156,7 +154,7 @@ class Output:
     sort: str | None = None
     """The column whose largest values come first."""
     limit: int | None = None
-    """Rows to write at most, 0 for all; None for all, and in text on stdout for as many as people read."""
+    """Rows to write at most, 0 for all; None for all, and on a terminal for as many as people read."""
     output: Path | None = None
     """A file instead of stdout."""
 
@@ -173,7 +171,7 @@ class Output:
         return {".json": Form.JSON, ".csv": Form.CSV}.get(self.output.suffix.lower(), Form.TEXT)
 
     def shown(self, table: Table) -> Table:
-        """The rows to write, in the order that was asked for; what text leaves out is said on stderr.
+        """The rows to write, in the order that was asked for; on a terminal those that people read, and how many more.
 
         Where rows are left out and no order was asked for, the worst are shown if the table knows them.
 
@@ -183,15 +181,15 @@ class Output:
         ordered = table if self.sort is None else table.sorted_by(self.sort)
         if self.limit is not None:
             return ordered.first(self.limit) if self.limit else ordered
-        is_read = self.output is None and self.form is Form.TEXT
-        if not is_read or table.is_whole or len(ordered.rows) <= MAX_TEXT_ROWS:
+        is_read = self.output is None and self.form is Form.TEXT and sys.stdout.isatty()
+        rest = len(ordered.rows) - table.max_rows
+        if not is_read or table.is_whole or rest <= 0:
             return ordered
-        which = "first"
+        which = ""
         if self.sort is None and table.worst_first is not None:
-            which, ordered = "worst", table.worst_first(ordered)
-        said = f"the {which} {MAX_TEXT_ROWS} of {len(ordered.rows):,} rows: --limit 0, --json and --csv show all"
-        say(said, err=True)
-        return replace(ordered, rows=ordered.rows[:MAX_TEXT_ROWS])
+            which, ordered = "; these are the worst", table.worst_first(ordered)
+        more = f"{rest:,} more{which}: --limit 0 shows all"
+        return replace(ordered, rows=ordered.rows[: table.max_rows], notes=(more, *ordered.notes))
 
     def write(self, answer: Any) -> None:
         """Write an answer where and how it was asked for; of a table what `shown` leaves, others know how.
@@ -344,7 +342,7 @@ OPTIONS: dict[str, Callable[[Command], Command]] = {
             "--limit",
             type=click.IntRange(min=0),
             metavar="N",
-            help=f"Write N rows at most, 0 for all; as text {MAX_TEXT_ROWS} by default.",
+            help=f"Write N rows at most, 0 for all; on a terminal {MAX_TEXT_ROWS} by default, else all.",
         ),
         click.option(
             *("--output", "-o"),

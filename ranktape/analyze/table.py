@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ranktape.analyze.console import encodable, printable_lines
 from ranktape.errors import UsageError
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 MAX_BRIEF_ROWS, MAX_BRIEF_LINE, MAX_BRIEF_NOTES = 20, 1000, 20
 """What an interpreter or a notebook shows: rows, letters of a line above or below them, and lines below."""
+
+
+MAX_TEXT_ROWS = 20
+"""Rows that a terminal shows where no number is asked for."""
 
 
 class Kind(enum.StrEnum):
@@ -94,6 +98,8 @@ class Table:
     """Its rows by how bad they are, for whoever shows some of them; None where no row is worse than another."""
     is_whole: bool = False
     """Whether half of the rows say nothing, so that text shows them all."""
+    max_rows: ClassVar[int] = MAX_TEXT_ROWS
+    """Rows that a terminal shows where no number is asked for."""
 
     def __post_init__(self) -> None:
         """Every row has one value for each column."""
@@ -161,6 +167,10 @@ class Table:
     def to_text(self, *, wide: bool = False) -> str:
         """The table as aligned lines, as wide as they need to be: nothing is cut off."""
         return _shown(self, wide=wide).aligned() + "\n"
+
+    def print(self, *, wide: bool = False) -> None:
+        """Write the table to stdout in colour, as wide as it needs to be."""
+        _shown(self, wide=wide).print()
 
     def to_pandas(self) -> pd.DataFrame:
         """The rows as a frame, all columns of them; units are in `attrs`, beside the title and the notes.
@@ -275,7 +285,7 @@ class _TextTable:
 def write_table(table: Table, *, form: Form = Form.TEXT, wide: bool = False, output: Path | None = None) -> None:
     """Write a table to a file, or to stdout: in colour on a terminal, else as plain text. Raises as `write_text`."""
     if form is Form.TEXT and output is None and sys.stdout.isatty():
-        _shown(table, wide=wide).print()
+        table.print(wide=wide)
         return
     if form is Form.JSON:
         text = json.dumps(table.to_json(), indent=2, allow_nan=False) + "\n"

@@ -20,6 +20,7 @@ from ranktape.storage.format.memory import nbytes_text
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from ranktape.analyze.questions.findings import FindingsTable
     from ranktape.storage.maintenance.watch import RankWatch, Snapshot, Watcher
 
 RESTART_SECONDS = 30.0
@@ -34,6 +35,9 @@ _RATE_LOOKS = 10
 _MAX_ROWS = 40
 """Ranks that a terminal shows; the ones that are furthest behind."""
 
+_MAX_FINDINGS = 5
+"""Findings that a terminal shows, the worst."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchView:
@@ -45,6 +49,8 @@ class WatchView:
     """Bytes per second of each rank, lately."""
     rate: float = 0.0
     """Bytes per second of all ranks, lately."""
+    findings: FindingsTable | None = None
+    """What stands out in the iterations that are complete; None where that was not asked for, or is not known yet."""
 
 
 def watch(
@@ -54,6 +60,7 @@ def watch(
     min_records: int | None = None,
     timeout: float | None = None,
     interval: float = 2.0,
+    findings: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     on_look: Callable[[WatchView], object] = lambda _: None,
 ) -> Snapshot:
@@ -68,6 +75,8 @@ def watch(
         min_records (N): Watch until so many records are in complete iterations.
         timeout (SECONDS): Watch so long at most; also waits for RUN to appear.
         interval (SECONDS): From one look to the next.
+        findings: Say what stands out, too, as 'ranktape analyze findings' does: found anew when an iteration is
+            complete. The values of each are read once.
         on_look: Called with each look.
 
     Raises:
@@ -76,6 +85,7 @@ def watch(
         UsageError: a number is too small.
         RanktapeError: the store cannot be read.
     """
+    from ranktape.launch.watched_findings import WatchedFindings
     from ranktape.storage.maintenance.watch import Watcher
 
     expect_least(1, min_records=min_records)
@@ -85,17 +95,22 @@ def watch(
     deadline = None if timeout is None else time.monotonic() + timeout
     looks: deque[Snapshot] = deque(maxlen=_RATE_LOOKS)
     closed_since: float | None = None
-    with open_backend_of(os.fspath(run), storage_options) as backend:
+    with (
+        open_backend_of(os.fspath(run), storage_options) as backend,
+        WatchedFindings(os.fspath(run), storage_options) as found,
+    ):
         watcher = Watcher(backend)
         while True:
             look, lacks = _look(watcher, may_be_missing=deadline is not None and not looks), ["no attempt has begun"]
             now = time.monotonic()
             if look is not None:
                 looks.append(look)
-                on_look(_view(looks))
                 lacks = _missing(look, until_complete=until_complete, min_records=min_records)
                 closed_since = (closed_since or now) if look.is_closed else None
-                if not lacks and (has_goal or closed_since is not None):
+                is_last = not lacks and (has_goal or closed_since is not None)
+                table = found.look(look.complete, is_last=is_last) if findings else None
+                on_look(_view(looks, findings=table))
+                if is_last:
                     return look
                 if closed_since is not None and now - closed_since >= RESTART_SECONDS:
                     raise CheckFoundError(f"the run at {backend.url} is closed, and {' and '.join(lacks)}")
@@ -152,14 +167,30 @@ def lines(view: WatchView, *, before: Snapshot | None) -> list[str]:
     return found
 
 
-def _view(looks: Sequence[Snapshot]) -> WatchView:
+def _view(looks: Sequence[Snapshot], *, findings: FindingsTable | None) -> WatchView:
     first, last = looks[0], looks[-1]
     seconds = last.seconds - first.seconds
     if seconds <= 0 or first.attempt != last.attempt:
-        return WatchView(snapshot=last)
+        return WatchView(snapshot=last, findings=findings)
     before = {rank.rank: rank.nbytes for rank in first.ranks}
     rates = {rank.rank: (rank.nbytes - before.get(rank.rank, 0)) / seconds for rank in last.ranks}
-    return WatchView(snapshot=last, rates=rates, rate=(last.nbytes - first.nbytes) / seconds)
+    rate = (last.nbytes - first.nbytes) / seconds
+    return WatchView(snapshot=last, rates=rates, rate=rate, findings=findings)
+
+
+def finding_lines(now: FindingsTable | None, *, before: FindingsTable | None) -> list[str]:
+    """What a pipe is given: a line for each finding that is new or became worse, and how many there are in all."""
+    if now is None or now is before:
+        return []
+    known = set() if before is None else {_key(row) for row in before.records()}
+    new = [row for row in now.records() if _key(row) not in known]
+    found = [f"finding, {row['severity']}: {row['title']}; next: {row['command']}" for row in new]
+    return [*found, now.title] if found or before is None or now.title != before.title else []
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """What tells one finding from another over time: its numbers change with each iteration."""
+    return row["severity"], row["kind"], row["where"]
 
 
 def _summary(view: WatchView) -> str:
@@ -190,12 +221,14 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 def _screen(title: str) -> Iterator[Callable[[WatchView], object]]:
     """Where a view is shown: a table that moves, or lines."""
     if not sys.stdout.isatty():
-        before: list[Snapshot] = []
+        before: list[WatchView] = []
 
         def write(view: WatchView) -> None:
-            for line in lines(view, before=before[-1] if before else None):
+            last = before[-1] if before else None
+            told = lines(view, before=None if last is None else last.snapshot)
+            for line in [*told, *finding_lines(view.findings, before=None if last is None else last.findings)]:
                 say(line)
-            before[:] = [view.snapshot]
+            before[:] = [view]
 
         yield write
         return
@@ -225,7 +258,8 @@ def _moving_table(view: WatchView, *, title: str) -> RenderableType:
     notes = [Text(f"and {rest} more ranks, which are further on", style="dim")] if rest else []
     if waiting:
         notes.append(Text(f"not complete: {waiting}", style="dim"))
-    return Group(Text(title, style="italic"), table, *notes, Text(_summary(view)))
+    found = [] if view.findings is None else view.findings.lines(_MAX_FINDINGS)
+    return Group(Text(title, style="italic"), table, *notes, *found, Text(_summary(view)))
 
 
 def _cells(rank: RankWatch, *, rate: float) -> tuple[str, ...]:

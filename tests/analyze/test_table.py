@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import csv
-import errno
 import io
 import json
-import os
-import pty
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +13,7 @@ import pytest
 from ranktape.analyze.table import Column, Form, Kind, Table, write_table
 from ranktape.errors import UsageError
 from ranktape.storage.format.memory import nbytes_text
+from tests.terminal import on_terminal
 
 TABLE = Table(
     title="what is shown",
@@ -162,20 +158,7 @@ write_table(Table(title="", columns=columns, rows=(("a" * 300, 12345678901234567
 
 def test_a_narrow_terminal_cuts_nothing_off() -> None:
     """On a terminal rich prints the table; lines that are too long wrap."""
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "40", "TERM": "dumb"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], stdout=theirs, env=environment, check=True, timeout=60)
-    os.close(theirs)
-    shown = b""
-    try:
-        while piece := os.read(ours, 65536):
-            shown += piece
-    except OSError as error:
-        if error.errno != errno.EIO:  # so Linux says that the other end is closed, and all of it is read
-            raise
-    os.close(ours)
-    text = shown.decode().replace("\r\n", "")
-    assert done.returncode == 0
+    text = on_terminal("-c", SCRIPT, columns=40, term="dumb").replace("\n", "")
     assert text.count("a") >= 300
     assert "12345678901234567890" in text
 

@@ -13,11 +13,14 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
+from ranktape.analyze.questions.findings import findings
 from ranktape.errors import CheckFoundError, RunNotFoundError
 from ranktape.launch.cli import cli
-from ranktape.launch.watching import WatchView, _moving_table, _ranks_text, lines, watch
+from ranktape.launch.watching import WatchView, _moving_table, _ranks_text, finding_lines, lines, watch
+from ranktape.storage import open_run
 from ranktape.storage.format.progress import write_verdict
 from ranktape.storage.maintenance.watch import RankWatch, Snapshot
+from tests.analyze.faulty_runs import Sizes, everywhere, faulty_run
 from tests.storage.whole_run import record, whole_run
 
 FAST = 0.05
@@ -181,3 +184,34 @@ def test_the_table_moves_on_a_terminal(tmp_path: Path, monkeypatch: pytest.Monke
     cli.main(["watch", str(tmp_path / "run")], standalone_mode=False)
     assert "committed" in screen.getvalue()
     assert "2 of 1 guaranteed iterations complete" in screen.getvalue()
+
+
+def test_what_stands_out_is_said_when_an_iteration_is_complete(tmp_path: Path) -> None:
+    run = faulty_run(tmp_path / "run", everywhere(1, factor=2.0**9), sizes=Sizes(num_layers=4))
+    views: list[WatchView] = []
+    watch(run.url, until_complete=True, findings=True, on_look=views.append)
+    expected = findings(run.select())
+    assert views[-1].findings == expected
+    told = finding_lines(expected, before=None)
+    assert told[0].startswith(f"finding, {expected.column('severity')[0]}: {expected.column('title')[0]}; next: ")
+    assert told[-1] == expected.title
+    assert finding_lines(expected, before=findings(run.select(iteration=0))) == []
+    shown = Console(file=io.StringIO(), width=60, height=40)
+    shown.print(_moving_table(views[-1], title="run"))
+    assert isinstance(shown.file, io.StringIO)
+    assert max(map(len, shown.file.getvalue().splitlines())) <= 60
+    assert expected.title in shown.file.getvalue()
+    without: list[WatchView] = []
+    watch(run.url, until_complete=True, on_look=without.append)
+    assert without[-1].findings is None
+
+
+def test_a_run_whose_iterations_come_is_looked_at_again(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    backend, attempt, writers = whole_run(url, iterations=(0,), close=False, min_iterations=2)
+    thread = meanwhile(lambda: record(backend, attempt, writers, iteration=10), after_seconds=1.0)
+    result = invoke(url, "--findings", "--until-complete", "--timeout", 60)
+    thread.join()
+    assert result.exit_code == 0
+    verdicts = [line for line in result.stdout.splitlines() if line.endswith(".") or "stand" in line]
+    assert verdicts[-1] == findings(open_run(url).select()).title

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.identity import IDENTITY
 from ranktape.analyze.table import json_value
+from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -70,6 +71,28 @@ class Finding:
     """The titles of all else that was found and follows from this one, the nearest first."""
     command: str = ""
     """The command that looks closer, with RUN for the run."""
+
+    @property
+    def reason(self) -> str:
+        """What the title says of the place."""
+        return self.title.removeprefix(self.place).strip()
+
+    def command_in(self, url: str) -> str:
+        """The command that looks closer, as a person can paste it; RUN stays where there is no URL.
+
+        Names of strangers hold no key strokes for a terminal.
+        """
+        return printable(self.command.replace(" RUN", f" {shlex.quote(url or 'RUN')}", 1))
+
+
+def headline(findings: Sequence[Finding], *, num_records: int) -> str:
+    """What was found, in one sentence."""
+    if not findings:
+        return f"Nothing stands out in {num_records:,} record{'' if num_records == 1 else 's'}."
+    severities = [finding.severity for finding in findings]
+    parts = [f"{severities.count(one)} {one.value}" for one in dict.fromkeys(severities)]
+    verb = "thing stands out" if len(findings) == 1 else "things stand out"
+    return f"{len(findings):,} {verb}: {', '.join(parts)}."
 
 
 def finding_of(

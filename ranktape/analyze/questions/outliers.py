@@ -14,8 +14,9 @@ from typing import Any
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
+from ranktape.analyze.findings import rows
 from ranktape.analyze.findings.apart import outlying_channels
-from ranktape.analyze.findings.find import Seen, all_findings, families_of
+from ranktape.analyze.findings.find import all_findings, families_of
 from ranktape.analyze.findings.survey import Survey
 from ranktape.analyze.findings.thresholds import ROBUST_Z
 from ranktape.analyze.identity import words
@@ -33,25 +34,7 @@ _COLUMNS = (
     Column(name="cause", kind=Kind.INTEGER),
     Column(name="follows", kind=Kind.TEXT, head=""),
     Column(name="severity", kind=Kind.TEXT),
-    Column(name="kind", kind=Kind.TEXT),
-    Column(name="where", kind=Kind.TEXT),
-    Column(name="iteration", kind=Kind.INTEGER, is_detail=True),
-    Column(name="ranks", kind=Kind.LIST, is_detail=True),
-    Column(name="layer_stack", kind=Kind.TEXT, is_detail=True),
-    Column(name="layer_idx", kind=Kind.INTEGER, is_detail=True),
-    Column(name="layer_type", kind=Kind.TEXT, is_detail=True),
-    Column(name="module", kind=Kind.TEXT, is_detail=True),
-    Column(name="operation", kind=Kind.TEXT, is_detail=True),
-    Column(name="tensor_name", kind=Kind.TEXT, is_detail=True),
-    Column(name="sample", kind=Kind.TEXT, is_detail=True),
-    Column(name="channel", kind=Kind.INTEGER, is_detail=True),
-    Column(name="records", kind=Kind.INTEGER),
-    Column(name="metric", kind=Kind.TEXT),
-    Column(name="value", kind=Kind.FLOAT),
-    Column(name="expected", kind=Kind.FLOAT, head="median of peers"),
-    Column(name="deviation", kind=Kind.FLOAT, head="robust z"),
-    Column(name="binades", kind=Kind.FLOAT),
-    Column(name="evidence", kind=Kind.TEXT, is_detail=True),
+    *rows.COLUMNS,
 )
 
 
@@ -97,12 +80,13 @@ def outliers(
     found = list(all_findings(known, across=peers, metrics=metrics, threshold=threshold))
     if "channel" in chosen and metric in {None, "absmax"}:
         found.extend(outlying_channels(known, view=view, engine=engine, threshold=threshold))
-    rows: list[tuple[Any, ...]] = []
+    shown: list[tuple[Any, ...]] = []
     families = families_of(known, found)
     said: tuple[str, ...]
     for number, family in enumerate(families, start=1):
-        rows.append((number, "", family.severity.value, *_cells(family.root)))
-        rows += [(number, "follows", one.finding.severity.value, *_cells(one)) for one in family.following]
+        shown.append((number, "", family.severity.value, *rows.cells(family.root.finding)))
+        following = (one.finding for one in family.following)
+        shown += [(number, "follows", one.severity.value, *rows.cells(one)) for one in following]
     if families:
         worst = families[0].root.finding
         said = f"worst: {worst.title}; {worst.evidence}", f"look closer: {worst.command}"
@@ -111,7 +95,7 @@ def outliers(
     return Table(
         title=f"what is wrong, and what stands out from its peers by a robust z of {threshold:g} and more",
         columns=_COLUMNS,
-        rows=tuple(rows),
+        rows=tuple(shown),
         notes=(*notes, *said),
     )
 
@@ -139,24 +123,3 @@ def _notes(records: Records, across: Sequence[str], metric: str | None) -> tuple
     if num_kept and {"sample", "channel"} & (set(across) - set(without)):
         notes.append(f"of {num_kept} records no values were kept: nothing is known of their samples and channels")
     return tuple(notes)
-
-
-_WHERE = ("layer_stack", "layer_idx", "layer_type", "module", "operation", "tensor_name", "sample", "channel")
-
-
-def _cells(one: Seen) -> tuple[Any, ...]:
-    found = one.finding
-    return (
-        found.kind,
-        found.place,
-        found.where.get("iteration"),
-        sorted(int(rank) for rank in one.ranks),
-        *(found.where.get(name) for name in _WHERE),
-        len(found.places),
-        found.metric or None,
-        found.value,
-        found.expected,
-        found.deviation,
-        found.binades,
-        found.evidence,
-    )

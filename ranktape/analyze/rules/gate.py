@@ -53,10 +53,11 @@ def gate(
     """Check a run against rules: exit 0 if all hold, and 3 with the offenders if one does not.
 
     A rule is a condition over metrics (those of 'stats', of 'overflow', sqnr.mxfp8 and other losses of 'sweep',
-    replicas.differing) and fields, of all records or of those that 'where' selects. A rule that selects nothing is an
-    error, and a metric that does not exist (the mean of NaN alone) fails, unless the condition holds without it, or the
-    rule says 'missing: pass'. Without `rule` and `rule_file` the default rules hold, for which nothing is read. `by`,
-    `format` and `scaling` are for the rules that say nothing of them themselves. CSV holds the offenders alone.
+    replicas.differing, findings.high) and fields, of all records or of those that 'where' selects. A rule that selects
+    nothing is an error, and a metric that does not exist (the mean of NaN alone) fails, unless the condition holds
+    without it, or the rule says 'missing: pass'. Without `rule` and `rule_file` the default rules hold, for which
+    nothing is read. `by`, `format` and `scaling` are for the rules that say nothing of them themselves. CSV holds the
+    offenders alone.
 
     Args:
         rule (RULE): What has to hold: "overflow.ratio < 1e-4 where layer_type == 'attention'"; repeatable.
@@ -164,7 +165,7 @@ def _outcome(asked: _Asked, *, view: View | None, engine: Engine | None) -> Rule
         num_failed=int(is_bad.sum()),
         num_missing=int((truth == 0).sum()),
         offenders=tuple(_offenders(found, judged)),
-        notes=(*notes, *judged.places.notes),
+        notes=(*notes, *judged.places.notes, *judged.notes),
     )
 
 

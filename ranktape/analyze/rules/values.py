@@ -14,6 +14,9 @@ import numpy as np
 
 from ranktape.analyze.engine.sweep_measure import Asked, sweep_records
 from ranktape.analyze.engine.values import View
+from ranktape.analyze.findings.find import KINDS as FINDING_KINDS
+from ranktape.analyze.findings.find import find
+from ranktape.analyze.findings.finding import Finding, Severity
 from ranktape.analyze.findings.replicas import parse_placements, placed_copies
 from ranktape.analyze.identity import SAMPLE
 from ranktape.analyze.metrics.counts import Places, find_places
@@ -37,6 +40,12 @@ if TYPE_CHECKING:
 REPLICAS = "replicas.differing"
 """How many copies of a record hold other bits than it does; 0 where most hold the same."""
 
+FINDINGS = tuple(f"findings.{part}" for part in ("total", *Severity, *FINDING_KINDS))
+"""How many findings begin at a record: all of them, those of a severity, those of a kind."""
+
+MAX_SAID = 3
+"""Findings that the notes of a rule name."""
+
 LOSSES = (*SWEPT_METRICS, "overflow_ratio", "underflow_ratio", "flushed_ratio", "exponent")
 """What can be asked of the recommended level of a sweep: `sqnr.mxfp8`."""
 
@@ -47,11 +56,11 @@ class RuleOperand:
 
     name: str
     """The name, as it is written."""
-    origin: Literal["counts", "digest", "sweep", "replicas", "field"]
+    origin: Literal["counts", "digest", "sweep", "replicas", "findings", "field"]
     """What is beyond limits, a metric of values, what a format loses with the recommended scale, the checksums of
-    copies, or what the catalogue says of the record."""
+    copies, what stands out, or what the catalogue says of the record."""
     part: str = ""
-    """Of counts their kind, of a sweep the metric."""
+    """Of counts their kind, of a sweep the metric, of findings their severity or kind."""
     is_ratio: bool = False
     """Of a count, whether it is one of all elements."""
     format: str = ""
@@ -78,6 +87,8 @@ def parse_operand(name: str) -> RuleOperand:
         return _COUNTS[name]
     if name == REPLICAS:
         return RuleOperand(name=name, origin="replicas")
+    if name in FINDINGS:
+        return RuleOperand(name=name, origin="findings", part=name.partition(".")[2])
     if name in METRICS or re.fullmatch(r"p\d+(\.\d+)?", name):
         return RuleOperand(name=parse_metric(name).name, origin="digest")
     if name in COLUMNS or name == SAMPLE:
@@ -86,7 +97,14 @@ def parse_operand(name: str) -> RuleOperand:
     if dot and part in LOSSES:
         resolve(format_name, options=SweepOptions())
         return RuleOperand(name=name, origin="sweep", part=part, format=format_name)
-    known = [*_COUNTS, REPLICAS, *METRICS, *COLUMNS, *(f"{loss}.{format_name or 'mxfp8'}" for loss in LOSSES)]
+    known = [
+        *_COUNTS,
+        REPLICAS,
+        *FINDINGS,
+        *METRICS,
+        *COLUMNS,
+        *(f"{loss}.{format_name or 'mxfp8'}" for loss in LOSSES),
+    ]
     near = [one for one in known if f".{name}." in f".{one}."]
     near += difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(dict.fromkeys(near[:3]))}?" if near else f"use one of {', '.join(METRICS)}"
@@ -124,6 +142,8 @@ class Judged:
     """What reads them."""
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
     """For each name its values: numbers, NaN where there is none, or text as objects."""
+    notes: list[str] = field(default_factory=list)
+    """What is to be said of these values."""
 
     def worst(self, values: NDArray[np.float64], *, is_low: bool = False) -> NDArray[np.float64]:
         """Of each group the lowest or the highest value of a record that is known."""
@@ -217,6 +237,24 @@ def _differing_copies(judged: Judged, operands: Sequence[RuleOperand]) -> dict[s
     return {one.name: np.where((most == 0) & np.array(is_unknown, dtype=bool), math.nan, most) for one in operands}
 
 
+def _found_values(judged: Judged, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
+    """How many findings begin at each record; of a group those at the record with the most."""
+    found = find(judged.records, view=judged.view, engine=judged.engine)
+    counts = {one.name: np.zeros(len(judged.records)) for one in operands}
+    said: list[Finding] = []
+    for finding in found:
+        names = [one.name for one in operands if one.part in {"total", finding.severity.value, finding.kind}]
+        for name in names:
+            np.add.at(counts[name], np.array(finding.places, dtype=np.int64), 1)
+        said += [finding] if names else []
+    url = judged.records.reader.url
+    for finding in said[:MAX_SAID]:
+        judged.notes.append(f"{printable(finding.title)}; look closer: {finding.command_in(url)}")
+    if len(said) > MAX_SAID:
+        judged.notes.append(f"and {len(said) - MAX_SAID} more: see 'ranktape analyze findings'")
+    return {name: judged.worst(values) for name, values in counts.items()}
+
+
 def _field_values(judged: Judged, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
     found: dict[str, NDArray[Any]] = {}
     for name in (operand.name for operand in operands):
@@ -240,6 +278,7 @@ _VALUES: dict[str, Callable[[Judged, Sequence[RuleOperand]], dict[str, NDArray[A
     "sweep": _swept_values,
     "counts": _counted_values,
     "replicas": _differing_copies,
+    "findings": _found_values,
     "field": _field_values,
 }
 """For each origin the values of its names."""

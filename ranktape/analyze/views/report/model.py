@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.findings.finding import Finding, headline
 from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS, natural, places_of, stacks_of
 from ranktape.analyze.metrics.gather import gather
 from ranktape.analyze.metrics.metric import parse_metric
@@ -26,7 +27,6 @@ from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.values import View
-    from ranktape.analyze.findings.finding import Finding
     from ranktape.analyze.numerics.digest import Digest
     from ranktape.analyze.numerics.formats import Format
     from ranktape.storage import Records
@@ -103,7 +103,7 @@ def build_model(
     return Model(
         url=printable(url),
         facts=_facts(records, scope=scope, environment=environment or {}),
-        headline=_headline(findings, num_records=len(records)),
+        headline=headline(findings, num_records=len(records)),
         findings=tuple(findings[:MAX_FINDINGS]),
         left_out=(
             *_left_out(details, samples, num_findings=len(findings), num_sampled=num_sampled),
@@ -221,15 +221,6 @@ def _when(timestamps: Any) -> str:
     if start == stop:
         return f"{start} UTC"
     return f"{start} to {stop.removeprefix(f'{first:%Y-%m-%d} ')} UTC"
-
-
-def _headline(findings: Sequence[Finding], *, num_records: int) -> str:
-    if not findings:
-        return f"Nothing stands out in {num_records:,} record{'' if num_records == 1 else 's'}."
-    severities = [finding.severity for finding in findings]
-    parts = [f"{severities.count(one)} {one.value}" for one in dict.fromkeys(severities)]
-    verb = "thing stands out" if len(findings) == 1 else "things stand out"
-    return f"{len(findings):,} {verb}: {', '.join(parts)}."
 
 
 def _left_out(details: Details, samples: SampleColumns, *, num_findings: int, num_sampled: int) -> tuple[str, ...]:

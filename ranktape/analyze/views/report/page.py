@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import re
-import shlex
 import stat
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,6 @@ from ranktape.lazy_names import __version__
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
-    from ranktape.analyze.findings.finding import Finding
     from ranktape.storage import Records
 
 FORMATS = ("mxfp8_e4m3", "mxfp4_e2m1", "fp8_e4m3", "hif8")
@@ -133,7 +131,7 @@ def render(model: Model, *, view: View = View.COMPUTE) -> str:
         style=Markup(style),  # noqa: S704 - our own file
         scripts=[Markup(script) for script in scripts],  # noqa: S704 - our own files, and plotly's
         data=Markup(json_in_html({**model.data, "charts": CHARTS})),  # noqa: S704 - escaped
-        commands=[_command(finding, url=model.url) for finding in model.findings],
+        commands=[finding.command_in(model.url) for finding in model.findings],
         num_first=NUM_FIRST_FINDINGS,
         taken_ids=_ids_of_styles(scripts[0]),
         version=__version__,
@@ -146,11 +144,6 @@ def json_in_html(document: Any) -> str:
     text = json.dumps(document, separators=(",", ":"), allow_nan=False)
     # JSON is ASCII here, so no line separator of JavaScript is in it.
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _command(finding: Finding, *, url: str) -> str:
-    """What looks closer, as a person can paste it: names of strangers hold no key strokes for a terminal."""
-    return printable(finding.command.replace(" RUN", f" {shlex.quote(url or 'RUN')}", 1))
 
 
 def _ids_of_styles(plotly: str) -> list[str]:

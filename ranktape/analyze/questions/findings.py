@@ -1,0 +1,185 @@
+"""Gives what is wrong in a run, and where, the worst first: the first screen of the report, in a terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ranktape.analyze.console import encodable
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.values import View
+from ranktape.analyze.findings import rows
+from ranktape.analyze.findings.find import KINDS, find
+from ranktape.analyze.findings.finding import Finding, Severity, headline
+from ranktape.analyze.identity import words
+from ranktape.analyze.table import Column, Kind, Table
+from ranktape.errors import UsageError, nearest
+from ranktape.storage import Records
+from ranktape.storage.places.failures import printable
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+NUM_FIRST = 5
+"""Findings that a terminal shows before the rest is asked for: as many as a screen holds."""
+
+MAX_FOLLOWING = 3
+"""Consequences that text names, unless everything is asked for."""
+
+_COLORS = {Severity.HIGH: "bold red", Severity.MEDIUM: "bold yellow", Severity.LOW: "bold blue"}
+
+_INDENT = 10
+"""Where the text of a finding begins."""
+
+_MIN_WIDTH = 40
+"""Narrower lines are of single words."""
+
+_COLUMNS = (
+    Column(name="severity", kind=Kind.TEXT),
+    *rows.COLUMNS,
+    Column(name="title", kind=Kind.TEXT, is_detail=True),
+    Column(name="reason", kind=Kind.TEXT, is_detail=True),
+    Column(name="consequences", kind=Kind.LIST, is_detail=True),
+    Column(name="command", kind=Kind.TEXT, is_detail=True),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class FindingsTable(Table):
+    """Findings, one row for each; as text a few lines for each, and the verdict last."""
+
+    max_rows: ClassVar[int] = NUM_FIRST
+
+    def to_text(self, *, wide: bool = False) -> str:
+        """The findings, a line for each thing that is said; with `wide` all that follows from each."""
+        lines = (f"{head:{_INDENT}}{text}".rstrip() for head, text, _ in self._lines(wide=wide))
+        return "\n".join([*lines, *map(printable, (*self.notes, self.title))]) + "\n"
+
+    def print(self, *, wide: bool = False) -> None:
+        """Write them to stdout in colour, with lines as wide as the terminal."""
+        from rich.console import Console
+
+        console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        width = max(_MIN_WIDTH, console.width)
+        for one in self._lines(wide=wide):
+            for line in _wrapped(*one, width=width):
+                console.print(line)
+        for note in (*self.notes, self.title):
+            console.print(_text(note, "bold" if note is self.title else "dim"))
+
+    def lines(self, count: int) -> list[Text]:
+        """The first findings, a line for each, and the verdict: for a screen that shows something else, too."""
+        from rich.text import Text
+
+        found = []
+        for row in self.records()[:count]:
+            head = (f"{row['severity']:{_INDENT}}", _COLORS[Severity(row["severity"])])
+            found.append(
+                Text.assemble(head, encodable(printable(row["title"]), sys.stdout), no_wrap=True, overflow="ellipsis")
+            )
+        return [*found, _text(self.title, "bold")]
+
+    def _lines(self, *, wide: bool) -> Iterator[tuple[str, str, str]]:
+        """What stands in the margin, what beside it, and in which style; a blank line ends each finding."""
+        for row in self.records():
+            yield row["severity"], printable(row["title"]), _COLORS[Severity(row["severity"])]
+            yield "", printable(row["evidence"]), ""
+            following = row["consequences"]
+            shown = following if wide else following[:MAX_FOLLOWING]
+            for number, text in enumerate(shown):
+                yield "follows" if not number else "", printable(text), "dim"
+            if len(following) > len(shown):
+                yield "", f"and {len(following) - len(shown)} more: --wide names them", "dim"
+            if row["command"]:
+                # A command is pasted: it is not cut into lines.
+                yield "next", row["command"], "cyan"
+            yield "", "", ""
+
+
+def _wrapped(head: str, text: str, style: str, *, width: int) -> Iterator[Text]:
+    is_whole = head == "next"
+    lines = [text] if is_whole else textwrap.wrap(text, width - _INDENT, break_long_words=False) or [""]
+    for number, line in enumerate(lines):
+        yield _text(f"{head if not number else '':{_INDENT}}{line}", style)
+
+
+def _text(line: str, style: str) -> Text:
+    from rich.text import Text
+
+    return Text(encodable(line, sys.stdout).rstrip(), style=style)
+
+
+def findings(
+    records: Records,
+    *,
+    severity: str | None = None,
+    kind: str | Sequence[str] = (),
+    channels: bool = False,
+    recipe: str | Sequence[str] = (),
+    view: View | None = None,
+    engine: Engine | None = None,
+) -> FindingsTable:
+    """Say what is wrong in a run, and where: the first screen of the report.
+
+    One finding for each cause, the worst first: how bad it is, what and where, the numbers that say so beside those of
+    the peers, what follows from it, and the command that looks closer. The last line counts them. A terminal shows the
+    first 5. What is found of a selection is found among its records alone: peers that a filter leaves out are missing.
+    To fail where something is found, give a rule to 'ranktape analyze gate': "findings.high == 0".
+
+    Args:
+        severity (LEVEL): Only what is so bad, or worse: high, medium, low.
+        kind (KIND): Only these: nan, inf, overflow, gradient_underflow, sample_outlier, rank_differs, replica_differs,
+            gradient_exploding, gradient_vanishing, layer_differs, trend, recipe_outlier, channel_outlier, zero,
+            constant, placement_unknown; repeatable.
+        channels: Look for channels that stand out, too, for which every value is read once more.
+        recipe (NAME): Recipes in which each product of each layer is computed again, as mxfp8,mxfp4,nvfp4: names, or
+            files, with commas between them; repeatable.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        StorageError: the store cannot be read.
+        UsageError: a severity, a kind or a recipe is not known.
+    """
+    least, kinds = _severity(severity), _kinds(kind)
+    recipes = [recipe] if isinstance(recipe, str) else list(recipe)
+    found = find(records, view=view, engine=engine, with_channels=channels, recipe=recipes)
+    chosen = [one for one in found if one.severity.order <= least.order and (not kinds or one.kind in kinds)]
+    rest = len(found) - len(chosen)
+    table = findings_table(chosen, num_records=len(records), url=records.reader.url)
+    return (
+        table
+        if not rest
+        else dataclasses.replace(table, notes=(*table.notes, f"{rest} findings more, less bad or of other kinds"))
+    )
+
+
+def findings_table(found: Sequence[Finding], *, num_records: int, url: str) -> FindingsTable:
+    """Findings of so many records as a table; commands are about the run at `url`."""
+    return FindingsTable(
+        title=headline(found, num_records=num_records), columns=_COLUMNS, rows=tuple(_row(one, url) for one in found)
+    )
+
+
+def _row(one: Finding, url: str) -> tuple[Any, ...]:
+    said = (one.title, one.reason, list(one.consequences), one.command_in(url) if one.command else None)
+    return (one.severity.value, *rows.cells(one), *said)
+
+
+def _severity(name: str | None) -> Severity:
+    if name is None:
+        return Severity.LOW
+    if name not in set(Severity):
+        raise UsageError(f"severity {name!r} is not allowed: {nearest(name, tuple(Severity), otherwise='use')}")
+    return Severity(name)
+
+
+def _kinds(names: str | Sequence[str]) -> tuple[str, ...]:
+    wanted = tuple(one.replace("-", "_") for one in words(names))
+    for one in wanted:
+        if one not in KINDS:
+            raise UsageError(f"kind {one!r} is not allowed: {nearest(one, KINDS, otherwise='use')}")
+    return wanted
