@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.settings.cadence import Schedule
     from ranktape.capture.staging.process import WriterProcess
+    from ranktape.capture.stopping import StopGate
     from ranktape.capture.tensors.master import MasterWeights
     from ranktape.storage.places.retry import RetryingBackend
 
@@ -72,6 +73,8 @@ class Iterations:
         self._keeps_weights = False
         self._news = 0
         self._disabled: str | None = None
+        self._gate: StopGate | None = None
+        self._ended = ""
 
     @property
     def iteration(self) -> int:
@@ -124,10 +127,18 @@ class Iterations:
     def _advance(self, iteration: int) -> None:
         with self._recorder.guarded():
             keep_process_groups()
-        if self._disabled is not None:
+        if self._disabled is None:
+            self._settle(iteration)
+        else:
             self._hooks.detach()
             self._iteration = iteration
-            return
+            self._learn()
+        self._stop_where_all_do()
+        if self._disabled is None:
+            self._begin_iteration()
+
+    def _settle(self, iteration: int) -> None:
+        """The running iteration has ended, and another one is next."""
         if self.is_watching:
             self._end_iteration()
         for passed in self._schedule.between(self._iteration, iteration):
@@ -140,15 +151,32 @@ class Iterations:
             self._process.keep_alive()
         except CaptureError as error:
             self._disable(str(error))
+        self._process.ring.set_counter(Counter.STEP, self._iteration)
+        for late in self._learn():
+            self._skip(late, f"the rank learned of it only in iteration {iteration}")
+
+    def _learn(self) -> list[int]:
+        """Take over what the writer says of the plan, where that is new; the new iterations that are past already."""
         ring = self._process.ring
-        ring.set_counter(Counter.STEP, self._iteration)
         # Grows when the writer has something to say about the plan; to look costs the training thread nothing.
-        if (news := ring.counter(Counter.NEWS)) != self._news:
-            self._news = news
-            self._keeps_weights = False  # an iteration failed, perhaps the one that has them
-            for late in self._schedule.learn(ring.hear() or {}, iteration=iteration):
-                self._skip(late, f"the rank learned of it only in iteration {iteration}")
-        self._begin_iteration()
+        if (news := ring.counter(Counter.NEWS)) == self._news:
+            return []
+        self._news = news
+        self._keeps_weights = False  # an iteration failed, perhaps the one that has them
+        return self._schedule.learn(ring.hear() or {}, iteration=self._iteration)
+
+    def _stop_where_all_do(self) -> None:
+        """End the training before an iteration before which all ranks end it.
+
+        Raises:
+            SystemExit: that is here; the exit code is 0.
+        """
+        gate = self._gate
+        if gate is None or not gate.stops_before(self._iteration, is_wanted=self._schedule.is_enough):
+            return
+        self._ended = f"the training was ended before iteration {self._iteration} (--stop-when-stored)"
+        self._console.say(f"everything is stored: {self._ended}")
+        raise SystemExit(0)
 
     def _begin_iteration(self) -> None:
         is_wanted = self._disabled is None and self._schedule.wants(self._iteration)

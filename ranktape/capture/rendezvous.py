@@ -205,6 +205,27 @@ class Rendezvous:
         except dist.DistError:  # the store has gone, with the process group or the rank that served it
             return False
 
+    def decide(self, name: str, text: str) -> str:
+        """What the first rank that was here has said of something; this one's text where it is the first.
+
+        Raises:
+            torch.distributed.DistError: the store has gone.
+        """
+        if self._store is None:
+            return self._shared.setdefault(name, text)
+        return str(self._store.compare_set(self._key(name, None), "", text).decode())
+
+    def forget(self, name: str) -> None:
+        """Forget what was said of something.
+
+        Raises:
+            torch.distributed.DistError: the store has gone.
+        """
+        if self._store is None:
+            self._shared.pop(name, None)
+        else:
+            self._store.delete_key(self._key(name, None))
+
 
 _ENVIRONMENT = {
     "RANK": "0",

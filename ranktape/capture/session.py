@@ -32,6 +32,7 @@ from ranktape.capture.source import Source, Tags, TensorRole, site_of
 from ranktape.capture.staging.process import WriterProcess, default_host_budget_nbytes
 from ranktape.capture.staging.ring_file import Counter
 from ranktape.capture.starting import open_place, ring_path, start_writer
+from ranktape.capture.stopping import StopGate
 from ranktape.capture.tensors.master import MasterWeights
 from ranktape.errors import CaptureError, RanktapeError, UsageError
 from ranktape.storage.format.layout import rank_iteration_path, site_path
@@ -139,6 +140,9 @@ class Capture(Iterations):
         words, self._rendezvous = self._start()
         self._attempt = str(words["attempt"])
         self._schedule = self._new_schedule(words)
+        if self.options.stop_when_stored:
+            is_first = self._place.rank == self._place.first_rank
+            self._gate = StopGate(self._rendezvous, is_first=is_first, on_failure=self._console.warn_once)
         count = self.options.target_iterations - len(words["completed"])
         past = cadence_of(self.options).past(count=count, without=words["completed"])
         self._console.tell_of_past(self.options, past=past, planned=words["iterations"])
@@ -213,7 +217,8 @@ class Capture(Iterations):
         if reason is not None:
             timeout_seconds = min(timeout_seconds, ABORT_TIMEOUT_SECONDS)
         words = self._process.finish(
-            reason=self._disabled or reason or self._silence or ending,
+            reason=self._disabled or reason or self._ended or self._silence or ending,
+            ended=self._ended,
             # The coordinator waits for the other ranks that long, and then has still to say so.
             timeout_seconds=timeout_seconds + VERDICT_SECONDS,
             on_progress=self._show_end,

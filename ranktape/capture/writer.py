@@ -100,7 +100,8 @@ class Writer:
         planned = config.cadence.following(
             count=options.target_iterations - len(attempt.completed), without=attempt.completed
         )
-        self._plan = IterationPlan(iterations=planned, is_done=not planned)
+        is_enough = len(attempt.completed) >= options.target_iterations
+        self._plan = IterationPlan(iterations=planned, is_done=not planned, is_enough=is_enough)
         if config.attempt is not None:
             self._plan = read_plan(backend, attempt=attempt) or self._plan
         self._coordinator = self._start_coordinator(backend) if config.is_first else None
@@ -117,6 +118,7 @@ class Writer:
             completed=list(attempt.completed),
             iterations=list(self._plan.iterations),
             is_done=self._plan.is_done,
+            is_enough=self._plan.is_enough,
         )
         if config.attempt is not None:
             self._ring.advance(Counter.NEWS)
@@ -266,7 +268,7 @@ class Writer:
             return
         if news is not None and news != plan:
             self._plan = news
-            self._say(iterations=list(news.iterations), is_done=news.is_done)
+            self._say(iterations=list(news.iterations), is_done=news.is_done, is_enough=news.is_enough)
             self._ring.advance(Counter.NEWS)
 
     def _end(self, reason: str) -> None:
@@ -284,7 +286,7 @@ class Writer:
             self._storer.rank_writer.close(reason=reason)
         if self._coordinator is not None:
             self._say(state="waiting")
-            verdict = self._coordinator.finish()
+            verdict = self._coordinator.finish(ended=str((self._ring.hear() or {}).get("ended", "")))
             self._say(verdict=verdict.to_json())
         if self._config.ring_path is not None and not self._committer.owes:
             # Nothing is left in it that anybody could want.

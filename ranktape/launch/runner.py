@@ -62,6 +62,7 @@ def _run(given_url: str | None, values: dict[str, Any], script: Script) -> int:
     from ranktape.capture.roles.known import known_layer_types
     from ranktape.capture.settings.options import CaptureOptions, check_layer_types
     from ranktape.capture.starting import open_place, try_place
+    from ranktape.capture.stopping import end_of_process
     from ranktape.launch.autostart import AutoStart, Order, hand_down
     from ranktape.storage import RunVerdict
     from ranktape.storage.format.attempt import read_attempts
@@ -82,6 +83,7 @@ def _run(given_url: str | None, values: dict[str, Any], script: Script) -> int:
     if "RANK" not in os.environ:
         # The script may start ranks of its own.
         hand_down(order)
+    end_of_process()
     try:
         has_left = script.run()
     except BaseException as stop:

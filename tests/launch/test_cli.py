@@ -30,6 +30,7 @@ CAPTURE = {
     "call", "iteration", "mode", "where", "samples", "keep", "select", "layers", "layer_offset", "master",
     "advance_on", "sample_dim", "policy", "host_budget_nbytes", "begin_timeout_seconds", "block_timeout_seconds",
     "finish_timeout_seconds", "store_timeout_seconds", "store_concurrency", "compression", "keep_last", "ring_dir",
+    "stop_when_stored",
     "spill_dir", "strict", "capture_config", "manual", "resume", "overwrite", "add", "storage_options",
 }  # fmt: skip
 """The settings of a capture."""

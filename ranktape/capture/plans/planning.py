@@ -229,7 +229,8 @@ class PlanningCapture(Capture):
                 rendezvous.report_failure(str(error))
             self._process.close()
             raise
-        return {"attempt": "", "completed": [], "iterations": [self._number], "is_done": False}, rendezvous
+        plan = {"iterations": [self._number], "is_done": False, "is_enough": False}
+        return {"attempt": "", "completed": [], **plan}, rendezvous
 
     def _probe(self, rendezvous: Rendezvous) -> float:
         """Bytes per second that the store takes, while it takes from all ranks."""

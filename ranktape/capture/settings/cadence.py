@@ -131,6 +131,8 @@ class Schedule:
         """Take over what the writer says at the start."""
         self._wanted: set[int] = set(words["iterations"])
         self.is_done = bool(words["is_done"])
+        """Whether none is captured any more."""
+        self.is_enough = bool(words["is_enough"])
         """Whether enough iterations are complete."""
 
     @property
@@ -155,6 +157,7 @@ class Schedule:
         late = sorted(new for new in named - self._wanted if new < iteration)
         self._wanted |= named
         self.is_done = bool(words.get("is_done", self.is_done))
+        self.is_enough = bool(words.get("is_enough", self.is_enough))
         return late
 
     def describe_end(self, *, iteration: int, num_steps: int, num_recorded: int, is_interrupted: bool) -> str:

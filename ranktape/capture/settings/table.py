@@ -297,6 +297,10 @@ class Settings:
         kind=int,
         least=1,
     )
+    stop_when_stored: bool = switch(
+        "End the training, with exit code 0 and before the same iteration on all ranks, once the guaranteed "
+        "iterations (with --max-iterations so many) are stored complete."
+    )
     ring_dir: str | None = option(
         None, "Directory for the staged tensors, from which 'ranktape recover' stores them should all be killed."
     )

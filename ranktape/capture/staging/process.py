@@ -141,7 +141,7 @@ class WriterProcess:
         self._config: WriterConfig | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
-        self._reason = ""
+        self._last_words: dict[str, Any] = {}
         # A file without a name keeps what a crashing writer says; a pipe would stop it once it is full.
         self._stderr = unnamed_file("ranktape-writer-stderr")
         self._lock = threading.RLock()
@@ -249,16 +249,19 @@ class WriterProcess:
         lines = text.decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {code}"
 
-    def finish(self, *, reason: str, timeout_seconds: float, on_progress: Callable[[int, str], None]) -> dict[str, Any]:
+    def finish(
+        self, *, reason: str, timeout_seconds: float, on_progress: Callable[[int, str], None], ended: str = ""
+    ) -> dict[str, Any]:
         """Say that the capture is over and wait until the writer has stored everything; its last words.
 
         Args:
             reason: Why the capture is over.
             timeout_seconds: Longest wait; the writer goes on without us after it.
             on_progress: Called about each second with the bytes still to store and the writer's state.
+            ended: What has ended the training, where that was asked for; the verdict says so.
         """
-        self._reason = reason
-        self.ring.finish({"reason": reason})
+        self._last_words = {"reason": reason, "ended": ended}
+        self.ring.finish(self._last_words)
         deadline = time.monotonic() + timeout_seconds
         next_progress = time.monotonic() + _PROGRESS_SECONDS
         words: dict[str, Any] = {}
@@ -284,7 +287,7 @@ class WriterProcess:
             str(rank): text[:_MAX_CHARACTERS] if number < _MAX_NAMED else ""
             for number, (rank, text) in enumerate(ranks.items())
         }
-        self.ring.say({"reason": self._reason, "given_up": reasons})
+        self.ring.say({**self._last_words, "given_up": reasons})
 
     def close(self, *, has_captured: bool = True) -> None:
         """Let go of the process and of the pipes to it; a writer that still works goes on.

@@ -109,8 +109,11 @@ class Coordinator:
             # At once, and before the rank commits another one: no more are to be there than are kept.
             self._look()
 
-    def finish(self) -> RunVerdict:
+    def finish(self, *, ended: str = "") -> RunVerdict:
         """Stop watching; wait for the other ranks, at most `finish_timeout_seconds`; write and return the verdict.
+
+        Args:
+            ended: What has ended the training or the capture, where it was asked for.
 
         Raises:
             StorageError: the verdict cannot be written.
@@ -136,7 +139,7 @@ class Coordinator:
                 break
             pause, seen = _pause_after(pause, is_news=progress != seen), progress
             time.sleep(pause)
-        return write_verdict(self._backend, attempt=self._attempt, problems=self.problems)
+        return write_verdict(self._backend, attempt=self._attempt, problems=self.problems, ended=ended)
 
     def _watch(self) -> None:
         pause = _POLL_SECONDS

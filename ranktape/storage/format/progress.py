@@ -136,10 +136,14 @@ def read_verdict(backend: Backend) -> tuple[RunVerdict, list[IterationStatus]] |
         return None
     last = attempts[-1]
     # Read first: a rank's last words come before it.
-    problems, damage = _read_or_damage(
-        backend, layout.verdict_path(last.path), lambda fields: fields.texts("problems", default={}), default=None
+    closing, damage = _read_or_damage(
+        backend,
+        layout.verdict_path(last.path),
+        lambda fields: (fields.texts("problems", default={}), fields.text("ended", default="")),
+        default=None,
     )
-    final = problems is not None or bool(damage)
+    final = closing is not None or bool(damage)
+    problems, ended = closing or ({}, "")
     progresses = [read_progress(backend, attempt) for attempt in attempts]
     statuses = [
         status
@@ -153,18 +157,22 @@ def read_verdict(backend: Backend) -> tuple[RunVerdict, list[IterationStatus]] |
         final=final,
         # Of the first rank that closed; the others' are in the iterations that they did not commit.
         notes={rank: _last_words(backend, last.path, rank) for rank in sorted(progresses[-1].closed)[: int(final)]},
-        problems={**(problems or {}), **({"the verdict": damage} if damage else {})},
+        problems={**problems, **({"the verdict": damage} if damage else {})},
+        ended=ended,
     )
     return verdict, statuses
 
 
-def write_verdict(backend: Backend, *, attempt: Attempt, problems: Mapping[str, str] | None = None) -> RunVerdict:
+def write_verdict(
+    backend: Backend, *, attempt: Attempt, problems: Mapping[str, str] | None = None, ended: str = ""
+) -> RunVerdict:
     """Close the attempt: the verdict on the run as it stands, written to the store.
 
     Args:
         backend: Where the run is.
         attempt: The attempt that ends.
         problems: What its coordinator met, each with the reason; a verdict that is not met names them.
+        ended: What has ended the training or the capture, where that was asked for.
 
     Raises:
         RunNotFoundError: the run was deleted or replaced.
@@ -172,7 +180,7 @@ def write_verdict(backend: Backend, *, attempt: Attempt, problems: Mapping[str, 
     if not is_attempt_there(backend, attempt):
         raise RunNotFoundError(lost_message(backend))
     path = layout.verdict_path(attempt.path)
-    closing = {"problems": dict(problems or {}), "written": time.time()}
+    closing = {"problems": dict(problems or {}), "ended": ended, "written": time.time()}
     write_group(backend, path, closing)
     judged = read_verdict(backend)
     if judged is None or not is_attempt_there(backend, attempt):
@@ -187,10 +195,15 @@ def judge_again(backend: Backend, attempt: Attempt) -> None:
     """Write the verdict on an attempt anew, as the run stands; what its coordinator met stays in it."""
     try:
         words: Mapping[str, Any] = read_attributes(backend, layout.verdict_path(attempt.path)) or {}
-        problems = words.get("problems")
+        problems, ended = words.get("problems"), words.get("ended")
     except (DataError, RunFormatError):
-        problems = {"verdict": "it was damaged, and written again"}
-    write_verdict(backend, attempt=attempt, problems=problems if isinstance(problems, dict) else {})
+        problems, ended = {"verdict": "it was damaged, and written again"}, ""
+    write_verdict(
+        backend,
+        attempt=attempt,
+        problems=problems if isinstance(problems, dict) else {},
+        ended=ended if isinstance(ended, str) else "",
+    )
 
 
 def finish_ready(backend: Backend, attempt: Attempt, *, problems: dict[int, str] | None = None) -> list[int]:

@@ -86,17 +86,20 @@ class RunVerdict:
     """Whether the coordinator has closed the attempt; before that the answer may still change."""
     num_dropped: int = 0
     """Iterations that were stored complete and have been removed since; they count for the minimum."""
+    ended: str = ""
+    """What has ended the training or the capture, where that was asked for; else empty."""
 
     def message(self) -> str:
         """One line for a person."""
         have = f"{len(self.complete)} of {self.required} guaranteed iterations are stored complete"
         if self.num_dropped and len(self.complete) < self.required:
             have += f", {self.num_dropped} more were until they were removed"
+        ended = f"; {self.ended}" if self.ended else ""
         if self.met:
-            return f"minimum met: {have}" + (f" ({_listed(self.complete)})" if self.complete else "")
+            return f"minimum met: {have}" + (f" ({_listed(self.complete)})" if self.complete else "") + ended
         missing = "; ".join(self.missing[:_MAX_NAMED]) or "no iteration was begun"
         rest = len(self.missing) - _MAX_NAMED
-        return f"minimum not met: {have}; {missing}" + (f"; and {rest} more" if rest > 0 else "")
+        return f"minimum not met: {have}; {missing}" + (f"; and {rest} more" if rest > 0 else "") + ended
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary for JSON and for Zarr attributes."""
@@ -114,6 +117,7 @@ def judge(
     final: bool,
     notes: Mapping[int, str] | None = None,
     problems: Mapping[str, str] | None = None,
+    ended: str = "",
 ) -> RunVerdict:
     """The verdict on a run whose iterations stand as `statuses` say.
 
@@ -132,7 +136,13 @@ def judge(
         missing += [f"{subject}: {problem}" for subject, problem in (problems or {}).items()]
         missing += [f"rank {rank}: {note}" for rank, note in (notes or {}).items()]
     return RunVerdict(
-        met=is_met, required=required, complete=complete, missing=missing, final=final, num_dropped=len(dropped)
+        met=is_met,
+        required=required,
+        complete=complete,
+        missing=missing,
+        final=final,
+        num_dropped=len(dropped),
+        ended=ended,
     )
 
 
