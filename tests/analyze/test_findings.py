@@ -188,6 +188,27 @@ def test_a_weight_is_the_cause_of_a_worse_gradient(tmp_path: Path) -> None:
     assert len(findings) == 1
 
 
+def test_what_a_step_spreads_follows_from_what_spoiled_its_gradients(tmp_path: Path) -> None:
+    """A weight that is too large, in iteration 10 an infinite gradient of it, and then no weight is a number."""
+
+    def fault(place: Place, tensor: Array) -> Array:
+        iteration, _, layer, name = place
+        if (iteration, layer, name) == (10, 2, "grad_weight"):
+            changed = tensor.copy()
+            changed[0, 0] = np.inf
+            return changed
+        return tensor * np.float32(np.nan) if (iteration, name) == (20, "weight") else tensor
+
+    findings = findings_of(tmp_path, all_faults(everywhere(2, factor=2.0**9), fault), Sizes(num_layers=6))
+    assert len(findings) == 1
+    assert (findings[0].kind, findings[0].where["layer_idx"], findings[0].where["tensor_name"]) == (
+        "layer_differs",
+        2,
+        "weight",
+    )
+    assert sum(" weight" in title and "NaN" in title for title in findings[0].consequences) == 6
+
+
 def test_all_consequences_are_told(tmp_path: Path) -> None:
     """A report counts them, and shows the first."""
 

@@ -186,15 +186,20 @@ def families_of(survey: Survey, findings: Sequence[Finding]) -> list[Family]:
     roots: list[Seen] = []
     followers: dict[int, list[Seen]] = defaultdict(list)
     here: dict[int, list[tuple[int, Seen]]] = defaultdict(list)
+    spreading: list[tuple[int, Seen]] = []
     for one in sorted((Seen(survey, finding) for finding in findings), key=lambda one: one.order):
         # What is said of the same numbers, be they a consequence already, is nearer than all that came before.
         same = (place for place, other in here[one.site] if _is_same_thing(other, one))
         causes = (place for place, root in enumerate(roots) if _explains(root, one))
-        cause = next(itertools.chain(same, causes), len(roots))
+        # What follows from a consequence follows from its cause: weights are NaN as gradients were, as a layer grew.
+        through = (place for place, other in spreading if _explains(other, one))
+        cause = next(itertools.chain(same, causes, through), len(roots))
         if cause == len(roots):
             roots.append(one)
         else:
             followers[cause].append(one)
+            if one.kind in _LOST:
+                spreading.append((cause, one))
         here[one.site].append((cause, one))
     families = _alike([Family(root, followers[place]) for place, root in enumerate(roots)])
     for family in families:
