@@ -97,14 +97,21 @@ def records_frame(records: RecordColumns) -> pd.DataFrame:
         StorageError: a catalogue cannot be read.
         UsageError: pandas is not installed.
     """
+    return data_frame(
+        ((name, _values(records, name), _DTYPES[COLUMNS[name]]) for name in frame_columns()),
+        attributes={"title": "", "units": dict(UNITS)},
+    )
+
+
+UNITS = {"nbytes": "bytes", "timestamp": "seconds since the epoch"}
+"""What the numbers of a column count, where its name does not say."""
+
+
+def frame_columns() -> list[str]:
+    """The columns of a frame or a table of records: the fields, `overflow` as one for each of its numbers."""
     kinds = [f"overflow.{kind}.{what}" for kind in TALLY_KINDS for what in ("count", "ratio")]
     counts = [*kinds, "overflow.total", "overflow.ratio", *(f"overflow.{name}" for name in EXTREMES)]
-    names = [name for field in FIELDS for name in (counts if field == "overflow" else [field])]
-    units = {"nbytes": "bytes", "timestamp": "seconds since the epoch"}
-    return data_frame(
-        ((name, _values(records, name), _DTYPES[COLUMNS[name]]) for name in names),
-        attributes={"title": "", "units": units},
-    )
+    return [name for field in FIELDS for name in (counts if field == "overflow" else [field])]
 
 
 _DTYPES = {

@@ -21,6 +21,7 @@ from ranktape.storage.records.record import Location, Record, RecordReader
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]  # it has no types
+    import pyarrow as pa
     import xarray
 
     from ranktape.storage.records.assemble import GlobalView
@@ -238,6 +239,21 @@ class Records(Sequence[Record]):
         from ranktape.storage.records.frames import records_frame
 
         return records_frame(self)
+
+    def to_arrow(self) -> pa.Table:
+        """The catalogue as an Arrow table: one row for each record and one column for each field; no value is read.
+
+        Columns and their names are those of `to_pandas`. What is missing is null; shapes are lists of whole numbers,
+        placements, samples' identifiers and the user's metadata are JSON. DuckDB, polars and pandas read it in place.
+
+        Raises:
+            DataError: a field is damaged.
+            StorageError: a catalogue cannot be read.
+            UsageError: pyarrow is not installed.
+        """
+        from ranktape.storage.records.arrow import records_table
+
+        return records_table(self)
 
     def _take(self, rows: np.ndarray[Any, Any]) -> Records:
         taken = Records(self._reader, self._catalogues, rows)
