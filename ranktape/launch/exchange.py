@@ -21,8 +21,11 @@ from ranktape.storage.maintenance.work import OnProgress, Work
 from ranktape.storage.places.urls import open_backend
 
 if TYPE_CHECKING:
+    from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.engine.values import View
     from ranktape.analyze.legacy.export import ExportReport
     from ranktape.analyze.legacy.into_run import ImportReport
+    from ranktape.analyze.views.exports.files import Exported
     from ranktape.capture.writing.recover import RingReport
     from ranktape.storage import Records
     from ranktape.storage.maintenance.copy import CopyReport, SelectionReport
@@ -217,42 +220,92 @@ def recover_command(reports: Sequence[RingReport], given: Mapping[str, Any]) -> 
 
 def export(
     records: Records,
-    folder: Path,
+    target: str,
     *,
-    form: Literal["tensors", "layers"] = "tensors",
+    to: Literal["pt", "tensorboard", "wandb", "parquet"] = "pt",
+    metric: Sequence[str] = (),
+    kind: Sequence[str] = (),
+    no_histograms: bool = False,
+    form: Literal["tensors", "layers"] | None = None,
     per_sample: bool = False,
     overwrite: bool = False,
+    view: View | None = None,
+    by: Sequence[str] = (),
+    engine: Engine | None = None,
     on_progress: OnProgress | None = None,
-) -> ExportReport:
-    """Write the tensors of RUN as .pt files into DIR.
+) -> ExportReport | Exported:
+    """Give what RUN holds to other programs.
 
-    Their names and what is embedded in them are those of the legacy tools, and `ranktape import` makes the same
-    run of them. Files that are there and hold the same are left as they are. Filters are those of the analyze
-    commands.
+    As .pt files: the tensors, under the names of the legacy tools, and `ranktape import` makes the same run of them. To
+    tensorboard and wandb: metrics and histograms of each place of the model (or of each group of --by) over the
+    iterations, all ranks together, and plots as pictures; histograms are counted from all values. As parquet: the
+    catalogue, one row for each record, which DuckDB, pandas and polars open. Filters are those of the analyze commands.
+    Files that are there and hold the same are left as they are.
 
     Args:
-        form: One tagged file for each tensor, or embedding_output.pt, layer_N_output.pt and their statistics.
-        per_sample: One file for each sample, where a tensor has samples.
+        target (DIR|PROJECT): The folder; of wandb the PROJECT or ENTITY/PROJECT, where WANDB_MODE=offline writes a
+            folder.
+        to: Which program.
+        metric (NAME): Which metrics: absmax, std, p99.9, overflow.ratio; repeatable. Of tensorboard and wandb absmax,
+            rms, std and parts beyond limits by default; of parquet none, as values are read for them.
+        kind (NAME): Plots that go along as pictures, as of 'ranktape analyze plot', or none; repeatable. overflow and
+            layer_binades by default.
+        no_histograms: Metrics and pictures alone.
+        form: Of .pt files: one tagged file for each tensor (the default), or embedding_output.pt, layer_N_output.pt and
+            their statistics.
+        per_sample: Of .pt files: one for each sample, where a tensor has samples.
         overwrite: Replace files that hold something else.
     """
+    from ranktape.analyze.views.exports.export import export_view, refuse_strangers
+
+    if not target:
+        raise UsageError("an empty name is not allowed: give a folder, or of --to wandb a project")
+    refuse_strangers(
+        to,
+        metric=tuple(metric),
+        kind=tuple(kind),
+        no_histograms=no_histograms,
+        form=form,
+        per_sample=per_sample,
+        overwrite=overwrite,
+        view=view,
+        by=tuple(by),
+    )
+    if to != "pt":
+        return export_view(
+            records,
+            target,
+            to=to,
+            metric=metric,
+            kind=kind,
+            no_histograms=no_histograms,
+            overwrite=overwrite,
+            view=view,
+            by=by,
+            engine=engine,
+        )
     from ranktape.analyze.legacy.export import ExportForm, export_records
 
     return export_records(
         records,
-        folder,
-        form=ExportForm(form),
+        Path(target),
+        form=ExportForm(form or "tensors"),
         per_sample=per_sample,
         overwrite=overwrite,
         on_record=Work(on_progress, len(records)).step,
     )
 
 
-@command_of(export, working="exporting", has_json=False)
-def export_command(report: ExportReport, given: Mapping[str, Any]) -> CommandAnswer:
+@command_of(export, working=lambda given: "exporting" if given["to"] == "pt" else "", has_json=False)
+def export_command(report: ExportReport | Exported, given: Mapping[str, Any]) -> CommandAnswer:
     """What was written."""
+    from ranktape.analyze.views.exports.files import Exported
+
+    if isinstance(report, Exported):
+        return CommandAnswer(text=report.message())
     kept = f"; {report.num_kept} were there already" if report.num_kept else ""
     values = nbytes_text(report.nbytes)
-    return CommandAnswer(text=f"{report.num_written} files written to {given['folder']}, {values} of values{kept}")
+    return CommandAnswer(text=f"{report.num_written} files written to {given['target']}, {values} of values{kept}")
 
 
 def import_files(

@@ -100,7 +100,7 @@ def command_of(
     function: Callable[..., Any],
     *,
     apart: Collection[str] = (),
-    working: str = "",
+    working: str | Callable[[Mapping[str, Any]], str] = "",
     question: Callable[[Any], str | None] | None = None,
     each: Callable[[Any], str] | None = None,
     has_json: bool = True,
@@ -112,7 +112,7 @@ def command_of(
     Args:
         function: Named as the command is.
         apart: Arguments that the answer knows in place of the function.
-        working: What the bar says.
+        working: What the bar says, or gives it for the options; empty for no bar.
         question: Gives, for what a dry run has returned, what is asked before something is removed; None for nothing.
         each: Gives a line for each thing that the function tells of by `on_done`.
         has_json: Whether it has `--json`.
@@ -129,10 +129,11 @@ def command_of(
             if question is not None and not given["dry_run"]:
                 confirm(question(function(**{**given, "dry_run": True})), is_yes=yes)
             shown: Callable[[str], Any] = contextlib.nullcontext
-            if working:
+            said = working(given) if callable(working) else working
+            if said:
                 from ranktape.analyze.engine.engine import work_bar as shown
-            with shown(working) as on_progress:
-                calls: dict[str, Any] = {"on_progress": on_progress} if working else {}
+            with shown(said) as on_progress:
+                calls: dict[str, Any] = {"on_progress": on_progress} if said else {}
                 if each is not None and not as_json:
                     calls["on_done"] = lambda one: say(each(one))
                 found = function(**given, **calls)

@@ -56,7 +56,8 @@ OPTIONS = {
     "export": {
         "run", "iteration", "rank", "attempt", "microbatch", "call", "module", "layer_type", "layer_idx", "layer_stack",
         "operation", "phase", "component", "quant_type", "tensor_name", "mode", "dtype", "compute_dtype", "batch_size",
-        "where", "storage_options", "skip_unreadable", "folder", "form", "per_sample", "overwrite",
+        "where", "storage_options", "skip_unreadable", "target", "to", "metric", "kind", "no_histograms", "form",
+        "per_sample", "overwrite", "view", "by", "workers", "scheduler", "no_cache",
     },
     "import": {"folder", "run", "skip_unreadable", "overwrite", "storage_options"},
     "export-plan": {"plan", "output", "form"},
@@ -125,6 +126,8 @@ def test_a_command_and_its_function_take_the_same_words(name: str) -> None:
     command = cli.get_command(click.Context(cli), shown if shown in COMMANDS else name.partition("_")[0])
     assert command is not None
     words = {parameter.name for parameter in command.params} - {"as_json", "yes"}
+    if "engine" in inspect.signature(getattr(launch, name)).parameters:
+        words = words - {"workers", "scheduler", "no_cache"} | {"engine"}
     arguments = set(inspect.signature(getattr(launch, name)).parameters) - {"on_done", "on_look", "on_progress"}
     if arguments & {"records", "filters"}:
         # The options by which records are chosen.

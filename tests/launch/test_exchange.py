@@ -144,4 +144,14 @@ def test_the_options_are_frozen() -> None:
     context = click.Context(group)
     found = {name: {option.name for option in group.get_command(context, name).params} for name in COMMANDS}  # type: ignore[union-attr]
     assert found["import"] == {"folder", "run", "skip_unreadable", "overwrite", "storage_options"}
-    assert found["export"] > {"run", "folder", "form", "per_sample", "overwrite", "where", "rank", "skip_unreadable"}
+    assert found["export"] > {
+        "run",
+        "target",
+        "to",
+        "form",
+        "per_sample",
+        "overwrite",
+        "where",
+        "rank",
+        "skip_unreadable",
+    }

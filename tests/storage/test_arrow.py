@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -11,7 +12,10 @@ from ranktape.storage import open_run
 from ranktape.storage.records.frames import frame_columns
 from tests.runs import describe, write_run
 
-pa = pytest.importorskip("pyarrow")
+if TYPE_CHECKING:
+    import pyarrow as pa
+else:
+    pa = pytest.importorskip("pyarrow")
 
 
 @pytest.fixture

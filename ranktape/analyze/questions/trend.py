@@ -59,7 +59,7 @@ def trend(
     chosen = [parse_metric(name) for name in words(metric)]
     if not chosen:
         raise UsageError("a trend needs a metric: give one, such as absmax")
-    fields = _fields(records, by)
+    fields = course_fields(records, by)
     groups = group_records(records, by=(*fields, "iteration"))
     found: list[tuple[float | None, ...]] = [()] * len(groups.keys)
     for number, digest in group_digests(records, groups, view=view or View.COMPUTE, engine=engine):
@@ -87,7 +87,7 @@ def trend(
     return Table(title=f"{named} over the iterations", columns=columns, rows=tuple(rows))
 
 
-def _fields(records: Records, by: Sequence[str]) -> tuple[str, ...]:
+def course_fields(records: Records, by: Sequence[str] = ()) -> tuple[str, ...]:
     """What tells one course from another; restarts that were asked for on purpose have courses of their own."""
     fields = with_stacks(by, records) or SITE
     has_several = len(set(records.column("attempt").tolist())) > 1
