@@ -36,6 +36,7 @@ from ranktape.fields import FieldKind
 from ranktape.storage import open_run
 from ranktape.storage.format.catalogue import COLUMNS
 from ranktape.storage.format.status import IterationStatus, RunVerdict
+from ranktape.storage.format.triggers import Trigger
 from ranktape.storage.maintenance.copy import CopyReport, SelectionReport
 from ranktape.storage.maintenance.finding import CheckFinding
 from ranktape.storage.maintenance.outbox import PushReport
@@ -278,6 +279,7 @@ def type_schema(hint: Any) -> Schema:
         str: TEXT,
         Path: TEXT,
         type(None): {"type": "null"},
+        Any: {},
     }
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint in plain:
@@ -311,6 +313,7 @@ def other_schemas() -> dict[str, Schema]:
             iterations=array_of(dataclass_schema(IterationStatus)),
             disabled={"type": "object", "additionalProperties": TEXT},
             troubles={"type": "object", "additionalProperties": TEXT},
+            triggers=array_of(dataclass_schema(Trigger)),
             verdict={"anyOf": [dataclass_schema(RunVerdict), {"type": "null"}]},
         ),
         "check": closed(

@@ -99,6 +99,7 @@ class Console:
         *,
         iterations: Sequence[int],
         min_iterations: int,
+        record_last: int | None,
         budget_nbytes: int,
         url: str,
         coverage: Coverage | None,
@@ -112,11 +113,18 @@ class Console:
             stored = f", for which {nbytes_text(tally.stored_nbytes)} are stored"
         if tally.kept["histogram"]:
             stored += " before compression"
-        self.say(
-            f"capturing {layers} layers into {url}: {tally.num_tensors} tensors{kept}, {nbytes_text(tally.nbytes)} per "
-            f"iteration and rank{stored} (host budget {nbytes_text(budget_nbytes)}); iterations {_shown(iterations)}; "
-            f"{min_iterations} guaranteed complete"
-        )
+        what = f"{tally.num_tensors} tensors{kept}, {nbytes_text(tally.nbytes)} per iteration and rank"
+        budget = f"(host budget {nbytes_text(budget_nbytes)})"
+        if record_last is not None:
+            self.say(
+                f"flight recorder of {layers} layers: {what} {budget}; the last {record_last} iterations are stored in "
+                f"{url} when something happens, and nothing until then"
+            )
+        else:
+            self.say(
+                f"capturing {layers} layers into {url}: {what}{stored} {budget}; iterations {_shown(iterations)}; "
+                f"{min_iterations} guaranteed complete"
+            )
         if coverage is not None:
             self.say(coverage.text())
             for place, reason in list(coverage.unseen.items())[:_MAX_NAMED]:

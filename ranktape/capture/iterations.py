@@ -7,6 +7,7 @@ hooks go on again where the next iteration is. A capture that fails inside is di
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.ring_file import Counter, SlotKind
 from ranktape.errors import CaptureError, RanktapeError
 from ranktape.storage.format.status import DISABLED
+from ranktape.storage.format.triggers import MAX_TEXT, TriggerKind
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
 
 _MAX_NOTES = 8
 """Names that match nothing and are warned of one by one."""
+
+_TRIGGER_SECONDS = 5.0
+"""Longest wait for room for a word on what happened."""
 
 
 class Iterations:
@@ -249,7 +254,8 @@ class Iterations:
             self._console.show_matched(
                 tally,
                 iterations=self._schedule.iterations,
-                min_iterations=self.options.min_iterations,
+                min_iterations=self.options.guaranteed_iterations,
+                record_last=self.options.record_last,
                 budget_nbytes=self._process.ring.capacity,
                 url=self._backend.url,
                 coverage=coverage,
@@ -312,6 +318,24 @@ class Iterations:
 
     def _skip(self, iteration: int, reason: str) -> None:
         self._tell(SlotKind.SKIP, {"iteration": iteration, "reason": reason})
+
+    @property
+    def _is_recorder(self) -> bool:
+        """Whether what is staged is held until something happens."""
+        return self.options.record_last is not None
+
+    def _tell_of_trigger(self, kind: TriggerKind, text: str, error: BaseException | None = None) -> None:
+        """Say to the writer that something happened, for which what is held is to be stored."""
+        if not self._is_recorder or self._disabled is not None:
+            return
+        header = {"iteration": self._iteration, "kind": kind.value, "text": text[:MAX_TEXT]}
+        if error is not None and not isinstance(error, SystemExit):
+            header["text"] = f"{type(error).__name__}: {error}"[:MAX_TEXT]
+            header["traceback"] = "".join(traceback.format_exception(error))[-MAX_TEXT:]
+        try:
+            self._process.ring.put(SlotKind.TRIGGER, header, timeout_seconds=_TRIGGER_SECONDS)
+        except CaptureError as failure:
+            self._console.warn(f"what happened could not be told to the writer: {failure}", is_for_all_ranks=True)
 
     def _tell(self, kind: SlotKind, header: dict[str, Any]) -> None:
         try:

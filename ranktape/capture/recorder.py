@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from ranktape.capture.passes.passes import TRANSFORMED, Call, dtype_name, is_tra
 from ranktape.capture.passes.tracker import Tracker
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.selecting import Selecting, find_unmatched
-from ranktape.capture.sites import IterationTally, RecordForm, form_of, ids_at, narrow
+from ranktape.capture.sites import IterationTally, RecordForm, form_of, ids_at, narrow, number_form
 from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole, site_name, source_name
 from ranktape.capture.staging.device import DeviceStage
 from ranktape.capture.staging.ring import RingProducer
@@ -63,11 +64,14 @@ class Recorder:
         """Says why no iteration ends, and the way out."""
         self.tally: IterationTally | None = None
         self.num_left_out = 0
+        self._num_numbers: Counter[tuple[str, int]] = Counter()
+        self._number_forms: dict[Any, RecordForm] = {}
 
     def begin(self, iteration: int, *, is_staged: bool) -> None:
         """An iteration begins."""
         self.tally = IterationTally(iteration=iteration, is_staged=is_staged)
         self.num_left_out = 0
+        self._num_numbers.clear()
         # What the first captured iteration will cost is counted before it is due.
         self._selecting.begin(iteration if is_staged else self._selecting.first)
         self.expected.begin()
@@ -138,6 +142,26 @@ class Recorder:
         site.seen.add(call.key)
         tally.sources.add(site.source)
         return tally.is_staged
+
+    def record_number(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a number that says how the training goes, whatever was selected; nothing where it is none.
+
+        Raises nothing unless the capture is strict, as `record`.
+        """
+        tally = self.tally
+        if tally is None or not tally.is_staged or os.getpid() != self._owner or tensor.numel() != 1:
+            return
+        with self._guard:
+            part = take_apart(tensor)[0]
+            key = name, tensor.dtype, tensor.shape, part.placement, self.tracker.mode
+            index = self._num_numbers[name, self.tracker.microbatch]
+            self._num_numbers[name, self.tracker.microbatch] += 1
+            call = self.tracker.free_call(index=index, dtype=tensor.dtype, device_type=tensor.device.type)
+            form = self._number_forms.get(key)
+            if form is None:
+                form = self._number_forms[key] = number_form(name, part, call=call)
+            self._stage(part.tensor, form, call, NO_TAGS)
+            tally.count(form)
 
     def guarded(self, source: Source | None = None, role: TensorRole | None = None) -> Guard:
         """A context in which what goes wrong is reported, and the training goes on.

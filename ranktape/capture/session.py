@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ranktape.capture.console import Console
+from ranktape.capture.flight.logged import LoggedNumbers
+from ranktape.capture.flight.signals import Signals
 from ranktape.capture.guard import StrictCaptureError
 from ranktape.capture.hooks.model import ModelHooks
 from ranktape.capture.iterations import Iterations
@@ -23,7 +25,7 @@ from ranktape.capture.passes.passes import checked_sample_ids
 from ranktape.capture.recorder import Recorder
 from ranktape.capture.rendezvous import Rendezvous, find_place
 from ranktape.capture.roles.known import known_layer_types
-from ranktape.capture.settings.cadence import Schedule
+from ranktape.capture.settings.cadence import Schedule, ScheduleOfRecorder
 from ranktape.capture.settings.config import given_arguments, resolve, stray_variables, with_config
 from ranktape.capture.settings.options import CaptureOptions, check_layer_types
 from ranktape.capture.settings.rules import cadence_of
@@ -38,6 +40,7 @@ from ranktape.errors import CaptureError, RanktapeError, UsageError
 from ranktape.storage.format.layout import rank_iteration_path, site_path
 from ranktape.storage.format.progress import read_verdict
 from ranktape.storage.format.status import RunVerdict
+from ranktape.storage.format.triggers import TriggerKind
 
 if TYPE_CHECKING:
     import argparse
@@ -59,6 +62,12 @@ class NoCapture(contextlib.AbstractContextManager["NoCapture"]):
         """Nothing."""
 
     def set_sample_ids(self, sample_ids: Any) -> None:
+        """Nothing."""
+
+    def trigger(self, why: str) -> None:
+        """Nothing."""
+
+    def log(self, **numbers: Any) -> None:
         """Nothing."""
 
 
@@ -96,6 +105,8 @@ class Capture(Iterations):
         self._is_closing = False
         self._owner = os.getpid()
         self._verdict: RunVerdict | None = None
+        self._numbers: LoggedNumbers | None = None
+        self._signals: Signals | None = None
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace, *, model: nn.Module | None = None) -> Capture | NoCapture:
@@ -171,7 +182,7 @@ class Capture(Iterations):
         elif isinstance(error, StrictCaptureError):
             self.close(reason=str(error))
         else:
-            self.close(reason=f"the training failed ({type(error).__name__})")
+            self.close(reason=f"the training failed ({type(error).__name__})", error=error)
 
     def step(self, iteration: int | None = None) -> None:
         """Advance the iteration by one, or to the number given; for trainings without an optimizer.
@@ -187,11 +198,27 @@ class Capture(Iterations):
         self._clock.step_by_hand()
         self._advance(following)
 
-    def close(self, *, reason: str | None = None) -> RunVerdict:
+    def trigger(self, why: str) -> None:
+        """Have all ranks store the iterations that they hold: for a capture with `record_last`.
+
+        Where nothing is held, as all is stored anyway, that is nothing. The training does not wait.
+        """
+        self._tell_of_trigger(TriggerKind.USER, why)
+
+    def log(self, **numbers: float | torch.Tensor) -> None:
+        """Record numbers that say how the training goes, such as `grad_norm=norm`: a spike in one is a trigger.
+
+        Each is a number or a tensor of one element, which nobody waits for. The loss from which a backward pass begins
+        and what `clip_grad_norm_` returns are recorded without being logged. Without `record_last` that is nothing.
+        """
+        if self._numbers is not None and not self.is_forked:
+            self._numbers.log(numbers)
+
+    def close(self, *, reason: str | None = None, error: BaseException | None = None) -> RunVerdict:
         """End the capture, wait until everything that was staged is stored, and return the verdict.
 
-        The wait is bounded by `finish_timeout_seconds`; when the training failed (`reason` says why), by
-        some seconds. Called again it returns the same verdict.
+        The wait is bounded by `finish_timeout_seconds`; when the training failed (`reason` says why, `error` with
+        what), by some seconds. Called again it returns the same verdict.
         """
         if self._verdict is not None:
             return self._verdict
@@ -205,6 +232,8 @@ class Capture(Iterations):
             self._end_last_iteration()
         is_interrupted = self.is_recording and self._tracker.num_passes > 0
         self._take_off()
+        if reason is not None:
+            self._tell_of_trigger(TriggerKind.EXCEPTION, reason, error)
         ending = self._schedule.describe_end(
             iteration=self._iteration,
             num_steps=self._iteration - self.options.first_iteration,
@@ -316,6 +345,9 @@ class Capture(Iterations):
         self._hooks.on_note = self._console.warn_once
         self._hooks.on_mistake = self._report_mistake
         self._hooks.tell_of_roots(self._clock.watch)
+        if self._is_recorder:
+            self._numbers = LoggedNumbers(self._recorder)
+            self._signals = Signals(self._process.ring.signal)
         self._master = None
         if self.options.master:
             self._master = MasterWeights(self._recorder, placements=self._hooks.placements, weights=self._hooks.weights)
@@ -327,6 +359,10 @@ class Capture(Iterations):
         self._clock.stop()
         if self._master is not None:
             self._master.stop()
+        if self._numbers is not None:
+            self._numbers.stop()
+        if self._signals is not None:
+            self._signals.stop()
         self._recorder.drain()
         Capture.current = None
         self._is_closing = True
@@ -347,6 +383,8 @@ class Capture(Iterations):
         )
 
     def _new_schedule(self, words: Mapping[str, Any]) -> Schedule:
+        if self._is_recorder:
+            return ScheduleOfRecorder(words, cadence=cadence_of(self.options))
         return Schedule(words)
 
     def _show_end(self, pending_nbytes: int, state: str) -> None:
@@ -387,6 +425,6 @@ class Capture(Iterations):
             if judged is not None:
                 stored = judged[0]
                 return stored if stored.met else dataclasses.replace(stored, missing=[*stored.missing, *missing])
-        is_met = self.rank != 0 and problem is None
-        required = self.options.min_iterations
+        required = self.options.guaranteed_iterations
+        is_met = (self.rank != 0 or not required) and problem is None
         return RunVerdict(met=is_met, required=required, complete=[], missing=missing, final=False)

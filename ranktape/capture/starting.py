@@ -193,9 +193,11 @@ def _writer_config(
     options: CaptureOptions, *, url: str, place: RankPlace, launch_id: str, path: Path | None
 ) -> WriterConfig:
     # As plain values: those of classes that a script has defined cannot be passed on.
-    own = [one for one in SETTINGS if not (one.is_filter or one.is_free)]
+    own = [one for one in SETTINGS if not (one.takes_several or one.is_free)]
     plain = dataclasses.replace(options, **{one.name: _plain(one.kind, getattr(options, one.name)) for one in own})
     changed = {one.name: one.default for one in SETTINGS if one not in own}
+    triggers = [options.trigger] if isinstance(options.trigger, str) else options.trigger
+    changed["trigger"] = tuple(str.__str__(text) for text in triggers)
     changed["storage_options"] = json.loads(json.dumps(dict(options.storage_options or {})))
     changed["spill_dir"] = None if options.spill_dir is None else str(_absolute(options.spill_dir))
     return WriterConfig(

@@ -59,10 +59,10 @@ class _OwnCapture(Capture):
             super()._begin_iteration()
         return super().record(tensor, **about)
 
-    def close(self, *, reason: str | None = None) -> RunVerdict:
+    def close(self, *, reason: str | None = None, error: BaseException | None = None) -> RunVerdict:
         """As `Capture.close`; says what is missing."""
         is_first = self._verdict is None
-        verdict = super().close(reason=reason)
+        verdict = super().close(reason=reason, error=error)
         if is_first and not verdict.met:
             self._console.warn(verdict.message(), is_for_all_ranks=True)
         return verdict

@@ -16,10 +16,13 @@ import select
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from ranktape.analyze.numerics.histograms.moments import warm_up
+from ranktape.capture.flight.flight import Flight
+from ranktape.capture.flight.trainer import Trainer
 from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.process import WriterConfig
 from ranktape.capture.staging.ring import RingConsumer
@@ -64,6 +67,9 @@ class Writer:
         self._is_out = False
         self._held = contextlib.ExitStack()
         self._lease: Lease | None = None
+        self._flight: Flight | None = None
+        self._trainer = Trainer(config.trainer_pid)
+        self._death: str | None = None
         self._say()
 
     def run(self) -> int:
@@ -112,6 +118,7 @@ class Writer:
             on_word=self._coordinator.note_commit if self._coordinator is not None else lambda _: None,
             num_committed=self._words["num_committed"],
         )
+        self._flight = self._start_flight()
         self._say(
             state="ready",
             attempt=attempt.path,
@@ -123,6 +130,19 @@ class Writer:
         if config.attempt is not None:
             self._ring.advance(Counter.NEWS)
             self._take_over()
+
+    def _start_flight(self) -> Flight | None:
+        if self._config.options.record_last is None:
+            return None
+        return Flight(
+            self._config,
+            ring=self._ring,
+            attempt=self._attempt,
+            storer=self._storer,
+            committer=self._committer,
+            opener=self._opener,
+            say=self._say,
+        )
 
     def _find_attempt(self, backend: Backend) -> Attempt:
         config, options = self._config, self._config.options
@@ -161,6 +181,10 @@ class Writer:
     def _take_over(self) -> None:
         """Go on with what a writer that was killed left: tensors in the ring, and some in the store."""
         storer = self._storer
+        if self._flight is not None:
+            if self._config.gives_up:
+                self._give_up_ring()
+            return  # what it held is in the ring, and is taken from there again
         self._recovery = Recovery(
             storer.backend, attempt=self._attempt, rank=self._config.rank, rank_writer=storer.rank_writer
         )
@@ -177,6 +201,12 @@ class Writer:
                     self._ring.free(slot)
                 else:
                     self._storer.submit(slot, self._iterations[iteration])
+
+    def _give_up_ring(self) -> None:
+        """Free what is in the ring: it may be what killed the writers before this one."""
+        while (slot := self._ring.take()) is not None:
+            self._ring.free(slot)
+        self._say(problem=self._given_up)
 
     def _begin_again(self, iteration: int) -> set[str]:
         """Go on with an iteration that a writer had begun that was killed; the sites of what it had stored."""
@@ -201,22 +231,28 @@ class Writer:
 
     def _serve(self) -> str:
         while True:
-            self._ring.sleep(self._wake_read, seconds=_IDLE_SECONDS)
+            self._ring.sleep(self._wake_read, *self._trainer.descriptors, seconds=_IDLE_SECONDS)
             _drain(self._wake_read)
             # Look for the end before the slots: what was published before it is taken then.
             is_finished = self._ring.counter(Counter.FINISHED)
-            is_orphan = os.getppid() != self._config.trainer_pid
+            is_orphan = os.getppid() != self._config.trainer_pid or self._trainer.has_ended()
             while (slot := self._ring.take()) is not None:
                 self._handle(slot)
             if is_finished:
                 return str((self._ring.hear() or {}).get("reason", "the training ended"))
             if is_orphan:
+                self._death = self._trainer.ending()
                 return "the training process died"
+            if self._flight is not None:
+                self._flight.tick()
             self._storer.relieve()
             self._speak_of_outages()
             self._poll_plan()
 
     def _handle(self, slot: Slot) -> None:
+        if self._flight is not None:
+            self._flight.handle(slot)
+            return
         iteration = int(slot.header["iteration"])
         if slot.kind in {SlotKind.TENSOR, SlotKind.END} and iteration not in self._iterations:
             self._begin_again(iteration)
@@ -240,8 +276,12 @@ class Writer:
         staged = self._storer.begin(iteration, may_degrade=may_degrade)
         self._iterations[iteration] = staged
         if self._config.is_first:
-            target = self._storer.spill or self._storer.retrying
-            self._storer.run(staged, partial(open_iteration, target, attempt=self._attempt, iteration=iteration))
+            self._storer.run(staged, self._opener(iteration))
+
+    def _opener(self, iteration: int) -> Callable[[], None]:
+        """What says in the store that an iteration was begun."""
+        target = self._storer.spill or self._storer.retrying
+        return partial(open_iteration, target, attempt=self._attempt, iteration=iteration)
 
     def _speak_of_outages(self) -> None:
         since = self._storer.retrying.failing_since
@@ -254,6 +294,8 @@ class Writer:
     def _poll_plan(self) -> None:
         """Once everything planned has ended, learn whether that was enough."""
         plan = self._plan
+        if self._flight is not None:
+            return  # a recorder has no plan: it records each iteration
         if plan.is_done or self._ring.counter(Counter.SETTLED) < len(plan.iterations):
             self._ask_seconds = _ASK_SECONDS
             return
@@ -274,6 +316,8 @@ class Writer:
     def _end(self, reason: str) -> None:
         self._storer.trainer_is_gone = True
         self._storer.give_up_at = time.monotonic() + self._config.options.finish_timeout_seconds
+        if self._flight is not None:
+            self._flight.end(reason, death=self._death)
         for iteration in sorted(self._iterations):
             staged = self._iterations.pop(iteration)
             if self._config.options.manual and staged.num_tensors:

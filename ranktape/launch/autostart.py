@@ -324,10 +324,11 @@ class _End:
 
         if os.getpid() != self._owner or Capture.current is not self._capture:
             return
-        reason = self._failure()
+        error = self._error()
+        reason = self._failure(error)
         try:
             try:
-                verdict = self._capture.close(reason=reason)
+                verdict = self._capture.close(reason=reason, error=error)
             except KeyboardInterrupt:
                 verdict = self._capture.close()
             # The launcher says so itself.
@@ -339,13 +340,18 @@ class _End:
         except BaseException as error:  # noqa: BLE001  (the training has ended well, and says so by its exit code)
             complain(one_line(f"the capture did not end well: {error}"))
 
-    def _failure(self) -> str | None:
-        """Why the capture ends where the training failed; None where it did not, as far as can be known."""
+    def _error(self) -> BaseException | None:
+        """What ended the process, as far as can be known; None for nothing."""
         error: Any = sys.exc_info()[1] if self._is_child else getattr(sys, "last_value", None)
         if error is self._shown_before:
             error = None
         if self._exit is not None and self._exit[1] == self._capture.iteration:
             error = SystemExit(self._exit[0])
+        return error  # type: ignore[no-any-return]  # as Python keeps it
+
+    @staticmethod
+    def _failure(error: BaseException | None) -> str | None:
+        """Why the capture ends where the training failed; None where it did not."""
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             return None
         if isinstance(error, CaptureError):

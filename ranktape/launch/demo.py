@@ -56,7 +56,10 @@ NUM_ITERATIONS = 3
 PLANNED = "plan"
 """The `quant_type` of a training whose layers have recipes of their own."""
 
-_OWN = ("first_iteration", "manual", "dtype", "capture_config", "advance_on", "layer_offset")
+_OWN = (
+    *("first_iteration", "manual", "dtype", "capture_config", "advance_on", "layer_offset"),
+    *("record_last", "record_after", "trigger"),
+)
 """Settings of a capture that the demo has no option for: they are its own, or of no use to it."""
 
 

@@ -12,6 +12,7 @@ from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import CheckFoundError
 from ranktape.launch.place import MAX_NAMED, CommandAnswer, by_reason, command_of, count_text, shown
 from ranktape.storage import IterationStatus, RunVerdict
+from ranktape.storage.format.triggers import Trigger
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.failures import printable
 
@@ -49,6 +50,8 @@ class RunStatus:
     """The ranks whose capture failed inside, and why."""
     troubles: Mapping[int, str] = field(default_factory=dict)
     """Those that went on, and what went wrong."""
+    triggers: Sequence[Trigger] = ()
+    """What a flight recorder stored iterations for; what came first before."""
 
     @property
     def is_met(self) -> bool:
@@ -68,7 +71,13 @@ class RunStatus:
             for missing in ["; ".join(filter(None, [status.lacks(max_named=MAX_NAMED), status.problem]))]
         )
         counted = (COUNTED,) if any(status.num_expected for status in self.iterations) else ()
-        notes = (*counted, *_silent_notes(self.iterations), *_rank_notes(self.troubles), *_rank_notes(self.disabled))
+        notes = (
+            *_trigger_notes(self.triggers),
+            *counted,
+            *_silent_notes(self.iterations),
+            *_rank_notes(self.troubles),
+            *_rank_notes(self.disabled),
+        )
         notes += (verdict_line(self.verdict),)
         return Table(title=printable(self.run), columns=COLUMNS, rows=rows, notes=notes)
 
@@ -79,6 +88,7 @@ class RunStatus:
             "iterations": [dataclasses.asdict(status) for status in self.iterations],
             "disabled": dict(self.disabled),
             "troubles": dict(self.troubles),
+            "triggers": [trigger.to_json() for trigger in self.triggers],
             "verdict": self.verdict.to_json() if self.verdict else None,
         }
 
@@ -104,6 +114,7 @@ def status(run: str, *, require_minimum: bool = False, storage_options: Mapping[
         verdict=opened.verdict(),
         disabled=opened.disabled(),
         troubles=opened.troubles(),
+        triggers=opened.triggers(),
     )
     if require_minimum and not found.is_met:
         raise CheckFoundError(verdict_line(found.verdict))
@@ -153,6 +164,13 @@ def _rank_notes(reasons: Mapping[int, str]) -> tuple[str, ...]:
     """What befell ranks, one line for each thing."""
     ranks = by_reason((reason, f"rank {rank}") for rank, reason in reasons.items())
     return tuple(printable(f"{reason} ({named})") for reason, named in ranks.items())
+
+
+def _trigger_notes(triggers: Sequence[Trigger]) -> tuple[str, ...]:
+    """What happened, the first things one line each."""
+    shown_ones = [printable(f"{trigger.kind}: {trigger.message()}") for trigger in triggers[:MAX_NAMED]]
+    rest = len(triggers) - len(shown_ones)
+    return (*shown_ones, *([f"and {count_text(rest, 'trigger')} more"] if rest else []))
 
 
 def _silent_notes(statuses: Sequence[IterationStatus]) -> tuple[str, ...]:

@@ -88,7 +88,7 @@ def _run(given_url: str | None, values: dict[str, Any], script: Script) -> int:
         has_left = script.run()
     except BaseException as stop:
         if start.capture is not None and os.getpid() == order.launcher_pid:
-            start.capture.close(reason=_reason(stop))
+            start.capture.close(reason=_reason(stop), error=stop)
         raise
     if os.getpid() != order.launcher_pid:
         return 0  # a process that the script has forked, which ends as the script does

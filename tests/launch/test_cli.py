@@ -29,15 +29,16 @@ CAPTURE = {
     "microbatch",
     "call", "iteration", "mode", "where", "samples", "keep", "select", "layers", "layer_offset", "master",
     "advance_on", "sample_dim", "policy", "host_budget_nbytes", "begin_timeout_seconds", "block_timeout_seconds",
-    "finish_timeout_seconds", "store_timeout_seconds", "store_concurrency", "compression", "keep_last", "ring_dir",
-    "stop_when_stored",
+    "finish_timeout_seconds", "store_timeout_seconds", "store_concurrency", "compression", "keep_last",
+    "record_last", "record_after", "trigger", "ring_dir", "stop_when_stored",
     "spill_dir", "strict", "capture_config", "manual", "resume", "overwrite", "add", "storage_options",
 }  # fmt: skip
 """The settings of a capture."""
 
 OPTIONS = {
     "demo": {"output", "num_ranks", "steps", "text", "dtype", "micro_batches", "quant", "quant_plan"}
-    | (CAPTURE - {"first_iteration", "manual", "capture_config", "advance_on", "layer_offset"}),
+    | (CAPTURE - {"first_iteration", "manual", "capture_config", "advance_on", "layer_offset"})
+    - {"record_last", "record_after", "trigger"},
     "plan": {"url", "as_json", "verbose", "is_module", "script", "arguments", "num_ranks", "num_hosts"} | CAPTURE,
     "status": {"run", "as_json", "require_minimum", "storage_options"},
     "watch": {"run", "until_complete", "min_records", "timeout", "interval", "storage_options"},

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 from ranktape.analyze.findings.finding import Severity
 from ranktape.errors import UsageError, nearest
 from ranktape.storage.places.failures import printable
+from ranktape.storage.query.rule_text import split_rule
 from ranktape.storage.query.where import Where, parse_where
 from ranktape.yaml_file import parse_yaml, read_text
 
@@ -116,23 +116,14 @@ class GateRule:
             raise UsageError(f"rule {printable(repr(self.name))}: {part}{error}") from error
 
 
-_WORDS = re.compile(
-    r"""'(?:[^'\\]|\\.)*' | "(?:[^"\\]|\\.)*" | (?<![\w.])(?P<where>where)(?![\w.])""", re.VERBOSE | re.IGNORECASE
-)
-
-
 def parse_rule(text: str) -> GateRule:
     """The rule that a text means; its name is the text.
 
     Raises:
         UsageError: it is none; the message says where.
     """
-    places = [found for found in _WORDS.finditer(text) if found["where"]]
-    if len(places) > 1:
-        raise UsageError(f"rule {printable(repr(text))} has 'where' {len(places)} times: give it once, and 'and'")
-    check, where = (text, None) if not places else (text[: places[0].start()], text[places[0].end() :])
-    name = " ".join(text.split())
-    return GateRule(name=name, check=check.strip(), where=None if where is None else where.strip())
+    check, where = split_rule(text)
+    return GateRule(name=" ".join(text.split()), check=check, where=where)
 
 
 def default_rules() -> list[GateRule]:

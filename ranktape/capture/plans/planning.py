@@ -133,7 +133,7 @@ class PlanningCapture(Capture):
         """
         super().__init__(url, model=model, **options)
         cadence = cadence_of(self.options)
-        self.iterations = list(cadence.following(count=self.options.target_iterations))
+        self.iterations = list(cadence.following(count=self.options.target_iterations or 1))
         """The iterations that the capture would take."""
         if not self.iterations:
             raise CaptureError("the options leave no iteration to capture: check --iteration, --where and --every")

@@ -205,3 +205,20 @@ class ScheduleOfOne(Schedule):
         """Take over how many iterations the writer names now; none of them has passed."""
         self._num_named = len(words.get("iterations", range(self._num_named)))
         return super().learn({**words, "iterations": []}, iteration=iteration)
+
+
+class ScheduleOfRecorder(Schedule):
+    """Of a flight recorder: every iteration in which a rule is due is held."""
+
+    def __init__(self, words: Mapping[str, Any], *, cadence: Cadence) -> None:
+        """Plan nothing."""
+        super().__init__({**words, "iterations": [], "is_done": False})
+        self._cadence = cadence
+
+    def wants(self, iteration: int) -> bool:
+        """Whether an iteration is to be held."""
+        return any(self._cadence.due(iteration))
+
+    def learn(self, words: Mapping[str, Any], *, iteration: int) -> list[int]:  # noqa: ARG002  (as the base has it)
+        """Nothing: no iteration is named."""
+        return []

@@ -21,6 +21,7 @@ from ranktape.capture.settings.rules import (
     rule_words,
 )
 from ranktape.capture.settings.table import SETTINGS, Settings, is_given
+from ranktape.capture.settings.triggers import read_site_triggers
 from ranktape.errors import UsageError, nearest
 from ranktape.storage.format.record_info import Keep, Mode
 from ranktape.storage.query.columns import StringColumn, glob
@@ -38,6 +39,7 @@ class CaptureOptions(Settings):
     def __post_init__(self) -> None:
         """Check every value, and the rules together."""
         super().__post_init__()
+        read_site_triggers(self.trigger)
         if not (self.selects or is_given(self.layers)):
             return
         # What lies before the first step may be complete already in a run that is continued.
@@ -45,8 +47,9 @@ class CaptureOptions(Settings):
         cadence = dataclasses.replace(cadence_of(self), first=first)
         read_numbers("layers", self.layers)
         _ = self.wanted_modes
-        count = len(cadence.following(count=self.min_iterations)) if cadence.is_limited else self.min_iterations
-        if count < self.min_iterations:
+        least = self.guaranteed_iterations
+        count = len(cadence.following(count=least)) if cadence.is_limited else least
+        if count < least:
             raise UsageError(
                 f"--start-at, --every, --iteration, --where and --select leave {count} iteration{'s' * (count != 1)}, "
                 f"fewer than --min-iterations {self.min_iterations}: choose more, or guarantee fewer"
@@ -113,6 +116,7 @@ class CaptureOptions(Settings):
         """What the run's document says of the capture: JSON, without secrets."""
         public = {setting.name: getattr(self, setting.name) for setting in SETTINGS}
         del public["storage_options"]
+        public["min_iterations"] = self.guaranteed_iterations
         written: dict[str, Any] = json.loads(json.dumps(public, default=_plain))
         return written
 

@@ -301,6 +301,21 @@ class Settings:
         "End the training, with exit code 0 and before the same iteration on all ranks, once the guaranteed "
         "iterations (with --max-iterations so many) are stored complete."
     )
+    record_last: int | None = option(
+        None,
+        "Flight recorder: store nothing until something happens on any rank, then on all ranks the iteration in which "
+        "it did and the last N recorded before it.",
+        kind=int,
+        least=1,
+    )
+    record_after: int = option(1, "With --record-last: iterations stored after the one in which it happened.", least=0)
+    trigger: Any = option(
+        (),
+        "With --record-last: a metric's limit, as in \"absmax > 448 where tensor_name == 'input'\"; besides it NaN, "
+        "infinities, spikes, errors and crashes always count.",
+        is_multiple=True,
+        metavar="RULE",
+    )
     ring_dir: str | None = option(
         None, "Directory for the staged tensors, from which 'ranktape recover' stores them should all be killed."
     )
@@ -336,6 +351,7 @@ class Settings:
                 f"--keep-last {self.keep_last} is below --min-iterations {self.min_iterations}, which are guaranteed: "
                 f"raise it"
             )
+        self._check_recorder()
         if self.quant_type is not None:
             check_term(self.quant_type, field="quant_type")
         _check_advance_on(self.advance_on)
@@ -353,9 +369,38 @@ class Settings:
             raise UsageError("--resume, --overwrite and --add exclude each other: give one")
 
     @property
+    def guaranteed_iterations(self) -> int:
+        """How many iterations are guaranteed to be stored complete; a flight recorder guarantees none."""
+        return self.min_iterations if self.record_last is None else 0
+
+    @property
     def target_iterations(self) -> int:
-        """How many complete iterations end the capture."""
+        """How many complete iterations end the capture; a flight recorder plans none, and does not end for any."""
+        if self.record_last is not None:
+            return 0
         return self.min_iterations if self.max_iterations is None else self.max_iterations
+
+    def _check_recorder(self) -> None:
+        """Let pass what fits a flight recorder, or a capture that is none."""
+        if self.record_last is None:
+            if is_given(self.trigger):
+                raise UsageError("--trigger is for a flight recorder: add --record-last, the iterations that it holds")
+            return
+        counts = {"--max-iterations": self.max_iterations, "--keep-last": self.keep_last}
+        if self.min_iterations != 1:
+            counts["--min-iterations"] = self.min_iterations
+        for flag, count in counts.items():
+            if count is not None:
+                raise UsageError(
+                    f"{flag} {count} counts iterations that are stored in any case, and --record-last stores none "
+                    f"until something happens: leave one of them out"
+                )
+        if self.stop_when_stored:
+            raise UsageError(
+                "--stop-when-stored waits for guaranteed iterations, and --record-last has none: leave one of them out"
+            )
+        if self.manual:
+            raise UsageError("--record-last holds what hooks see, and --manual has none: leave one of them out")
 
     @property
     def selection_flags(self) -> list[str]:

@@ -138,6 +138,11 @@ class RingProducer(RingFile):
             self._ends.append((slot.end, int(kind), header))
         self.publish(slot)
 
+    def signal(self, number: int) -> None:
+        """Count a signal that asks for what is held; for a handler: takes no lock, and waits for nothing."""
+        count = self.counter(Counter.SIGNALS) >> 8
+        self.set_counter(Counter.SIGNALS, (count + 1) << 8 | number)
+
     def unsettled(self) -> list[tuple[int, int, dict[str, Any]]]:
         """The slots that ended an iteration on which the rank has not had its word: end, kind and header of each."""
         return list(self._ends)[self.counter(Counter.SETTLED) - self._num_forgotten :]
@@ -218,11 +223,11 @@ class RingConsumer(RingFile):
         self._slots: deque[Slot] = deque()
         self._lock = threading.Lock()
 
-    def sleep(self, descriptor: int, *, seconds: float) -> None:
+    def sleep(self, *descriptors: int, seconds: float) -> None:
         """Wait until the trainer wakes us through the pipe, or the time is over; not at all where slots are waiting."""
         self.set_counter(Counter.ASLEEP, 1)
         if self.counter(Counter.PUBLISHED) == self._taken:
-            select.select([descriptor], [], [], seconds)
+            select.select(descriptors, [], [], seconds)
         self.set_counter(Counter.ASLEEP, 0)
 
     def take(self, before: int | None = None) -> Slot | None:

@@ -61,6 +61,8 @@ class Counter(IntEnum):
     """Says that the file is a ring, and of which form; written when it is made."""
     SETTLED = 8
     """Of the iterations that the trainer ended or did not take, in this order, how many are settled; by the writer."""
+    SIGNALS = 9
+    """The number of the last signal that asks a flight recorder to store, plus 256 for each; by the trainer."""
 
 
 class Words(IntEnum):
@@ -87,6 +89,8 @@ class SlotKind(IntEnum):
     """An iteration ended: everything of it has been published."""
     SKIP = 4
     """The rank does not take an iteration."""
+    TRIGGER = 5
+    """Something happened: what a flight recorder holds is to be stored."""
 
 
 @dataclass(slots=True)

@@ -83,6 +83,14 @@ class Committer:
             self._ring.free(end)
         self._submit(self._commit, staged, end)
 
+    def commit_cut_off(self, staged: Staged, header: dict[str, Any]) -> None:
+        """Commit what came of an iteration that did not end, when all before it are settled; the header says so."""
+        self._submit(self._commit, staged, None, header)
+
+    def pass_over(self) -> None:
+        """An iteration that was held is let go: nobody is told of it."""
+        self._submit(self._ring.advance, Counter.SETTLED)
+
     def mark(self, iteration: int, mark: Mark, reason: str) -> None:
         """Say of an iteration, when all before it are settled, that it is not recorded."""
         self._submit(self._mark, _OwedMark(iteration=iteration, mark=mark, reason=reason))
@@ -110,8 +118,8 @@ class Committer:
 
         self._pool.submit(guarded)
 
-    def _commit(self, staged: Staged, end: Slot | None) -> None:
-        header = {"expected": [], "silent_sites": {}} if end is None else end.header
+    def _commit(self, staged: Staged, end: Slot | None, words: dict[str, Any] | None = None) -> None:
+        header = words or ({"expected": [], "silent_sites": {}} if end is None else end.header)
         num_tensors = header.get("num_tensors", staged.num_tensors)
         if num_tensors != staged.num_tensors:
             self._storer.fail(staged, f"{staged.num_tensors} of the {num_tensors} tensors came out of the ring")

@@ -132,7 +132,8 @@ class Coordinator:
                 self.problems |= {f"rank {rank}": text for rank, text in given_up.items() if text}
                 all_closed = len(progress.closed | given_up.keys()) == size
                 had = progress.complete | progress.dropped
-                is_enough = len(had | set(self._attempt.completed)) >= self._options.target_iterations
+                is_planned = self._options.record_last is None
+                is_enough = is_planned and len(had | set(self._attempt.completed)) >= self._options.target_iterations
                 if all_closed or (progress.opened <= had and is_enough):
                     break
             if time.monotonic() > deadline:
@@ -219,6 +220,8 @@ class Coordinator:
         # What a rank has closed without will not be complete, nor will any that comes.
         self._refused |= {one for one in self._undecided if progress.closed - progress.marks.get(one, {}).keys()}
         self._undecided -= self.complete | self._refused
+        if self._options.record_last is not None:
+            return  # what is stored was not planned
         num_complete = len(self.complete | set(self._attempt.completed))
         is_enough = num_complete >= self._options.target_iterations
         is_over = self._lost() or (progress.closed and not self._undecided)

@@ -17,8 +17,11 @@ import numpy as np
 from ranktape.capture.staging.ring_file import Slot
 from ranktape.storage.format.block_counts import BLOCK_AXES, NUM_CODES, pack_histogram, padded
 from ranktape.storage.format.dtypes import numpy_dtype
-from ranktape.storage.format.record_info import Keep, RecordInfo
-from ranktape.storage.format.statistics import STATISTICS
+from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, ElementTally, Keep, Overflow, RecordInfo
+from ranktape.storage.format.statistics import STATISTICS, Statistics
+
+LOGGED = "logged"
+"""The kind of layer of numbers that are no tensors of layers: the loss, a gradient norm, what a program logs."""
 
 BLOCK_SIZE = 32
 """Elements of a block, as in the OCP microscaling formats."""
@@ -38,7 +41,12 @@ _WIDE = frozenset({"float32", "float64"})
 
 
 def staged_record(slot: Slot, *, rank: int, attempt: int) -> tuple[np.ndarray[Any, Any], RecordInfo]:
-    """The tensor in a slot, which lies there still, with its values kept, and what is known of it but the checksum."""
+    """The tensor in a slot, which lies there still, with its values kept, and what is known of it but the checksum.
+
+    Where the trainer has taken its statistics in their place, these.
+    """
+    if is_taken(slot):
+        return _taken_record(slot, rank=rank, attempt=attempt)
     from ranktape.analyze.numerics.histograms.histogram import measure
 
     header = {**slot.header, "keep": Keep.VALUES.value}
@@ -52,6 +60,52 @@ def staged_record(slot: Slot, *, rank: int, attempt: int) -> tuple[np.ndarray[An
         checksum="",
     )
     return array, info
+
+
+def is_taken(slot: Slot) -> bool:
+    """Whether the trainer has staged what a tensor adds up to, in the place of its values."""
+    return "taken" in slot.header
+
+
+def statistics_in(slot: Slot, array: np.ndarray[Any, Any]) -> Statistics:
+    """What the finite values of a staged tensor add up to."""
+    if is_taken(slot):
+        return Statistics.from_vector(array)
+    from ranktape.analyze.numerics.histograms.moments import statistics_of
+
+    return statistics_of(array)
+
+
+def _taken_record(slot: Slot, *, rank: int, attempt: int) -> tuple[np.ndarray[Any, Any], RecordInfo]:
+    """The statistics in a slot, and what is known of the tensor that they are of."""
+    header = {name: value for name, value in slot.header.items() if name != "taken"}
+    vector, overflow = taken_from(slot.payload, per_sample=header["sample_dim"] is not None)
+    info = RecordInfo(
+        **{**header, "shape": tuple(header["shape"]), "keep": Keep.STATISTICS.value},
+        rank=rank,
+        attempt=attempt,
+        nbytes=vector.nbytes,
+        overflow=overflow,
+        checksum="",
+    )
+    return vector, info
+
+
+def taken_from(payload: memoryview, *, per_sample: bool) -> tuple[np.ndarray[Any, Any], Overflow]:
+    """The statistics that a trainer has staged, and the counts at the limits of the dtype."""
+    words = np.frombuffer(payload, dtype="<f8")
+    vector, ends = words[: len(STATISTICS)], words[len(STATISTICS) : len(STATISTICS) + len(EXTREMES)].tolist()
+    counts_SK = words[len(STATISTICS) + len(EXTREMES) :].astype(np.int64).reshape(-1, len(TALLY_KINDS))  # noqa: N806
+    total = max(1, int(vector[0]))
+    counts = zip(TALLY_KINDS, counts_SK.sum(0).tolist(), strict=True)
+    tallies: dict[str, Any] = {kind: ElementTally(count=count, ratio=count / total) for kind, count in counts}
+    extremes: dict[str, Any] = {n: None if math.isnan(end) else end for n, end in zip(EXTREMES, ends, strict=True)}
+    overflow = Overflow(
+        **tallies,
+        **extremes,
+        per_sample=dict(zip(TALLY_KINDS, counts_SK.T.tolist(), strict=True)) if per_sample else None,
+    )
+    return vector, overflow
 
 
 def reduce_to(

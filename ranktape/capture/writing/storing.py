@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.ring_file import Counter, Slot
-from ranktape.capture.writing.counting import counted_dtype, reduce_to, staged_record
+from ranktape.capture.writing.counting import counted_dtype, is_taken, reduce_to, staged_record
 from ranktape.errors import CaptureError, NoSpaceError, RanktapeError, UnreachableError
 from ranktape.storage.format.record_info import Keep, RecordInfo
 from ranktape.storage.maintenance.outbox import SpillingBackend
@@ -153,6 +153,17 @@ class Storer:
         staged.num_tensors += 1
         staged.futures.append(self._pool.submit(self.store, slot, staged))
 
+    def submit_reduced(self, kept: np.ndarray[Any, Any], info: RecordInfo, staged: Staged) -> None:
+        """Store what stands for a tensor that is in the ring no more."""
+        staged.num_tensors += 1
+
+        def work() -> None:
+            self._write_reduced(kept, info, staged, None)
+            with self._lock:
+                staged.num_stored += 1
+
+        staged.futures.append(self._pool.submit(self._run, staged, work))
+
     def run(self, staged: Staged, work: Callable[[], None]) -> None:
         """Do something else for the iteration in one of the threads."""
         staged.futures.append(self._pool.submit(self._run, staged, work))
@@ -278,7 +289,8 @@ class Storer:
 
     def _store(self, slot: Slot, staged: Staged) -> None:
         array, info = staged_record(slot, rank=self.config.rank, attempt=self.attempt.number)
-        reduced = reduce_to(slot.header.get("keep", ""), array, info=info)
+        keep = str(slot.header.get("keep", ""))
+        reduced = (array.copy(), info) if is_taken(slot) else reduce_to(keep, array, info=info)
         if reduced is not None:
             if not self.config.ring_is_kept:
                 self.ring.free(slot)

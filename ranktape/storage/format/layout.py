@@ -13,6 +13,7 @@ attempt_000-1f3a9c2e/zarr.json                              one start of the wor
 <attempt>/iterations/iter_00001234/zarr.json                iteration commit, written last: its catalogue
 <attempt>/closed/rank_00003/zarr.json                       the rank will commit nothing more
 <attempt>/dropped/iter_00001234/zarr.json                   the iteration was complete, and was removed (--keep-last)
+<attempt>/triggers/iter_00000137.rank_00003/zarr.json       what happened on a rank (--record-last)
 <attempt>/plan/zarr.json                                    further iterations, when the first ones were not enough
 <attempt>/verdict/zarr.json                                 whether the guaranteed minimum is there
 
@@ -87,6 +88,10 @@ class KeyKind(enum.Enum):
     ITERATION_CATALOGUE = enum.auto()
     CLOSED = enum.auto()
     DROPPED = enum.auto()
+    TRIGGER_GROUP = enum.auto()
+    """The document of the group of all triggers, which is there from the first one on."""
+    TRIGGER = enum.auto()
+    """Something that happened on a rank, for which all ranks store what they hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +171,16 @@ def dropped_path(attempt: str, iteration: int) -> str:
     return f"{attempt}/dropped/iter_{iteration:08d}"
 
 
+def triggers_path(attempt: str) -> str:
+    """The group of everything that happened for which the ranks stored what they held."""
+    return f"{attempt}/triggers"
+
+
+def trigger_path(attempt: str, iteration: int, rank: int, *, number: int = 0) -> str:
+    """The group that says what happened on a rank in an iteration; `number` tells several of them apart."""
+    return f"{triggers_path(attempt)}/iter_{iteration:08d}.rank_{rank:05d}" + (f".{number}" if number else "")
+
+
 def plan_path(attempt: str) -> str:
     """The group that names the iterations to capture, where the options' were not enough."""
     return f"{attempt}/plan"
@@ -194,6 +209,8 @@ _KEYS = {
     KeyKind.ITERATION_CATALOGUE: f"iterations/{_ITERATION}/c[.]0",
     KeyKind.CLOSED: f"closed/{_RANK}/zarr[.]json",
     KeyKind.DROPPED: f"dropped/{_ITERATION}/zarr[.]json",
+    KeyKind.TRIGGER: f"triggers/{_ITERATION}[.]{_RANK}([.][1-9][0-9]{{0,2}})?/zarr[.]json",
+    KeyKind.TRIGGER_GROUP: "triggers/zarr[.]json",
     KeyKind.RANK: f"{_RANK}/zarr[.]json",
     KeyKind.GROUP: f"({'|'.join(ATTEMPT_GROUPS)})/zarr[.]json",
     KeyKind.PLAN: "plan/zarr[.]json",
@@ -211,6 +228,12 @@ def parse_key(key: str) -> AttemptKey | None:
             mark = Mark(found["mark"]) if "mark" in found else None
             return AttemptKey(kind, int(found.get("iteration", -1)), int(found.get("rank", -1)), mark)
     return None
+
+
+def is_trigger(name: str) -> bool:
+    """Whether a name in the group of triggers is one's."""
+    found = parse_key(f"triggers/{name}/{DOCUMENT}")
+    return found is not None and found.kind is KeyKind.TRIGGER
 
 
 def parse_attempt(name: str) -> int | None:

@@ -88,9 +88,13 @@ class RunVerdict:
     """Iterations that were stored complete and have been removed since; they count for the minimum."""
     ended: str = ""
     """What has ended the training or the capture, where that was asked for; else empty."""
+    num_triggers: int | None = None
+    """Of a flight recorder, which guarantees nothing: the things that happened; None for other captures."""
 
     def message(self) -> str:
         """One line for a person."""
+        if self.num_triggers is not None:
+            return self._recorder_message(self.num_triggers)
         have = f"{len(self.complete)} of {self.required} guaranteed iterations are stored complete"
         if self.num_dropped and len(self.complete) < self.required:
             have += f", {self.num_dropped} more were until they were removed"
@@ -100,6 +104,14 @@ class RunVerdict:
         missing = "; ".join(self.missing[:_MAX_NAMED]) or "no iteration was begun"
         rest = len(self.missing) - _MAX_NAMED
         return f"minimum not met: {have}; {missing}" + (f"; and {rest} more" if rest > 0 else "") + ended
+
+    def _recorder_message(self, num_triggers: int) -> str:
+        if not num_triggers:
+            return "flight recorder: nothing triggered, and no iteration is stored"
+        stored = f"flight recorder: {num_triggers} trigger{'s' * (num_triggers != 1)}; stored complete are "
+        stored += f"iterations {_listed(self.complete)}" if self.complete else "no iterations"
+        missing = "; ".join(self.missing[:_MAX_NAMED])
+        return stored + (f"; {missing}" if missing else "")
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary for JSON and for Zarr attributes."""
@@ -118,10 +130,12 @@ def judge(
     notes: Mapping[int, str] | None = None,
     problems: Mapping[str, str] | None = None,
     ended: str = "",
+    num_triggers: int | None = None,
 ) -> RunVerdict:
     """The verdict on a run whose iterations stand as `statuses` say.
 
     `notes` give ranks' last words and `problems` what the coordinator met; both count where the minimum is not met.
+    `num_triggers` is that of a flight recorder.
     """
     complete = sorted({status.iteration for status in statuses if status.state is IterationState.COMPLETE})
     # They were stored complete, and removed on purpose: nothing that was promised is missing.
@@ -143,6 +157,7 @@ def judge(
         final=final,
         num_dropped=len(dropped),
         ended=ended,
+        num_triggers=num_triggers,
     )
 
 

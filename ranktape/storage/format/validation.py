@@ -71,6 +71,11 @@ class Fields(dict[str, Any]):
         """A whole number that is not negative; None where there is none."""
         return self.integer(name) if name in self else None
 
+    def number(self, name: str) -> float | None:
+        """A number; None where there is none."""
+        value = self._taken(name, "a number", lambda value: value is None or type(value) in {int, float}, None)
+        return None if value is None else float(value)
+
     def flag(self, name: str, *, default: Any = _REQUIRED) -> bool:
         """True or false."""
         return bool(self._taken(name, "true or false", lambda value: type(value) is bool, default))

@@ -22,6 +22,7 @@ from ranktape.storage.format.commit import open_catalogue
 from ranktape.storage.format.documents import for_each
 from ranktape.storage.format.progress import read_disabled, read_troubles, read_verdict
 from ranktape.storage.format.status import IterationStatus, RunVerdict
+from ranktape.storage.format.triggers import Trigger, read_triggers
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.failures import printable
 from ranktape.storage.places.urls import open_backend
@@ -117,6 +118,12 @@ class Run:
     def troubles(self) -> dict[int, str]:
         """The ranks whose writer was killed and that went on with another one, each with when and how."""
         return read_troubles(self._backend)
+
+    def triggers(self) -> list[Trigger]:
+        """What happened, for which a flight recorder stored what it held (`--record-last`); what came first before."""
+        attempts = read_attempts(self._backend)
+        found = for_each(lambda attempt: read_triggers(self._backend, attempt), attempts)
+        return sorted((one for triggers in found for one in triggers), key=lambda one: one.order)
 
     def select(self, **filters: Any) -> Records:
         """The records whose fields have the values asked for, of the latest attempt of each complete iteration.

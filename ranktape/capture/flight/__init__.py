@@ -1,0 +1,1 @@
+"""Hold the last iterations, and store them on all ranks when something happens on one."""

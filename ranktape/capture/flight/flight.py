@@ -1,0 +1,354 @@
+"""The flight recorder in a writer process: holds what the trainer stages, and commits it when something happens.
+
+    held      the last iterations: values in the ring as long as there is room, histograms or statistics after that
+    trigger   on this rank (a tensor, the trainer's word, its death) or on another one (`watch.py`)
+    window    the iteration of the trigger, the last ones recorded before it (`record_last`), and some after it
+
+Every rank commits the same window, each from what it holds. What a rank does not hold any more, or never had, it says.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from ranktape.capture.flight.held import HeldIteration, TensorInFlight, cut_off
+from ranktape.capture.flight.rules import Hit, SiteRules, site_text, where_of
+from ranktape.capture.flight.spikes import Series
+from ranktape.capture.flight.watch import TriggerWatch
+from ranktape.capture.settings.triggers import read_site_triggers
+from ranktape.capture.staging.ring_file import Counter, Slot, SlotKind
+from ranktape.capture.writing.counting import LOGGED, staged_record, statistics_in
+from ranktape.capture.writing.storing import HELD_NBYTES
+from ranktape.storage.format.layout import Mark
+from ranktape.storage.format.triggers import MAX_TEXT, Trigger, TriggerKind
+
+if TYPE_CHECKING:
+    from ranktape.capture.staging.process import WriterConfig
+    from ranktape.capture.staging.ring import RingConsumer
+    from ranktape.capture.writing.committing import Committer
+    from ranktape.capture.writing.storing import Storer
+    from ranktape.storage.format.attempt import Attempt
+
+MAX_TRIGGERS = 100
+"""Things that happened on one rank that are told of: a rule that speaks all the time must not fill the store."""
+
+_LOOKS_HELD = 4
+"""Looks for triggers of other ranks during which an iteration is held at least, however fast the training steps."""
+
+_MAX_EXTRA = 64
+"""Iterations that are held for that reason alone."""
+
+_FREE_SHARE = 0.5
+"""Part of the ring that is kept free for the next iteration, at most."""
+
+_LAST_LOOK_SECONDS = 20.0
+_QUIET_SECONDS = 1.0
+"""At the end of a training, for what other ranks may have to say of the last iteration."""
+
+
+class Flight:
+    """What is held, and what becomes of it; one thread, the writer's own, calls it."""
+
+    def __init__(
+        self,
+        config: WriterConfig,
+        *,
+        ring: RingConsumer,
+        attempt: Attempt,
+        storer: Storer,
+        committer: Committer,
+        opener: Callable[[int], Callable[[], None]],
+        say: Callable[..., None],
+    ) -> None:
+        """Hold nothing yet, and watch for triggers; `opener` gives what says of an iteration that it was begun."""
+        options = config.options
+        assert options.record_last is not None
+        self._before, self._after = options.record_last, options.record_after
+        self._config, self._ring, self._attempt = config, ring, attempt
+        self._storer, self._committer, self._say = storer, committer, say
+        self._opener = opener
+        self._cadence = config.cadence
+        self._rules = SiteRules(read_site_triggers(options.trigger))
+        self._pool = ThreadPoolExecutor(options.store_concurrency, thread_name_prefix="ranktape-judge")
+        self._watch = TriggerWatch(storer.backend, attempt=attempt, rank=config.rank, say=say)
+        self._held: dict[int, HeldIteration] = {}
+        self._queue: deque[tuple[HeldIteration, TensorInFlight]] = deque()
+        """Tensors that are being judged, in the order in which they came."""
+        self._series: dict[str, Series] = {}
+        self._said: dict[str, int] = {}
+        """By rule the last iteration in which it had something to say."""
+        self._wanted: set[int] = set()
+        self._settled: set[int] = set()
+        self._last_end: dict[str, Any] = {}
+        self._newest = self._gone_until = -1
+        self._num_triggers = 0
+        self._iteration_nbytes = 0
+        self._num_signals = ring.counter(Counter.SIGNALS)
+
+    def handle(self, slot: Slot) -> None:
+        """Take over what the trainer has published."""
+        iteration = int(slot.header["iteration"])
+        if slot.kind is SlotKind.TRIGGER:
+            header = slot.header
+            self._happened(
+                TriggerKind(header["kind"]),
+                iteration,
+                str(header["text"]),
+                traceback=str(header.get("traceback", "")),
+            )
+            self._ring.free(slot)
+            return
+        self._newest = max(self._newest, iteration)
+        held = self._held.get(iteration)
+        if held is None:
+            held = self._held[iteration] = HeldIteration(iteration=iteration)
+        if slot.kind is SlotKind.TENSOR:
+            tensor = TensorInFlight(slot=slot, judged=self._judge(slot))
+            held.tensors.append(tensor)
+            held.nbytes += slot.payload.nbytes
+            self._queue.append((held, tensor))
+        elif slot.kind is SlotKind.BEGIN:
+            held.words.append(slot)
+        else:
+            held.close(slot, skip=str(slot.header["reason"]) if slot.kind is SlotKind.SKIP else None)
+            self._iteration_nbytes = max(self._iteration_nbytes, held.nbytes)
+            if held.end is not None:
+                self._last_end = held.end.header
+        self._read_judged()
+
+    def tick(self) -> None:
+        """Called again and again: learn what happened elsewhere, commit what is due, make room."""
+        self._read_judged()
+        if (count := self._ring.counter(Counter.SIGNALS)) != self._num_signals:
+            self._num_signals = count
+            name = signal.Signals(count & 0xFF).name
+            text = f"the process was sent {name}"
+            self._happened(TriggerKind.SIGNAL, self._step, text, signal_name=name)
+        for trigger in self._watch.found():
+            self._want(trigger.iteration)
+            self._say(notice=f"stored for what happened in {trigger.message()}")
+        self._commit_due()
+        self._let_go_old()
+        self._make_room()
+
+    def end(self, reason: str, *, death: str | None) -> None:
+        """The trainer has gone; commit what is wanted, and let go of the rest.
+
+        Args:
+            reason: Why the capture is over.
+            death: How the process died that said nothing any more; None for one that ended the capture.
+        """
+        for _, tensor in self._queue:
+            tensor.judged.exception()  # wait for it
+        self._read_judged()
+        if death is not None:
+            text = f"the training process died in iteration {self._step}: {death}"
+            self._happened(TriggerKind.DEATH, self._step, text, signal_name=death.rpartition(" ")[2])
+        if self._attempt.launch.world_size > 1 and not self._num_triggers:
+            time.sleep(max(_QUIET_SECONDS, 2 * self._watch.seconds))
+        self._watch.last_look(seconds=_LAST_LOOK_SECONDS if self._num_triggers else _QUIET_SECONDS)
+        for trigger in self._watch.found():
+            self._want(trigger.iteration)
+        self._watch.stop()
+        for held in sorted(self._held.values(), key=lambda one: one.iteration):
+            if not held.is_over and held.iteration in self._wanted:
+                self._commit(held, cut_off(held, like=self._last_end, reason=f"cut off: {death or reason}"))
+        self._commit_due()
+        for iteration in list(self._held):
+            self._let_go(iteration)
+        self._pool.shutdown()
+
+    @property
+    def _step(self) -> int:
+        """The iteration that the training is in."""
+        return max(self._newest, self._ring.counter(Counter.STEP))
+
+    def _judge(self, slot: Slot) -> Future[list[Hit]]:
+        if slot.header.get("taken"):
+            # The trainer has counted it already: it is judged faster than a thread wakes up.
+            done: Future[list[Hit]] = Future()
+            done.set_result(self._hits(slot))
+            return done
+        return self._pool.submit(self._hits, slot)
+
+    def _hits(self, slot: Slot) -> list[Hit]:
+        array, info = staged_record(slot, rank=self._config.rank, attempt=self._attempt.number)
+        found = self._rules.judge(info, lambda: statistics_in(slot, array))
+        is_number = info.layer_type == LOGGED and array.size == 1 and not info.tensor_name.startswith("scaled_")
+        return [_logged(info, float(array.reshape(())))] if is_number and not found else found
+
+    def _read_judged(self) -> None:
+        """Take over what tensors show, in the order in which they came."""
+        while self._queue and self._queue[0][1].judged.done():
+            held, tensor = self._queue.popleft()
+            for hit in tensor.judged.result():
+                if hit.kind is not TriggerKind.SPIKE:
+                    self._on_hit(held.iteration, hit)
+                elif (found := self._spike(hit)) is not None:
+                    self._on_hit(held.iteration, found)
+
+    def _spike(self, hit: Hit) -> Hit | None:
+        assert hit.value is not None
+        known = self._series.setdefault(hit.rule, Series()).add(hit.value)
+        if known is None:
+            return None
+        median, deviations = known
+        text = (
+            f"{hit.text} is {hit.value:.6g}: the median of the iterations before it is {median:.6g}, from which it is "
+            f"{deviations:.3g} robust deviations away"
+        )
+        return Hit(
+            kind=TriggerKind.SPIKE,
+            text=text,
+            where=hit.where,
+            metric=hit.metric,
+            value=hit.value,
+            rule=hit.rule,
+            expected=median,
+        )
+
+    def _on_hit(self, iteration: int, hit: Hit) -> None:
+        last = self._said.get(hit.rule)
+        self._said[hit.rule] = iteration
+        if last is not None and (last == iteration or last in self._previous(iteration, count=1)):
+            return  # it goes on
+        self._happened(
+            hit.kind,
+            iteration,
+            hit.text,
+            where={**hit.where},
+            metric=hit.metric,
+            value=hit.value,
+            expected=hit.expected,
+        )
+
+    def _happened(
+        self, kind: TriggerKind, iteration: int, text: str, *, signal_name: str = "", **evidence: Any
+    ) -> None:
+        self._want(iteration)
+        self._num_triggers += 1
+        if self._num_triggers > MAX_TRIGGERS:
+            return
+        trigger = Trigger(
+            kind=kind,
+            iteration=iteration,
+            rank=self._config.rank,
+            text=text[:MAX_TEXT],
+            signal=signal_name if signal_name.startswith("SIG") else "",
+            time=time.time(),
+            attempt=self._attempt.number,
+            **evidence,
+        )
+        self._watch.post(trigger)
+        self._say(notice=f"what is held is stored: {trigger.message()}")
+
+    def _want(self, iteration: int) -> None:
+        """Have the window around an iteration committed."""
+        before = self._previous(iteration, count=self._before)
+        own = [iteration] if any(self._cadence.due(iteration)) else []
+        after = self._cadence.following(iteration, count=self._after)
+        window = {*before, *own, *after}
+        self._wanted |= window
+        for lost in sorted(window - self._settled - self._held.keys()):
+            if lost <= self._gone_until:
+                self._settled.add(lost)
+                reason = "it was let go before this rank learned what had happened"
+                self._committer.mark(lost, Mark.FAILED, reason)
+
+    def _previous(self, iteration: int, *, count: int) -> list[int]:
+        """The last iterations before one that are recorded, as far as the training has any."""
+        found: list[int] = []
+        span = count * max(beat.every for beat in self._cadence.beats)
+        for earlier in range(iteration - 1, max(self._cadence.first, iteration - span) - 1, -1):
+            if len(found) == count:
+                break
+            if any(self._cadence.due(earlier)):
+                found.append(earlier)
+        return found
+
+    def _commit_due(self) -> None:
+        for held in sorted(self._held.values(), key=lambda one: one.iteration):
+            if held.is_over and held.iteration in self._wanted:
+                self._commit(held, None)
+
+    def _commit(self, held: HeldIteration, header: dict[str, Any] | None) -> None:
+        """Store an iteration that was held; with a header, one that did not end."""
+        del self._held[held.iteration]
+        self._settled.add(held.iteration)
+        if held.skip is not None:
+            self._committer.mark(held.iteration, Mark.SKIPPED, held.skip)
+            held.let_go(self._ring)
+            return
+        held.free_words(self._ring)
+        staged = self._storer.begin(held.iteration, may_degrade=False)
+        if self._config.is_first:
+            self._storer.run(staged, self._opener(held.iteration))
+        for tensor in held.tensors:
+            if tensor.slot is not None:
+                self._storer.submit(tensor.slot, staged)
+            elif tensor.reduced is not None:
+                self._storer.submit_reduced(*tensor.reduced, staged)
+        if header is None:
+            self._committer.commit(staged, held.end)
+        else:
+            self._committer.commit_cut_off(staged, header)
+
+    def _let_go_old(self) -> None:
+        """Let go of iterations that no trigger can ask for any more."""
+        over = [held for held in self._held.values() if held.is_over and held.is_judged]
+        # What is not judged yet may be what happens.
+        oldest_new = min(self._queue[0][0].iteration, self._newest) if self._queue else self._newest
+        oldest_kept = min(self._previous(oldest_new, count=self._before), default=oldest_new)
+        now = time.monotonic()
+        grace = _LOOKS_HELD * self._watch.seconds if self._attempt.launch.world_size > 1 else 0.0
+        extra = [held for held in over if held.iteration < oldest_kept]
+        for number, held in enumerate(sorted(extra, key=lambda one: one.iteration)):
+            is_young = held.ended_at is not None and now - held.ended_at < grace
+            if is_young and len(extra) - number <= _MAX_EXTRA:
+                break
+            self._let_go(held.iteration)
+
+    def _let_go(self, iteration: int) -> None:
+        held = self._held.pop(iteration)
+        held.let_go(self._ring)
+        self._gone_until = max(self._gone_until, iteration)
+        if held.is_over:
+            self._committer.pass_over()
+
+    def _make_room(self) -> None:
+        """Give up the values of the oldest iterations, as far as the next one needs their room."""
+        capacity = self._ring.capacity
+        is_waiting = self._ring.counter(Counter.WAITING) == 1
+        need = max(capacity // 16, min(int(_FREE_SHARE * capacity), int(1.1 * self._iteration_nbytes)))
+        held = sum(one.reduced_nbytes for one in self._held.values())
+        for one in sorted(self._held.values(), key=lambda one: one.iteration):
+            if not is_waiting and capacity - self._ring.pending_nbytes >= need:
+                return
+            if not one.is_over and not is_waiting:
+                return
+            due = one.in_ring
+            if not due:
+                continue
+            if one.is_over:
+                one.free_words(self._ring)
+            room = max(0, HELD_NBYTES - held) // len(due)
+            reduce = lambda tensor, room=room: tensor.reduce(  # noqa: E731
+                self._ring, rank=self._config.rank, attempt=self._attempt.number, room_nbytes=room
+            )
+            taken = sum(self._pool.map(reduce, due))
+            one.reduced_nbytes += taken
+            held += taken
+            is_waiting = is_waiting and self._ring.counter(Counter.WAITING) == 1
+
+
+def _logged(info: Any, value: float) -> Hit:
+    """A number that was logged, to be compared with those before it."""
+    where = where_of(info)
+    return Hit(
+        kind=TriggerKind.SPIKE, text=site_text(where), where=where, metric="value", value=value, rule=site_text(where)
+    )

@@ -1,0 +1,152 @@
+"""Judges each tensor that a flight recorder sees: NaN, infinities, and the limits of `--trigger`.
+
+A thing that goes on for many iterations happened once: a rule speaks again only after an iteration in which it had
+nothing to say.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranktape.capture.settings.triggers import FIELDS, OF_OVERFLOW, SiteTrigger
+from ranktape.capture.writing.counting import LOGGED
+from ranktape.fields import field_names
+from ranktape.storage.format.triggers import TriggerKind
+from ranktape.storage.query.columns import Column, StringColumn
+from ranktape.storage.query.where import Compare, Condition, Either, Every, Not, fields_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ranktape.storage.format.record_info import RecordInfo
+    from ranktape.storage.format.statistics import Statistics
+
+_WHERE = (
+    *("module", "layer_type", "layer_idx", "layer_stack", "operation", "phase", "component", "tensor_name"),
+    *("microbatch", "call", "mode", "dtype", "counter"),
+)
+"""The fields that say where it was seen."""
+
+_TEXTS = frozenset(field_names(lambda field: field.kind.name in {"TEXT", "JSON"}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hit:
+    """A tensor that shows that something happened."""
+
+    kind: TriggerKind
+    """What kind of thing."""
+    text: str
+    """In a sentence."""
+    where: Mapping[str, Any]
+    """The fields that say where."""
+    metric: str
+    """What was judged."""
+    value: float | None
+    """How large it was; None where it is not finite."""
+    rule: str
+    """Tells what is judged: of one rule the first tensor of an iteration counts."""
+    expected: float | None = None
+    """What it had been before."""
+
+
+def site_text(where: Mapping[str, Any]) -> str:
+    """What a tensor is called: `layers.5.mlp.up forward post output`."""
+    if where.get("layer_type") == LOGGED:
+        return f"{where['tensor_name']}"
+    name = where.get("module") or f"layer {where.get('layer_idx')} {where.get('layer_type')}"
+    return f"{name} {where.get('operation')} {where.get('phase')} {where.get('tensor_name')}"
+
+
+def where_of(info: RecordInfo) -> dict[str, Any]:
+    """The fields of a record that say where something was seen."""
+    return {name: getattr(info, name) for name in _WHERE}
+
+
+class SiteRules:
+    """The rules of a capture for single tensors."""
+
+    def __init__(self, triggers: Sequence[SiteTrigger]) -> None:
+        self._triggers = triggers
+
+    def judge(self, info: RecordInfo, statistics_of: Callable[[], Statistics]) -> list[Hit]:
+        """What a tensor shows; `statistics_of` is asked where a rule is about its finite values."""
+        found = []
+        overflow = info.overflow
+        total = max(1, int(np.prod(info.shape, dtype=np.int64)))
+        for kind, tally in ((TriggerKind.NAN, overflow.nan), (TriggerKind.INF, overflow.inf)):
+            if tally.count:
+                word = "NaN" if kind is TriggerKind.NAN else "infinite"
+                share = f"{tally.count} of {total} values of" if total > 1 else "the"
+                text = f"{share} {site_text(where_of(info))} {'are' if total > 1 else 'is'} {word}"
+                found.append(
+                    Hit(
+                        kind=kind,
+                        text=text,
+                        where=where_of(info),
+                        metric=f"overflow.{kind.value}.count",
+                        value=float(tally.count),
+                        rule=kind.value,
+                    )
+                )
+        for trigger in self._triggers:
+            hit = _beyond(trigger, info, statistics_of)
+            if hit is not None:
+                found.append(hit)
+        return found
+
+
+def _beyond(trigger: SiteTrigger, info: RecordInfo, statistics_of: Callable[[], Statistics]) -> Hit | None:
+    if trigger.where is not None and not trigger.where.mask(functools.partial(_field, info), 1)[0]:
+        return None
+    values: dict[str, float] = {}
+
+    def metric(name: str, /) -> Column:
+        found = _of_overflow(info, name) if name in OF_OVERFLOW else getattr(statistics_of(), name)
+        values[name] = np.nan if found is None else float(found)
+        return np.array([values[name]])
+
+    if not trigger.condition.mask(metric, 1)[0]:
+        return None
+    name = _first_field(trigger.condition.condition)
+    value = values[name]
+    shown = ", ".join(f"{name} = {value:.6g}" for name, value in values.items())
+    return Hit(
+        kind=TriggerKind.METRIC,
+        text=f"{site_text(where_of(info))} has {shown} ({trigger.text})",
+        where=where_of(info),
+        metric=name,
+        value=value if np.isfinite(value) else None,
+        rule=trigger.text,
+    )
+
+
+def _of_overflow(info: RecordInfo, name: str) -> Any:
+    found: Any = info
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _field(info: RecordInfo, name: str, /) -> Column:
+    assert name in FIELDS, "checked when the capture began"
+    value: Any = int(np.prod(info.shape, dtype=np.int64)) if name == "numel" else getattr(info, name)
+    if name in _TEXTS:
+        return StringColumn.of([None if value is None else str(value)])
+    return np.array([np.nan if value is None else value])
+
+
+def _first_field(condition: Condition) -> str:
+    while not isinstance(condition, Compare):
+        if isinstance(condition, Not):
+            condition = condition.condition
+        elif isinstance(condition, Every | Either):
+            condition = condition.conditions[0]
+        else:
+            break
+    return fields_of(condition)[0]

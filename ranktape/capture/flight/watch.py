@@ -1,0 +1,128 @@
+"""Carries triggers from rank to rank through the store, in a thread of its own: no rank waits for another.
+
+Each writer process writes what happened on its rank as a small object, and looks now and then which ones there are. A
+rank that hangs in a collective, or whose trainer is dead, learns of them like any other.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ranktape.errors import RanktapeError, StorageError
+from ranktape.storage.format.layout import trigger_path
+from ranktape.storage.format.triggers import MAX_PER_ITERATION, Trigger, list_triggers, read_triggers, write_trigger
+
+if TYPE_CHECKING:
+    from ranktape.storage.format.attempt import Attempt
+    from ranktape.storage.places.backend import Backend
+
+LOOK_SECONDS = 0.25
+"""Between two looks of one rank, on a store that answers fast."""
+
+LOOKS_PER_SECOND = 200
+"""Of all ranks together: a store is paid by the request."""
+
+MAX_LOOK_SECONDS = 10.0
+"""Between two looks on a store that is slow, or that does not answer."""
+
+_SHARE = 10
+"""A look takes at most one part in so many of the time."""
+
+_RETRY_SECONDS = 1.0
+
+
+class TriggerWatch:
+    """Posts this rank's triggers, and finds those of the others."""
+
+    def __init__(self, backend: Backend, *, attempt: Attempt, rank: int, say: Callable[..., None]) -> None:
+        """Begin to watch."""
+        self._backend = backend
+        self._attempt = attempt
+        self._rank = rank
+        self._say = say
+        size = attempt.launch.world_size
+        self._least_seconds = max(LOOK_SECONDS, size / LOOKS_PER_SECOND)
+        self.seconds = self._least_seconds
+        """Between two looks, as the store answers now."""
+        self._is_alone = size == 1
+        self._outbox: deque[tuple[Trigger, int]] = deque()
+        self._counts: dict[int, int] = {}
+        self._known: set[str] = set()
+        self._found: deque[Trigger] = deque()
+        self._changed = threading.Condition()
+        self._looking = threading.Lock()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._watch, name="ranktape-triggers", daemon=True)
+        self._thread.start()
+
+    def post(self, trigger: Trigger) -> None:
+        """Say to all ranks what happened on this one; written in the background."""
+        number = self._counts.get(trigger.iteration, 0)
+        if number >= MAX_PER_ITERATION:
+            return
+        self._counts[trigger.iteration] = number + 1
+        self._known.add(trigger_path("", trigger.iteration, trigger.rank, number=number).rpartition("/")[2])
+        with self._changed:
+            self._outbox.append((trigger, number))
+            self._changed.notify_all()
+
+    def found(self) -> list[Trigger]:
+        """The triggers of other ranks that were found since this was asked last."""
+        found = []
+        while self._found:
+            found.append(self._found.popleft())
+        return found
+
+    def last_look(self, *, seconds: float) -> None:
+        """Look once more, and write what is not written yet, for at most so long."""
+        deadline = time.monotonic() + seconds
+        while not self._post_and_look() and time.monotonic() < deadline:
+            time.sleep(min(_RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
+
+    def stop(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        self._thread.join(MAX_LOOK_SECONDS)
+
+    def _watch(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_over or self._outbox, timeout=self.seconds)
+                if self._is_over:
+                    return
+            began = time.monotonic()
+            is_well = self._post_and_look()
+            took = time.monotonic() - began
+            if is_well:
+                self.seconds = min(MAX_LOOK_SECONDS, max(self._least_seconds, _SHARE * took))
+            else:
+                self.seconds = min(MAX_LOOK_SECONDS, max(_RETRY_SECONDS, 2 * self.seconds))
+                time.sleep(_RETRY_SECONDS)
+
+    def _post_and_look(self) -> bool:
+        """Whether everything was written, and the store could be read."""
+        with self._looking:
+            try:
+                while self._outbox:
+                    trigger, number = self._outbox[0]
+                    write_trigger(self._backend, attempt=self._attempt, trigger=trigger, number=number)
+                    self._outbox.popleft()
+                if not self._is_alone:
+                    names = list_triggers(self._backend, self._attempt) - self._known
+                    self._found.extend(
+                        one for one in read_triggers(self._backend, self._attempt, names) if one.rank != self._rank
+                    )
+                    self._known |= names
+            except StorageError as error:
+                self._say(notice=f"what happened cannot be told to the other ranks yet, or heard from them: {error}")
+                return False
+            except RanktapeError as error:
+                self._say(problem=f"the triggers of this run cannot be read: {error}")
+                return False
+            return True

@@ -1,0 +1,63 @@
+"""A training of some ranks with a flight recorder, on one of which something goes wrong in an iteration.
+
+flight.py URL FAULT: `nan`, `exception`, `sigterm`, `sigkill`, `segfault`, `hang`, `user` or `none`.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ranktape.capture import Capture
+
+FAULTY_RANK, FAULTY_ITERATION, NUM_ITERATIONS = 2, 20, 24
+LAST = 3
+TIMEOUT_SECONDS = 6.0
+"""Of a collective."""
+
+_SIGNALS = {"sigterm": signal.SIGTERM, "sigkill": signal.SIGKILL, "segfault": signal.SIGSEGV}
+
+
+def main(url: str, fault: str) -> None:
+    """Train."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=dt.timedelta(seconds=TIMEOUT_SECONDS))
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    model = DistributedDataParallel(layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Capture(url, model=model, record_last=LAST, host_budget_nbytes=4 << 20) as capture:
+        for iteration in range(NUM_ITERATIONS):
+            batch = torch.randn(4, 16)
+            optimizer.zero_grad()
+            if rank == FAULTY_RANK and iteration == FAULTY_ITERATION:
+                if fault == "nan":
+                    batch[1, 3] = torch.nan
+                elif fault == "user":
+                    capture.trigger("the validation fell")
+            hidden = model(batch)
+            if rank == FAULTY_RANK and iteration == FAULTY_ITERATION:
+                if fault == "exception":
+                    raise ValueError("the data are wrong")
+                if fault in _SIGNALS:
+                    os.kill(os.getpid(), _SIGNALS[fault])
+                if fault == "hang":
+                    time.sleep(3600)
+            loss = hidden.square().mean()
+            loss.backward()
+            optimizer.step()
+            time.sleep(0.02)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

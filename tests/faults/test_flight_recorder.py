@@ -1,0 +1,114 @@
+"""Are the last iterations of all ranks in the store when something goes wrong on one of them, whatever it is?"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from ranktape.storage import Run, open_run
+from ranktape.storage.format.triggers import TriggerKind
+from tests.faults.programs.flight import FAULTY_ITERATION, FAULTY_RANK, LAST, NUM_ITERATIONS
+from tests.launch.processes import torchrun
+
+NUM_RANKS = 4
+SECONDS = 60.0
+PROGRAM = Path(__file__).parent / "programs" / "flight.py"
+BEFORE = list(range(FAULTY_ITERATION - LAST, FAULTY_ITERATION))
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def closed(url: Path) -> Run:
+    """The run once all writers have ended: they outlive the trainers."""
+    deadline = time.monotonic() + SECONDS
+    while not open_run(url).verdict().final:
+        assert time.monotonic() < deadline, open_run(url).status()
+        time.sleep(0.2)
+    return open_run(url)
+
+
+def values_per_rank(run: Run, iteration: int) -> list[int]:
+    records = run.select(iteration=iteration, layer_type="linear")
+    return [len(records.select(rank=rank)) for rank in range(NUM_RANKS)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "signal"),
+    [
+        ("exception", TriggerKind.EXCEPTION, ""),
+        ("sigterm", TriggerKind.DEATH, "SIGTERM"),
+        ("sigkill", TriggerKind.DEATH, "SIGKILL"),
+        ("segfault", TriggerKind.DEATH, "SIGSEGV"),
+    ],
+)
+def test_the_last_iterations_of_all_ranks_are_stored_when_one_dies(
+    tmp_path: Path, fault: str, kind: TriggerKind, signal: str
+) -> None:
+    # How a process ended can be read until its parent has waited for it (as the server that forks ranks does at once),
+    # and from Linux 6.15 on after that.
+    is_forked = fault != "segfault"
+    ended = torchrun(PROGRAM, tmp_path / "run", fault, cwd=tmp_path, num_ranks=NUM_RANKS, is_forked=is_forked)
+    assert ended.returncode != 0
+    run = closed(tmp_path / "run")
+    assert run.iterations == [*BEFORE, FAULTY_ITERATION], ended.stderr
+    whole = values_per_rank(run, FAULTY_ITERATION - 1)
+    assert whole == [whole[0]] * NUM_RANKS
+    assert [values_per_rank(run, iteration) for iteration in BEFORE] == [whole] * LAST
+    # Of the iteration in which it died it has the forward, and what is missing has a reason.
+    last = values_per_rank(run, FAULTY_ITERATION)
+    assert 0 < last[FAULTY_RANK] < whole[0]
+    statuses = {one.iteration: one for one in run.status()}
+    assert "cut off" in str(statuses[FAULTY_ITERATION].silent_sites[FAULTY_RANK])
+    assert statuses[FAULTY_ITERATION].num_missing
+    assert all(statuses[iteration].num_missing == 0 for iteration in BEFORE)
+    triggers = [one for one in run.triggers() if one.rank == FAULTY_RANK]
+    assert [(one.kind, one.iteration) for one in triggers] == [(kind, FAULTY_ITERATION)]
+    if not is_forked:
+        assert triggers[0].signal == signal
+    if fault == "exception":
+        assert triggers[0].text == "ValueError: the data are wrong"
+        assert 'raise ValueError("the data are wrong")' in triggers[0].traceback
+
+
+def test_ranks_that_wait_in_a_collective_for_one_that_hangs_are_stored(tmp_path: Path) -> None:
+    ended = torchrun(PROGRAM, tmp_path / "run", "hang", cwd=tmp_path, num_ranks=NUM_RANKS)
+    assert ended.returncode != 0
+    run = closed(tmp_path / "run")
+    assert run.iterations == [*BEFORE, FAULTY_ITERATION], ended.stderr
+    whole = values_per_rank(run, FAULTY_ITERATION - 1)
+    assert whole == [whole[0]] * NUM_RANKS
+    # The others' collective timed out; the one that hung was ended by the launcher.
+    kinds = {one.rank: one.kind for one in run.triggers()}
+    assert TriggerKind.EXCEPTION in {kind for rank, kind in kinds.items() if rank != FAULTY_RANK}
+    assert {one.iteration for one in run.triggers()} == {FAULTY_ITERATION}
+
+
+def test_a_nan_on_one_rank_stores_the_iterations_around_it_on_all(tmp_path: Path) -> None:
+    ended = torchrun(PROGRAM, tmp_path / "run", "nan", cwd=tmp_path, num_ranks=NUM_RANKS)
+    assert ended.returncode == 0, ended.stderr
+    run = closed(tmp_path / "run")
+    around = [*BEFORE, FAULTY_ITERATION, FAULTY_ITERATION + 1]
+    assert set(run.iterations) >= set(around), run.status()
+    counts = [values_per_rank(run, iteration) for iteration in around]
+    assert counts == [[counts[0][0]] * NUM_RANKS] * len(around)
+    first = run.triggers()[0]
+    assert (first.kind, first.rank, first.iteration) == (TriggerKind.NAN, FAULTY_RANK, FAULTY_ITERATION)
+    assert (first.where["module"], first.where["tensor_name"], first.value) == ("0", "input", 1.0)
+
+
+@pytest.mark.parametrize("fault", ["user", "none"])
+def test_what_nothing_happened_in_is_not_stored(tmp_path: Path, fault: str) -> None:
+    ended = torchrun(PROGRAM, tmp_path / "run", fault, cwd=tmp_path, num_ranks=NUM_RANKS)
+    assert ended.returncode == 0, ended.stderr
+    run = closed(tmp_path / "run")
+    verdict = run.verdict()
+    assert verdict.met
+    if fault == "none":
+        assert run.status() == []
+        assert verdict.message() == "flight recorder: nothing triggered, and no iteration is stored"
+        return
+    assert run.iterations == [*BEFORE, FAULTY_ITERATION, FAULTY_ITERATION + 1]
+    assert [one.text for one in run.triggers()] == ["the validation fell"]
+    assert max(run.iterations) < NUM_ITERATIONS
