@@ -9,13 +9,13 @@ import csv
 import enum
 import io
 import json
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ranktape.analyze.console import encodable, printable_lines
+from ranktape.analyze.json_text import json_value, rows_text
 from ranktape.errors import UsageError
 from ranktape.storage.format.memory import nbytes_text
 
@@ -155,6 +155,15 @@ class Table:
             "notes": list(self.notes),
         }
 
+    def to_json_text(self) -> str:
+        """The document of `to_json` as text of two spaces for each level."""
+        names = [column.name for column in self.columns]
+        if len(set(names)) < len(names):
+            return json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n"
+        document = json.dumps(replace(self, rows=()).to_json(), indent=2, allow_nan=False) + "\n"
+        # Within a text, the marks before the colon would have a backslash.
+        return document.replace('"rows": []', f'"rows": {rows_text(names, self.rows)}', 1)
+
     def to_csv(self) -> str:
         """The rows as CSV with a head; lists are JSON within their field."""
         text = io.StringIO()
@@ -287,11 +296,8 @@ def write_table(table: Table, *, form: Form = Form.TEXT, wide: bool = False, out
     if form is Form.TEXT and output is None and sys.stdout.isatty():
         table.print(wide=wide)
         return
-    if form is Form.JSON:
-        text = json.dumps(table.to_json(), indent=2, allow_nan=False) + "\n"
-    else:
-        text = table.to_csv() if form is Form.CSV else table.to_text(wide=wide)
-    write_text(text, output=output)
+    texts = {Form.JSON: table.to_json_text, Form.CSV: table.to_csv}
+    write_text(texts[form]() if form in texts else table.to_text(wide=wide), output=output)
 
 
 def write_text(text: str, *, output: Path | None) -> None:
@@ -374,19 +380,6 @@ _CELLS: Mapping[Kind, Callable[[Any], str]] = {
     Kind.NBYTES: nbytes_text,
     Kind.LIST: lambda value: _plain(" ".join(map(str, value))) or "-",
 }
-
-
-def json_value(value: Any) -> Any:
-    """A value that JSON has, numpy scalars included."""
-    if hasattr(value, "item") and not isinstance(value, str):
-        return json_value(value.item())
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): json_value(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_value(item) for item in value]
-    return value
 
 
 def _csv_field(value: Any) -> Any:

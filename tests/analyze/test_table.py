@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,3 +170,15 @@ def test_lists_of_others_are_one_line_too() -> None:
         title="a\nb", columns=(Column(name="l", kind=Kind.LIST),), rows=((["x\x1b[2J", "\n"],),), notes=("c\r",)
     )
     assert table.to_text() == "a b\nl\nx [2J\nc \n"
+
+
+@pytest.mark.parametrize("names", [(), ("a", "b"), ("a", "a"), ("50 %", 'a "quoted" %s')])
+def test_json_is_that_of_the_library(names: tuple[str, ...]) -> None:
+    cells: list[Any] = [0, True, None, 1.5, 1e-300, float("nan"), float("inf"), -float("inf"), 2**70]
+    cells += ["", "a, b", 'NaN "Infinity"', "\n\u2028\x00", '"rows": []', [], [1, [2, "x\ny"]], {"a": [float("nan")]}]
+    cells += [np.float32(0.1), np.int64(3), (1.0, 2), [True, 1, 1.0], {}]
+    columns = tuple(Column(name=name, kind=Kind.TEXT) for name in names)
+    for left, right in itertools.product(range(1, len(cells) + 1), (cells, cells[::-1], [1.0] * len(cells))):
+        rows = tuple((one, two)[: len(names)] for one, two in zip(cells[:left], right, strict=False))
+        table = Table(title='"rows": []', columns=columns, rows=rows, notes=('"rows": []',))
+        assert table.to_json_text() == json.dumps(table.to_json(), indent=2, allow_nan=False) + "\n"

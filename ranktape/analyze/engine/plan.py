@@ -186,31 +186,32 @@ class WorkPlan:
 
     def __init__(self, records: Records) -> None:
         self._files: Sequence[Any] = getattr(records, "files", ())
-        self._groups = [(_FILES, slice(0, len(records)))] if self._files else list(records.groups())
+        self.groups = [(_FILES, slice(0, len(records)))] if self._files else list(records.groups())
+        """The paths of the groups that the records are in, and where in the selection each is."""
         self._columns = [] if self._files else [records.column(name) for name in KEY_COLUMNS]
         self.sizes: list[int] = records.column("nbytes").tolist()
         """Bytes of each record."""
 
     @property
     def paths(self) -> list[str]:
-        """The groups that the records are in."""
-        return [path for path, _ in self._groups]
+        """The groups that the records are in, each once."""
+        return list(dict.fromkeys(path for path, _ in self.groups))
 
     def spans(self, cache: Cache | None) -> Generator[RecordSpan, None, None]:
         """All records in their order, in spans whose unknown records are one batch; the cache is looked at ahead."""
         if cache is None:
-            for path, places in self._groups:
+            for path, places in self.groups:
                 yield from self._of_group(path, places, Found(), keys=[""] * int(places.stop - places.start))
             return
         with ThreadPoolExecutor(_LOOKS_AHEAD) as pool:
             ahead: deque[tuple[str, slice, Future[Found]]] = deque()
             try:
-                for group in itertools.chain(self._groups, [None] * _LOOKS_AHEAD):
+                for group in itertools.chain(self.groups, [None] * _LOOKS_AHEAD):
                     if group is not None:
                         ahead.append((*group, pool.submit(cache.find, group[0])))
                     if ahead and (group is None or len(ahead) > _LOOKS_AHEAD):
                         path, places, looked = ahead.popleft()
-                        yield from self._of_group(path, places, looked.result(), keys=self._keys(places))
+                        yield from self._of_group(path, places, looked.result(), keys=self.keys(places))
             finally:
                 for _, _, looked in ahead:
                     looked.cancel()
@@ -230,7 +231,8 @@ class WorkPlan:
                 damaged=tuple(found.damaged),
             )
 
-    def _keys(self, places: slice) -> list[str]:
+    def keys(self, places: slice) -> list[str]:
+        """What the records at those places of one group are known by."""
         if self._files:
             return record_keys([[_state_of(file) for file in self._files[places]]])
         return record_keys([column[places].tolist() for column in self._columns])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.identity import IDENTITY
-from ranktape.analyze.table import json_value
+from ranktape.analyze.json_text import json_value
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from ranktape.analyze.findings.finding import (
     percent_text,
     records_text,
 )
-from ranktape.analyze.findings.survey import NARROW_FORMAT, codes_of, medians_of
+from ranktape.analyze.findings.survey import codes_of, medians_of
+from ranktape.analyze.metrics.numbers import NARROW_FORMAT
 from ranktape.analyze.numerics.formats import FORMATS
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ for each value, and values with the same one are peers. Values are finite.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,11 +16,7 @@ import numpy as np
 from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.identity import IDENTITY, role_of, stacks_of
-from ranktape.analyze.metrics.gather import gather
-from ranktape.analyze.metrics.metric import parse_metric
-from ranktape.analyze.metrics.target import parse_targets
-from ranktape.analyze.numerics.formats import FORMATS
-from ranktape.analyze.numerics.quantization.schemes import Scaling
+from ranktape.analyze.metrics.numbers import NUMBERS, numbers_of
 from ranktape.storage.format.dtypes import dtype_row
 from ranktape.storage.format.record_info import is_parameter
 
@@ -29,7 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.numerics.digest import Digest
     from ranktape.storage import Records
 
     Floats = NDArray[np.float64]
@@ -41,12 +35,6 @@ SITE = ("module", "layer_type", "layer_idx", "operation", "phase", "component", 
 
 COUNTS = {name: f"overflow.{name}.count" for name in ("nan", "inf", "lower", "underflow", "zero")}
 """Counts against the limits of the type that is looked at, and the metrics that they are."""
-
-METRICS = ("absmax", "rms", "norm", "elements", "smallest_nonzero", "minimum", "maximum")
-"""What else findings ask for, unless more is named."""
-
-NARROW_FORMAT = "fp8_e5m2"
-"""The 8-bit format with the widest range: what it flushes even with a scale of its own, no other holds."""
 
 
 class Samples(NamedTuple):
@@ -66,13 +54,10 @@ class Survey:
     Raises:
         DataError: a record's bytes are missing or damaged.
         StorageError: the store cannot be read.
-        UsageError: a metric is not known; or of a record values were kept that are rounded already, and are to be
-            looked at as they were seen.
+        UsageError: of a record values were kept that are rounded already, and are to be looked at as they were seen.
     """
 
-    def __init__(
-        self, records: Records, *, view: View | None = None, engine: Engine | None = None, metrics: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, records: Records, *, view: View | None = None, engine: Engine | None = None) -> None:
         view = view or View.COMPUTE
         self.records = records
         """The selection."""
@@ -101,17 +86,9 @@ class Survey:
         """Whether quantised and other tensors are side by side, as in collections of several trainings."""
         self.has_many_stacks = len(stacks_of(records)) > 1
         """Whether layers are of several stacks, so that a number alone does not name one."""
-        samples = [(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0))]
-
-        def add(place: int, digest: Digest) -> None:
-            if digest.samples is not None:
-                absmax = digest.samples["absmax"]
-                samples.append((np.full(absmax.size, place), np.arange(absmax.size), absmax))
-
-        wanted = [parse_metric(name) for name in dict.fromkeys((*METRICS, *COUNTS.values(), *metrics))]
-        asked = {one.name: one.of for one in wanted} | _OF_DIGEST
-        self.metrics = gather(records, asked, view=view, engine=engine, on_digest=add)
-        """`METRICS`, others that were asked for, and those of `_OF_DIGEST`; NaN where there is none."""
+        known = numbers_of(records, view=view, engine=engine)
+        self.metrics = {name: known.column(name) for name in NUMBERS}
+        """Every one of `NUMBERS`; NaN where there is none."""
         counted = COUNTS | {name: name for name in ("saturated", "floored")}
         self.counts = {name: self.metrics[metric].astype(np.int64) for name, metric in counted.items()}
         self.counts["captured_inf"] = records.column("overflow.inf.count").astype(np.int64)
@@ -119,7 +96,7 @@ class Survey:
         `saturated`: elements that are exactly the largest number of a type without infinities; and `floored`: elements
         whose magnitude is the smallest that is not zero, if the next one is twice as large, as on the grid of a format,
         or there is no other."""
-        self.samples = Samples(*(np.concatenate(column) for column in zip(*samples, strict=True)))
+        self.samples = Samples(known.sheet.owners, known.sheet.places, known.of_samples("absmax"))
         """Samples of all records."""
 
     def __len__(self) -> int:
@@ -205,46 +182,8 @@ def _order(fields: dict[str, NDArray[Any]]) -> Codes:
     return found - starts
 
 
-def _saturated(digest: Digest) -> float:
-    name = _SATURATING.get(digest.dtype)
-    if name is None or not digest.has_values:
-        return 0.0
-    return float(digest.counts[np.abs(digest.values) == FORMATS[name].maximum].sum())
-
-
-def _floored(digest: Digest) -> float:
-    magnitudes = np.abs(digest.values)
-    floor = magnitudes[magnitudes > 0].min(initial=np.inf)
-    second = magnitudes[magnitudes > floor].min(initial=np.inf)
-    is_grid = math.isinf(second) or math.isclose(second, 2 * floor, rel_tol=_GRID_TOLERANCE)
-    return float(digest.counts[magnitudes == floor].sum()) if is_grid else 0.0
-
-
-def _flushed(digest: Digest) -> float:
-    """The part of nonzero values that is zero in the format when the largest one is scaled to its largest number."""
-    if not digest.has_values:
-        return np.nan
-    (target,) = parse_targets(NARROW_FORMAT, Scaling.TENSOR)
-    tallies = digest.tallies
-    nonzero = max(1, tallies.num_elements - tallies.zero - tallies.nan)
-    return digest.count(target.limits(largest=tallies.largest_finite)).flushed / nonzero
-
-
-_OF_DIGEST: dict[str, Callable[[Digest], float | None]] = {
-    "saturated": _saturated,
-    "floored": _floored,
-    "flushed": _flushed,
-}
-"""What findings know of a digest beside metrics."""
-
 _MIN_MIDDLE = 3
 """Of two samples the median is half way between them."""
-
-_GRID_TOLERANCE = 2.0**-6
-"""What rounding after a scale may take from the ratio of two numbers."""
-
-_SATURATING = {"float8_e4m3fn": "fp8_e4m3"}
-"""Types whose conversions end at the largest number, and the formats that say which that is."""
 
 
 def binades(values: NDArray[Any]) -> Floats:

@@ -76,7 +76,7 @@ def outliers(
     if not len(records):
         return Table(title="what stands out from its peers", columns=_COLUMNS, rows=(), notes=notes)
     metrics = () if metric is None else (metric,)
-    known = Survey(records, view=view, engine=engine, metrics=metrics)
+    known = Survey(records, view=view, engine=engine)
     found = list(all_findings(known, across=peers, metrics=metrics, threshold=threshold))
     if "channel" in chosen and metric in {None, "absmax"}:
         found.extend(outlying_channels(known, view=view, engine=engine, threshold=threshold))

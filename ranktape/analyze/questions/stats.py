@@ -13,7 +13,7 @@ from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import SAMPLE, words
 from ranktape.analyze.metrics.gather import group_digests, row_groups
 from ranktape.analyze.metrics.metric import METRICS, is_percentile, metric_columns, parse_metric
-from ranktape.analyze.numerics.digest import Digest
+from ranktape.analyze.metrics.numbers import NUMBERS, numbers_of_groups
 from ranktape.analyze.questions.neighbours import beside_next
 from ranktape.analyze.questions.samples import sample_stats
 from ranktape.analyze.table import Column, Kind, Table
@@ -66,8 +66,16 @@ def stats(
     chosen = [parse_metric(name) for name in names] or list(METRICS.values())
     groups = row_groups(records, by=by)
     rows: list[tuple[Any, ...]] = [()] * len(groups.keys)
-    for number, digest in group_digests(records, groups, view=look, engine=engine):
-        rows[number] = (*groups.heads[number], *(one.of(digest) for one in chosen), _precision(digest))
+    if all(one.name in NUMBERS for one in chosen):
+        known = numbers_of_groups(records, groups, view=look, engine=engine)
+        states = zip(known.column("has_percentiles").tolist(), known.column("is_exact").tolist(), strict=True)
+        cells = [*(known.cells(one.name) for one in chosen), [_precision(*state) for state in states]]
+        rows = [(*head, *row) for head, row in zip(groups.heads, zip(*cells, strict=True), strict=True)]
+    else:
+        for number, digest in group_digests(records, groups, view=look, engine=engine):
+            has_percentiles = digest.has_values and "complex" not in digest.dtype
+            precision = _precision(has_percentiles, digest.is_exact)
+            rows[number] = (*groups.heads[number], *(one.of(digest) for one in chosen), precision)
     return Table(
         title=f"statistics of the values, {how_seen(look)}",
         columns=(*groups.columns, *metric_columns(chosen, are_named=bool(names)), PRECISION),
@@ -76,10 +84,8 @@ def stats(
     )
 
 
-def _precision(digest: Digest) -> str:
-    if not digest.has_values or "complex" in digest.dtype:
-        return "unknown"
-    return "exact" if digest.is_exact else "within 2^-8"
+def _precision(has_percentiles: float, is_exact: float) -> str:
+    return "unknown" if not has_percentiles else "exact" if is_exact else "within 2^-8"
 
 
 def _notes(rows: Sequence[tuple[Any, ...]], *, has_percentiles: bool) -> tuple[str, ...]:

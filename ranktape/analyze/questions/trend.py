@@ -21,6 +21,7 @@ from ranktape.analyze.findings.survey import SITE
 from ranktape.analyze.identity import group_columns, with_stacks, words
 from ranktape.analyze.metrics.gather import group_digests, group_records
 from ranktape.analyze.metrics.metric import Metric, parse_metric
+from ranktape.analyze.metrics.numbers import NUMBERS, numbers_of_groups
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import UsageError
 from ranktape.storage import Records
@@ -62,8 +63,12 @@ def trend(
     fields = course_fields(records, by)
     groups = group_records(records, by=(*fields, "iteration"))
     found: list[tuple[float | None, ...]] = [()] * len(groups.keys)
-    for number, digest in group_digests(records, groups, view=view or View.COMPUTE, engine=engine):
-        found[number] = tuple(one.of(digest) for one in chosen)
+    if all(one.name in NUMBERS for one in chosen):
+        known = numbers_of_groups(records, groups, view=view or View.COMPUTE, engine=engine)
+        found = list(zip(*(known.cells(one.name) for one in chosen), strict=True))
+    else:
+        for number, digest in group_digests(records, groups, view=view or View.COMPUTE, engine=engine):
+            found[number] = tuple(one.of(digest) for one in chosen)
     courses: dict[tuple[Any, ...], list[int]] = {}
     for number, key in enumerate(groups.keys):
         courses.setdefault(tuple(key[field] for field in fields), []).append(number)

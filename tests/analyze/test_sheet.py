@@ -1,0 +1,134 @@
+"""Are rows of numbers found again, made once, and never taken from a stranger?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ranktape.analyze.engine import engine as engine_module
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.sheet import NOTHING, SheetForm, SheetRow, answer_of, sheet_of
+from ranktape.errors import DataError, RanktapeError
+from ranktape.storage import Records, Run, open_run
+from ranktape.storage.format.layout import ANALYSIS
+from tests.analyze.runs import describe_tensor, store
+
+FORM = SheetForm(name="rows_v1", width=3, part_width=2)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANKTAPE_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    engine_module.warn_once.cache_clear()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Two ranks with five layers each."""
+    tensors = [
+        describe_tensor(np.full(4, 10 * rank + layer, np.float32), rank=rank, layer_idx=layer)
+        for rank in (0, 1)
+        for layer in range(5)
+    ]
+    return store(tmp_path / "run", tensors)
+
+
+class Maker:
+    """Makes rows of two numbers, nothing and as many parts as the layer says; remembers what of."""
+
+    def __init__(self, *, fails_at: int = -1) -> None:
+        self.made: list[int] = []
+        self._fails_at = fails_at
+
+    def __call__(self, records: Records) -> Iterator[SheetRow | RanktapeError]:
+        for record in records:
+            value = int(record.read()[0])
+            self.made.append(value)
+            if value == self._fails_at:
+                yield DataError("damaged")
+            else:
+                parts = np.full((record.layer_idx, 2), float(value))
+                yield SheetRow([value, None, float("nan")], parts if record.layer_idx else None)
+
+
+def values_of(run: Run, maker: Maker, *, engine: Engine | None = None, layers: list[int] | None = None) -> list[float]:
+    records = open_run(run.url).select(**({} if layers is None else {"layer_idx": layers}))
+    sheet = sheet_of(records, FORM, maker, engine=engine or Engine())
+    assert sheet.numbers.shape == (len(records), 3)
+    assert sheet.sizes.tolist() == [0 if place in sheet.errors else one.layer_idx for place, one in enumerate(records)]
+    assert sheet.parts[:, 0].tolist() == sheet.numbers[sheet.owners, 0].tolist()
+    assert sheet.places.tolist() == [part for size in sheet.sizes.tolist() for part in range(size)]
+    bits = sheet.numbers.copy().view(np.int64)
+    nothing = np.float64(NOTHING).view(np.int64)
+    good = [place for place in range(len(records)) if place not in sheet.errors]
+    assert (bits[good, 1] == nothing).all()
+    assert not (bits[good, 2] == nothing).any()
+    return [float(one) for one in sheet.numbers[good, 0]]
+
+
+def test_rows_are_made_once(run: Run) -> None:
+    maker = Maker()
+    first = values_of(run, maker)
+    assert first == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
+    assert values_of(run, maker) == first
+    assert len(maker.made) == 10
+    assert values_of(run, maker, engine=Engine(use_cache=False)) == first
+    assert len(maker.made) == 20
+
+
+def test_what_is_missing_alone_is_made(run: Run) -> None:
+    maker = Maker()
+    assert values_of(run, maker, layers=[3, 1]) == [1, 3, 11, 13]
+    assert values_of(run, maker) == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
+    assert maker.made == [1, 3, 11, 13, 0, 2, 4, 10, 12, 14]
+    assert values_of(run, maker, layers=[4, 2]) == [2, 4, 12, 14]
+    assert len(maker.made) == 10
+
+
+def test_a_failure_is_not_kept(run: Run) -> None:
+    records = open_run(run.url).select()
+    sheet = sheet_of(records, FORM, Maker(fails_at=12), engine=Engine())
+    assert list(sheet.errors) == [7]
+    maker = Maker()
+    assert len(values_of(run, maker)) == 10
+    assert maker.made == [12]
+
+
+@pytest.mark.parametrize(
+    "other", [SheetForm(name="rows_v1", width=2, part_width=2), SheetForm(name="rows_v1", width=3)]
+)
+def test_rows_of_another_form_are_not_taken(run: Run, other: SheetForm) -> None:
+    def compute(records: Records) -> Iterator[SheetRow]:
+        yield from (SheetRow([1.0] * other.width) for _ in records)
+
+    sheet_of(open_run(run.url).select(), other, compute, engine=Engine())
+    maker = Maker()
+    assert len(values_of(run, maker)) == len(maker.made) == 10
+
+
+def test_damaged_rows_are_made_again(run: Run) -> None:
+    maker = Maker()
+    values_of(run, maker)
+    for path in (Path(run.url) / ANALYSIS).rglob("*.counts"):
+        path.write_bytes(path.read_bytes()[:-1])
+    values_of(run, maker)
+    assert len(maker.made) == 20
+    values_of(run, maker)
+    assert len(maker.made) == 20
+
+
+def test_an_answer_is_that_of_its_question(run: Run) -> None:
+    made = []
+
+    def compute() -> list[SheetRow]:
+        made.append(1)
+        return [SheetRow([1.0, None, 2.0]), SheetRow([len(made), None, 2.0])]
+
+    reader = open_run(run.url).select().reader
+    for about, last in ((["a"], 1), (["a"], 1), (["a", "b"], 2), (["ab"], 3), (["a", "b"], 2)):
+        sheet = answer_of(reader, about, FORM, compute, engine=Engine())
+        assert sheet.numbers[:, 0].tolist() == [1, last]
