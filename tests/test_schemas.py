@@ -156,6 +156,7 @@ def test_the_commands_beside_analyze_write_what_their_schemas_say(
         ("check", [broken.url, "--deep"], 3),
         ("repair", [broken.url, "--dry-run"], 3),
         ("runs", [str(run.parent)], 0),
+        ("doctor", [str(tmp_path / "place")], 0),
         ("cp", [str(run), str(tmp_path / "copy")], 0),
         ("push", [str(tmp_path / "rings")], 0),
         ("recover", [str(tmp_path / "rings")], 0),

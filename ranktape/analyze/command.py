@@ -113,7 +113,10 @@ class Description:
         if one.is_positional:
             is_folder = one.annotation == "Path"
             kind = NamedPath(path_type=Path) if is_folder else str
-            return click.argument(one.name, metavar=metavar or ("DIR" if is_folder else one.name.upper()), type=kind)
+            is_required = "None" not in one.annotation.split(" | ")
+            name = metavar or ("DIR" if is_folder else one.name.upper())
+            shown = name if is_required else f"[{name}]"
+            return click.argument(one.name, metavar=shown, type=kind, required=is_required)
         if one.annotation.startswith("Literal"):
             settings |= {"type": click.Choice(re.findall(r"'(\w+)'", one.annotation)), "metavar": None}
         elif "Path" in one.annotation:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ranktape.lazy_names import public_names
 
 if TYPE_CHECKING:
+    from ranktape.launch.examining import doctor as doctor
     from ranktape.launch.exchange import cp as cp
     from ranktape.launch.exchange import export as export
     from ranktape.launch.exchange import import_files as import_files

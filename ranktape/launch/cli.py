@@ -24,6 +24,7 @@ COMMANDS = {
     "export": "ranktape.launch.exchange:export_command",
     "import": "ranktape.launch.exchange:import_command",
     "export-plan": "ranktape.launch.plans:export_plan_command",
+    "doctor": "ranktape.launch.examining:command",
     "analyze": "ranktape.analyze.cli:cli",
 }
 """Where each command is."""
