@@ -10,8 +10,11 @@ from __future__ import annotations
 import os
 import sys
 
-SWITCHES = ("RANKTAPE_CAPTURE", "RANKTAPE_CAPTURE_CONFIG", "RANKTAPE_LAUNCHED")
-"""Variables that ask for a capture; without them, and that of the legacy tools, nothing is imported."""
+SWITCHES = (
+    *("RANKTAPE_CAPTURE", "RANKTAPE_CAPTURE_CONFIG", "RANKTAPE_LAUNCHED"),
+    *("RANKTAPE_QUANT", "RANKTAPE_QUANT_PLAN"),
+)
+"""Variables that ask for a capture or a precision; without them, and that of the legacy tools, nothing is imported."""
 
 _OFF = {"", "false", "0", "no", "off"}
 """What `TENSOR_SAVE_ENABLED` says where it does not."""

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from ranktape.errors import CaptureError, FailedElsewhereError, LateError, RanktapeError, UsageError
+from ranktape.launch.quantizing import Quantization, arm_quantizer
 from ranktape.launch.worker import HEAD_START_SECONDS, LAUNCHED, OWNER, complain, one_line, report, say, stand_aside
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def arm() -> None:
         return
     # The program may go elsewhere before it trains, each rank into a folder of its own.
     folder = os.getcwd()  # noqa: PTH109  (a text is what is joined with)
+    arm_quantizer(lambda: _is_to_be_recorded(os.environ))
     start = AutoStart(lambda: _ordered(folder))
     if multiprocessing.parent_process() is None and LAUNCHED not in os.environ:
         atexit.register(start.tell_of_evaluation)
@@ -188,7 +190,7 @@ class AutoStart:
 def hand_down(order: Order) -> None:
     """Have the processes that this one starts record the same, those that are ranks of a training."""
     os.environ[LAUNCHED] = json.dumps(dataclasses.asdict(order))
-    del os.environ[OWNER]
+    os.environ.pop(OWNER, None)
 
 
 def _ordered(folder: str) -> Order | None:
@@ -207,6 +209,10 @@ def _ordered(folder: str) -> Order | None:
     url, settings = resolve({}, environment=environment)
     if url is None:
         return None
+    if settings["quant_type"] is None and (
+        quantization := Quantization.of_environment(environment, folder=Path(folder))
+    ):
+        settings["quant_type"] = quantization.tag
     # Of a command line a typing error is refused, too; here nobody watches while an expensive training records less.
     if stray := stray_variables():
         raise UsageError(stray[0])

@@ -21,6 +21,7 @@ from ranktape.analyze.console import say
 from ranktape.errors import CaptureError, RunExistsError, RunNotFoundError, UsageError
 from ranktape.launch.options import capture_arguments, capture_options
 from ranktape.launch.place import read_options
+from ranktape.launch.quantizing import Quantization, quant_options
 
 MIN_TEXT_NBYTES = 10_000
 """Less than this is learned by heart before the demo's last step."""
@@ -53,9 +54,6 @@ def read_text(path: str | None) -> bytes:
 NUM_ITERATIONS = 3
 """Iterations that are captured."""
 
-PLANNED = "plan"
-"""The `quant_type` of a training whose layers have recipes of their own."""
-
 _OWN = (
     *("first_iteration", "manual", "dtype", "capture_config", "advance_on", "layer_offset"),
     *("record_last", "record_after", "trigger"),
@@ -82,17 +80,7 @@ _OWN = (
     show_default=True,
     help="What the layers compute in: bf16 by autocast, or fp32.",
 )
-@click.option(
-    "--quant",
-    metavar="RECIPE",
-    help="What the operands of linear layers are quantised to, forward and backward, as mxfp8 or nvfp4; computed in "
-    "--dtype all the same. A recipe of your own is a .yaml file.",
-)
-@click.option(
-    "--quant-plan",
-    metavar="FILE",
-    help="A plan that gives layers recipes of their own, as 'ranktape analyze replay --plan' writes it.",
-)
+@quant_options
 @click.option(
     "--micro-batches",
     type=click.IntRange(min=1),
@@ -119,31 +107,14 @@ def command(
     training.
     """
     read_text(text)
-    settings = plan_capture(values, steps=steps, quant_type=_quant_type(quant, quant_plan) or dtype)
+    quantization = Quantization.of_words(quant, quant_plan)
+    settings = plan_capture(values, steps=steps, quant_type=quantization.tag if quantization else dtype)
     _refuse_existing(output, settings=settings)
     own = {"steps": steps, "dtype": dtype, "micro-batches": micro_batches, "text": text}
     own |= {"quant": quant, "quant-plan": quant_plan}
     script = [word for name, value in own.items() if value is not None for word in (f"--{name}", str(value))]
     train(["--capture", output, *capture_arguments(settings)], script=script, num_ranks=num_ranks)
     show(output, storage_options=settings.get("storage_options"))
-
-
-def _quant_type(quant: str | None, quant_plan: str | None) -> str | None:
-    """What the run is tagged with: the word that was given, or the name of the recipe in a file; None without any."""
-    # Not at the top: the help page does without what it needs.
-    from ranktape.analyze.numerics.recipes.parse import parse_recipe
-    from ranktape.analyze.numerics.recipes.plan_file import read_plan
-    from ranktape.analyze.numerics.recipes.table import ALIASES
-
-    if quant is not None and quant_plan is not None:
-        raise UsageError("--quant and --quant-plan exclude each other: a plan names the recipe of each layer")
-    if quant_plan is not None:
-        read_plan(Path(quant_plan))
-        return PLANNED
-    if quant is None:
-        return None
-    name = parse_recipe(quant).name
-    return quant if quant in ALIASES else name
 
 
 def plan_capture(values: Mapping[str, Any], *, steps: int, quant_type: str) -> dict[str, Any]:

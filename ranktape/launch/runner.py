@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 4 -m ranktape.launch --capture URL [options] train.py [its own arguments]
     torchrun --nproc-per-node 4 -m ranktape.launch --capture URL [options] -m package.train [its own arguments]
+    torchrun --nproc-per-node 4 -m ranktape.launch --capture URL --quant mxfp8 [options] train.py [its own arguments]
 
 Our options end at the script's name. What can be known to fail fails before the script runs; the capture begins with
 its first training forward. torch is imported before the script runs: what a script sets in the environment for the
@@ -19,9 +20,11 @@ import click
 
 from ranktape.errors import MinimumNotMetError, RanktapeError
 from ranktape.launch.options import SCRIPT_CONTEXT, capture_request, run_command, script_options
+from ranktape.launch.quantizing import quant_options
 from ranktape.launch.worker import global_rank, restarts, say
 
 if TYPE_CHECKING:
+    from ranktape.launch.autostart import AutoStart
     from ranktape.launch.script import Script
     from ranktape.storage import RunVerdict
     from ranktape.storage.format.attempt import Attempt
@@ -33,15 +36,18 @@ PROGRAM = "torchrun [its options] -m ranktape.launch"
 
 @click.command(name="ranktape.launch", context_settings=SCRIPT_CONTEXT)
 @click.option("--capture", "url", metavar="URL", help="Record tensors into the run at this URL or path.")
+@quant_options
 @script_options
-def command(url: str | None, *, script: Script, **values: Any) -> Callable[[], int]:
-    """Run a training script, unmodified, and record its tensors from every rank.
+def command(
+    url: str | None, *, quant: str | None, quant_plan: str | None, script: Script, **values: Any
+) -> Callable[[], int]:
+    """Run a training script, unmodified, and record its tensors from every rank; with --quant in low precision.
 
     Fails if the script failed; and, on torchrun's last attempt, if fewer iterations than guaranteed are
     stored complete. A script that exits with 0 before any model runs (--help) is left at that.
     """
     # Not in here: click has its own way with an interrupt.
-    return functools.partial(_run, url, values, script)
+    return functools.partial(_run, url, values, script, quant=quant, quant_plan=quant_plan)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -54,21 +60,39 @@ def main(arguments: Sequence[str]) -> int:
     return run_command(command, arguments, program=PROGRAM, help_of="python -m ranktape.launch")
 
 
-def _run(given_url: str | None, values: dict[str, Any], script: Script) -> int:
+def _run(
+    given_url: str | None, values: dict[str, Any], script: Script, *, quant: str | None, quant_plan: str | None
+) -> int:
     script.check()
     # Before the heavy imports, so that a folder called `zarr` in the working directory is not taken for the package.
     script.enter()
 
+    from ranktape.capture.settings.config import resolve
+    from ranktape.launch.quantizing import quantization_of, quantize_from_now
+
+    quantization = quantization_of(quant, quant_plan)
+    if quantization is not None:
+        # Before the capture waits for the same models: it is to see them quantised.
+        quantize_from_now(quantization)
+        if resolve({"capture": given_url, **values})[0] is None:
+            say(f"{quantization.tag}: nothing is recorded (--capture URL would)")
+            script.run()
+            return 0
+    url, settings = capture_request(given_url, values)
+    if quantization is not None and settings["quant_type"] is None:
+        settings["quant_type"] = quantization.tag
+    return _record(url, settings, script)
+
+
+def _record(url: str, settings: dict[str, Any], script: Script) -> int:
     from ranktape.capture.roles.known import known_layer_types
     from ranktape.capture.settings.options import CaptureOptions, check_layer_types
     from ranktape.capture.starting import open_place, try_place
     from ranktape.capture.stopping import end_of_process
     from ranktape.launch.autostart import AutoStart, Order, hand_down
-    from ranktape.storage import RunVerdict
     from ranktape.storage.format.attempt import read_attempts
     from ranktape.storage.format.progress import read_verdict
 
-    url, settings = capture_request(given_url, values)
     order = Order.from_settings(url, settings, folder=os.getcwd(), launcher_pid=os.getpid())  # noqa: PTH109  (a text)
     options = CaptureOptions(**order.settings)
     check_layer_types(options, known=known_layer_types())
@@ -101,13 +125,21 @@ def _run(given_url: str | None, values: dict[str, Any], script: Script) -> int:
         judged = read_verdict(backend)
         verdict = None if judged is None or read_attempts(backend) == earlier else judged[0]
     if verdict is None:
-        why = f"nothing was recorded: {start.explain_nothing()}"
-        if has_left and not start.has_seen_models:
-            say(why)
-            return 0
-        verdict = RunVerdict(met=False, required=options.min_iterations, complete=[], missing=[why], final=True)
-    _tell(verdict, backend=backend, url=url)
+        verdict = _without_capture(start, has_left=has_left, required=options.min_iterations)
+    if verdict is not None:
+        _tell(verdict, backend=backend, url=url)
     return 0
+
+
+def _without_capture(start: AutoStart, *, has_left: bool, required: int) -> RunVerdict | None:
+    """The verdict on a script in which no capture began; None where it has only said something and left."""
+    from ranktape.storage import RunVerdict
+
+    why = f"nothing was recorded: {start.explain_nothing()}"
+    if has_left and not start.has_seen_models:
+        say(why)
+        return None
+    return RunVerdict(met=False, required=required, complete=[], missing=[why], final=True)
 
 
 def _tell(verdict: RunVerdict, *, backend: Backend, url: str) -> None:

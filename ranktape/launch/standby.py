@@ -69,7 +69,7 @@ class Standby:
             self.end()
 
     def _is_training(self, module: nn.Module) -> bool:
-        if _is_without_values():
+        if is_without_values():
             return False
         # Transformations of data are modules in training mode, too.
         is_training = module.training and torch.is_grad_enabled() and self._can_learn(module)
@@ -85,7 +85,7 @@ class Standby:
             first = _first_parameter(module)
             if first is None or not first.requires_grad:
                 return False
-        if _needs_gradients(module):
+        if needs_gradients(module):
             return True
         if module is not frozen:
             self._frozen = weakref.ref(module)
@@ -145,7 +145,7 @@ def _first_parameter(module: nn.Module | None) -> nn.Parameter | None:
     return None if module is None else next(iter(module._parameters.values()))  # noqa: SLF001  (as above)
 
 
-def _needs_gradients(module: nn.Module) -> bool:
+def needs_gradients(module: nn.Module) -> bool:
     """Whether any parameter does; `parameters` takes ten times as long in a deep tree."""
     seen = {module}
     waiting = [module]
@@ -159,7 +159,7 @@ def _needs_gradients(module: nn.Module) -> bool:
     return False
 
 
-def _is_without_values() -> bool:
+def is_without_values() -> bool:
     """Whether somebody only asks what a model would do: traces it, or asks for shapes."""
     fake = torch._C._TorchDispatchModeKey.FAKE  # noqa: SLF001  (torch has no public way)
     is_fake = torch._C._get_dispatch_mode(fake) is not None  # noqa: SLF001  (as above)

@@ -38,14 +38,14 @@ def fake_quantize(x: Any, **options: Any) -> Any:
     and device are those of `x`: values that do not fit its type (the float32 scale of NVFP4 in bfloat16) are rounded
     to it once more.
 
-    A model is changed in place, and returned: every `nn.Linear` inside of it that is to be quantised becomes a layer of
-    the same name and with the same parameters, whose three products are computed as a recipe says. With `recipe`, all
+    A model is changed in place, and returned: every `nn.Linear` inside of it that is to be quantised becomes a layer
+    whose three products are computed as a recipe says; it stays the same object, with its name, parameters and hooks,
+    so that DDP or FSDP may wrap it before or after. With `recipe`, all
     but those that the recipe leaves in bf16; of a recipe with exceptions for the first and last layers, a layer's
     number is the first one in its dotted path. With `plan` (a file, or a `PrecisionPlan`), those that the plan names,
-    each with its own. Classes that derive from `nn.Linear` stay: they may compute something else. Hooks on layers that
-    are replaced are lost: quantise before anything else is done to the model, and before DDP or FSDP wraps it. A
-    capture records the operands that are computed with as `input` and `weight`, and what they were made from as
-    `wide_input` and `wide_weight`.
+    each with its own. Classes that derive from `nn.Linear` stay: they may compute something else. Weights that tensor
+    parallelism shards (DTensor) are refused by the first forward pass. A capture records the operands that are computed
+    with as `input` and `weight`, and what they were made from as `wide_input` and `wide_weight`.
 
     Raises:
         UsageError: a scheme, a recipe or an option is not known; `x` does not hold real floating-point numbers; the

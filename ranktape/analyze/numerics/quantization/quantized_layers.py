@@ -1,4 +1,4 @@
-"""Linear layers that compute with quantised operands: they take the place of a model's own, under the same names.
+"""Linear layers that compute with quantised operands: a model's own ones become such, under the same names.
 
 Imports torch: a file for models that are there. A capture knows the class by its name.
 """
@@ -6,7 +6,7 @@ Imports torch: a file for models that are there. A capture knows the class by it
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,17 @@ from ranktape.errors import UsageError
 class QuantizedLinear(nn.Module):
     """A linear layer whose three products are computed as a recipe says; called as `nn.Linear` is.
 
-    A hook of its own quantises what goes into `forward`, so that hooks which are put on later, as those of a capture,
-    see the operands that are computed with, and those that they were made from.
+    A layer that is there becomes one by `become_quantized`: whoever holds it, its parameters or its hooks holds them
+    still. A hook of its own quantises what goes into `forward`, so that hooks which are put on later, as those of a
+    capture, see the operands that are computed with, and those that they were made from.
     """
 
-    def __init__(self, linear: nn.Linear, *, recipe: Recipe, stream: int = 0) -> None:
-        """Take the parameters of a layer; `stream` tells the stochastic rounding of layers apart."""
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = linear.weight
-        self.bias: nn.Parameter | None = linear.bias
-        self.recipe = recipe
-        self.draws = Draws(stream)
-        self.register_forward_pre_hook(_quantize, with_kwargs=True)
-        self.train(linear.training)
+    in_features: int
+    out_features: int
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    recipe: Recipe
+    draws: Draws
 
     def forward(self, x: Tensor, weight: Tensor, wide_x: Tensor, wide_weight: Tensor) -> Tensor:
         """The product of the operands that `_quantize` has made of the input."""
@@ -52,10 +49,39 @@ class QuantizedLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, recipe={self.recipe.name}"
 
 
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether it is an `nn.Linear` and nothing that derives from it, but for what FSDP2 makes of one."""
+    kind = type(module)
+    return kind is nn.Linear or (kind.__bases__[1:] == (nn.Linear,) and _is_fsdp(kind))
+
+
+def _is_fsdp(kind: type) -> bool:
+    # By its name: torch.distributed.fsdp is slow to import, and where it is not loaded no class is of it.
+    return kind.__bases__[0].__name__ == "FSDPModule" and kind.__bases__[0].__module__.startswith("torch.")
+
+
+def become_quantized(linear: nn.Module, *, recipe: Recipe, stream: int = 0) -> None:
+    """Have a plain linear layer compute as a recipe says; `stream` tells the stochastic rounding of layers apart."""
+    kind = type(linear)
+    linear.__class__ = (
+        QuantizedLinear
+        if kind is nn.Linear
+        else type("FSDPQuantizedLinear", (kind.__bases__[0], QuantizedLinear), {"__module__": __name__})
+    )
+    assert isinstance(linear, QuantizedLinear), "it was made one"
+    linear.recipe, linear.draws = recipe, Draws(stream)
+    linear.register_forward_pre_hook(_quantize, with_kwargs=True)
+
+
 def _quantize(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     assert isinstance(module, QuantizedLinear), "it is put on nothing else"
+    if hasattr(module.weight, "device_mesh"):
+        raise UsageError(
+            "the weights of linear layers are sharded by tensor parallelism (DTensor), and are not quantised: train "
+            "without tensor parallelism, or without quantisation"
+        )
     x = args[0] if args else kwargs["input"]
     return linear_operands(x, module.weight, recipe=module.recipe, draws=module.draws), {}
 
@@ -66,14 +92,13 @@ def quantize_model(
     recipe: RecipeWord | None = None,
     plan: str | os.PathLike[str] | PrecisionPlan | None = None,
 ) -> None:
-    """Put quantised layers in the place of the `nn.Linear` in a model: what `fake_quantize` does with one.
+    """Have the `nn.Linear` in a model compute in low precision: what `fake_quantize` does with one.
 
     Raises:
         UsageError: as `fake_quantize`.
     """
-    linears = {
-        name: module for name, module in model.named_modules(remove_duplicate=False) if type(module) is nn.Linear
-    }
+    modules = dict(model.named_modules(remove_duplicate=False))
+    linears = {name: module for name, module in modules.items() if is_plain_linear(module)}
     if not linears or "" in linears:
         what = "is a linear layer itself: put it into nn.Sequential" if linears else "has no nn.Linear"
         raise UsageError(f"the {type(model).__name__} {what}, and layers inside of a model are quantised")
@@ -81,25 +106,38 @@ def quantize_model(
         raise UsageError("a model is quantised by a recipe or by a plan: give recipe='mxfp8', or plan='plan.yaml'")
     if plan is not None:
         read = plan if isinstance(plan, PrecisionPlan) else read_plan(Path(plan))
-        others = {name: type(module).__name__ for name, module in model.named_modules() if name not in linears}
+        others = {name: type(module).__name__ for name, module in modules.items() if name not in linears}
         recipes = read.recipes_of(linears, others=others)
     else:
         assert recipe is not None
-        recipes = _of_layers(parse_recipe(recipe), linears)
-    made: dict[nn.Linear, QuantizedLinear] = {}
-    for stream, (name, own) in enumerate(recipes.items()):
-        linear, (parent, _, leaf) = linears[name], name.rpartition(".")
-        if linear not in made:
-            made[linear] = QuantizedLinear(linear, recipe=own, stream=stream)
-        setattr(model.get_submodule(parent), leaf, made[linear])
+        recipes = recipes_of_layers(parse_recipe(recipe), linears)
+    quantize_layers(linears, recipes)
 
 
-def _of_layers(recipe: Recipe, modules: Iterable[str]) -> dict[str, Recipe]:
-    """The recipe, for those of the modules of a model that it does not leave in bf16."""
+def quantize_layers(
+    linears: Mapping[str, nn.Module], recipes: Mapping[str, Recipe], *, first_stream: int = 0
+) -> list[nn.Module]:
+    """Have each of these plain layers compute with the recipe of its name, and return them.
+
+    One that has several names computes with the recipe of the first.
+    """
+    done: dict[nn.Module, None] = {}
+    for stream, (name, recipe) in enumerate(recipes.items(), start=first_stream):
+        if linears[name] not in done:
+            become_quantized(linears[name], recipe=recipe, stream=stream)
+            done[linears[name]] = None
+    return list(done)
+
+
+def recipes_of_layers(recipe: Recipe, modules: Iterable[str], *, keeps_bf16: bool = True) -> dict[str, Recipe]:
+    """The recipe, for those of the modules of a model that it does not leave in bf16.
+
+    Without `keeps_bf16` those are rounded to bf16.
+    """
     numbers = {name: _layer_idx(name) for name in modules}
     count = 1 + max(numbers.values())
     own = {name: recipe.of_layer(name, layer_idx=idx, num_layers=count) for name, idx in numbers.items()}
-    return {name: one for name, one in own.items() if one.products != HIGH_PRECISION.products}
+    return {name: one for name, one in own.items() if not (keeps_bf16 and one.products == HIGH_PRECISION.products)}
 
 
 def _layer_idx(name: str) -> int:

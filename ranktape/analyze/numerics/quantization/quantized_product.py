@@ -191,6 +191,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @_as_written
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         grad = grads[0]
         if grad.shape != ctx.shape:
@@ -218,6 +219,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @_as_written
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_OI = ctx.saved_tensors
         how = {"recipe": ctx.recipe, "draws": ctx.draws}
