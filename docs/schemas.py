@@ -43,12 +43,13 @@ from ranktape.storage.maintenance.finding import CheckFinding
 from ranktape.storage.maintenance.outbox import PushReport
 from ranktape.storage.maintenance.prune import PruneReport
 from ranktape.storage.maintenance.runs import RunSummary
+from ranktape.storage.records.records import SOURCE
 from tests.analyze.runs import Tensor, describe_tensor, model_tensors, store
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 QUESTIONS: dict[str, tuple[str, ...]] = {
-    "ls": ("RUN", "RUN --by rank", "FOLDER"),
+    "ls": ("RUN", "RUN --by rank", "FOLDER", "RUN OTHER"),
     "overflow": (
         "RUN",
         "RUN --by rank",
@@ -56,6 +57,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "RUN --format fp8_e4m3,fp16 --scaling none,tensor --by rank",
         "RUN --format mxfp8 --scaling block --by rank",
         "RUN --first",
+        "RUN OTHER --first",
         "RUN --format fp8_e4m3 --first --by layer_type",
         "RUN --per-sample --format fp8_e4m3",
         "RUN --by sample --format fp8_e4m3",
@@ -72,11 +74,14 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "RUN --by sample",
         "FOLDER",
         "FOLDER --neighbours",
+        "RUN OTHER",
+        "RUN FOLDER --neighbours",
     ),
     "distribution": (
         *(f"RUN --kind {kind}" for kind in ("linear", "normalised", "log2", "exponents", "formats", "normal", "qq")),
         "RUN --kind formats --by rank",
         "RUN --kind linear --by rank",
+        "RUN OTHER --kind formats",
     ),
     "sweep": (
         "RUN --format fp8_e4m3 --rank 0",
@@ -87,11 +92,17 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "RUN --format fp8_e4m3 --by sample --rank 0",
         "RUN FOLDER --format fp8_e4m3 --rank 0",
     ),
-    "findings": ("RUN", "RUN --channels --severity medium", "FOLDER"),
-    "outliers": ("RUN", "RUN --metric std --threshold 1", "RUN --across sample --threshold 0.5"),
-    "trend": ("RUN", "RUN --metric METRICS,p37.5 --by layer_type", "RUN --summary", "RUN --summary --by rank"),
-    "trace": ("RUN", "RUN --metric METRICS,p37.5", "RUN --sample b", "FOLDER"),
-    "gradients": (*(f"RUN --show {part}" for part in ("ranges", "weights", "passes")), "RUN --by rank"),
+    "findings": ("RUN", "RUN OTHER", "RUN --channels --severity medium", "FOLDER"),
+    "outliers": ("RUN", "RUN --metric std --threshold 1", "RUN --across sample --threshold 0.5", "RUN OTHER"),
+    "trend": (
+        "RUN",
+        "RUN --metric METRICS,p37.5 --by layer_type",
+        "RUN --summary",
+        "RUN --summary --by rank",
+        "RUN OTHER",
+    ),
+    "trace": ("RUN", "RUN --metric METRICS,p37.5", "RUN --sample b", "FOLDER", "RUN OTHER"),
+    "gradients": (*(f"RUN --show {part}" for part in ("ranges", "weights", "passes")), "RUN --by rank", "RUN OTHER"),
     "replay": ("RUN --rank 0", "RUN --rank 0 --by rank", "RUN --rank 0 --show unreplayable", "RUN --target-sqnr 18"),
     "compare": (
         "RUN OTHER",
@@ -155,7 +166,7 @@ def field_cells() -> dict[str, Schema]:
         name: CELLS[Kind.INTEGER] if kind in whole else CELLS[Kind.TEXT] if kind in texts else REAL
         for name, kind in COLUMNS.items()
     }
-    return cells | {"shape": CELLS[Kind.LIST]}
+    return cells | {"shape": CELLS[Kind.LIST], SOURCE: CELLS[Kind.TEXT]}
 
 
 def make_runs(folder: Path) -> dict[str, str]:

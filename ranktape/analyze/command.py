@@ -5,7 +5,7 @@ help of the command; an entry `name (METAVAR): text` there is that of an option.
 is named as an option in help. These parameters mean the same in every command:
 
 - `records` and other `Records` are runs that are opened, filtered by the options of fields; a function that takes
-  `selection` or `selections` opens them itself;
+  `selection` or `selections` opens them itself. Several sources may be given, unless a second run is another side;
 - `filters` with `run`, `where` and `storage_options` is a selection of that run;
 - `storage_options`, `by`, `view`, `engine` and an `output` of that class have the options of
   `ranktape.analyze.options`;
@@ -84,6 +84,8 @@ class Description:
     def command(self, run: Callable[..., Any], *, more: Sequence[Decorator] = ()) -> click.Command:
         """A command that calls `run` with the values of the parameters, and of `more` options."""
         shared = {one.shared for one in self.parameters}
+        if self._takes_several:
+            shared = shared - {"selection"} | {"selection_of_several"}
         options = [
             *(add for name, add in OPTIONS.items() if name in shared and name.startswith("selection")),
             *(self._option(one) for one in self.parameters if not one.shared),
@@ -95,6 +97,12 @@ class Description:
             decorated = add(decorated)
         help_text = self._with_flags(self.text.split("\n\nRaises:")[0])
         return click.command(name=self.name.replace("_", "-"), help=help_text)(decorated)
+
+    @property
+    def _takes_several(self) -> bool:
+        """Whether it is a question about all records, of several sources, too: not where the second is another side."""
+        has_sides = any(one.is_run and one.is_positional for one in self.parameters)
+        return self.parameters[0].name in {"records", "selection"} and not has_sides
 
     def _with_flags(self, text: str) -> str:
         names = {one.name for one in self.parameters}

@@ -108,7 +108,7 @@ def plot(
             kinds=kinds,
             format=target,
             recipes=recipes,
-            source=selection.run,
+            source=" and ".join((selection.run, *selection.more)),
             on_plot=on_plot,
             **look,
         )

@@ -9,9 +9,12 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ranktape.analyze.table import Column, Kind
 from ranktape.fields import INT_FIELDS, OPTIONAL_INT_FIELDS, field_names
 from ranktape.storage.format.record_info import is_one_sample
+from ranktape.storage.records.records import SOURCE
 
 if TYPE_CHECKING:
     from ranktape.storage import Records
@@ -67,14 +70,36 @@ def are_files(records: Records) -> bool:
     return bool(getattr(records, "files", ()))
 
 
+def source_fields(records: Records) -> tuple[str, ...]:
+    """The field that says which source a record is of, where there are several."""
+    return (SOURCE,) if len(records.sources) > 1 else ()
+
+
+def quant_types(records: Records) -> np.ndarray[Any, Any]:
+    """The quant type of each record, by which plots compare; of sources that share one, the source is named, too.
+
+    Of sources that have the same one alone, the source stands for it.
+    """
+    types = records.column("quant_type")
+    if len(records.sources) <= 1:
+        return types
+    pairs = list(zip(records.column(SOURCE).tolist(), types.tolist(), strict=True))
+    known = set(pairs)
+    if len({quant_type for _, quant_type in known}) == len(known):
+        return types
+    is_alike = len({quant_type for _, quant_type in known}) == 1
+    return np.array([name if is_alike else f"{name} {quant_type}" for name, quant_type in pairs], dtype=object)
+
+
 def identity_fields(records: Records) -> tuple[str, ...]:
-    """What tells one of the records from another: the fields, and the file where each has one."""
-    return (*IDENTITY, *((FILE_COLUMN.name,) if are_files(records) else ()))
+    """What tells one of the records from another: the source of several, the fields, and the file of those that are."""
+    return (*source_fields(records), *IDENTITY, *((FILE_COLUMN.name,) if are_files(records) else ()))
 
 
 def identity_columns(records: Records) -> tuple[Column, ...]:
     """The columns of a table with one row for each of the records."""
-    fields = tuple(key_column(field, is_detail=field in _DETAILS) for field in IDENTITY)
+    named = (*source_fields(records), *IDENTITY)
+    fields = tuple(key_column(field, is_detail=field in _DETAILS) for field in named)
     return (*fields, FILE_COLUMN) if are_files(records) else fields
 
 
@@ -128,15 +153,17 @@ def stacks_of(records: Records) -> tuple[str, ...]:
 
 
 def with_stacks(by: Sequence[str], *selections: Records) -> tuple[str, ...]:
-    """The fields to group by: where records are of several stacks, layers of one number are not one layer.
+    """The fields to group by: what several sources recorded is not put together, nor are layers of several stacks.
 
-    Then `layer_stack` comes before `layer_idx`.
+    Then `source` is the first field, and `layer_stack` comes before `layer_idx`.
     """
+    is_several = any(len(records.sources) > 1 for records in selections)
+    sources = (SOURCE,) if by and is_several and SOURCE not in by else ()
     if "layer_idx" not in by or "layer_stack" in by:
-        return tuple(by)
+        return (*sources, *by)
     place = list(by).index("layer_idx")
-    is_several = len({stack for records in selections for stack in stacks_of(records)}) > 1
-    return (*by[:place], *(["layer_stack"] if is_several else []), *by[place:])
+    has_stacks = len({stack for records in selections for stack in stacks_of(records)}) > 1
+    return (*sources, *by[:place], *(["layer_stack"] if has_stacks else []), *by[place:])
 
 
 def short_names(stacks: Sequence[str]) -> dict[str, str]:

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 Command = Callable[..., Any]
 
-FILTERS = {field.name: field.help for field in RECORD_FIELDS if field.help}
+FILTERS = {"source": "Which of several sources: mxfp8, 'run*'."} | {
+    field.name: field.help for field in RECORD_FIELDS if field.help
+}
 """The fields that have an option of their own, with what its help says; `--where` knows all."""
 
 SWEEP_MODES = ("mx", "tensor", "channel", "legacy")
@@ -72,11 +74,13 @@ class Selection:
     """Which records a command is about."""
 
     run: str
-    """URL or path of a run, of a folder of `.pt` files, or of one such file."""
+    """URL or path of a run, of a folder of `.pt` files, of one such file, or of a folder of all these."""
     filters: Mapping[str, tuple[str, ...]]
     """For each field that was filtered the texts that were given; any of them may match."""
     where: str | None
     """An expression over fields."""
+    more: tuple[str, ...] = ()
+    """Further ones, whose records come, too."""
     storage_options: Mapping[str, Any] | None
     """For fsspec."""
     skip_unreadable: bool = False
@@ -101,9 +105,10 @@ class Selection:
             RunNotFoundError: there is no run.
             StorageError: the store cannot be read.
         """
-        from ranktape.analyze.legacy.open import open_source
+        from ranktape.analyze.sources import open_sources
 
-        return open_source(self.run, self.storage_options, skip_unreadable=self.skip_unreadable, any_name=self.any_name)
+        options: dict[str, Any] = {"skip_unreadable": self.skip_unreadable, "any_name": self.any_name}
+        return open_sources((self.run, *self.more), self.storage_options, **options)
 
     def chosen(self, run: RecordSource) -> Records:
         """The records of a source that the filters leave; never none.
@@ -223,11 +228,15 @@ def _together(
 
 
 def _selection(values: dict[str, Any]) -> Selection:
-    return Selection(run=values.pop("run"), **_filters(values))
+    run, *more = given if isinstance(given := values.pop("run"), tuple) else (given,)
+    return Selection(run=run, more=tuple(more), **_filters(values))
 
 
 def _selections(values: dict[str, Any]) -> tuple[Selection, ...]:
-    """One for each source, with `.pt` files under any name; a mode of the sweep is no filter, as records have none."""
+    """One for each source, also of those below a folder, with `.pt` files under any name.
+
+    A mode of the sweep is no filter, as records have none.
+    """
     filters = _filters(values)
     for word in ",".join(filters["filters"].get("mode", ())).split(","):
         if word.strip() in SWEEP_MODES:
@@ -235,7 +244,11 @@ def _selections(values: dict[str, Any]) -> tuple[Selection, ...]:
                 f"--mode {word.strip()} is not allowed: it leaves out records of training (train) or of "
                 f"evaluation (eval); did you mean --sweep-mode {word.strip()}?"
             )
-    return tuple(Selection(run=source, any_name=True, **filters) for source in dict.fromkeys(values.pop("sources")))
+    from ranktape.analyze.sources import places_of
+
+    options = filters["storage_options"]
+    places = (place for source in values.pop("sources") for place in places_of(source, options, any_name=True))
+    return tuple(Selection(run=place, any_name=True, **filters) for place in dict.fromkeys(places))
 
 
 def _filters(values: dict[str, Any]) -> dict[str, Any]:
@@ -296,6 +309,10 @@ selection_options = _together("selection", _selection, click.argument("run", met
 
 OPTIONS: dict[str, Callable[[Command], Command]] = {
     "selection": selection_options,
+    # Of a command that answers about several sources at once.
+    "selection_of_several": _together(
+        "selection", _selection, click.argument("run", metavar="RUN...", nargs=-1, required=True), *_FILTER_OPTIONS
+    ),
     "selections": _together(
         "selections",
         _selections,

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ranktape.analyze.console import say
 from ranktape.analyze.engine.cache import Cache
 from ranktape.analyze.engine.executors import Workers, in_order, workers_of
-from ranktape.analyze.engine.plan import BATCH_NBYTES, Calls, WorkPlan, call_all, shares
+from ranktape.analyze.engine.plan import BATCH_NBYTES, Calls, RecordSpan, WorkPlan, call_all, shares
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
@@ -25,6 +25,26 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.engine.cache_object import Measure, Payload
     from ranktape.storage import Records
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """A span of the records of one source."""
+
+    span: RecordSpan
+    records: Records
+    """Those that the places of the span are in."""
+    cache: Cache | None
+    nbytes: int
+    """Of the span."""
+
+
+def _spans(parts: Sequence[tuple[Records, WorkPlan]], caches: Sequence[Cache | None]) -> Generator[_Piece, None, None]:
+    for (records, plan), cache in zip(parts, caches, strict=True):
+        with closing(plan.spans(cache)) as spans:
+            for span in spans:
+                nbytes = sum(plan.sizes[span.places.start : span.places.stop])
+                yield _Piece(span=span, records=records, cache=cache, nbytes=nbytes)
 
 
 PARTS_IN_TURN = 4
@@ -61,16 +81,18 @@ class Engine:
         """
         if not len(records):
             return
-        plan = WorkPlan(records)
-        cache = Cache(records.reader, name=measure.name, groups=plan.paths, warn=warn_once) if self.use_cache else None
+        parts = [(part.records, WorkPlan(part.records)) for part in records.parts()]
+        caches = self._caches(parts, measure)
         accepts: Callable[[Payload], bool] = getattr(measure, "accepts", lambda _: True)
+        total = sum(sum(plan.sizes) for _, plan in parts)
         with (
-            bytes_left(sum(plan.sizes), is_shown=self.show_progress, description="counting") as advance,
-            closing(plan.spans(cache)) as spans,
+            bytes_left(total, is_shown=self.show_progress, description="counting") as advance,
+            closing(_spans(parts, caches)) as spans,
         ):
-            works = ((span, span.work(records, measure, cache)) for span in spans)
-            for span, measured in in_order(works, start=self._workers):
-                advance(sum(plan.sizes[span.places.start : span.places.stop]))
+            works = ((one, one.span.work(one.records, measure, one.cache)) for one in spans)
+            for one, measured in in_order(works, start=self._workers):
+                span, cache = one.span, one.cache
+                advance(one.nbytes)
                 if measured is not None and measured.failure and cache is not None:
                     cache.give_up(measured.failure)
                 fresh = iter(() if measured is None else measured.payloads)
@@ -78,7 +100,21 @@ class Engine:
                     payload = span.payload(place) if place in span.known else next(fresh)
                     # One that nobody can have measured is measured again.
                     is_good = payload is not None and (place not in span.known or accepts(payload))
-                    yield payload if payload is not None and is_good else measure(records[place])
+                    yield payload if payload is not None and is_good else measure(one.records[place])
+
+    def _caches(self, parts: Sequence[tuple[Records, WorkPlan]], measure: Measure) -> list[Cache | None]:
+        """For each part what is known of its source: of one that comes in several parts it is looked up once."""
+        if not self.use_cache:
+            return [None] * len(parts)
+        paths: dict[str, list[str]] = {}
+        for records, plan in parts:
+            paths.setdefault(records.reader.url, []).extend(plan.paths)
+        found: dict[str, Cache] = {}
+        for records, _ in parts:
+            url = records.reader.url
+            if url not in found:
+                found[url] = Cache(records.reader, name=measure.name, groups=paths[url], warn=warn_once)
+        return [found[records.reader.url] for records, _ in parts]
 
     def _workers(self) -> Workers:
         return workers_of(workers=self.workers, scheduler=self.scheduler)

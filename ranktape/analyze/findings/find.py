@@ -11,7 +11,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.findings.along import changing, differing_layers, vanishing_gradients
@@ -26,6 +26,7 @@ from ranktape.analyze.replays.replayed import Replayed, replay_calls
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.engine.values import View
+    from ranktape.analyze.numerics.recipes.recipe import Recipe
     from ranktape.storage import Records
 
 KINDS = (
@@ -85,9 +86,28 @@ def find(
         UsageError: of a record values were kept that are rounded already, and are to be looked at as they were seen; or
             a recipe is not known.
     """
+    recipes = parse_recipes(recipe) if recipe else []
+    options: dict[str, Any] = {"view": view, "engine": engine, "with_channels": with_channels, "recipes": recipes}
+    if len(records.sources) <= 1:
+        return _find(records, replayed=replayed, **options)
+    # What one source recorded is no peer, and no cause, of what another one did.
+    parts = records.by_source()
+    found = [one.in_source(part) for part in parts for one in _find(part.records, replayed=None, **options)]
+    return sorted(found, key=lambda one: (one.severity.order, KINDS.index(one.kind), -one.score))
+
+
+def _find(
+    records: Records,
+    *,
+    view: View | None,
+    engine: Engine | None,
+    with_channels: bool,
+    recipes: Sequence[Recipe],
+    replayed: Replayed | None,
+) -> list[Finding]:
+    """What stands out in one source."""
     if not len(records):
         return []
-    recipes = parse_recipes(recipe) if recipe else []
     known = Survey(records, view=view, engine=engine)
     found = [*all_findings(known)]
     if with_channels:

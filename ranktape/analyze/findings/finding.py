@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 from ranktape.analyze.identity import IDENTITY
 from ranktape.analyze.json_text import json_value
 from ranktape.storage.places.failures import printable
+from ranktape.storage.records.records import SOURCE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.findings.survey import Survey
+    from ranktape.storage.records.records import SourcePart
 
 
 class Severity(enum.StrEnum):
@@ -83,6 +86,17 @@ class Finding:
         Names of strangers hold no key strokes for a terminal.
         """
         return printable(self.command.replace(" RUN", f" {shlex.quote(url or 'RUN')}", 1))
+
+    def in_source(self, part: SourcePart) -> Finding:
+        """The finding in one of several sources, beside what is found in the others: the title begins with its name."""
+        return dataclasses.replace(
+            self,
+            title=f"{part.name}: {self.title}",
+            place=f"{part.name}: {self.place}",
+            where={SOURCE: part.name, **self.where},
+            places=tuple(part.places[list(self.places)].tolist()),
+            command=self.command and self.command_in(part.records.reader.url),
+        )
 
 
 def headline(findings: Sequence[Finding], *, num_records: int) -> str:

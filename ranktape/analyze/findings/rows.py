@@ -13,6 +13,7 @@ FIELDS = ("layer_stack", "layer_idx", "layer_type", "module", "operation", "tens
 COLUMNS = (
     Column(name="kind", kind=Kind.TEXT),
     Column(name="where", kind=Kind.TEXT),
+    Column(name="source", kind=Kind.TEXT, is_detail=True),
     Column(name="iteration", kind=Kind.INTEGER, is_detail=True),
     Column(name="ranks", kind=Kind.LIST, is_detail=True),
     Column(name="layer_stack", kind=Kind.TEXT, is_detail=True),
@@ -40,6 +41,7 @@ def cells(finding: Finding) -> tuple[Any, ...]:
     return (
         finding.kind,
         finding.place,
+        where.get("source"),
         where.get("iteration"),
         where.get("ranks", [where["rank"]] if "rank" in where else []),
         *(where.get(name) for name in FIELDS),

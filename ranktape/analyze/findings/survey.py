@@ -30,7 +30,18 @@ if TYPE_CHECKING:
     Codes = NDArray[np.int64]
     Mask = NDArray[np.bool_]
 
-SITE = ("module", "layer_type", "layer_idx", "operation", "phase", "component", "quant_type", "tensor_name", "mode")
+SITE = (
+    "source",
+    "module",
+    "layer_type",
+    "layer_idx",
+    "operation",
+    "phase",
+    "component",
+    "quant_type",
+    "tensor_name",
+    "mode",
+)
 """What tells one place of the model from another, over ranks, iterations, microbatches and calls."""
 
 COUNTS = {name: f"overflow.{name}.count" for name in ("nan", "inf", "lower", "underflow", "zero")}
@@ -61,7 +72,7 @@ class Survey:
         view = view or View.COMPUTE
         self.records = records
         """The selection."""
-        self.fields: dict[str, NDArray[Any]] = {name: records.column(name) for name in (*IDENTITY, "counter")}
+        self.fields: dict[str, NDArray[Any]] = {name: records.column(name) for name in ("source", *IDENTITY, "counter")}
         """What of the catalogue every finding may ask for."""
         pairs = zip(self.fields["dtype"].tolist(), self.fields["compute_dtype"].tolist(), strict=True)
         self.dtypes = np.array([viewed_dtype(dtype=one, compute_dtype=two, view=view) for one, two in pairs], object)

@@ -61,7 +61,7 @@ def open_source(
         StorageError: the store cannot be reached or read.
         UsageError: the URL or the options are not usable.
     """
-    path = _local_path(os.fspath(url))
+    path = local_path(os.fspath(url))
     mode = None if path is None else _mode(path)
     if path is not None and mode is not None and (stat.S_ISREG(mode) or _is_plain_folder(path, mode)):
         # Runs are opened without the kernels that files need.
@@ -143,7 +143,7 @@ def _is_plain_folder(path: Path, mode: int) -> bool:
     return stat.S_ISDIR(mode) and _mode(path / layout.DOCUMENT) is None
 
 
-def _local_path(url: str) -> Path | None:
+def local_path(url: str) -> Path | None:
     """The path on this machine; None for a URL of a store."""
     protocol, separator, rest = url.partition("://")
     if not separator:

@@ -25,7 +25,7 @@ from ranktape.storage.format.parts import split
 from ranktape.storage.format.record_info import EXTREMES, Keep, Overflow
 from ranktape.storage.query.columns import Column, StringColumn
 from ranktape.storage.records.record import Record
-from ranktape.storage.records.records import Records
+from ranktape.storage.records.records import SOURCE, Records
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]  # it has no types
@@ -233,14 +233,17 @@ class FileTable:
 class FileRecords(Records):
     """The records of some files. A narrower selection has a table of its own, so that it opens no other files."""
 
-    is_costly = True
-
     def __init__(self, table: FileTable) -> None:
         super().__init__(table, [table], np.arange(table.num_rows))
         self._table = table
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FileRecords, (self._table,)
+
+    @property
+    def is_costly(self) -> bool:
+        """What is known of a record is in its file."""
+        return True
 
     @property
     def files(self) -> Sequence[SourceFile]:
@@ -273,13 +276,14 @@ class FileRecords(Records):
         """0 for what names say, 1 for what files say, 2 for what values say."""
         if field.startswith("overflow") or field == "checksum":
             return 2
-        return 0 if field in _FIXED or field == "site" or all(field in file.named for file in self.files) else 1
+        return 0 if field in {*_FIXED, "site", SOURCE} or all(field in file.named for file in self.files) else 1
 
     def _take(self, rows: np.ndarray[Any, Any]) -> Records:
         return FileRecords(self._table.narrow(rows))
 
     def _source(self, rows: np.ndarray[Any, Any]) -> Callable[[str], Column]:
-        return self._table.narrow(rows).column
+        table = self._table.narrow(rows)
+        return lambda name: self._own_source(len(rows)) if name == SOURCE else table.column(name)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import numpy as np
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import group_columns, group_row, with_stacks
+from ranktape.analyze.identity import group_columns, group_row, source_fields, with_stacks
 from ranktape.analyze.metrics.gather import group_digests, group_records
 from ranktape.analyze.metrics.metric import Metric, parse_metric
 from ranktape.analyze.metrics.target import SCALINGS, Target, parse_targets
@@ -65,7 +65,7 @@ def gradients(
     is_gradient = np.array([str(name).startswith("grad") for name in names.tolist()], dtype=bool)
     if not is_gradient.any():
         raise NoRecordsError("no record holds a gradient: their names begin with 'grad', as in grad_output")
-    fields = with_stacks(by, records) or _FIELDS[show]
+    fields = with_stacks(by, records) or (*source_fields(records), *_FIELDS[show])
     seen = view or View.COMPUTE
     if show == "ranges":
         chosen = records.take(np.flatnonzero(is_gradient).tolist())

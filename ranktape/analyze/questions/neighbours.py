@@ -19,6 +19,7 @@ from ranktape.storage import Records
 from ranktape.storage.format.statistics import Statistics
 
 _SITE = (
+    "source",
     "iteration",
     "attempt",
     "microbatch",

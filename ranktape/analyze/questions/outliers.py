@@ -16,7 +16,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings import rows
 from ranktape.analyze.findings.apart import outlying_channels
-from ranktape.analyze.findings.find import all_findings, families_of
+from ranktape.analyze.findings.find import KINDS, Family, all_findings, families_of
 from ranktape.analyze.findings.survey import Survey
 from ranktape.analyze.findings.thresholds import ROBUST_Z
 from ranktape.analyze.identity import words
@@ -76,12 +76,18 @@ def outliers(
     if not len(records):
         return Table(title="what stands out from its peers", columns=_COLUMNS, rows=(), notes=notes)
     metrics = () if metric is None else (metric,)
-    known = Survey(records, view=view, engine=engine)
-    found = list(all_findings(known, across=peers, metrics=metrics, threshold=threshold))
-    if "channel" in chosen and metric in {None, "absmax"}:
-        found.extend(outlying_channels(known, view=view, engine=engine, threshold=threshold))
+    families: list[Family] = []
+    for part in records.by_source():
+        known = Survey(part.records, view=view, engine=engine)
+        found = list(all_findings(known, across=peers, metrics=metrics, threshold=threshold))
+        if "channel" in chosen and metric in {None, "absmax"}:
+            found.extend(outlying_channels(known, view=view, engine=engine, threshold=threshold))
+        here = families_of(known, found)
+        for one in (one for family in here for one in (family.root, *family.following)):
+            one.finding = one.finding.in_source(part) if len(records.sources) > 1 else one.finding
+        families += here
+    families.sort(key=lambda one: (one.severity.order, KINDS.index(one.root.kind), -one.root.finding.score))
     shown: list[tuple[Any, ...]] = []
-    families = families_of(known, found)
     said: tuple[str, ...]
     for number, family in enumerate(families, start=1):
         shown.append((number, "", family.severity.value, *rows.cells(family.root.finding)))

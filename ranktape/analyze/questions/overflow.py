@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import NUMBER_FIELDS, SAMPLE, are_files
+from ranktape.analyze.identity import NUMBER_FIELDS, SAMPLE, are_files, source_fields
 from ranktape.analyze.json_text import json_value
 from ranktape.analyze.metrics.counts import Places, find_places
 from ranktape.analyze.metrics.metric import count_names
@@ -91,8 +91,10 @@ def overflow(
         raise UsageError("--per-sample and --by exclude each other: --by sample makes a row for each sample")
     targets = parse_targets(format, scaling)
     chosen = view or (View.COMPUTE if targets else View.SEEN)
+    # What begins in one source begins in no other.
+    fields = by or (source_fields(records) if first else ())
     places = find_places(
-        records, targets, by=by, per_sample=per_sample, view=chosen, engine=engine, on_record=on_record
+        records, targets, by=fields, per_sample=per_sample, view=chosen, engine=engine, on_record=on_record
     )
     if first:
         return overflow_begins(places)

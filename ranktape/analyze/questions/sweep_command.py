@@ -36,9 +36,11 @@ from ranktape.analyze.numerics.sweeps.options import SweepOptions
 from ranktape.analyze.options import Output, Selection, say_what_is_left_out
 from ranktape.analyze.questions.sweep import check_shape, table_of
 from ranktape.analyze.questions.swept import Swept, answerable, num_readings, parse_jobs, sweep_selection, with_samples
+from ranktape.analyze.sources import Sources
 from ranktape.errors import DataError, NoRecordsError, RanktapeError, RunNotFoundError, UsageError, WorkersError
 from ranktape.storage import Records
 from ranktape.storage.places.failures import printable
+from ranktape.storage.records.union import short_names
 
 MAX_NAMED_FAILURES = 4
 """Reasons that the last message names."""
@@ -51,7 +53,7 @@ class ListedTensor:
     title: str
     """What people call it."""
     source: str
-    """The source that it is of, as it was given."""
+    """The source that it is of, by its short name; as it was given where it cannot be read."""
     folder_name: str = ""
     """What its directory is called, as far as a file system allows."""
     records: Records | None = None
@@ -297,7 +299,7 @@ def _list_tensors(selections: Sequence[Selection], *, by: Sequence[str]) -> list
     """
     tensors: list[ListedTensor] = []
     unmatched: list[RanktapeError] = []
-    for selection in selections:
+    for selection, called in zip(selections, short_names([one.run for one in selections]), strict=True):
         source, unreadable = None, dict[str, str]()
         try:
             if _is_file(selection.run) and not Path(selection.run).exists():
@@ -308,7 +310,7 @@ def _list_tensors(selections: Sequence[Selection], *, by: Sequence[str]) -> list
             unreadable = {} if selection.skip_unreadable else getattr(source, "unreadable", {})
             for name, why in unreadable.items():
                 tensors.append(ListedTensor(title=name, source=selection.run, error=DataError(why)))
-            tensors += _tensors(selection, source, by=by)
+            tensors += _tensors(selection, source, name=called, by=by)
         except RanktapeError as error:
             if source is not None and isinstance(error, UsageError):
                 raise
@@ -336,9 +338,9 @@ def _is_file(source: str) -> bool:
         return False
 
 
-def _tensors(selection: Selection, source: RecordSource, *, by: Sequence[str]) -> list[ListedTensor]:
-    """One for each record of the selection, in its order."""
-    chosen = selection.chosen(source)
+def _tensors(selection: Selection, source: RecordSource, *, name: str, by: Sequence[str]) -> list[ListedTensor]:
+    """One for each record of the selection, in its order; `name` is what the source is called beside the others."""
+    chosen = selection.chosen(Sources({name: source}))
     for field in by:
         if field != SAMPLE:
             chosen.column(field)  # refuses what is no field before anything is read
@@ -364,7 +366,7 @@ def _tensors(selection: Selection, source: RecordSource, *, by: Sequence[str]) -
         tensors.append(
             ListedTensor(
                 title=title if path is None else path.name,
-                source=selection.run,
+                source=name,
                 folder_name=title if path is None else path.stem,
                 path=path,
                 records=members,

@@ -21,6 +21,7 @@ from ranktape.analyze.questions.samples import sample_metrics, sample_of
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError
 from ranktape.storage import Records
+from ranktape.storage.records.records import SOURCE
 
 SHOWN = ("mean", "std", "absmax", "norm")
 """The metrics of a step, unless others are asked for."""
@@ -66,7 +67,7 @@ def trace(
     rows, way = [], _Way()
     captured = records.column("overflow.inf.count").tolist()
     for number, (position, index, found) in enumerate(known):
-        change, first = way.step(order[position][:3], found, captured_inf=int(captured[position]))
+        change, first = way.step(order[position][:4], found, captured_inf=int(captured[position]))
         cells = tuple(found[name] for name in chosen)
         rows.append((number, *identities[position], index, *cells, change, first))
     left_out = len(records) - len(rows)
@@ -86,9 +87,12 @@ def trace(
 
 
 def _order(records: Records) -> list[tuple[int, ...]]:
-    """For each record where it is on the way: attempt, iteration, rank, and the order of recording."""
+    """For each record where it is on the way: source, attempt, iteration, rank, and the order of recording."""
     columns = (records.column(name).tolist() for name in ("attempt", "iteration", "rank", "counter"))
-    return [(*map(int, key), place) for place, key in enumerate(zip(*columns, strict=True))]
+    sources = {name: number for number, name in enumerate(records.sources)}
+    numbers = [sources[name] for name in records.column(SOURCE).tolist()]
+    keys = zip(numbers, *columns, strict=True)
+    return [(*map(int, key), place) for place, key in enumerate(keys)]
 
 
 def _steps(

@@ -25,6 +25,7 @@ from ranktape.analyze.metrics.numbers import NUMBERS, numbers_of_groups
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import UsageError
 from ranktape.storage import Records
+from ranktape.storage.records.records import SOURCE
 
 _DETAILS = ("component", "quant_type", "mode", "layer_type")
 
@@ -94,7 +95,7 @@ def trend(
 
 def course_fields(records: Records, by: Sequence[str] = ()) -> tuple[str, ...]:
     """What tells one course from another; restarts that were asked for on purpose have courses of their own."""
-    fields = with_stacks(by, records) or SITE
+    fields = with_stacks(by, records) or tuple(name for name in SITE if name != SOURCE or len(records.sources) > 1)
     has_several = len(set(records.column("attempt").tolist())) > 1
     return (*fields, "attempt") if has_several and "attempt" not in fields else fields
 
@@ -123,7 +124,7 @@ _SUMMARY = (
 
 def _group_columns(fields: Sequence[str]) -> tuple[Column, ...]:
     return tuple(
-        column if column.name not in _DETAILS or len(fields) < len(SITE) else _detail(column)
+        column if column.name not in _DETAILS or len(fields) < len(SITE) - 1 else _detail(column)
         for column in group_columns(fields)[:-1]
     )
 

@@ -13,7 +13,9 @@ import numpy as np
 from ranktape.analyze.replays.attention_tensors import AttentionTensors
 from ranktape.analyze.replays.call_tensors import CALL_FIELDS, CallTensors, Key, Rows
 from ranktape.analyze.replays.computable import TIE, LinearTensors
+from ranktape.errors import UsageError
 from ranktape.storage.format.record_info import WIDE
+from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.analyze.identity import SampleName
@@ -100,7 +102,11 @@ def calls_of(
     Raises:
         DataError: a placement is damaged.
         StorageError: a catalogue cannot be read.
+        UsageError: the records are of several sources.
     """
+    if len(records.sources) > 1:
+        named = ", ".join(map(printable, records.sources))
+        raise UsageError(f"products are computed again of one source at a time: choose one with --source ({named})")
     everything, places = records.unfiltered()
     layers, components = (everything.column(name) for name in ("layer_type", "component"))
     is_asked = (layers == LINEAR) | (components == LINEAR)

@@ -13,6 +13,7 @@ from ranktape.analyze.identity import IDENTITY, key_column
 from ranktape.analyze.options import Output
 from ranktape.analyze.rules.rule import GateRule, Missing
 from ranktape.analyze.table import Column, Form, Kind, Table, write_table, write_text
+from ranktape.storage.records.records import SOURCE
 
 _DETAILS = frozenset(
     {"attempt", "microbatch", "call", "mode", "layer_stack", "component", "compute_dtype", "shape", "file"}
@@ -177,5 +178,5 @@ _RULE_COLUMNS: tuple[tuple[Column, Callable[[RuleOutcome], Any]], ...] = (
 def _fields(failed: Sequence[RuleOutcome]) -> tuple[str, ...]:
     """The fields that any offender is told by, those of an identity in their order."""
     used = dict.fromkeys(field for outcome in failed for one in outcome.offenders for field in one.identity)
-    known = tuple(field for field in IDENTITY if field in used)
+    known = tuple(field for field in (SOURCE, *IDENTITY) if field in used)
     return (*known, *(field for field in used if field not in known))

@@ -27,9 +27,9 @@ from ranktape.analyze.numerics.sweeps.metrics import METRICS as SWEPT_METRICS
 from ranktape.analyze.numerics.sweeps.options import SweepOptions, resolve
 from ranktape.analyze.questions.swept import parse_jobs
 from ranktape.errors import RanktapeError, UsageError
-from ranktape.storage.format.catalogue import COLUMNS
 from ranktape.storage.format.record_info import EXTREMES
 from ranktape.storage.places.failures import printable
+from ranktape.storage.records.records import KNOWN_COLUMNS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -91,7 +91,7 @@ def parse_operand(name: str) -> RuleOperand:
         return RuleOperand(name=name, origin="findings", part=name.partition(".")[2])
     if name in METRICS or re.fullmatch(r"p\d+(\.\d+)?", name):
         return RuleOperand(name=parse_metric(name).name, origin="digest")
-    if name in COLUMNS or name == SAMPLE:
+    if name in KNOWN_COLUMNS or name == SAMPLE:
         return RuleOperand(name=name, origin="field")
     part, dot, format_name = name.partition(".")
     if dot and part in LOSSES:
@@ -102,7 +102,7 @@ def parse_operand(name: str) -> RuleOperand:
         REPLICAS,
         *FINDINGS,
         *METRICS,
-        *COLUMNS,
+        *KNOWN_COLUMNS,
         *(f"{loss}.{format_name or 'mxfp8'}" for loss in LOSSES),
     ]
     near = [one for one in known if f".{name}." in f".{one}."]

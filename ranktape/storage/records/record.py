@@ -106,6 +106,11 @@ class Record(_Fields):
         return fields_html("Record", {"path": self.path, **document, **counts})
 
     @property
+    def reader(self) -> RecordReader:
+        """Where the values come from."""
+        return self._reader
+
+    @property
     def path(self) -> str:
         """The record's name below the run; the path of its array, where it has one of its own."""
         return f"{self.location.group}/{self.location.site}"

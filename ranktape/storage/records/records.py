@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from ranktape.errors import UsageError
+from ranktape.fields import FieldKind
 from ranktape.storage.format.catalogue import COLUMNS, RecordTable, concatenate, read_rows
 from ranktape.storage.places.failures import printable
 from ranktape.storage.query.columns import Column, StringColumn, equal_rows, rows_of
@@ -27,6 +30,12 @@ if TYPE_CHECKING:
     from ranktape.storage.records.assemble import GlobalView
 
 
+SOURCE = "source"
+"""The field that says of which source a record is: the name of its run or folder; none is stored for it."""
+
+KNOWN_COLUMNS = {**COLUMNS, SOURCE: FieldKind.TEXT}
+"""The names that filters may use, and what is there."""
+
 _NUM_THREADS = 16
 """Catalogues in which a column is looked up at once."""
 
@@ -37,11 +46,20 @@ _ROWS_AT_ONCE = 1024
 """Records that are taken from the columns together, where one after the other is asked for."""
 
 
+@dataclass(frozen=True, slots=True)
+class SourcePart:
+    """Records of one source in a selection."""
+
+    name: str
+    """That of the source."""
+    places: np.ndarray[Any, Any]
+    """Where in the selection they are."""
+    records: Records
+    """Themselves, as a selection of that source alone."""
+
+
 class Records(Sequence[Record]):
     """A selection of records, in the order of iteration, rank and recording; a lazy, immutable sequence."""
-
-    is_costly = False
-    """Whether looking at a single record reads its values: such records go to other processes as a selection."""
 
     def __init__(self, reader: RecordReader, catalogues: Sequence[RecordTable], rows: np.ndarray[Any, Any]) -> None:
         self._reader = reader
@@ -54,9 +72,29 @@ class Records(Sequence[Record]):
         return len(self._rows)
 
     @property
+    def is_costly(self) -> bool:
+        """Whether looking at a single record reads its values: such records go to other processes as a selection."""
+        return False
+
+    @property
     def reader(self) -> RecordReader:
         """Where their values come from."""
         return self._reader
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of the sources that records are of; of a run or folder alone the last name of its path."""
+        url = self._reader.url
+        path = url if "://" in url else os.path.realpath(url)
+        return (path.rstrip("/").rpartition("/")[2] or path,)
+
+    def parts(self) -> list[SourcePart]:
+        """Runs of records of one source: where they are in the selection, and themselves."""
+        return [SourcePart(self.sources[0], np.arange(len(self)), self)]
+
+    def by_source(self) -> list[SourcePart]:
+        """All records of each source: their places, and themselves."""
+        return self.parts()
 
     def groups(self) -> list[tuple[str, slice]]:
         """Which records follow one another out of one iteration of one rank: the path of its group, and where."""
@@ -127,12 +165,12 @@ class Records(Sequence[Record]):
             UsageError: a field cannot have such a value.
         """
         return self._fitting(
-            parse_filter(name.replace("__", "."), value, known=COLUMNS) for name, value in filters.items()
+            parse_filter(name.replace("__", "."), value, known=KNOWN_COLUMNS) for name, value in filters.items()
         )
 
     def select_text(self, filters: Sequence[tuple[str, str]]) -> Records:
         """As `select`, with filters as a command line has them: texts, where commas separate alternatives."""
-        return self._fitting(filter_from_text(field, text, known=COLUMNS) for field, text in filters)
+        return self._fitting(filter_from_text(field, text, known=KNOWN_COLUMNS) for field, text in filters)
 
     def _fitting(self, filters: Iterable[Filter]) -> Records:
         rows = self._rows
@@ -148,7 +186,7 @@ class Records(Sequence[Record]):
             UsageError: it is not an expression; the message says where.
         """
         parsed = parse_where(expression)
-        check_fields(parsed.names, known=COLUMNS)
+        check_fields(parsed.names, known=KNOWN_COLUMNS)
         return self._take(self._rows[parsed.mask(self._source(self._rows), len(self))])
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
@@ -157,11 +195,15 @@ class Records(Sequence[Record]):
         Raises:
             UnknownFieldError: records have no such field.
         """
-        check_fields([name], known=COLUMNS)
-        column = self._source(self._rows)(name)
+        check_fields([name], known=KNOWN_COLUMNS)
+        column = self.stored(name)
         if isinstance(column, StringColumn):
             return np.array(column.table, dtype=object)[column.codes] if len(column) else np.empty(0, dtype=object)
         return column
+
+    def stored(self, name: str) -> Column:
+        """As `column`, each different text once."""
+        return self._source(self._rows)(name)
 
     def take(self, positions: Sequence[int]) -> Records:
         """The records at those places of the selection, in that order; one may be there twice.
@@ -270,4 +312,7 @@ class Records(Sequence[Record]):
         return self._columns[name]
 
     def _source(self, rows: np.ndarray[Any, Any]) -> Callable[[str], Column]:
-        return lambda name: rows_of(self._all(name), rows)
+        return lambda name: self._own_source(len(rows)) if name == SOURCE else rows_of(self._all(name), rows)
+
+    def _own_source(self, count: int) -> StringColumn:
+        return StringColumn(codes=np.zeros(count, dtype=np.uint32), table=list(self.sources))

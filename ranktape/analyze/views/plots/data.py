@@ -18,7 +18,7 @@ import numpy as np
 from ranktape.analyze.engine.digest_measure import merge_digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View, viewed_dtype
-from ranktape.analyze.identity import SAMPLE, places_of, sample_names
+from ranktape.analyze.identity import SAMPLE, places_of, quant_types, sample_names
 from ranktape.analyze.metrics.counts import find_places
 from ranktape.analyze.metrics.gather import gather
 from ranktape.analyze.metrics.metric import METRICS
@@ -121,7 +121,7 @@ class PlotData:
     def column(self, field: str) -> NDArray[Any]:
         """A field of all records; `dtype` is that of the values that are judged, numbers that are missing are None.
 
-        `layer_idx` is the place of the layer, a `LayerPlace`.
+        `layer_idx` is the place of the layer, a `LayerPlace`; `quant_type` tells sources apart, too (`quant_types`).
         """
         if field not in self._columns:
             values = self.records.column(field)
@@ -129,6 +129,8 @@ class PlotData:
                 pairs = zip(values.tolist(), self.records.column("compute_dtype").tolist(), strict=True)
                 names = [viewed_dtype(dtype=dtype, compute_dtype=compute, view=self.view) for dtype, compute in pairs]
                 values = np.array(names, dtype=object)
+            elif field == "quant_type":
+                values = quant_types(self.records)
             elif field == "layer_idx":
                 values = np.array(places_of(self.records), dtype=object)
             elif values.dtype.kind == "f":

@@ -162,6 +162,8 @@ def a_product(data: PlotData) -> str:
     """Recipes, and records that hold what products were computed from."""
     if not data.recipes:
         return f"no recipe was named: --recipe {DEFAULT_RECIPES} computes products again"
+    if len(data.records.sources) > 1:
+        return "products are computed again of one source at a time: choose one with --source"
     reasons = Counter(one.reason for one in data.calls.left_out)
     why = reasons.most_common(1)[0][0] if reasons else "nothing was recorded of a linear layer"
     return "" if data.calls.calls else f"no product can be computed again: {why}"

@@ -41,7 +41,7 @@ OFFSETS = tuple(range(-10, 11))
 """Exponents by which scales differ from the usual one: the block's rule, or where the largest value just fits."""
 
 _SITE_FIELDS = (
-    *("module", "layer_idx", "layer_type", "operation", "phase"),
+    *("source", "module", "layer_idx", "layer_type", "operation", "phase"),
     *("component", "quant_type", "tensor_name", "dtype", "mode"),
 )
 """What tells one place of the model from another; where there are too many, the first are given up first."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.findings.finding import Finding, headline
-from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS, natural, places_of, stacks_of
+from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS, natural, places_of, source_fields, stacks_of
 from ranktape.analyze.metrics.gather import gather
 from ranktape.analyze.metrics.metric import parse_metric
 from ranktape.analyze.numerics.formats import FORMATS
@@ -128,7 +128,7 @@ def build_model(
 
 def _fields(records: Records) -> list[dict[str, Any]]:
     has_stacks = len(stacks_of(records)) > 1
-    wanted = [name for name in FIELDS if has_stacks or name != "layer_stack"]
+    wanted = [*source_fields(records), *(name for name in FIELDS if has_stacks or name != "layer_stack")]
     made = [_layers(records) if has_stacks and name == "layer_idx" else _field(records, name) for name in wanted]
     return [*made, _kind(records)]
 
@@ -185,7 +185,9 @@ def _facts(records: Records, *, scope: str, environment: Mapping[str, Any]) -> t
         return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
     layers = {place for place in places_of(records) if place >= 0}
+    sources = records.sources
     facts = [
+        f"{len(sources)} sources ({_listed(sources)})" if len(sources) > 1 else "",
         counted(len(distinct("rank")), "rank"),
         f"{counted(len(distinct('iteration')), 'complete iteration')} ({_listed(distinct('iteration'))})",
         counted(len(records), "record"),
@@ -260,8 +262,8 @@ def _start(findings: Sequence[Finding], columns: Mapping[str, Any], records: Rec
     is_of_sample = worst is not None and "sample" in worst.where
     return {
         "metric": name,
-        "across": "sample" if is_of_sample else first("rank", "iteration", or_else="kind"),
+        "across": "sample" if is_of_sample else first("source", "rank", "iteration", or_else="kind"),
         "down": first("layer_idx", or_else="module"),
         "againstPeers": is_magnitude[name],
-        "colorBy": first("operation", "layer_type", or_else="kind"),
+        "colorBy": first("source", "operation", "layer_type", or_else="kind"),
     }

@@ -71,7 +71,7 @@ def recipe_columns(records: Records, replayed: Replayed, recipes: Sequence[Recip
 def recipes_left_out(records: Records, replayed: Replayed | None, columns: Mapping[str, Any] | None) -> Iterator[str]:
     """What the page does not know of recipes, a sentence each."""
     if replayed is None:
-        if calls_of(records).calls:
+        if any(calls_of(part.records).calls for part in records.by_source()):
             yield f"Products of layers were not computed again: --recipe {DEFAULT_RECIPES} does, for each recipe."
         return
     if columns and columns["num_left_out"]:

@@ -1,0 +1,148 @@
+"""Do questions take several runs, folders of files, and folders of both, as one?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from ranktape.analyze.cli import COMMANDS, cli
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.findings.find import find
+from ranktape.analyze.identity import quant_types
+from ranktape.analyze.legacy import export_records
+from ranktape.analyze.questions.stats import stats
+from ranktape.analyze.sources import Sources, open_sources
+from ranktape.errors import RunNotFoundError, UsageError
+from ranktape.storage import open_run
+from ranktape.storage.records.union import unite
+from tests.analyze.faulty_runs import Sizes, everywhere, faulty_run
+from tests.analyze.runs import model_tensors, store
+
+ONE_RUN = {"compare", "compare-map"}
+"""Commands in which a second run is the other side."""
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two runs and a folder of files, beside other things."""
+    folder = tmp_path_factory.mktemp("parent")
+    for seed, name in enumerate(("bf16", "mxfp8")):
+        store(folder / name, model_tensors(seed=seed))
+    export_records(open_run(folder / "bf16").select(rank=0), folder / "deep" / "files")
+    (folder / "notes.txt").write_text("nothing")
+    (folder / "empty").mkdir()
+    return folder
+
+
+def ask(*words: object) -> Result:
+    """A command; what it did not expect to happen is raised."""
+    return CliRunner().invoke(cli, list(map(str, words)), catch_exceptions=False)
+
+
+def rows(*words: object) -> list[dict[str, Any]]:
+    """What it answers."""
+    done = ask(*words, "--json")
+    assert done.exit_code == 0, done.output
+    found: list[dict[str, Any]] = json.loads(done.stdout)["rows"]
+    return found
+
+
+def test_a_folder_of_sources_is_all_of_them(parent: Path) -> None:
+    opened = open_sources(parent)
+    assert isinstance(opened, Sources)
+    assert list(opened.members) == ["bf16", "deep/files", "mxfp8"]
+    counts = {row["source"]: row["records"] for row in rows("ls", parent, "--by", "source")}
+    num_files = len(list((parent / "deep" / "files").iterdir()))
+    num_records = len(open_run(parent / "bf16").select())
+    assert counts == {"bf16": num_records, "deep/files": num_files, "mxfp8": num_records}
+
+
+def test_several_sources_answer_as_each_of_them_does(parent: Path) -> None:
+    places = [parent / "bf16", parent / "mxfp8"]
+    for words in (["stats", "--by", "layer_idx"], ["overflow"], ["trend", "--summary"], ["gradients"]):
+        both = rows(words[0], *places, *words[1:])
+        apart = [{"source": place.name} | row for place in places for row in rows(words[0], place, *words[1:])]
+        assert sorted(both, key=json.dumps) == sorted(apart, key=json.dumps), words
+    named = rows("stats", *places, "--source", "mx*", "--by", "rank")
+    assert named == rows("stats", parent / "mxfp8", "--by", "rank")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_any_order_of_records_and_any_number_of_workers_give_the_same(parent: Path, workers: int) -> None:
+    parts = {name: open_run(parent / name).select() for name in ("bf16", "mxfp8")}
+    both = unite(parts)
+    order = np.random.default_rng(0).permutation(len(both)).tolist()
+    expected = [row for records in parts.values() for row in stats(records).rows]
+    found = stats(both.take(order), engine=Engine(workers=workers, use_cache=False))
+    assert [row[1:] for row in found.rows] == [expected[place] for place in order]
+    again = stats(both.take(order))
+    assert again.rows == found.rows
+
+
+def test_sources_of_files_are_told_apart_too(parent: Path) -> None:
+    both = rows("stats", parent / "bf16", parent / "deep", "--rank", "0", "--by", "source")
+    first, second = ({name: row[name] for name in ("mean", "std", "absmax")} for row in both)
+    assert first == second
+    assert [row["source"] for row in both] == ["bf16", "deep/files"]
+
+
+def test_a_sweep_names_the_sources_and_takes_them_together_or_apart(parent: Path) -> None:
+    words = ("sweep", parent / "bf16", parent / "mxfp8", "--format", "fp8_e4m3", "--rank", "0", "--layer-idx", "0")
+    single = rows(*words)
+    assert {row["source"] for row in single} == {"bf16", "mxfp8"}
+    together = rows(*words, "--by", "layer_type")
+    apart = rows(*words, "--by", "source,layer_type")
+    assert [row["records"] for row in together] == [2 * row["records"] for row in apart if row["source"] == "bf16"]
+    assert {row["source"] for row in rows("sweep", parent, *words[3:])} == {"bf16", "deep/files", "mxfp8"}
+
+
+def test_what_is_found_is_found_in_each_alone(tmp_path: Path) -> None:
+    good = faulty_run(tmp_path / "good")
+    bad = faulty_run(tmp_path / "bad", everywhere(2, factor=2.0**9), sizes=Sizes(num_layers=6))
+    alone = find(bad.select())
+    both = find(unite({"good": good.select(), "bad": bad.select()}))
+    assert [one.title for one in both] == [f"bad: {one.title}" for one in alone]
+    start = len(good.select())
+    assert [one.places for one in both] == [tuple(start + place for place in one.places) for one in alone]
+    assert both[0].where["source"] == "bad"
+    assert bad.url in both[0].command
+    found = rows("findings", tmp_path)
+    assert [row["source"] for row in found] == ["bad"] * len(alone)
+    assert next(row["where"] for row in rows("outliers", tmp_path)).startswith("bad: ")
+
+
+def test_two_captures_are_drawn_against_each_other(parent: Path, tmp_path: Path) -> None:
+    places = (parent / "bf16", parent / "mxfp8")
+    done = ask("plot", *places, "--kind", "fp8_distributions,fp8_statistics", "-o", tmp_path / "draw")
+    assert done.exit_code == 0, done.output
+    assert len(list((tmp_path / "draw" / "fp8_analysis").glob("*.png"))) == 2
+    assert "bf16 and " in (tmp_path / "draw" / "README.txt").read_text()
+    types = quant_types(open_sources(places).select())
+    assert set(types) == {"bf16", "mxfp8"}
+
+
+def test_products_are_computed_again_of_one_source(parent: Path) -> None:
+    done = ask("replay", parent / "bf16", parent / "mxfp8")
+    assert done.exit_code == 2
+    assert "choose one with --source (bf16, mxfp8)" in done.stderr
+
+
+def test_mistakes_name_what_there_is(parent: Path, tmp_path: Path) -> None:
+    done = ask("stats", parent, "--source", "mxpf8")
+    assert "source is bf16 (" in done.stderr
+    assert ask("stats", tmp_path).exit_code == 1
+    with pytest.raises(RunNotFoundError, match="no run at"):
+        open_sources([parent / "bf16", parent / "bf61"])
+    with pytest.raises(UsageError, match="nothing to open"):
+        open_sources([])
+
+
+def test_every_question_takes_several() -> None:
+    for name in COMMANDS:
+        text = ask(name, "--help").stdout.split("\n")[0]
+        assert ("RUN..." in text or "SOURCE..." in text) is (name not in ONE_RUN), name
