@@ -35,7 +35,6 @@ from ranktape.capture.writing.recover import RingReport
 from ranktape.fields import FieldKind
 from ranktape.launch.machine import Examined
 from ranktape.storage import open_run
-from ranktape.storage.format.catalogue import COLUMNS
 from ranktape.storage.format.status import IterationStatus, RunVerdict
 from ranktape.storage.format.triggers import Trigger
 from ranktape.storage.maintenance.copy import CopyReport, SelectionReport
@@ -43,7 +42,7 @@ from ranktape.storage.maintenance.finding import CheckFinding
 from ranktape.storage.maintenance.outbox import PushReport
 from ranktape.storage.maintenance.prune import PruneReport
 from ranktape.storage.maintenance.runs import RunSummary
-from ranktape.storage.records.records import SOURCE
+from ranktape.storage.records.records import KNOWN_COLUMNS
 from tests.analyze.runs import Tensor, describe_tensor, model_tensors, store
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -164,9 +163,9 @@ def field_cells() -> dict[str, Schema]:
     texts = {FieldKind.TEXT, FieldKind.JSON}
     cells = {
         name: CELLS[Kind.INTEGER] if kind in whole else CELLS[Kind.TEXT] if kind in texts else REAL
-        for name, kind in COLUMNS.items()
+        for name, kind in KNOWN_COLUMNS.items()
     }
-    return cells | {"shape": CELLS[Kind.LIST], SOURCE: CELLS[Kind.TEXT]}
+    return cells | {"shape": CELLS[Kind.LIST]}
 
 
 def make_runs(folder: Path) -> dict[str, str]:

@@ -18,7 +18,7 @@ from jsonschema import Draft202012Validator  # type: ignore[import-untyped]  # i
 
 from ranktape.analyze.cli import COMMANDS
 from ranktape.launch.cli import cli
-from ranktape.storage.format.catalogue import COLUMNS as COLUMNS_OF_RECORDS
+from ranktape.storage.records.records import KNOWN_COLUMNS
 from tests.analyze.runs import describe_tensor, store
 from tests.kernels import load
 
@@ -90,7 +90,7 @@ def hard(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_any_field_of_a_record_may_be_a_column() -> None:
-    assert set(SCRIPT.field_cells()) == set(COLUMNS_OF_RECORDS)
+    assert set(SCRIPT.field_cells()) == set(KNOWN_COLUMNS)
 
 
 def test_every_command_that_writes_json_has_a_schema() -> None:
