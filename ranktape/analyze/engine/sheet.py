@@ -11,7 +11,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -123,6 +123,13 @@ def sheet_of(records: Records, form: SheetForm, compute: Compute, *, engine: Eng
     """
     if not engine.use_cache or not len(records):
         return form.sheet(list(compute(records)))
+    if len(records.sources) > 1:
+        # What is known of a source is kept with it.
+        parts = records.by_source()
+        places = np.concatenate([part.places for part in parts])
+        whole = _together([sheet_of(part.records, form, compute, engine=engine) for part in parts], form)
+        errors = {int(places[place]): error for place, error in whole.errors.items()}
+        return replace(_taken(whole, np.argsort(places)), errors=errors)
     plan = WorkPlan(records)
     cache = Cache(records.reader, name=form.name, groups=plan.paths, warn=warn_once)
     spans = [
