@@ -52,6 +52,7 @@ LEGACY_DOORS = {
     "__init__.py",
     "analyze/options.py",
     "analyze/questions/sweep_command.py",
+    "analyze/sources.py",
     "analyze/views/plots/losses.py",
     "launch/exchange.py",
 }

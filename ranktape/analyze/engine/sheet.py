@@ -145,7 +145,7 @@ def sheet_of(records: Records, form: SheetForm, compute: Compute, *, engine: Eng
     missing: list[int] = [
         span.start + place
         for (_, span), (_, known) in zip(spans, found, strict=True)
-        for place in np.flatnonzero(~known)
+        for place in np.flatnonzero(~known).tolist()
     ]
     if not missing:
         return _together([sheet for sheet, _ in found], form)
