@@ -36,7 +36,7 @@ from ranktape.fields import FieldKind
 from ranktape.launch.machine import Examined
 from ranktape.storage import open_run
 from ranktape.storage.format.status import IterationStatus, RunVerdict
-from ranktape.storage.format.triggers import Trigger
+from ranktape.storage.format.trigger import Trigger
 from ranktape.storage.maintenance.copy import CopyReport, SelectionReport
 from ranktape.storage.maintenance.finding import CheckFinding
 from ranktape.storage.maintenance.outbox import PushReport

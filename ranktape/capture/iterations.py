@@ -20,7 +20,8 @@ from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.ring_file import Counter, SlotKind
 from ranktape.errors import CaptureError, RanktapeError
 from ranktape.storage.format.status import DISABLED
-from ranktape.storage.format.triggers import MAX_TEXT, TriggerKind
+from ranktape.storage.format.trigger import TriggerKind
+from ranktape.storage.format.triggers import MAX_TEXT
 
 if TYPE_CHECKING:
     from torch import nn

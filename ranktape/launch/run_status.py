@@ -12,7 +12,7 @@ from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import CheckFoundError
 from ranktape.launch.place import MAX_NAMED, CommandAnswer, by_reason, command_of, count_text, shown
 from ranktape.storage import IterationStatus, RunVerdict
-from ranktape.storage.format.triggers import Trigger
+from ranktape.storage.format.trigger import Trigger
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.failures import printable
 
