@@ -19,6 +19,7 @@ from tests.exhaustive import exhaustive
 from tests.kernels import load
 
 CHECKOUT = Path(__file__).parents[1]
+MAX_WORDS = 700
 README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted([*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/**/*.md"), *CHECKOUT.glob("benchmarks/*.md")])
 
@@ -38,20 +39,25 @@ def _documented_tree() -> set[str]:
     return paths
 
 
-def _real_tree() -> set[str]:
-    """The top level and the package's folders and files, without what git ignores and without hidden files but CI's."""
+def _real_folders() -> set[str]:
+    """The folders at the top level, but those that git ignores, and those of the package."""
     ignored = [line.rstrip("/") for line in (CHECKOUT / ".gitignore").read_text(encoding="utf-8").splitlines()]
-    entries = [*CHECKOUT.iterdir(), *CHECKOUT.glob("ranktape/*"), *CHECKOUT.glob(".ci/*")]
+    folders = [entry for entry in (*CHECKOUT.iterdir(), *CHECKOUT.glob("ranktape/*")) if entry.is_dir()]
     return {
-        str(entry.relative_to(CHECKOUT))
-        for entry in entries
-        if not any(fnmatch.fnmatch(entry.name, pattern) for pattern in ignored)
-        and entry.name not in {".git", ".gitignore"}
+        str(folder.relative_to(CHECKOUT))
+        for folder in folders
+        if folder.name != ".git" and not any(fnmatch.fnmatch(folder.name, pattern) for pattern in ignored)
     }
 
 
-def test_the_tree_in_readme_is_the_real_tree() -> None:
-    assert _documented_tree() == _real_tree()
+def test_the_tree_in_readme_has_every_folder_and_nothing_else() -> None:
+    documented = _documented_tree()
+    assert {path for path in documented if (CHECKOUT / path).is_dir()} == _real_folders()
+    assert [path for path in documented if not (CHECKOUT / path).exists()] == []
+
+
+def test_readme_is_short() -> None:
+    assert len(README.split()) <= MAX_WORDS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
@@ -98,6 +104,35 @@ def run_block(language: str, source: str, *, folder: Path) -> subprocess.Complet
     )
     assert done.returncode == 0, f"{source}\n{done.stdout}{done.stderr}"
     return done
+
+
+TUTORIALS = sorted(CHECKOUT.glob("docs/tutorials/*.md"))
+
+
+@exhaustive("tests/launch and tests/analyze run each of these commands")
+@pytest.mark.distributed
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: str(page.stem))
+def test_each_tutorial_runs_as_it_stands(tmp_path: Path, page: Path) -> None:
+    shutil.copytree(CHECKOUT / "examples", tmp_path / "examples")
+    blocks = re.findall(r"```(sh|python)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    for language, block in blocks:
+        run_block(language, block, folder=tmp_path)
+
+
+@exhaustive("the links of each page are tested without it")
+def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [f"{sysconfig.get_path('scripts')}/mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        cwd=CHECKOUT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "ranktape analyze findings" in (tmp_path / "commands.html").read_text(encoding="utf-8")
+    assert "fake_quantize" in (tmp_path / "api.html").read_text(encoding="utf-8")
 
 
 @exhaustive("each command and function of the page has tests of its own")

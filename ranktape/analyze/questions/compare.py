@@ -57,8 +57,8 @@ def compare(
     tolerated. Tensors without elements do not differ.
 
     Args:
-        pair (FIELD=LEFT:RIGHT): In which field the sides differ: quant_type=hifp8:mxfp8, operation=forward:backward,
-            phase=pre:post, rank=0:1, iteration=20:40; repeatable.
+        pair (FIELD=SIDES): In which field the sides differ, and what it is on the left and on the right:
+            quant_type=hifp8:mxfp8, operation=forward:backward, phase=pre:post, rank=0:1, iteration=20:40; repeatable.
         neighbours: Compare each layer with the next.
         noise (RUN): A second equal run: what differs between it and the first is the noise floor.
         metric (NAME): What a divergence is judged by: relative_norm, max_abs, mean_abs, max_rel, mean_rel, ulp_max,
@@ -106,8 +106,8 @@ def compare_map(
     Sides and pairs are those of compare; filters leave one pair.
 
     Args:
-        pair (FIELD=LEFT:RIGHT): In which field the sides differ: quant_type=hifp8:mxfp8, operation=forward:backward,
-            phase=pre:post, rank=0:1, iteration=20:40; repeatable.
+        pair (FIELD=SIDES): In which field the sides differ, and what it is on the left and on the right:
+            quant_type=hifp8:mxfp8, operation=forward:backward, phase=pre:post, rank=0:1, iteration=20:40; repeatable.
         neighbours: Compare a layer with the next.
         allow_unmatched: Leave out records without a counterpart.
         max_bins (N): Bins of tokens, and of channels, at most.
