@@ -1,4 +1,4 @@
-"""Hooks that see the outputs of a model's layers, and hold what the last forward pass of a thread gave.
+"""Hooks that record the outputs of a model's layers, and hold what the last forward pass of a thread gave.
 
     embedding, forward post   output         what enters the first layer
     hidden, forward post      output         what a layer returns: the first tensor
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -24,47 +23,15 @@ from torch import nn
 from ranktape.capture.hooks.calls import Taking, Watch, tensor_in
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.stacks import Stack, embedding_path, module_path
+from ranktape.capture.hooks.states import holding, states_here
 from ranktape.capture.passes.passes import in_backward, is_traced
 from ranktape.capture.roles.table import OUTPUT, Ports, port_of
-from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.rules import Numbers, read_numbers
 from ranktape.capture.source import Source
 from ranktape.errors import UsageError
 
 _PORTS = Ports(output=port_of(OUTPUT, {}))
 _VALUE = _PORTS.output.value
-
-
-class _States:
-    """Copies of what one forward pass gave."""
-
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] | None = None
-
-
-class _LayerThread(threading.local):
-    """Of each thread its own."""
-
-    def __init__(self) -> None:
-        self.states = _States()
-
-
-_thread = _LayerThread()
-_holding: weakref.WeakSet[_States] = weakref.WeakSet()
-
-
-def get_layer_hidden_states() -> list[torch.Tensor] | None:
-    """What the layers gave in the last forward pass on this thread: the embedding first, then the chosen layers.
-
-    Detached copies; the list is empty before the first layer. None where the last pass was not captured, or no capture
-    records layers. A later stage of a pipeline has no embedding.
-
-    The last forward pass is the last one that entered the layers of a model that the capture knows. What has no layers,
-    as a loss module, leaves the list as it is, and so does a model that the capture does not follow: read the list
-    before you run one. After a captured iteration the copies stay until that model runs on this thread.
-    """
-    tensors = _thread.states.tensors
-    return None if tensors is None else list(tensors)
 
 
 class LayerHooks:
@@ -100,7 +67,7 @@ class LayerHooks:
         """Have copies that are held go with the next forward pass."""
         for reference in self._firsts:
             module = reference()
-            if module is not None and _holding:
+            if module is not None and holding:
                 _release_at_next(module)
         self._firsts.clear()
 
@@ -110,16 +77,17 @@ class LayerHooks:
         output = called[-1]
         with self._watch.recorder.guarded(source):
             tensor = tensor_in(output, None)
-            if tensor is None:
-                reason = f"the layer gave a {type(output).__name__} without a tensor"
-                self._watch.recorder.refuse(source, _VALUE, reason)
-            else:
+            if tensor is not None:
                 self._take(source, tensor, given=called[:-1])
+                return
+            reason = f"the layer gave a {type(output).__name__} without a tensor"
+            self._watch.recorder.refuse(source, _VALUE, reason)
+        states_here().hold(self, None)
 
     def _on_enter(self, source: Source | None, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_traced() or in_backward():
             return
-        _thread.states.tensors = [] if self._watch.tracker.is_active else None
+        states_here().begin(self, is_held=self._watch.tracker.is_active)
         if source is None:
             return
         with self._watch.recorder.guarded(source):
@@ -127,6 +95,8 @@ class LayerHooks:
             real = next((one for one in tensors if one.is_floating_point()), None)
             if real is not None:
                 self._take(source, real, given=real)
+            return
+        states_here().hold(self, None)
 
     def _take(self, source: Source, tensor: torch.Tensor, *, given: Any) -> None:
         """Record what a layer makes of what was given to it; what enters the first one makes itself.
@@ -138,19 +108,18 @@ class LayerHooks:
             return
         call = recorder.begin_call(source, tensor)
         Taking(watch=self._watch, source=source, ports=_PORTS).output(tensor, call, given=given)
-        states = _thread.states
-        if states.tensors is not None and not in_backward():
-            _holding.add(states)
-            states.tensors.append(tensor.detach().clone())
+        if not in_backward():
+            states_here().hold(self, tensor)
+            holding.add(states_here())
 
 
-def check_layers(options: CaptureOptions, root: nn.Module, stack: Stack) -> None:
+def check_layers(wanted: Numbers, root: nn.Module, stack: Stack) -> None:
     """Let layers pass that the model has; of a stage of a pipeline that does not say how many there are, all.
 
     Raises:
         UsageError: one of those that were asked for is not there; says which there are.
     """
-    asked = read_numbers("layers", options.layers).filter if options.wants_layers else None
+    asked = wanted.filter
     # In one process the stack itself is the truth.
     is_alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
     total = None if is_alone else _num_layers(root)
@@ -178,10 +147,9 @@ def _release_at_next(module: nn.Module) -> None:
     def hook(_: nn.Module, args: Any) -> None:  # noqa: ARG001  (torch's signature)
         if is_traced() or in_backward():
             return
-        states = _thread.states
-        states.tensors = None
-        _holding.discard(states)
-        if not _holding:
+        states_here().begin(None, is_held=False)
+        holding.discard(states_here())
+        if not holding:
             handle.remove()
 
     handle = module.register_forward_pre_hook(Hook(hook))

@@ -26,6 +26,7 @@ from ranktape.capture.passes.passes import Arguments, Frame, in_backward, is_tra
 from ranktape.capture.rendezvous import keep_process_groups
 from ranktape.capture.roles.known import registered_roles, role_of
 from ranktape.capture.roles.table import FunctionRole, ModuleRole, Ports, ports_of
+from ranktape.capture.settings.rules import read_numbers
 from ranktape.capture.source import Source
 from ranktape.capture.tensors.placement import Placements, is_megatron, megatron_placement
 from ranktape.errors import UsageError
@@ -211,7 +212,8 @@ class ModelHooks:
         stacks = [] if self._has_stack else self._survey(root).stacks
         if stacks:
             self._has_stack = True
-            check_layers(self._options, root, stacks[0])
+            if self._options.wants_layers:
+                check_layers(read_numbers("layers", self._options.layers), root, stacks[0])
 
     def _refresh(self) -> bool:
         """Meet frameworks and process groups that came since; whether a pipeline schedule is rehearsing."""

@@ -163,7 +163,7 @@ def _layers_in(
     if own in _NO_STACKS or not all(map(_is_number, tails.values())):
         return {}
     numbers = {key: int(tail) for key, tail in tails.items()}
-    kinds = {key: _kind(child) for key, child in children.items() if _holds_products(_unwrapped(child))}
+    kinds = {key: _kind(child) for key, child in children.items() if _holds_products(unwrapped(child))}
     if not kinds or len(set(numbers.values())) < len(numbers):
         return {}
     kind, count = Counter(kinds.values()).most_common(1)[0]
@@ -178,7 +178,8 @@ def _layers_in(
     return {key: numbers[key] + layer_offset for key in kinds}
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What is inside of all wrappers."""
     inner = module
     while found := [child for name, child in inner.named_children() if name in WRAPPERS]:
         inner = found[0]
@@ -187,7 +188,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 def _kind(module: nn.Module) -> type:
     """The class of what is wrapped, without the one that FSDP2 puts before it."""
-    bases = type(_unwrapped(module)).__mro__
+    bases = type(unwrapped(module)).__mro__
     return bases[2] if len(bases) > 2 and bases[1].__name__ == "FSDPModule" else bases[0]  # noqa: PLR2004
 
 

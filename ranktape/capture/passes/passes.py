@@ -147,7 +147,12 @@ def is_traced() -> bool:
     """Whether a graph is made of what runs, or it is asked for shapes: it has no values, and must not be changed."""
     if torch.compiler.is_compiling():
         return True  # torch looks into all that follows where it makes the graph of the source (torch.export)
-    return _get_dispatch_mode(_FAKE) is not None or _get_tracing_state() is not None
+    return _get_dispatch_mode(_FAKE) is not None or is_jit_traced()
+
+
+def is_jit_traced() -> bool:
+    """Whether `torch.jit.trace` makes a graph of what runs."""
+    return _get_tracing_state() is not None
 
 
 def is_transformed() -> bool:
