@@ -135,21 +135,30 @@ def best_format(
     Raises:
         UsageError: the target is NaN.
     """
+    best_levels = (
+        (found[0].scheme, [max(sweep.levels, key=METRICS["sqnr"].goodness).sqnr for sweep in found if sweep.levels])
+        for found in sweeps.values()
+    )
+    return best_format_of([(scheme, min(best)) for scheme, best in best_levels if best], target_sqnr=target_sqnr)
+
+
+def best_format_of(worst: Sequence[tuple[Scheme, float]], *, target_sqnr: float) -> FormatChoice | None:
+    """As `best_format`, of formats and the least SQNR that a tensor keeps in each at its best level.
+
+    Raises:
+        UsageError: the target is NaN.
+    """
     if math.isnan(target_sqnr):
         raise UsageError("--target-sqnr nan is not allowed: give a number of dB")
-    choices = []
-    for found in sweeps.values():
-        best_levels = [max(sweep.levels, key=METRICS["sqnr"].goodness) for sweep in found if sweep.levels]
-        if best_levels:
-            scheme, worst = found[0].scheme, min(level.sqnr for level in best_levels)
-            choices.append(
-                FormatChoice(
-                    scheme=scheme,
-                    bits_per_element=bits_per_element(scheme),
-                    worst_sqnr=worst,
-                    meets_target=worst >= target_sqnr,
-                )
-            )
+    choices = [
+        FormatChoice(
+            scheme=scheme,
+            bits_per_element=bits_per_element(scheme),
+            worst_sqnr=sqnr,
+            meets_target=sqnr >= target_sqnr,
+        )
+        for scheme, sqnr in worst
+    ]
     enough = [choice for choice in choices if choice.meets_target]
     if enough:
         return min(enough, key=lambda choice: (choice.bits_per_element, -choice.worst_sqnr))

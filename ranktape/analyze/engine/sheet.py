@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -60,6 +60,16 @@ class Sheet:
     """The parts of all records, one after the other."""
     errors: dict[int, RanktapeError] = field(default_factory=dict)
     """By the place of a record why it has no row; its numbers are `NOTHING`."""
+
+    def cells(self, place: int, *, is_whole: bool) -> list[Any]:
+        """A column of numbers as Python has them, None where there is none."""
+        column = np.ascontiguousarray(self.numbers[:, place])
+        values: list[Any] = column.tolist()
+        is_nothing = column.view(np.int64) == np.float64(NOTHING).view(np.int64)
+        if not is_whole and not is_nothing.any():
+            return values
+        kind: Callable[[float], Any] = int if is_whole else float
+        return [None if gone else kind(value) for value, gone in zip(values, is_nothing.tolist(), strict=True)]
 
     @property
     def owners(self) -> NDArray[np.int64]:
@@ -142,11 +152,9 @@ def sheet_of(records: Records, form: SheetForm, compute: Compute, *, engine: Eng
     by_path = dict(zip(plan.paths, stored, strict=True))
     keys = {span: _packed(plan.keys(slice(span.start, span.stop))) for _, span in spans}
     found = [_looked_up(keys[span], by_path[path], form) for path, span in spans]
-    missing: list[int] = [
-        span.start + place
-        for (_, span), (_, known) in zip(spans, found, strict=True)
-        for place in np.flatnonzero(~known).tolist()
-    ]
+    missing: list[int] = []
+    for (_, span), (_, known) in zip(spans, found, strict=True):
+        missing += (span.start + np.flatnonzero(~known)).tolist()
     if not missing:
         return _together([sheet for sheet, _ in found], form)
     chosen = records if len(missing) == len(records) else records.take(missing)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ranktape.analyze.engine.digest_measure import VERSION, digests
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.sheet import NOTHING, Sheet, SheetForm, SheetRow, answer_of, record_keys_of, sheet_of
+from ranktape.analyze.engine.sheet import Sheet, SheetForm, SheetRow, answer_of, record_keys_of, sheet_of
 from ranktape.analyze.metrics.gather import Groups, group_digests
 from ranktape.analyze.metrics.metric import METRICS, PERCENTILES
 from ranktape.analyze.metrics.target import parse_targets
@@ -103,14 +103,8 @@ class RecordNumbers:
 
     def cells(self, name: str) -> list[Any]:
         """The same as Python has it, None where there is none; counts are whole."""
-        column = self.column(name)
-        values: list[Any] = column.tolist()
-        is_nothing = np.ascontiguousarray(column).view(np.int64) == np.float64(NOTHING).view(np.int64)
         is_whole = name in METRICS and METRICS[name].kind is Kind.INTEGER
-        if is_whole or is_nothing.any():
-            whole: Callable[[float], Any] = int if is_whole else float
-            return [None if gone else whole(value) for value, gone in zip(values, is_nothing.tolist(), strict=True)]
-        return values
+        return self.sheet.cells(NUMBERS.index(name), is_whole=is_whole)
 
     @property
     def sample_owners(self) -> NDArray[np.int64]:

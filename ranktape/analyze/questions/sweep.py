@@ -8,9 +8,13 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ranktape.analyze.advice.recommendation import best_by
-from ranktape.analyze.advice.shared import DEFAULT_TARGET_SQNR, CommonScale, best_format
-from ranktape.analyze.advice.verdict import direction_of, keeps_nothing
+from ranktape.analyze.advice.shared import (
+    DEFAULT_TARGET_SQNR,
+    CommonScale,
+    FormatChoice,
+    best_format,
+    best_format_of,
+)
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import SAMPLE, are_files, group_columns, group_row, identity_columns, with_stacks
@@ -30,6 +34,7 @@ from ranktape.analyze.questions.swept import (
     swept_array,
     with_samples,
 )
+from ranktape.analyze.questions.swept_cells import BEST_BY, COUNTED, SweptCells
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.records.records import Records
@@ -73,12 +78,6 @@ LEGACY_COLUMNS = tuple(
 )
 """What the legacy tool counted otherwise; in legacy sweeps."""
 
-COUNTED = ("num_elements", "nan", "inf", "spoiled", "zero")
-"""What a sweep counts of a tensor."""
-
-BEST_BY = ("mse", "cosine", "psnr")
-"""Metrics whose best level is named beside the recommended one."""
-
 TENSOR_COLUMNS = (
     *(Column(name=name.removeprefix("num_"), kind=Kind.INTEGER, is_detail=True) for name in COUNTED),
     *(Column(name=f"best_{name}_exponent", kind=Kind.FLOAT, is_detail=True) for name in BEST_BY),
@@ -101,20 +100,14 @@ def records_table(swept: Sequence[Swept], *, target_sqnr: float) -> Table:
     shape = _Shape(swept)
     rows = []
     for record in swept:
-        choice = _choice_row([record], target_sqnr=target_sqnr) if shape.has_formats else ()
-        for found in record.sweeps:
-            bests = [best_by(found, name) for name in BEST_BY]
-            tensor = [getattr(found, name) for name in COUNTED]
-            tensor += [None if level is None else level.exponent for level in bests]
-            rows.append(
-                (
-                    *shape.start(record, found),
-                    *tensor,
-                    *shape.level(found.recommended),
-                    *choice,
-                    _note(found),
-                )
-            )
+        known = record.cells
+        choice: tuple[Any, ...] = ()
+        if shape.has_formats:
+            best = [(one.scheme, one.best_sqnr) for one in known if one.best_sqnr is not None]
+            choice = _choice_cells(best_format_of(best, target_sqnr=target_sqnr))
+        for one in known:
+            level = one.recommended if one.bests[0] is not None else (None,) * len(shape.level_columns)
+            rows.append((*shape.start(record, one), *one.counts, *one.bests, *level, *choice, one.note))
     return Table(
         title=f"recommended scale of each tensor in {shape.formats}: the level with the best score",
         columns=(
@@ -211,7 +204,7 @@ class _Shape:
     """Which columns the sweeps of these records have."""
 
     def __init__(self, swept: Sequence[Swept]) -> None:
-        sweeps = swept[0].sweeps
+        sweeps = swept[0].sweeps or swept[0].kept
         self.formats = ", ".join(found.scheme.name for found in sweeps)
         self.has_formats = len(sweeps) > 1
         self._has_sources = len({record.source for record in swept}) > 1
@@ -223,7 +216,7 @@ class _Shape:
         self.start_columns = (*sources, *self._identity, *SCHEME_COLUMNS)
         self.level_columns = (*LEVEL_COLUMNS, *(LEGACY_COLUMNS if self._is_legacy else ()))
 
-    def start(self, record: Swept, found: ScaleSweep) -> tuple[Any, ...]:
+    def start(self, record: Swept, found: ScaleSweep | SweptCells) -> tuple[Any, ...]:
         """Which record and format a row is about."""
         source = (record.source,) if self._has_sources else ()
         # A run beside files has no names of files.
@@ -235,7 +228,7 @@ class _Shape:
         return tuple(None if level is None else getattr(level, column.name) for column in self.level_columns)
 
 
-def _scheme_row(found: ScaleSweep) -> tuple[str, str]:
+def _scheme_row(found: ScaleSweep | SweptCells) -> tuple[str, str]:
     return found.scheme.name, found.mode.value
 
 
@@ -248,7 +241,10 @@ def _common_row(common: CommonScale | None) -> tuple[float | None, ...]:
 def _choice_row(swept: Sequence[Swept], *, target_sqnr: float) -> tuple[Any, ...]:
     """What `CHOICE_COLUMNS` hold; nothing where no tensor needs a scale."""
     columns = zip(*(record.sweeps for record in swept), strict=True)
-    choice = best_format({sweeps[0].scheme.name: sweeps for sweeps in columns}, target_sqnr=target_sqnr)
+    return _choice_cells(best_format({sweeps[0].scheme.name: sweeps for sweeps in columns}, target_sqnr=target_sqnr))
+
+
+def _choice_cells(choice: FormatChoice | None) -> tuple[Any, ...]:
     if choice is None:
         return (None,) * len(CHOICE_COLUMNS)
     return (
@@ -259,33 +255,24 @@ def _choice_row(swept: Sequence[Swept], *, target_sqnr: float) -> tuple[Any, ...
     )
 
 
-def _note(found: ScaleSweep) -> str:
-    """What is unusual about the tensor, and whether the recommended level is none to use."""
-    notes = [found.note] if found.note else []
-    chosen = found.recommended
-    if chosen is not None and keeps_nothing(found.levels):
-        direction = direction_of(found.levels, chosen, is_tapered=bool(found.target.taper))
-        notes.append(f"no level keeps anything: try {direction} scales")
-    return "; ".join(notes)
-
-
 def _notes(swept: Sequence[Swept]) -> Iterator[str]:
     """What is said of all records together, of each format apart; then of what they hold."""
-    for index, first in enumerate(swept[0].sweeps):
-        exponents = [level.exponent for record in swept if (level := record.sweeps[index].recommended) is not None]
+    cells = [record.cells for record in swept]
+    for index, first in enumerate(cells[0]):
+        exponents = [exponent for one in cells if (exponent := one[index].recommended[0]) is not None]
         if len(exponents) > 1:
             median = statistics.median(exponents)
-            what = "offsets" if first.has_offsets else "exponents"
-            start = f"{first.scheme.name}: " if len(swept[0].sweeps) > 1 else ""
+            what = "offsets" if first.mode.has_offsets else "exponents"
+            start = f"{first.scheme.name}: " if len(cells[0]) > 1 else ""
             yield (
                 f"{start}recommended {what} of {len(exponents)} tensors: median {median:.4g} "
                 f"(scale {scale_of(median):.4g}), from {min(exponents):.4g} to {max(exponents):.4g}"
             )
-    firsts = [record.sweeps[0] for record in swept]
-    num_special = sum(1 for found in firsts if found.nan or found.inf)
+    counts = [dict(zip(COUNTED, one[0].counts, strict=True)) for one in cells]
+    num_special = sum(1 for one in counts if one["nan"] or one["inf"])
     if num_special:
         yield f"{num_special} of {len(swept)} tensors hold NaN or Inf, which are left out of the metrics"
-    num_without = sum(1 for found in firsts if not found.levels)
+    num_without = sum(1 for one in cells if one[0].recommended[0] is None)
     if num_without:
         yield f"{num_without} of {len(swept)} tensors hold no finite number other than zero: no scale"
 
@@ -335,7 +322,7 @@ def sweep(
     notes.append(left_out)
     fields = with_stacks(by, chosen)
     found = []
-    for swept in sweep_selection(chosen, jobs, view=view, by=fields, engine=engine):
+    for swept in sweep_selection(chosen, jobs, view=view, by=fields, is_kept=not with_levels, engine=engine):
         if isinstance(swept, RanktapeError):
             raise swept
         found += swept

@@ -36,6 +36,7 @@ from ranktape.analyze.numerics.sweeps.options import SweepOptions
 from ranktape.analyze.options import Output, Selection, say_what_is_left_out
 from ranktape.analyze.questions.sweep import check_shape, table_of
 from ranktape.analyze.questions.swept import Swept, answerable, num_readings, parse_jobs, sweep_selection, with_samples
+from ranktape.analyze.questions.swept_cells import can_be_kept
 from ranktape.analyze.sources import Sources
 from ranktape.errors import DataError, NoRecordsError, RanktapeError, RunNotFoundError, UsageError, WorkersError
 from ranktape.storage import Records
@@ -144,9 +145,13 @@ def sweep(
     quiet, seen = dataclasses.replace(engine, show_progress=False), view or View.COMPUTE
     # What goes to stdout is the answer: with a table, the log is not it.
     show = functools.partial(say, err=has_table)
-    run = _SweepOfAll(jobs, view=seen, by=fields, outputs=outputs, show=show, engine=quiet)
+    is_kept = not (levels or fields or outputs) and can_be_kept(jobs)
+    sweeps = functools.partial(
+        sweep_selection, jobs=jobs, view=seen, by=fields, is_kept=is_kept, engine=engine if is_kept else quiet
+    )
+    run = _SweepOfAll(sweeps, jobs, view=seen, outputs=outputs, show=show)
     table = None
-    total = len(tensors) * num_readings(jobs, by=fields) if outputs is None else 0
+    total = len(tensors) * num_readings(jobs, by=fields) if outputs is None and not is_kept else 0
     with progress(total, description="sweeping") as on_record:
         run.sweep(tensors, on_record=on_record)
         if has_table and run.swept:
@@ -169,16 +174,14 @@ class _SweepOfAll:
 
     def __init__(
         self,
+        sweeps: Callable[..., Iterator[list[Swept] | RanktapeError]],
         jobs: Sequence[Job],
         *,
         view: View,
-        by: Sequence[str],
         outputs: OutputOptions | None,
         show: Callable[[str], object],
-        engine: Engine,
     ) -> None:
-        self._jobs, self._view, self._outputs, self._show = jobs, view, outputs, show
-        self._sweeps = functools.partial(sweep_selection, jobs=jobs, view=view, by=by, engine=engine)
+        self._sweeps, self._jobs, self._view, self._outputs, self._show = sweeps, jobs, view, outputs, show
         self._ahead: dict[int, Iterator[list[Swept] | RanktapeError]] = {}
         self._names = FolderNames()
         self.swept: list[Swept] = []

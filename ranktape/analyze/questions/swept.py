@@ -15,6 +15,7 @@ from ranktape.analyze.numerics.pieces import numbers_of
 from ranktape.analyze.numerics.quantization.schemes import MX_BLOCK_SIZE
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve_all
 from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
+from ranktape.analyze.questions.swept_cells import SweptCells, can_be_kept, cells_of, kept_cells
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage import Records
 from ranktape.storage.format.record_info import Keep
@@ -39,6 +40,13 @@ class Swept:
     """Where in the selection."""
     sample: int | None = None
     """Which of its samples; None for all of it."""
+    kept: tuple[SweptCells, ...] = ()
+    """What was kept of the sweeps, in their place; then there are no `sweeps`."""
+
+    @property
+    def cells(self) -> tuple[SweptCells, ...]:
+        """What a table says of the sweeps."""
+        return self.kept or tuple(map(cells_of, self.sweeps))
 
 
 def parse_jobs(formats: str | Sequence[str], *, options: SweepOptions | None = None) -> tuple[Job, ...]:
@@ -107,15 +115,28 @@ def sweep_selection(
     view: View,
     source: str = "",
     by: Sequence[str] = (),
+    is_kept: bool = False,
     engine: Engine | None = None,
 ) -> Iterator[list[Swept] | RanktapeError]:
     """The sweeps of each record, in their order; in the place of one that fails the reason why.
+
+    With `is_kept` what a table of records says of them, which is kept, in the place of the sweeps.
 
     With `sample` among the fields to group by, those of each of its samples; nothing of records without samples.
 
     Raises:
         UnknownFieldError: `by` names no field of a record.
     """
+    if is_kept and not by and can_be_kept(jobs):
+        cells = kept_cells(records, jobs, view=view, engine=engine)
+        for row, (identity, kept) in enumerate(zip(identity_rows(records), cells, strict=True)):
+            if isinstance(kept, RanktapeError):
+                yield kept
+            else:
+                yield [
+                    Swept(source=source, identity=identity, key={}, sweeps=(), records=records, index=row, kept=kept)
+                ]
+        return
     names = sample_names(records) if SAMPLE in by else None
     columns = {field: records.column(field).tolist() for field in by if field != SAMPLE}
     asked: list[Asked] = [{None: jobs}] * len(records)

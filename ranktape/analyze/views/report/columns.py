@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ranktape.analyze.findings.survey import medians_of
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.numerics.digest import Digest
+    from ranktape.analyze.metrics.numbers import RecordNumbers
 
 Packed = dict[str, Any]
 """What JSON holds of a column: `type`, and `data` or `value`."""
@@ -29,7 +31,8 @@ _SMALLEST, _LARGEST = 1e-38, 3e38
 
 def packed(values: Sequence[float | None] | NDArray[Any]) -> Packed:
     """A column as JSON holds it; NaN for None, infinities as they are."""
-    column = np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+    known = values if isinstance(values, np.ndarray) else [math.nan if value is None else value for value in values]
+    column = np.array(known, dtype=np.float64)
     if column.size and np.all((column == column[0]) | (np.isnan(column) & np.isnan(column[0]))):
         value = float(column[0])
         infinite = "Infinity" if value > 0 else "-Infinity"
@@ -110,47 +113,44 @@ MAX_SAMPLES = 200_000
 
 
 class SampleColumns:
-    """Collects metrics of samples, one digest after the other."""
+    """The metrics of samples."""
 
-    def __init__(self) -> None:
-        self._metrics: dict[int, NDArray[np.float64]] = {}
-
-    def add(self, index: int, digest: Digest) -> None:
-        """Take in what is known of one record."""
-        samples = digest.samples
-        if samples is None or not samples["num_elements"].size:
-            return
-        elements = np.maximum(1, samples["num_elements"])
-        known = {
-            "overflow.ratio": (samples["upper"] + samples["lower"]) / elements,
-            "overflow.underflow.ratio": samples["underflow"] / elements,
+    def __init__(self, known: RecordNumbers) -> None:
+        """Take those of all records."""
+        self._sizes = known.sheet.sizes
+        elements = np.maximum(1, known.of_samples("num_elements"))
+        made = {
+            "overflow.ratio": (known.of_samples("upper") + known.of_samples("lower")) / elements,
+            "overflow.underflow.ratio": known.of_samples("underflow") / elements,
         }
-        rows = [known[name] if name in known else samples[name] for name in SAMPLE_METRICS]
-        self._metrics[index] = np.asarray(rows, dtype=np.float64)
+        self._columns = {name: made[name] if name in made else known.of_samples(name) for name in SAMPLE_METRICS}
+        self._owners = known.sheet.owners
 
     @property
     def num_records(self) -> int:
         """Records that have samples."""
-        return len(self._metrics)
+        return int((self._sizes > 0).sum())
 
     def to_json(self, *, first: Collection[int], limit: int = MAX_SAMPLES) -> tuple[dict[str, Any], int]:
         """The metrics as columns, and of how many records; those of `first` before others."""
-        order = sorted(self._metrics, key=lambda index: (index not in first, -self._spread(index), index))
-        lengths = np.cumsum([self._metrics[index].shape[1] for index in order])
-        kept = sorted(order[: int(np.searchsorted(lengths, limit, side="right"))])
-        nothing = np.zeros((len(SAMPLE_METRICS), 0))
-        columns = np.concatenate([nothing, *(self._metrics[index] for index in kept)], axis=1)
+        places = np.flatnonzero(self._sizes)
+        order = places[np.lexsort((places, -self._spreads()[places], ~np.isin(places, list(first))))]
+        kept = np.sort(order[np.cumsum(self._sizes[order]) <= limit])
+        chosen = np.isin(self._owners, kept)
         document = {
             "records": packed(kept),
-            "length": packed([self._metrics[index].shape[1] for index in kept]),
+            "length": packed(self._sizes[kept]),
             "count": len(kept),
-            "metrics": {name: packed(column) for name, column in zip(SAMPLE_METRICS, columns, strict=True)},
+            "metrics": {name: packed(column[chosen]) for name, column in self._columns.items()},
         }
         return document, len(kept)
 
-    def _spread(self, index: int) -> float:
-        """The largest magnitude of the samples over their median; 0 where there is none."""
-        largest = self._metrics[index][SAMPLE_METRICS.index("absmax")]
-        known = largest[np.isfinite(largest)]
-        middle = float(np.median(known)) if known.size else 0.0
-        return float(known.max()) / middle if middle > 0 else 0.0
+    def _spreads(self) -> NDArray[np.float64]:
+        """For each record the largest magnitude of its samples over their median; 0 where there is none."""
+        found = np.zeros(self._sizes.size)
+        is_known = np.isfinite(self._columns["absmax"])
+        owners, sizes = self._owners[is_known], self._columns["absmax"][is_known]
+        middles = medians_of(owners, sizes)
+        is_positive = middles > 0
+        np.maximum.at(found, owners[is_positive], sizes[is_positive] / middles[is_positive])
+        return found

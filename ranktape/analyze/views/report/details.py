@@ -6,16 +6,19 @@ binade, and the signal to noise ratio in some formats at scales around the usual
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ranktape.analyze.engine.digest_measure import VERSION, digests
+from ranktape.analyze.engine.sheet import SheetForm, SheetRow, sheet_of
 from ranktape.analyze.engine.sweep_measure import Job, sweep_one
-from ranktape.analyze.metrics.target import is_sweepable, sweepable
+from ranktape.analyze.metrics.target import is_sweepable
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.sums import sums_of_pairs
 from ranktape.analyze.questions.swept import parse_jobs
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.numerics.digest import Digest
+    from ranktape.analyze.numerics.formats import Format
     from ranktape.storage import Record, Records
 
 MAX_BUNDLES = 10_000
@@ -106,6 +110,81 @@ class BlockSweepMeasure:
         return {"sqnr": found}
 
 
+_NUM_FIRST = 3
+"""Numbers of a row of `DigestDetails` before the ratios."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DigestDetails:
+    """Makes rows of what the page knows of digests: whether values are known, and exactly; the energy; ratios.
+
+    The energy is a logarithm of the sum of squares, minus infinity where there is none. The ratios in dB are those of
+    each format, at each offset. The parts are binades and how many magnitudes lie in each.
+    """
+
+    elements: tuple[Format, ...]
+    """The formats, which have one scale."""
+    view: View
+    """Which numbers are judged."""
+
+    @property
+    def form(self) -> SheetForm:
+        """What the rows are kept as."""
+        formats = hashlib.blake2b(repr(self.elements).encode(), digest_size=8).hexdigest()
+        width = _NUM_FIRST + len(self.elements) * len(OFFSETS)
+        return SheetForm(name=f"report_details_v1_{VERSION}_{formats}_{self.view}", width=width, part_width=2)
+
+    def __call__(self, records: Records, *, engine: Engine) -> Iterator[SheetRow]:
+        """The row of each record."""
+        yield from map(self._row, digests(records, view=self.view, engine=engine))
+
+    def _row(self, digest: Digest) -> SheetRow:
+        first = [digest.has_values, digest.is_exact]
+        ratios = np.full((len(self.elements), len(OFFSETS)), math.nan)
+        is_magnitude = np.isfinite(digest.values) & (digest.values != 0)
+        values, counts = digest.values[is_magnitude], digest.counts[is_magnitude]
+        if not values.size:
+            return SheetRow([*first, -math.inf, *ratios.reshape(-1).tolist()])
+        exponents, places = np.unique(np.frexp(values)[1] - 1, return_inverse=True)
+        parts = np.stack([exponents, np.bincount(places, weights=counts)], axis=1).astype(np.float64)
+        if not is_sweepable(digest.dtype):
+            return SheetRow([*first, -math.inf, *ratios.reshape(-1).tolist()], parts)
+        largest = float(np.abs(values).max())
+        scaled = np.ldexp(values, -math.frexp(largest)[1])
+        energy = math.log2(float((counts * scaled**2).sum())) + 2 * math.frexp(largest)[1]
+        for row, element in zip(ratios, self.elements, strict=True):
+            steps = np.array(OFFSETS, dtype=np.float64) + element.largest_alignment(largest)
+            sums = sums_of_pairs(values, counts=counts, exponents=steps, target=element)
+            with np.errstate(divide="ignore"):
+                row[:] = -10 * np.log10(sums.squared_error_L / sums.squared)
+        return SheetRow([*first, energy, *ratios.reshape(-1).tolist()], parts)
+
+
+class _Binades(NamedTuple):
+    """How many magnitudes lie in each binade, of bundles of records."""
+
+    firsts: NDArray[np.int64]
+    """Of each bundle the first binade; 0 where there is none."""
+    lengths: NDArray[np.int64]
+    """How many binades it has."""
+    counts: NDArray[np.int64]
+    """The counts in all of them."""
+
+    @classmethod
+    def of(cls, bundles: NDArray[np.int64], exponents: NDArray[Any], counts: NDArray[Any], *, num: int) -> _Binades:
+        """Of counts of binades, and the bundle of each."""
+        exponents = exponents.astype(np.int64)
+        lows, highs = np.full(num, np.iinfo(np.int64).max), np.full(num, np.iinfo(np.int64).min)
+        np.minimum.at(lows, bundles, exponents)
+        np.maximum.at(highs, bundles, exponents)
+        is_there = highs >= lows
+        lengths = np.where(is_there, highs - np.where(is_there, lows, 0) + 1, 0)
+        starts = np.cumsum(lengths) - lengths
+        together = np.zeros(int(lengths.sum()), dtype=np.int64)
+        np.add.at(together, starts[bundles] + exponents - lows[bundles], counts.astype(np.int64))
+        return cls(np.where(is_there, lows, 0), lengths, together)
+
+
 class Details:
     """Collects histograms and sweeps, one digest after the other."""
 
@@ -117,7 +196,7 @@ class Details:
         """
         self.bundles = bundles
         self.view, self.targets = view, parse_jobs(formats)
-        self._binades: list[Counter[int]] = [Counter() for _ in range(bundles.num)]
+        self._binades = _Binades.of(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0), num=bundles.num)
         # Sums of squares, as logarithms: those of float64 values may be beyond float64.
         self._signal = np.full((len(self.targets), bundles.num), -math.inf)
         self._noise = np.full((*self._signal.shape, len(OFFSETS)), -math.inf)
@@ -131,28 +210,24 @@ class Details:
         self.num_not_read = 0
         """Records that could have been read for scales of blocks, and were not."""
 
-    def add(self, index: int, digest: Digest) -> None:
-        """Take in what is known of one record."""
-        self.num_without_values += not digest.has_values
-        self.num_rounded += not digest.is_exact
-        is_magnitude = np.isfinite(digest.values) & (digest.values != 0)
-        values, counts = digest.values[is_magnitude], digest.counts[is_magnitude]
-        if not values.size:
-            return
-        exponents, places = np.unique(np.frexp(values)[1] - 1, return_inverse=True)
-        found = np.bincount(places, weights=counts).astype(np.int64)
-        self._binades[self.bundles.of[index]].update(dict(zip(exponents.tolist(), found.tolist(), strict=True)))
-        if not is_sweepable(digest.dtype):
-            return
-        largest = float(np.abs(values).max())
-        scaled = np.ldexp(values, -math.frexp(largest)[1])
-        self._log2_energy[index] = math.log2(float((counts * scaled**2).sum())) + 2 * math.frexp(largest)[1]
-        for number, (scheme, mode, _) in enumerate(self.targets):
-            if mode is SweepMode.TENSOR:
-                steps = np.array(OFFSETS, dtype=np.float64) + scheme.element.largest_alignment(largest)
-                sums = sums_of_pairs(values, counts=counts, exponents=steps, target=scheme.element)
-                with np.errstate(divide="ignore"):
-                    self._take(number, index, -10 * np.log10(sums.squared_error_L / sums.squared))
+    def add_records(self, records: Records, *, engine: Engine) -> None:
+        """Take in what is known of the digest of each record.
+
+        Raises:
+            DataError: a record's bytes are missing or damaged.
+            StorageError: the store cannot be read.
+        """
+        tensor = [(number, job) for number, job in enumerate(self.targets) if job.mode is SweepMode.TENSOR]
+        measure = DigestDetails(elements=tuple(job.scheme.element for _, job in tensor), view=self.view)
+        sheet = sheet_of(records, measure.form, functools.partial(measure, engine=engine), engine=engine)
+        has_values, is_exact, self._log2_energy = (sheet.numbers[:, place] for place in range(_NUM_FIRST))
+        self.num_without_values, self.num_rounded = int((has_values == 0).sum()), int((is_exact == 0).sum())
+        exponents, counts = sheet.parts.T
+        self._binades = _Binades.of(self.bundles.of[sheet.owners], exponents, counts, num=self.bundles.num)
+        places = np.flatnonzero(np.isfinite(self._log2_energy))
+        for place, (number, _) in enumerate(tensor):
+            first = _NUM_FIRST + place * len(OFFSETS)
+            self._take(number, places, sheet.numbers[places, first : first + len(OFFSETS)])
 
     def add_block_sweeps(self, records: Records, *, first: Sequence[int], engine: Engine) -> None:
         """Try the scales of blocks on as many records as `MAX_SWEPT_NBYTES` allows; `first` come first.
@@ -169,29 +244,31 @@ class Details:
         jobs = tuple(self.targets[number]._replace(options=options) for number in with_blocks)
         measure = BlockSweepMeasure(jobs=jobs, view=self.view)
         sizes = records.column("nbytes")
-        if sizes[places].sum() <= MAX_SWEPT_NBYTES and places.size <= MAX_SWEPT:
-            payloads = engine.measure(sweepable(records), measure)
-        else:
+        if sizes[places].sum() > MAX_SWEPT_NBYTES or places.size > MAX_SWEPT:
             # As many as may be read: those of findings, then one of each site, then another of each.
             is_first = np.zeros(len(records), dtype=bool)
             is_first[list(first)] = True
             again = occurrences(_codes(records, fields=_SITE_FIELDS))
             order = places[np.lexsort((places, again[places], ~is_first[places]))][:MAX_SWEPT]
             places = np.sort(order[np.cumsum(sizes[order]) <= MAX_SWEPT_NBYTES])
-            payloads = engine.map(measure, [records[index] for index in places.tolist()], sizes=sizes[places].tolist())
-        for index, payload in zip(places.tolist(), payloads, strict=True):
-            for number, ratios in zip(with_blocks, payload["sqnr"], strict=True):
-                if not np.isnan(ratios).any() and math.isfinite(self._log2_energy[index]):
-                    self._take(number, index, ratios)
+
+        def compute(chosen: Records) -> Iterator[SheetRow]:
+            found = engine.map(measure, list(chosen), sizes=chosen.column("nbytes").tolist())
+            return (SheetRow(payload["sqnr"].reshape(-1).tolist()) for payload in found)
+
+        form = SheetForm(name=measure.name, width=len(jobs) * len(OFFSETS))
+        sheet = sheet_of(records.take(places.tolist()), form, compute, engine=engine)
+        for number, ratios in zip(with_blocks, np.split(sheet.numbers, len(jobs), axis=1), strict=True):
+            is_known = ~np.isnan(ratios).any(axis=1) & np.isfinite(self._log2_energy[places])
+            self._take(number, places[is_known], ratios[is_known])
         self.num_not_read = int(np.isfinite(self._log2_energy).sum() - np.isfinite(self._log2_energy[places]).sum())
 
-    def _take(self, number: int, index: int, ratios: NDArray[Any]) -> None:
-        """Add the ratios in dB of one record and format to those of its bundle."""
-        bundle, energy = self.bundles.of[index], self._log2_energy[index]
-        self.usual[number, index] = ratios[OFFSETS.index(0)]
-        self._signal[number, bundle] = np.logaddexp2(self._signal[number, bundle], energy)
-        noise = energy - ratios / _DECIBELS_PER_DOUBLING
-        self._noise[number, bundle] = np.logaddexp2(self._noise[number, bundle], noise)
+    def _take(self, number: int, places: NDArray[np.int64], ratios: NDArray[Any]) -> None:
+        """Add the ratios in dB of records in a format to those of their bundles, in the order of the records."""
+        bundles, energy = self.bundles.of[places], self._log2_energy[places]
+        self.usual[number, places] = ratios[:, OFFSETS.index(0)]
+        np.logaddexp2.at(self._signal[number], bundles, energy)
+        np.logaddexp2.at(self._noise[number], bundles, energy[:, None] - ratios / _DECIBELS_PER_DOUBLING)
 
     def ratios(self) -> list[tuple[PageMetric, NDArray[np.float64]]]:
         """What each format makes of each record at the usual scale, as metrics of the page: the worst of several."""
@@ -201,15 +278,13 @@ class Details:
 
     def to_json(self) -> dict[str, Any]:
         """Everything as columns, for the page's script."""
-        spans = [range(min(binades), max(binades) + 1) if binades else range(0) for binades in self._binades]
-        counts = [binades[exponent] for binades, span in zip(self._binades, spans, strict=True) for exponent in span]
         return {
             "of": packed(self.bundles.of),
             "count": self.bundles.num,
             "together": self.bundles.together,
-            "first": packed([span.start for span in spans]),
-            "length": packed([len(span) for span in spans]),
-            "counts": packed(counts),
+            "first": packed(self._binades.firsts),
+            "length": packed(self._binades.lengths),
+            "counts": packed(self._binades.counts),
             "offsets": list(OFFSETS),
             "sweeps": [self._sweep_json(number) for number in range(len(self.targets))],
         }

@@ -14,8 +14,7 @@ import numpy as np
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.findings.finding import Finding, headline
 from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS, natural, places_of, source_fields, stacks_of
-from ranktape.analyze.metrics.gather import gather
-from ranktape.analyze.metrics.metric import parse_metric
+from ranktape.analyze.metrics.numbers import numbers_of
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.numerics.recipes.recipe import Recipe
 from ranktape.analyze.replays.replayed import Replayed
@@ -27,7 +26,6 @@ from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.values import View
-    from ranktape.analyze.numerics.digest import Digest
     from ranktape.analyze.numerics.formats import Format
     from ranktape.storage import Records
 
@@ -87,14 +85,10 @@ def build_model(
     used = engine or Engine()
     named = sorted({place for finding in findings[:MAX_FINDINGS] for place in finding.places[:MAX_PLACES]})
     details = Details(bundles_of(records, alone=named), num_records=len(records), formats=formats, view=view)
-    samples = SampleColumns()
-
-    def add(index: int, digest: Digest) -> None:
-        details.add(index, digest)
-        samples.add(index, digest)
-
-    metrics = {name: parse_metric(name).of for name in ("elements", *(one.source for one in SHOWN))}
-    columns = gather(records, metrics, view=view, engine=used, on_digest=add)
+    known = numbers_of(records, view=view, engine=used)
+    samples = SampleColumns(known)
+    columns = {name: known.column(name) for name in ("elements", *(one.source for one in SHOWN))}
+    details.add_records(records, engine=used)
     details.add_block_sweeps(records, first=named, engine=used)
     sample_columns, num_sampled = samples.to_json(first=set(named))
     shown = [(one, columns[one.source]) for one in SHOWN]

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 MAX_REASONS = 5
 """Reasons why products cannot be computed that the page names, the most frequent ones."""
 
+MAX_LOOKED_AT = 2000
+"""Records that are looked at first for a call of a layer."""
+
 MAX_PRODUCTS = 200_000
 """Products of calls in recipes that the page holds; of more, those that keep least, of each layer alike."""
 
@@ -71,7 +74,12 @@ def recipe_columns(records: Records, replayed: Replayed, recipes: Sequence[Recip
 def recipes_left_out(records: Records, replayed: Replayed | None, columns: Mapping[str, Any] | None) -> Iterator[str]:
     """What the page does not know of recipes, a sentence each."""
     if replayed is None:
-        if any(calls_of(part.records).calls for part in records.by_source()):
+        # The first ones tell, as a rule.
+        if any(
+            calls_of(some).calls
+            for part in records.by_source()
+            for some in (part.records.take(range(min(len(part.records), MAX_LOOKED_AT))), part.records)
+        ):
             yield f"Products of layers were not computed again: --recipe {DEFAULT_RECIPES} does, for each recipe."
         return
     if columns and columns["num_left_out"]:

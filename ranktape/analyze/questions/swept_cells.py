@@ -1,0 +1,132 @@
+"""Gives what a table says of a record's sweep, and keeps it: a question asked again sweeps nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ranktape.analyze.advice.recommendation import best_by
+from ranktape.analyze.advice.verdict import direction_of, keeps_nothing
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.sheet import SheetForm, SheetRow, sheet_of
+from ranktape.analyze.engine.sweep_measure import sweep_records
+from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level
+from ranktape.analyze.numerics.sweeps.options import SweepMode
+from ranktape.errors import RanktapeError
+
+if TYPE_CHECKING:
+    from ranktape.analyze.engine.sweep_measure import Job
+    from ranktape.analyze.engine.values import View
+    from ranktape.analyze.numerics.quantization.schemes import Scheme
+    from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
+    from ranktape.storage import Records
+
+COUNTED = ("num_elements", "nan", "inf", "spoiled", "zero")
+"""What a sweep counts of a tensor."""
+
+BEST_BY = ("mse", "cosine", "psnr")
+"""Metrics whose best level is named beside the recommended one."""
+
+LEVEL_FIELDS = tuple(field.name for field in dataclasses.fields(Level))
+_WHOLE = {*range(len(COUNTED)), *(8 + place for place, name in enumerate(LEVEL_FIELDS) if name.endswith("_count"))}
+_WIDTH = len(COUNTED) + len(BEST_BY) + len(LEVEL_FIELDS) + 1
+
+
+class SweptCells(NamedTuple):
+    """What a table says of one record in one format."""
+
+    scheme: Scheme
+    """The format."""
+    mode: SweepMode
+    """What its levels are."""
+    counts: tuple[int, ...]
+    """`COUNTED`."""
+    bests: tuple[float | None, ...]
+    """The exponents of the levels that are best by `BEST_BY`; None without levels."""
+    recommended: tuple[float | None, ...]
+    """The fields of the recommended level; None without levels."""
+    best_sqnr: float | None
+    """The largest one of a level, in dB; None without levels."""
+    note: str
+    """What is unusual about the tensor, and whether the recommended level is none to use."""
+
+
+def cells_of(found: ScaleSweep) -> SweptCells:
+    """The cells of one sweep."""
+    chosen, bests = found.recommended, [best_by(found, name) for name in BEST_BY]
+    names = [field.name for field in dataclasses.fields(chosen)] if chosen is not None else LEVEL_FIELDS
+    best = max(found.levels, key=METRICS["sqnr"].goodness, default=None)
+    return SweptCells(
+        scheme=found.scheme,
+        mode=found.mode,
+        counts=tuple(getattr(found, name) for name in COUNTED),
+        bests=tuple(None if level is None else level.exponent for level in bests),
+        recommended=tuple(None if chosen is None else getattr(chosen, name) for name in names),
+        best_sqnr=None if best is None else best.sqnr,
+        note=_note(found),
+    )
+
+
+def _note(found: ScaleSweep) -> str:
+    notes = [found.note] if found.note else []
+    chosen = found.recommended
+    if chosen is not None and keeps_nothing(found.levels):
+        direction = direction_of(found.levels, chosen, is_tapered=bool(found.target.taper))
+        notes.append(f"no level keeps anything: try {direction} scales")
+    return "; ".join(notes)
+
+
+def can_be_kept(jobs: Sequence[Job]) -> bool:
+    """Whether the cells of these sweeps are numbers alone: those of the legacy mode have more fields."""
+    return all(job.mode is not SweepMode.LEGACY for job in jobs)
+
+
+def kept_cells(
+    records: Records, jobs: Sequence[Job], *, view: View, engine: Engine | None = None
+) -> Iterator[tuple[SweptCells, ...] | RanktapeError]:
+    """The cells of each record, one for each job; in the place of a record that fails the reason why.
+
+    Raises:
+        UsageError: of the engine itself; of records none are.
+        WorkersError: the processes or the cluster cannot be had, or were lost.
+    """
+    used = engine or Engine()
+    asked = hashlib.blake2b(repr(tuple(jobs)).encode(), digest_size=8).hexdigest()
+    form = SheetForm(name=f"sweep_v1_{asked}_{view}", width=_WIDTH * len(jobs), part_width=2)
+    sheet = sheet_of(records, form, functools.partial(_rows, jobs=jobs, view=view, engine=used), engine=used)
+    columns = [sheet.cells(place, is_whole=place % _WIDTH in _WHOLE) for place in range(form.width)]
+    notes: dict[tuple[int, int], bytearray] = {}
+    for owner, (job, letter) in zip(sheet.owners.tolist(), sheet.parts.astype(np.int64).tolist(), strict=True):
+        notes.setdefault((owner, job), bytearray()).append(letter)
+    for place, row in enumerate(zip(*columns, strict=True)):
+        if place in sheet.errors:
+            yield sheet.errors[place]
+            continue
+        yield tuple(
+            SweptCells(
+                scheme=job.scheme,
+                mode=job.mode,
+                counts=row[start : start + 5],
+                bests=row[start + 5 : start + 8],
+                recommended=row[start + 8 : start + _WIDTH - 1],
+                best_sqnr=row[start + _WIDTH - 1],
+                note=notes.get((place, number), b"").decode(),
+            )
+            for number, (job, start) in enumerate(zip(jobs, range(0, form.width, _WIDTH), strict=True))
+        )
+
+
+def _rows(records: Records, *, jobs: Sequence[Job], view: View, engine: Engine) -> Iterator[SheetRow | RanktapeError]:
+    for found in sweep_records(records, [{None: jobs}] * len(records), view=view, engine=engine):
+        if isinstance(found, RanktapeError):
+            yield found
+            continue
+        cells = [cells_of(one) for one in found[None]]
+        numbers = [cell for one in cells for cell in (*one.counts, *one.bests, *one.recommended, one.best_sqnr)]
+        letters = [(number, letter) for number, one in enumerate(cells) for letter in one.note.encode()]
+        yield SheetRow(numbers, np.array(letters, dtype=np.float64).reshape(-1, 2))
