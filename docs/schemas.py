@@ -33,6 +33,7 @@ from ranktape.analyze.table import Kind
 from ranktape.capture.plans.forecast import Forecast, RankPlan
 from ranktape.capture.writing.recover import RingReport
 from ranktape.fields import FieldKind
+from ranktape.launch.control import ControlReply
 from ranktape.launch.machine import Examined
 from ranktape.storage import open_run
 from ranktape.storage.format.status import IterationStatus, RunVerdict
@@ -336,6 +337,8 @@ def other_schemas() -> dict[str, Schema]:
             findings=array_of(finding),
         ),
         "doctor": closed(findings=array_of(dataclass_schema(Examined)), lacking=array_of(TEXT)),
+        "trigger": dataclass_schema(ControlReply),
+        "stop": dataclass_schema(ControlReply),
         "runs": closed(url=TEXT, runs=array_of(dataclass_schema(RunSummary))),
         "plan": dataclass_schema(Forecast),
         "cp": {

@@ -16,6 +16,7 @@ from ranktape.capture.hooks.compiled import has_compiled, is_left_compiled
 from ranktape.capture.passes.tracker import Tracker
 from ranktape.capture.rendezvous import Rendezvous, keep_process_groups
 from ranktape.capture.settings.options import CaptureOptions
+from ranktape.capture.settings.selecting import Selecting
 from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.ring_file import Counter, SlotKind
 from ranktape.errors import CaptureError, RanktapeError
@@ -165,11 +166,11 @@ class Iterations:
         """Take over what the writer says of the plan, where that is new; the new iterations that are past already."""
         ring = self._process.ring
         # Grows when the writer has something to say about the plan; to look costs the training thread nothing.
-        if (news := ring.counter(Counter.NEWS)) == self._news:
+        if (news := ring.counter(Counter.NEWS)) == self._news or (words := ring.hear()) is None:
             return []
         self._news = news
         self._keeps_weights = False  # an iteration failed, perhaps the one that has them
-        return self._schedule.learn(ring.hear() or {}, iteration=self._iteration)
+        return self._schedule.learn(words, iteration=self._iteration)
 
     def _stop_where_all_do(self) -> None:
         """End the training before an iteration before which all ranks end it.
@@ -186,6 +187,7 @@ class Iterations:
 
     def _begin_iteration(self) -> None:
         is_wanted = self._disabled is None and self._schedule.wants(self._iteration)
+        selecting = self._selecting_of_asked() if is_wanted else None
         if is_wanted and (reason := self._lacks_room()) is not None:
             self._skip(self._iteration, reason)
             is_wanted = False
@@ -196,7 +198,7 @@ class Iterations:
             return
         # One that is not captured tells what a captured one costs; not in a training that would run eagerly for it.
         if is_wanted or not (self._is_surveyed or is_left_compiled(self.options)):
-            self._recorder.begin(self._iteration, is_staged=is_wanted)
+            self._recorder.begin(self._iteration, is_staged=is_wanted, selecting=selecting)
             self._tracker.reset(self._iteration)
             if not self.options.manual:
                 with self._recorder.guarded():
@@ -208,6 +210,15 @@ class Iterations:
                 self._hooks.detach()  # attaching failed, and disabled the capture
         if is_wanted or not self._is_surveyed:
             self._tell_of_compiled()
+
+    def _selecting_of_asked(self) -> Selecting | None:
+        """What decides in an iteration that somebody asked for while the training ran; None in others."""
+        settings = self._schedule.settings_of(self._iteration)
+        if settings is None:
+            return None
+        with self._recorder.guarded():  # the coordinator has refused what is no selection
+            return Selecting(self.options.asked(settings), rank=self._rendezvous.rank, is_always_due=True)
+        return None
 
     def _tell_of_compiled(self) -> None:
         if not self._is_compiled_known and has_compiled():

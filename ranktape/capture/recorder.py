@@ -51,7 +51,7 @@ class Recorder:
         self._ring = ring
         self.tracker = tracker
         self.options = options
-        self._selecting = selecting
+        self._selecting = self._usual = selecting
         self._on_failure = on_failure
         self._on_site_failure = on_site_failure
         self._guard = Guard(self._fail)
@@ -67,8 +67,9 @@ class Recorder:
         self._num_numbers: Counter[tuple[str, int]] = Counter()
         self._number_forms: dict[Any, RecordForm] = {}
 
-    def begin(self, iteration: int, *, is_staged: bool) -> None:
-        """An iteration begins."""
+    def begin(self, iteration: int, *, is_staged: bool, selecting: Selecting | None = None) -> None:
+        """An iteration begins, in which something of its own may decide what is taken."""
+        self._selecting = selecting or self._usual
         self.tally = IterationTally(iteration=iteration, is_staged=is_staged)
         self.num_left_out = 0
         self._num_numbers.clear()
@@ -245,6 +246,8 @@ class Recorder:
 
     def find_unmatched(self, paths: Collection[str]) -> list[str]:
         """What the selection names and the iteration has not had; asked once, when it has ended."""
+        if self._selecting is not self._usual:
+            return []
         seen, self._selecting.sightings = self._selecting.sightings, None
         return [] if seen is None else list(find_unmatched(self.options, seen, paths=paths))
 

@@ -101,6 +101,11 @@ class Rendezvous:
         self._shared: dict[str, str] = {}
         self._failure_key = f"{_PREFIX}/{self.launch_id}/{place.restart}/failure"
 
+    @property
+    def rank(self) -> int:
+        """That of this process."""
+        return self._place.rank
+
     def report_failure(self, text: str, *, is_late: bool = False) -> None:
         """Tell the other ranks that this one cannot start, or that it was not ready in time."""
         if self._store is not None:

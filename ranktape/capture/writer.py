@@ -28,7 +28,7 @@ from ranktape.capture.staging.process import WriterConfig
 from ranktape.capture.staging.ring import RingConsumer
 from ranktape.capture.staging.ring_file import Counter, Slot, SlotKind, Words
 from ranktape.capture.writing.committing import Committer
-from ranktape.capture.writing.coordinator import MAX_ASK_SECONDS, Coordinator
+from ranktape.capture.writing.coordinator import ASK_SECONDS, Coordinator, max_ask_seconds
 from ranktape.capture.writing.recover import Recovery, read_slots, site_of
 from ranktape.capture.writing.storing import Staged, Storer
 from ranktape.errors import RanktapeError, StorageError
@@ -43,8 +43,6 @@ NICENESS = 19
 """Added to the process's niceness: the training comes first."""
 
 _IDLE_SECONDS = 0.2
-_ASK_SECONDS = 1.0
-
 _OUTAGE_SECONDS = 3.0
 """A store that has not answered for so long is spoken of."""
 
@@ -62,8 +60,7 @@ class Writer:
         self._words: dict[str, Any] = {"state": "starting", "num_committed": heritage.get("num_committed", 0)}
         self._words_lock = threading.Lock()
         self._plan = IterationPlan(iterations=(), is_done=False)
-        self._next_ask = 0.0
-        self._ask_seconds = _ASK_SECONDS
+        self._has_ended = threading.Event()
         self._is_out = False
         self._held = contextlib.ExitStack()
         self._lease: Lease | None = None
@@ -123,13 +120,18 @@ class Writer:
             state="ready",
             attempt=attempt.path,
             completed=list(attempt.completed),
-            iterations=list(self._plan.iterations),
-            is_done=self._plan.is_done,
-            is_enough=self._plan.is_enough,
+            **_words_of(self._plan),
         )
         if config.attempt is not None:
             self._ring.advance(Counter.NEWS)
             self._take_over()
+        # Not the thread that takes slots: a store may be long in answering.
+        threading.Thread(target=self._watch_plan, name="ranktape-plan", daemon=True).start()
+
+    def _store_held(self, by: str) -> int:
+        assert self._flight is not None, "only asked of a flight recorder"
+        self._flight.ask(by)
+        return self._ring.counter(Counter.STEP)
 
     def _start_flight(self) -> Flight | None:
         if self._config.options.record_last is None:
@@ -169,10 +171,11 @@ class Writer:
             attempt=self._attempt,
             options=self._config.options,
             cadence=self._config.cadence,
-            planned=self._plan.iterations,
+            plan=self._plan,
             step=lambda: self._ring.counter(Counter.STEP),
             given_up=lambda: {int(rank): text for rank, text in (self._ring.hear() or {}).get("given_up", {}).items()},
             lost=lambda: None if self._lease is None else self._lease.lost,
+            store_held=self._store_held,
             is_successor=self._config.attempt is not None,
         )
         coordinator.start()
@@ -247,7 +250,6 @@ class Writer:
                 self._flight.tick()
             self._storer.relieve()
             self._speak_of_outages()
-            self._poll_plan()
 
     def _handle(self, slot: Slot) -> None:
         if self._flight is not None:
@@ -291,29 +293,27 @@ class Writer:
             url = self._storer.retrying.url
             self._say(notice=f"{url} does not answer: trying on" if is_out else f"{url} answers again")
 
-    def _poll_plan(self) -> None:
-        """Once everything planned has ended, learn whether that was enough."""
-        plan = self._plan
-        if self._flight is not None:
-            return  # a recorder has no plan: it records each iteration
-        if plan.is_done or self._ring.counter(Counter.SETTLED) < len(plan.iterations):
-            self._ask_seconds = _ASK_SECONDS
-            return
-        if time.monotonic() < self._next_ask:
-            return
-        self._next_ask = time.monotonic() + self._ask_seconds
-        self._ask_seconds = min(MAX_ASK_SECONDS, 1.25 * self._ask_seconds)
-        try:
-            news = read_plan(self._storer.backend, attempt=self._attempt)
-        except StorageError as error:
-            self._say(notice=f"the plan of further iterations cannot be read: {error}")
-            return
-        if news is not None and news != plan:
-            self._plan = news
-            self._say(iterations=list(news.iterations), is_done=news.is_done, is_enough=news.is_enough)
-            self._ring.advance(Counter.NEWS)
+    def _watch_plan(self) -> None:
+        """Learn what the coordinator names: soon once everything planned has ended, and now and then before."""
+        longest = max_ask_seconds(self._config.launch.world_size)
+        pause = ASK_SECONDS
+        while not self._has_ended.wait(pause):
+            plan = self._plan
+            is_waiting = not plan.is_done and self._ring.counter(Counter.SETTLED) >= len(plan.iterations)
+            pause = min(longest, 1.25 * pause) if is_waiting else longest
+            try:
+                news = read_plan(self._storer.backend, attempt=self._attempt)
+            except RanktapeError as error:
+                self._say(notice=f"the plan of further iterations cannot be read: {error}")
+                continue
+            if news is not None and news != plan:
+                self._plan = news
+                self._say(**_words_of(news))
+                self._ring.advance(Counter.NEWS)
+                pause = ASK_SECONDS
 
     def _end(self, reason: str) -> None:
+        self._has_ended.set()
         self._storer.trainer_is_gone = True
         self._storer.give_up_at = time.monotonic() + self._config.options.finish_timeout_seconds
         if self._flight is not None:
@@ -341,6 +341,17 @@ class Writer:
         with self._words_lock:
             self._words |= changes
             self._ring.say(self._words)
+
+
+def _words_of(plan: IterationPlan) -> dict[str, Any]:
+    """What the trainer is told of a plan."""
+    return {
+        "iterations": list(plan.iterations),
+        "is_done": plan.is_done,
+        "is_enough": plan.is_enough,
+        "stops_at": plan.stops_at,
+        "asked": [{"iterations": one.iterations, "settings": dict(one.settings)} for one in plan.asked],
+    }
 
 
 def _drain(descriptor: int) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from ranktape.lazy_names import public_names
 
 if TYPE_CHECKING:
+    from ranktape.launch.control import stop as stop
+    from ranktape.launch.control import trigger as trigger
     from ranktape.launch.examining import doctor as doctor
     from ranktape.launch.exchange import cp as cp
     from ranktape.launch.exchange import export as export

@@ -13,6 +13,8 @@ COMMANDS = {
     "plan": "ranktape.launch.plan:command",
     "status": "ranktape.launch.run_status:status_command",
     "watch": "ranktape.launch.watching:command",
+    "trigger": "ranktape.launch.control:trigger_command",
+    "stop": "ranktape.launch.control:stop_command",
     "runs": "ranktape.launch.maintain:runs_command",
     "check": "ranktape.launch.maintain:check_command",
     "repair": "ranktape.launch.maintain:repair_command",

@@ -153,6 +153,8 @@ def _tell(verdict: RunVerdict, *, backend: Backend, url: str) -> None:
 
     if verdict.met:
         say(holdings_line(backend, url=url))
+    elif verdict.ended:
+        say(verdict.message())  # somebody asked for it: the training has not failed
     elif (left := restarts()[1]) == 0:
         raise MinimumNotMetError(verdict.message())
     else:

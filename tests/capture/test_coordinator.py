@@ -50,7 +50,7 @@ class Watched:
                 keep_last=keep_last,
             ),
             cadence=cadence,
-            planned=planned,
+            plan=IterationPlan(iterations=planned, is_done=False),
             step=lambda: self.step,
         )
         self.coordinator.start()
@@ -124,7 +124,7 @@ def test_a_coordinator_that_follows_a_killed_one_finishes_what_that_saw(tmp_path
         attempt=watched.attempt,
         options=CaptureOptions(min_iterations=2, finish_timeout_seconds=0.5),
         cadence=Cadence.regular(start=0, every=5),
-        planned=(10, 15),
+        plan=IterationPlan(iterations=(10, 15), is_done=False),
         step=lambda: 11,
         is_successor=True,
     )
@@ -148,7 +148,7 @@ def test_a_rank_that_does_not_come_is_looked_for_less_and_less_often(tmp_path: P
         attempt=attempt,
         options=CaptureOptions(finish_timeout_seconds=4.0),
         cadence=Cadence.regular(start=10, every=1),
-        planned=(10,),
+        plan=IterationPlan(iterations=(10,), is_done=False),
         step=lambda: 10,
         given_up=given_up,
     )

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from ranktape import launch
 from ranktape.analyze.options import FILTERS
-from ranktape.capture.settings.table import SETTINGS
+from ranktape.capture.settings.table import ASKED_SETTINGS, SETTINGS
 from ranktape.launch.cli import COMMANDS, cli
 from ranktape.lazy_names import __version__
 from tests.launch.processes import python
@@ -42,6 +42,12 @@ OPTIONS = {
     "plan": {"url", "as_json", "verbose", "is_module", "script", "arguments", "num_ranks", "num_hosts"} | CAPTURE,
     "status": {"run", "as_json", "require_minimum", "storage_options"},
     "watch": {"run", "until_complete", "min_records", "timeout", "interval", "storage_options"},
+    "trigger": {
+        "run", "iterations", "timeout_seconds", "no_wait", "as_json", "storage_options", "module", "layer_type",
+        "layer_idx", "layer_stack", "operation", "phase", "component", "tensor_name", "dtype", "compute_dtype", "rank",
+        "microbatch", "call", "where", "samples", "keep", "select",
+    },
+    "stop": {"run", "timeout_seconds", "no_wait", "as_json", "storage_options"},
     "runs": {"url", "depth", "as_json", "storage_options"},
     "check": {"run", "deep", "recompute", "as_json", "storage_options"},
     "repair": {"run", "dry_run", "min_age", "as_json", "storage_options"},
@@ -131,6 +137,8 @@ def test_a_command_and_its_function_take_the_same_words(name: str) -> None:
     if "engine" in inspect.signature(getattr(launch, name)).parameters:
         words = words - {"workers", "scheduler", "no_cache"} | {"engine"}
     arguments = set(inspect.signature(getattr(launch, name)).parameters) - {"on_done", "on_look", "on_progress"}
+    if "selection" in arguments:  # the settings by which a capture chooses
+        arguments, words = arguments - {"selection"}, words - set(ASKED_SETTINGS)
     if arguments & {"records", "filters"}:
         # The options by which records are chosen.
         words -= {*FILTERS, "skip_unreadable"}

@@ -90,6 +90,7 @@ class Flight:
         self._num_triggers = 0
         self._iteration_nbytes = 0
         self._num_signals = ring.counter(Counter.SIGNALS)
+        self._asked: deque[str] = deque()
 
     def handle(self, slot: Slot) -> None:
         """Take over what the trainer has published."""
@@ -122,6 +123,10 @@ class Flight:
                 self._last_end = held.end.header
         self._read_judged()
 
+    def ask(self, by: str) -> None:
+        """Have what is held stored at the next tick, as somebody asked; called by any thread."""
+        self._asked.append(by)
+
     def tick(self) -> None:
         """Called again and again: learn what happened elsewhere, commit what is due, make room."""
         self._read_judged()
@@ -130,6 +135,8 @@ class Flight:
             name = signal.Signals(count & 0xFF).name
             text = f"the process was sent {name}"
             self._happened(TriggerKind.SIGNAL, self._step, text, signal_name=name)
+        while self._asked:
+            self._happened(TriggerKind.USER, self._step, f"{self._asked.popleft()} asked for it (ranktape trigger)")
         for trigger in self._watch.found():
             self._want(trigger.iteration)
             self._say(notice=f"stored for what happened in {trigger.message()}")

@@ -134,6 +134,8 @@ class Schedule:
         """Whether none is captured any more."""
         self.is_enough = bool(words["is_enough"])
         """Whether enough iterations are complete."""
+        self._asked: dict[int, Mapping[str, Any]] = {}
+        self._stops_at: int | None = None
 
     @property
     def iterations(self) -> list[int]:
@@ -142,7 +144,14 @@ class Schedule:
 
     def wants(self, iteration: int) -> bool:
         """Whether an iteration is to be captured."""
-        return not self.is_done and iteration in self._wanted
+        return not self.is_done and not self._is_past_stop(iteration) and iteration in self._wanted
+
+    def settings_of(self, iteration: int) -> Mapping[str, Any] | None:
+        """What is selected in an iteration that somebody asked for; None for one that nobody did."""
+        return self._asked.get(iteration)
+
+    def _is_past_stop(self, iteration: int) -> bool:
+        return self._stops_at is not None and iteration >= self._stops_at
 
     def between(self, before: int, after: int) -> list[int]:
         """Those that are wanted and that a training never enters which goes from one iteration to another."""
@@ -158,6 +167,8 @@ class Schedule:
         self._wanted |= named
         self.is_done = bool(words.get("is_done", self.is_done))
         self.is_enough = bool(words.get("is_enough", self.is_enough))
+        self._stops_at = words.get("stops_at", self._stops_at)
+        self._asked |= {iteration: one["settings"] for one in words.get("asked", ()) for iteration in one["iterations"]}
         return late
 
     def describe_end(self, *, iteration: int, num_steps: int, num_recorded: int, is_interrupted: bool) -> str:
@@ -169,7 +180,7 @@ class Schedule:
             num_recorded: Those of them that were captured.
             is_interrupted: The training ended in the middle of a captured one.
         """
-        left = [wanted for wanted in self.iterations if wanted >= iteration]
+        left = [wanted for wanted in self.iterations if wanted >= iteration and not self._is_past_stop(wanted)]
         if self.is_done or not left:
             return "the training ended"
         if is_interrupted:
@@ -217,8 +228,8 @@ class ScheduleOfRecorder(Schedule):
 
     def wants(self, iteration: int) -> bool:
         """Whether an iteration is to be held."""
-        return any(self._cadence.due(iteration))
+        return not self._is_past_stop(iteration) and any(self._cadence.due(iteration))
 
-    def learn(self, words: Mapping[str, Any], *, iteration: int) -> list[int]:  # noqa: ARG002  (as the base has it)
-        """Nothing: no iteration is named."""
-        return []
+    def learn(self, words: Mapping[str, Any], *, iteration: int) -> list[int]:
+        """Only where the capture ends: no iteration is named."""
+        return super().learn({"stops_at": words.get("stops_at", self._stops_at)}, iteration=iteration)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ranktape.capture.settings.rules import (
@@ -20,7 +20,7 @@ from ranktape.capture.settings.rules import (
     read_selection,
     rule_words,
 )
-from ranktape.capture.settings.table import SETTINGS, Settings, is_given
+from ranktape.capture.settings.table import ASKED_SETTINGS, SETTINGS, Settings, is_given
 from ranktape.capture.settings.triggers import read_site_triggers
 from ranktape.errors import UsageError, nearest
 from ranktape.storage.format.record_info import Keep, Mode
@@ -54,6 +54,19 @@ class CaptureOptions(Settings):
                 f"--start-at, --every, --iteration, --where and --select leave {count} iteration{'s' * (count != 1)}, "
                 f"fewer than --min-iterations {self.min_iterations}: choose more, or guarantee fewer"
             )
+
+    def asked(self, settings: Mapping[str, Any]) -> CaptureOptions:
+        """The options for an iteration that somebody asked for, in which these settings select, where any is given.
+
+        Raises:
+            UsageError: one is unknown, or has a value that it cannot have.
+        """
+        if unknown := sorted(settings.keys() - set(ASKED_SETTINGS)):
+            raise UsageError(f"{unknown[0]!r:.60} selects nothing: {nearest(unknown[0], ASKED_SETTINGS)}")
+        plain = {setting.name: setting.default for setting in SETTINGS if setting.name in ASKED_SETTINGS}
+        own = {**plain, **settings} if settings else {}
+        # A rule's own distance says nothing of a single iteration, and need not fit to that of the capture.
+        return dataclasses.replace(self, iteration=(), every=1, **own)
 
     @property
     def selects(self) -> bool:

@@ -132,12 +132,13 @@ _SUFFIXES = ("", "_codes", "_scales")
 class Selecting:
     """The rules of a capture on one rank, in the iteration that is running."""
 
-    def __init__(self, options: CaptureOptions, *, rank: int) -> None:
-        """Read the rules.
+    def __init__(self, options: CaptureOptions, *, rank: int, is_always_due: bool = False) -> None:
+        """Read the rules; with `is_always_due` each is due in every iteration, and nobody asks what was met.
 
         Raises:
             UsageError: they are none.
         """
+        self._is_always_due = is_always_due
         self._general, self._rules = read_selection(options)
         self._rank = rank
         self.cadence = cadence_of(options)
@@ -152,7 +153,7 @@ class Selecting:
         self._is_by_name = "tensor_name" in names
         self.first = next(iter(self.cadence.following(count=1)), options.start)
         """The first iteration in which a rule is due."""
-        self.sightings: Sightings | None = None if self._is_general else Sightings(rank)
+        self.sightings: Sightings | None = None if self._is_general or is_always_due else Sightings(rank)
         """What there was to choose from so far; None once nobody will ask."""
         self._answers: dict[Any, int] = {}
         self._possible: dict[Any, bool] = {}
@@ -161,7 +162,7 @@ class Selecting:
     def begin(self, iteration: int) -> None:
         """An iteration begins."""
         self._iteration = iteration
-        self._due = self.cadence.due(iteration)
+        self._due = (True,) * len(self._rules) if self._is_always_due else self.cadence.due(iteration)
         self._possible.clear()
         self.of_all = self._rules[0] if self._is_general and self._due[0] else None
         """What is kept of every tensor of the iteration, where no rule tells one from another."""

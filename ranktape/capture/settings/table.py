@@ -432,3 +432,11 @@ SETTINGS: Sequence[Setting] = tuple(
     dataclasses.replace(item.metadata["setting"], name=item.name) for item in dataclasses.fields(Settings)
 )
 """Every setting, in the order of `Settings`."""
+
+ASKED_SETTINGS = tuple(
+    setting.name
+    for setting in SETTINGS
+    if (setting.is_filter and setting.name not in {"iteration", "mode"})
+    or setting.name in {"where", "samples", "keep", "select"}
+)
+"""The settings that may be given for iterations that somebody asks for while the training runs."""

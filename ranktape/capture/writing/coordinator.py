@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 
 from ranktape.capture.settings.cadence import Cadence
 from ranktape.capture.settings.options import CaptureOptions
+from ranktape.capture.writing.requests import Requests
 from ranktape.errors import RanktapeError, StorageError
 from ranktape.storage.format.attempt import (
     Attempt,
@@ -32,13 +33,22 @@ from ranktape.storage.format.status import RunVerdict
 from ranktape.storage.maintenance.prune import drop_iteration, finish_drops
 from ranktape.storage.places.backend import Backend
 
-NOTICE_SECONDS = 4.0
-"""How long before it begins a further iteration is named, at the pace of the training: a writer that has just had its
-word on the last one looks for new plans about every second."""
+ASK_SECONDS = 1.0
+"""Between two looks of a writer for a new plan, once everything planned has ended."""
 
-MAX_ASK_SECONDS = 30.0
-"""Between two looks of a writer for new plans, where there were none for long: at most this; before, a quarter of the
-time since its last word."""
+_LEAST_NOTICE_SECONDS = 2.0
+
+_LOOK_SECONDS = 2.0
+"""Between two looks of the coordinator for requests."""
+
+_RANKS_PER_SECOND = 100.0
+"""Of so many one looks for a new plan in each second."""
+
+
+def max_ask_seconds(world_size: int) -> float:
+    """Between two looks of a writer for a new plan: at most this; a store must bear those of all ranks."""
+    return max(2.0, world_size / _RANKS_PER_SECOND)
+
 
 _POLL_SECONDS = 0.25
 
@@ -55,10 +65,11 @@ class Coordinator:
         attempt: Attempt,
         options: CaptureOptions,
         cadence: Cadence,
-        planned: tuple[int, ...],
+        plan: IterationPlan,
         step: Callable[[], int],
         given_up: Callable[[], Mapping[int, str]] = dict,
         lost: Callable[[], str | None] = lambda: None,
+        store_held: Callable[[str], int] = lambda _: 0,
         is_successor: bool = False,
     ) -> None:
         """Prepare to watch.
@@ -68,9 +79,10 @@ class Coordinator:
             attempt: The one to watch.
             options: Of the capture.
             cadence: The iterations that may be captured.
-            planned: Those that every rank captures without being asked.
+            plan: What every rank knows: the iterations that it captures without being asked.
             step: Gives the iteration that the training is in.
             given_up: Gives the ranks that record nothing, each with the reason.
+            store_held: Has all ranks of a flight recorder store what they hold; `Requests` says more.
             lost: Gives the reason why nothing more is to be captured, where there is one.
             is_successor: Whether one was killed that watched the attempt: all ranks may have had their word since.
         """
@@ -81,13 +93,23 @@ class Coordinator:
         self._step = step
         self._given_up = given_up
         self._lost = lost
-        self._plan = IterationPlan(iterations=planned, is_done=False)
+        self._plan = dataclasses.replace(plan, is_done=False)
+        self._requests = Requests(
+            backend,
+            attempt=attempt,
+            options=options,
+            first_unknown=self._first_unknown,
+            announce=self._announce,
+            store_held=store_held,
+        )
+        self._next_look = 0.0
+        self._look_seconds = 0.0
         self._notices = 0
         self._started = (time.monotonic(), step())
-        self._last_word = self._started[0]
+        self._lately = self._started
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ranktape-coordinator", daemon=True)
-        self._undecided = set(planned)
+        self._undecided = set(plan.iterations)
         self._committed: set[int] = set()
         self._refused: set[int] = set()
         self._owes_plan = is_successor
@@ -104,7 +126,6 @@ class Coordinator:
     def note_commit(self, iteration: int) -> None:
         """Say that this rank has had its word on an iteration: others may have had theirs."""
         self._committed.add(iteration)
-        self._last_word = time.monotonic()
         if self._options.keep_last is not None:
             # At once, and before the rank commits another one: no more are to be there than are kept.
             self._look()
@@ -121,9 +142,11 @@ class Coordinator:
         self._stop.set()
         self._thread.join()
         deadline = time.monotonic() + self._options.finish_timeout_seconds
+        self._next_look = 0.0
         size = self._attempt.launch.world_size
         pause, seen = _POLL_SECONDS, None
         while True:
+            self._answer(refusal="the training has ended")
             progress = self._look()
             if progress is not None:
                 if not is_attempt_there(self._backend, self._attempt):
@@ -140,12 +163,15 @@ class Coordinator:
                 break
             pause, seen = _pause_after(pause, is_news=progress != seen), progress
             time.sleep(pause)
+        if self._plan.stops_at is not None and not ended:
+            ended = f"the capture was stopped before iteration {self._plan.stops_at}, as {self._plan.stopped_by} asked"
         return write_verdict(self._backend, attempt=self._attempt, problems=self.problems, ended=ended)
 
     def _watch(self) -> None:
         pause = _POLL_SECONDS
         seen = None
         while not self._stop.wait(pause):
+            self._answer()
             is_news = bool(self._committed - self.complete - self._refused)
             if self._plan.is_done or not (is_news or self._owes_plan or self._lost()):
                 pause = _POLL_SECONDS
@@ -161,6 +187,24 @@ class Coordinator:
             except StorageError as error:  # it could not be announced
                 self._owes_plan = True
                 self.problems["plan"] = str(error)
+
+    def _answer(self, *, refusal: str | None = None) -> None:
+        """Answer what was asked since the last look, where it is time for one."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        try:
+            reason = refusal or self._lost()
+            self._plan = self._requests.answer_all(self._plan, refusal=reason)
+            self._undecided |= set(self._plan.iterations) - self.complete - self._refused
+            self.problems.pop("requests", None)
+        except StorageError as error:
+            self.problems["requests"] = str(error)
+        ended = time.monotonic()
+        # What a slow store takes is needed again until all ranks know of it.
+        self._look_seconds = ended - now
+        self._lately = ended, self._step()
+        self._next_look = ended + _LOOK_SECONDS
 
     def _look(self) -> Progress | None:
         with self._lock:
@@ -222,31 +266,43 @@ class Coordinator:
         self._undecided -= self.complete | self._refused
         if self._options.record_last is not None:
             return  # what is stored was not planned
-        num_complete = len(self.complete | set(self._attempt.completed))
+        asked = self._plan.asked_iterations
+        # What was asked for guarantees nothing.
+        num_complete = len((self.complete - asked) | set(self._attempt.completed))
         is_enough = num_complete >= self._options.target_iterations
-        is_over = self._lost() or (progress.closed and not self._undecided)
-        if is_enough or is_over:
-            self._announce(IterationPlan(iterations=self._plan.iterations, is_done=True, is_enough=is_enough))
-        elif not self._undecided:
+        is_over = bool(self._lost() or (progress.closed and not self._undecided))
+        if not is_over:
+            settled = self.complete | self._refused
+            self._plan = self._requests.replace(self._plan, settled=settled, complete=self.complete)
+            self._undecided |= set(self._plan.iterations) - settled
+        is_done = is_over or (is_enough and not self._undecided & asked)
+        if is_done or (is_enough and not self._plan.is_enough):
+            self._announce(dataclasses.replace(self._plan, is_done=is_done, is_enough=is_enough))
+        elif not (is_enough or self._undecided - asked or self._plan.stops_at is not None):
             further = self._further(self._options.target_iterations - num_complete)
             if further:
-                self._announce(IterationPlan(iterations=(*self._plan.iterations, *further), is_done=False))
+                named = tuple(sorted({*self._plan.iterations, *further}))
+                self._announce(dataclasses.replace(self._plan, iterations=named, is_done=False))
                 self._undecided |= set(further)
 
     def _further(self, count: int) -> tuple[int, ...]:
-        """Iterations that no rank has reached yet, as far as the pace of this rank tells.
+        """Iterations of the cadence that no rank has reached yet, as far as the pace of this rank tells."""
+        before = self._plan.iterations
+        after = max(max(before, default=0), self._first_unknown(self._notices) - 1)
+        self._notices += 1
+        return self._cadence.following(after, count=count, without=self._attempt.completed)
+
+    def _first_unknown(self, num_late: int = 0) -> int:
+        """The first iteration that no rank will have reached before it knows of it, as far as can be told.
 
         A rank that learns of one too late says so, and the next ones are named with twice the notice.
         """
-        began, first_step = self._started
-        step = self._step()
-        pace = (step - first_step) / max(time.monotonic() - began, 1e-3)
-        waited = time.monotonic() - self._last_word
-        seconds = (NOTICE_SECONDS + min(MAX_ASK_SECONDS, waited / 4)) * 2**self._notices
-        notice = math.ceil(pace * seconds) + 1
-        self._notices += 1
-        after = max(max(self._plan.iterations, default=step), step + notice - 1)
-        return self._cadence.following(after, count=count, without=self._attempt.completed)
+        step, now = self._step(), time.monotonic()
+        since = [one for one in (self._started, self._lately) if now - one[0] > _POLL_SECONDS] or [self._started]
+        pace = max((step - first) / max(now - began, 1e-3) for began, first in since)
+        longest = max_ask_seconds(self._attempt.launch.world_size)
+        seconds = (_LEAST_NOTICE_SECONDS + longest + 2 * self._look_seconds) * float(1 << num_late)
+        return step + math.ceil(pace * seconds) + 1
 
     def _announce(self, plan: IterationPlan) -> None:
         write_plan(self._backend, attempt=self._attempt, plan=plan)

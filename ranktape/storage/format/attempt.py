@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ranktape.errors import RunFormatError, RunNotFoundError, StorageError
@@ -196,6 +196,20 @@ def dropped_iterations(backend: Backend, attempt: Attempt) -> frozenset[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Iterations that somebody asked for while the training ran."""
+
+    name: str
+    """That of the request."""
+    iterations: tuple[int, ...]
+    """Those that were named for it, ascending: as many as were asked for, and others for those that failed."""
+    num_iterations: int
+    """How many were asked for."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What is selected in them, by the names of the capture's settings; empty for what the capture selects."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IterationPlan:
     """The iterations of an attempt."""
 
@@ -205,6 +219,17 @@ class IterationPlan:
     """Whether capture ends: enough iterations are complete, or no more can be."""
     is_enough: bool = False
     """Whether it ends because enough iterations are complete."""
+    asked: tuple[Asked, ...] = ()
+    """Which of them were asked for while the training ran; they guarantee nothing."""
+    stops_at: int | None = None
+    """The first iteration that no rank captures any more, as somebody asked; None where nobody did."""
+    stopped_by: str = ""
+    """Who asked."""
+
+    @property
+    def asked_iterations(self) -> frozenset[int]:
+        """All that were asked for while the training ran."""
+        return frozenset(iteration for one in self.asked for iteration in one.iterations)
 
 
 def write_plan(backend: Backend, *, attempt: Attempt, plan: IterationPlan) -> None:
@@ -214,7 +239,15 @@ def write_plan(backend: Backend, *, attempt: Attempt, plan: IterationPlan) -> No
         StorageError: the run was deleted or replaced, or cannot be written.
     """
     check_attempt(backend, attempt)
-    attributes = {"iterations": list(plan.iterations), "is_done": plan.is_done, "is_enough": plan.is_enough}
+    attributes: dict[str, Any] = {
+        "iterations": list(plan.iterations),
+        "is_done": plan.is_done,
+        "is_enough": plan.is_enough,
+    }
+    if plan.asked:
+        attributes["asked"] = {one.name: _asked_document(one) for one in plan.asked}
+    if plan.stops_at is not None:
+        attributes |= {"stops_at": plan.stops_at, "stopped_by": plan.stopped_by}
     write_group(backend, layout.plan_path(attempt.path), attributes)
 
 
@@ -228,6 +261,25 @@ def read_plan(backend: Backend, *, attempt: Attempt) -> IterationPlan | None:
     fields = read_attributes(backend, layout.plan_path(attempt.path))
     if fields is None:
         return None
+    asked = fields.inner("asked") if "asked" in fields else {}
     return IterationPlan(
-        iterations=fields.integers("iterations"), is_done=fields.flag("is_done"), is_enough=fields.flag("is_enough")
+        iterations=fields.integers("iterations"),
+        is_done=fields.flag("is_done"),
+        is_enough=fields.flag("is_enough"),
+        asked=tuple(_read_asked(name, asked.inner(name)) for name in asked) if isinstance(asked, Fields) else (),
+        stops_at=fields.count("stops_at"),
+        stopped_by=fields.text("stopped_by", default=""),
+    )
+
+
+def _asked_document(one: Asked) -> dict[str, Any]:
+    return {"iterations": list(one.iterations), "num_iterations": one.num_iterations, "settings": dict(one.settings)}
+
+
+def _read_asked(name: str, fields: Fields) -> Asked:
+    return Asked(
+        name=name,
+        iterations=fields.integers("iterations"),
+        num_iterations=fields.integer("num_iterations"),
+        settings=dict(fields.inner("settings")),
     )

@@ -14,6 +14,8 @@ attempt_000-1f3a9c2e/zarr.json                              one start of the wor
 <attempt>/closed/rank_00003/zarr.json                       the rank will commit nothing more
 <attempt>/dropped/iter_00001234/zarr.json                   the iteration was complete, and was removed (--keep-last)
 <attempt>/triggers/iter_00000137.rank_00003/zarr.json       what happened on a rank (--record-last)
+<attempt>/control/request_<name>/zarr.json                  what somebody asked of the training while it ran
+<attempt>/control/answer_<name>/zarr.json                   what the coordinator answered
 <attempt>/plan/zarr.json                                    further iterations, when the first ones were not enough
 <attempt>/verdict/zarr.json                                 whether the guaranteed minimum is there
 
@@ -92,6 +94,10 @@ class KeyKind(enum.Enum):
     """The document of the group of all triggers, which is there from the first one on."""
     TRIGGER = enum.auto()
     """Something that happened on a rank, for which all ranks store what they hold."""
+    CONTROL_GROUP = enum.auto()
+    """The document of the group of all requests, which is there from the first one on."""
+    REQUEST = enum.auto()
+    ANSWER = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +187,21 @@ def trigger_path(attempt: str, iteration: int, rank: int, *, number: int = 0) ->
     return f"{triggers_path(attempt)}/iter_{iteration:08d}.rank_{rank:05d}" + (f".{number}" if number else "")
 
 
+def control_path(attempt: str) -> str:
+    """The group of what was asked of the training while it ran."""
+    return f"{attempt}/control"
+
+
+def request_path(attempt: str, name: str) -> str:
+    """The group that says what was asked."""
+    return f"{control_path(attempt)}/request_{name}"
+
+
+def answer_path(attempt: str, name: str) -> str:
+    """The group that says what the coordinator answered to a request of that name."""
+    return f"{control_path(attempt)}/answer_{name}"
+
+
 def plan_path(attempt: str) -> str:
     """The group that names the iterations to capture, where the options' were not enough."""
     return f"{attempt}/plan"
@@ -200,6 +221,7 @@ def document_key(path: str) -> str:
 _ITERATION = r"iter_(?P<iteration>[0-9]{8}|[1-9][0-9]{8,17})"
 _RANK = r"rank_(?P<rank>[0-9]{5}|[1-9][0-9]{5,8})"
 _NUMBER = r"([0-9]{3}|[1-9][0-9]{3,8})"
+_NAME = r"[0-9a-f]{20,24}"
 _KEYS = {
     KeyKind.RANK_COMMIT: f"{_RANK}/{_ITERATION}/zarr[.]json",
     KeyKind.MEMBER: f"{_RANK}/{_ITERATION}/.+",
@@ -211,6 +233,9 @@ _KEYS = {
     KeyKind.DROPPED: f"dropped/{_ITERATION}/zarr[.]json",
     KeyKind.TRIGGER: f"triggers/{_ITERATION}[.]{_RANK}([.][1-9][0-9]{{0,2}})?/zarr[.]json",
     KeyKind.TRIGGER_GROUP: "triggers/zarr[.]json",
+    KeyKind.REQUEST: f"control/request_{_NAME}/zarr[.]json",
+    KeyKind.ANSWER: f"control/answer_{_NAME}/zarr[.]json",
+    KeyKind.CONTROL_GROUP: "control/zarr[.]json",
     KeyKind.RANK: f"{_RANK}/zarr[.]json",
     KeyKind.GROUP: f"({'|'.join(ATTEMPT_GROUPS)})/zarr[.]json",
     KeyKind.PLAN: "plan/zarr[.]json",
@@ -234,6 +259,12 @@ def is_trigger(name: str) -> bool:
     """Whether a name in the group of triggers is one's."""
     found = parse_key(f"triggers/{name}/{DOCUMENT}")
     return found is not None and found.kind is KeyKind.TRIGGER
+
+
+def parse_control(name: str) -> tuple[KeyKind | None, str]:
+    """Of a name in the group of requests, what lies there and the request's name; None and nothing for other names."""
+    found = parse_key(f"control/{name}/{DOCUMENT}")
+    return (None, "") if found is None else (found.kind, name.rpartition("_")[2])
 
 
 def parse_attempt(name: str) -> int | None:

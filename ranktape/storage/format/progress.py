@@ -7,7 +7,7 @@ markers tells the state of every iteration on every rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from ranktape.storage.format.attempt import (
     is_attempt_there,
     lost_message,
     read_attempts,
+    read_plan,
 )
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, for_each, read_attributes, write_group
@@ -154,6 +155,9 @@ def read_verdict(backend: Backend) -> tuple[RunVerdict, list[IterationStatus]] |
     statuses.sort(key=lambda status: (status.iteration, status.attempt))
     verdict = judge(
         statuses,
+        asked={
+            (attempt.number, iteration) for attempt in attempts for iteration in _asked_iterations(backend, attempt)
+        },
         required=last.min_iterations,
         final=final,
         # Of the first rank that closed; the others' are in the iterations that they did not commit.
@@ -164,6 +168,15 @@ def read_verdict(backend: Backend) -> tuple[RunVerdict, list[IterationStatus]] |
         num_triggers=None if last.min_iterations else sum(len(list_triggers(backend, one)) for one in attempts),
     )
     return verdict, statuses
+
+
+def _asked_iterations(backend: Backend, attempt: Attempt) -> Collection[int]:
+    """Those that somebody asked for while the training ran; none where the plan is damaged."""
+    try:
+        plan = read_plan(backend, attempt=attempt)
+    except (DataError, RunFormatError):
+        return ()
+    return () if plan is None else plan.asked_iterations
 
 
 def write_verdict(

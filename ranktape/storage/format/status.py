@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,11 +131,13 @@ def judge(
     problems: Mapping[str, str] | None = None,
     ended: str = "",
     num_triggers: int | None = None,
+    asked: Collection[tuple[int, int]] = (),
 ) -> RunVerdict:
     """The verdict on a run whose iterations stand as `statuses` say.
 
     `notes` give ranks' last words and `problems` what the coordinator met; both count where the minimum is not met.
     `num_triggers` is that of a flight recorder.
+    `asked` are attempts and iterations that somebody asked for while the training ran: they count for no minimum.
     """
     complete = sorted({status.iteration for status in statuses if status.state is IterationState.COMPLETE})
     # They were stored complete, and removed on purpose: nothing that was promised is missing.
@@ -145,7 +147,15 @@ def judge(
         if status.iteration in complete or status.state is IterationState.DROPPED:
             continue
         missing.append(f"iteration {status.iteration} is {status.state} ({status.lacks(max_named=_MAX_NAMED)})")
-    is_met = len(complete) + len(dropped) >= required
+    planned = {
+        status.iteration
+        for status in statuses
+        if status.state in {IterationState.COMPLETE, IterationState.DROPPED}
+        and (status.attempt, status.iteration) not in asked
+    }
+    is_met = len(planned) >= required
+    if not is_met and (extra := sorted(set(complete) - planned)):
+        missing.append(f"{_listed(extra)} were asked for while the training ran, and count for no minimum")
     if not is_met:
         missing += [f"{subject}: {problem}" for subject, problem in (problems or {}).items()]
         missing += [f"rank {rank}: {note}" for rank, note in (notes or {}).items()]

@@ -24,6 +24,7 @@ from ranktape.storage.format.attempt import (
     Launch,
     complete_iterations,
     read_attempts,
+    read_plan,
     read_run,
     run_attributes,
 )
@@ -98,7 +99,7 @@ def begin_attempt(
         finish_ready(backend, one)
     place = (launch.launch_id, launch.first_rank)
     continued = [one for one in earlier if not add or (one.launch.launch_id, one.launch.first_rank) == place]
-    completed = sorted({iteration for one in continued for iteration in complete_iterations(backend, one)})
+    completed = sorted({iteration for one in continued for iteration in _planned_iterations(backend, one)})
     # Ranks that record each for itself, at the same time, have one number.
     before = [one.number for one in earlier if not (add and one.adds) or one.launch.overlaps(launch)]
     number = max(before, default=-1) + 1
@@ -114,6 +115,12 @@ def begin_attempt(
         write_group(backend, f"{attempt.path}/{group}", {})
     write_group(backend, attempt.path, {**attempt.to_json(), "options": dict(options), "started": time.time()})
     return attempt
+
+
+def _planned_iterations(backend: Backend, attempt: Attempt) -> set[int]:
+    """The complete iterations of an attempt, without those that somebody asked for while it ran."""
+    plan = read_plan(backend, attempt=attempt)
+    return set(complete_iterations(backend, attempt)) - (set() if plan is None else plan.asked_iterations)
 
 
 def check_place(backend: Backend, *, resume: bool, overwrite: bool, launch_id: str | None = None) -> bytes | None:

@@ -1,0 +1,163 @@
+"""Writes and reads what people ask of a training that runs, and what its coordinator answers.
+
+A request is one document below the attempt, created under a name of its own and never changed; its answer another one,
+written by the coordinator alone. What a request says is read by a training: it is compared with what it may be, and
+only data.
+"""
+
+from __future__ import annotations
+
+import enum
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ranktape.errors import RunFormatError
+from ranktape.storage.format import layout
+from ranktape.storage.format.attempt import Attempt
+from ranktape.storage.format.documents import encode_document, group_document, read_attributes, write_group
+from ranktape.storage.format.validation import Fields
+from ranktape.storage.places.backend import Backend
+
+MAX_ITERATIONS = 1000
+"""Iterations that one request may ask for."""
+
+MAX_SELECTION = 4000
+"""Characters of all texts of a request's selection: every rank is told of it through its ring."""
+
+_MAX_TEXT = 200
+_MAX_VALUES = 200
+
+
+class RequestKind(enum.StrEnum):
+    """What is asked for."""
+
+    TRIGGER = "trigger"
+    """Iterations to be recorded."""
+    STOP = "stop"
+    """The end of the capture; the training goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What somebody asks of a training that runs."""
+
+    kind: RequestKind
+    """What."""
+    num_iterations: int = 0
+    """How many are to be recorded; 0 where it is not that."""
+    settings: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    """What to select in them, by the names of the capture's settings; empty for what the capture selects."""
+    by: str = ""
+    """Who asks: user and host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the coordinator answers."""
+
+    iterations: tuple[int, ...] = ()
+    """Those that all ranks record; of a stop the first one that none does. Empty where the request is refused."""
+    is_held: bool = False
+    """Whether the iterations around the one that is named are stored, which the ranks of a flight recorder hold."""
+    refusal: str = ""
+    """Why the request is refused; empty where it is not."""
+
+
+def write_request(backend: Backend, *, attempt: Attempt, request: Request) -> str:
+    """Leave a request for the coordinator of an attempt; the name by which it is answered.
+
+    Raises:
+        StorageError: the store cannot be written.
+    """
+    # Names tell which one came first, as far as clocks agree.
+    name = f"{int(time.time() * 1000):012x}{secrets.token_hex(4)}"
+    attributes = {
+        "kind": request.kind.value,
+        "num_iterations": request.num_iterations,
+        "settings": {key: value if isinstance(value, str) else list(value) for key, value in request.settings.items()},
+        "by": request.by[:_MAX_TEXT],
+        "written": time.time(),
+    }
+    key = layout.document_key(layout.request_path(attempt.path, name))
+    write_group(backend, layout.control_path(attempt.path), {})
+    backend.create(key, encode_document(group_document(attributes), key=key))
+    return name
+
+
+def list_requests(backend: Backend, attempt: Attempt) -> tuple[list[str], set[str]]:
+    """The names of all requests, the first ones first, and of those that are answered; one LIST."""
+    requests, answers = [], set()
+    for name in backend.list_names(layout.control_path(attempt.path)):
+        kind, token = layout.parse_control(name)
+        if kind is layout.KeyKind.REQUEST:
+            requests.append(token)
+        elif kind is layout.KeyKind.ANSWER:
+            answers.add(token)
+    return sorted(requests), answers
+
+
+def read_request(backend: Backend, *, attempt: Attempt, name: str) -> Request | None:
+    """A request as its document says; None where there is none.
+
+    Raises:
+        DataError: the document is not what was written.
+        RunFormatError: it says what no request does.
+    """
+    fields = read_attributes(backend, layout.request_path(attempt.path, name))
+    if fields is None:
+        return None
+    kind = fields.text("kind")
+    if kind not in set(RequestKind):
+        raise RunFormatError(f"a request of the kind {kind!r:.60} is not known to this version")
+    low = int(kind == RequestKind.TRIGGER)
+    return Request(
+        kind=RequestKind(kind),
+        num_iterations=fields.integer("num_iterations", low=low, high=low * MAX_ITERATIONS),
+        settings=dict(_selection(fields.inner("settings"))),
+        by=fields.text("by")[:_MAX_TEXT],
+    )
+
+
+def write_answer(backend: Backend, *, attempt: Attempt, name: str, answer: Answer) -> None:
+    """Answer a request.
+
+    Raises:
+        StorageError: the store cannot be written.
+    """
+    attributes = {
+        "iterations": list(answer.iterations),
+        "is_held": answer.is_held,
+        "refusal": answer.refusal,
+        "written": time.time(),
+    }
+    write_group(backend, layout.answer_path(attempt.path, name), attributes)
+
+
+def read_answer(backend: Backend, *, attempt: Attempt, name: str) -> Answer | None:
+    """What was answered to a request; None where nothing was yet.
+
+    Raises:
+        DataError: the document is not what was written.
+        RunFormatError: it says what no answer does.
+    """
+    fields = read_attributes(backend, layout.answer_path(attempt.path, name))
+    if fields is None:
+        return None
+    return Answer(
+        iterations=fields.integers("iterations"), is_held=fields.flag("is_held"), refusal=fields.text("refusal")
+    )
+
+
+def _selection(fields: Fields) -> Iterator[tuple[str, str | tuple[str, ...]]]:
+    """The texts of a selection; which names there are, and what they may say, is the capture's to know."""
+    num_characters = 0
+    for name, value in fields.items():
+        texts = value if isinstance(value, list) else [value]
+        if len(texts) > _MAX_VALUES or not all(isinstance(text, str) for text in texts):
+            raise RunFormatError(f"a request selects by {name!r:.60} with something that is no text")
+        num_characters += len(name) + sum(map(len, texts))
+        if num_characters > MAX_SELECTION:
+            raise RunFormatError(f"a request selects with more than {MAX_SELECTION} characters")
+        yield name, tuple(texts) if isinstance(value, list) else value
