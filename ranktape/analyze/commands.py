@@ -163,7 +163,8 @@ def report(
     """Write a page that says what is wrong in RUN and where, and print its path.
 
     One HTML file with everything in it: findings, heat maps, tables, distributions, sweeps, filters. It opens from
-    disk, loads nothing, and can be sent to a colleague or printed.
+    disk, loads nothing, and can be sent to a colleague or printed. Of several sources it begins with what sets them
+    apart from the first.
 
     Args:
         format (NAME): Formats that are tried on every record; repeatable.  [default: mxfp8_e4m3, mxfp4_e2m1, fp8_e4m3,

@@ -205,6 +205,11 @@ class Table:
         )
         return data_frame(columns, attributes=attributes)
 
+    def text_cells(self) -> tuple[Sequence[str], Sequence[Sequence[str]], Sequence[bool]]:
+        """What text shows, for whoever draws the table: heads, cells row by row, and which columns hold words."""
+        shown = _shown(self, wide=False)
+        return shown.heads, shown.cells, shown.is_left
+
     def __repr__(self) -> str:
         return self._brief().aligned()
 

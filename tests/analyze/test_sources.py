@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.findings.find import find
 from ranktape.analyze.identity import quant_types
 from ranktape.analyze.legacy import export_records
+from ranktape.analyze.questions.compare import compare
 from ranktape.analyze.questions.stats import stats
 from ranktape.analyze.sources import Sources, open_sources
+from ranktape.analyze.views.report.differences import MAX_ROWS, differences_of
+from ranktape.analyze.views.report.page import write_report
 from ranktape.errors import RunNotFoundError, UsageError
-from ranktape.storage import open_run
+from ranktape.storage import Records, open_run
 from ranktape.storage.records.union import unite
 from tests.analyze.faulty_runs import Sizes, everywhere, faulty_run
 from tests.analyze.runs import model_tensors, store
@@ -146,3 +150,36 @@ def test_every_question_takes_several() -> None:
     for name in COMMANDS:
         text = ask(name, "--help").stdout.split("\n")[0]
         assert ("RUN..." in text or "SOURCE..." in text) is (name not in ONE_RUN), name
+
+
+def test_a_report_of_two_sources_begins_with_what_sets_them_apart(tmp_path: Path) -> None:
+    good = faulty_run(tmp_path / "good").select()
+    bad = faulty_run(tmp_path / "bad", everywhere(1, factor=2.0**9)).select()
+    path = write_report(unite({"good": good, "<b>bad</b>": bad}), output=tmp_path / "report.html", format=["hif8"])
+    page = path.read_text()
+    answer = compare(good, bad, distances=False, by=["module", "layer_idx"])
+    assert page.index("&lt;b&gt;bad&lt;/b&gt; against good") < page.index('id="findings"')
+    assert f"{answer.title[:1].upper()}{answer.title[1:]}." in page
+    assert f'"urls":{{"good":{json.dumps(good.reader.url)}' in page
+    (one,) = differences_of(unite({"good": good, "bad": bad}), engine=Engine())
+    assert [row[0] for row in one.cells] == answer.column("module")[:MAX_ROWS]
+    assert one.command == f"ranktape analyze compare {good.reader.url} {bad.reader.url} --allow-unmatched"
+
+
+def test_two_captures_are_compared_over_their_quant_types(tmp_path: Path) -> None:
+    def capture(quant_type: str) -> Records:
+        tensors = [(array, replace(info, quant_type=quant_type)) for array, info in model_tensors()]
+        return store(tmp_path / quant_type, tensors).select()
+
+    (one,) = differences_of(unite({name: capture(name) for name in ("hifp8", "mxfp8")}), engine=Engine())
+    assert one.said.startswith("No divergence")
+    assert "--pair quant_type=hifp8:mxfp8" in one.command
+
+
+def test_what_cannot_be_compared_is_said(parent: Path) -> None:
+    records = open_run(parent / "bf16").select()
+    parts = {"one": records.select(layer_idx=0), "two": records.select(layer_idx=1)}
+    (one,) = differences_of(unite(parts), engine=Engine())
+    assert one.said.startswith("They cannot be compared: ")
+    assert (one.cells, one.command) == ((), "")
+    assert list(differences_of(records, engine=Engine())) == []

@@ -20,6 +20,7 @@ from ranktape.analyze.numerics.recipes.recipe import Recipe
 from ranktape.analyze.replays.replayed import Replayed
 from ranktape.analyze.views.report.columns import SHOWN, SampleColumns, packed
 from ranktape.analyze.views.report.details import Details, bundles_of
+from ranktape.analyze.views.report.differences import SourceDifferences, differences_of
 from ranktape.analyze.views.report.recipes import recipe_columns, recipes_left_out
 from ranktape.storage.format.memory import nbytes_text
 from ranktape.storage.places.failures import printable
@@ -54,6 +55,8 @@ class Model:
     """What the run is, in a few words each."""
     headline: str
     """What was found, in one sentence."""
+    differences: tuple[SourceDifferences, ...]
+    """Of several sources each against the first."""
     findings: tuple[Finding, ...]
     """The worst first."""
     left_out: tuple[str, ...]
@@ -98,6 +101,7 @@ def build_model(
         url=printable(url),
         facts=_facts(records, scope=scope, environment=environment or {}),
         headline=headline(findings, num_records=len(records)),
+        differences=tuple(differences_of(records, engine=used)),
         findings=tuple(findings[:MAX_FINDINGS]),
         left_out=(
             *_left_out(details, samples, num_findings=len(findings), num_sampled=num_sampled),
@@ -105,6 +109,7 @@ def build_model(
         ),
         data={
             "url": printable(url),
+            "urls": {part.name: printable(part.records.reader.url) for part in records.by_source()},
             "count": len(records),
             "fields": _fields(records),
             "nbytes": packed(records.column("nbytes")),

@@ -179,7 +179,9 @@
       .map((name) => [name, page.fields.get(name)])
       .filter(([, field]) => field.values[field.codes[record]] !== "" && field.values[field.codes[record]] !== null)
       .map(([name, field]) => `--${name.replace(/_/g, "-")} ${quoted(String(field.values[field.codes[record]]))}`);
-    return ["ranktape analyze distribution", quoted(page.raw.url || "RUN"), ...options].join(" ");
+    const source = page.fields.get("source");
+    const url = source ? page.raw.urls[source.values[source.codes[record]]] : page.raw.url;
+    return ["ranktape analyze distribution", quoted(url || "RUN"), ...options].join(" ");
   }
 
   function showRecord(record) {

@@ -140,7 +140,7 @@
   function caption(metric, isDeviation, values) {
     const merge = { ratio: "all of a cell together", largest: "the largest of a cell", smallest: "the smallest of a cell", median: "the median of a cell" };
     if (!isDeviation) return `${metric.head}: ${merge[metric.merge]}. Click a cell to open its records.`;
-    const peers = selection.state.across === "sample" ? "the other samples of its batch" : "the same tensor in other ranks and iterations (in other layers, where there are none)";
+    const peers = selection.state.across === "sample" ? "the other samples of its batch" : `the same tensor in other ranks and iterations${page.fields.has("source") ? ", and in other sources" : ""} (in other layers, where there are none)`;
     const usual = page.number(Number((2 ** usualOf(values.flat().filter((value) => Number.isFinite(value)))).toPrecision(2)));
     return `How far ${metric.head} is from that of ${peers}; of a cell the farthest. White is usual: up to ${usual} ×, as in half of the cells. Click a cell to open its records.`;
   }

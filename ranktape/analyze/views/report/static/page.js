@@ -10,12 +10,12 @@
     const differs = (name) => page.fields.get(name).values.length > 1;
     const named = (name) => element("option", { value: name, text: page.overview.nameOf(name) });
     at("down").append(...["layer_idx", "module", "kind"].map(named));
-    at("across").append(...["rank", "iteration"].map(named));
+    at("across").append(...["source", "rank", "iteration"].filter((name) => page.fields.has(name)).map(named));
     if (page.samples.count > 0) at("across").append(element("option", { value: "sample", text: "sample" }));
     at("across").append(...["kind", "microbatch", "quant_type", "phase", "component"].filter((name) => name === "kind" || differs(name)).map(named));
     at("color-by").append(
-      ...["kind", "operation", "layer_type", "quant_type", "phase", "component", "tensor_name", "dtype", "rank"]
-        .filter((name) => name === "kind" || differs(name))
+      ...["source", "kind", "operation", "layer_type", "quant_type", "phase", "component", "tensor_name", "dtype", "rank"]
+        .filter((name) => name === "kind" || (page.fields.has(name) && differs(name)))
         .map(named)
     );
     const { state } = selection;

@@ -152,7 +152,9 @@
     if (ratio !== null) return ratio;
     const norm = page.metrics.get("norm");
     const names = page.fields.get("tensor_name");
-    const keys = ["module", "rank", "iteration", "attempt"].map((name) => page.fields.get(name).codes);
+    const keys = ["source", "module", "rank", "iteration", "attempt"]
+      .filter((name) => page.fields.has(name))
+      .map((name) => page.fields.get(name).codes);
     const keyOf = (record) => keys.map((codes) => codes[record]).join(",");
     const weights = new Map();
     for (let record = 0; record < page.count; record += 1) {

@@ -4,7 +4,7 @@
   const page = window.ranktape;
   const { selection, element } = page;
   const ROWS_AT_ONCE = 50;
-  const WHO = ["iteration", "rank", "layer_idx", "module", "operation", "phase", "tensor_name"];
+  const WHO = [...(page.fields.has("source") ? ["source"] : []), "iteration", "rank", "layer_idx", "module", "operation", "phase", "tensor_name"];
   const TABS = {
     records: { fields: [...WHO, "microbatch", "quant_type", "dtype", "shape"], metrics: ["elements", "nbytes"] },
     overflow: {
