@@ -11,6 +11,7 @@ import pytest
 from ranktape.analyze.engine import engine as engine_module
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sheet import NOTHING, SheetForm, SheetRow, answer_of, sheet_of
+from ranktape.analyze.questions.compare import compare
 from ranktape.errors import DataError, RanktapeError
 from ranktape.storage import Records, Run, open_run
 from ranktape.storage.format.layout import ANALYSIS
@@ -132,3 +133,25 @@ def test_an_answer_is_that_of_its_question(run: Run) -> None:
     for about, last in ((["a"], 1), (["a"], 1), (["a", "b"], 2), (["ab"], 3), (["a", "b"], 2)):
         sheet = answer_of(reader, about, FORM, compute, engine=Engine())
         assert sheet.numbers[:, 0].tolist() == [1, last]
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (np.zeros((2, 3)), np.zeros((2, 3))),
+        (np.array(1.5), np.array(2.0)),
+        (np.array([[1.0, np.nan], [np.inf, 0.0]]), np.array([[1.0, 2.0], [np.inf, -0.0]])),
+        (np.zeros((0, 4)), np.zeros((0, 4))),
+        (np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(3, 2)),
+        (np.array([1e-300]), np.array([-1e300])),
+        (np.arange(4, dtype=np.float32), np.array([0, 1, 2, 9], dtype=np.float32)),
+    ],
+)
+def test_a_comparison_that_was_kept_is_the_same(tmp_path: Path, a: np.ndarray, b: np.ndarray) -> None:  # type: ignore[type-arg]
+    runs = [store(tmp_path / name, [describe_tensor(array)]) for name, array in (("a", a), ("b", b))]
+    records = [open_run(run.url).select() for run in runs]
+    fresh = compare(*records, engine=Engine(use_cache=False))
+    for _ in range(2):
+        assert repr(compare(*records, engine=Engine()).rows) == repr(fresh.rows)
+    kept = list((Path(runs[0].url) / ANALYSIS / "pairs_v1").rglob("*.counts"))
+    assert bool(kept) != (a.dtype == np.float64 and bool((a == 1e-300).any()))

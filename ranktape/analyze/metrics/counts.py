@@ -6,6 +6,8 @@ its digest or the cells of its blocks, as far as that tells; else the values.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
 import json
 import math
@@ -17,6 +19,7 @@ import numpy as np
 
 from ranktape.analyze.engine.digest_measure import digests
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.sheet import SheetForm, SheetRow, sheet_of
 from ranktape.analyze.engine.values import View, pick, read_numbers, viewed_dtype, viewed_dtypes
 from ranktape.analyze.identity import (
     SAMPLE,
@@ -217,22 +220,37 @@ class _CountedRecords:
         self._refuse(self._records)
         is_per_sample = self._sizes is not None
         measures = [LimitsMeasure(target=one, view=self._view, per_sample=is_per_sample) for one in targets]
-        plain = [one for one in measures if one.target.scaling is not Scaling.BLOCK and not is_per_sample]
+        named = hashlib.blake2b("\0".join(one.name for one in measures).encode(), digest_size=8).hexdigest()
+        form = SheetForm(name=f"counts_v1_{named}", width=0, part_width=len(NAMES) * len(measures))
+        left = iter(range(len(self._records)))
+        sheet = sheet_of(self._records, form, functools.partial(self._each, measures, left), engine=self._engine)
+        for _ in left:  # those that are known
+            self._on_record()
+        columns = np.split(sheet.parts, len(measures), axis=1)
+        counts = [{name: table[:, place] for place, name in enumerate(NAMES)} for table in columns]
+        return [one | self._extremes(target) for one, target in zip(counts, targets, strict=True)]
+
+    def _each(self, measures: Sequence[LimitsMeasure], left: Iterator[int], records: Records) -> Iterator[SheetRow]:
+        """Of each record the rows of all measures, side by side."""
+        sizes = None
+        if self._sizes is not None:
+            sizes = [len(names) for names in sample_names(records)]
+        part = _CountedRecords(records, sizes, view=self._view, engine=self._engine, on_record=self._on_record)
+        for rows in zip(*part._measured(measures), strict=True):
+            yield SheetRow([], np.concatenate(rows, axis=1))
+            next(left)
+            self._on_record()
+
+    def _measured(self, measures: Sequence[LimitsMeasure]) -> list[Iterator[NDArray[np.float64]]]:
+        """For each measure the rows of each record."""
+        plain = [one for one in measures if one.target.scaling is not Scaling.BLOCK and self._sizes is None]
         known = digests(self._records, view=self._view, engine=self._engine)
         copies: dict[LimitsMeasure, Iterator[Digest] | Iterator[Payload]]
         copies = dict(zip(plain, itertools.tee(known, len(plain)), strict=True))
         for alike in self._counted_alike(measures):
             counted = self._engine.measure(self._without_values(alike[0]), alike[0].job.measure(self._view))
             copies |= zip(alike, itertools.tee(counted, len(alike)), strict=True)
-        found = [self._rows(one, copies.get(one)) for one in measures]
-        tables: list[list[NDArray[np.float64]]] = [[] for _ in targets]
-        for rows in zip(*found, strict=True):
-            for table, row in zip(tables, rows, strict=True):
-                table.append(row)
-            self._on_record()
-        columns = [np.concatenate([np.zeros((0, len(NAMES))), *table]) for table in tables]
-        counts = [{name: table[:, place] for place, name in enumerate(NAMES)} for table in columns]
-        return [one | self._extremes(target) for one, target in zip(counts, targets, strict=True)]
+        return [self._rows(one, copies.get(one)) for one in measures]
 
     @staticmethod
     def _counted_alike(measures: Sequence[LimitsMeasure]) -> Iterable[list[LimitsMeasure]]:

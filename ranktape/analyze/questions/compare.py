@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ranktape.analyze.comparison.kept import Apart, kept_apart
 from ranktape.analyze.comparison.map import DifferenceMap, difference_map
 from ranktape.analyze.comparison.matching import Matching, match, site_name, twins_of
 from ranktape.analyze.comparison.pair_metrics import PAIR_METRICS, ComparedPair, Judge, distances_of, execution_order
@@ -159,14 +160,19 @@ def _compared(
     engine: Engine,
 ) -> list[ComparedPair]:
     """What sets the tensors of each pair apart."""
-    tasks = PairTasks(matching, twins=() if noise is None else twins_of(matching, noise), noise=noise)
-    work = functools.partial(compare_pairs, view=view or View.SEEN)
-    answers = [answer for batch in engine.map(work, tasks, sizes=tasks.sizes) for answer in batch]
-    distances = distances_of(matching, view=view, engine=engine) if with_distances else [None] * len(matching.pairs)
+
+    def compute() -> list[Apart]:
+        tasks = PairTasks(matching, twins=() if noise is None else twins_of(matching, noise), noise=noise)
+        work = functools.partial(compare_pairs, view=view or View.SEEN)
+        answers = [answer for batch in engine.map(work, tasks, sizes=tasks.sizes) for answer in batch]
+        apart = distances_of(matching, view=view, engine=engine) if with_distances else [None] * len(matching.pairs)
+        return [Apart(*answer, distances) for answer, distances in zip(answers, apart, strict=True)]
+
+    found = kept_apart(matching, noise, compute, about=[str(view), str(with_distances)], engine=engine)
     orders = execution_order(matching.a, [one.rows[0] for one, _ in matching.pairs])
     return [
-        judge.pair(sides, order=order, differences=differences, twin=twin, distances=apart)
-        for sides, order, (differences, twin), apart in zip(matching.pairs, orders, answers, distances, strict=True)
+        judge.pair(sides, order=order, differences=one.differences, twin=one.twin, distances=one.distances)
+        for sides, order, one in zip(matching.pairs, orders, found, strict=True)
     ]
 
 
