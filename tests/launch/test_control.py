@@ -23,6 +23,8 @@ from ranktape.storage.format.attempt import read_attempts
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.places.urls import open_backend
 from tests.launch.processes import Ended, python, torchrun
+from tests.s3 import S3Server
+from tests.storage.flaky import SLOW, flaky_proxy
 
 SCRIPT = """
 import os, pathlib, sys, time
@@ -58,8 +60,11 @@ PATIENCE_SECONDS = 120.0
 class Training:
     """One that runs until it is told to end."""
 
-    def __init__(self, folder: Path, *options: str, num_ranks: int = 2, url: str | None = None, **env: str) -> None:
+    def __init__(
+        self, folder: Path, *options: str, num_ranks: int = 2, url: str | None = None, storage_options: Any = None
+    ) -> None:
         self.folder = folder
+        self._storage_options = storage_options
         self.url = str(folder / "run") if url is None else url
         script = folder / "train.py"
         script.write_text(SCRIPT)
@@ -68,7 +73,7 @@ class Training:
         run: Callable[..., Ended] = python if num_ranks == 1 else torchrun
 
         def train() -> None:
-            self._ended = run(*words, cwd=folder, env=env)
+            self._ended = run(*words, cwd=folder)
 
         self._thread = threading.Thread(target=train)
         self._thread.start()
@@ -90,7 +95,7 @@ class Training:
 
     def has(self, *iterations: int) -> Callable[[], bool]:
         """Whether these are stored complete."""
-        return lambda: set(iterations) <= set(open_run(self.url).iterations)
+        return lambda: set(iterations) <= set(open_run(self.url, storage_options=self._storage_options).iterations)
 
 
 def _is_so(holds: Callable[[], bool]) -> bool:
@@ -227,6 +232,22 @@ class TestAnswers:
             with pytest.raises(CaptureError, match="has ended: nothing more can be asked of it"):
                 ask(asked["url"])
         assert sorted((Path(asked["url"]) / attempt.path / "control").iterdir()) == before
+
+
+@pytest.mark.s3
+def test_a_store_that_is_slow(tmp_path: Path, s3_server: S3Server) -> None:
+    with flaky_proxy(s3_server.endpoint_url) as proxy:
+        url = s3_server.new_url()
+        slow = json.dumps(s3_server.storage_options | {"endpoint_url": proxy.endpoint_url})
+        with training(tmp_path, "--storage-options", slow, url=url, storage_options=s3_server.storage_options) as one:
+            proxy.faults += [SLOW] * 100_000
+            reply = trigger(url, iterations=2, storage_options=s3_server.storage_options)
+            one.wait_for(one.has(*reply.iterations))
+            proxy.faults.clear()
+    run = open_run(url, storage_options=s3_server.storage_options)
+    for iteration in reply.iterations:
+        assert sorted(set(run.select(iteration=iteration).column("rank"))) == [0, 1]
+    assert {status.state.value for status in run.status()} == {"complete"}
 
 
 def test_a_run_that_is_not_there(tmp_path: Path) -> None:
