@@ -1,0 +1,102 @@
+"""What the coordinator makes of requests: what all ranks do, whatever else goes wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ranktape.capture.settings.cadence import Cadence
+from ranktape.capture.settings.options import CaptureOptions
+from ranktape.capture.writing.coordinator import Coordinator
+from ranktape.storage.format.attempt import Asked, IterationPlan, read_plan
+from ranktape.storage.format.control import Answer, Request, RequestKind, read_answer, write_request
+from ranktape.storage.format.documents import write_group
+from ranktape.storage.format.layout import Mark, control_path
+from tests.capture.test_coordinator import Watched, eventually
+
+TWO = Request(kind=RequestKind.TRIGGER, num_iterations=2, by="me@here")
+
+
+def answer_to(watched: Watched, name: str) -> Answer:
+    found: list[Answer] = []
+
+    def is_there() -> bool:
+        answer = read_answer(watched.backend, attempt=watched.attempt, name=name)
+        found.extend([] if answer is None else [answer])
+        return bool(found)
+
+    eventually(is_there)
+    return found[0]
+
+
+def test_iterations_that_a_rank_learned_of_too_late_are_made_up_for(tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "run", planned=(1000,), target=1)
+    name = write_request(watched.backend, attempt=watched.attempt, request=TWO)
+    first, second = answer_to(watched, name).iterations
+    watched.end(first)
+    watched.end(second, marks=(Mark.COMMITTED, Mark.SKIPPED))
+
+    def named() -> tuple[int, ...]:
+        plan = read_plan(watched.backend, attempt=watched.attempt)
+        assert plan is not None
+        return plan.asked[0].iterations
+
+    eventually(lambda: len(named()) == 3)
+    watched.end(named()[-1])
+    watched.close()
+    verdict = watched.coordinator.finish()
+    assert verdict.complete == [first, named()[-1]]
+    assert not verdict.met  # what was planned did not come
+
+
+def test_a_coordinator_that_follows_a_killed_one_asks_for_nothing_twice(tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "run", planned=(0,), target=1)
+    watched.coordinator._stop.set()  # as if it were killed
+    watched.coordinator._thread.join()
+    name = write_request(watched.backend, attempt=watched.attempt, request=TWO)
+    # The plan was spread, and the answer not written any more.
+    plan = IterationPlan(
+        iterations=(0, 7, 8), is_done=False, asked=(Asked(name=name, iterations=(7, 8), num_iterations=2),)
+    )
+    follower = Coordinator(
+        watched.backend,
+        attempt=watched.attempt,
+        options=CaptureOptions(finish_timeout_seconds=0.5),
+        cadence=Cadence.regular(start=0, every=5),
+        plan=plan,
+        step=lambda: 3,
+        is_successor=True,
+    )
+    follower.start()
+    assert answer_to(watched, name) == Answer(iterations=(7, 8))
+    watched.close()
+    follower.finish()
+
+
+def test_what_is_no_request_is_refused_and_nothing_else_happens(tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "run", planned=(0,), target=1)
+    hostile = {
+        "0" * 20: {"kind": "trigger", "num_iterations": 10**9, "settings": {}, "by": ""},
+        "1" * 20: {"kind": "explode", "num_iterations": 1, "settings": {}, "by": ""},
+        "2" * 20: {"kind": "trigger", "num_iterations": 1, "settings": {"spill_dir": "/etc"}, "by": ""},
+        "3" * 20: {"kind": "trigger", "num_iterations": 1, "settings": {"where": ["x" * 5000]}, "by": ""},
+        "4" * 20: {"kind": "trigger", "num_iterations": 1, "settings": {"where": 3}, "by": ""},
+        "5" * 20: {"kind": "trigger"},
+    }
+    for name, words in hostile.items():
+        write_group(watched.backend, f"{control_path(watched.attempt.path)}/request_{name}", words)
+    refusals = [answer_to(watched, name).refusal for name in hostile]
+    assert all(refusals)
+    assert "selects nothing" in refusals[2]
+    assert read_plan(watched.backend, attempt=watched.attempt) is None
+    watched.close()
+    watched.coordinator.finish()
+
+
+def test_what_is_asked_at_the_end_is_refused(tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "run", planned=(1000,), target=1)
+    watched.coordinator._stop.set()
+    watched.coordinator._thread.join()
+    name = write_request(watched.backend, attempt=watched.attempt, request=TWO)
+    watched.close()
+    watched.coordinator.finish()
+    assert answer_to(watched, name) == Answer(refusal="the training has ended")
