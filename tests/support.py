@@ -4,6 +4,8 @@ A test says what it proves by a marker:
 
     @pytest.mark.support(framework="HF Llama", parallelism="DDP", features=("linear", "attention"))
 
+Of compiled code the tests marked `compiled_support` say how many tensors of each site they recorded, of how many.
+
 `make support` runs all of them and writes docs/support.md from those that passed; it fails where one did not, and where
 a field of the matrix has neither a test nor a reason in `HOLES`. A test compares the page with the markers.
 """
@@ -104,6 +106,57 @@ onto the layers is tested without them.",
 """The first that covers a field explains it."""
 
 
+COMPILED_SITES = (
+    "linear forward",
+    "linear backward",
+    "attention forward",
+    "attention backward",
+    "embedding forward",
+    "embedding backward",
+    "layer outputs forward",
+    "layer outputs backward",
+)
+"""Kinds of layers and operations: columns of the matrix of compiled code."""
+
+COMPILED_COLUMNS = (*COMPILED_SITES, "unchanged")
+"""All of its columns."""
+
+COMPILED = "compiled"
+"""The property of a test's report that holds a row of that matrix: its name and its cells."""
+
+COMPILED_PREFACE = """A small GPT, trained in each of these ways: how many tensors of a captured iteration each rank \
+recorded, of how many where nothing is compiled, each once. **unchanged**: the losses equal, bit for bit, those of the \
+same compiled training without a capture."""
+
+YES = "yes"
+
+CompiledRow = tuple[str, Mapping[str, str]]
+"""A way of compiling, and by column what the matrix says of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledHole:
+    """Fields of the matrix of compiled code that are not full, and why."""
+
+    reason: str
+    way: str = "*"
+    column: str = "*"
+
+    def covers(self, way: str, column: str) -> bool:
+        """Whether the field is one of these."""
+        return fnmatchcase(way, self.way) and fnmatchcase(column, self.column)
+
+
+COMPILED_HOLES: tuple[CompiledHole, ...] = (
+    CompiledHole(
+        column="unchanged",
+        reason="Captured iterations run eagerly: what they compute may differ in the last bits from what compiled \
+code does ([limits.md](limits.md)).",
+    ),
+)
+"""The first that covers a field explains it."""
+
+
 def fields(marker: Mapping[str, Any]) -> list[Field]:
     """The fields of the matrix that a marker names.
 
@@ -151,11 +204,53 @@ def _words(node: ast.expr, constants: Mapping[str, ast.expr]) -> list[str]:
     return [node.value]
 
 
-def page(proven: Mapping[Field, int]) -> str:
-    """The page, with the number of tests that prove each field.
+def compiled_cell(found: int, wanted: int) -> str:
+    """How many tensors were recorded, of how many."""
+    return f"{found} of {wanted}"
+
+
+def _is_full(cell: str) -> bool:
+    found, _, wanted = cell.partition(" of ")
+    return cell == YES or (bool(wanted) and found == wanted)
+
+
+def _compiled_lines(compiled: Iterable[CompiledRow]) -> Iterator[str]:
+    """The matrix of compiled code, with a letter in each field that is not full."""
+    used: list[CompiledHole] = []
+    yield from ("", "## Compiled code", COMPILED_PREFACE, "")
+    yield from (f"| | {' | '.join(COMPILED_COLUMNS)} |", f"|---{'|---' * len(COMPILED_COLUMNS)}|")
+    for way, cells in compiled:
+        row = []
+        for column in COMPILED_COLUMNS:
+            hole = next((hole for hole in COMPILED_HOLES if hole.covers(way, column)), None)
+            if _is_full(cells[column]):
+                row.append(cells[column])
+                continue
+            if hole is None:
+                raise ValueError(f"{way} / {column} is {cells[column]}, without a reason in COMPILED_HOLES")
+            if hole not in used:
+                used.append(hole)
+            row.append(f"{cells[column]} ({used.index(hole) + 1})")
+        yield f"| {way} | {' | '.join(row)} |"
+    yield from ("", *(f"{number}. {hole.reason}" for number, hole in enumerate(used, start=1)))
+
+
+def compiled_on(text: str) -> dict[str, dict[str, str]]:
+    """What a page says of compiled code, by way and column, without the numbers of reasons."""
+    lines = text.partition("\n## Compiled code\n")[2].partition("\n## ")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    return {
+        way: {column: cell.partition(" (")[0] for column, cell in zip(COMPILED_COLUMNS, cells, strict=True)}
+        for way, *cells in rows
+        if way
+    }
+
+
+def page(proven: Mapping[Field, int], compiled: Iterable[CompiledRow]) -> str:
+    """The page, with the number of tests that prove each field, and what was recorded of compiled code.
 
     Raises:
-        ValueError: a field has neither a test nor a reason.
+        ValueError: a field has neither a test nor a reason, or one of compiled code is not full without a reason.
     """
     used: list[Hole] = []
     lines = [
@@ -171,6 +266,7 @@ def page(proven: Mapping[Field, int]) -> str:
         for feature in FEATURES:
             row = [_cell((framework, parallelism, feature), proven, used) for parallelism in PARALLELISMS]
             lines.append(f"| {feature} | {' | '.join(row)} |")
+    lines += _compiled_lines(compiled)
     lines += ["", "## Why a field has no test of its own"]
     lines += [f"- **{_letter(number)}**: {hole.reason}" for number, hole in enumerate(used)]
     return "\n".join(lines) + "\n"
@@ -206,19 +302,24 @@ def fields_on(text: str) -> Iterator[Field]:
             )
 
 
+WRITING = "ranktape-support"
+"""The name of the plugin, while it writes the page."""
+
+
 class SupportPlugin:
     """Counts the tests that passed for each field; writes the page at the end."""
 
     def __init__(self) -> None:
         self._fields: dict[str, list[Field]] = {}
         self._proven: Counter[Field] = Counter()
+        self._compiled: list[CompiledRow] = []
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Keep the tests that have the marker."""
         for item in items:
             markers: Iterable[pytest.Mark] = item.iter_markers("support")
             self._fields[item.nodeid] = [field for marker in markers for field in fields(marker.kwargs)]
-        kept = [item for item in items if self._fields[item.nodeid]]
+        kept = [item for item in items if self._fields[item.nodeid] or item.get_closest_marker("compiled_support")]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
 
@@ -226,13 +327,14 @@ class SupportPlugin:
         """A test has run."""
         if report.when == "call" and report.passed:
             self._proven.update(self._fields[report.nodeid])
+            self._compiled += [value for name, value in report.user_properties if name == COMPILED]
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """All have run."""
         if exitstatus == 0 and not session.config.option.collectonly:
-            PAGE.write_text(page(self._proven), encoding="utf-8")
+            PAGE.write_text(page(self._proven, self._compiled), encoding="utf-8")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Given as `-p tests.support`: run what has the marker, and write the page."""
-    config.pluginmanager.register(SupportPlugin())
+    config.pluginmanager.register(SupportPlugin(), WRITING)
