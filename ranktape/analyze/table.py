@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ranktape.analyze.console import encodable, printable_lines
 from ranktape.analyze.json_text import json_value, rows_text
+from ranktape.analyze.text_table import TextTable
 from ranktape.errors import UsageError
 from ranktape.storage.format.memory import nbytes_text
 
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import pandas as pd  # type: ignore[import-untyped]  # it has no types
-    from rich.console import Group, RenderableType
-    from rich.table import Table as RichTable
+    from rich.console import Group
 
 MAX_BRIEF_ROWS, MAX_BRIEF_LINE, MAX_BRIEF_NOTES = 20, 1000, 20
 """What an interpreter or a notebook shows: rows, letters of a line above or below them, and lines below."""
@@ -178,8 +178,8 @@ class Table:
         return _shown(self, wide=wide).aligned() + "\n"
 
     def print(self, *, wide: bool = False) -> None:
-        """Write the table to stdout in colour, as wide as it needs to be."""
-        _shown(self, wide=wide).print()
+        """Write the table to stdout in colour, as wide as the terminal; with `wide` as it needs to be."""
+        _shown(self, wide=wide).print(is_fitted=not wide)
 
     def to_pandas(self) -> pd.DataFrame:
         """The rows as a frame, all columns of them; units are in `attrs`, beside the title and the notes.
@@ -224,7 +224,7 @@ class Table:
         shown = self._brief()
         return html_table(shown.heads, shown.cells, is_left=shown.is_left, heading=shown.heading, notes=shown.notes)
 
-    def _brief(self) -> _TextTable:
+    def _brief(self) -> TextTable:
         """The first rows, with what is long cut off, and without the notes where there are many."""
         from ranktape.storage.records.notebook import clipped
 
@@ -236,64 +236,6 @@ class Table:
             cells=[[clipped(cell) for cell in row] for row in shown.cells],
             notes=[clipped(note, MAX_BRIEF_LINE) for note in shown.notes[:MAX_BRIEF_NOTES]],
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TextTable:
-    """An answer as text, field by field; `heading` above the table, `notes` below it."""
-
-    heading: Sequence[str]
-    heads: Sequence[str]
-    is_left: Sequence[bool]
-    cells: Sequence[Sequence[str]]
-    notes: Sequence[str]
-
-    def aligned(self) -> str:
-        """Lines, each column as wide as it needs to be."""
-        widths = [max(map(len, column)) for column in zip(self.heads, *self.cells, strict=True)]
-
-        def line(texts: Sequence[str]) -> str:
-            padded = (
-                text.ljust(width) if is_left else text.rjust(width)
-                for text, width, is_left in zip(texts, widths, self.is_left, strict=True)
-            )
-            return "  ".join(padded).rstrip()
-
-        body = [line(self.heads), *map(line, self.cells)] if self.heads else []
-        return "\n".join([*self.heading, *body, *self.notes])
-
-    def rich_parts(self) -> list[RenderableType]:
-        """All of it, in colour."""
-        from rich.text import Text
-
-        above, below = (
-            [Text(encodable(line, sys.stdout), style=style) for line in lines]
-            for lines, style in ((self.heading, "italic"), (self.notes, "dim"))
-        )
-        return [*above, self._rich_table(), *below]
-
-    def print(self) -> None:
-        """Write all of it to stdout, in colour."""
-        from rich.console import Console, Group
-
-        # A terminal that is too narrow wraps the lines: better than numbers cut off.
-        # (A simple terminal is taken at its word only if the height is given too.)
-        size = Console(file=sys.stdout).size
-        needed = Console(width=100_000, height=size.height).measure(self._rich_table()).maximum
-        console = Console(file=sys.stdout, highlight=False, width=max(needed, size.width), height=size.height)
-        console.print(Group(*self.rich_parts()))
-
-    def _rich_table(self) -> RichTable:
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
-        table: RichTable = RichTable(box=None, pad_edge=False, header_style="bold")
-        for head, is_left in zip(self.heads, self.is_left, strict=True):
-            text = Text(encodable(head, sys.stdout))
-            table.add_column(text, justify="left" if is_left else "right", no_wrap=True)
-        for row in self.cells:
-            table.add_row(*(Text(encodable(cell, sys.stdout)) for cell in row))
-        return table
 
 
 def write_table(table: Table, *, form: Form = Form.TEXT, wide: bool = False, output: Path | None = None) -> None:
@@ -322,7 +264,7 @@ def write_text(text: str, *, output: Path | None) -> None:
         raise UsageError(f"--output {output} cannot be written: {error.strerror}") from error
 
 
-def _shown(table: Table, *, wide: bool) -> _TextTable:
+def _shown(table: Table, *, wide: bool) -> TextTable:
     """What people see of a table, without what says nothing.
 
     Left out are keys that are the same in all rows (a line above says them once) and columns without a value.
@@ -340,13 +282,35 @@ def _shown(table: Table, *, wide: bool) -> _TextTable:
             said = (f"{_head(one)} {_cell(same[one.name], one.kind)}" for one, _ in columns if one.name in same)
             heading.append(f"all rows: {', '.join(said)}")
         columns = [(column, values) for column, values in columns if column.name not in same]
-    return _TextTable(
+    return TextTable(
         heading=heading,
         heads=[_head(column) for column, _ in columns],
         is_left=[column.kind in {Kind.TEXT, Kind.LIST} for column, _ in columns],
         cells=[[_cell(values[row], column.kind) for column, values in columns] for row in range(len(table.rows))],
         notes=[_plain(note) for note in table.notes],
+        turns=_turns([column for column, _ in columns]),
     )
+
+
+_LEAST_TELLING = ("dtype", "compute_dtype", "phase", "quant_type", "layer_type", "layer_idx")
+"""Keys of records that a terminal gives up first, where the module says which record it is."""
+
+_LEAST_VALUES = ("overflow.upper.ratio", "overflow.lower.ratio", "elements")
+"""What else it gives up first: it is said by other columns."""
+
+_LAST = ("severity", "enough", "diverges", "outcome")
+"""Columns that hold a verdict: others go before them."""
+
+
+def _turns(columns: Sequence[Column]) -> list[int]:
+    """Places of columns in the order in which a narrow terminal does without them; others always stay.
+
+    First keys that tell least of a record, then what is no key, from the right; verdicts last.
+    """
+    names = [column.name for column in columns]
+    keys = [names.index(name) for name in _LEAST_TELLING if name in names and "module" in names]
+    values = [place for place, column in enumerate(columns) if not column.is_key and place > 0][::-1]
+    return [*keys, *sorted(values, key=lambda place: (names[place] in _LAST, names[place] not in _LEAST_VALUES))]
 
 
 def _are_same(values: Sequence[Any]) -> bool:

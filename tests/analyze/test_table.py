@@ -15,7 +15,7 @@ import pytest
 from ranktape.analyze.table import Column, Form, Kind, Table, write_table
 from ranktape.errors import UsageError
 from ranktape.storage.format.memory import nbytes_text
-from tests.terminal import on_terminal
+from tests.terminal import CODES, on_terminal
 
 TABLE = Table(
     title="what is shown",
@@ -182,3 +182,51 @@ def test_json_is_that_of_the_library(names: tuple[str, ...]) -> None:
         rows = tuple((one, two)[: len(names)] for one, two in zip(cells[:left], right, strict=False))
         table = Table(title='"rows": []', columns=columns, rows=rows, notes=('"rows": []',))
         assert table.to_json_text() == json.dumps(table.to_json(), indent=2, allow_nan=False) + "\n"
+
+
+WIDE_TABLE = """
+from ranktape.analyze.table import Column, Kind, Table, write_table
+text, number = Kind.TEXT, Kind.FLOAT
+columns = (
+    Column(name="module", kind=text, is_key=True),
+    Column(name="dtype", kind=text, is_key=True),
+    Column(name="absmax", kind=number),
+    Column(name="std", kind=number),
+    Column(name="severity", kind=text),
+)
+rows = (("layers.0.query", "bfloat16", 1.5, 0.25, "high"), ("layers.1.query", "float32", 2.5, 0.5, "none"))
+write_table(Table(title="", columns=columns, rows=rows), wide=WIDE)
+"""
+
+
+@pytest.mark.parametrize(
+    ("width", "heads", "gone"),
+    [
+        (80, ["module", "dtype", "absmax", "std", "severity"], ""),
+        (40, ["module", "absmax", "std", "severity"], "dtype"),
+        (34, ["module", "absmax", "severity"], "dtype, std"),
+        (25, ["module", "severity"], "dtype, absmax, std"),
+    ],
+)
+def test_a_terminal_shows_the_columns_that_it_has_room_for_and_names_the_others(
+    width: int, heads: list[str], gone: str
+) -> None:
+    lines = CODES.sub("", on_terminal("-c", WIDE_TABLE.replace("WIDE", "False"), columns=width)).splitlines()
+    assert lines[0].split() == heads
+    assert max(map(len, lines)) <= width
+    said = " ".join(" ".join(lines[3:]).split())
+    assert said == (f"not shown for want of room: {gone}; --wide shows all" if gone else "")
+
+
+def test_a_terminal_without_room_for_a_table_shows_a_block_for_each_row() -> None:
+    lines = CODES.sub("", on_terminal("-c", WIDE_TABLE.replace("WIDE", "False"), columns=20)).splitlines()
+    found = [line.split() for line in lines if line.strip()]
+    names = ["module", "dtype", "absmax", "std", "severity"]
+    whole = " ".join(word for line in found for word in line)
+    assert [word for word in whole.split() if word in names] == names * 2
+    assert all(value in whole for value in ("layers.1.query", "bfloat16", "2.5", "0.25", "high"))
+
+
+def test_all_columns_are_there_where_they_are_asked_for() -> None:
+    text = on_terminal("-c", WIDE_TABLE.replace("WIDE", "True"), columns=20, term="dumb").replace("\n", "")
+    assert all(name in text for name in ("dtype", "absmax", "std", "severity"))
