@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ranktape.launch.maintain import runs as runs
     from ranktape.launch.plans import export_plan as export_plan
     from ranktape.launch.run_status import status as status
+    from ranktape.launch.serving import serve as serve
     from ranktape.launch.watching import watch as watch
 else:
     __all__, __getattr__, __dir__ = public_names(__name__)

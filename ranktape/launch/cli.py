@@ -15,6 +15,7 @@ COMMANDS = {
     "watch": "ranktape.launch.watching:command",
     "trigger": "ranktape.launch.control:trigger_command",
     "stop": "ranktape.launch.control:stop_command",
+    "serve": "ranktape.launch.serving:command",
     "runs": "ranktape.launch.maintain:runs_command",
     "check": "ranktape.launch.maintain:check_command",
     "repair": "ranktape.launch.maintain:repair_command",

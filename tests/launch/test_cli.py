@@ -41,7 +41,7 @@ OPTIONS = {
     - {"record_last", "record_after", "trigger"},
     "plan": {"url", "as_json", "verbose", "is_module", "script", "arguments", "num_ranks", "num_hosts"} | CAPTURE,
     "status": {"run", "as_json", "require_minimum", "storage_options"},
-    "watch": {"run", "until_complete", "min_records", "timeout", "interval", "storage_options"},
+    "watch": {"run", "until_complete", "min_records", "timeout", "interval", "findings", "storage_options"},
     "trigger": {
         "run", "iterations", "timeout_seconds", "no_wait", "as_json", "storage_options", "module", "layer_type",
         "layer_idx", "layer_stack", "operation", "phase", "component", "tensor_name", "dtype", "compute_dtype", "rank",
@@ -56,15 +56,24 @@ OPTIONS = {
     "prune": {"run", "keep_last", "iteration", "yes", "dry_run", "as_json", "storage_options"},
     "rm": {"run", "yes", "dry_run", "storage_options"},
     "cp": {
-        "run", "iteration", "rank", "attempt", "microbatch", "call", "module", "layer_type", "layer_idx", "layer_stack",
+        "run", "source", "iteration", "rank", "attempt", "microbatch", "call", "module", "layer_type", "layer_idx",
+        "layer_stack",
         "operation", "phase", "component", "quant_type", "tensor_name", "mode", "dtype", "compute_dtype", "batch_size",
         "where", "storage_options", "skip_unreadable", "url", "no_verify", "as_json", "target_storage_options",
     },
     "export": {
-        "run", "iteration", "rank", "attempt", "microbatch", "call", "module", "layer_type", "layer_idx", "layer_stack",
+        "run", "source", "iteration", "rank", "attempt", "microbatch", "call", "module", "layer_type", "layer_idx",
+        "layer_stack",
         "operation", "phase", "component", "quant_type", "tensor_name", "mode", "dtype", "compute_dtype", "batch_size",
         "where", "storage_options", "skip_unreadable", "target", "to", "metric", "kind", "no_histograms", "form",
         "per_sample", "overwrite", "view", "by", "workers", "scheduler", "no_cache",
+    },
+    "serve": {
+        "run", "source", "iteration", "rank", "attempt", "microbatch", "call", "module", "layer_type", "layer_idx",
+        "layer_stack",
+        "operation", "phase", "component", "quant_type", "tensor_name", "mode", "dtype", "compute_dtype", "batch_size",
+        "where", "storage_options", "skip_unreadable", "format", "host", "port", "interval", "view", "workers",
+        "scheduler", "no_cache",
     },
     "import": {"folder", "run", "skip_unreadable", "overwrite", "storage_options"},
     "doctor": {"url", "as_json", "storage_options"},
@@ -136,7 +145,8 @@ def test_a_command_and_its_function_take_the_same_words(name: str) -> None:
     words = {parameter.name for parameter in command.params} - {"as_json", "yes"}
     if "engine" in inspect.signature(getattr(launch, name)).parameters:
         words = words - {"workers", "scheduler", "no_cache"} | {"engine"}
-    arguments = set(inspect.signature(getattr(launch, name)).parameters) - {"on_done", "on_look", "on_progress"}
+    arguments = set(inspect.signature(getattr(launch, name)).parameters)
+    arguments -= {"on_done", "on_look", "on_progress", "on_ready"}
     if "selection" in arguments:  # the settings by which a capture chooses
         arguments, words = arguments - {"selection"}, words - set(ASKED_SETTINGS)
     if arguments & {"records", "filters"}:

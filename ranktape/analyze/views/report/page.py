@@ -9,6 +9,7 @@ import re
 import stat
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ from ranktape.lazy_names import __version__
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
+    import jinja2
+
     from ranktape.storage import Records
 
 FORMATS = ("mxfp8_e4m3", "mxfp4_e2m1", "fp8_e4m3", "hif8")
@@ -36,6 +39,9 @@ SCRIPTS = (
     *("panels.js", "recipes.js", "drill.js", "filters.js", "tables.js", "page.js"),
 )
 """The page's own scripts, each of which needs those before it."""
+
+LIVE_SCRIPTS = ("live.js",)
+"""What is added where the page is served while its run is recorded."""
 
 COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, "#999999", "#8C6D1F")
 """Those of the plots, with a lighter grey and brown in the place of black: all can be seen on white and on black."""
@@ -78,21 +84,55 @@ def write_report(
         UsageError: a format is not known or has no room for a scale; a recipe is not known; `output` is a directory or
             no plain file.
     """
+    path = _checked(Path(output))
+    chosen = view or View.COMPUTE
+    model = model_of(
+        records,
+        view=chosen,
+        format=format,
+        recipe=recipe,
+        url=url,
+        scope=scope,
+        environment=environment,
+        engine=engine,
+    )
+    write_whole(path, page_bytes(model, view=chosen), what="report")
+    return path
+
+
+def model_of(
+    records: Records,
+    *,
+    view: View,
+    format: Sequence[str] = FORMATS,  # noqa: A002 - the option's name
+    recipe: RecipeWord | Sequence[RecipeWord] = (),
+    url: str = "",
+    scope: str = "",
+    environment: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+) -> Model:
+    """What the page shows, with the arguments of `write_report`.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        NoRecordsError: there are no records.
+        StorageError: the store cannot be read.
+        UsageError: a format is not known or has no room for a scale; a recipe is not known.
+    """
     from ranktape.analyze.findings.find import find
 
     if not len(records):
         raise NoRecordsError("there are no records to report on")
-    path = _checked(Path(output))
-    chosen, used = view or View.COMPUTE, engine or Engine()
+    used = engine or Engine()
     # A format that is not known is refused before hours are spent too.
     parse_jobs(format)
     recipes = parse_recipes(recipe) if recipe else []
     replayed = replay_calls(records, recipes, engine=used) if recipes else None
-    model = build_model(
+    return build_model(
         records,
-        findings=find(records, view=chosen, recipe=recipes, replayed=replayed, engine=used),
+        findings=find(records, view=view, recipe=recipes, replayed=replayed, engine=used),
         formats=format,
-        view=chosen,
+        view=view,
         url=url,
         scope=scope,
         environment=environment,
@@ -100,25 +140,75 @@ def write_report(
         replayed=replayed,
         engine=used,
     )
-    # Half of a character, which a run may hold, has no bytes.
-    write_whole(path, render(model, view=chosen).encode("utf-8", errors="replace"), what="report")
-    return path
 
 
-def render(model: Model, *, view: View = View.COMPUTE) -> str:
-    """The page as text: every string of the run is escaped, and the browser may run our scripts alone."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """What a page that is served knows of its run while it is recorded."""
+
+    version: int
+    """Number of the page: another one is there when the server says another number."""
+    text: str
+    """How far the run is."""
+    milliseconds: int
+    """From one question to the server to the next."""
+
+
+def page_bytes(model: Model, *, view: View, live: Live | None = None) -> bytes:
+    """The page as the bytes of a file; half of a character, which a run may hold, has none."""
+    return render(model, view=view, live=live).encode("utf-8", errors="replace")
+
+
+def waiting_bytes(title: str, *, live: Live) -> bytes:
+    """The page of a run of which nothing can be shown yet."""
     from markupsafe import Markup
-    from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]  # it has no types
 
-    environment = Environment(
+    style, scripts = _static("style.css"), _scripts(is_live=True)
+    text = (
+        _templates()
+        .get_template("waiting.html.j2")
+        .render(
+            title=title,
+            policy=policy(is_live=True),
+            style=Markup(style),  # noqa: S704 - our own file
+            scripts=[Markup(scripts[-1])],  # noqa: S704 - our own file
+            live=live,
+        )
+    )
+    return text.encode("utf-8", errors="replace")
+
+
+def _templates() -> jinja2.Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    return Environment(
         loader=PackageLoader("ranktape.analyze.views.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    scripts = [_lines(get_plotlyjs()), *map(_static, SCRIPTS)]
+
+
+def _scripts(*, is_live: bool) -> list[str]:
+    """Those of plotly and our own; the last one of a live page asks the server what is new."""
+    from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]  # it has no types
+
+    return [_lines(get_plotlyjs()), *map(_static, SCRIPTS), *(map(_static, LIVE_SCRIPTS) if is_live else ())]
+
+
+def policy(*, is_live: bool) -> str:
+    """What the browser may run and load on a page; a live one may ask the server that it came from."""
+    allowed = _policy(scripts=_scripts(is_live=is_live), style=_static("style.css"))
+    return f"{allowed}; connect-src 'self'" if is_live else allowed
+
+
+def render(model: Model, *, view: View = View.COMPUTE, live: Live | None = None) -> str:
+    """The page as text: every string of the run is escaped, and the browser may run our scripts alone."""
+    from markupsafe import Markup
+
+    environment = _templates()
+    scripts = _scripts(is_live=live is not None)
     style = _static("style.css")
     words = {
         View.COMPUTE: "Values are those that the operations computed with: rounded to their compute dtype.",
@@ -127,7 +217,8 @@ def render(model: Model, *, view: View = View.COMPUTE) -> str:
     return environment.get_template("report.html.j2").render(
         model=model,
         title=f"What the numbers do in {model.url}" if model.url else "What the numbers do",
-        policy=_policy(scripts=scripts, style=style),
+        policy=policy(is_live=live is not None),
+        live=live,
         style=Markup(style),  # noqa: S704 - our own file
         scripts=[Markup(script) for script in scripts],  # noqa: S704 - our own files, and plotly's
         data=Markup(json_in_html({**model.data, "charts": CHARTS})),  # noqa: S704 - escaped
