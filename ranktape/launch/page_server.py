@@ -88,14 +88,14 @@ class PageServer(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """ServedPage in a thread of its own; who comes when all are taken is sent away."""
+        """Answer in a thread of its own; who comes when all are taken is sent away."""
         if not self._slots.acquire(blocking=False):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """ServedPage, and give the place back."""
+        """Answer, and give the place back."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -152,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = REQUEST_SECONDS
 
     def do_GET(self) -> None:
-        """ServedPage with a page, if the request knows the token and means this server."""
+        """Answer with a page, if the request knows the token and means this server."""
         if (self.headers.get("Host") or "").lower() not in self.server.hosts:
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "this server has another name")
             return
@@ -169,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(HTTPStatus.OK, answer)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002
-        """ServedPage with one line of text, and close the connection: what else came on it is not read."""
+        """Answer with one line of text, and close the connection: what else came on it is not read."""
         status = HTTPStatus(code)
         if status is HTTPStatus.NOT_IMPLEMENTED:  # what http.server says of a method that has no function here
             status, message = HTTPStatus.METHOD_NOT_ALLOWED, "pages are read with GET"
