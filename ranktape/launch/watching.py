@@ -163,7 +163,7 @@ def lines(view: WatchView, *, before: Snapshot | None) -> list[str]:
     new = [iteration for iteration in now.complete if before is None or iteration not in before.complete]
     found += [f"iteration {iteration}: complete" for iteration in new]
     if found or (before is not None and before.is_closed != now.is_closed):
-        found.append(_summary(view))
+        found.append(summary(view))
     return found
 
 
@@ -193,7 +193,8 @@ def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:
     return row["severity"], row["kind"], row["where"]
 
 
-def _summary(view: WatchView) -> str:
+def summary(view: WatchView) -> str:
+    """How far the run is, in one line."""
     now = view.snapshot
     rate = f", {nbytes_text(round(view.rate))}/s" if view.rate > 0 else ""
     closed = "; closed" if now.is_closed else ""
@@ -259,7 +260,7 @@ def _moving_table(view: WatchView, *, title: str) -> RenderableType:
     if waiting:
         notes.append(Text(f"not complete: {waiting}", style="dim"))
     found = [] if view.findings is None else view.findings.lines(_MAX_FINDINGS)
-    return Group(Text(title, style="italic"), table, *notes, *found, Text(_summary(view)))
+    return Group(Text(title, style="italic"), table, *notes, *found, Text(summary(view)))
 
 
 def _cells(rank: RankWatch, *, rate: float) -> tuple[str, ...]:

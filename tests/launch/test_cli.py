@@ -39,6 +39,9 @@ OPTIONS = {
     "demo": {"output", "num_ranks", "steps", "text", "dtype", "micro_batches", "quant", "quant_plan"}
     | (CAPTURE - {"first_iteration", "manual", "capture_config", "advance_on", "layer_offset"})
     - {"record_last", "record_after", "trigger"},
+    "collect": {"quant", "output", "timeout", "min_records", "words"}
+    | (CAPTURE - {"capture_config", "stop_when_stored", "resume", "add", "quant_type", "first_iteration"})
+    - {"record_last", "record_after", "trigger"},
     "plan": {"url", "as_json", "verbose", "is_module", "script", "arguments", "num_ranks", "num_hosts"} | CAPTURE,
     "status": {"run", "as_json", "require_minimum", "storage_options"},
     "watch": {"run", "until_complete", "min_records", "timeout", "interval", "findings", "storage_options"},

@@ -1,0 +1,372 @@
+"""`ranktape collect`: trains a script once in each precision, ends each training when enough is stored, and compares.
+
+One torchrun after the other on this machine, each recorded into a run of its own below one place; what the trainings
+print is in a log beside each run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from ranktape.analyze.console import say
+from ranktape.errors import CaptureError, CheckFoundError, RunExistsError, RunNotFoundError, UsageError
+from ranktape.launch.options import capture_arguments, capture_options
+from ranktape.launch.place import read_options, shown
+
+if TYPE_CHECKING:
+    from ranktape.launch.quantizing import Quantization
+
+DEMO = ("--nproc-per-node", "2", "-m", "ranktape.launch.demo_train")
+"""What is trained where no script is given."""
+
+NUM_ITERATIONS = 3
+"""Iterations that each run guarantees."""
+
+RECORD = "collect.json"
+"""The file beside the runs that says what they are of."""
+
+END_SECONDS = 60.0
+"""How long a training that is told to end may take: torchrun gives its ranks 30."""
+
+_LOOK_SECONDS = 0.5
+_TAIL_LINES = 15
+_OF_TORCHRUN = re.compile(r"[EW]\d{4} .*torch/distributed/elastic/")
+_LOSS = re.compile(r"\bloss\b[\"']?\s*[:=]?\s*([0-9]+\.?[0-9]*(?:e[+-]?[0-9]+)?|nan|inf)", re.IGNORECASE)
+
+_OWN = (
+    *("capture_config", "stop_when_stored", "resume", "add", "overwrite", "quant_type", "first_iteration"),
+    *("record_last", "record_after", "trigger"),
+)
+"""Settings of a capture that this command decides on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """What has become of one training."""
+
+    quant_type: str
+    """Its precision."""
+    url: str
+    """Its run."""
+    is_met: bool
+    """Whether what was guaranteed is stored."""
+    problem: str = ""
+    """What went wrong; empty where nothing did."""
+    has_failed: bool = False
+    """Whether the training itself failed."""
+    losses: tuple[float, ...] = ()
+    """The losses that it has printed."""
+
+
+@click.command(name="collect", context_settings={"allow_interspersed_args": False, "max_content_width": 100})
+@click.option(
+    "--quant",
+    metavar="RECIPES",
+    required=True,
+    help="The precisions, with commas between them; the others are compared with the first: bf16,mxfp8,mxfp4,hifp8.",
+)
+@click.option("--output", metavar="URL", default="runs/collect", show_default=True, help="Where the runs are recorded.")
+@click.option(
+    "--timeout",
+    metavar="SECONDS",
+    type=click.FloatRange(min=1),
+    default=300.0,
+    show_default=True,
+    help="Longest time of each training; what is stored then is kept.",
+)
+@click.option(
+    "--min-records", type=click.IntRange(min=1), default=10, show_default=True, help="Records that each run must have."
+)
+@click.option("--overwrite", is_flag=True, help="Train those again that are stored already.")
+@click.argument("words", metavar="[-- TORCHRUN_OPTIONS SCRIPT ARGUMENTS]", nargs=-1, type=click.UNPROCESSED)
+@capture_options(without=_OWN, defaults={"min_iterations": NUM_ITERATIONS})
+def command(
+    quant: str,
+    *,
+    output: str,
+    timeout: float,
+    min_records: int,
+    overwrite: bool,
+    words: tuple[str, ...],
+    **values: Any,
+) -> None:
+    """Train a script, unmodified, once in each precision, and compare what was recorded.
+
+    What stands behind -- is what torchrun would be given: its options, the script, the script's arguments. Without it
+    the demo is trained. A training ends as soon as its guaranteed iterations are stored. Called again, only those
+    trainings are done that are missing. Exit code 3: not everything was stored that was asked for.
+    """
+    plan = _Plan.of(quant, output=output, words=words, values=values)
+    plan.check(overwrite=overwrite)
+    done: list[Collected] = []
+    for number, quantization in enumerate(plan.quantizations, start=1):
+        head = f"[{quantization.tag}, {number} of {len(plan.quantizations)}]"
+        done.append(plan.collect(quantization, head=head, timeout=timeout, overwrite=overwrite))
+    done = [_judged(one, min_records=min_records, options=plan.options) for one in done]
+    _finish(done, plan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What is to be trained, and where it is recorded."""
+
+    quantizations: tuple[Quantization, ...]
+    output: str
+    before: tuple[str, ...]
+    """The options of torchrun."""
+    script: tuple[str, ...]
+    """The script and its arguments, or -m and a module."""
+    values: dict[str, Any]
+    """The settings of the captures."""
+
+    @classmethod
+    def of(cls, quant: str, *, output: str, words: Sequence[str], values: Mapping[str, Any]) -> _Plan:
+        from ranktape.launch.quantizing import Quantization
+
+        found: dict[str, Quantization] = {}
+        for word in map(str.strip, quant.split(",")):
+            one = Quantization.of_words(word or None, None)
+            if one is None:
+                raise UsageError(f"--quant {quant!r:.80} names nothing at one place: give names, as bf16,mxfp8")
+            if one.tag in found:
+                raise UsageError(f"--quant {quant!r:.80} names {one.tag} twice: name it once")
+            found[one.tag] = one
+        before, script = split_words(words or DEMO)
+        return cls(
+            quantizations=tuple(found.values()),
+            output=output.rstrip("/"),
+            before=before,
+            script=script,
+            values={**values, "min_iterations": values.get("min_iterations") or NUM_ITERATIONS},
+        )
+
+    @property
+    def options(self) -> dict[str, Any] | None:
+        """Those of the store."""
+        return read_options(self.values.get("storage_options"))
+
+    @property
+    def words(self) -> list[str]:
+        """What two collections must have in common to be one."""
+        return [*self.before, *self.script]
+
+    def check(self, *, overwrite: bool) -> None:
+        """Say what cannot work before anything is trained, and note what the runs are of.
+
+        Raises:
+            UsageError: a setting is not allowed, or the script is missing.
+            RunExistsError: the place holds the trainings of another command.
+        """
+        from ranktape.capture.settings.config import given_settings
+        from ranktape.capture.settings.options import CaptureOptions
+        from ranktape.launch.script import Script
+        from ranktape.storage.places.urls import open_backend
+
+        CaptureOptions(**given_settings(self.values))
+        is_module = self.script[0] == "-m"
+        Script(name=self.script[is_module], arguments=(), is_module=is_module).check()
+        backend = open_backend(self.output, storage_options=self.options)
+        said = json.dumps({"command": self.words}, indent=2).encode()
+        text = backend.get(RECORD)
+        before = None if text is None else json.loads(text)
+        if before is not None and before.get("command") != self.words and not overwrite:
+            raise RunExistsError(
+                f"{shown(self.output)} holds the trainings of another command ({shlex.join(before['command'])}): add "
+                "--overwrite to train anew, or choose another --output"
+            )
+        backend.put(RECORD, [said])
+
+    def url_of(self, quantization: Quantization) -> str:
+        return f"{self.output}/{quantization.tag}"
+
+    def collect(self, quantization: Quantization, *, head: str, timeout: float, overwrite: bool) -> Collected:
+        """Train in one precision, unless that is stored already."""
+        url = self.url_of(quantization)
+        is_stored = _is_stored(url, options=self.options, min_iterations=self.values["min_iterations"])
+        log = self._log(quantization)
+        if is_stored and not overwrite:
+            say(f"{head} is stored already in {shown(url)} (--overwrite trains it again)")
+            return Collected(quant_type=quantization.tag, url=url, is_met=True, losses=_losses(log))
+        command = self._command(quantization, overwrite=overwrite or is_stored is not None)
+        say(f"{head} trains; its output is in {log}")
+        started = time.monotonic()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as output, _training(command, output) as process:
+            is_late = not self._wait(process, url, head=head, until=started + timeout)
+        code = process.returncode
+        is_met = bool(_is_stored(url, options=self.options, min_iterations=self.values["min_iterations"]))
+        problem = ""
+        if is_late:
+            problem = f"after {timeout:g} s the training was ended; what was stored is kept (--timeout gives more)"
+        elif code != 0:
+            problem = f"the training ended with exit code {code}"
+            say(_tail(log))
+        say(f"{head} {problem or f'done in {time.monotonic() - started:.0f} s'}")
+        return Collected(
+            quant_type=quantization.tag,
+            url=url,
+            is_met=is_met,
+            problem=problem,
+            has_failed=not is_late and code != 0 and not is_met,
+            losses=_losses(log),
+        )
+
+    def _command(self, quantization: Quantization, *, overwrite: bool) -> list[str]:
+        before = list(self.before)
+        if not any(word.startswith(("--standalone", "--rdzv", "--nnodes", "--master")) for word in before):
+            before.insert(0, "--standalone")
+        [quant] = quantization.words.values()
+        return [
+            *(sys.executable, "-m", "torch.distributed.run", *before, "-m", "ranktape.launch"),
+            *("--capture", self.url_of(quantization), "--quant", quant, "--stop-when-stored"),
+            *(["--overwrite"] if overwrite else []),
+            *capture_arguments(self.values),
+            *self.script,
+        ]
+
+    def _log(self, quantization: Quantization) -> Path:
+        # Beside the run, not in it: all that is in a run is Zarr.
+        folder = Path(tempfile.gettempdir()) / "ranktape" if "://" in self.output else Path(self.output)
+        return folder / f"{quantization.tag}.log"
+
+    def _wait(self, process: subprocess.Popen[bytes], url: str, *, head: str, until: float) -> bool:
+        """Say what arrives until the training has ended; whether it has, in time."""
+        from ranktape.launch.watching import WatchView, summary
+        from ranktape.storage.maintenance.watch import Snapshot, Watcher
+        from ranktape.storage.places.urls import open_backend
+
+        watcher = Watcher(open_backend(url, storage_options=self.options))
+        before: Snapshot | None = None
+        while True:
+            is_over = process.poll() is not None
+            # A run that is not there yet, or that is deleted for the new one, is no mistake.
+            with contextlib.suppress(RunNotFoundError):
+                if (look := watcher.look()) is not None:
+                    if before is None or (look.complete, look.attempt) != (before.complete, before.attempt):
+                        say(f"{head} {summary(WatchView(snapshot=look))}")
+                    before = look
+            if is_over or time.monotonic() >= until:
+                return is_over
+            time.sleep(_LOOK_SECONDS)
+
+
+@contextlib.contextmanager
+def _training(command: Sequence[str], output: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """A training in a session of its own; at the end of the block it has ended, with all its ranks."""
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    process = subprocess.Popen(
+        command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def split_words(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The options of torchrun, and the script with its arguments (-m before a module), of one command line.
+
+    Raises:
+        UsageError: torchrun would not take it.
+    """
+    given = list(words[1:] if words[0] == "torchrun" else words)
+    if not given or Path(given[0]).name.startswith("python"):
+        raise UsageError("behind -- stands what torchrun would be given: its options, the script and its arguments")
+    from torch.distributed.run import get_args_parser
+
+    def fail(message: str) -> NoReturn:
+        raise UsageError(f"torchrun would not take {shlex.join(given):.200}: {message}")
+
+    parser = get_args_parser()
+    parser.error = fail  # type: ignore[method-assign]  # its own ends the process
+    parsed = parser.parse_args(given)
+    if parsed.no_python:
+        raise UsageError("--no-python is not for what is recorded: give a script, or -m and a module")
+    before = given[: len(given) - 1 - len(parsed.training_script_args)]
+    if parsed.module:
+        before = [word for word in before if word not in {"-m", "--module"}]
+    return tuple(before), (*(["-m"] if parsed.module else []), parsed.training_script, *parsed.training_script_args)
+
+
+def _is_stored(url: str, *, options: Mapping[str, Any] | None, min_iterations: int) -> bool | None:
+    """Whether a run holds so many complete iterations; None where there is none."""
+    from ranktape.storage import open_run
+
+    try:
+        return len(open_run(url, storage_options=options).iterations) >= min_iterations
+    except RunNotFoundError:
+        return None
+
+
+def _judged(one: Collected, *, min_records: int, options: Mapping[str, Any] | None) -> Collected:
+    """With the number of records looked at, too."""
+    from ranktape.storage import open_run
+
+    if not one.is_met:
+        return one
+    num = len(open_run(one.url, storage_options=options).select())
+    if num >= min_records:
+        return one
+    why = f"{num} of {min_records} records are stored: select more, or raise --min-iterations"
+    return replace(one, is_met=False, problem=why)
+
+
+def _finish(done: Sequence[Collected], plan: _Plan) -> None:
+    """Compare what there is, and say what is missing.
+
+    Raises:
+        CaptureError: a training failed.
+        CheckFoundError: less was stored than was asked for.
+    """
+    from ranktape.launch.collected import write_comparison
+
+    page = Path(tempfile.gettempdir()) / "ranktape" if "://" in plan.output else Path(plan.output)
+    stored = [one for one in done if _is_stored(one.url, options=plan.options, min_iterations=1)]
+    if stored:
+        write_comparison(stored, page / "report.html", storage_options=plan.options)
+    missing = [one for one in done if not one.is_met]
+    if not missing:
+        return
+    text = "; ".join(
+        f"{one.quant_type}: {one.problem or 'its guaranteed iterations are not stored'}" for one in missing
+    )
+    if any(one.has_failed for one in missing):
+        raise CaptureError(text)
+    raise CheckFoundError(text)
+
+
+def _losses(log: Path) -> tuple[float, ...]:
+    """The losses that a training has printed, as 'loss 2.5' or 'loss: 2.5'."""
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ()
+    return tuple(float(match) for match in _LOSS.findall(text))
+
+
+def _tail(log: Path) -> str:
+    """The last lines that the training itself has printed; torchrun says after them that it has failed."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    ends = (place for place, line in enumerate(lines) if _OF_TORCHRUN.match(line))
+    return "\n".join(f"    {line}" for line in lines[: next(ends, len(lines))][-_TAIL_LINES:])

@@ -1,0 +1,149 @@
+"""Does one command train a script in several precisions, keep what it can, and compare?"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from ranktape.errors import UsageError
+from ranktape.launch.collect import split_words
+from ranktape.storage import open_run
+from tests.exhaustive import exhaustive
+from tests.launch.processes import CHECKOUT, Ended, python
+
+TRAIN = """
+    import os, sys, time
+    import torch
+
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
+    if "ddp" in sys.argv:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(100_000):
+        x = torch.randn(16, 32)
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"step {step} loss {loss.item():.4f}", flush=True)
+        if "fail" in sys.argv:
+            raise ValueError("no more data")
+        if "wait" in sys.argv and step == 1:
+            open("waiting", "w").close()
+            time.sleep(600)
+"""
+"""A training of its own, which knows nothing of us, and would take hours."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the script is."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(TRAIN))
+    return tmp_path
+
+
+def _collect(*words: str, cwd: Path) -> Ended:
+    return python("-m", "ranktape.launch.cli", "collect", "--output", "runs", *words, cwd=cwd)
+
+
+def test_each_precision_is_trained_recorded_and_compared(folder: Path) -> None:
+    words = ("--quant", "bf16,mxfp4", "--min-iterations", "2", "--", "--nproc-per-node", "2", "train.py", "ddp")
+    ended = _collect(*words, cwd=folder)
+    assert ended.returncode == 0, ended.stderr
+    for quant_type in ("bf16", "mxfp4"):
+        run = open_run(folder / "runs" / quant_type)
+        assert len(run.iterations) == 2
+        assert {(record.quant_type, record.rank) for record in run.select()} == {(quant_type, 0), (quant_type, 1)}
+    assert "[mxfp4, 2 of 2] 2 of 2 guaranteed iterations complete" in ended.stdout
+    rows = {line.split()[0]: line.split() for line in ended.stdout.splitlines() if line.startswith(("bf16 ", "mxfp4 "))}
+    assert rows["bf16"][4:6] == ["-", "-"]
+    assert 5 < float(rows["mxfp4"][4]) < 25
+    assert 0.03 < float(rows["mxfp4"][5]) < 0.5
+    page = (folder / "runs" / "report.html").read_text()
+    assert "what differs from bf16" in page
+    assert '<th scope="row">2</th>' in page
+    assert "loss" in page
+
+    again = _collect("--quant", "bf16,mxfp4,mxfp8", *words[2:], cwd=folder)
+    assert again.returncode == 0, again.stderr
+    assert "[mxfp4, 2 of 3] is stored already in runs/mxfp4" in again.stdout
+    assert "[mxfp8, 3 of 3] done in" in again.stdout
+    other = _collect("--quant", "bf16", "--", "train.py", cwd=folder)
+    assert other.returncode == 1
+    assert "runs holds the trainings of another command (--nproc-per-node 2 train.py ddp)" in other.stderr
+
+
+def test_a_training_that_is_late_or_fails_is_said_and_the_others_go_on(folder: Path) -> None:
+    late = _collect(
+        *("--quant", "mxfp8", "--min-iterations", "5", "--timeout", "20", "--", "--nproc-per-node", "1"),
+        *("train.py", "wait"),
+        cwd=folder,
+    )
+    assert late.returncode == 3, late.stderr
+    assert "mxfp8: after 20 s the training was ended; what was stored is kept" in late.stderr
+    assert len(open_run(folder / "runs" / "mxfp8").iterations) >= 1
+    failed = _collect("--quant", "bf16,mxfp8", "--overwrite", "--", "train.py", "fail", cwd=folder)
+    assert failed.returncode == 1
+    assert "bf16: the training ended with exit code 1; mxfp8: the training ended with exit code 1" in failed.stderr
+    assert "ValueError: no more data" in failed.stdout
+
+
+def test_an_interrupt_ends_the_training_and_a_rerun_does_what_is_missing(folder: Path) -> None:
+    words = ("collect", "--output", "runs", "--quant", "bf16", "--min-iterations", "5", "--", "train.py", "wait")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ranktape.launch.cli", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
+    with process:
+        deadline = time.monotonic() + 120
+        while not (folder / "waiting").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(90) == 1
+    log = (folder / "runs" / "bf16.log").read_text()
+    with contextlib.suppress(FileNotFoundError):
+        (folder / "runs" / "report.html").unlink()
+    assert "step 1 loss" in log
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--quant", "bf16,mxpf8"), "recipe 'mxpf8' is not known: did you mean mxfp8?"),
+        pytest.param(("--quant", "bf16,"), "names nothing at one place", marks=exhaustive("as the others")),
+        (("--quant", "mxfp8,mxfp8"), "names mxfp8 twice"),
+        (("--quant", "bf16", "--", "missing.py"), "no script 'missing.py'"),
+        (("--quant", "bf16", "--", "python", "train.py"), "what torchrun would be given"),
+        (("--quant", "bf16", "--", "--nproc", "1"), "torchrun would not take"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_is_trained(
+    words: tuple[str, ...], message: str, folder: Path
+) -> None:
+    ended = _collect(*words, cwd=folder)
+    assert ended.returncode == 2, ended.stderr
+    assert message in ended.stderr
+    assert not (folder / "runs").exists()
+
+
+def test_the_words_of_torchrun_end_at_the_script() -> None:
+    ours = ("--nproc-per-node", "2", "--max-restarts=1")
+    assert split_words(("torchrun", *ours, "train.py", "-m", "x")) == (ours, ("train.py", "-m", "x"))
+    assert split_words((*ours, "-m", "package.train", "--lr", "1")) == (ours, ("-m", "package.train", "--lr", "1"))
+    with pytest.raises(UsageError, match="--no-python is not for what is recorded"):
+        split_words(("--no-python", "train.sh"))
