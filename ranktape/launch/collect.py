@@ -29,6 +29,7 @@ from ranktape.launch.options import capture_arguments, capture_options
 from ranktape.launch.place import read_options, shown
 
 if TYPE_CHECKING:
+    from ranktape.launch.collected import Collected
     from ranktape.launch.quantizing import Quantization
 
 DEMO = ("--nproc-per-node", "2", "-m", "ranktape.launch.demo_train")
@@ -53,24 +54,6 @@ _OWN = (
     *("record_last", "record_after", "trigger"),
 )
 """Settings of a capture that this command decides on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collected:
-    """What has become of one training."""
-
-    quant_type: str
-    """Its precision."""
-    url: str
-    """Its run."""
-    is_met: bool
-    """Whether what was guaranteed is stored."""
-    problem: str = ""
-    """What went wrong; empty where nothing did."""
-    has_failed: bool = False
-    """Whether the training itself failed."""
-    losses: tuple[float, ...] = ()
-    """The losses that it has printed."""
 
 
 @click.command(name="collect", context_settings={"allow_interspersed_args": False, "max_content_width": 100})
@@ -196,6 +179,8 @@ class _Plan:
 
     def collect(self, quantization: Quantization, *, head: str, timeout: float, overwrite: bool) -> Collected:
         """Train in one precision, unless that is stored already."""
+        from ranktape.launch.collected import Collected
+
         url = self.url_of(quantization)
         is_stored = _is_stored(url, options=self.options, min_iterations=self.values["min_iterations"])
         log = self._log(quantization)

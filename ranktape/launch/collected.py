@@ -16,7 +16,6 @@ from ranktape.analyze.table import Column, Kind, Table, write_table
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
-    from ranktape.launch.collect import Collected
     from ranktape.storage import Records
 
 PRODUCTS = ("output", "grad_input", "grad_weight")
@@ -35,6 +34,24 @@ COLUMNS = (
     Column(name="worst", kind=Kind.TEXT, head="worst module"),
 )
 """One row is one run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """What has become of one training."""
+
+    quant_type: str
+    """Its precision."""
+    url: str
+    """Its run."""
+    is_met: bool
+    """Whether what was guaranteed is stored."""
+    problem: str = ""
+    """What went wrong; empty where nothing did."""
+    has_failed: bool = False
+    """Whether the training itself failed."""
+    losses: tuple[float, ...] = ()
+    """The losses that it has printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
