@@ -147,7 +147,7 @@ def test_an_answer_is_that_of_its_question(run: Run) -> None:
         (np.arange(4, dtype=np.float32), np.array([0, 1, 2, 9], dtype=np.float32)),
     ],
 )
-def test_a_comparison_that_was_kept_is_the_same(tmp_path: Path, a: np.ndarray, b: np.ndarray) -> None:  # type: ignore[type-arg]
+def test_a_comparison_that_was_kept_is_the_same(tmp_path: Path, a: np.ndarray, b: np.ndarray) -> None:
     runs = [store(tmp_path / name, [describe_tensor(array)]) for name, array in (("a", a), ("b", b))]
     records = [open_run(run.url).select() for run in runs]
     fresh = compare(*records, engine=Engine(use_cache=False))
