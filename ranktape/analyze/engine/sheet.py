@@ -133,9 +133,9 @@ def sheet_of(records: Records, form: SheetForm, compute: Compute, *, engine: Eng
     """
     if not engine.use_cache or not len(records):
         return form.sheet(list(compute(records)))
-    if len(records.sources) > 1:
+    parts = records.by_source()
+    if len(parts) > 1 or parts[0].records.reader is not records.reader:
         # What is known of a source is kept with it.
-        parts = records.by_source()
         places = np.concatenate([part.places for part in parts])
         whole = _together([sheet_of(part.records, form, compute, engine=engine) for part in parts], form)
         errors = {int(places[place]): error for place, error in whole.errors.items()}
