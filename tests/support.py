@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     import pytest
@@ -327,7 +327,7 @@ class SupportPlugin:
         """A test has run."""
         if report.when == "call" and report.passed:
             self._proven.update(self._fields[report.nodeid])
-            self._compiled += [value for name, value in report.user_properties if name == COMPILED]
+            self._compiled += [cast("CompiledRow", value) for name, value in report.user_properties if name == COMPILED]
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """All have run."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from tests.capture.compiled_matrix import WRAPPINGS, count_tensors, train
 from tests.support import COMPILED, COMPILED_SITES, PAGE, WRITING, YES, compiled_cell, compiled_on
@@ -21,7 +22,7 @@ pytestmark = [
 @pytest.fixture(scope="module", autouse=True)
 def _group() -> Iterator[None]:
     # What is recorded is each rank's own: one rank counts as many as each of several.
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
