@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ranktape.capture.settings.cadence import Cadence
 from ranktape.capture.settings.options import CaptureOptions
@@ -74,7 +75,7 @@ def test_a_coordinator_that_follows_a_killed_one_asks_for_nothing_twice(tmp_path
 
 def test_what_is_no_request_is_refused_and_nothing_else_happens(tmp_path: Path) -> None:
     watched = Watched(tmp_path / "run", planned=(0,), target=1)
-    hostile = {
+    hostile: dict[str, dict[str, Any]] = {
         "0" * 20: {"kind": "trigger", "num_iterations": 10**9, "settings": {}, "by": ""},
         "1" * 20: {"kind": "explode", "num_iterations": 1, "settings": {}, "by": ""},
         "2" * 20: {"kind": "trigger", "num_iterations": 1, "settings": {"spill_dir": "/etc"}, "by": ""},
