@@ -198,7 +198,8 @@ class Iterations:
             return
         # One that is not captured tells what a captured one costs; not in a training that would run eagerly for it.
         if is_wanted or not (self._is_surveyed or is_left_compiled(self.options)):
-            self._recorder.begin(self._iteration, is_staged=is_wanted, selecting=selecting)
+            is_reduced = is_wanted and self._is_crowded()
+            self._recorder.begin(self._iteration, is_staged=is_wanted, selecting=selecting, is_reduced=is_reduced)
             self._tracker.reset(self._iteration)
             if not self.options.manual:
                 with self._recorder.guarded():
@@ -315,6 +316,10 @@ class Iterations:
         self._console.warn_once(
             f"the training waits for the writer, at most {limit} each time: the host budget is full"
         )
+
+    def _is_crowded(self) -> bool:
+        """Whether a flight recorder has no room for the next iteration's values: the training is not to wait for it."""
+        return self._is_recorder and self._is_surveyed and self._process.ring.free_nbytes < self._predicted_nbytes
 
     def _lacks_room(self) -> str | None:
         """Why the next iteration is skipped; None where it is taken."""

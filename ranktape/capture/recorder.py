@@ -25,8 +25,9 @@ from ranktape.capture.staging.device import DeviceStage
 from ranktape.capture.staging.ring import RingProducer
 from ranktape.capture.staging.ring_file import SlotKind
 from ranktape.capture.tensors.parts import PlainPart, UnrecordableError, take_apart
+from ranktape.capture.tensors.taking import StatisticsTaker, taken_nbytes
 from ranktape.errors import CaptureError, RanktapeError
-from ranktape.storage.format.record_info import Mode, Operation
+from ranktape.storage.format.record_info import Keep, Mode, Operation
 
 _Answer = TypeVar("_Answer")
 
@@ -64,12 +65,23 @@ class Recorder:
         """Says why no iteration ends, and the way out."""
         self.tally: IterationTally | None = None
         self.num_left_out = 0
+        # A capture that stores what it stages leaves the counting to its writer: it has a moment to do so.
+        self._taker = None if options.record_last is None else StatisticsTaker()
+        self._is_reduced = False
         self._num_numbers: Counter[tuple[str, int]] = Counter()
         self._number_forms: dict[Any, RecordForm] = {}
 
-    def begin(self, iteration: int, *, is_staged: bool, selecting: Selecting | None = None) -> None:
-        """An iteration begins, in which something of its own may decide what is taken."""
+    def begin(
+        self, iteration: int, *, is_staged: bool, selecting: Selecting | None = None, is_reduced: bool = False
+    ) -> None:
+        """An iteration begins, in which something of its own may decide what is taken.
+
+        `is_reduced` where there is no room for values, but for what they add up to.
+        """
         self._selecting = selecting or self._usual
+        if self._taker is not None:
+            self._taker.begin()
+        self._is_reduced = is_reduced
         self.tally = IterationTally(iteration=iteration, is_staged=is_staged)
         self.num_left_out = 0
         self._num_numbers.clear()
@@ -333,8 +345,19 @@ class Recorder:
         tensor = whole
         if form.places is not None and form.sample_dim is not None:
             tensor = narrow(whole, form.places, sample_dim=form.sample_dim)
-        header = self._header(form, call, tags)
         seconds = self.options.block_timeout_seconds
+        if self._taker is not None and not tensor.is_cuda and (form.keep == Keep.STATISTICS or self._is_reduced):
+            header = self._header(form, call, tags, more=',"taken":1')
+            nbytes = taken_nbytes(tensor, sample_dim=form.sample_dim)
+            slot = _of_ring(self._ring.reserve, SlotKind.TENSOR, header, nbytes, timeout_seconds=seconds)
+            try:
+                self._taker.take(tensor, sample_dim=form.sample_dim, into=slot.payload)
+            except BaseException:
+                self._ring.cancel(slot)
+                raise
+            _of_ring(self._ring.publish, slot)
+            return
+        header = self._header(form, call, tags)
         slot = _of_ring(self._ring.reserve, SlotKind.TENSOR, header, form.nbytes, timeout_seconds=seconds)
         try:
             if form.nbytes and tensor.is_cuda:
@@ -349,14 +372,14 @@ class Recorder:
             raise
         _of_ring(self._ring.publish, slot)
 
-    def _header(self, form: RecordForm, call: Call, tags: Tags) -> bytes:
+    def _header(self, form: RecordForm, call: Call, tags: Tags, *, more: str = "") -> bytes:
         counter, self._counter = self._counter, self._counter + 1
         sample_ids = ids_at(form.places, tags.sample_ids or (call.sample_ids if form.sample_dim is not None else None))
         ids = "null" if sample_ids is None else json.dumps(sample_ids)
         return (
             f'{form.header},"iteration":{call.iteration},"microbatch":{call.microbatch},"call":{call.index},'
             f'"counter":{counter},"timestamp":{time.time()!r},"sample_ids":{ids},'
-            f'"metadata":{tags.metadata}}}'
+            f'"metadata":{tags.metadata}{more}}}'
         ).encode()
 
 

@@ -346,6 +346,7 @@ class Capture(Iterations):
         self._hooks.on_mistake = self._report_mistake
         self._hooks.tell_of_roots(self._clock.watch)
         if self._is_recorder:
+            self._process.ring.is_patient = True
             self._numbers = LoggedNumbers(self._recorder)
             self._signals = Signals(self._process.ring.signal)
         self._master = None

@@ -112,7 +112,7 @@ def _record(url: str, settings: dict[str, Any], script: Script) -> int:
         has_left = script.run()
     except BaseException as stop:
         if start.capture is not None and os.getpid() == order.launcher_pid:
-            start.capture.close(reason=_reason(stop), error=stop)
+            start.capture.close(reason=_reason(stop), error=stop.__cause__ or stop)
         raise
     if os.getpid() != order.launcher_pid:
         return 0  # a process that the script has forked, which ends as the script does

@@ -20,6 +20,7 @@ from ranktape.analyze.findings.finding import Finding, Severity
 from ranktape.analyze.findings.lost import lost, spoiled, underflowing
 from ranktape.analyze.findings.replicas import differing_replicas
 from ranktape.analyze.findings.survey import Survey
+from ranktape.analyze.findings.triggered import triggered
 from ranktape.analyze.numerics.recipes.parse import RecipeWord, parse_recipes
 from ranktape.analyze.replays.replayed import Replayed, replay_calls
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ranktape.storage import Records
 
 KINDS = (
+    "triggered",
     "nan",
     "inf",
     "overflow",
@@ -116,7 +118,7 @@ def _find(
         from ranktape.analyze.findings.recipes import recipe_outliers
 
         found.extend(recipe_outliers(known, replayed or replay_calls(records, recipes, engine=engine), recipes))
-    return [family.as_finding() for family in families_of(known, found)]
+    return [*triggered(records), *(family.as_finding() for family in families_of(known, found))]
 
 
 def all_findings(

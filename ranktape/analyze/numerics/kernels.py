@@ -140,3 +140,64 @@ def sum_powers(values: NDArray[Any], sums_BM: NDArray[np.float64]) -> None:
             fourth += square * square
         sums = sums_BM[number]
         sums[0], sums[1], sums[2], sums[3], sums[4], sums[5] = count, total, second, third, fourth, magnitudes
+
+
+@compiled_sums
+def summarise(
+    keys_OSI: NDArray[np.int32], values_OSI: NDArray[np.float32], normal: np.int32, summary: NDArray[np.float64]
+) -> bool:
+    """Write what float32 values add up to, and per sample how many are subnormal and zero, in one pass over memory.
+
+    Keys are the patterns of the values. The summary is count, sum, the second to fourth moment about the mean, the sum
+    of magnitudes; smallest and largest key in the order of values, the largest magnitude's key; then for each sample
+    those below `normal` (zeros too) and the zeros. False, and nothing is written, where one is not finite.
+    """
+    top, infinity = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
+    smallest, largest, magnitude_key = top, np.int32(~top), np.int32(0)
+    count, mean, second, third, fourth, magnitudes = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    summary[9:] = 0.0
+    for before in range(keys_OSI.shape[0]):
+        for sample in range(keys_OSI.shape[1]):
+            for start in range(0, keys_OSI.shape[2], BLOCK):
+                keys = keys_OSI[before, sample, start : start + BLOCK]
+                values = values_OSI[before, sample, start : start + BLOCK]
+                below, zero = np.int32(0), np.int32(0)
+                for index in range(keys.size):
+                    key = keys[index]
+                    magnitude = np.int32(key & top)
+                    ordered = np.int32(key ^ ((key >> 31) & top))
+                    zero += np.int32(magnitude == 0)
+                    below += np.int32(magnitude < normal)
+                    magnitude_key = max(magnitude_key, magnitude)
+                    smallest, largest = min(smallest, ordered), max(largest, ordered)
+                if magnitude_key >= infinity:
+                    return False
+                total, of_magnitudes = 0.0, 0.0
+                for index in range(values.size):
+                    value = np.float64(values[index])
+                    total += value
+                    of_magnitudes += abs(value)
+                size = np.float64(values.size)
+                own_mean = total / size
+                own_2, own_3, own_4 = 0.0, 0.0, 0.0
+                for index in range(values.size):
+                    difference = np.float64(values[index]) - own_mean
+                    square = difference * difference
+                    own_2 += square
+                    own_3 += square * difference
+                    own_4 += square * square
+                # What the part and the parts before it come to together, about their common mean.
+                both = count + size
+                new_mean = mean + (own_mean - mean) * (size / both)
+                a, b = mean - new_mean, own_mean - new_mean
+                fourth += 4 * a * third + 6 * a * a * second + count * a * a * a * a
+                fourth += own_4 + 4 * b * own_3 + 6 * b * b * own_2 + size * b * b * b * b
+                third += 3 * a * second + count * a * a * a + own_3 + 3 * b * own_2 + size * b * b * b
+                second += count * a * a + own_2 + size * b * b
+                count, mean, magnitudes = both, new_mean, magnitudes + of_magnitudes
+                summary[9 + 2 * sample] += below
+                summary[10 + 2 * sample] += zero
+    summary[0], summary[1], summary[5] = count, mean * count, magnitudes
+    summary[2], summary[3], summary[4] = second, third, fourth
+    summary[6], summary[7], summary[8] = smallest, largest, magnitude_key
+    return True

@@ -132,9 +132,9 @@ def findings(
 
     Args:
         severity (LEVEL): Only what is so bad, or worse: high, medium, low.
-        kind (KIND): Only these: nan, inf, overflow, gradient_underflow, sample_outlier, rank_differs, replica_differs,
-            gradient_exploding, gradient_vanishing, layer_differs, trend, recipe_outlier, channel_outlier, zero,
-            constant, placement_unknown; repeatable.
+        kind (KIND): Only these: triggered, nan, inf, overflow, gradient_underflow, sample_outlier, rank_differs,
+            replica_differs, gradient_exploding, gradient_vanishing, layer_differs, trend, recipe_outlier,
+            channel_outlier, zero, constant, placement_unknown; repeatable.
         channels: Look for channels that stand out, too, for which every value is read once more.
         recipe (NAME): Recipes in which each product of each layer is computed again, as mxfp8,mxfp4,nvfp4: names, or
             files, with commas between them; repeatable.

@@ -41,6 +41,9 @@ MAX_TRIGGERS = 100
 _LOOKS_HELD = 4
 """Looks for triggers of other ranks during which an iteration is held at least, however fast the training steps."""
 
+_GRACE_SECONDS = 10.0
+"""For which one is held beside that while there is room: ranks on a busy machine look late."""
+
 _MAX_EXTRA = 64
 """Iterations that are held for that reason alone."""
 
@@ -48,7 +51,7 @@ _FREE_SHARE = 0.5
 """Part of the ring that is kept free for the next iteration, at most."""
 
 _LAST_LOOK_SECONDS = 20.0
-_QUIET_SECONDS = 1.0
+_QUIET_SECONDS = 2.0
 """At the end of a training, for what other ranks may have to say of the last iteration."""
 
 
@@ -157,7 +160,7 @@ class Flight:
         if death is not None:
             text = f"the training process died in iteration {self._step}: {death}"
             self._happened(TriggerKind.DEATH, self._step, text, signal_name=death.rpartition(" ")[2])
-        if self._attempt.launch.world_size > 1 and not self._num_triggers:
+        if self._attempt.launch.world_size > 1:
             time.sleep(max(_QUIET_SECONDS, 2 * self._watch.seconds))
         self._watch.last_look(seconds=_LAST_LOOK_SECONDS if self._num_triggers else _QUIET_SECONDS)
         for trigger in self._watch.found():
@@ -175,6 +178,12 @@ class Flight:
     def _step(self) -> int:
         """The iteration that the training is in."""
         return max(self._newest, self._ring.counter(Counter.STEP))
+
+    @property
+    def _needed_nbytes(self) -> int:
+        """Bytes of the ring that the next iteration needs, as far as it can have them."""
+        capacity = self._ring.capacity
+        return max(capacity // 16, min(int(_FREE_SHARE * capacity), int(1.1 * self._iteration_nbytes)))
 
     def _judge(self, slot: Slot) -> Future[list[Hit]]:
         if slot.header.get("taken"):
@@ -313,7 +322,10 @@ class Flight:
         oldest_new = min(self._queue[0][0].iteration, self._newest) if self._queue else self._newest
         oldest_kept = min(self._previous(oldest_new, count=self._before), default=oldest_new)
         now = time.monotonic()
-        grace = _LOOKS_HELD * self._watch.seconds if self._attempt.launch.world_size > 1 else 0.0
+        grace = 0.0
+        if self._attempt.launch.world_size > 1:
+            is_crowded = self._ring.capacity - self._ring.pending_nbytes < self._needed_nbytes
+            grace = max(_LOOKS_HELD * self._watch.seconds, 0.0 if is_crowded else _GRACE_SECONDS)
         extra = [held for held in over if held.iteration < oldest_kept]
         for number, held in enumerate(sorted(extra, key=lambda one: one.iteration)):
             is_young = held.ended_at is not None and now - held.ended_at < grace
@@ -332,7 +344,7 @@ class Flight:
         """Give up the values of the oldest iterations, as far as the next one needs their room."""
         capacity = self._ring.capacity
         is_waiting = self._ring.counter(Counter.WAITING) == 1
-        need = max(capacity // 16, min(int(_FREE_SHARE * capacity), int(1.1 * self._iteration_nbytes)))
+        need = self._needed_nbytes
         held = sum(one.reduced_nbytes for one in self._held.values())
         for one in sorted(self._held.values(), key=lambda one: one.iteration):
             if not is_waiting and capacity - self._ring.pending_nbytes >= need:

@@ -65,6 +65,8 @@ class RingProducer(RingFile):
         """Called again and again while somebody waits for room."""
         self.on_long_wait: Callable[[], None] = lambda: None
         """Called once in a wait that is long."""
+        self.is_patient = False
+        """Whether the writer only holds what comes: it need not be woken for each slot, and looks by itself."""
         self._reserved = 0
         self._limit = self.capacity
         """Up to where there was room when the writer's counter was read last; there may be more by now."""
@@ -114,7 +116,7 @@ class RingProducer(RingFile):
                 return
             self.set_counter(Counter.PUBLISHED, published)
         # A writer that is busy looks again before it sleeps. Should the two miss each other, it looks by itself soon.
-        if self.counter(Counter.ASLEEP):
+        if self.counter(Counter.ASLEEP) and not (self.is_patient and self.pending_nbytes < self.capacity // 4):
             self._wake()
 
     def cancel(self, slot: Slot) -> None:

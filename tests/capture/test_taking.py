@@ -1,0 +1,80 @@
+"""Are the statistics that the training thread takes those that the writer would make of the values?"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ranktape.analyze.numerics.histograms.histogram import measure
+from ranktape.analyze.numerics.histograms.moments import statistics_of
+from ranktape.capture.tensors.taking import StatisticsTaker, taken_nbytes
+from ranktape.capture.writing.counting import taken_from
+from ranktape.storage.format.dtypes import numpy_dtype
+from ranktape.storage.format.record_info import Overflow
+from ranktape.storage.format.statistics import Statistics
+
+TAKER = StatisticsTaker()
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.float8_e4m3fn)
+
+
+def taken(tensor: torch.Tensor, *, sample_dim: int | None) -> tuple[Statistics, Overflow]:
+    payload = np.zeros(taken_nbytes(tensor, sample_dim=sample_dim) // 8)
+    TAKER.take(tensor, sample_dim=sample_dim, into=payload.data.cast("B"))
+    vector, overflow = taken_from(payload.data.cast("B"), per_sample=sample_dim is not None)
+    return Statistics.from_vector(vector), overflow
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    whole = tensor.contiguous()
+    flat = whole.reshape(-1).view(torch.uint8).numpy() if whole.numel() else np.zeros(0, np.uint8)
+    return flat.view(numpy_dtype(str(tensor.dtype).removeprefix("torch."))).reshape(tuple(tensor.shape))
+
+
+def check(tensor: torch.Tensor, *, sample_dim: int | None) -> None:
+    statistics, overflow = taken(tensor, sample_dim=sample_dim)
+    array = as_array(tensor)
+    assert overflow == measure(array, sample_dim=sample_dim)
+    expected = statistics_of(array).to_vector()
+    np.testing.assert_allclose(statistics.to_vector(), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "sample_dim"),
+    [((4, 7, 50), 0), ((4, 7, 50), 1), ((3, 5000), None), ((), None), ((0, 3), 0), ((1,), None)],
+)
+@pytest.mark.parametrize("special", [None, 0.0, 1e-39, torch.inf, -torch.inf, torch.nan])
+def test_they_are_those_of_the_values(
+    dtype: torch.dtype, shape: tuple[int, ...], sample_dim: int | None, special: float | None
+) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3
+    if special is not None and tensor.numel() and dtype.is_floating_point:
+        tensor.view(-1)[tensor.numel() // 2] = special
+    check(tensor.to(dtype), sample_dim=sample_dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_order_of_dimensions_and_any_stride(dtype: torch.dtype) -> None:
+    tensor = torch.randn(4, 6, 8, 10).to(dtype)
+    check(tensor.transpose(1, 2), sample_dim=0)
+    check(tensor.permute(3, 1, 0, 2), sample_dim=2)
+    check(tensor[:, ::2, 1:], sample_dim=0)
+    check(tensor[0].expand(4, 6, 8, 10), sample_dim=0)
+    check(torch.full((300, 300), 1.5).to(dtype), sample_dim=None)
+
+
+def test_what_is_written_to_is_looked_at_again() -> None:
+    tensor = torch.ones(2, 50)
+    assert taken(tensor, sample_dim=0)[0].sum == 100
+    assert taken(tensor.view(2, 5, 10), sample_dim=0)[0].sum == 100
+    tensor.mul_(2)
+    assert taken(tensor, sample_dim=0)[0].sum == 200
+    del tensor
+    # Another tensor may be given the same memory.
+    sums = [taken(torch.full((2, 50), float(number)), sample_dim=0)[0].sum for number in range(20)]
+    assert sums == [100.0 * number for number in range(20)]
+
+
+def test_a_large_mean_takes_nothing_from_small_differences() -> None:
+    check(1e4 + torch.randn(64, 1000), sample_dim=0)
