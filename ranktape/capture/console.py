@@ -130,8 +130,14 @@ class Console:
             for place, reason in list(coverage.unseen.items())[:_MAX_NAMED]:
                 self.warn(f"not recorded: {place}: {reason}")
 
-    def tell_of_compiled(self, iterations: Sequence[int]) -> None:
-        """Which iterations of a compiled training run as written."""
+    def tell_of_compiled(self, iterations: Sequence[int], *, is_in_graphs: bool) -> None:
+        """How compiled code is recorded, in which iterations."""
+        if is_in_graphs:
+            self.say(
+                f"what the training compiles is recorded inside of its graphs ({_shown(iterations)}): each is compiled "
+                f"once more for that"
+            )
+            return
         self.say(
             f"what the training compiles runs eagerly in the captured iterations ({_shown(iterations)}), where results "
             f"may differ in the last bits, and compiled in all others"

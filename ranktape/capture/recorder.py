@@ -232,8 +232,26 @@ class Recorder:
         """
         site = self.expected.site(source, role)
         tensor.register_hook(Hook(partial(self._on_grad, site, call, part, placement, on_grad)))
+        self.await_grad(source, role, call)
+
+    def await_grad(self, source: Source, role: TensorRole, call: Call) -> None:
+        """Say that a gradient will come of a call."""
         if call.mode is Mode.TRAIN and self.wants(source, role, call):
-            site.hooked.add(call.key)
+            self.expected.site(source, role).hooked.add(call.key)
+
+    def take_grad(
+        self,
+        source: Source,
+        role: TensorRole,
+        grad: torch.Tensor,
+        *,
+        call: Call,
+        part: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        placement: str | None = None,
+        on_grad: Callable[[Call], None] | None = None,
+    ) -> None:
+        """Take a gradient that has come, as `record_grad` would."""
+        self._on_grad(self.expected.site(source, role), call, part, placement, on_grad, grad)
 
     def _on_grad(  # noqa: PLR0917  (bound to each gradient, on the training thread)
         self,

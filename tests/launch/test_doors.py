@@ -163,4 +163,4 @@ def test_a_compiled_training_has_the_same_graphs_and_runs_eagerly_only_where_it_
     assert (runs, counts) == ("1 1 1 1", "1 {} {}")
     assert ended.stdout.splitlines() == ["0 1 0 1", counts, loss]
     assert open_run(tmp_path / "run").iterations == [0, 2]
-    assert any("runs eagerly in the captured iterations (0, 2)" in line for line in own_lines(ended)), ended.stderr
+    assert any("runs eagerly in captured iterations" in line for line in own_lines(ended)), ended.stderr

@@ -52,9 +52,15 @@ class EagerMode:
     their places: it makes tables of them as it is loaded.
     """
 
-    def __init__(self, originals: Callable[[], AbstractContextManager[None]]) -> None:
-        """Begin; `originals` has, for a moment, torch's functions in the places of those that stand for them."""
+    def __init__(
+        self, originals: Callable[[], AbstractContextManager[None]], begin: Callable[[], Any] | None = None
+    ) -> None:
+        """Begin; `originals` has, for a moment, torch's functions in the places of those that stand for them.
+
+        Where `begin` is given, that is called once the compiler is there, for what is to be removed in the end.
+        """
         self._originals = originals
+        self._begin = begin
         self._stack = contextlib.ExitStack()
         self._stack.callback(IgnoredWarning().remove)
         if _COMPILER in sys.modules:
@@ -85,7 +91,19 @@ class EagerMode:
         self._stack.close()
 
     def _force(self) -> None:
+        handle = None if self._begin is None else self._begin()
+        if handle is not None:
+            self._stack.callback(handle.remove)
+            return
         self._stack.push(torch.compiler.set_stance("force_eager"))
+
+
+def is_proven() -> bool:
+    """Whether this version of torch is one of those whose compiled graphs are recorded without another bit."""
+    return torch.__version__.startswith(_PROVEN)
+
+
+_PROVEN = ("2.13.",)
 
 
 def is_left_compiled(options: CaptureOptions) -> bool:

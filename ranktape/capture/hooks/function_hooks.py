@@ -38,6 +38,9 @@ from ranktape.capture.roles.known import ATTENTION, function_roles
 from ranktape.capture.roles.table import Argument, FunctionRole, Ports, ports_of, resolved
 from ranktape.capture.source import Source
 
+_FLEX = "torch.nn.attention.flex_attention.flex_attention"
+"""Stands in graphs as an operator of its own, which gives more than the output."""
+
 _SPARSE = 6
 """Place of `sparse` among the arguments of an embedding; a linear product has fewer."""
 
@@ -116,6 +119,22 @@ class FunctionHooks:
     def originals(self) -> AbstractContextManager[None]:
         """For a moment have the functions themselves under the names of modules."""
         return put_back(self.places)
+
+    def in_graphs(self) -> dict[Any, tuple[FunctionRole, Ports, int | None]]:
+        """What compiled graphs call for each function with a role, and which element of its result is the output."""
+        found: dict[Any, tuple[FunctionRole, Ports, int | None]] = {}
+        for role in function_roles():
+            is_wanted = self._recorder.options.wants_layer_type(role.layer_type) and not role.gives_function
+            for name in role.functions if is_wanted else ():
+                holder = resolve(name)
+                if holder is not None and role in self._ports:
+                    function = getattr(*holder)
+                    original = function.original if isinstance(function, StandIn) else function
+                    element = role.output if isinstance(role.output, int) else None
+                    found[original] = role, self._ports[role], element
+                    if name == _FLEX:
+                        found[torch.ops.higher_order.flex_attention] = role, self._ports[role], 0
+        return found
 
     def learn(self, root: nn.Module) -> None:
         """Know a model, which may hold functions; with the first one, replace them, as all is loaded that it needs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ranktape.capture.hooks.calls import Placement, Watch
-from ranktape.capture.hooks.compiled import EagerMode, IgnoredWarning, is_left_compiled
+from ranktape.capture.hooks.compiled import EagerMode, IgnoredWarning, is_left_compiled, is_proven
 from ranktape.capture.hooks.coverage import Coverage, explain_silence, explain_unmatched, find_coverage
 from ranktape.capture.hooks.function_hooks import FunctionHooks
 from ranktape.capture.hooks.hook import Hook, Replacements
@@ -159,10 +160,55 @@ class ModelHooks:
         self._multihead = MultiheadHooks(watch) if self._wants("attention") else None
         self._layers = LayerHooks(watch) if self._options.wants_layers or self._wants("hidden") else None
         self._functions = FunctionHooks(watch, is_wanted=self._is_wanted_kind, multihead=self._multihead)
-        watch.handles += [self._functions, EagerMode(self._functions.originals)]
+        begin = self._begin_regions if self._options.compiled == "graph" else None
+        watch.handles += [self._functions, EagerMode(self._functions.originals, begin)]
         self._attach_known()
         if not self._is_given:
             watch.handles.append(register_module_forward_pre_hook(self._meet))
+
+    def _begin_regions(self) -> Any:
+        """Record compiled code inside of its graphs; None where it runs eagerly instead."""
+        if not is_proven():
+            self.on_note(f"compiled code runs eagerly in captured iterations: torch {torch.__version__} is not proven")
+            return None
+        from ranktape.capture.compiled.graph_calls import GraphCalls
+        from ranktape.capture.compiled.regions import Regions
+
+        assert self._functions is not None, "only called while hooks are attached"
+        return Regions(
+            GraphCalls(self._watch, frames=self._attached, is_wanted=self._is_wanted_kind),
+            targets=self._functions.in_graphs,
+            modules=lambda: iter(self._attached),
+            aside=self._aside,
+            meet=self._meet_in_region,
+            tell=self._note,
+        )
+
+    def _meet_in_region(self, module: nn.Module) -> None:
+        """Know a model that compiled code is about to run, and of which no hook will tell."""
+        if self._is_given or module in self._known or self._tracker.current() is not None or in_backward():
+            return
+        with self._recorder.guarded():
+            if self._tracker.records(module) and not self._refresh():
+                self.add_root(module, is_running=False)
+                self._attach_to(module, self._roots[-1][1])
+
+    def _note(self, text: str) -> None:
+        self.on_note(text)
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """In it nothing of ours is in the places of torch's functions, nor among its hooks of all modules."""
+        assert self._functions is not None, "only called while hooks are attached"
+        hooks = torch.nn.modules.module._global_forward_pre_hooks  # noqa: SLF001  (there is no public name)
+        own = {key: hook for key, hook in hooks.items() if getattr(hook, "__self__", None) is self}
+        with self._functions.originals():
+            for key in own:
+                del hooks[key]
+            try:
+                yield
+            finally:
+                hooks.update(own)
 
     def enter_late(self, module: nn.Module, arguments: Arguments) -> Arguments | None:
         """Do what a model's own pre-hooks would, in the call in which they were attached; the arguments after that."""

@@ -253,6 +253,11 @@ class Settings:
     sample_dim: int | None = option(
         None, "Dimension of activations that holds samples; found from the batch by default.", kind=int, least=0
     )
+    compiled: str = option(
+        "graph",
+        "How compiled code is recorded: inside of its graphs, or run eagerly in captured iterations.",
+        choices=("graph", "eager"),
+    )
     policy: str = option(
         Policy.BLOCK.value,
         "What to do, once the minimum is there, when an iteration does not fit into the budget.",

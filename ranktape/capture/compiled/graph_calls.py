@@ -1,0 +1,233 @@
+"""Follows the calls of compiled graphs, and records what their taps bring.
+
+A graph is called by Python with its inputs, real parameters among them: they tell which of many layers runs, where
+several share one graph. Each call gets a ticket, which the graph hands to its taps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ranktape.capture.compiled.graph_taps import SITES, GraphCall, GraphPlan
+from ranktape.capture.compiled.operator import TICKETS, is_of_gradient
+from ranktape.capture.hooks.calls import WITHOUT_BIAS, Taking, Watch
+from ranktape.capture.hooks.stacks import module_path
+from ranktape.capture.hooks.weights import Owner, is_cached_by_autocast
+from ranktape.capture.passes.passes import Call, Frame, in_backward
+from ranktape.capture.roles.known import PRODUCTS, role_of
+from ranktape.capture.roles.table import ModuleRole, Ports, ports_of
+from ranktape.capture.source import NO_TAGS, Source, Tags
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(slots=True, kw_only=True)
+class _Taken:
+    """One call of a function, while its graph runs and its backward pass is to come."""
+
+    taking: Taking
+    call: Call
+    ports: Mapping[str, Any]
+    """The ports of its source, by name."""
+    is_repeated: bool
+    """Whether it is a recomputation: what it computes was recorded before."""
+    tags: Tags = NO_TAGS
+    """What is said of the first operand."""
+
+
+class GraphCalls:
+    """The calls of compiled graphs in one captured iteration."""
+
+    current: GraphCalls | None = None
+    """Those of the iteration that is captured; None outside of one."""
+
+    def __init__(
+        self, watch: Watch, *, frames: Mapping[nn.Module, Frame], is_wanted: Callable[[str, str], bool]
+    ) -> None:
+        """Prepare; `is_wanted` says for a kind of layer and a module's path whether it is recorded."""
+        self._watch = watch
+        self._recorder = watch.recorder
+        self._tracker = watch.tracker
+        self._frames = frames
+        self._is_wanted = is_wanted
+        self._owners: dict[int, list[tuple[Any, Owner]]] = {}
+        self._takings: dict[Source, Taking] = {}
+
+    def remove(self) -> None:
+        """Record nothing more."""
+        TICKETS.clear()
+
+    @contextlib.contextmanager
+    def running(self, plan: GraphPlan, inputs: Sequence[Any]) -> Iterator[int]:
+        """A graph runs in it, with these inputs; its ticket."""
+        ticket = next(_tickets)
+        entered: nn.Module | None = None
+        with self._recorder.guarded():
+            entered = self._enter(inputs)
+            taken = self._begin(plan, inputs)
+            if taken:
+                TICKETS[ticket] = lambda number, value: self._take(taken, number, value)
+        output: Any = None
+        try:
+            yield ticket
+            output = ()
+        finally:
+            if entered is not None:
+                with self._recorder.guarded():
+                    self._tracker.leave(entered, output)
+
+    def _enter(self, inputs: Sequence[Any]) -> nn.Module | None:
+        """Begin a pass where the graph itself is one: none of the hooks on its modules runs."""
+        if self._tracker.current() is not None or in_backward() or not self._frames:
+            return None
+        root = next(iter(self._frames.values()))
+        given = tuple(one for one in inputs if not isinstance(one, torch.nn.Parameter))
+        self._tracker.enter(root, given, {})
+        return root.module
+
+    def _begin(self, plan: GraphPlan, inputs: Sequence[Any]) -> dict[GraphCall, _Taken]:
+        """Begin the calls in a graph, and record their parameters."""
+        owners = {call: self._owner(call, inputs) for call in plan.calls if call.owner is not None}
+        named = [(call.path, owner.frame.path) for call, owner in owners.items() if owner is not None]
+        taken = {}
+        for call in plan.calls:
+            owner = owners.get(call)
+            if call.owner is not None and owner is None:
+                continue
+            frame = owner.frame if owner is not None else self._frame(call.path, named)
+            source, ports = self._source(call, owner, frame)
+            if source is None or not self._recorder.follows(source, (port.value for port in ports.all)):
+                continue
+            with self._recorder.guarded(source):
+                taken[call] = self._begin_call(plan, call, source, ports, frame, inputs)
+                if owner is not None:
+                    self._watch.owners.met.add((owner.frame.module, owner.attribute))
+        return taken
+
+    def _begin_call(  # noqa: PLR0917  (what `_begin` has found)
+        self, plan: GraphPlan, call: GraphCall, source: Source, ports: Ports, frame: Frame | None, inputs: Sequence[Any]
+    ) -> _Taken:
+        taking = self._takings.get(source)
+        if taking is None:
+            place = None if frame is None else self._watch.place(frame.module, ports)
+            taking = self._takings[source] = Taking(watch=self._watch, source=source, ports=ports, placement=place)
+        found = self._recorder.begin_call(source, torch.empty(0, dtype=call.dtype))
+        by_name = {port.name: port for port in ports.all}
+        tags = Tags(metadata=call.ports.said(*call.given)) if call.ports.options else NO_TAGS
+        one = _Taken(taking=taking, call=found, ports=by_name, is_repeated=in_backward(), tags=tags)
+        for name, at in call.parameters.items():
+            if name in by_name:
+                self._begin_parameter(one, name, inputs[at])
+        for site in call.sites:
+            for port in (by_name.get(port.name, port) for port in site.ports):
+                if (reason := plan.missing.get(site.number)) is not None:
+                    self._recorder.refuse(source, port.value, reason, call=found)
+                if (reason := plan.missing.get(site.number + 1)) is not None:
+                    self._recorder.refuse(source, port.grad, reason, call=found)
+                elif site.has_gradient:
+                    self._recorder.await_grad(source, port.grad, found)
+        return one
+
+    def _begin_parameter(self, taken: _Taken, name: str, value: torch.Tensor) -> None:
+        port = taken.ports[name]
+        if not taken.is_repeated:
+            taken.taking.record(
+                port, value.detach() if not isinstance(value, torch.nn.Parameter) else value, taken.call
+            )
+        if value.requires_grad and torch.is_grad_enabled() and is_cached_by_autocast(value):
+            take = lambda grad, call: taken.taking.record_grad_now(port, grad, call)  # noqa: E731
+            self._watch.leaves.watch(taken.taking.source, port, value, take=take)
+
+    def _take(self, taken: Mapping[GraphCall, _Taken], number: int, value: torch.Tensor) -> None:
+        """Record what a tap brings."""
+        site = SITES[number - is_of_gradient(number)]
+        one = taken.get(site.call)
+        if one is None:
+            return
+        recorder, source = self._recorder, one.taking.source
+        for own in site.ports:
+            port = one.ports.get(own.name, own)
+            if is_of_gradient(number):
+                on_grad = None
+                if port is one.taking.ports.output:
+                    on_grad = self._watch.leaves.on_grad_output(source)
+                place = site.grad_placement or self._placement(one, port.grad.tensor_name, value)
+                part = None if port.part is None else port.take
+                recorder.take_grad(source, port.grad, value, call=one.call, part=part, placement=place, on_grad=on_grad)
+            elif not one.is_repeated:
+                place = site.placement or self._placement(one, port.name, value)
+                tags = NO_TAGS
+                if port is one.taking.ports.output:
+                    tags = NO_TAGS if site.call.has_bias else WITHOUT_BIAS
+                else:
+                    tags, one.tags = one.tags, NO_TAGS
+                recorder.record(source, port.value, port.take(value), call=one.call, placement=place, tags=tags)
+
+    @staticmethod
+    def _placement(one: _Taken, name: str, value: torch.Tensor) -> str | None:
+        return None if one.taking.placement is None else one.taking.placement(name, value)
+
+    def _source(self, call: GraphCall, owner: Owner | None, frame: Frame | None) -> tuple[Source | None, Ports]:
+        """What a call's tensors come from, None where it is not wanted; and what they are."""
+        path = owner.path if owner is not None else "" if frame is None else frame.path
+        ports, component = call.ports, call.role.component
+        if frame is not None and owner is not None and path == frame.path:
+            role = role_of(type(frame.module))
+            if isinstance(role, ModuleRole) and role.component in PRODUCTS:
+                ports, component = ports_of(role), role.component
+        if not self._is_wanted(call.role.layer_type, path):
+            return None, ports
+        layer_idx, stack = (-1, "") if frame is None else (frame.layer_idx, frame.layer_stack)
+        return Source(path, call.role.layer_type, layer_idx, component, stack), ports
+
+    def _owner(self, call: GraphCall, inputs: Sequence[Any]) -> Owner | None:
+        """Of several modules with the same parameter the one that runs, by its name in the graph."""
+        weight = inputs[call.owner]  # type: ignore[index]  # only asked of calls that have one
+        found = self._owners.get(id(weight))
+        if found is None or found[0][0] is not weight:
+            # Under FSDP2 a model computes with other tensors than it has at rest.
+            self._owners = _owners(self._frames.values())
+            found = self._owners.get(id(weight), [])
+        local = module_path(call.path).split(".")
+
+        def shared(one: tuple[Any, Owner]) -> int:
+            path = one[1].frame.path.split(".")
+            return len(
+                list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(path[::-1], local[::-1], strict=False)))
+            )
+
+        return max(found, key=shared)[1] if found else None
+
+    def _frame(self, path: str, named: Sequence[tuple[str, str]]) -> Frame | None:
+        """The module that a graph calls by that name; `named` are others in the graph, and their paths."""
+        best, known = -1, None
+        for other, actual in named:
+            others = other.split(".")
+            parts = path.split(".") if path else others[:1]
+            common = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(parts, others, strict=False))))
+            if common > best and len(others) - common <= len(actual.split(".")):
+                above = actual.split(".")[: len(actual.split(".")) - (len(others) - common)]
+                best, known = common, module_path(".".join([*above, *parts[common:]]))
+        if known is not None:
+            return next((frame for frame in self._frames.values() if frame.path == known), None)
+        return self._tracker.current()
+
+
+def _owners(frames: Iterable[Frame]) -> dict[int, list[tuple[Any, Owner]]]:
+    """By the identities of parameters: themselves, and the modules that have them."""
+    found: dict[int, list[tuple[Any, Owner]]] = {}
+    for frame in frames:
+        for name, parameter in frame.module._parameters.items():  # noqa: SLF001  (runs no parametrization)
+            if parameter is not None:
+                found.setdefault(id(parameter), []).append((parameter, Owner(frame, name)))
+    return found
+
+
+_tickets = itertools.count(1)

@@ -1,0 +1,303 @@
+"""Puts taps into the graph that dynamo has made of a model, around each function that has a role.
+
+Taps are functions that the graph calls; the next part of the compiler traces through them, tensor hooks and all. So
+gradients are seen as they are in eager code: that of an operand on an alias of it, that of the result on itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import has_side_effect
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ranktape.capture.compiled.operator import tap_operator
+from ranktape.capture.hooks.hook import Hook
+from ranktape.capture.hooks.weights import is_cached_by_autocast
+from ranktape.capture.roles.table import Argument, FunctionRole, Port, Ports
+from ranktape.capture.tensors.placement import is_dtensor, shard_of
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class GraphSite:
+    """One tensor of a call, and its gradient."""
+
+    number: int
+    """Of the tensor; that of its gradient is the next."""
+    call: GraphCall
+    """The call."""
+    ports: tuple[Port, ...]
+    """What it is recorded as."""
+    is_parameter: bool
+    """Whether the tensor is an input of the graph that may be a parameter."""
+    has_gradient: bool = False
+    """Whether its gradient will come."""
+    placement: str | None = None
+    """Where in a whole it lies, of a shard that says so itself."""
+    grad_placement: str | None = None
+    """The same of its gradient."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class GraphCall:
+    """A call of a function with a role in a graph."""
+
+    role: FunctionRole
+    """Its role."""
+    ports: Ports
+    """Its tensors."""
+    path: str
+    """The module that calls it, as the graph names it."""
+    owner: int | None
+    """Which input of the graph is the operand that names it; None where none is."""
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    """Its arguments as far as they are no tensors."""
+    parameters: dict[str, int] = field(default_factory=dict)
+    """By the names of ports: which inputs of the graph they are."""
+    sites: list[GraphSite] = field(default_factory=list)
+    """Its tensors, operands first."""
+    dtype: torch.dtype = torch.float32
+    """What it computes in."""
+    has_bias: bool = True
+    """Whether it is given a bias, if it could be."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class GraphPlan:
+    """What is recorded of a graph."""
+
+    calls: list[GraphCall]
+    """In the order in which they run."""
+    missing: dict[int, str] = field(default_factory=dict)
+    """The sites that are not recorded, by number, with the reasons."""
+
+
+Target = tuple[FunctionRole, Ports, int | None]
+"""Of a function in a graph: its role, its tensors, and which element of its result is the output."""
+
+SITES: dict[int, GraphSite] = {}
+"""All sites of graphs that were compiled, by number."""
+
+_numbers = itertools.count(2, 2)
+
+
+def put_taps_around(graph: fx.GraphModule, targets: Mapping[Any, Target]) -> tuple[fx.GraphModule, GraphPlan]:
+    """A copy of the graph with taps, and one input more, the ticket; and what they record."""
+    copy = _copied(graph)
+    ticket = _with_ticket(copy)
+    plan = GraphPlan(calls=[])
+    _tap_graph(copy, ticket, targets, plan, inputs={node: at for at, node in enumerate(_inputs(copy))})
+    copy.recompile()
+    return copy, plan
+
+
+def _copied(graph: fx.GraphModule) -> fx.GraphModule:
+    new = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    new.output(new.graph_copy(graph.graph, nodes))
+    for old, node in nodes.items():
+        if hasattr(old, "_dynamo_source"):
+            node._dynamo_source = old._dynamo_source  # noqa: SLF001  (what AOT asks for)
+    copy = fx.GraphModule(graph, new)
+    copy.meta = dict(graph.meta)
+    for name in ("_param_name_to_source", "_source_to_user_stacks"):
+        if hasattr(graph, name):
+            setattr(copy, name, getattr(graph, name))
+    for node in new.find_nodes(op="get_attr"):
+        inner = getattr(copy, node.target, None)
+        if isinstance(inner, fx.GraphModule):
+            setattr(copy, node.target, _copied(inner))
+    return copy
+
+
+def _inputs(graph: fx.GraphModule) -> Sequence[fx.Node]:
+    return graph.graph.find_nodes(op="placeholder")
+
+
+def _with_ticket(graph: fx.GraphModule) -> fx.Node:
+    inputs = _inputs(graph)
+    position = graph.graph.inserting_after(inputs[-1]) if inputs else graph.graph.inserting_before(None)
+    with position:
+        ticket = graph.graph.placeholder("ranktape_ticket")
+    ticket.meta["example_value"] = torch.tensor(0)
+    ticket._dynamo_source = None  # noqa: SLF001  (of no variable of the program)
+    return ticket
+
+
+def _tap_graph(
+    graph: fx.GraphModule,
+    ticket: fx.Node,
+    targets: Mapping[Any, Target],
+    plan: GraphPlan,
+    *,
+    inputs: Mapping[fx.Node, int],
+) -> None:
+    for node in list(graph.graph.nodes):
+        if node.op not in {"call_function", "call_module"}:
+            continue
+        if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            _tap_segment(graph, node, ticket, targets, plan, inputs=inputs)
+        elif node.target in targets:
+            _tap_call(graph.graph, node, ticket, targets[node.target], plan, inputs=inputs)
+
+
+def _tap_segment(
+    graph: fx.GraphModule,
+    node: fx.Node,
+    ticket: fx.Node,
+    targets: Mapping[Any, Target],
+    plan: GraphPlan,
+    *,
+    inputs: Mapping[fx.Node, int],
+) -> None:
+    """Of a checkpoint: what it runs is a graph of its own, which is given the ticket, too."""
+    body: Any = node.args[0]
+    segment = getattr(graph, body.target)
+    pairs = zip(_inputs(segment), node.args[1:], strict=True)
+    within = {inner: inputs[outer] for inner, outer in pairs if isinstance(outer, fx.Node) and outer in inputs}
+    _tap_graph(segment, _with_ticket(segment), targets, plan, inputs=within)
+    node.args = (*node.args, ticket)
+    segment.recompile()
+
+
+def _tap_call(
+    graph: fx.Graph,
+    node: fx.Node,
+    ticket: fx.Node,
+    target: Target,
+    plan: GraphPlan,
+    *,
+    inputs: Mapping[fx.Node, int],
+) -> None:
+    role, ports, element = target
+    args, kwargs = tuple(node.args), dict(node.kwargs)
+    values = [(argument, argument.find(args, kwargs)) for argument in ports.arguments]
+    named = {port.name: value for argument, value in values for port in argument.ports}
+    owner = inputs.get(named[role.owner]) if role.owner else None
+    if role.owner and owner is None:
+        return  # its weight is computed, and no parameter
+    call = GraphCall(
+        role=role,
+        ports=ports,
+        path=_path(node),
+        owner=owner,
+        given=fx.node.map_aggregate((args, kwargs), lambda one: None if isinstance(one, fx.Node) else one),
+        has_bias=named.get("bias", ...) is not None,
+    )
+    plan.calls.append(call)
+    shared = {value for _, value in values if [one for _, one in values].count(value) > 1}
+    for argument, value in reversed(values):
+        if isinstance(value, fx.Node):
+            _tap_operand(
+                graph, node, ticket, call, argument=argument, value=value, inputs=inputs, is_shared=value in shared
+            )
+    site = _site(call, (ports.output,))
+    with graph.inserting_after(node):
+        output = node
+        if element is not None:
+            output = graph.call_function(_element, (node, element))
+    with graph.inserting_after(output):
+        graph.call_function(_tap_result, (output, ticket, site.number))
+    call.sites.reverse()
+
+
+def _tap_operand(
+    graph: fx.Graph,
+    node: fx.Node,
+    ticket: fx.Node,
+    call: GraphCall,
+    *,
+    argument: Argument,
+    value: fx.Node,
+    inputs: Mapping[fx.Node, int],
+    is_shared: bool,
+) -> None:
+    is_parameter = value in inputs and not any(port.value.has_samples for port in argument.ports)
+    if is_parameter:
+        call.parameters.update({port.name: inputs[value] for port in argument.ports})
+    site = _site(call, argument.ports, is_parameter=is_parameter)
+    with graph.inserting_before(node):
+        alias = graph.call_function(_tap_operand_value, (value, ticket, site.number, is_shared))
+    alias.meta = {name: value.meta[name] for name in ("example_value",) if name in value.meta}
+    node.args, node.kwargs = argument.put(alias, tuple(node.args), dict(node.kwargs))
+
+
+def _site(call: GraphCall, ports: tuple[Port, ...], *, is_parameter: bool = False) -> GraphSite:
+    site = GraphSite(number=next(_numbers), call=call, ports=ports, is_parameter=is_parameter)
+    SITES[site.number] = site
+    call.sites.append(site)
+    return site
+
+
+def _path(node: fx.Node) -> str:
+    """The module that runs where a node is, as the graph calls it; empty for the outermost."""
+    paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    return str(paths[-1]) if paths else ""
+
+
+# What follows is called by the graph, and traced by the next part of the compiler.
+
+
+def _element(given: Sequence[Any], at: int) -> Any:
+    return given[at]
+
+
+def _tap_operand_value(value: torch.Tensor, ticket: torch.Tensor, number: int, is_shared: bool) -> torch.Tensor:  # noqa: FBT001
+    """The operand to go on with: an alias, where its gradient is recorded."""
+    site = SITES[number]
+    if value.is_floating_point():
+        kind = value.device.type
+        is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        # The first operand comes last.
+        site.call.dtype = torch.get_autocast_dtype(kind) if is_cast else value.dtype
+    has_gradient = value.requires_grad and torch.is_grad_enabled() and not is_shared
+    if not has_gradient or is_cached_by_autocast(value):
+        site.has_gradient = False
+        _tap_value(value, ticket, site)
+        return value
+    alias = value.view_as(value)
+    _tap_value(alias, ticket, site)
+    _tap_gradient(alias, ticket, site)
+    return alias
+
+
+@has_side_effect
+def _tap_result(value: torch.Tensor, ticket: torch.Tensor, number: int) -> None:
+    site = SITES[number]
+    _tap_value(value, ticket, site)
+    if value.requires_grad and torch.is_grad_enabled():
+        _tap_gradient(value, ticket, site)
+
+
+def _tap_value(value: torch.Tensor, ticket: torch.Tensor, site: GraphSite) -> None:
+    if not site.is_parameter:
+        site.placement = _placement(value)
+        tap_operator()(_local(value), ticket, site.number)
+
+
+def _tap_gradient(value: torch.Tensor, ticket: torch.Tensor, site: GraphSite) -> None:
+    site.has_gradient = True
+
+    def hook(grad: torch.Tensor) -> None:
+        site.grad_placement = _placement(grad)
+        tap_operator()(_local(grad), ticket, site.number + 1)
+
+    value.register_hook(Hook(hook))
+
+
+def _local(value: Any) -> torch.Tensor:
+    """The tensor itself, or this rank's shard."""
+    return value._local_tensor if is_dtensor(value) else value  # noqa: SLF001
+
+
+def _placement(value: torch.Tensor) -> str | None:
+    if not is_dtensor(value):
+        return None
+    with _disable_current_modes():  # the coordinates of its mesh are real
+        shard = shard_of(value)
+    return None if shard is None else shard.text

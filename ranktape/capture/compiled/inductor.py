@@ -1,0 +1,383 @@
+"""Has inductor compile a graph with taps in it as it compiles the same graph without them.
+
+An operation whose result somebody else reads, too, is fused otherwise, kept for the backward pass otherwise, and not
+merged with the next one: other bits. So inductor's own passes do not see taps:
+
+    joint graph      taps are taken out, and written down; the graph is what it is without a capture
+    partition        into forward and backward; taps are put back, so that compiled autograd passes them on
+    each of the two  taps are taken out again, and put back behind the last pass, in front of code generation
+
+What a pass has replaced, as a product that is merged with a sum, is computed once more for the tap alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._functorch import config as aot_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_custom_graph_passes
+from torch.utils import _pytree as pytree
+
+from ranktape.capture.compiled.operator import is_of_gradient, tap_operator
+
+
+class Tapped(NamedTuple):
+    """One tap of a graph."""
+
+    value: str
+    """Name of the node whose value is recorded."""
+    ticket: str
+    """Name of the node that holds the ticket."""
+    site: int
+    """Number of the site."""
+
+
+class Origin(NamedTuple):
+    """How a node is computed."""
+
+    target: Callable[..., Any]
+    """The operation."""
+    args: Any
+    """Its arguments."""
+    kwargs: Any
+    """Those that are named."""
+    value: Any
+    """What it gives, as a tensor without values."""
+
+
+Origins = Mapping[str, Origin]
+"""By the names of nodes."""
+
+
+class TapError(Exception):
+    """A tap cannot be put into a graph."""
+
+
+def compile_tapped(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    patches: Mapping[str, Any],
+    name: str | None,
+    missing: dict[int, str],
+) -> Callable[..., Any]:
+    """What inductor makes of a graph in which there are taps, with its settings changed by the patches of a mode.
+
+    Sites that cannot be recorded go into `missing`, each with the reason.
+
+    Raises:
+        TapError: a tap cannot be put where it belongs.
+    """
+    taps = _Taps()
+
+    def compile_one(module: fx.GraphModule, given: Sequence[Any], **kwargs: Any) -> Any:
+        with (
+            config.patch(dict(patches)),
+            config.patch(post_grad_custom_post_pass=_with_taps(module.graph, taps, missing)),
+        ):
+            return compile_fx_inner(module, given, **kwargs)
+
+    with config.patch(dict(patches)), aot_config.patch(enable_autograd_cache=False):
+        before = get_custom_graph_passes(config.joint_custom_pre_pass)
+        partitioner = _Partitioner(taps, config.custom_partitioner_fn or min_cut_rematerialization_partition)
+        with config.patch(joint_custom_pre_pass=(_TakenOut(taps), *before), custom_partitioner_fn=partitioner):
+            compiled: Any = compile_fx(graph, inputs, inner_compile=compile_one, compile_region_name=name)
+            return compiled  # type: ignore[no-any-return]  # torch's type names what it never gives here, too
+
+
+@dataclass(slots=True)
+class _Taps:
+    """The taps of a graph, while they are out of it."""
+
+    taken: list[Tapped] = field(default_factory=list)
+    recipes: dict[str, Origin] = field(default_factory=dict)
+
+    def __deepcopy__(self, _: Any) -> _Taps:
+        """Itself: inductor copies its settings, and what they hold."""
+        return self
+
+
+FUSED = "the compiled code computes it within another operation, unrounded, and keeps it nowhere"
+"""Why a tensor is not recorded."""
+
+
+def _with_taps(graph: fx.Graph, known: _Taps, missing: dict[int, str]) -> tuple[Any, ...]:
+    """Inductor's last passes, and ours behind them; the taps that are in a graph, if any, are taken out of it.
+
+    Of a graph without a backward pass they were before. To keep what is not kept would round it, in low precision:
+    other bits. So such a site is left out, and `missing` says so.
+    """
+    taken, recipes = take_taps(graph) if _has_taps(graph) else (known.taken, _recipes(graph))
+    nodes = {node.name: node for node in graph.nodes}
+    for tap in taken:
+        value = nodes.get(tap.value)
+        if value is not None and _is_rounded(value) and not _is_kept(value):
+            missing[tap.site] = FUSED
+    own = _Replaced(_Taps([tap for tap in taken if tap.site not in missing], {**known.recipes, **recipes}))
+    return (*get_custom_graph_passes(config.post_grad_custom_post_pass), own)
+
+
+def take_taps(graph: fx.Graph) -> tuple[list[Tapped], dict[str, Origin]]:
+    """Take all taps out of a graph, and the aliases that were made for them; where they were, and all recipes."""
+    nodes = graph.find_nodes(op="call_function", target=tap_operator())
+    taken = []
+    for node in nodes:
+        value, ticket, site = node.args
+        graph.erase_node(node)
+        taken.append((value, ticket, site))
+    aliases = {value for value, _, _ in taken if _is_alias(value)}
+    aliases |= {user for value, _, _ in taken for user in value.users if _is_alias(user)}
+    inner = {alias: _unaliased(alias, aliases) for alias in aliases}
+    for alias, value in inner.items():
+        alias.replace_all_uses_with(value)
+    found = [Tapped(inner.get(value, value).name, ticket.name, site) for value, ticket, site in taken]
+    for alias in sorted(aliases, reverse=True):
+        graph.erase_node(alias)
+    return found, _recipes(graph)
+
+
+def put_taps(graph: fx.Graph, taps: Sequence[Tapped], recipes: Origins, *, is_last: bool = False) -> None:
+    """Put taps into a graph; a value that it does not compute any more is computed for them.
+
+    With `is_last` so is one that code generation would not keep without them: in lower precision it is rounded where it
+    is kept.
+    """
+    for tap in taps:
+        value = _find(graph, tap.value, recipes)
+        if is_last and not _is_kept(value):
+            value = _again(graph, value, {})
+        ticket = next(node for node in graph.nodes if node.name == tap.ticket)
+        with graph.inserting_after(_after(graph, value, ticket)):
+            graph.call_function(tap_operator(), (value, ticket, tap.site)).meta["val"] = None
+
+
+def _has_taps(graph: fx.Graph) -> bool:
+    return bool(graph.find_nodes(op="call_function", target=tap_operator()))
+
+
+class _NodeName(str):
+    """The name of a node, in the arguments of a recipe."""
+
+    __slots__ = ()
+
+
+def _recipes(graph: fx.Graph) -> dict[str, Origin]:
+    def named(argument: Any) -> Any:
+        return fx.node.map_arg(argument, lambda node: _NodeName(node.name))
+
+    return {
+        node.name: Origin(node.target, named(node.args), named(node.kwargs), node.meta.get("val"))
+        for node in graph.nodes
+        if node.op == "call_function"
+    }
+
+
+def _find(graph: fx.Graph, name: str, recipes: Origins) -> Any:
+    """The node of that name; made again where it is gone.
+
+    Raises:
+        TapError: it cannot be made again.
+    """
+    recipe = recipes.get(name)
+    for node in graph.nodes:
+        if node.name == name and (recipe is None or node.op == "placeholder" or node.target is recipe.target):
+            return node
+    if recipe is None:
+        raise TapError(f"the compiler has left {name} out of the graph")
+    if torch.Tag.nondeterministic_seeded in getattr(recipe.target, "tags", ()):
+        raise TapError(f"the compiler has replaced {name}, which is of random numbers")
+
+    def found(argument: Any) -> Any:
+        return _find(graph, argument, recipes) if isinstance(argument, _NodeName) else argument
+
+    args = fx.node.map_aggregate(recipe.args, found)
+    kwargs = fx.node.map_aggregate(recipe.kwargs, found)
+    needed = _nodes_in((args, kwargs))
+    with graph.inserting_after(_after(graph, *needed)):
+        made = graph.call_function(recipe.target, args, kwargs)
+    made.meta["val"] = recipe.value
+    return made
+
+
+def _again(graph: fx.Graph, node: Any, made: dict[fx.Node, fx.Node]) -> Any:
+    """The node computed once more, from what is kept."""
+    if _is_kept(node) or len(made) >= _MAX_AGAIN:
+        return node
+    if node not in made:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: _again(graph, one, made))
+        needed = _nodes_in((args, kwargs))
+        with graph.inserting_after(_after(graph, *needed)):
+            made[node] = graph.call_function(node.target, args, kwargs)
+        made[node].meta = {"val": node.meta.get("val")}
+    return made[node]
+
+
+_MAX_AGAIN = 64
+"""Operations that are computed once more for one tap."""
+
+
+def _is_kept(node: fx.Node) -> bool:
+    """Whether what a node gives is in memory also where nobody records it."""
+    if not _is_fused(node):
+        return True
+    seen, waiting = {node}, [node]
+    while waiting:
+        for user in waiting.pop().users:
+            if user.op == "output" or getattr(user.target, "overloadpacket", None) in _products():
+                return True
+            if _is_view(user) and user not in seen:
+                seen.add(user)
+                waiting.append(user)
+    return _is_view(node) and isinstance(node.args[0], fx.Node) and _is_kept(node.args[0])
+
+
+def _is_rounded(node: fx.Node) -> bool:
+    """Whether a value is rounded to fewer bits where it is kept."""
+    value = node.meta.get("val")
+    return (
+        isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize < torch.float32.itemsize
+    )
+
+
+def _is_view(node: fx.Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "is_view", False)
+
+
+def _is_fused(node: fx.Node) -> bool:
+    """Whether code generation may compute a node within what uses it."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001
+        return False
+    if node.target.overloadpacket in _products():
+        return config.max_autotune or config.max_autotune_gemm
+    return _is_view(node) or torch.Tag.pointwise in node.target.tags or node.target.overloadpacket in _read()
+
+
+@functools.cache
+def _products() -> frozenset[Any]:
+    """Operations that have their operands in memory, and their result but where kernels are chosen by their time."""
+    aten = torch.ops.aten
+    return frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm})  # noqa: SLF001
+
+
+@functools.cache
+def _read() -> frozenset[Any]:
+    """Operations that are computed within what uses them, though torch does not say so."""
+    aten, prims = torch.ops.aten, torch.ops.prims
+    return frozenset({aten.embedding, aten.index, aten._to_copy, aten.clone, prims.convert_element_type})  # noqa: SLF001
+
+
+def _nodes_in(arguments: Any) -> list[fx.Node]:
+    return [one for one in pytree.tree_leaves(arguments) if isinstance(one, fx.Node)]
+
+
+def _after(graph: fx.Graph, *needed: fx.Node) -> Any:
+    """The node after which all of these have been computed, and the graph has all of its inputs."""
+    *_, last_input = graph.find_nodes(op="placeholder")
+    return max((*needed, last_input))
+
+
+def _is_alias(node: Any) -> bool:
+    """Whether a node gives its first argument as it is."""
+    if not (isinstance(node, fx.Node) and node.op == "call_function" and node.target in _views()):
+        return False
+    source = node.args[0]
+    before, after = getattr(source, "meta", {}).get("val"), node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    return tuple(before.shape) == tuple(after.shape) and before.dtype == after.dtype
+
+
+@functools.cache
+def _views() -> frozenset[Any]:
+    aten = torch.ops.aten
+    return frozenset({aten.view.default, aten.alias.default, aten._unsafe_view.default, aten.reshape.default})  # noqa: SLF001
+
+
+def _unaliased(node: fx.Node, aliases: set[fx.Node]) -> fx.Node:
+    while node in aliases:
+        node = node.args[0]  # type: ignore[assignment]  # what is an alias is one of a node
+    return node
+
+
+def _carry_ticket(joint: fx.Graph, taken: Sequence[Tapped]) -> None:
+    """Have the ticket reach the backward pass: it takes the place of its own gradient, which is None."""
+    if not any(node.name.startswith("tangents") for node in joint.find_nodes(op="placeholder")):
+        return
+    output = joint.output_node()
+    leaves, spec = pytree.tree_flatten(output.args)
+    ticket = next(node for node in joint.nodes if node.name == taken[0].ticket)
+    if leaves[-1] is not None:
+        raise TapError("the ticket is not the last input of the graph")
+    leaves[-1] = ticket
+    output.args = pytree.tree_unflatten(leaves, spec)
+
+
+class _TakenOut(CustomGraphPass):
+    """Takes the taps out of a joint graph, or one without a backward pass."""
+
+    def __init__(self, taps: _Taps) -> None:
+        self._taps = taps
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Of the graph, in place."""
+        if _has_taps(graph):
+            self._taps.taken, self._taps.recipes = take_taps(graph)
+            _carry_ticket(graph, self._taps.taken)
+
+    def uuid(self) -> Any:
+        """What tells it from other passes."""
+        return "ranktape"
+
+
+class _Replaced(CustomGraphPass):
+    """Puts taps back."""
+
+    def __init__(self, taps: _Taps) -> None:
+        self._taps = taps
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Into the graph, in place."""
+        put_taps(graph, self._taps.taken, self._taps.recipes, is_last=True)
+
+    def uuid(self) -> Any:
+        """What tells it from other passes."""
+        return f"ranktape {self._taps.taken}"
+
+
+class _Partitioner(CustomPartitionerFn):
+    """Splits a joint graph as it would be without us, and puts the taps into its parts."""
+
+    def __init__(self, taps: _Taps, partition: Callable[..., Any]) -> None:
+        self._taps = taps
+        self._partition = partition
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+        """The forward and the backward graph."""
+        recipes = {**self._taps.recipes, **_recipes(gm.graph)}
+        forward, backward = self._partition(gm, joint_inputs, **kwargs)
+        taken, self._taps.taken = self._taps.taken, []
+        if taken:
+            put_taps(forward.graph, [tap for tap in taken if not is_of_gradient(tap.site)], recipes)
+            put_taps(backward.graph, _arrived(backward.graph, taken), recipes)
+        return forward, backward
+
+    def uuid(self) -> Any:
+        """What tells it from other partitioners."""
+        return "ranktape"
+
+
+def _arrived(backward: fx.Graph, taken: Sequence[Tapped]) -> list[Tapped]:
+    """The taps of gradients, with the node that the ticket is in the backward pass: its own gradient, None again."""
+    output = backward.output_node()
+    leaves, spec = pytree.tree_flatten(output.args)
+    ticket, leaves[-1] = leaves[-1], None
+    output.args = pytree.tree_unflatten(leaves, spec)
+    return [tap._replace(ticket=ticket.name) for tap in taken if is_of_gradient(tap.site)]

@@ -1,0 +1,278 @@
+"""Has compiled regions run with taps in their graphs while an iteration is captured.
+
+A region that begins asks torch for the callback that compiles it. Meanwhile that is one of ours: the region's own, with
+another backend, which puts taps into each graph before inductor compiles it. torch keeps what was compiled by backend:
+what has taps and what has none lie side by side, and neither is compiled anew for the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CellType, FrameType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._C._dynamo import eval_frame as frames
+from torch._dynamo import eval_frame
+from torch._dynamo.convert_frame import CatchErrorsWrapper
+
+from ranktape.capture.compiled.graph_calls import GraphCalls
+from ranktape.capture.compiled.graph_taps import GraphPlan, Target, put_taps_around
+from ranktape.capture.hooks.hook import Hook
+
+Targets = Mapping[Any, Target]
+"""The functions with a role, as they stand in graphs."""
+
+
+class Regions:
+    """Compiled regions, from when it is made until it is removed."""
+
+    def __init__(
+        self,
+        calls: GraphCalls,
+        *,
+        targets: Callable[[], Targets],
+        modules: Callable[[], Iterator[nn.Module]],
+        aside: Callable[[], contextlib.AbstractContextManager[None]],
+        meet: Callable[[nn.Module], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        """Begin.
+
+        Args:
+            calls: Records the calls of graphs.
+            targets: What is recorded in them.
+            modules: The modules that have hooks of ours.
+            aside: Has, in its context, nothing of ours in the places of torch's functions and hooks.
+            meet: Called with the modules that a region is seen to run.
+            tell: Called with what a person should know.
+        """
+        self._calls = calls
+        self._modules = modules
+        self._aside = aside
+        self._meet = meet
+        self._thread = threading.local()
+        self._tell = tell
+        TappedBackend.targets = staticmethod(targets)
+        TappedBackend.tell = staticmethod(tell)
+        GraphCalls.current = calls
+        # Hooks on the outermost module of a region run in it: dynamo would compile them, and all that they call.
+        never = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # noqa: SLF001
+        frames.set_code_exec_strategy(Hook.__call__.__code__, never)
+        self._from_stance = eval_frame._callback_from_stance  # noqa: SLF001  (torch has no public way)
+        eval_frame._callback_from_stance = self._callback  # noqa: SLF001
+        eval_frame._maybe_set_eval_frame = self._enter_or_leave  # noqa: SLF001
+
+    def remove(self) -> None:
+        """End."""
+        eval_frame._callback_from_stance = self._from_stance  # noqa: SLF001
+        GraphCalls.current = None
+        if getattr(_forced, "stance", None) is None:  # else the region that runs eagerly ends first
+            eval_frame._maybe_set_eval_frame = _SET  # noqa: SLF001
+        self._leave()
+        self._calls.remove()
+
+    def _callback(self, callback: Any) -> Any:
+        own: Any = self._from_stance(callback)
+        if own is None or own is False or isinstance(own, TappedCallback):
+            return own
+        tapped = tapped_callback(own)
+        if tapped is None:
+            # A region that asks for one graph would miss it.
+            _forced.stance = id(sys._getframe(1)), eval_frame._stance  # noqa: SLF001
+            eval_frame._stance = eval_frame.DynamoStance(stance="force_eager")  # noqa: SLF001
+            backend = eval_frame.innermost_backend(own)
+            name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__)
+            self._tell(f"what the backend {name!r} compiles runs eagerly in captured iterations")
+            _forced.is_entered = False
+            return None
+        tapped.modules = self._modules
+        for module in _modules_of(sys._getframe(1)):  # noqa: SLF001  (hooks cannot tell: there are none yet)
+            self._meet(module)
+        own_id = frames.get_eval_frame_isolate_recompiles_id()
+        frames.set_eval_frame_isolate_recompiles_id(_isolated(own_id))
+        return tapped
+
+    def _enter_or_leave(self, callback: Any) -> Any:
+        forced = getattr(_forced, "stance", None)
+        if forced is not None and forced[0] == id(sys._getframe(1)):  # noqa: SLF001
+            if _forced.is_entered:
+                eval_frame._stance, _forced.stance = forced[1], None  # noqa: SLF001
+                if GraphCalls.current is None:
+                    eval_frame._maybe_set_eval_frame = _SET  # noqa: SLF001
+            _forced.is_entered = True
+        if getattr(_converting, "is_on", False):
+            pass  # dynamo looks at what guards will look at when the region begins again
+        elif callback is None or callback is False:
+            self._leave()
+        elif getattr(self._thread, "context", None) is None:
+            self._thread.context = context = self._aside()
+            context.__enter__()
+        return _SET(callback)
+
+    def _leave(self) -> None:
+        context = getattr(self._thread, "context", None)
+        if context is not None:
+            self._thread.context = None
+            context.__exit__(None, None, None)
+
+
+def _modules_of(frame: FrameType) -> Iterator[nn.Module]:
+    """The modules that a region runs which has begun in a frame, as far as they can be seen."""
+    function = frame.f_locals.get("fn")
+    code = getattr(function, "__code__", None)
+    closure = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
+    names = [getattr(function, "__globals__", {}).get(name) for name in getattr(code, "co_names", ())]
+    for one in (getattr(function, "__self__", None), *frame.f_locals.get("args", ()), *closure, *names):
+        if isinstance(one, nn.Module):
+            yield one
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+_ISOLATED: dict[int, int] = {}
+
+
+def _isolated(own: int) -> int:
+    """Where what is compiled with taps is kept and counted, of a region that has a place of its own or none."""
+    if own in _ISOLATED.values():
+        return own
+    if own not in _ISOLATED:
+        _ISOLATED[own] = next(eval_frame._next_isolate_recompiles_id)  # noqa: SLF001
+    return _ISOLATED[own]
+
+
+_converting = threading.local()
+_forced = threading.local()
+_SET = eval_frame._maybe_set_eval_frame  # noqa: SLF001
+
+
+class TappedCallback:
+    """Compiles a frame of a region, with taps."""
+
+    def __init__(self, own: Any, backend: TappedBackend) -> None:
+        inner = own._torchdynamo_orig_backend  # noqa: SLF001
+        self._torchdynamo_orig_backend = CatchErrorsWrapper(inner._clone_with_backend(backend), own.hooks)  # noqa: SLF001
+        self.modules: Callable[[], Iterator[nn.Module]] = lambda: iter(())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the region's own callback gives, without our hooks on the modules."""
+        _converting.is_on = True
+        try:
+            with _without_hooks(self.modules()):
+                return self._torchdynamo_orig_backend(*args, **kwargs)
+        finally:
+            _converting.is_on = False
+
+
+_callbacks: dict[int, tuple[Any, TappedCallback | None]] = {}
+_backends: list[TappedBackend] = []
+
+
+def tapped_callback(own: Any) -> TappedCallback | None:
+    """A callback as the region's own, whose backend puts taps into graphs; None for a backend that is not known."""
+    found = _callbacks.get(id(own))
+    if found is None:
+        backend = tapped_backend(eval_frame.innermost_backend(own)) if isinstance(own, CatchErrorsWrapper) else None
+        found = _callbacks[id(own)] = own, None if backend is None else TappedCallback(own, backend)
+    return found[1]
+
+
+def tapped_backend(own: Any) -> TappedBackend | None:
+    """The one backend that stands for a region's own while taps are wanted; None for one that is not known."""
+    if type(own) is not torch._TorchCompileInductorWrapper:  # noqa: SLF001
+        return None
+    backend = next((one for one in _backends if one.own == own), None)
+    if backend is None:
+        backend = TappedBackend(own)
+        _backends.append(backend)
+    return backend
+
+
+_ROUNDING = (
+    "what compiled code in lower precision fuses depends on what is recorded: in captured iterations some results "
+    "may differ in the last bits"
+)
+
+
+def _is_low_precision(graph: fx.GraphModule) -> bool:
+    """Whether a graph computes with floats of fewer than 32 bits."""
+    values = (node.meta.get("example_value") for node in graph.graph.nodes)
+    tensors = (value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point())
+    return any(value.dtype.itemsize < torch.float32.itemsize for value in tensors)
+
+
+class TappedBackend:
+    """Compiles graphs as another backend does, with taps in them; without where that fails."""
+
+    targets: Callable[[], Targets] = staticmethod(dict)
+    tell: Callable[[str], None] = staticmethod(lambda _: None)
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What runs in place of the graph."""
+        from ranktape.capture.compiled.inductor import compile_tapped  # not before all of the compiler is loaded
+
+        try:
+            tapped, plan = put_taps_around(graph, self.targets())
+            if not plan.calls:
+                return self.own(graph, inputs)  # type: ignore[no-any-return]
+            if _is_low_precision(tapped):
+                self.tell(_ROUNDING)
+            given = [*inputs, torch.tensor(0)]
+            return TappedGraph(
+                compile_tapped(tapped, given, patches=self.own.config, name=self.own.name, missing=plan.missing), plan
+            )
+        except Exception as error:  # noqa: BLE001  (whatever fails in it, the training goes on)
+            self.tell(f"a compiled graph is not recorded: {type(error).__name__}: {error}"[:400])
+            return self.own(graph, inputs)  # type: ignore[no-any-return]
+
+    def reset(self) -> None:
+        """As the backend itself, when torch forgets what was compiled."""
+        if hasattr(self.own, "reset"):
+            self.own.reset()
+
+
+class TappedGraph:
+    """A compiled graph with taps."""
+
+    def __init__(self, compiled: Callable[..., Any], plan: GraphPlan) -> None:
+        self._compiled = compiled
+        self._plan = plan
+
+    def __call__(self, *inputs: Any) -> Any:
+        """What the graph gives."""
+        calls = GraphCalls.current
+        if calls is None:
+            return self._compiled(*inputs, torch.tensor(0))
+        with calls.running(self._plan, inputs) as ticket:
+            return self._compiled(*inputs, torch.tensor(ticket))
+
+
+@contextlib.contextmanager
+def _without_hooks(modules: Iterator[nn.Module]) -> Iterator[None]:
+    """Dynamo sees none of our hooks."""
+    taken = []
+    for module in modules:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):  # noqa: SLF001
+            if any(isinstance(hook, Hook) for hook in hooks.values()):
+                taken.append((hooks, dict(hooks)))
+                for key in [key for key, hook in hooks.items() if isinstance(hook, Hook)]:
+                    del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in taken:
+            hooks.clear()
+            hooks.update(before)

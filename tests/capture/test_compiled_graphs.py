@@ -1,0 +1,110 @@
+"""Is a compiled model recorded inside of its graphs as it is as written, and does it compute what it does without?"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.capture.compiled_models import (
+    Model,
+    Step,
+    as_written,
+    by_blocks,
+    in_place,
+    tensors,
+    train,
+    whole,
+    whole_step,
+    with_compiled_autograd,
+)
+
+# dynamo meets deprecated parts of torch itself, and imports them again.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way of compiling a model."""
+
+    compile: Callable[[Model], Step]
+    make: Callable[[], Model] = Model
+    lengths: tuple[int, ...] = (8, 8, 8, 8)
+    num_extra: int = 1
+    """Compilations that a capture adds."""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+checkpointed = functools.partial(Model, is_checkpointed=True)
+
+WAYS = {
+    "torch.compile(model)": Way(whole),
+    "blocks": Way(by_blocks),
+    "a checkpoint inside": Way(whole, checkpointed),
+    "in a checkpoint": Way(by_blocks, checkpointed),
+    "model.compile()": Way(in_place),
+    "compiled autograd": Way(with_compiled_autograd, num_extra=2),
+    "whole step": Way(whole_step),
+    "dynamic shapes": Way(functools.partial(whole, dynamic=True), lengths=(8, 6, 5, 8)),
+    "reduce-overhead": Way(functools.partial(whole, mode="reduce-overhead")),
+    "max-autotune": Way(functools.partial(whole, mode="max-autotune")),
+}
+_CORE = ("torch.compile(model)", "blocks", "a checkpoint inside", "compiled autograd")
+_LONG = pytest.mark.exhaustive("as the others, compiled in other ways")
+NAMES = [name if name in _CORE else pytest.param(name, marks=_LONG) for name in WAYS]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_recorded_and_computed(name: str, tmp_path: Path) -> None:
+    way = WAYS[name]
+    shared: dict[str, Any] = {"make": way.make, "lengths": way.lengths}
+    train(as_written, tmp_path / "eager", **shared)
+    plain = train(way.compile, **shared)
+    seen = train(way.compile, tmp_path / "graph", **shared)
+    assert seen.equals(plain)
+    assert seen.num_graphs[-1] == plain.num_graphs[-1] + way.num_extra
+    assert seen.num_graphs[1] == seen.num_graphs[-1], "nothing is compiled after the first captured iteration"
+    eager, graph = tensors(tmp_path / "eager"), tensors(tmp_path / "graph")
+    assert graph.keys() == eager.keys()
+    for key, value in eager.items():
+        np.testing.assert_allclose(graph[key], value, rtol=1e-3, atol=1e-5 * max(1.0, float(np.abs(value).max())))
+
+
+def test_low_precision_is_recorded_and_said_to_be_fused_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, seen = train(whole, dtype=torch.bfloat16), train(whole, tmp_path / "run", dtype=torch.bfloat16)
+    assert "may differ in the last bits" in capsys.readouterr().err
+    # What the gradient of an embedding is added up from may be rounded before, or not.
+    for one, other in zip(seen.weights[1:], plain.weights[1:], strict=True):
+        torch.testing.assert_close(one, other)
+    train(as_written, tmp_path / "eager", dtype=torch.bfloat16)
+    assert tensors(tmp_path / "run").keys() == tensors(tmp_path / "eager").keys()
+
+
+def test_toggling_compiles_once(tmp_path: Path) -> None:
+    make = functools.partial(Model, number=12)
+    every_other = tuple(range(1, 41, 2))
+    seen = train(by_blocks, tmp_path / "run", make=make, lengths=(8,) * 42, captured=every_other)
+    assert seen.num_graphs == [1] + [2] * 41
+
+
+def test_a_model_that_runs_eagerly_where_that_was_asked_for(tmp_path: Path) -> None:
+    seen = train(whole, tmp_path / "run", compiled="eager")
+    assert seen.num_graphs == [1] * 4
+    train(as_written, tmp_path / "eager")
+    eager, run = tensors(tmp_path / "eager"), tensors(tmp_path / "run")
+    assert run.keys() == eager.keys()
+
+
+def test_another_backend_runs_eagerly_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = train(functools.partial(whole, backend="aot_eager"), tmp_path / "run")
+    assert seen.num_graphs == [1] * 4
+    assert "runs eagerly in captured iterations" in capsys.readouterr().err
+    assert tensors(tmp_path / "run")
