@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.guard import StrictCaptureError
-from ranktape.capture.hooks.compiled import has_compiled, is_left_compiled, is_proven
+from ranktape.capture.hooks.compiled import has_compiled, is_in_graphs, is_left_compiled
 from ranktape.capture.passes.tracker import Tracker
 from ranktape.capture.rendezvous import Rendezvous, keep_process_groups
 from ranktape.capture.settings.options import CaptureOptions
@@ -224,8 +224,7 @@ class Iterations:
     def _tell_of_compiled(self) -> None:
         if not self._is_compiled_known and has_compiled():
             self._is_compiled_known = True
-            is_in_graphs = self.options.compiled == "graph" and is_proven()
-            self._console.tell_of_compiled(self._schedule.iterations, is_in_graphs=is_in_graphs)
+            self._console.tell_of_compiled(self._schedule.iterations, is_in_graphs=is_in_graphs(self.options))
 
     def _end_iteration(self) -> None:
         tally = self._recorder.tally

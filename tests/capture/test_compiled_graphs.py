@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from tests.capture.compiled_models import (
     Model,
@@ -101,6 +102,36 @@ def test_a_model_that_runs_eagerly_where_that_was_asked_for(tmp_path: Path) -> N
     train(as_written, tmp_path / "eager")
     eager, run = tensors(tmp_path / "eager"), tensors(tmp_path / "run")
     assert run.keys() == eager.keys()
+
+
+class Doubling(nn.Linear):
+    """A layer with a forward of its own."""
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(given)
+
+
+def with_a_layer_of_its_own() -> Model:
+    model = Model()
+    model.blocks[0].up.__class__ = Doubling
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "said"),
+    [
+        pytest.param(with_a_layer_of_its_own, {}, "graphs do not show layers of the class Doubling", id="class"),
+        pytest.param(Model, {"layers": "all"}, "runs eagerly in the captured iterations", id="layers"),
+    ],
+)
+def test_what_graphs_do_not_show_is_recorded_eagerly(
+    make: Callable[[], Model], options: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = train(whole, tmp_path / "run", make=make, **options)
+    assert seen.num_graphs == [1] * 4
+    assert said in capsys.readouterr().err
+    train(as_written, tmp_path / "eager", make=make, **options)
+    assert tensors(tmp_path / "run").keys() == tensors(tmp_path / "eager").keys()
 
 
 def test_another_backend_runs_eagerly_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

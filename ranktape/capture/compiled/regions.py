@@ -39,6 +39,7 @@ class Regions:
         modules: Callable[[], Iterator[nn.Module]],
         aside: Callable[[], contextlib.AbstractContextManager[None]],
         meet: Callable[[nn.Module], None],
+        hidden: Callable[[], str | None],
         tell: Callable[[str], None],
     ) -> None:
         """Begin.
@@ -49,12 +50,14 @@ class Regions:
             modules: The modules that have hooks of ours.
             aside: Has, in its context, nothing of ours in the places of torch's functions and hooks.
             meet: Called with the modules that a region is seen to run.
+            hidden: Gives what of the models that are known no graph shows; None where graphs show all.
             tell: Called with what a person should know.
         """
         self._calls = calls
         self._modules = modules
         self._aside = aside
         self._meet = meet
+        self._hidden = hidden
         self._thread = threading.local()
         self._tell = tell
         TappedBackend.targets = staticmethod(targets)
@@ -80,19 +83,21 @@ class Regions:
         own: Any = self._from_stance(callback)
         if own is None or own is False or isinstance(own, TappedCallback):
             return own
-        tapped = tapped_callback(own)
+        for module in _modules_of(sys._getframe(1)):  # noqa: SLF001  (hooks cannot tell: there are none yet)
+            self._meet(module)
+        hidden = self._hidden()
+        tapped = None if hidden else tapped_callback(own)
         if tapped is None:
             # A region that asks for one graph would miss it.
             _forced.stance = id(sys._getframe(1)), eval_frame._stance  # noqa: SLF001
             eval_frame._stance = eval_frame.DynamoStance(stance="force_eager")  # noqa: SLF001
             backend = eval_frame.innermost_backend(own)
             name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__)
-            self._tell(f"what the backend {name!r} compiles runs eagerly in captured iterations")
+            why = f"graphs do not show {hidden}" if hidden else f"the backend is {name!r}"
+            self._tell(f"what the training compiles runs eagerly in captured iterations: {why}")
             _forced.is_entered = False
             return None
         tapped.modules = self._modules
-        for module in _modules_of(sys._getframe(1)):  # noqa: SLF001  (hooks cannot tell: there are none yet)
-            self._meet(module)
         own_id = frames.get_eval_frame_isolate_recompiles_id()
         frames.set_eval_frame_isolate_recompiles_id(_isolated(own_id))
         return tapped

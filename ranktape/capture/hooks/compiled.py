@@ -106,6 +106,13 @@ def is_proven() -> bool:
 _PROVEN = ("2.13.",)
 
 
+def is_in_graphs(options: CaptureOptions) -> bool:
+    """Whether compiled code is recorded inside of its graphs; outputs of layers are seen by hooks alone."""
+    return (
+        options.compiled == "graph" and is_proven() and not (options.wants_layers or options.wants_layer_type("hidden"))
+    )
+
+
 def is_left_compiled(options: CaptureOptions) -> bool:
     """Whether this process has compiled something, and its iterations end without a look at its models."""
     return has_compiled() and options.advance_on != "forward" and Mode.TRAIN in options.wanted_modes

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ranktape.capture.hooks.calls import Placement, Watch
-from ranktape.capture.hooks.compiled import EagerMode, IgnoredWarning, is_left_compiled, is_proven
+from ranktape.capture.hooks.compiled import EagerMode, IgnoredWarning, is_in_graphs, is_left_compiled
 from ranktape.capture.hooks.coverage import Coverage, explain_silence, explain_unmatched, find_coverage
 from ranktape.capture.hooks.function_hooks import FunctionHooks
 from ranktape.capture.hooks.hook import Hook, Replacements
@@ -160,17 +160,14 @@ class ModelHooks:
         self._multihead = MultiheadHooks(watch) if self._wants("attention") else None
         self._layers = LayerHooks(watch) if self._options.wants_layers or self._wants("hidden") else None
         self._functions = FunctionHooks(watch, is_wanted=self._is_wanted_kind, multihead=self._multihead)
-        begin = self._begin_regions if self._options.compiled == "graph" else None
+        begin = self._begin_regions if is_in_graphs(self._options) else None
         watch.handles += [self._functions, EagerMode(self._functions.originals, begin)]
         self._attach_known()
         if not self._is_given:
             watch.handles.append(register_module_forward_pre_hook(self._meet))
 
     def _begin_regions(self) -> Any:
-        """Record compiled code inside of its graphs; None where it runs eagerly instead."""
-        if not is_proven():
-            self.on_note(f"compiled code runs eagerly in captured iterations: torch {torch.__version__} is not proven")
-            return None
+        """Record compiled code inside of its graphs."""
         from ranktape.capture.compiled.graph_calls import GraphCalls
         from ranktape.capture.compiled.regions import Regions
 
@@ -181,8 +178,19 @@ class ModelHooks:
             modules=lambda: iter(self._attached),
             aside=self._aside,
             meet=self._meet_in_region,
+            hidden=self._hidden_in_graphs,
             tell=self._note,
         )
+
+    def _hidden_in_graphs(self) -> str | None:
+        """What of the models compiled code cannot be asked for: it shows functions of torch, and no calls of layers."""
+        kinds = {type(module): type(module).forward for module in self._modules}
+        for kind, forward in kinds.items():
+            if forward not in _SHOWN_IN_GRAPHS:
+                return f"layers of the class {kind.__name__}"
+        packages = {kind.__module__.partition(".")[0] for kind in map(type, self._attached)}
+        given = (role for role in self._functions.matched if role.gives_function) if self._functions is not None else ()
+        return next((role.name for role in given if role.name.partition(".")[0] in packages), None)
 
     def _meet_in_region(self, module: nn.Module) -> None:
         """Know a model that compiled code is about to run, and of which no hook will tell."""
@@ -398,6 +406,10 @@ class ModelHooks:
             is_named = not self._options.wants_layers or self._options.names_layer_type(layer_type)
             self._wanted[layer_type, path] = is_named and self._wants(layer_type) and self._is_wanted(path)
         return self._wanted[layer_type, path]
+
+
+_SHOWN_IN_GRAPHS = frozenset({nn.Linear.forward, nn.Embedding.forward})
+"""Layers that are one function of torch on their own parameters."""
 
 
 def _source(frame: Frame, layer_type: str, component: str) -> Source:
