@@ -162,7 +162,7 @@ def test_a_bar_is_drawn_for_a_table_and_not_among_the_lines_about_files(
             patch.setattr(sys, "stderr", terminal := Terminal())
             cli.main(["sweep", run, "--rank", "0", "--iteration", "10", *words], standalone_mode=False)
         shown.append(terminal.getvalue())
-    assert "sweeping" in shown[0]
+    assert "counting" in shown[0]
     assert shown[1] == ""
 
 

@@ -24,7 +24,10 @@ from ranktape.capture import Capture
 from ranktape.storage import Record, open_run
 
 WIDTH, HEADS, VOCABULARY, LENGTH, NUM_STEPS, CAPTURED = 16, 2, 16, 4, 3, 1
-LAYER_TYPES = ("linear", "attention", "embedding")
+IN_GRAPHS: dict[str, Any] = {"layer_type": ("linear", "attention", "embedding")}
+"""What is recorded inside of compiled graphs."""
+EAGERLY: dict[str, Any] = {"layers": "all"}
+"""What has captured iterations run eagerly."""
 
 
 class Block(nn.Module):
@@ -153,7 +156,7 @@ WRAPPINGS = {
 Losses = list[str]
 
 
-def train(wrapping: Wrapping, url: Path | None, *, is_compiled: bool) -> Losses:
+def train(wrapping: Wrapping, url: Path | None, *, is_compiled: bool, **options: Any) -> Losses:
     """Some steps, one of them captured where there is a URL."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -162,7 +165,7 @@ def train(wrapping: Wrapping, url: Path | None, *, is_compiled: bool) -> Losses:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     context: Any = contextlib.nullcontext()
     if url is not None:
-        context = Capture(url, layers="all", layer_type=LAYER_TYPES, iteration=(CAPTURED,), min_iterations=1)
+        context = Capture(url, iteration=(CAPTURED,), min_iterations=1, **options)
     losses = []
     with context:
         for _ in range(NUM_STEPS):

@@ -31,12 +31,12 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
     return flat.view(numpy_dtype(str(tensor.dtype).removeprefix("torch."))).reshape(tuple(tensor.shape))
 
 
-def check(tensor: torch.Tensor, *, sample_dim: int | None) -> None:
+def check(tensor: torch.Tensor, *, sample_dim: int | None, tolerance: float = 1e-9) -> None:
     statistics, overflow = taken(tensor, sample_dim=sample_dim)
     array = as_array(tensor)
     assert overflow == measure(array, sample_dim=sample_dim)
     expected = statistics_of(array).to_vector()
-    np.testing.assert_allclose(statistics.to_vector(), expected, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(statistics.to_vector(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,4 +77,5 @@ def test_what_is_written_to_is_looked_at_again() -> None:
 
 
 def test_a_large_mean_takes_nothing_from_small_differences() -> None:
-    check(1e4 + torch.randn(64, 1000), sample_dim=0)
+    # Of the sum of cubes nothing but cancelling is left: it is 190 in place of 10^17.
+    check(1e4 + torch.randn(64, 1000), sample_dim=0, tolerance=1e-7)

@@ -28,8 +28,9 @@ CAPTURE = {
     "layer_idx", "layer_stack", "operation", "phase", "component", "tensor_name", "dtype", "compute_dtype", "rank",
     "microbatch",
     "call", "iteration", "mode", "where", "samples", "keep", "select", "layers", "layer_offset", "master",
-    "advance_on", "sample_dim", "compiled", "policy", "host_budget_nbytes", "begin_timeout_seconds", "block_timeout_seconds",
-    "finish_timeout_seconds", "store_timeout_seconds", "store_concurrency", "compression", "keep_last",
+    "advance_on", "sample_dim", "compiled", "policy", "host_budget_nbytes", "begin_timeout_seconds",
+    "block_timeout_seconds", "finish_timeout_seconds", "store_timeout_seconds", "store_concurrency", "compression",
+    "keep_last",
     "record_last", "record_after", "trigger", "ring_dir", "stop_when_stored",
     "spill_dir", "strict", "capture_config", "manual", "resume", "overwrite", "add", "storage_options",
 }  # fmt: skip

@@ -28,6 +28,7 @@ OWN_EXAMPLES = {
     "where": "layer_idx < 4",
     "select": "layer_type=attention every=10 keep=histogram",
     "layers": "all",
+    "trigger": "absmax > 448",
     "advance_on": "optimizer:1",
     "storage_options": '{"anon": true}',
 }
@@ -68,10 +69,11 @@ def test_a_setting_goes_to_words_and_back(setting: Any) -> None:
     assert result.exit_code == 0, result.output
     assert capture_arguments(received) == words
     given = {setting.name: received[setting.name]}
-    settings = CaptureOptions(**given_settings(given))
+    needed: dict[str, Any] = {"record_last": 2} if setting.name == "trigger" else {}
+    settings = CaptureOptions(**given_settings(given), **needed)
     if setting.name == "max_iterations":
         assert settings.max_iterations == 2097152
-    assert settings == dataclasses.replace(CaptureOptions(), **{setting.name: getattr(settings, setting.name)})
+    assert settings == dataclasses.replace(CaptureOptions(**needed), **{setting.name: getattr(settings, setting.name)})
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)

@@ -86,7 +86,8 @@ def test_a_run_without_iterations_has_a_status() -> None:
     table = RunStatus(run="runs/x", iterations=[], verdict=None).table()
     assert table.rows == ()
     assert "minimum not known" in table.to_text()
-    empty: dict[str, Any] = {"run": "runs/x", "iterations": [], "disabled": {}, "troubles": {}, "verdict": None}
+    nothing: dict[str, Any] = {"disabled": {}, "troubles": {}, "triggers": [], "verdict": None}
+    empty = {"run": "runs/x", "iterations": [], **nothing}
     assert RunStatus(run="runs/x", iterations=[], verdict=None).to_json() == empty
 
 
