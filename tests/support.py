@@ -135,23 +135,6 @@ CompiledRow = tuple[str, Mapping[str, str]]
 """A way of compiling, and by column what the matrix says of it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompiledHole:
-    """Fields of the matrix of compiled code that are not full, and why."""
-
-    reason: str
-    way: str = "*"
-    column: str = "*"
-
-    def covers(self, way: str, column: str) -> bool:
-        """Whether the field is one of these."""
-        return fnmatchcase(way, self.way) and fnmatchcase(column, self.column)
-
-
-COMPILED_HOLES: tuple[CompiledHole, ...] = ()
-"""The first that covers a field explains it."""
-
-
 def fields(marker: Mapping[str, Any]) -> list[Field]:
     """The fields of the matrix that a marker names.
 
@@ -210,36 +193,21 @@ def _is_full(cell: str) -> bool:
 
 
 def _compiled_lines(compiled: Iterable[CompiledRow]) -> Iterator[str]:
-    """The matrix of compiled code, with a letter in each field that is not full."""
-    used: list[CompiledHole] = []
+    """The matrix of compiled code; each field of it must be full."""
     yield from ("", "## Compiled code", COMPILED_PREFACE, "")
     yield from (f"| | {' | '.join(COMPILED_COLUMNS)} |", f"|---{'|---' * len(COMPILED_COLUMNS)}|")
     for way, cells in compiled:
-        row = []
         for column in COMPILED_COLUMNS:
-            hole = next((hole for hole in COMPILED_HOLES if hole.covers(way, column)), None)
-            if _is_full(cells[column]):
-                row.append(cells[column])
-                continue
-            if hole is None:
-                raise ValueError(f"{way} / {column} is {cells[column]}, without a reason in COMPILED_HOLES")
-            if hole not in used:
-                used.append(hole)
-            row.append(f"{cells[column]} ({used.index(hole) + 1})")
-        yield f"| {way} | {' | '.join(row)} |"
-    if used:
-        yield from ("", *(f"{number}. {hole.reason}" for number, hole in enumerate(used, start=1)))
+            if not _is_full(cells[column]):
+                raise ValueError(f"{way} / {column} is {cells[column]}: compiled code shows less than is written")
+        yield f"| {way} | {' | '.join(cells[column] for column in COMPILED_COLUMNS)} |"
 
 
 def compiled_on(text: str) -> dict[str, dict[str, str]]:
-    """What a page says of compiled code, by way and column, without the numbers of reasons."""
+    """What a page says of compiled code, by way and column."""
     lines = text.partition("\n## Compiled code\n")[2].partition("\n## ")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
-    return {
-        way: {column: cell.partition(" (")[0] for column, cell in zip(COMPILED_COLUMNS, cells, strict=True)}
-        for way, *cells in rows
-        if way
-    }
+    return {way: dict(zip(COMPILED_COLUMNS, cells, strict=True)) for way, *cells in rows if way}
 
 
 def page(proven: Mapping[Field, int], compiled: Iterable[CompiledRow]) -> str:

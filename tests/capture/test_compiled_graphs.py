@@ -56,7 +56,7 @@ WAYS = {
     "reduce-overhead": Way(functools.partial(whole, mode="reduce-overhead")),
     "max-autotune": Way(functools.partial(whole, mode="max-autotune")),
 }
-_CORE = ("torch.compile(model)", "blocks", "a checkpoint inside", "compiled autograd")
+_CORE = ("torch.compile(model)", "blocks")
 _LONG = pytest.mark.exhaustive("as the others, compiled in other ways")
 NAMES = [name if name in _CORE else pytest.param(name, marks=_LONG) for name in WAYS]
 
