@@ -106,11 +106,6 @@ class RecordNumbers:
         is_whole = name in METRICS and METRICS[name].kind is Kind.INTEGER
         return self.sheet.cells(NUMBERS.index(name), is_whole=is_whole)
 
-    @property
-    def sample_owners(self) -> NDArray[np.int64]:
-        """Of each sample the place of its record."""
-        return self.sheet.owners
-
     def of_samples(self, name: str) -> NDArray[np.float64]:
         """One of `SAMPLE_METRICS` of the samples of all records."""
         found: NDArray[np.float64] = self.sheet.parts[:, SAMPLE_METRICS.index(name)]

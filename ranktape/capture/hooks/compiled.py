@@ -1,4 +1,4 @@
-"""Compiled code runs as written while hooks are attached, which are not part of what was compiled."""
+"""While hooks are attached compiled code runs with taps in its graphs, or as written where graphs show too little."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class EagerMode:
 
 
 def is_proven() -> bool:
-    """Whether this version of torch is one of those whose compiled graphs are recorded without another bit."""
+    """Whether graphs of this version of torch are known to be recorded without another bit, in float32."""
     return torch.__version__.startswith(_PROVEN)
 
 
