@@ -49,14 +49,14 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.width, config.width)
         self.output = nn.Linear(config.width, config.width)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:  # noqa: N803
+    def forward(self, x_BTD: Tensor) -> Tensor:
         """The attended values, [B, T, D]."""
         batch, positions, width = x_BTD.shape
 
-        def split(projected_BTD: Tensor) -> Tensor:  # noqa: N803
+        def split(projected_BTD: Tensor) -> Tensor:
             return projected_BTD.view(batch, positions, self.heads, width // self.heads).transpose(1, 2)
 
-        attended_BHTD = functional.scaled_dot_product_attention(  # noqa: N806
+        attended_BHTD = functional.scaled_dot_product_attention(
             split(self.query(x_BTD)), split(self.key(x_BTD)), split(self.value(x_BTD)), is_causal=True
         )
         merged: Tensor = self.output(attended_BHTD.transpose(1, 2).reshape(batch, positions, width))
@@ -71,7 +71,7 @@ class FeedForward(nn.Module):
         self.up = nn.Linear(config.width, 4 * config.width)
         self.down = nn.Linear(4 * config.width, config.width)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:  # noqa: N803
+    def forward(self, x_BTD: Tensor) -> Tensor:
         """The transformed values, [B, T, D]."""
         transformed: Tensor = self.down(functional.gelu(self.up(x_BTD)))
         return transformed
@@ -87,7 +87,7 @@ class DecoderLayer(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(config.width)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:  # noqa: N803
+    def forward(self, x_BTD: Tensor) -> Tensor:
         """The residual stream after the layer, [B, T, D]."""
         attended = x_BTD + self.attention(self.attention_norm(x_BTD))
         transformed: Tensor = attended + self.feed_forward(self.feed_forward_norm(attended))
@@ -110,12 +110,12 @@ class GPT(nn.Module):
             if name.endswith(("attention.output.weight", "feed_forward.down.weight")):
                 nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:  # noqa: N803
+    def forward(self, tokens_BT: Tensor) -> Tensor:
         """The logits of the next token at each position, [B, T, V]."""
         positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        x_BTD = self.token_embedding(tokens_BT) + self.position_embedding(positions)  # noqa: N806
+        x_BTD = self.token_embedding(tokens_BT) + self.position_embedding(positions)
         for layer in self.layers:
-            x_BTD = layer(x_BTD)  # noqa: N806
+            x_BTD = layer(x_BTD)
         logits: Tensor = self.head(self.norm(x_BTD))
         return logits
 

@@ -5,7 +5,6 @@ is summed along their last dimension; their sizes are multiples of the blocks.
 """
 
 # Shapes: R = rows, S = what is summed, B = blocks, N = elements of a block.
-# ruff: noqa: N803, N806 - the letters of a shape end the name of the tensor
 
 from __future__ import annotations
 

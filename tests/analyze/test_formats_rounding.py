@@ -1,7 +1,6 @@
 """Does every 16-bit value round to what other people's arithmetic says, in every format and rounding?"""
 
 # Shapes: S = seeds, N = numbers, R = roundings, D = draws, E = eighths, P = pairs of neighbours.
-# ruff: noqa: N806 - the letters of a shape end the name of the array
 
 from __future__ import annotations
 

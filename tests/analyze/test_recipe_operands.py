@@ -18,7 +18,7 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def test_both_operands_are_quantised_along_the_sum_in_their_order() -> None:
     product = RECIPES["mxfp8_e5m2_grad"].products["grad_weight"]
-    grad_OT, x_IT = numbers(24, 64), numbers(40, 64, seed=1)  # noqa: N806 - the letters of a shape end the name
+    grad_OT, x_IT = numbers(24, 64), numbers(40, 64, seed=1)
     first, second = quantized_operands(product, grad_OT, x_IT, seed=0)
     for found, matrix, scheme in ((first, grad_OT, "mxfp8_e5m2"), (second, x_IT, "mxfp8_e4m3")):
         expected = quantize(matrix, scheme, scale_rule="rceil", warn=False)

@@ -1,7 +1,6 @@
 """Do shipped recipes compute what other programs compute of the same operands?"""
 
 # Shapes: T = tokens, I = inputs, O = outputs; of an operand R = rows, S = what is summed.
-# ruff: noqa: N803, N806 - the letters of a shape end the name of the tensor
 
 from __future__ import annotations
 

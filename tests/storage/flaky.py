@@ -116,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
             yield self.rfile.read(nbytes // 24)
         yield self.rfile.read(nbytes % 24)
 
-    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _answer  # noqa: N815  # the names that the server looks for
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _answer
 
     def _send(self, status: int, headers: list[tuple[str, str]], content: bytes, *, length: str | None = None) -> None:
         self.send_response(status)

@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ranktape.analyze.comparison.tensors import ComparedTensor
 from ranktape.analyze.engine.values import View
+from ranktape.analyze.options import Output
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import UsageError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.options import Output
-    from ranktape.storage import Record
+from ranktape.storage import Record
 
 MAX_BINS = 256
 """Rows and columns of a map at most, unless asked otherwise."""

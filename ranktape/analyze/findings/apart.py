@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ranktape.analyze.engine.cache_object import Payload
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View, read_values
 from ranktape.analyze.findings import thresholds as limit
@@ -27,6 +29,10 @@ from ranktape.analyze.findings.finding import (
     records_text,
 )
 from ranktape.analyze.findings.survey import (
+    Codes,
+    Floats,
+    Mask,
+    Survey,
     binades,
     codes_of,
     deviations_of,
@@ -37,14 +43,8 @@ from ranktape.analyze.findings.survey import (
 )
 from ranktape.analyze.identity import sample_names
 from ranktape.analyze.numerics.pieces import pieces
+from ranktape.storage import Record
 from ranktape.storage.format.record_info import Keep
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.engine.cache_object import Payload
-    from ranktape.analyze.findings.survey import Codes, Floats, Mask, Survey
-    from ranktape.storage import Record
 
 CHANNELS_VERSION = 1
 """Of the payload; one more whenever what is in it changes."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.findings.finding import (
@@ -18,14 +18,9 @@ from ranktape.analyze.findings.finding import (
     percent_text,
     records_text,
 )
-from ranktape.analyze.findings.survey import codes_of, medians_of
+from ranktape.analyze.findings.survey import Codes, Floats, Mask, Survey, codes_of, medians_of
 from ranktape.analyze.metrics.numbers import NARROW_FORMAT
 from ranktape.analyze.numerics.formats import FORMATS
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.findings.survey import Codes, Floats, Mask, Survey
 
 _SMALLEST = {row.min_subnormal: row.name for row in reversed(FORMATS.values())}
 """Formats by their smallest number; of those that share it the best known."""

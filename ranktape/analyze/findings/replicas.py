@@ -9,21 +9,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.findings.finding import Finding, Severity, finding_of, named_numbers, records_text
-from ranktape.analyze.findings.survey import SITE, codes_of, members_of
+from ranktape.analyze.findings.survey import SITE, Survey, codes_of, members_of
 from ranktape.errors import DataError
+from ranktape.storage import Records
 from ranktape.storage.records.placement import AxisKind, Placement, parse_placement
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.findings.survey import Survey
-    from ranktape.storage import Records
 
 Partition = tuple[int, ...]
 """For each rank of a place, in ascending order, the number of the first one that has the same bits."""

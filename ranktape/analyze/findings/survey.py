@@ -9,26 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.identity import IDENTITY, role_of, stacks_of
 from ranktape.analyze.metrics.numbers import NUMBERS, numbers_of
+from ranktape.storage import Records
 from ranktape.storage.format.dtypes import dtype_row
 from ranktape.storage.format.record_info import is_parameter
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.engine.engine import Engine
-    from ranktape.storage import Records
-
-    Floats = NDArray[np.float64]
-    Codes = NDArray[np.int64]
-    Mask = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+Codes = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 SITE = (
     "source",

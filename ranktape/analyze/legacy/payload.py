@@ -21,16 +21,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ranktape.analyze.legacy.pickles import MAX_NBYTES, Pairs, Storage, TensorData, plain, read_pickle
 from ranktape.errors import DataError, StorageError
 from ranktape.storage.format.dtypes import dtype_row
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 MAX_FOLDER_CHARACTERS = 1 << 20
 """Length of a description of a folder, which every record of it repeats."""

@@ -13,10 +13,12 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ranktape.analyze.engine.cache_object import Payload
 from ranktape.analyze.engine.digest_measure import digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sheet import SheetForm, SheetRow, sheet_of
@@ -42,19 +44,14 @@ from ranktape.analyze.metrics.target import (
     unknown_row,
     with_total,
 )
+from ranktape.analyze.numerics.digest import Digest
 from ranktape.analyze.numerics.quantization.schemes import Scaling
+from ranktape.analyze.table import Column
 from ranktape.errors import UsageError
+from ranktape.storage import Records
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, Keep
 from ranktape.storage.query.columns import equal_rows
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.engine.cache_object import Payload
-    from ranktape.analyze.numerics.digest import Digest
-    from ranktape.analyze.table import Column
-    from ranktape.storage import Records
 
 Counts = dict[str, "NDArray[np.float64]"]
 """The same of several records or samples."""

@@ -20,7 +20,6 @@ Operands of float32 may have been rounded to TF32 by the device: a result that a
 
 # Shapes: R = rows of the first operand, C = rows of the second, S = what the product sums over, B = batch, H = heads,
 # G = heads of keys, T = queries, D = elements of a head.
-# ruff: noqa: N803, N806, N815 - the letters of a shape end the name of the tensor
 
 from __future__ import annotations
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.digest import Digest, finite
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.numerics.formats import Format
+from ranktape.analyze.numerics.formats import Format
 
 _LARGEST = float(np.finfo(np.float64).max)
 

@@ -1,21 +1,18 @@
 """Compiled loops over two arrays that should be alike, and the distance of values in bits."""
 
 # Shapes: B = blocks, M = sums.
-# ruff: noqa: N803 - the letters of a shape end the name of the array
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.kernels import BLOCK, compiled_sums
 from ranktape.storage.format.dtypes import dtype_name, dtype_row
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 def differing_elements(

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.difference_kernels import (
     SQUARES,
@@ -23,9 +24,6 @@ from ranktape.analyze.numerics.difference_kernels import (
     largest_ulp,
 )
 from ranktape.analyze.numerics.kernels import BLOCK
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 PIECE = 1 << 17
 """Elements that are widened to float64 at once: both pieces stay in a processor's cache."""
@@ -143,7 +141,7 @@ class _DifferenceTotals:
         wide = np.complex128 if "c" in {a.dtype.kind, b.dtype.kind} else np.float64
         with np.errstate(invalid="ignore"):
             wide_a, wide_b = a.astype(wide), b.astype(wide)
-        sums_BM, exponent = _sums_of(wide_a, wide_b)  # noqa: N806 - the letters of a shape
+        sums_BM, exponent = _sums_of(wide_a, wide_b)
         with np.errstate(over="ignore"):
             largest = np.ldexp(sums_BM[:, SUMS.index("largest")], exponent)
         if largest.size and largest.max() > self._largest:
@@ -165,8 +163,8 @@ class _DifferenceTotals:
         """The metrics of everything that was added."""
         exponents = np.concatenate(self._exponents)
         top = int(exponents.max(initial=_LOWEST))
-        own_BM = np.concatenate(self._sums)  # noqa: N806 - the letters of a shape
-        sums_BM = np.ldexp(own_BM, (exponents - top)[:, np.newaxis] * degrees())  # noqa: N806 - as above
+        own_BM = np.concatenate(self._sums)
+        sums_BM = np.ldexp(own_BM, (exponents - top)[:, np.newaxis] * degrees())
         with np.errstate(over="ignore", invalid="ignore"):
             total = dict(zip(SUMS, sums_BM.sum(axis=0).tolist(), strict=True))
             moments = _moments(dict(zip(SUMS, sums_BM.T, strict=True)), total)
@@ -200,7 +198,7 @@ class _DifferenceTotals:
 
 def _sums_of(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[np.float64], int]:
     """What the elements of each block add up to, and the exponent of the power of two that they were divided by."""
-    sums_BM = np.zeros((-(-a.size // BLOCK), len(SUMS)))  # noqa: N806 - the letters of a shape
+    sums_BM = np.zeros((-(-a.size // BLOCK), len(SUMS)))
     add_up(a, b, sums_BM)
     squares = sums_BM[:, SQUARES]
     if ((squares > _SMALL_SQUARE) & (squares < 1 / _SMALL_SQUARE)).all():
@@ -213,7 +211,7 @@ def _sums_of(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[np.float64], int
     if abs(exponent) <= _SAFE_EXPONENT:
         return sums_BM, 0
     half = -exponent // 2
-    scaled_BM = np.zeros(sums_BM.shape)  # noqa: N806 - as above
+    scaled_BM = np.zeros(sums_BM.shape)
     with np.errstate(all="ignore"):
         scaled_a, scaled_b = (one * math.ldexp(1.0, half) * math.ldexp(1.0, -exponent - half) for one in (a, b))
     add_up(scaled_a, scaled_b, scaled_BM)

@@ -11,18 +11,15 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.digest_kernels import thin
 from ranktape.analyze.numerics.histograms.histogram import Limits, Tallies, larger_part
 from ranktape.storage.format.parts import RUN
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.storage.format.statistics import Statistics
+from ranktape.storage.format.statistics import Statistics
 
 SAMPLE_METRICS = (
     "num_elements",

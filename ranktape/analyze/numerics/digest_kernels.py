@@ -6,7 +6,6 @@ record costs no look at all of them. Wider ones are sorted and thinned.
 
 # Shapes: S = samples, I = elements of a sample, P = patterns, T = tables of counters, F = metrics of a sample,
 # D = distinct patterns.
-# ruff: noqa: N803, N806 - the letters of a shape end the name of the array
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The compiled loop over a result and the one that it should be."""
 
 # Shapes: R = rows, C = columns, P = reference and result.
-# ruff: noqa: N803 - the letters of a shape end the name of the array
 
 from __future__ import annotations
 

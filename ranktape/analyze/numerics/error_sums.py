@@ -155,8 +155,8 @@ def error_sums(
     more = None if rest is None else _patterns(rest)
     step = max(1, PART // max(1, want.shape[1]), -(-want.shape[0] // MAX_PARTS))
     starts = range(0, want.shape[0], step)
-    columns_NC = np.zeros((len(starts), want.shape[1]))  # noqa: N806 - the letters of a shape
-    sums_NM = np.zeros((len(starts), len(ErrorSums.__slots__)))  # noqa: N806 - as above
+    columns_NC = np.zeros((len(starts), want.shape[1]))
+    sums_NM = np.zeros((len(starts), len(ErrorSums.__slots__)))
 
     def add(number: int) -> None:
         part = slice(starts[number], starts[number] + step)

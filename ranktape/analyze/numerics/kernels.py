@@ -5,7 +5,6 @@ Loops that the compiler turns into vector instructions; everything that needs Py
 
 # Shapes: O = everything before the dimension of samples, S = samples, I = everything after it,
 # P = patterns, K = kinds of tallies, B = blocks, M = sums.
-# ruff: noqa: N803 - the letters of a shape end the name of the array
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Multiplies quantised matrices: exactly, as fast as the machine multiplies bfloat16 where that loses nothing."""
 
 # Shapes: R = rows of the first operand, C = rows of the second, which are the columns of the product.
-# ruff: noqa: N803 - the letters of a shape end the name of the tensor
 
 from __future__ import annotations
 

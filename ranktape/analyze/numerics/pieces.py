@@ -5,7 +5,6 @@ its strides, the axis and the size of the blocks.
 """
 
 # Shapes: O = everything before the axis of blocks, B = blocks, E = elements of a block, I = everything after.
-# ruff: noqa: N815 - the letters of a shape end the name of the shape
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 # Shapes: T = tokens, I = inputs of the layer, O = outputs, R = rows of an operand, C = columns of the product,
 # S = what the product sums over.
-# ruff: noqa: N803 - the letters of a shape end the name of the tensor
 
 from __future__ import annotations
 

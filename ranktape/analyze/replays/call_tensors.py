@@ -10,13 +10,11 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ranktape.analyze.identity import SampleName, sample_names
+from ranktape.storage import Records
 from ranktape.storage.format.record_info import WIDE, Mode, Operation
-
-if TYPE_CHECKING:
-    from ranktape.storage import Records
 
 CALL_FIELDS = (
     "iteration",

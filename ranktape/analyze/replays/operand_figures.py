@@ -1,7 +1,6 @@
 """Gives the figures of a product's operands that say why a recipe loses what it loses of it."""
 
 # Shapes: R = rows of an operand, S = what the product sums over.
-# ruff: noqa: N803, N806 - the letters of a shape end the name of the tensor
 
 from __future__ import annotations
 

@@ -7,10 +7,13 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import SAMPLE, group_row, identity_fields, identity_rows, with_stacks
 from ranktape.analyze.metrics.target import one_target, sweepable
 from ranktape.analyze.numerics.quantization.schemes import Scaling
@@ -18,16 +21,10 @@ from ranktape.analyze.rules.result import GateResult, Offender, RuleOutcome
 from ranktape.analyze.rules.rule import GateRule, Missing, default_rules, parse_rule, read_rule_file
 from ranktape.analyze.rules.values import Judged, RuleOperand, parse_operand, values_of
 from ranktape.errors import NoRecordsError, UsageError
+from ranktape.storage import Records
 from ranktape.storage.query import columns, where
 from ranktape.storage.query.columns import Comparison, Mask
 from ranktape.storage.query.where import Compare, Condition, Either, Every, Field, Like, Not, OneOf, Test
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.engine.values import View
-    from ranktape.storage import Records
 
 
 class _Asked(NamedTuple):

@@ -8,10 +8,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sweep_measure import Asked, sweep_records
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.find import KINDS as FINDING_KINDS
@@ -27,15 +29,10 @@ from ranktape.analyze.numerics.sweeps.metrics import METRICS as SWEPT_METRICS
 from ranktape.analyze.numerics.sweeps.options import SweepOptions, resolve
 from ranktape.analyze.questions.swept import parse_jobs
 from ranktape.errors import RanktapeError, UsageError
+from ranktape.storage import Records
 from ranktape.storage.format.record_info import EXTREMES
 from ranktape.storage.places.failures import printable
 from ranktape.storage.records.records import KNOWN_COLUMNS
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.engine.engine import Engine
-    from ranktape.storage import Records
 
 REPLICAS = "replicas.differing"
 """How many copies of a record hold other bits than it does; 0 where most hold the same."""

@@ -119,7 +119,7 @@ def _lay_out(summary: NDArray[np.float64], num_samples: int, target: NDArray[np.
         *(minimum, maximum, absmax),
     )
     target[len(STATISTICS) : _NUM_HEAD] = minimum, maximum, absmax
-    counts_SK = target[_NUM_HEAD:].reshape(num_samples, _NUM_KINDS)  # noqa: N806  (shape letters)
+    counts_SK = target[_NUM_HEAD:].reshape(num_samples, _NUM_KINDS)
     counts_SK[:] = 0.0
     counts_SK[:, _UNDERFLOW] = summary[9::2] - summary[10::2]
     counts_SK[:, _ZERO] = summary[10::2]
@@ -137,5 +137,5 @@ def _take_slowly(tensor: torch.Tensor, sample_dim: int | None, target: NDArray[n
     if overflow.per_sample is None:
         target[_NUM_HEAD:] = [getattr(overflow, kind).count for kind in TALLY_KINDS]
     else:
-        counts_KS = [overflow.per_sample[kind] for kind in TALLY_KINDS]  # noqa: N806  (shape letters)
+        counts_KS = [overflow.per_sample[kind] for kind in TALLY_KINDS]
         target[_NUM_HEAD:] = np.array(counts_KS, dtype=np.float64).T.reshape(-1)

@@ -95,7 +95,7 @@ def taken_from(payload: memoryview, *, per_sample: bool) -> tuple[np.ndarray[Any
     """The statistics that a trainer has staged, and the counts at the limits of the dtype."""
     words = np.frombuffer(payload, dtype="<f8")
     vector, ends = words[: len(STATISTICS)], words[len(STATISTICS) : len(STATISTICS) + len(EXTREMES)].tolist()
-    counts_SK = words[len(STATISTICS) + len(EXTREMES) :].astype(np.int64).reshape(-1, len(TALLY_KINDS))  # noqa: N806
+    counts_SK = words[len(STATISTICS) + len(EXTREMES) :].astype(np.int64).reshape(-1, len(TALLY_KINDS))
     total = max(1, int(vector[0]))
     counts = zip(TALLY_KINDS, counts_SK.sum(0).tolist(), strict=True)
     tallies: dict[str, Any] = {kind: ElementTally(count=count, ratio=count / total) for kind, count in counts}

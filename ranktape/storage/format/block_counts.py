@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ranktape.errors import DataError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 NUM_CODES = 1 << 16
 """Bit patterns of a 16-bit value."""

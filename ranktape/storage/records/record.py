@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ranktape.errors import DataError, UsageError
-from ranktape.storage.format.block_counts import BLOCK_AXES, NUM_CODES, unpack_blocks
+from ranktape.storage.format.block_counts import BLOCK_AXES, NUM_CODES, BlockCounts, unpack_blocks
 from ranktape.storage.format.dtypes import to_torch
-from ranktape.storage.format.record_info import Keep
+from ranktape.storage.format.record_info import Keep, RecordInfo
 from ranktape.storage.format.statistics import Statistics
 from ranktape.storage.records.notebook import fields_html
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     import xarray
     import zarr
 
-    from ranktape.storage.format.block_counts import BlockCounts
-    from ranktape.storage.format.record_info import RecordInfo
     from ranktape.storage.records.assemble import GlobalView
 
 

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.formats.table import Format, Rounding
 from ranktape.analyze.numerics.kernels import compiled
 from ranktape.errors import UsageError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 NO_TAPER = 2000
 """A limit that no exponent of a float64 reaches."""

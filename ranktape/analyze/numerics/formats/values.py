@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import bisect
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from ranktape.analyze.numerics.formats.kernels import (
     BEYOND,
@@ -26,9 +27,6 @@ from ranktape.analyze.numerics.formats.kernels import (
 from ranktape.analyze.numerics.formats.table import FORMATS, Coding, Format, Rounding
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import numpy_dtype
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
 
 MAX_TABLE_BITS = 16
 """Formats up to this width are decoded by a table of all their codes."""

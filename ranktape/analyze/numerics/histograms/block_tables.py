@@ -2,7 +2,6 @@
 
 # Shapes: O = everything before the axis of the blocks, N = the axis, I = everything after it, B = blocks along
 # the axis, M = magnitudes, R = rows, T = tables.
-# ruff: noqa: N803, N806 - the letters of a shape end the name of the array
 
 from __future__ import annotations
 

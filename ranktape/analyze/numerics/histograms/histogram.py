@@ -9,7 +9,6 @@ NaN if either part is: it counts once, at the limits that its parts have.
 
 # Shapes: O = everything before the dimension of samples, S = samples, I = everything after it,
 # P = patterns, K = kinds of tallies.
-# ruff: noqa: N803, N806 - the letters of a shape end the name of the array
 
 from __future__ import annotations
 

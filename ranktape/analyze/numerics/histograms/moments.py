@@ -6,7 +6,6 @@ imports neither torch nor zarr.
 """
 
 # Shapes: B = blocks, M = sums.
-# ruff: noqa: N806 - the letters of a shape end the name of the array
 
 from __future__ import annotations
 

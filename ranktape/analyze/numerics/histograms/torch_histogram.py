@@ -5,7 +5,6 @@ Counts are integers, equal to those that the compiled code gives, and only they 
 """
 
 # Shapes: R = kinds of blocks (rows).
-# ruff: noqa: N806 - the letters of a shape end the name of the tensor
 
 from __future__ import annotations
 

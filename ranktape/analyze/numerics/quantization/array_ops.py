@@ -50,7 +50,7 @@ def on_host(array: NDArray[Any]) -> NDArray[Any]:
     return array
 
 
-def butterflies(groups_GNI: NDArray[Any], before_N: NDArray[Any], after_N: NDArray[Any]) -> NDArray[Any]:  # noqa: N803
+def butterflies(groups_GNI: NDArray[Any], before_N: NDArray[Any], after_N: NDArray[Any]) -> NDArray[Any]:
     """The groups times the first factors, rotated by the Hadamard matrix of their size, times the second ones."""
     rotated = groups_GNI.copy()
     rotate_groups(rotated, before_N.astype(rotated.dtype), after_N.astype(rotated.dtype))

@@ -148,10 +148,10 @@ def block_factors(
 
 @compiled
 def fill_factors(
-    largest_C: NDArray[np.int32],  # noqa: N803 - C = columns
+    largest_C: NDArray[np.int32],
     scheme: BlockScheme,
-    before_C: NDArray[np.float32],  # noqa: N803
-    after_C: NDArray[np.float32],  # noqa: N803
+    before_C: NDArray[np.float32],
+    after_C: NDArray[np.float32],
 ) -> None:
     """Write `block_factors` of blocks that lie beside each other, with their first scales.
 

@@ -7,7 +7,6 @@ otherwise does it in float64.
 
 # Shapes: O = everything before the axis of blocks, L = elements along the axis, I = everything after; R = rows,
 # C = columns of a matrix.
-# ruff: noqa: N803, N806 - the letters of a shape end the name of the array
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ Rounding is in float64, by the kernels of `formats`.
 """
 
 # Shapes: O = everything before the axis of channels, L = channels, I = everything after; N = numbers.
-# ruff: noqa: N803 - the letters of a shape end the name of the array
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ The results do not depend on the number of threads, which is that of torch.
 """
 
 # Shapes: O = everything before the axis, L = elements along the axis, I = everything after.
-# ruff: noqa: N803, N806 - the letters of a shape end the name of the array
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 """Gives the scales of groups of elements, NVFP4's two levels among them."""
 
 # Shapes: G = blocks that share a scale.
-# ruff: noqa: N803 - the letters of a shape end the name of the array
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.formats import FORMATS, codes_of
 from ranktape.analyze.numerics.formats.kernels import RoundingConstants, constants_of, round_even
@@ -17,9 +17,6 @@ from ranktape.analyze.numerics.formats.values import NARROW_BITS
 from ranktape.analyze.numerics.kernels import compiled
 from ranktape.analyze.numerics.quantization.plan import QuantizePlan
 from ranktape.analyze.numerics.quantization.schemes import ScaleRecipe, Scaling, exact_target, scale_exponents
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 MAX_FLOAT32 = FORMATS["fp32"].maximum
 

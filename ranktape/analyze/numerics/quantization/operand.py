@@ -1,7 +1,6 @@
 """Quantises what is multiplied: values alone, fast, whole or without the factor that a product can take afterwards."""
 
 # Shapes: R = rows of an operand, S = what the product sums over.
-# ruff: noqa: N803 - the letters of a shape end the name of the tensor
 
 from __future__ import annotations
 

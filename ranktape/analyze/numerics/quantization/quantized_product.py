@@ -4,7 +4,6 @@ Imports torch: a file for functions that are called with tensors.
 """
 
 # Shapes: T = tokens, I = inputs of a linear layer, O = outputs.
-# ruff: noqa: N803, N806 - the letters of a shape end the name of the tensor
 
 from __future__ import annotations
 

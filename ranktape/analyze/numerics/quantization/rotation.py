@@ -5,23 +5,20 @@ orthonormal.
 """
 
 # Shapes: G = groups that are rotated, N = the size of the matrix, I = elements after the axis.
-# ruff: noqa: N803, N806 - the letters of a shape end the name of the array
 
 from __future__ import annotations
 
 import math
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.formats import uniforms
 from ranktape.analyze.numerics.formats.kernels import HALF
 from ranktape.analyze.numerics.kernels import compiled
 from ranktape.errors import UsageError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 def rotation_signs(size: int, *, seed: int | None) -> NDArray[np.float64]:

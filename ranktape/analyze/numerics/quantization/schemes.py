@@ -6,17 +6,14 @@ import dataclasses
 import difflib
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from ranktape.analyze.numerics.formats import FORMATS, Coding, Format, parse_format
 from ranktape.analyze.numerics.formats.kernels import ONE_FIELD
 from ranktape.analyze.numerics.formats.table import NF4
 from ranktape.errors import UsageError
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
 
 
 class Scaling(enum.StrEnum):

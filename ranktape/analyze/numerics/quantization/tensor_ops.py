@@ -48,7 +48,7 @@ def on_host(tensor: torch.Tensor) -> NDArray[Any]:
     return array
 
 
-def butterflies(groups_GNI: torch.Tensor, before_N: NDArray[Any], after_N: NDArray[Any]) -> torch.Tensor:  # noqa: N803
+def butterflies(groups_GNI: torch.Tensor, before_N: NDArray[Any], after_N: NDArray[Any]) -> torch.Tensor:
     """See `array_ops`."""
     import torch
 

@@ -1,7 +1,6 @@
 """Quantises both operands of a product as a recipe says."""
 
 # Shapes: A, B = rows of the first and the second operand, S = what the product sums over.
-# ruff: noqa: N803, N806 - the letters of a shape end the name of the tensor
 
 from __future__ import annotations
 

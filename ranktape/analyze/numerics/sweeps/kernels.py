@@ -8,15 +8,16 @@ machine; counts are integers.
 
 # Shapes: N = values, G = groups that share a scale, E = elements of a group, L = levels, A = lanes,
 # K = kinds of sums, C = kinds of counts.
-# ruff: noqa: N803, N806 - the letters of a shape end the name of the array
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.formats.kernels import HYBRID, RANDOM, RoundingConstants, passed_of, round_block
+from ranktape.analyze.numerics.histograms.histogram import AnyArray
 from ranktape.analyze.numerics.kernels import compiled
 from ranktape.analyze.numerics.quantization.group_scales import (
     MAX_FLOAT32,
@@ -26,11 +27,6 @@ from ranktape.analyze.numerics.quantization.group_scales import (
     tensor_scale_of,
 )
 from ranktape.analyze.numerics.quantization.schemes import ScaleRecipe
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.numerics.histograms.histogram import AnyArray
 
 LANES = 32
 """Partial sums of each kind: adding lane by lane lets the compiler use vectors without reordering additions."""

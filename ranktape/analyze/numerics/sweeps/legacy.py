@@ -30,9 +30,10 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from ranktape.analyze.numerics.formats import FORMATS, Format, Rounding
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
@@ -42,10 +43,6 @@ from ranktape.analyze.numerics.sweeps.options import NUM_LEVELS, SweepOptions
 from ranktape.analyze.numerics.sweeps.sums import CHUNK, SUMS, Sums, scale_of
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import dtype_row
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
-
 
 LEGACY_FORMATS = tuple(FORMATS[name] for name in ("fp8_e4m3", "fp8_e5m2", "fp6_e2m3", "fp6_e3m2", "fp4_e2m1"))
 """What the tool knew."""

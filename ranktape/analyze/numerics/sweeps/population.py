@@ -1,7 +1,6 @@
 """Counts the kinds of numbers that a tensor holds for a sweep, and reads it in groups that share a scale."""
 
 # Shapes: O = before the axis, B = blocks, E = elements of a group, I = after the axis, G = groups.
-# ruff: noqa: N803, N806 - the letters of a shape end the name of the array
 
 from __future__ import annotations
 
@@ -9,17 +8,13 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram
 from ranktape.analyze.numerics.histograms.histogram import AnyArray, Histogram, own_limits, pattern_values, scan
 from ranktape.analyze.numerics.pieces import Box, boxes, by_memory, grouped_shape, in_batches, pieces
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

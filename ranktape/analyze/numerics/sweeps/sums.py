@@ -7,7 +7,6 @@ code, not of the machine.
 """
 
 # Shapes: L = levels, K = kinds of sums, C = kinds of counts, E = elements of a group, G = groups that share a scale.
-# ruff: noqa: N803, N806, N815 - the letters of a shape end the name of the array
 
 from __future__ import annotations
 
@@ -15,11 +14,14 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ranktape.analyze.numerics.formats import Format, Rounding
 from ranktape.analyze.numerics.formats.kernels import RoundingConstants, constants_of
+from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram
 from ranktape.analyze.numerics.histograms.histogram import AnyArray, pattern_values
 from ranktape.analyze.numerics.pieces import RUN, Box, frozen, in_batches
 from ranktape.analyze.numerics.quantization.group_scales import level_of
@@ -35,14 +37,8 @@ from ranktape.analyze.numerics.sweeps.kernels import (
     Scales,
     sum_levels,
 )
+from ranktape.analyze.numerics.sweeps.options import SweepOptions
 from ranktape.analyze.numerics.sweeps.population import BOX, Population, ScaledGroups, left_out, population_of_parts
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.numerics.formats import Format, Rounding
-    from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram
-    from ranktape.analyze.numerics.sweeps.options import SweepOptions
 
 CHUNK = 1 << 18
 """Values with one scale whose sums are added up apart, so that chunks may be done in any order, by any threads."""

@@ -138,7 +138,7 @@ def over_iterations(data: PlotData, row: Plot) -> Figure:
         worst: dict[str, list[str]] = {}
         for index, recipe in enumerate(recipes):
             total = np.array(_row(whole, (product, recipe), modules))
-            values_SM = np.array([_row(found, (product, recipe, step), modules) for step in steps])  # noqa: N806 - shape
+            values_SM = np.array([_row(found, (product, recipe, step), modules) for step in steps])
             if not np.isfinite(values_SM).any():
                 continue
             lowest = int(np.nanargmin(total))
@@ -157,7 +157,7 @@ def over_iterations(data: PlotData, row: Plot) -> Figure:
     return page.finish()
 
 
-def _draw_course(axes: Axes, steps: Sequence[int], values_SM: NDArray[np.float64], *, worst: int, index: int) -> None:  # noqa: N803 - shape
+def _draw_course(axes: Axes, steps: Sequence[int], values_SM: NDArray[np.float64], *, worst: int, index: int) -> None:
     finite = np.where(np.isfinite(values_SM), values_SM, np.nan)
     known = ~np.isnan(finite).all(axis=1)
     places, shown = np.array(steps)[known], finite[known]
