@@ -37,7 +37,7 @@ from ranktape.launch.control import ControlReply
 from ranktape.launch.machine import Examined
 from ranktape.storage import open_run
 from ranktape.storage.format.status import IterationStatus, RunVerdict
-from ranktape.storage.format.trigger import Trigger
+from ranktape.storage.format.triggers import Trigger
 from ranktape.storage.maintenance.copy import CopyReport, SelectionReport
 from ranktape.storage.maintenance.finding import CheckFinding
 from ranktape.storage.maintenance.outbox import PushReport
@@ -126,7 +126,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
 NO_TABLE = {"plot", "report"}
 """Commands of `ranktape analyze` that write no JSON."""
 
-NAMED = {"RankPlan": RankPlan}
+NAMED = {"RankPlan": RankPlan, "Trigger": Trigger}
 """Types of fields that their modules import for type checkers alone."""
 
 PERCENTILE = r"p\d+(\.\d+)?"

@@ -21,8 +21,7 @@ from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.ring_file import Counter, SlotKind
 from ranktape.errors import CaptureError, RanktapeError
 from ranktape.storage.format.status import DISABLED
-from ranktape.storage.format.trigger import TriggerKind
-from ranktape.storage.format.triggers import MAX_TEXT
+from ranktape.storage.format.triggers import MAX_TEXT, TriggerKind
 
 if TYPE_CHECKING:
     from torch import nn

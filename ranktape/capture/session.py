@@ -40,7 +40,7 @@ from ranktape.errors import CaptureError, RanktapeError, UsageError
 from ranktape.storage.format.layout import rank_iteration_path, site_path
 from ranktape.storage.format.progress import read_verdict
 from ranktape.storage.format.status import RunVerdict
-from ranktape.storage.format.trigger import TriggerKind
+from ranktape.storage.format.triggers import TriggerKind
 
 if TYPE_CHECKING:
     import argparse

@@ -6,15 +6,17 @@ import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import CheckFoundError
 from ranktape.launch.place import MAX_NAMED, CommandAnswer, by_reason, command_of, count_text, shown
 from ranktape.storage import IterationStatus, RunVerdict
-from ranktape.storage.format.trigger import Trigger
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.failures import printable
+
+if TYPE_CHECKING:
+    from ranktape.storage.format.triggers import Trigger
 
 COLUMNS = (
     Column(name="iteration", kind=Kind.INTEGER),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ranktape.storage import Run, open_run
-from ranktape.storage.format.trigger import TriggerKind
+from ranktape.storage.format.triggers import TriggerKind
 from tests.faults.programs.flight import FAULTY_ITERATION, FAULTY_RANK, LAST, NUM_ITERATIONS
 from tests.launch.processes import torchrun
 

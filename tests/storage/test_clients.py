@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from ranktape.errors import StorageError, UsageError
+from ranktape.storage.places.fsspec_backend import S3Backend
 from ranktape.storage.places.obstore_backend import ObstoreBackend
-from ranktape.storage.places.s3 import S3Backend
 from ranktape.storage.places.urls import open_backend
 from tests.s3 import S3Server
 from tests.storage.conformance import in_fork

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ranktape.errors import AccessDeniedError, NoSpaceError, StorageError, UnreachableError
-from ranktape.storage.places import obstore_backend, s3
+from ranktape.storage.places import fsspec_backend, obstore_backend
 from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.places.urls import open_backend
 from tests.s3 import S3Server
@@ -140,7 +140,7 @@ class TestServers:
         kind: type[StorageError],
         fault: tuple[int, str],
     ) -> None:
-        for client in (s3, obstore_backend):
+        for client in (fsspec_backend, obstore_backend):
             monkeypatch.setattr(client, "PART_NBYTES", 5 * 2**20)
         backend = open_flaky()
         # Of an object in parts it is the first part that is refused.
@@ -155,7 +155,7 @@ class TestServers:
     def test_a_part_that_failed_is_tried_again(
         self, proxy: FlakyProxy, open_flaky: Callable[..., RetryingBackend], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for client in (s3, obstore_backend):
+        for client in (fsspec_backend, obstore_backend):
             monkeypatch.setattr(client, "PART_NBYTES", 5 * 2**20)  # the least that S3 takes
         backend = open_flaky()
         proxy.faults += ["", (503, "SlowDown")]
@@ -229,7 +229,7 @@ def test_an_upload_that_goes_on_is_not_silence(
     s3_server: S3Server, proxy: FlakyProxy, monkeypatch: pytest.MonkeyPatch, client: str
 ) -> None:
     monkeypatch.setattr(obstore_backend, "_SILENCE_SECONDS", 1.0)
-    monkeypatch.setitem(s3._CONFIG, "read_timeout", 1)
+    monkeypatch.setitem(fsspec_backend._CONFIG, "read_timeout", 1)
     options = s3_server.storage_options | {"endpoint_url": proxy.endpoint_url, "client": client}
     backend = open_backend(s3_server.new_url(), storage_options=options)
     proxy.faults += [TRICKLE]

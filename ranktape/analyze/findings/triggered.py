@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ranktape.analyze.findings.finding import Finding, Severity
+from ranktape.storage import Records
 from ranktape.storage.format.attempt import read_attempts
-from ranktape.storage.format.trigger import Trigger
-from ranktape.storage.format.triggers import read_triggers
+from ranktape.storage.format.triggers import Trigger, read_triggers
 from ranktape.storage.records.reader import RunReader
-
-if TYPE_CHECKING:
-    from ranktape.storage import Records
 
 KIND = "triggered"
 

@@ -19,7 +19,7 @@ from typing import Any
 from ranktape.analyze.findings.finding import Severity
 from ranktape.errors import UsageError, nearest
 from ranktape.storage.places.failures import printable
-from ranktape.storage.query.rule_text import split_rule
+from ranktape.storage.query.filters import split_rule
 from ranktape.storage.query.where import Where, parse_where
 from ranktape.yaml_file import parse_yaml, read_text
 

@@ -25,8 +25,7 @@ from ranktape.capture.staging.ring_file import Counter, Slot, SlotKind
 from ranktape.capture.writing.counting import LOGGED, staged_record, statistics_in
 from ranktape.capture.writing.storing import HELD_NBYTES
 from ranktape.storage.format.layout import Mark
-from ranktape.storage.format.trigger import Trigger, TriggerKind
-from ranktape.storage.format.triggers import MAX_TEXT
+from ranktape.storage.format.triggers import MAX_TEXT, Trigger, TriggerKind
 
 if TYPE_CHECKING:
     from ranktape.capture.staging.process import WriterConfig

@@ -16,7 +16,7 @@ import numpy as np
 from ranktape.capture.settings.triggers import FIELDS, OF_OVERFLOW, SiteTrigger
 from ranktape.capture.writing.counting import LOGGED
 from ranktape.fields import field_names
-from ranktape.storage.format.trigger import TriggerKind
+from ranktape.storage.format.triggers import TriggerKind
 from ranktape.storage.query.columns import Column, StringColumn
 from ranktape.storage.query.where import Compare, Condition, Either, Every, Not, fields_of
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from ranktape.errors import RanktapeError, StorageError
 from ranktape.storage.format.layout import trigger_path
-from ranktape.storage.format.trigger import Trigger
-from ranktape.storage.format.triggers import MAX_PER_ITERATION, list_triggers, read_triggers, write_trigger
+from ranktape.storage.format.triggers import MAX_PER_ITERATION, Trigger, list_triggers, read_triggers, write_trigger
 
 if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt

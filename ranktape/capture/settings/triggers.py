@@ -1,6 +1,6 @@
 """Reads the limits at which a flight recorder stores what it holds: `absmax > 448 where tensor_name == 'input'`.
 
-The language is that of gate rules (`ranktape.storage.query.rule_text`): a condition about metrics of one tensor, and
+The language is that of gate rules (`ranktape.storage.query.filters`): a condition about metrics of one tensor, and
 the records that it is about.
 """
 
@@ -14,7 +14,7 @@ from ranktape.capture.settings.table import is_given
 from ranktape.errors import UsageError, nearest
 from ranktape.fields import field_names
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS
-from ranktape.storage.query.rule_text import split_rule
+from ranktape.storage.query.filters import split_rule
 from ranktape.storage.query.where import Where, parse_where
 
 OF_STATISTICS = (

@@ -1,7 +1,7 @@
 """The protocol of a place that holds a run, and the deadlines of requests to it.
 
 `Backend` is the whole of it: a few verbs over keys. Below it are a local directory (`local.py`) and the clients of
-stores (`store.py`): any fsspec file system (`remote.py`), S3 through s3fs's client (`s3.py`) and obstore
+stores (`store.py`): any file system of fsspec and S3 through s3fs's client (`fsspec_backend.py`), and obstore
 (`obstore_backend.py`); everything above speaks only to this protocol. `open_backend` (`urls.py`) gives one that tries
 again what may succeed later (`retry.py`).
 """

@@ -22,7 +22,7 @@ from ranktape.storage.places.failures import answer_of
 from ranktape.storage.places.store import PART_NBYTES, PARTS_AT_ONCE, Result, StoreBackend
 
 if TYPE_CHECKING:
-    from ranktape.storage.places.remote import RemoteBackend
+    from ranktape.storage.places.fsspec_backend import RemoteBackend
 
 _KINDS: dict[str, Any] = {"s3": S3Store, "s3a": S3Store, "gs": GCSStore, "gcs": GCSStore, "az": AzureStore}
 """By protocol."""

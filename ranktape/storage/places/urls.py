@@ -16,7 +16,7 @@ from ranktape.storage.places.backend import is_text, without_credentials
 from ranktape.storage.places.retry import TIMEOUT_SECONDS, RetryingBackend
 
 if TYPE_CHECKING:
-    from ranktape.storage.places.remote import RemoteBackend
+    from ranktape.storage.places.fsspec_backend import RemoteBackend
 
 _LOCAL_PROTOCOLS = frozenset({"file", "local"})
 _S3_PROTOCOLS = frozenset({"s3", "s3a"})
@@ -93,13 +93,10 @@ class _Fsspec:
     options: dict[str, Any]
 
     def __call__(self) -> RemoteBackend:
-        if self.url.partition("://")[0].lower() in _S3_PROTOCOLS:
-            from ranktape.storage.places.s3 import S3Backend
+        from ranktape.storage.places.fsspec_backend import RemoteBackend, S3Backend
 
-            return S3Backend(self.url, storage_options=self.options)
-        from ranktape.storage.places.remote import RemoteBackend
-
-        return RemoteBackend(self.url, storage_options=self.options)
+        is_s3 = self.url.partition("://")[0].lower() in _S3_PROTOCOLS
+        return (S3Backend if is_s3 else RemoteBackend)(self.url, storage_options=self.options)
 
 
 def _check_options(protocol: str, options: Any) -> None:

@@ -180,3 +180,22 @@ def _read_number(text: str, *, field: str) -> Number | NumberRange | None:
     if colons:
         return _span(*(int(part) if part else None for part in colons.groups()), field=field)
     raise UsageError(f"{field} holds numbers and {text!r} is not one: {_EXPECTED}")
+
+
+_WORDS = re.compile(
+    r"""'(?:[^'\\]|\\.)*' | "(?:[^"\\]|\\.)*" | (?<![\w.])(?P<where>where)(?![\w.])""", re.VERBOSE | re.IGNORECASE
+)
+
+
+def split_rule(text: str) -> tuple[str, str | None]:
+    """The condition, and what selects the records that it is about; None for all of them.
+
+    Raises:
+        UsageError: there are several selections.
+    """
+    places = [found for found in _WORDS.finditer(text) if found["where"]]
+    if len(places) > 1:
+        raise UsageError(f"rule {text!r} has 'where' {len(places)} times: give it once, and 'and'")
+    if not places:
+        return text.strip(), None
+    return text[: places[0].start()].strip(), text[places[0].end() :].strip()

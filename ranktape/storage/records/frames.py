@@ -1,4 +1,7 @@
-"""Columns of values as a pandas DataFrame, whose types do not depend on what is missing."""
+"""Columns of values as a pandas DataFrame, and the catalogue as an Arrow table.
+
+Types do not depend on what is missing.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,10 @@ from ranktape.storage.format.record_info import EXTREMES, FIELDS, TALLY_KINDS
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]  # it has no types
+    import pyarrow as pa
 
     from ranktape.storage.records.labelled import RecordColumns
+
 
 _INT64 = np.iinfo(np.int64)
 
@@ -136,3 +141,63 @@ def _values(records: RecordColumns, name: str) -> list[Any] | np.ndarray[Any, An
         return [None if text == "null" else json.loads(text) for text in column.tolist()]
     except (RecursionError, ValueError) as error:
         raise RunFormatError(f"the {name} of {records!r} are damaged: {error}: see 'ranktape check'") from error
+
+
+def records_table(records: RecordColumns) -> pa.Table:
+    """One row for each record, one column for each field; `overflow` is a column for each of its numbers.
+
+    Raises:
+        RunFormatError: a field is damaged.
+        StorageError: a catalogue cannot be read.
+        UsageError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise UsageError(f"to_arrow() needs pyarrow ({error}): pip install 'ranktape[parquet]'") from error
+    names = frame_columns()
+    arrays = [_array(records, name) for name in names]
+    fields = [
+        pa.field(name, array.type, metadata={"unit": UNITS[name]} if name in UNITS else None)
+        for name, array in zip(names, arrays, strict=True)
+    ]
+    return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
+
+
+def _array(records: RecordColumns, name: str) -> pa.Array:
+    import pyarrow as pa
+
+    column = records.column(name)
+    match COLUMNS[name]:
+        case FieldKind.INTEGER:
+            return pa.array(column, pa.int64())
+        case FieldKind.OPTIONAL_INTEGER:
+            # A missing number is NaN in the column, which is then one of floats.
+            return pa.array(column, from_pandas=True).cast(pa.int64())
+        case FieldKind.REAL | FieldKind.OPTIONAL_REAL as kind:
+            return pa.array(column.astype("float64"), from_pandas=kind is FieldKind.OPTIONAL_REAL)
+        case FieldKind.CHECKSUM:
+            return pa.array([f"crc32c:{value:08x}" for value in column.tolist()], pa.string())
+        case FieldKind.TEXT:
+            return pa.array(_texts(column), pa.string())
+        case FieldKind.JSON:
+            return _shapes(records, column) if name == "shape" else pa.array(_texts(column, "null"), pa.string())
+
+
+def _texts(column: np.ndarray[Any, Any], missing: str | None = None) -> list[str | None]:
+    """The texts as UTF-8 can hold them: half of a character, which a stranger's name may hold, becomes an escape."""
+    known = {
+        text: None if text in {None, missing} else text.encode("utf-8", "backslashreplace").decode()
+        for text in set(column.tolist())
+    }
+    return [known[text] for text in column.tolist()]
+
+
+def _shapes(records: RecordColumns, column: np.ndarray[Any, Any]) -> pa.Array:
+    import pyarrow as pa
+
+    try:
+        parsed = {text: json.loads(text) for text in set(column.tolist())}
+        return pa.array([parsed[text] for text in column.tolist()], pa.list_(pa.int64()))
+    except (RecursionError, ValueError) as error:
+        raise RunFormatError(f"the shapes of {records!r} are damaged: {error}: see 'ranktape check'") from error

@@ -293,7 +293,7 @@ class Records(Sequence[Record]):
             StorageError: a catalogue cannot be read.
             UsageError: pyarrow is not installed.
         """
-        from ranktape.storage.records.arrow import records_table
+        from ranktape.storage.records.frames import records_table
 
         return records_table(self)
 
