@@ -197,6 +197,7 @@ def test_a_notebook_shows_them_and_runs_nothing_of_them(run: Run) -> None:
         assert len(shown) == MAX_SHOWN_LETTERS
     assert run.url in pages[0]
     assert f"Records: 8 in {run.url}" in Page(pages[1]).texts
+    assert all("details" in Page(page).tags for page in pages)
     assert "overflow.nan" in Page(pages[2]).texts
 
 
@@ -207,12 +208,17 @@ def test_reprs_say_what_is_there(run: Run) -> None:
 
 def test_many_records_are_not_all_shown(tmp_path: Path) -> None:
     arrays: list[np.ndarray[Any, Any]] = [np.array(number, dtype=np.float32) for number in range(100)]
-    tensors = [(array, describe(array, call=number, counter=number)) for number, array in enumerate(arrays)]
-    write_run(str(tmp_path / "run"), {iteration: [tensors] for iteration in range(1)})
+    written: dict[int, Any] = {}
+    for iteration in range(2):
+        numbered = (describe(array, iteration=iteration, call=call, counter=call) for call, array in enumerate(arrays))
+        written[iteration] = [list(zip(arrays, numbered, strict=True))]
+    write_run(str(tmp_path / "run"), written)
     records = open_run(tmp_path / "run").select()
     page = Page(records._repr_html_())
     assert page.texts.count("input") == MAX_SHOWN_ROWS
-    assert page.texts[-1] == "the first 20 of 100"
+    assert page.texts[-1] == "the first 20 of 200"
+    assert page.texts[1] == "800 B, by iteration from 0 to 1:"
+    assert records._repr_html_().count("<rect ") == 2
     assert Page(records.select(rank=9)._repr_html_()).texts[0] == f"Records: 0 in {tmp_path / 'run'}"
 
 

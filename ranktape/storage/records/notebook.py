@@ -39,8 +39,13 @@ def html_table(
     is_left: Sequence[bool],
     heading: Sequence[str] = (),
     notes: Sequence[str] = (),
+    chart: str = "",
+    is_unfolded: bool = True,
 ) -> str:
-    """A table with lines above and below it; all that is given is text, and is escaped here."""
+    """A table with lines and a chart above it, and lines below; all but the chart is text, and is escaped here.
+
+    It folds into the first line above it, if there is one.
+    """
 
     def cells(texts: Sequence[str], *, tag: str) -> str:
         styled = zip(texts, is_left, strict=True)
@@ -48,9 +53,32 @@ def html_table(
 
     head = f"<thead><tr>{cells(heads, tag='th')}</tr></thead>" if any(heads) else ""
     body = "".join(f"<tr>{cells(row, tag='td')}</tr>" for row in rows)
-    above = "".join(f"<div><b>{escape(text)}</b></div>" for text in heading)
+    above = "".join(f"<div>{escape(text)}</div>" for text in heading[1:])
     below = "".join(f"<div><i>{escape(text)}</i></div>" for text in notes)
-    return f"<div>{above}<table>{head}<tbody>{body}</tbody></table>{below}</div>"
+    shown = f"{above}{chart}<table>{head}<tbody>{body}</tbody></table>{below}"
+    if not heading:
+        return f"<div>{shown}</div>"
+    is_open = " open" if is_unfolded else ""
+    return f"<details{is_open}><summary><b>{escape(heading[0])}</b></summary>{shown}</details>"
+
+
+_BAR_WIDTH, _CHART_HEIGHT, _MAX_BARS = 6, 40, 64
+"""Of a chart, in pixels, and how many bars it has at most."""
+
+
+def bars_html(values: Sequence[float], *, title: str) -> str:
+    """A small chart of a bar for each value, none of which is negative; of many the first ones. None without any."""
+    largest = max(values, default=0)
+    if not largest:
+        return ""
+    heights = [_CHART_HEIGHT * value / largest for value in values[:_MAX_BARS]]
+    bars = "".join(
+        f'<rect x="{_BAR_WIDTH * place}" y="{_CHART_HEIGHT - height:.1f}" width="{_BAR_WIDTH - 1}" '
+        f'height="{height:.1f}" fill="#0072B2"/>'
+        for place, height in enumerate(heights)
+    )
+    size = f'width="{_BAR_WIDTH * len(heights)}" height="{_CHART_HEIGHT}"'
+    return f'<svg role="img" aria-label="{escape(title)}" {size}>{bars}</svg>'
 
 
 def spans(iterations: Sequence[int]) -> str:
@@ -62,11 +90,11 @@ def spans(iterations: Sequence[int]) -> str:
     return f"{iterations[0]} to {iterations[-1]} ({len(iterations)} of them)"
 
 
-def fields_html(title: str, fields: dict[str, Any]) -> str:
-    """A table of named values; those that are missing or empty are left out."""
+def fields_html(title: str, fields: dict[str, Any], *, is_unfolded: bool = True) -> str:
+    """A table of named values, which folds into its title; those that are missing or empty are left out."""
     known = {name: value for name, value in fields.items() if value is not None and value != ""}
     rows = [
         (clipped(str(name)), clipped(value if isinstance(value, str) else json.dumps(value)))
         for name, value in known.items()
     ]
-    return html_table(("", ""), rows, is_left=(True, True), heading=[title])
+    return html_table(("", ""), rows, is_left=(True, True), heading=[title], is_unfolded=is_unfolded)

@@ -15,11 +15,12 @@ import numpy as np
 from ranktape.errors import UsageError
 from ranktape.fields import FieldKind
 from ranktape.storage.format.catalogue import COLUMNS, RecordTable, concatenate, read_rows
+from ranktape.storage.format.memory import nbytes_text
 from ranktape.storage.places.failures import printable
 from ranktape.storage.query.columns import Column, StringColumn, equal_rows, rows_of
 from ranktape.storage.query.filters import Filter, check_fields, filter_from_text, parse_filter
 from ranktape.storage.query.where import parse_where
-from ranktape.storage.records.notebook import MAX_SHOWN_ROWS, clipped, html_table
+from ranktape.storage.records.notebook import MAX_SHOWN_ROWS, bars_html, clipped, html_table
 from ranktape.storage.records.record import Location, Record, RecordReader
 
 if TYPE_CHECKING:
@@ -144,14 +145,22 @@ class Records(Sequence[Record]):
 
     def _repr_html_(self) -> str:
         first = self[:MAX_SHOWN_ROWS]
-        rows = list(zip(*([str(value) for value in first.column(name).tolist()] for name in _LISTED), strict=True))
-        rest = len(self) - len(rows)
+        shown = [first.column(name).tolist() for name in _LISTED]
+        shown[_LISTED.index("nbytes")] = [nbytes_text(nbytes) for nbytes in first.column("nbytes").tolist()]
+        rest = len(self) - len(first)
+        sizes = self.column("nbytes").astype(np.float64)
+        # Over the iterations, or of a single one over the layers.
+        axis = "iteration" if len(set(self.column("iteration").tolist())) > 1 else "layer_idx"
+        steps, places = np.unique(self.column(axis), return_inverse=True)
+        by = f", by {axis} from {steps[0]} to {steps[-1]}:" if len(steps) > 1 else ""
+        said = f"{nbytes_text(sizes.sum())}{by}"
         return html_table(
             _LISTED,
-            [[clipped(text) for text in row] for row in rows],
+            [[clipped(str(value)) for value in row] for row in zip(*shown, strict=True)],
             is_left=[name not in {"iteration", "rank", "microbatch", "nbytes"} for name in _LISTED],
-            heading=[f"Records: {len(self)} in {clipped(self._reader.url)}"],
-            notes=[f"the first {len(rows)} of {len(self)}"] if rest else [],
+            heading=[f"Records: {len(self)} in {clipped(self._reader.url)}", said],
+            notes=[f"the first {len(first)} of {len(self)}"] if rest else [],
+            chart=bars_html(np.bincount(places, weights=sizes).tolist(), title=said) if by else "",
         )
 
     def select(self, **filters: Any) -> Records:

@@ -62,9 +62,9 @@ class Run:
             "complete iterations": spans(self.iterations),
             "schema": self.attributes.get("ranktape_schema"),
             "quant_type": options.get("quant_type") if isinstance(options, dict) else None,
-            **(environment if isinstance(environment, dict) else {}),
         }
-        return fields_html("Run", shown)
+        known = environment if isinstance(environment, dict) else {}
+        return fields_html("Run", shown) + fields_html("its environment", known, is_unfolded=False)
 
     @property
     def url(self) -> str:
