@@ -141,7 +141,7 @@ class AutoStart:
         if not _is_to_be_recorded(os.environ):
             return
         # Not at the top, which runs with each import of torch.
-        from ranktape.capture.settings.table import SWITCH_WORDS
+        from ranktape.capture.settings.setting import SWITCH_WORDS
 
         stand_aside()
         is_strict = SWITCH_WORDS.get(os.environ.get("RANKTAPE_STRICT", "").strip().lower(), False)

@@ -211,7 +211,7 @@ def _texts_of(selection: Mapping[str, Any]) -> dict[str, str | tuple[str, ...]]:
         UsageError: one is none, or has a value that it cannot have.
     """
     from ranktape.capture.settings.options import CaptureOptions
-    from ranktape.capture.settings.table import COLLECTIONS, is_given
+    from ranktape.capture.settings.setting import COLLECTIONS, is_given
     from ranktape.storage.format.control import MAX_SELECTION
 
     found: dict[str, str | tuple[str, ...]] = {}

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
-from ranktape.capture.settings.table import SETTINGS, Setting, is_given
+from ranktape.capture.settings.setting import Setting, is_given
+from ranktape.capture.settings.table import SETTINGS
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.launch.script import Script
 from ranktape.launch.worker import report, stand_aside

@@ -35,7 +35,7 @@ from ranktape.capture.passes.passes import (
     untraced,
 )
 from ranktape.capture.passes.tracker import mode_of
-from ranktape.capture.settings.table import is_given
+from ranktape.capture.settings.setting import is_given
 from ranktape.storage.format.record_info import Mode
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from typing import Any
 
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.rules import FIELDS
-from ranktape.capture.settings.table import SETTINGS, SWITCH_WORDS, Setting, is_given, shown, split_texts
+from ranktape.capture.settings.setting import SWITCH_WORDS, Setting, is_given, shown, split_texts
+from ranktape.capture.settings.table import SETTINGS
 from ranktape.errors import UsageError, nearest
 from ranktape.storage.places.urls import parse_storage_options
 

@@ -20,7 +20,8 @@ from ranktape.capture.settings.rules import (
     read_selection,
     rule_words,
 )
-from ranktape.capture.settings.table import ASKED_SETTINGS, SETTINGS, Settings, is_given
+from ranktape.capture.settings.setting import is_given
+from ranktape.capture.settings.table import ASKED_SETTINGS, SETTINGS, Settings
 from ranktape.capture.settings.triggers import read_site_triggers
 from ranktape.errors import UsageError, nearest
 from ranktape.storage.format.record_info import Keep, Mode

@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 
 from ranktape.capture.settings.cadence import Beat, Cadence
-from ranktape.capture.settings.table import COLLECTIONS, MAX_NUMBER, SETTINGS, Settings, is_given, shown, split_texts
+from ranktape.capture.settings.setting import COLLECTIONS, MAX_NUMBER, is_given, shown, split_texts
+from ranktape.capture.settings.table import SETTINGS, Settings
 from ranktape.errors import UnknownFieldError, UsageError, nearest
 from ranktape.fields import FieldKind, field_names
 from ranktape.storage.format.record_info import Keep, Mode, Operation

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ranktape.capture.settings.table import is_given
+from ranktape.capture.settings.setting import is_given
 from ranktape.errors import UsageError, nearest
 from ranktape.fields import field_names
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS

@@ -1,0 +1,147 @@
+"""How one setting of a capture is written on a command line, in a file and in the environment, and what it may be."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ranktape.errors import UsageError
+
+MAX_NUMBER = 2**53
+"""Whole numbers above it are no number of anything: what is computed with them stays within 64 bits."""
+
+SWITCH_WORDS: Mapping[str, bool] = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True),
+    **dict.fromkeys(("false", "0", "no", "off"), False),
+}
+"""What a variable of the environment may say of a switch."""
+
+COLLECTIONS = (list, tuple, set, frozenset)
+"""What Python gives several values in."""
+
+_SHOWN = 60
+"""Characters of a wrong value that a message shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How one field of `Settings` is written on a command line, in a file and in the environment."""
+
+    name: str = ""
+    """The field's name."""
+    default: Any
+    """What holds when it is not given."""
+    help: str
+    """One sentence for the help page."""
+    kind: type[int | float | str | bool] = str
+    """What the text is parsed into; `bool` is a flag without a value."""
+    choices: tuple[str, ...] = ()
+    """The allowed values; empty where any is."""
+    least: float | None = None
+    """The smallest number allowed; None where any is, and for text."""
+    is_filter: bool = False
+    """Whether it filters that field of a record, in the forms of a query; it may be given several times then."""
+    is_multiple: bool = False
+    """Whether it may be given several times without being a filter."""
+    is_free: bool = False
+    """Whether Python may give it a value of another kind, which is checked where it is read."""
+    metavar: str | None = None
+    """What stands for its value on a help page; the kind's name where None."""
+    long_name: str | None = None
+    """The name of the long option where it is another."""
+
+    @property
+    def flag(self) -> str:
+        """The long option."""
+        return "--" + (self.long_name or self.name).replace("_", "-")
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """The names by which a file may call it: the field's, and that of the flag."""
+        return tuple(dict.fromkeys((self.name, self.long_name or self.name)))
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether a command line may give it several times."""
+        return self.is_filter or self.is_multiple
+
+    def check(self, value: Any) -> None:
+        """Let a value pass that the setting allows.
+
+        Raises:
+            UsageError: it does not; the message names the option.
+        """
+        if value is None or self.is_free or (self.is_filter and not self.choices):
+            return
+        for item in value if self.takes_several and isinstance(value, COLLECTIONS) else (value,):
+            if (allowed := self._allowed(item)) is not None:
+                text = item if self.choices and isinstance(item, str) else shown(item)
+                raise UsageError(f"{self.flag} {text} is not allowed: give {allowed}")
+
+    def _allowed(self, item: Any) -> str | None:
+        """What is allowed in the place of one value; None where it is allowed itself."""
+        types, wanted = _KINDS[self.kind]
+        if not isinstance(item, types) or (isinstance(item, bool) and self.kind is not bool):
+            return wanted
+        if self.kind is int and abs(item) > MAX_NUMBER:
+            return f"{MAX_NUMBER} or less"
+        if self.kind is float and not abs(item) <= MAX_NUMBER:
+            # Documents in JSON have no word for infinity.
+            return "a number" if math.isnan(item) else f"a finite number, {MAX_NUMBER} or less"
+        if self.least is not None and not item >= self.least:
+            return f"{self.least} or more"
+        return f"one of {', '.join(self.choices)}" if self.choices and item not in self.choices else None
+
+
+_KINDS: Mapping[type, tuple[Any, str]] = {
+    bool: (bool, "true or false"),
+    str: (str | os.PathLike, "a text"),
+    int: (numbers.Integral, "a whole number"),
+    float: (numbers.Real, "a number"),
+}
+"""For each kind of setting, the types that a value may have, and what they are called."""
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it, however long it is."""
+    if isinstance(value, Mapping):
+        return "{...}"
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        # Python writes no number of thousands of digits.
+        return f"a {type(value).__name__}"
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def split_texts(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Alternatives of which each text may hold several, with commas between them."""
+    return tuple(
+        part for value in values for part in (map(str.strip, value.split(",")) if isinstance(value, str) else (value,))
+    )
+
+
+def is_given(value: Any) -> bool:
+    """Whether a value says anything: None and an empty list stand for 'not given'."""
+    return not (value is None or (isinstance(value, COLLECTIONS) and not value))
+
+
+def option(default: Any, help_: str, *, is_secret: bool = False, **about: Any) -> Any:
+    """A field of `Settings`, with what `Setting` says of it; its kind is the default's where there is one."""
+    kind = {"kind": type(default)} if isinstance(default, bool | int | float | str) else {}
+    setting = Setting(default=default, help=help_, **{**kind, **about})
+    return field(default=default, metadata={"setting": setting}, repr=not is_secret)
+
+
+def filters(help_: str, **about: Any) -> Any:
+    """A field of `Settings` that filters that field of a record."""
+    return option((), help_, is_filter=True, **about)
+
+
+def switch(help_: str, **about: Any) -> Any:
+    """A field of `Settings` that is on or off."""
+    return option(False, help_, **about)  # noqa: FBT003  (what it is off by)
