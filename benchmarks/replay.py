@@ -30,10 +30,9 @@ from ranktape.analyze.engine.executors import end_executors
 from ranktape.analyze.engine.plan import keep_freed_memory
 from ranktape.analyze.numerics.pieces import num_threads, share_cores
 from ranktape.analyze.numerics.products import replay_products
-from ranktape.analyze.numerics.quantization.operand import QuantizedOperand
-from ranktape.analyze.numerics.recipes.operands import one_operand
-from ranktape.analyze.numerics.recipes.parse import parse_recipes
+from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, one_operand
 from ranktape.analyze.numerics.recipes.recipe import Recipe
+from ranktape.analyze.numerics.recipes.words import parse_recipes
 from ranktape.analyze.replays.replayed import replay_calls
 from ranktape.analyze.replays.tasks import CALL_NBYTES
 from ranktape.storage import Run

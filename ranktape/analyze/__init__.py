@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.values import View as View
     from ranktape.analyze.findings.find import find as find
     from ranktape.analyze.numerics.formats import FORMATS as FORMATS
-    from ranktape.analyze.numerics.quantization.fake_quant import fake_quantize as fake_quantize
+    from ranktape.analyze.numerics.quantization.quantized_layers import fake_quantize as fake_quantize
     from ranktape.analyze.numerics.quantization.quantizer import quantize as quantize
     from ranktape.analyze.questions.compare import compare as compare
     from ranktape.analyze.questions.compare import compare_map as compare_map

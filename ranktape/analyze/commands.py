@@ -129,7 +129,7 @@ def _parse_recipes(texts: Sequence[str], wanted: Sequence[Plot], *, is_all: bool
     is_needed = any(one.folder == REPLAYED for one in wanted)
     if texts and not is_needed:
         raise UsageError(f"--recipe is for plots of recipes: ask for --kind {REPLAYED} or --all")
-    from ranktape.analyze.numerics.recipes.parse import parse_recipes
+    from ranktape.analyze.numerics.recipes.words import parse_recipes
 
     named = texts or ([] if is_all or not is_needed else [DEFAULT_RECIPES])
     return parse_recipes(named) if named else []

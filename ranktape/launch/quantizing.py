@@ -72,9 +72,9 @@ class Quantization:
             UsageError: a recipe or a plan is not known or cannot be read, or both are given.
         """
         # Not at the top: the help page does without what it needs.
-        from ranktape.analyze.numerics.recipes.parse import parse_recipe
         from ranktape.analyze.numerics.recipes.plan_file import read_plan
         from ranktape.analyze.numerics.recipes.table import ALIASES, RECIPES
+        from ranktape.analyze.numerics.recipes.words import parse_recipe
 
         if quant is not None and quant_plan is not None:
             raise UsageError("--quant and --quant-plan exclude each other: a plan names the recipe of each layer")

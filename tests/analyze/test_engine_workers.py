@@ -21,7 +21,7 @@ from ranktape.analyze.engine import executors
 from ranktape.analyze.engine.digest_measure import digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.numerics.pieces import num_threads
-from ranktape.analyze.numerics.recipes.parse import parse_recipes
+from ranktape.analyze.numerics.recipes.words import parse_recipes
 from ranktape.analyze.replays.replayed import replay_calls
 from ranktape.errors import DataError, UsageError, WorkersError
 from ranktape.storage import Run, open_run

@@ -13,7 +13,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.finding import Finding, Severity
 from ranktape.analyze.numerics.quantization.quantizer import quantize
-from ranktape.analyze.numerics.recipes.parse import parse_recipe
+from ranktape.analyze.numerics.recipes.words import parse_recipe
 from ranktape.analyze.replays.operand_figures import product_figures
 from ranktape.errors import UsageError
 from tests.analyze.linear_runs import (

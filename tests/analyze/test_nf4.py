@@ -110,10 +110,9 @@ def test_quantize_agrees_with_torchao(torch: ModuleType) -> None:
 
 def test_every_path_gives_the_same_values(torch: ModuleType) -> None:
     from ranktape.analyze.numerics.quantization import tensor_ops
-    from ranktape.analyze.numerics.quantization.operand import quantized_operand, quantized_values
+    from ranktape.analyze.numerics.quantization.operand import quantized_operand, quantized_operands, quantized_values
     from ranktape.analyze.numerics.quantization.plan import plan_of
     from ranktape.analyze.numerics.quantization.quantizer import quantize_pieces
-    from ranktape.analyze.numerics.recipes.operands import quantized_operands
     from ranktape.analyze.numerics.recipes.recipe import OperandRecipe, ProductRecipe
 
     x = torch.from_numpy(normal())

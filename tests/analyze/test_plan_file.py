@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ranktape.analyze.numerics.recipes.parse import parse_recipe
 from ranktape.analyze.numerics.recipes.plan_file import PlannedModule, PrecisionPlan, parse_plan, read_plan, write_plan
 from ranktape.analyze.numerics.recipes.recipe import HighPrecision, OperandRecipe, Recipe, products_of
+from ranktape.analyze.numerics.recipes.words import parse_recipe
 from ranktape.errors import UsageError
 
 OWN = Recipe(

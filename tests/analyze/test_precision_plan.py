@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from ranktape.analyze import fake_quantize
 from ranktape.analyze.cli import cli
-from ranktape.analyze.numerics.recipes.parse import parse_recipes
 from ranktape.analyze.numerics.recipes.plan_file import PrecisionPlan, read_plan, write_plan
 from ranktape.analyze.numerics.recipes.recipe import HighPrecision, OperandRecipe, Recipe, products_of
+from ranktape.analyze.numerics.recipes.words import parse_recipes
 from ranktape.analyze.replays.precision_plan import parse_targets, precision_plan
 from ranktape.analyze.replays.replayed import Replayed, replay_calls
 from ranktape.capture import Capture

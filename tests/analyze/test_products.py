@@ -10,16 +10,22 @@ import numpy as np
 import pytest
 import torch
 
-from ranktape.analyze.numerics import matrix_products, products
+from ranktape.analyze.numerics import products
 from ranktape.analyze.numerics.error_sums import ErrorSums
-from ranktape.analyze.numerics.matrix_products import difference_from, matrix_product
 from ranktape.analyze.numerics.products import RECORDED, ProductError, replay_products
-from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, quantized_operand
+from ranktape.analyze.numerics.quantization import operand
+from ranktape.analyze.numerics.quantization.operand import (
+    QuantizedOperand,
+    difference_from,
+    matrix_product,
+    one_operand,
+    quantized_operand,
+    quantized_operands,
+)
 from ranktape.analyze.numerics.quantization.quantizer import quantize
-from ranktape.analyze.numerics.recipes.operands import one_operand, quantized_operands
-from ranktape.analyze.numerics.recipes.parse import parse_recipes
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, OperandRecipe, ProductRecipe, Recipe, products_of
 from ranktape.analyze.numerics.recipes.table import RECIPES
+from ranktape.analyze.numerics.recipes.words import parse_recipes
 from ranktape.errors import UsageError
 
 Tensors = dict[str, torch.Tensor]
@@ -84,7 +90,7 @@ def by_name(errors: list[ProductError]) -> dict[tuple[str, str], ProductError]:
 def test_errors_are_those_of_the_twin(
     small: int, rel: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matrix_products, "SMALL", small)
+    monkeypatch.setattr(operand, "SMALL", small)
     operands = call(dtype=dtype)
     recorded, recipes = results(operands), list(RECIPES.values())
     found = by_name(replay_products(operands, recipes, recorded=recorded))
@@ -103,7 +109,7 @@ def test_errors_are_those_of_the_twin(
 
 @pytest.mark.parametrize("sample_dim", [0, 1])
 def test_errors_of_samples_are_those_of_their_rows(sample_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix_products, "SMALL", 1 << 10)
+    monkeypatch.setattr(operand, "SMALL", 1 << 10)
     operands = call()
     recorded, recipes = results(operands), parse_recipes("fp8_tensor,nvfp4")
     found = replay_products(operands, recipes, recorded=recorded, sample_dim=sample_dim)
@@ -334,7 +340,7 @@ def test_the_mean_of_drawn_products_converges_and_that_of_rounded_ones_does_not(
 
 @pytest.mark.parametrize("kind", ["near", "far", "spoiled"])
 def test_what_was_recorded_does_not_change_the_exact_product(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix_products, "SMALL", 1 << 10)
+    monkeypatch.setattr(operand, "SMALL", 1 << 10)
     operands, recipes = call(), parse_recipes("nvfp4,int8_token")
     recorded = results(operands)
     if kind == "far":

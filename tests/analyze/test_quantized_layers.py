@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from ranktape.analyze import compare, fake_quantize
+from ranktape.analyze.numerics.quantization.operand import quantized_operands
 from ranktape.analyze.numerics.quantization.quantized_layers import QuantizedLinear
-from ranktape.analyze.numerics.recipes.operands import quantized_operands
-from ranktape.analyze.numerics.recipes.parse import parse_recipe
 from ranktape.analyze.numerics.recipes.plan_file import parse_plan
 from ranktape.analyze.numerics.recipes.recipe import HighPrecision, OperandRecipe, Recipe, products_of
+from ranktape.analyze.numerics.recipes.words import parse_recipe
 from ranktape.capture import Capture
 from ranktape.errors import UsageError
 from ranktape.launch.demo_train import GPT, VOCABULARY, GPTConfig

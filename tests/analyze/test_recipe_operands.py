@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ranktape.analyze import quantize
-from ranktape.analyze.numerics.recipes.operands import one_operand, quantized_operands
+from ranktape.analyze.numerics.quantization.operand import one_operand, quantized_operands
 from ranktape.analyze.numerics.recipes.recipe import OperandRecipe, ProductRecipe
 from ranktape.analyze.numerics.recipes.table import RECIPES
 from ranktape.errors import UsageError

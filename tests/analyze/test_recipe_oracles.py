@@ -12,9 +12,8 @@ from typing import TypeAlias
 import pytest
 import torch
 
-from ranktape.analyze.numerics.quantization.operand import QuantizedOperand
+from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, quantized_operands
 from ranktape.analyze.numerics.quantization.rotation import rotation_signs
-from ranktape.analyze.numerics.recipes.operands import quantized_operands
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
 from ranktape.analyze.numerics.recipes.table import RECIPES
 from tests.analyze.recipe_oracles import (

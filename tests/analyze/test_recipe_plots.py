@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli
-from ranktape.analyze.numerics.recipes.parse import parse_recipes
+from ranktape.analyze.numerics.recipes.words import parse_recipes
 from ranktape.analyze.views.plots import recipes as recipe_plots
 from ranktape.analyze.views.plots.data import PlotData
 from ranktape.analyze.views.plots.table import PLOTS

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from ranktape.analyze.numerics.recipes.parse import parse_recipe, parse_recipes, read_recipe_file
 from ranktape.analyze.numerics.recipes.recipe import HighPrecision, OperandRecipe, ProductRecipe, Recipe, products_of
 from ranktape.analyze.numerics.recipes.table import ALIASES, RECIPES
-from ranktape.analyze.numerics.recipes.words import words_of_recipe
+from ranktape.analyze.numerics.recipes.words import parse_recipe, parse_recipes, read_recipe_file, words_of_recipe
 from ranktape.errors import UsageError
 
 

@@ -7,9 +7,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.numerics.recipes.parse import read_recipe_file
 from ranktape.analyze.numerics.recipes.table import RECIPES
-from ranktape.analyze.numerics.recipes.words import KEYS, OPTIONS, recipes_of_words
+from ranktape.analyze.numerics.recipes.words import KEYS, OPTIONS, read_recipe_file, recipes_of_words
 from ranktape.yaml_file import parse_yaml
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import torch
 from ranktape.analyze import fake_quantize
 from ranktape.analyze.numerics.attention import ATTENTION_PRODUCTS
 from ranktape.analyze.numerics.error_sums import ErrorSums
-from ranktape.analyze.numerics.recipes.parse import parse_recipes
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
+from ranktape.analyze.numerics.recipes.words import parse_recipes
 from ranktape.analyze.replays.recomputed import recompute
 from ranktape.analyze.replays.replayed import Replayed, replay_calls
 from ranktape.capture import Capture

@@ -17,8 +17,8 @@ from ranktape.analyze import Table, replay
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.legacy.open import open_source
-from ranktape.analyze.numerics.recipes.parse import parse_recipes
 from ranktape.analyze.numerics.recipes.recipe import HighPrecision, Recipe
+from ranktape.analyze.numerics.recipes.words import parse_recipes
 from ranktape.analyze.replays.replayed import replay_calls
 from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError
 from ranktape.storage import Run

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from ranktape.analyze import quantize
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.numerics.error_sums import ErrorSums, error_sums
-from ranktape.analyze.numerics.recipes.parse import parse_recipes
 from ranktape.analyze.numerics.recipes.recipe import HighPrecision, Recipe
+from ranktape.analyze.numerics.recipes.words import parse_recipes
 from ranktape.analyze.replays.replayed import GROUP_FIELDS, Replayed, replay_calls
 from ranktape.capture import Capture
 from ranktape.errors import DataError, UnknownFieldError, UsageError

@@ -11,10 +11,12 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ranktape.analyze.engine.cache_object import Payload
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View, read_histogram, viewed_dtype, viewed_dtypes
 from ranktape.analyze.numerics.digest import SAMPLE_METRICS, Digest, Summarizer, Summary, merge_summaries
@@ -23,15 +25,10 @@ from ranktape.analyze.numerics.histograms.histogram import KINDS, Tallies, own_l
 from ranktape.analyze.numerics.histograms.moments import statistics_of, statistics_of_pairs
 from ranktape.analyze.numerics.pieces import frozen
 from ranktape.errors import DataError
-from ranktape.storage.format.dtypes import numpy_dtype
+from ranktape.storage import Record, Records
+from ranktape.storage.format.dtypes import HALF_NBYTES, numpy_dtype
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.format.statistics import STATISTICS, Statistics, merge_statistics
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.engine.cache_object import Payload
-    from ranktape.storage import Record, Records
 
 VERSION = 3
 """Of the payload; one more whenever what is in it changes."""
@@ -48,8 +45,6 @@ _FORMS = {
 
 _NUM_AXES = 2
 """Of the metrics of samples: which metric, which sample."""
-
-_HALF_NBYTES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +75,7 @@ class DigestMeasure:
             (patterns,) = np.nonzero(histogram.counts)
             return _of_patterns(patterns, histogram.counts[patterns], dtype=histogram.dtype)
         metrics, parts = _metrics_of(record), _parts(record, dtype)
-        payload = (_narrow if dtype.itemsize <= _HALF_NBYTES else _wide)(parts, dtype, metrics)
+        payload = (_narrow if dtype.itemsize <= HALF_NBYTES else _wide)(parts, dtype, metrics)
         has_samples = record.sample_dim is not None or len(metrics) > 0
         return payload | {"samples": np.ascontiguousarray(metrics.T)} if has_samples else payload
 

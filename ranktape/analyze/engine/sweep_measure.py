@@ -12,10 +12,12 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ranktape.analyze.engine.cache_object import Measure, Payload
 from ranktape.analyze.engine.digest_measure import DigestMeasure, digest_of
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import (
@@ -27,24 +29,19 @@ from ranktape.analyze.engine.values import (
     viewed_dtype,
     viewed_dtypes,
 )
+from ranktape.analyze.numerics.digest import Digest
 from ranktape.analyze.numerics.histograms.block_histogram import APART, CELLS, BlockHistogram, count_few_cells
 from ranktape.analyze.numerics.histograms.block_tables import CUTS
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
+from ranktape.analyze.numerics.quantization.schemes import Scheme
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.population import population_of_histogram
 from ranktape.analyze.numerics.sweeps.sweep import MAX_CELLS, ScaleSweep, sweep_schemes
 from ranktape.errors import RanktapeError, UsageError, WorkersError
+from ranktape.storage import Record, Records
 from ranktape.storage.format.block_counts import NUM_MAGNITUDES
-from ranktape.storage.format.dtypes import dtype_row, numpy_dtype
+from ranktape.storage.format.dtypes import HALF_NBYTES, dtype_row, numpy_dtype
 from ranktape.storage.format.record_info import Keep
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.engine.cache_object import Measure, Payload
-    from ranktape.analyze.numerics.digest import Digest
-    from ranktape.analyze.numerics.quantization.schemes import Scheme
-    from ranktape.storage import Record, Records
 
 VERSION = 1
 """Of the payload; one more whenever what is in it changes."""
@@ -272,7 +269,7 @@ def sweep_numbers(numbers: NDArray[Any] | Histogram, jobs: Sequence[Job]) -> Swe
 def is_narrow(dtype: str, *, compute_dtype: str, keep: str, view: View) -> bool:
     """Whether the values of a record were kept, and are of a type that is counted."""
     row = dtype_row(viewed_dtype(dtype=dtype, compute_dtype=compute_dtype, view=view))
-    return keep == Keep.VALUES and row.is_floating and row.itemsize <= 2  # noqa: PLR2004 - bytes that are counted
+    return keep == Keep.VALUES and row.is_floating and row.itemsize <= HALF_NBYTES
 
 
 def _measured(records: Records, measure: Measure, engine: Engine) -> Iterator[Payload | RanktapeError]:
@@ -361,7 +358,7 @@ def blocks_of(payload: Payload, *, axis: int, block_size: int, dtype: str) -> Bl
     row = dtype_row(dtype)
     cells: dict[str, Any] = {name: payload[name] for name in CELLS} | {"counts": payload["counts"].astype(np.int64)}
     apart: dict[str, Any] = dict(zip(APART, payload["apart"].tolist(), strict=True))
-    patterns = row.numpy_dtype if row.itemsize == 2 else numpy_dtype("bfloat16")  # noqa: PLR2004 - bytes
+    patterns = row.numpy_dtype if row.itemsize == HALF_NBYTES else numpy_dtype("bfloat16")
     blocks = BlockHistogram(dtype=patterns, axis=str(axis), block_size=block_size, cuts=CUTS, **cells, **apart)
     return BlocksCounted(blocks, tuple(None if math.isnan(end) else end for end in payload["ends"].tolist()))
 

@@ -10,21 +10,18 @@ import enum
 import math
 from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.formats import BY_DTYPE
 from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram
 from ranktape.analyze.numerics.histograms.histogram import Histogram, pattern_values
 from ranktape.errors import DataError, UsageError
-from ranktape.storage.format.dtypes import dtype_row, numpy_dtype
+from ranktape.storage import Record, Records
+from ranktape.storage.format.dtypes import HALF_NBYTES, dtype_row, numpy_dtype
 from ranktape.storage.format.record_info import Keep
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.storage import Record, Records
 
 
 class View(enum.StrEnum):
@@ -115,7 +112,7 @@ def read_histogram(record: Record, *, view: View) -> Histogram:
     wanted = viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=view)
     counts = record.counts().astype(np.int64)
     dtype = dtype_row(counted).numpy_dtype
-    if dtype.itemsize != _HALF_NBYTES or int(counts.sum()) != math.prod(record.shape):
+    if dtype.itemsize != HALF_NBYTES or int(counts.sum()) != math.prod(record.shape):
         raise DataError(f"the histogram of {record!r} is damaged: it counts other elements than the tensor had")
     if wanted == counted:
         return Histogram(dtype=dtype, counts=counts)
@@ -150,15 +147,11 @@ def read_block_histogram(record: Record, *, axis: str = "features", view: View) 
             f"give --view {View.SEEN if counted == record.dtype else View.COMPUTE}"
         )
     dtype = dtype_row(counted).numpy_dtype
-    if dtype.itemsize != _HALF_NBYTES:
+    if dtype.itemsize != HALF_NBYTES:
         raise DataError(f"the histogram of {record!r} is damaged: no values of {counted} are counted")
     counts = record.block_counts(axis=axis)
     return BlockHistogram(dtype=dtype, **{field.name: getattr(counts, field.name) for field in fields(counts)})
 
 
 def _counted_dtype(record: Record) -> str:
-    return record.dtype if dtype_row(record.dtype).itemsize == _HALF_NBYTES else record.compute_dtype
-
-
-_HALF_NBYTES = 2
-"""Size of the elements whose histograms are kept."""
+    return record.dtype if dtype_row(record.dtype).itemsize == HALF_NBYTES else record.compute_dtype

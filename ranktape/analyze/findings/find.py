@@ -11,8 +11,10 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.findings.along import changing, differing_layers, vanishing_gradients
 from ranktape.analyze.findings.apart import differing_ranks, outlying_channels, outlying_samples
@@ -21,14 +23,10 @@ from ranktape.analyze.findings.lost import lost, spoiled, underflowing
 from ranktape.analyze.findings.replicas import differing_replicas
 from ranktape.analyze.findings.survey import Survey
 from ranktape.analyze.findings.triggered import triggered
-from ranktape.analyze.numerics.recipes.parse import RecipeWord, parse_recipes
+from ranktape.analyze.numerics.recipes.recipe import Recipe
+from ranktape.analyze.numerics.recipes.words import RecipeWord, parse_recipes
 from ranktape.analyze.replays.replayed import Replayed, replay_calls
-
-if TYPE_CHECKING:
-    from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.engine.values import View
-    from ranktape.analyze.numerics.recipes.recipe import Recipe
-    from ranktape.storage import Records
+from ranktape.storage import Records
 
 KINDS = (
     "triggered",

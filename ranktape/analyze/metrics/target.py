@@ -6,30 +6,27 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
+from ranktape.analyze.engine.cache_object import Payload
 from ranktape.analyze.engine.sweep_measure import Job, is_narrow, samples_of, sweep_numbers, sweep_one
 from ranktape.analyze.engine.values import View, read_numbers, read_values, viewed_dtype
 from ranktape.analyze.identity import words
 from ranktape.analyze.numerics.digest import Digest
+from ranktape.analyze.numerics.formats import Format
 from ranktape.analyze.numerics.histograms.histogram import KINDS as SCANNED
 from ranktape.analyze.numerics.histograms.histogram import Histogram, Limits, Tallies, scan, scan_histogram
 from ranktape.analyze.numerics.quantization.schemes import SCHEMES, Scaling, parse_scheme
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve
+from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 from ranktape.errors import UsageError, nearest
-from ranktape.storage.format.dtypes import dtype_row
+from ranktape.storage import Record, Records
+from ranktape.storage.format.dtypes import HALF_NBYTES, dtype_row
 from ranktape.storage.format.record_info import EXTREMES, Keep
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.engine.cache_object import Payload
-    from ranktape.analyze.numerics.formats import Format
-    from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
-    from ranktape.storage import Record, Records
 
 VERSION = 2
 """Of the payload; one more whenever what is in it changes."""
@@ -128,7 +125,7 @@ class LimitsMeasure:
             is_counted = is_narrow(dtype, compute_dtype=compute_dtype, keep=keep, view=self.view)
             return not (is_counted and self.job.is_counted)
         row = dtype_row(viewed_dtype(dtype=dtype, compute_dtype=compute_dtype, view=self.view))
-        is_wide = row.itemsize > 2  # noqa: PLR2004 - bytes of which a digest is exact
+        is_wide = row.itemsize > HALF_NBYTES
         return keep == Keep.VALUES and is_wide and not tells_apart(self.target.limits())
 
     @property

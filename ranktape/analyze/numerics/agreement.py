@@ -35,8 +35,7 @@ from ranktape.analyze.numerics.attention import (
     AttentionForm,
     attention_products,
 )
-from ranktape.analyze.numerics.matrix_products import matrix_product
-from ranktape.analyze.numerics.quantization.operand import quantized_operand
+from ranktape.analyze.numerics.quantization.operand import matrix_product, quantized_operand
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
 
 if TYPE_CHECKING:

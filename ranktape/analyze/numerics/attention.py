@@ -17,7 +17,7 @@ import numpy as np
 
 from ranktape.analyze.numerics.error_sums import ErrorSums, error_sums
 from ranktape.analyze.numerics.products import RECORDED, ProductError
-from ranktape.analyze.numerics.recipes.operands import one_operand
+from ranktape.analyze.numerics.quantization.operand import one_operand
 from ranktape.analyze.numerics.recipes.recipe import OperandRecipe, ProductRecipe, Recipe
 from ranktape.errors import UsageError
 

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ranktape.analyze.numerics.kernels import HALF_NBYTES, compiled
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from ranktape.analyze.numerics.kernels import compiled
+from ranktape.storage.format.dtypes import HALF_NBYTES
 
 NUM_TABLES = 4
 """Neighbours are counted in different tables: one that repeats would wait for its counter to be written."""

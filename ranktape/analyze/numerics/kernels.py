@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-HALF_NBYTES = 2
-"""Size of the widest values that are counted by their pattern."""
-
 BLOCK = 4096
 """Elements that a kernel adds up in integers as narrow as the elements, so that the compiler vectorises it."""
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from ranktape.errors import UsageError
-from ranktape.storage.format.dtypes import DTYPES
+from ranktape.storage.format.dtypes import DTYPES, HALF_NBYTES
 
 if TYPE_CHECKING:
     import torch
@@ -227,10 +227,6 @@ def _segments(length: int, *, block_size: int, extent: int) -> list[tuple[int, i
         ]
     stretches = [(start, min(start + extent, whole), block_size) for start in range(0, whole, extent)]
     return stretches + ([(whole, length, length - whole)] if whole < length else [])
-
-
-HALF_NBYTES = 2
-"""Up to this width, numpy and torch do not have the same types."""
 
 
 def numbers_of(x: Any) -> NDArray[Any]:

@@ -13,11 +13,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from ranktape.analyze.numerics.error_sums import ErrorSums, error_sums
-from ranktape.analyze.numerics.matrix_products import difference_from, matrix_product
-from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, quantized_operand
+from ranktape.analyze.numerics.quantization.operand import (
+    QuantizedOperand,
+    difference_from,
+    matrix_product,
+    one_operand,
+    quantized_operand,
+)
 from ranktape.analyze.numerics.quantization.plan import plan_of
 from ranktape.analyze.numerics.quantization.schemes import Scaling
-from ranktape.analyze.numerics.recipes.operands import one_operand
 from ranktape.analyze.numerics.recipes.recipe import OPERANDS, PRODUCTS, OperandRecipe, ProductRecipe, Recipe
 from ranktape.errors import UsageError
 

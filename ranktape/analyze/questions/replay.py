@@ -15,9 +15,9 @@ from ranktape.analyze.identity import IDENTITY, SAMPLE, group_columns, group_row
 from ranktape.analyze.numerics.attention import ATTENTION_PRODUCTS
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.products import RECORDED
-from ranktape.analyze.numerics.recipes.parse import parse_recipes
 from ranktape.analyze.numerics.recipes.plan_file import write_plan
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
+from ranktape.analyze.numerics.recipes.words import RecipeWord, parse_recipes
 from ranktape.analyze.replays.attention_call import without_unknown
 from ranktape.analyze.replays.by_sample import by_sample
 from ranktape.analyze.replays.call_tensors import CALL_FIELDS
@@ -29,7 +29,6 @@ from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError, neare
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
-    from ranktape.analyze.numerics.recipes.parse import RecipeWord
     from ranktape.analyze.numerics.recipes.plan_file import PrecisionPlan
     from ranktape.analyze.numerics.recipes.recipe import Recipe
     from ranktape.analyze.replays.calls import RecordedCalls

@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.numerics.products import SUMMED, replay_products
+from ranktape.analyze.numerics.quantization.operand import one_operand
 from ranktape.analyze.numerics.quantization.plan import plan_of
 from ranktape.analyze.numerics.quantization.schemes import Scaling
-from ranktape.analyze.numerics.recipes.operands import one_operand
-from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, OperandRecipe
+from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, OperandRecipe, ProductRecipe, Recipe
 from ranktape.analyze.replays.tasks import CallTasks, layers_of, read_call
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from ranktape.analyze.numerics.recipes.recipe import ProductRecipe, Recipe
     from ranktape.analyze.replays.calls import RecordedCall, RecordedCalls
 
 _DECIBELS = 10.0

@@ -6,22 +6,20 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-from ranktape.analyze.numerics.recipes.parse import RecipeWord, parse_recipes
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.recipes.plan_file import HIGH_PRECISION, PlannedModule, PrecisionPlan
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
+from ranktape.analyze.numerics.recipes.words import RecipeWord, parse_recipes
 from ranktape.analyze.replays.call_tensors import CALL_FIELDS
+from ranktape.analyze.replays.calls import RecordedCall
 from ranktape.analyze.replays.computable import LinearTensors
 from ranktape.analyze.replays.replayed import Replayed, ReplayedGroup, replay_calls
 from ranktape.errors import NoRecordsError, UsageError, nearest
+from ranktape.storage import Records
 from ranktape.storage.places.backend import without_credentials
-
-if TYPE_CHECKING:
-    from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.numerics.error_sums import ErrorSums
-    from ranktape.analyze.replays.calls import RecordedCall
-    from ranktape.storage import Records
 
 Targets: TypeAlias = "str | float | Mapping[str, float]"
 """A number of dB for all products, a text as `20` or `output=20,grad_weight=15`, or numbers by product."""

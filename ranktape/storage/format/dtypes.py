@@ -63,6 +63,9 @@ class DtypeRow:
         return self.numpy_dtype.isbuiltin == _REGISTERED
 
 
+HALF_NBYTES = 2
+"""Size of the widest values that are counted by their pattern."""
+
 _NAMES = (
     *("float64", "float32", "float16", "bfloat16"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
+from ranktape.analyze.numerics.formats import Format
 from ranktape.analyze.numerics.formats.kernels import ONE_FIELD
 from ranktape.analyze.numerics.histograms.block_tables import (
     CUTS,
@@ -25,16 +27,10 @@ from ranktape.analyze.numerics.histograms.block_tables import (
     significands_of,
 )
 from ranktape.analyze.numerics.histograms.histogram import pattern_values
-from ranktape.analyze.numerics.kernels import HALF_NBYTES
 from ranktape.analyze.numerics.quantization.schemes import ScaleRule, raise_of
 from ranktape.errors import UsageError
 from ranktape.storage.format.block_counts import NUMBERS, BlockCounts
-from ranktape.storage.format.dtypes import dtype_name, dtype_row
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.numerics.formats import Format
+from ranktape.storage.format.dtypes import HALF_NBYTES, dtype_name, dtype_row
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

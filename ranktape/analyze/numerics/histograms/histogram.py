@@ -21,10 +21,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.numerics.kernels import HALF_NBYTES, count, scan_keys
+from ranktape.analyze.numerics.kernels import count, scan_keys
 from ranktape.analyze.numerics.pieces import by_memory, contiguous, each, frozen, num_threads, pieces
 from ranktape.errors import UsageError
-from ranktape.storage.format.dtypes import dtype_name, dtype_row
+from ranktape.storage.format.dtypes import HALF_NBYTES, dtype_name, dtype_row
 from ranktape.storage.format.record_info import TALLY_KINDS, ElementTally, Overflow
 
 AnyArray = NDArray[Any]

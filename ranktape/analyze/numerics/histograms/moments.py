@@ -10,19 +10,17 @@ imports neither torch nor zarr.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.histograms.block_histogram import count_blocks
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values, measure
-from ranktape.analyze.numerics.kernels import BLOCK, HALF_NBYTES, sum_powers
+from ranktape.analyze.numerics.kernels import BLOCK, sum_powers
 from ranktape.analyze.numerics.pieces import frozen
-from ranktape.storage.format.dtypes import dtype_name, dtype_row
+from ranktape.storage.format.dtypes import HALF_NBYTES, dtype_name, dtype_row
 from ranktape.storage.format.statistics import Statistics, merge_moments, merge_statistics
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _COUNTED_FROM = 1 << 16
 """Elements from which on counting is worth its 65,536 counts."""

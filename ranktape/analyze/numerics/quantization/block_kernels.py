@@ -10,17 +10,22 @@ otherwise does it in float64.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.kernels import BLOCK, compiled
-from ranktape.analyze.numerics.quantization.block_factors import POWER, BlockScheme, block_factors, fill_factors
-from ranktape.analyze.numerics.quantization.fast_kernels import INFINITY, MAGNITUDE, round_wide
+from ranktape.analyze.numerics.quantization.fast_kernels import (
+    INFINITY,
+    MAGNITUDE,
+    POWER,
+    BlockScheme,
+    block_factors,
+    fill_factors,
+    round_wide,
+)
 from ranktape.analyze.numerics.quantization.group_scales import STRETCH
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 @compiled

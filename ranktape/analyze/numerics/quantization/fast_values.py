@@ -16,9 +16,9 @@ import numpy as np
 from ranktape.analyze.numerics.formats import Coding, Rounding
 from ranktape.analyze.numerics.formats.kernels import constants_of, state_of
 from ranktape.analyze.numerics.pieces import each
-from ranktape.analyze.numerics.quantization.block_factors import block_scheme
 from ranktape.analyze.numerics.quantization.block_kernels import round_columns, round_rows, round_tiles
 from ranktape.analyze.numerics.quantization.fast_kernels import (
+    block_scheme,
     has_low_bits,
     largest_finite,
     largest_of_channels,

@@ -1,11 +1,19 @@
-"""Quantises what is multiplied: values alone, fast, whole or without the factor that a product can take afterwards."""
+"""Quantises what is multiplied, as a recipe says, and multiplies it.
 
-# Shapes: R = rows of an operand, S = what the product sums over.
+Values alone, fast, whole or without the factor that a product can take afterwards. Products are exact, as fast as the
+machine multiplies bfloat16 where that loses nothing.
+"""
+
+# Shapes: R = rows of an operand, S = what the product sums over; A, B = rows of the first and the second operand,
+# C = rows of the second, which are the columns of the product.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Unpack
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from ranktape.analyze.numerics.pieces import check_readable
 from ranktape.analyze.numerics.quantization import tensor_ops
@@ -20,6 +28,7 @@ from ranktape.analyze.numerics.quantization.plan import (
 from ranktape.analyze.numerics.quantization.quantizer import quantize_planned
 from ranktape.analyze.numerics.quantization.rotation import rotated
 from ranktape.analyze.numerics.quantization.schemes import Scaling
+from ranktape.analyze.numerics.recipes.recipe import OPERANDS, ProductRecipe
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -122,3 +131,133 @@ def _values_and_factor(
     elif plan.scheme.scaling is Scaling.CHANNEL:
         factor = slow.scale_values.to(torch.float32)
     return slow.values.to(torch.float32), factor
+
+
+SMALL = 1 << 22
+"""Up to so many multiplications bfloat16 takes no less time than float32."""
+
+_SETTING = threading.RLock()
+"""Held while the precision of products of float32 is another one than the process's."""
+
+
+def matrix_product(a: QuantizedOperand, b: QuantizedOperand) -> torch.Tensor:
+    """The product of both matrices over the last dimension of each, as float32 `[rows of a, rows of b]`.
+
+    Every product of two elements is exact where both operands are numbers of bfloat16, and rounded to float32 where
+    not; sums are float32, in an order that the machine chooses. NaN and Inf follow IEEE 754. Numbers below 2**-126 may
+    be taken as 0. Sums over nothing are 0. Both are on one device.
+
+    While CPU operands in bfloat16 are multiplied, so are the float32 matrices of other threads of the process.
+    """
+    import torch
+
+    is_bf16 = a.is_bf16_exact and b.is_bf16_exact
+    if is_bf16 and a.values.is_cuda:
+        product = torch.mm(_bf16(a), _bf16(b).T, out_dtype=torch.float32)
+    else:
+        with _float32_products("bf16" if is_bf16 else "ieee"):
+            product = a.values.to(torch.float32) @ b.values.to(torch.float32).T
+    for factor in (a.factor if isinstance(a.factor, float) else a.factor[:, None], b.factor):
+        if not isinstance(factor, float) or factor != 1:
+            product *= factor
+    return product
+
+
+def difference_from(base_RC: torch.Tensor, a: QuantizedOperand, b: QuantizedOperand) -> torch.Tensor | None:
+    """The product minus a base in bfloat16, where that takes half the time of the product; None where it does not.
+
+    Sums are float32, and the difference is rounded once, to bfloat16. Beside a base that is near the product, that
+    leaves the product far more digits than bfloat16 has: what a format loses is right to 2**-9 of itself.
+    """
+    size = base_RC.numel() * a.values.shape[1]
+    if not (isinstance(a.factor, float) and isinstance(b.factor, float) and a.is_bf16_exact and b.is_bf16_exact):
+        return None
+    if size <= SMALL or not _multiplies_bf16(base_RC.device):
+        return None
+    import torch
+
+    return torch.addmm(base_RC, _bf16(a), _bf16(b).T, beta=-1, alpha=a.factor * b.factor)
+
+
+def _bf16(operand: QuantizedOperand) -> torch.Tensor:
+    import torch
+
+    return operand.values.to(torch.bfloat16)
+
+
+def _multiplies_bf16(device: torch.device) -> bool:
+    """Whether the device is a CPU with instructions for it, which sum in float32 and round at the end."""
+    import torch
+
+    if device.type != "cpu" or not cast("bool", torch.backends.mkldnn.enabled):
+        return False
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
+@contextlib.contextmanager
+def _float32_products(precision: str) -> Iterator[None]:
+    """Matrices of float32 are multiplied as `bf16`, or as they are by `ieee`, whatever the process has chosen."""
+    import torch
+
+    with _SETTING:
+        backends: list[Any] = [torch.backends.mkldnn, torch.backends.cuda]
+        if hasattr(torch.backends.mkldnn, "matmul"):
+            places = [backend.matmul for backend in backends]
+            before = [place.fp32_precision for place in places]
+            try:
+                places[0].fp32_precision = precision
+                places[1].fp32_precision = "ieee"
+                yield
+            finally:
+                for place, setting in zip(places, before, strict=True):
+                    place.fp32_precision = "none"  # what is chosen for all backends counts
+                    if place.fp32_precision != setting:
+                        place.fp32_precision = setting
+        else:
+            word = torch.get_float32_matmul_precision()
+            try:
+                torch.set_float32_matmul_precision("medium" if precision == "bf16" else "highest")
+                yield
+            finally:
+                torch.set_float32_matmul_precision(word)
+
+
+def quantized_operands(
+    product: ProductRecipe, a_AS: torch.Tensor, b_BS: torch.Tensor, *, seed: int
+) -> tuple[QuantizedOperand, QuantizedOperand]:
+    """Both operands of `a_AS @ b_BS.T`, in the order in which `PRODUCTS` names them.
+
+    What is stochastic draws from `seed`, each operand its own numbers. Rotated operands stay rotated: the product of
+    the two is that of what they were. Zeros fill up the sum to whole runs of the rotation, and the operands are longer
+    by them. NaN, Inf, zeros and empty matrices are those of `quantized_operand`.
+
+    Raises:
+        UsageError: one is no matrix of real floating-point numbers.
+    """
+    first, second = product.operands
+    return one_operand(product, first, a_AS, seed=seed), one_operand(product, second, b_BS, seed=seed)
+
+
+def one_operand(product: ProductRecipe, name: str, x_RS: torch.Tensor, *, seed: int) -> QuantizedOperand:
+    """The operand of that name as `quantized_operands` gives it."""
+    operand = product.operands[name]
+    options: dict[str, Any] = operand.options
+    if operand.is_stochastic:
+        options["seed"] = len(OPERANDS) * seed + OPERANDS.index(name)
+    if product.rotation:
+        options |= {"rotation": product.rotation, "rotation_seed": product.rotation_seed}
+        x_RS = _with_whole_runs(x_RS, product.rotation)
+    if operand.prescale == 1:
+        return quantized_operand(x_RS, operand.scheme, **options)
+    found = quantized_operand(x_RS.float() * operand.prescale, operand.scheme, **options)
+    return replace(found, factor=found.factor / operand.prescale)
+
+
+def _with_whole_runs(x_RS: torch.Tensor, size: int) -> torch.Tensor:
+    missing = -x_RS.shape[-1] % size if x_RS.ndim else 0
+    if not missing:
+        return x_RS
+    from torch.nn.functional import pad
+
+    return pad(x_RS, (0, missing))

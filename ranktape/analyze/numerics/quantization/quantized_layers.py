@@ -1,4 +1,6 @@
-"""Linear layers that compute with quantised operands: a model's own ones become such, under the same names.
+"""Gives `fake_quantize`: a tensor or a model that computes in low precision, in the types that it has.
+
+The linear layers of a model become such that compute with quantised operands, under the same names.
 
 Imports torch: a file for models that are there. A capture knows the class by its name.
 """
@@ -8,20 +10,26 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 from torch import Tensor, nn
 
 from ranktape.analyze.numerics.quantization.quantized_product import (
     Draws,
     LinearOperands,
+    fake_quantized,
     linear_operands,
     linear_product,
 )
-from ranktape.analyze.numerics.recipes.parse import RecipeWord, parse_recipe
 from ranktape.analyze.numerics.recipes.plan_file import HIGH_PRECISION, PrecisionPlan, read_plan
 from ranktape.analyze.numerics.recipes.recipe import Recipe
+from ranktape.analyze.numerics.recipes.words import RecipeWord, parse_recipe
 from ranktape.errors import UsageError
+
+if TYPE_CHECKING:
+    from ranktape.analyze.numerics.quantization.plan import QuantizeOptions
+
+    Model = TypeVar("Model", bound=nn.Module)
 
 
 class QuantizedLinear(nn.Module):
@@ -143,3 +151,44 @@ def recipes_of_layers(recipe: Recipe, modules: Iterable[str], *, keeps_bf16: boo
 def _layer_idx(name: str) -> int:
     """The number of the layer that a module is in, from its dotted path: the first number; -1 where there is none."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), -1)
+
+
+@overload
+def fake_quantize(x: Model, *, recipe: RecipeWord) -> Model: ...
+@overload
+def fake_quantize(x: Model, *, plan: str | os.PathLike[str] | PrecisionPlan) -> Model: ...
+@overload
+def fake_quantize(
+    x: Tensor,
+    *,
+    forward: str | None = "mxfp8_e4m3",
+    backward: str | None = None,
+    **options: Unpack[QuantizeOptions],
+) -> Tensor: ...
+def fake_quantize(x: Any, **options: Any) -> Any:
+    """A tensor quantised, or a model whose linear layers compute with quantised operands.
+
+    A tensor is quantised with the scheme `forward` ("mxfp8_e4m3" by default), its gradient with the scheme `backward`
+    (None by default); one that is None changes nothing. The other options are those of `quantize`, for both. NaN, Inf,
+    zeros and empty tensors become what `quantize` makes of them. The gradient passes straight through: where an
+    element was clamped or became zero, too. There is no gradient of the gradient: to ask for one raises. Type, shape
+    and device are those of `x`: values that do not fit its type (the float32 scale of NVFP4 in bfloat16) are rounded
+    to it once more.
+
+    A model is changed in place, and returned: every `nn.Linear` inside of it that is to be quantised becomes a layer
+    whose three products are computed as a recipe says; it stays the same object, with its name, parameters and hooks,
+    so that DDP or FSDP may wrap it before or after. With `recipe`, all
+    but those that the recipe leaves in bf16; of a recipe with exceptions for the first and last layers, a layer's
+    number is the first one in its dotted path. With `plan` (a file, or a `PrecisionPlan`), those that the plan names,
+    each with its own. Classes that derive from `nn.Linear` stay: they may compute something else. Weights that tensor
+    parallelism shards (DTensor) are refused by the first forward pass. A capture records the operands that are computed
+    with as `input` and `weight`, and what they were made from as `wide_input` and `wide_weight`.
+
+    Raises:
+        UsageError: a scheme, a recipe or an option is not known; `x` does not hold real floating-point numbers; the
+            model has no linear layer, or not one that the plan names; neither a recipe nor a plan is given, or both.
+    """
+    if isinstance(x, nn.Module):
+        quantize_model(x, **options)
+        return x
+    return fake_quantized(x, **options)

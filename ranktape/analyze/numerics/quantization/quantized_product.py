@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, quantized_values
+from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, quantized_operands, quantized_values
 from ranktape.analyze.numerics.quantization.plan import QuantizeOptions
 from ranktape.analyze.numerics.quantization.schemes import parse_scheme
-from ranktape.analyze.numerics.recipes.operands import quantized_operands
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
 from ranktape.errors import UsageError
 

@@ -31,10 +31,9 @@ from typing import Any
 
 import yaml
 
-from ranktape.analyze.numerics.recipes.parse import parse_recipe
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
 from ranktape.analyze.numerics.recipes.table import RECIPES
-from ranktape.analyze.numerics.recipes.words import recipes_of_words, words_of_recipe
+from ranktape.analyze.numerics.recipes.words import parse_recipe, recipes_of_words, words_of_recipe
 from ranktape.errors import UsageError, nearest
 from ranktape.yaml_file import parse_yaml, read_text
 

@@ -12,14 +12,16 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ranktape.analyze.numerics.formats import Format, Rounding
 from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram, count_few_cells
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
-from ranktape.analyze.numerics.kernels import HALF_NBYTES
 from ranktape.analyze.numerics.pieces import numbers_of
+from ranktape.analyze.numerics.quantization.schemes import Scheme
 from ranktape.analyze.numerics.sweeps.legacy import check_legacy, legacy_histogram, legacy_levels, legacy_note
 from ranktape.analyze.numerics.sweeps.metrics import Level, levels_of, settled
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve_all
@@ -36,12 +38,7 @@ from ranktape.analyze.numerics.sweeps.sums import (
     sums_of_values,
 )
 from ranktape.errors import UsageError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.numerics.formats import Format, Rounding
-    from ranktape.analyze.numerics.quantization.schemes import Scheme
+from ranktape.storage.format.dtypes import HALF_NBYTES
 
 MAX_CELLS = 1 << 19
 """Counts of blocks that are kept in memory; where there are more, the values themselves are gone through instead."""

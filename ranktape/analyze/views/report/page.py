@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ranktape.analyze.console import write_whole, writing
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.numerics.recipes.parse import RecipeWord, parse_recipes
+from ranktape.analyze.numerics.recipes.words import RecipeWord, parse_recipes
 from ranktape.analyze.questions.swept import parse_jobs
 from ranktape.analyze.replays.replayed import replay_calls
 from ranktape.analyze.views.palette import BLUE, DIVERGING, GREEN, ORANGE, PURPLE, SKY, VERMILION
