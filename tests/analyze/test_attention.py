@@ -20,11 +20,11 @@ from ranktape.analyze.numerics.attention import (
     quantised_attention,
     replay_attention,
 )
-from ranktape.analyze.numerics.attention_forms import UnknownFormError, find_form
 from ranktape.analyze.numerics.error_sums import error_sums
 from ranktape.analyze.numerics.quantization.quantizer import quantize
 from ranktape.analyze.numerics.recipes.recipe import OperandRecipe, Recipe, products_of
 from ranktape.analyze.numerics.recipes.words import parse_recipe
+from ranktape.analyze.replays.tasks import UnknownFormError, find_form
 from ranktape.errors import UsageError
 
 FORMS = {

@@ -12,7 +12,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.products import RECORDED
 from ranktape.analyze.numerics.recipes.words import parse_recipes
-from ranktape.analyze.replays.places import places_in
+from ranktape.analyze.replays.calls import places_in
 from ranktape.analyze.replays.replayed import Replayed, replay_calls
 from ranktape.analyze.views.report import recipes as report_recipes
 from ranktape.analyze.views.report.page import write_report

@@ -98,9 +98,6 @@ _ALL = (
 PAIR_METRICS = {one.column.name: one for one in _ALL}
 """Every metric of a pair by its name: of its differences, element by element, and of its distributions."""
 
-DISTANCES = tuple(name for name, one in PAIR_METRICS.items() if one.is_distance)
-"""Those of the distributions."""
-
 JUDGED = tuple(name for name, one in PAIR_METRICS.items() if one.is_judged)
 """The metrics that a divergence can be judged by."""
 

@@ -6,12 +6,11 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ranktape.analyze.comparison.kept import Apart, kept_apart
 from ranktape.analyze.comparison.map import DifferenceMap, difference_map
 from ranktape.analyze.comparison.matching import Matching, match, site_name, twins_of
 from ranktape.analyze.comparison.pair_metrics import PAIR_METRICS, ComparedPair, Judge, distances_of, execution_order
 from ranktape.analyze.comparison.pairing import Pairing, parse_pairs
-from ranktape.analyze.comparison.tensors import PairTasks, compare_pairs
+from ranktape.analyze.comparison.tensors import Apart, PairTasks, compare_pairs, kept_apart
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import (

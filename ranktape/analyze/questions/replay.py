@@ -8,32 +8,25 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.identity import IDENTITY, SAMPLE, group_columns, group_row, key_column, with_stacks, words
 from ranktape.analyze.numerics.attention import ATTENTION_PRODUCTS
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.products import RECORDED
-from ranktape.analyze.numerics.recipes.plan_file import write_plan
-from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
+from ranktape.analyze.numerics.recipes.plan_file import PrecisionPlan, write_plan
+from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
 from ranktape.analyze.numerics.recipes.words import RecipeWord, parse_recipes
-from ranktape.analyze.replays.attention_call import without_unknown
-from ranktape.analyze.replays.by_sample import by_sample
 from ranktape.analyze.replays.call_tensors import CALL_FIELDS
-from ranktape.analyze.replays.calls import LINEAR, calls_of
+from ranktape.analyze.replays.calls import LINEAR, RecordedCalls, by_sample, calls_of
 from ranktape.analyze.replays.precision_plan import precision_plan
-from ranktape.analyze.replays.replayed import GROUP_FIELDS, replay_found
+from ranktape.analyze.replays.replayed import GROUP_FIELDS, Replayed, ReplayedGroup, replay_found
+from ranktape.analyze.replays.tasks import without_unknown
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError, nearest
+from ranktape.storage import Records
 from ranktape.storage.places.failures import printable
-
-if TYPE_CHECKING:
-    from ranktape.analyze.numerics.recipes.plan_file import PrecisionPlan
-    from ranktape.analyze.numerics.recipes.recipe import Recipe
-    from ranktape.analyze.replays.calls import RecordedCalls
-    from ranktape.analyze.replays.replayed import Replayed, ReplayedGroup
-    from ranktape.storage import Records
 
 ERROR_COLUMNS = (
     Column(name="sqnr", kind=Kind.FLOAT, head="SQNR", unit="dB"),

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ranktape.analyze.replays.attention_tensors import AttentionTensors
+from ranktape.analyze.identity import SampleName, sample_names
+from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
 from ranktape.analyze.replays.call_tensors import CALL_FIELDS, CallTensors, Key, Rows
-from ranktape.analyze.replays.computable import TIE, LinearTensors
+from ranktape.analyze.replays.computable import TIE, AttentionTensors, LinearTensors, RecordedTensors
 from ranktape.errors import UsageError
+from ranktape.storage import Records
 from ranktape.storage.format.record_info import WIDE
 from ranktape.storage.places.failures import printable
-
-if TYPE_CHECKING:
-    from ranktape.analyze.identity import SampleName
-    from ranktape.analyze.numerics.recipes.recipe import Recipe
-    from ranktape.storage import Records
 
 LINEAR = "linear"
 """Layers with this `layer_type` or `component` compute the three products."""
@@ -242,3 +240,72 @@ class _Finder:
         wanted = (*kind.products[product], product, "bias", *(kind.companions if kind is self._attention else ()))
         names = [name for name in wanted if all(name in rows for rows in of_ranks)]
         return keys[0], {name: tuple(row for rows in of_ranks for row in rows[name]) for name in names}, ""
+
+
+_FIELDS = ("attempt", "iteration", "rank", "module", "tensor_name", "counter")
+"""What tells one record of a run from all others."""
+
+
+def places_in(records: Records, calls: RecordedCalls) -> list[list[int]]:
+    """For each call the places of its tensors in a selection, in the order of the call; none of what lies outside."""
+    known = {key: place for place, key in enumerate(_keys(records))}
+    keys = _keys(calls.records)
+    rows = ([row for several in call.rows.values() for row in several] for call in calls.calls)
+    return [list(dict.fromkeys(known[keys[row]] for row in some if keys[row] in known)) for some in rows]
+
+
+def _keys(records: Records) -> list[tuple[Any, ...]]:
+    return list(zip(*(records.column(name).tolist() for name in _FIELDS), strict=True))
+
+
+SUMMED = "grad_weight adds up all samples, and these are told apart"
+"""Why the gradient of a weight is of no sample."""
+
+_FLOWING = ("input", "grad_output")
+"""The operands whose rows are of samples."""
+
+
+def by_sample(calls: RecordedCalls) -> RecordedCalls:
+    """The calls with their samples: `output` and `grad_input` of each that knows where they are; others are left out.
+
+    A call that is of one sample alone stays as it is. No value is read.
+
+    Raises:
+        DataError: a placement is damaged.
+    """
+    tensors, names = RecordedTensors(calls.records), sample_names(calls.records)
+    kept, left_out = [], list(calls.left_out)
+    for call in calls.calls:
+        found = call if call.sample is not None else _apart(call, tensors, names)
+        if isinstance(found, str):
+            left_out += [LeftOut(key=call.key, product=product, reason=found) for product in call.products]
+            continue
+        left_out += [
+            LeftOut(key=call.key, product=product, reason=SUMMED)
+            for product in call.products
+            if product not in found.products
+        ]
+        kept += [found] if found.products else []
+    return dataclasses.replace(calls, calls=tuple(kept), left_out=tuple(left_out))
+
+
+def _apart(call: RecordedCall, tensors: RecordedTensors, names: list[list[SampleName]]) -> RecordedCall | str:
+    """The call with its samples; or why they cannot be told apart."""
+    if is_attention(call.key):
+        return "samples of attention are not told apart"
+    if "offsets" in call.rows:
+        return "its tokens are in the order of experts, not of samples"
+    told = {
+        (tensors.column("sample_dim")[row], tuple(names[row]), tensors.shape(rows)[:-1])
+        for name, rows in call.rows.items()
+        if name in _FLOWING
+        for row in rows
+    }
+    dim, own, sizes = next(iter(told))
+    # Of a shard that is cut along it, the samples are not those of the whole.
+    if len(told) > 1 or math.isnan(dim) or dim >= len(sizes) or sizes[int(dim)] != len(own):
+        return "its records do not say which rows are of which sample"
+    products = {product: why for product, why in call.products.items() if product != "grad_weight"}
+    wanted = {*products, "bias", *(name for product in products for name in PRODUCTS[product])}
+    rows = {name: rows for name, rows in call.rows.items() if name in wanted}
+    return dataclasses.replace(call, products=products, rows=rows, samples=own, sample_dim=int(dim))

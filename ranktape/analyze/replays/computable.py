@@ -1,21 +1,103 @@
-"""Says which products the recorded tensors of a call give, and whether what was recorded of them can be compared."""
+"""Says which products the recorded tensors of a call give, and whether what was recorded of them can be compared.
+
+The catalogue alone is asked; no value is read.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import json
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
 
 from ranktape.analyze.numerics.products import SIZES
 from ranktape.analyze.numerics.recipes.recipe import OPERANDS, PRODUCTS
-from ranktape.analyze.replays.call_tensors import STANDING
-from ranktape.analyze.replays.recorded_tensors import RecordedTensors
-from ranktape.analyze.replays.shards import is_local
-from ranktape.storage.format.record_info import WIDE
+from ranktape.analyze.replays.call_tensors import STANDING, Key, Rows
+from ranktape.storage import Records
+from ranktape.storage.format.dtypes import dtype_row
+from ranktape.storage.format.record_info import WIDE, Keep
+from ranktape.storage.records.placement import AxisKind, Placement, parse_placement
 
-if TYPE_CHECKING:
-    from ranktape.analyze.replays.call_tensors import Key, Rows
-    from ranktape.storage import Records
+WHOLE = "null"
+"""What the catalogue says of the placement of a tensor that is no shard, and of metadata that is none."""
+
+
+class RecordedTensors:
+    """The tensors of layers of one kind."""
+
+    products: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """What such layers compute by name, and from which operands."""
+    companions: ClassVar[tuple[str, ...]] = ()
+    """What is read with the operands of every product where it was recorded."""
+    standing: ClassVar[Collection[str]] = ()
+    """The operands that are recorded once for several calls."""
+
+    def __init__(self, records: Records) -> None:
+        """Take all records that places are of."""
+        self._records = records
+        self._placements: dict[tuple[str, str], Placement] = {}
+
+    @functools.cache  # noqa: B019 - it lives as long as its records are looked at
+    def column(self, name: str) -> list[Any]:
+        """A field of all records."""
+        found: list[Any] = self._records.column(name).tolist()
+        return found
+
+    def shape(self, rows: tuple[int, ...]) -> tuple[int, ...]:
+        """Of a record, or of what parts are put together to."""
+        row = rows[0]
+        if len(rows) > 1 and (placement := self.placement(row)) is not None:
+            return placement.global_shape
+        return tuple(json.loads(self.column("shape")[row]))
+
+    def placement(self, row: int) -> Placement | None:
+        """Which part a record holds of a tensor; None for all of it.
+
+        Raises:
+            DataError: it is damaged.
+        """
+        text = self.column("placement")[row]
+        if text == WHOLE:
+            return None
+        key = text, self.column("shape")[row]
+        if key not in self._placements:
+            placement = parse_placement(self._records[row].info)
+            assert placement is not None
+            self._placements[key] = placement
+        return self._placements[key]
+
+    def metadata(self, row: int, word: str) -> bool:
+        """Whether capture said so of a record."""
+        text = self.column("metadata")[row]
+        return text != WHOLE and json.loads(text).get(word) is True
+
+    def ranks(self, rows: Rows, product: str) -> tuple[int, ...]:
+        """The ranks of the mesh over which the operands are spread; none where that is not known."""
+        flowing = [name for name in self.products[product] if name not in self.standing]
+        placements = [self.placement(rows[name][0]) for name in flowing]
+        return next((one.ranks for one in placements if one is not None), ())
+
+    def why_missing(self, rows: Rows, names: Collection[str]) -> str:
+        """Why some tensors cannot be had as numbers; empty where all can."""
+        for name in names:
+            if name not in rows:
+                return f"no {name} was recorded"
+            if reason := self.why_no_numbers(rows[name][0], name):
+                return reason
+        return ""
+
+    def why_no_numbers(self, row: int, name: str) -> str:
+        """Why a record gives no numbers to multiply; empty where it does."""
+        keep = self.column("keep")[row]
+        if keep != Keep.VALUES:
+            return f"of {name} the {keep} {'was' if keep == Keep.HISTOGRAM else 'were'} kept, not the values"
+        dtype = self.column("dtype")[row]
+        if name != "offsets" and not dtype_row(dtype).is_floating:
+            return f"{name} holds {dtype}"
+        return ""
+
 
 GROUPED = "EIO"
 """The layout of the weights of all experts that are multiplied in one call."""
@@ -155,3 +237,110 @@ def _agree(sizes: dict[str, int], others: dict[str, int]) -> bool:
     """Whether two operands are there, and have the same size where they have a dimension in common."""
     shared = sizes.keys() & others.keys()
     return bool(sizes and others) and all(sizes[letter] == others[letter] for letter in shared)
+
+
+# On each axis of a mesh an operand is whole, cut along the sum, or cut along another dimension. Two whole operands give
+# a whole result; one that is cut along another dimension cuts the result there; two that are cut along the sum give
+# summands of the result (what DTensor calls partial). Anything else takes what other ranks have, and so does a result
+# that was recorded otherwise: added up, or gathered.
+
+Cut = tuple[str, int]
+"""What an axis of a mesh cuts, as a letter, and the parts of a strided cut."""
+
+_SUMMANDS: Cut = ("summands", 1)
+_OTHERS: Cut = ("what others have", 1)
+_LETTERS = {"input": "I", "weight": "OI", "output": "O", "grad_output": "O", "grad_input": "I", "grad_weight": "OI"}
+"""Of the last dimensions of each tensor; those before them are tokens."""
+
+_SUMS = {"output": "I", "grad_input": "O", "grad_weight": "T"}
+"""The letter along which each product sums."""
+
+
+def is_local(product: str, placements: Mapping[str, Placement | None], *, is_transposed: bool) -> bool:
+    """Whether a rank's own operands give what was recorded of a product of a linear layer, or would have been.
+
+    `placements` are those of both operands and, where it was recorded, of the result; None for a tensor that is no
+    shard. With `is_transposed`, weights have the layout IO.
+    """
+    axes = {axis.axis for one in placements.values() if one is not None for axis in one.axes}
+    for axis in axes:
+        cuts = {name: _cut(name, one, axis, is_transposed=is_transposed) for name, one in placements.items()}
+        first, second = (cuts[name] for name in PRODUCTS[product])
+        expected = _product_cut(first, second, sum_letter=_SUMS[product])
+        if expected == _OTHERS:
+            return False
+        # A result that is no shard of anything says nothing but that nobody added it up.
+        is_placed = placements.get(product) is not None
+        if (cuts[product] != expected) if is_placed else (expected == _SUMMANDS):
+            return False
+    return True
+
+
+def _product_cut(first: Cut | None, second: Cut | None, *, sum_letter: str) -> Cut | None:
+    """How a product is cut whose operands are cut so; None where it is whole."""
+    is_sum = [cut is not None and cut[0][0] == sum_letter for cut in (first, second)]
+    if all(is_sum) and first == second:
+        return _SUMMANDS
+    if any(is_sum) or (first is not None and second is not None) or _SUMMANDS in (first, second):
+        return _OTHERS
+    return first or second
+
+
+def _cut(name: str, placement: Placement | None, axis_name: str, *, is_transposed: bool) -> Cut | None:
+    """What an axis cuts of a tensor; None where it is whole along it."""
+    axis = None if placement is None else next((one for one in placement.axes if one.axis == axis_name), None)
+    if placement is None or axis is None or axis.kind is AxisKind.REPLICATE or axis.size == 1:
+        return None
+    if axis.kind is AxisKind.PARTIAL:
+        return _SUMMANDS
+    letters = _LETTERS[name][::-1] if is_transposed else _LETTERS[name]
+    num_tokens = len(placement.global_shape) - len(letters)
+    return (f"T{axis.dim}" if axis.dim < num_tokens else letters[axis.dim - num_tokens]), axis.factor
+
+
+_GIVEN = ("query", "key", "value")
+_WITH_GRADIENT = (*_GIVEN, "grad_output")
+
+
+class AttentionTensors(RecordedTensors):
+    """What the catalogue knows of the tensors of attention; no value is read.
+
+    How a call computed its output tells where that was not recorded, so that this is read with its operands.
+    """
+
+    products = {  # noqa: RUF012 - a constant of the class, as in its base
+        "output": _GIVEN,
+        "grad_query": _WITH_GRADIENT,
+        "grad_key": _WITH_GRADIENT,
+        "grad_value": _WITH_GRADIENT,
+    }
+    companions = ("output",)
+
+    def why_not_read(self, rows: Rows, product: str) -> str:
+        """Why the operands cannot be had; empty where they can."""
+        return self.why_missing(rows, self.products[product])
+
+    def is_local(self, rows: Rows, product: str) -> bool:
+        """Whether the operands of one rank give what was recorded: all are cut by samples or heads alone, and alike."""
+        names = [name for name in (*self.products[product], product) if name in rows]
+        cuts = [self._cuts(rows[name][0]) for name in names]
+        return all(cut == cuts[0] for cut in cuts) and set(cuts[0].values()) <= {"B", "H"}
+
+    def why_no_product(self, rows: Rows, product: str) -> str:
+        """Why operands that can be read give no attention; empty where they do."""
+        sizes = [len(self.shape(rows[name])) for name in self.products[product]]
+        return "" if min(sizes) > 1 else f"the shapes of {' and '.join(_GIVEN)} are not those of attention"
+
+    def why_not_compared(self, rows: Rows, product: str, *_counts: int) -> str:
+        """Why what was recorded of a product is not what its operands give; empty where it is, or nothing was."""
+        return self.why_missing(rows, [product]) if product in rows else ""
+
+    def _cuts(self, row: int) -> dict[str, str]:
+        """By axis of the mesh the letter of the dimension that it cuts."""
+        placement, layout = self.placement(row), self.column("layout")[row]
+        axes = () if placement is None else placement.axes
+        return {
+            one.axis: layout[one.dim] if one.kind is AxisKind.SHARD and 0 <= one.dim < len(layout) else one.kind.value
+            for one in axes
+            if one.kind is not AxisKind.REPLICATE and one.size > 1
+        }

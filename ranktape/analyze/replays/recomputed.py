@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.numerics.attention_forms import UnknownFormError
+from ranktape.analyze.identity import SampleName
+from ranktape.analyze.numerics.agreement import Agreement
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
-from ranktape.analyze.replays.attention_call import read_attention
-from ranktape.analyze.replays.call_tensors import CALL_FIELDS
+from ranktape.analyze.replays.call_tensors import CALL_FIELDS, Key
 from ranktape.analyze.replays.calls import calls_of, is_attention
-from ranktape.analyze.replays.tasks import CallTasks, bias_of, layers_of, read_call
+from ranktape.analyze.replays.tasks import (
+    CallTask,
+    CallTasks,
+    UnknownFormError,
+    bias_of,
+    layers_of,
+    read_attention,
+    read_call,
+)
 from ranktape.errors import DataError, IncompleteTensorError, ReplicaMismatchError
-
-if TYPE_CHECKING:
-    from ranktape.analyze.identity import SampleName
-    from ranktape.analyze.numerics.agreement import Agreement
-    from ranktape.analyze.replays.call_tensors import Key
-    from ranktape.analyze.replays.tasks import CallTask
-    from ranktape.storage import Records
-    from ranktape.storage.maintenance.work import OnProgress
+from ranktape.storage import Records
+from ranktape.storage.maintenance.work import OnProgress
 
 WIDE_TYPES = ("bf16", "fp16", "fp32", "fp64")
 """The words of `quant_type` for layers that quantise nothing."""

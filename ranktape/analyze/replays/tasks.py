@@ -1,11 +1,15 @@
-"""Computes the products of one recorded call again: the work of one task, with the tensors of one call in memory."""
+"""Computes one recorded call again, of a linear layer or of attention: the work of one task.
+
+The tensors of one call are in memory. How a call of attention computed is found out first: from what was said of it,
+and where that is not all, from its output.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -13,18 +17,21 @@ import numpy as np
 from ranktape.analyze.comparison.tensors import ComparedTensor
 from ranktape.analyze.engine.plan import keep_freed_memory
 from ranktape.analyze.engine.values import View, viewed_dtype
+from ranktape.analyze.numerics.agreement import attention_agreements
+from ranktape.analyze.numerics.attention import AttentionForm, attention_products, heads_second, replay_attention
 from ranktape.analyze.numerics.error_sums import ErrorSums
-from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
-from ranktape.analyze.replays.computable import TRANSPOSED
+from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
+from ranktape.analyze.replays.calls import LeftOut, RecordedCall, RecordedCalls, is_attention
+from ranktape.analyze.replays.computable import TRANSPOSED, AttentionTensors
+from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import to_torch
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.numerics.products import ProductError
-    from ranktape.analyze.numerics.recipes.recipe import Recipe
-    from ranktape.analyze.replays.calls import RecordedCall, RecordedCalls
     from ranktape.storage import Record
     from ranktape.storage.format.record_info import RecordInfo
 
@@ -166,3 +173,176 @@ def bias_of(tensors: Tensors, *, is_known: bool) -> torch.Tensor | None:
         return None
     beyond = output[is_finite].double().mean(0) - weight.double() @ inputs[is_finite].double().mean(0)
     return beyond.float()
+
+
+_FURTHEST = 1 << 40
+"""Keys that a window may hold: no sequence is as long."""
+
+_NOT_NUMBERS = ("mask", "bias", "sinks")
+"""What the metadata of a query names and does not hold (`CallOption` of the roles of attention)."""
+
+
+class UnknownFormError(Exception):
+    """It cannot be known how a call computed, or not be computed again; the text says why."""
+
+
+def find_form(
+    said: Mapping[str, Any],
+    operands: Mapping[str, torch.Tensor],
+    *,
+    output: torch.Tensor | None,
+    compute_dtype: torch.dtype,
+) -> AttentionForm:
+    """The form of a call of attention; `operands` are its query, key and value, [B, H, T, D], and so is its output.
+
+    `said` is the metadata of its query. A mask that was passed as a tensor is in no record: then causal attention,
+    attention to all keys and the window that was said are tried, and it is the one that gives the recorded output
+    within rounding.
+
+    Raises:
+        UnknownFormError: none of them does, it is not computed again (dropout, capped scores), or what was said leaves
+            several and there is no output to tell.
+    """
+    forms, is_sure = _possible(said, num_queries=operands["query"].shape[2], num_keys=operands["key"].shape[2])
+    if is_sure and len(forms) == 1:
+        return forms[0]
+    if output is None:
+        raise UnknownFormError("its mask was not recorded, and neither was its output, which would tell")
+    own = {name: operands[name].float() for name in ("query", "key", "value")}
+    seen = output.float()
+
+    def distance(form: AttentionForm) -> float:
+        off = attention_products(own, form=form)["output"] - seen
+        return float(off.nan_to_num(0.0).double().norm())
+
+    best = min(forms, key=distance)
+    known = {name: operands[name] for name in own}
+    [agreement] = attention_agreements(known, {"output": output}, form=best, compute_dtype=compute_dtype)
+    if is_sure or agreement.is_agreed:
+        return best
+    passed = ", ".join(word for word in _NOT_NUMBERS if word in said) or "a mask, a bias, dropout or another scale"
+    raise UnknownFormError(
+        f"neither causal attention nor attention to all keys gives its output: {passed} was not recorded"
+    )
+
+
+def _possible(said: Mapping[str, Any], *, num_queries: int, num_keys: int) -> tuple[list[AttentionForm], bool]:
+    """The forms that a call may have had, and whether it is sure that it had one of them."""
+    if said.get("dropout"):
+        raise UnknownFormError(f"it drops out at random (dropout {said['dropout']})")
+    if said.get("cap"):
+        raise UnknownFormError(f"its scores are capped (cap {said['cap']})")
+    scale = said.get("scale")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+        raise UnknownFormError(f"its scale was not recorded as a number, but as {scale!r:.40}")
+    is_causal = said.get("is_causal")
+    is_sure = isinstance(is_causal, bool) and not any(word in said for word in _NOT_NUMBERS)
+    before, after = _window(said.get("window"))
+    causal, full = AttentionForm(before=before, after=0), AttentionForm(before=before, after=after)
+    tried = [causal, full, AttentionForm(after=0), AttentionForm()]
+    forms = tried if not is_sure else [causal] if is_causal else [full]
+    shifts = (0, num_keys - num_queries)
+    shifted = (
+        replace(form, scale=scale, shift=0 if form.before is form.after is None else shift)
+        for form, shift in itertools.product(forms, shifts)
+    )
+    return list(dict.fromkeys(shifted)), is_sure
+
+
+def _window(said: Any) -> tuple[int | None, int | None]:
+    """How many keys before and after its own a query sees, from a pair of FlashAttention or a number of keys."""
+    is_pair = isinstance(said, list) and len(said) == len(("before", "after"))
+    if is_pair and all(isinstance(one, int) for one in said):
+        before, after = (None if one < 0 else min(one, _FURTHEST) for one in said)
+        return before, after
+    return (min(said - 1, _FURTHEST), None) if isinstance(said, int) and said > 0 else (None, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCall:
+    """What attention was computed from, how, and what it gave; all tensors are [B, H, T, D]."""
+
+    operands: Tensors
+    """`query`, `key`, `value`, and where gradients are asked for `grad_output`."""
+    recorded: Tensors
+    """What was recorded of what it gave, and can be compared."""
+    form: AttentionForm
+    """Which keys a query sees, and the scale."""
+    dtype: torch.dtype
+    """What it computed in."""
+
+
+def read_attention(task: CallTask) -> AttentionCall:
+    """The tensors of a call of attention.
+
+    Raises:
+        DataError: bytes or parts are missing, or damaged.
+        StorageError: the store cannot be read.
+        UnknownFormError: how it computed is not known; the text says why.
+    """
+    call = task.call
+    tensors, infos = read_call(task)
+    dtype = tensors["query"].dtype
+    names = {name for product in call.products for name in AttentionTensors.products[product]}
+    try:
+        num_heads = heads_second(tensors["query"], infos["query"].layout).shape[1]
+        seen = {name: heads_second(one, infos[name].layout, num_heads=num_heads) for name, one in tensors.items()}
+        operands = {name: seen[name] for name in names}
+        said = infos["query"].metadata or {}
+        form = find_form(said, operands, output=seen.get("output"), compute_dtype=dtype)
+    except UsageError as error:
+        raise UnknownFormError(str(error)) from error
+    recorded = {name: seen[name] for name, why in call.products.items() if name in seen and not why}
+    return AttentionCall(operands=operands, recorded=recorded, form=form, dtype=dtype)
+
+
+def without_unknown(calls: RecordedCalls, *, engine: Engine) -> RecordedCalls:
+    """The calls, those of attention left out whose values do not tell how they computed; reads all of attention.
+
+    Raises:
+        DataError: bytes or parts are missing, or damaged.
+        StorageError: the store cannot be read.
+        WorkersError: the processes or the cluster cannot be had, or were lost.
+    """
+    attention = replace(calls, calls=tuple(call for call in calls.calls if is_attention(call.key)))
+    tasks = CallTasks(attention, ())
+    reasons = dict(
+        zip((call.key for call in attention.calls), engine.map(_why_unknown, tasks, sizes=tasks.sizes), strict=True)
+    )
+    unknown = [
+        LeftOut(key=call.key, product=product, reason=reasons[call.key])
+        for call in attention.calls
+        if reasons[call.key]
+        for product in call.products
+    ]
+    kept = tuple(call for call in calls.calls if not reasons.get(call.key))
+    return replace(calls, calls=kept, left_out=(*calls.left_out, *unknown))
+
+
+def _why_unknown(task: CallTask) -> str:
+    try:
+        read_attention(task)
+    except UnknownFormError as error:
+        return str(error)
+    return ""
+
+
+def replay_any(task: CallTask) -> CallErrors | str:
+    """What `replay_call` gives of a linear layer, and the same of attention; or why attention is not computed again.
+
+    Raises:
+        DataError: bytes or parts are missing, or damaged.
+        StorageError: the store cannot be read.
+    """
+    if not is_attention(task.call.key):
+        return replay_call(task)
+    try:
+        call = read_attention(task)
+    except UnknownFormError as error:
+        return str(error)
+    errors = replay_attention(call.operands, task.recipes, form=call.form, recorded=call.recorded)
+    return [
+        (one.product, one.recipe, one.exact.to_array(), (one.recorded or ErrorSums()).to_array())
+        for one in errors
+        if one.product in task.call.products
+    ]

@@ -11,8 +11,7 @@ import numpy as np
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.products import RECORDED
 from ranktape.analyze.numerics.recipes.recipe import Recipe
-from ranktape.analyze.replays.calls import calls_of
-from ranktape.analyze.replays.places import places_in
+from ranktape.analyze.replays.calls import calls_of, places_in
 from ranktape.analyze.replays.replayed import Replayed
 from ranktape.analyze.views.plots.plot import DEFAULT_RECIPES
 from ranktape.analyze.views.report.columns import packed
