@@ -1,8 +1,9 @@
 """How much longer is a training step in which a flight recorder holds every tensor, and nothing happens?
 
-One process, one thread for the training, the GPT of `captured_step.py` with 8 layers of width 384. The recorder holds
-every second step, so that each such step stands beside a plain one; figures are ratios of the two. The training
-thread's own processor time tells what is done on it, whatever else the machine does; the clock, what the writer takes.
+One process, one thread for the training, the GPT of `captured_step.py` with 8 layers of width 384. Blocks of held steps
+and of plain ones take turns; a figure is the ratio of two neighbours. The last step of a block does not count: at its
+end the hooks go on or off for the next block. The training thread's own processor time tells what is done on it,
+whatever else the machine does; the clock, what the writer takes.
 
     statistics    what each tensor adds up to (`--record-last 3 --keep statistics`)
     values        the values of each tensor, as far as the budget goes (`--record-last 3`)
@@ -27,6 +28,8 @@ from ranktape.capture import Capture
 
 captured_step.WIDTH, captured_step.HEADS, captured_step.LAYERS = 384, 6, 8
 PAIRS = 12
+COUNTED = 2
+"""Steps of a block, besides its last one."""
 LAST = 3
 BUDGET_NBYTES = 3 << 30
 
@@ -34,22 +37,29 @@ Seconds = tuple[float, float]
 """By the clock, and of the processor on the training thread."""
 
 
-def step_seconds(training: captured_step.Training) -> Seconds:
-    """Of one step."""
-    cpu = time.thread_time()
-    return training.step_seconds(), time.thread_time() - cpu
+def block_seconds(training: captured_step.Training, capture: Capture) -> Seconds:
+    """Of the steps that count in a block, all of them held, or none; then the other kind is next."""
+    clock, cpu = time.perf_counter(), time.thread_time()
+    for _ in range(COUNTED):
+        training.step_seconds()
+        capture.step(capture.iteration + 2)
+    found = time.perf_counter() - clock, time.thread_time() - cpu
+    training.step_seconds()
+    capture.step(capture.iteration + 1)
+    return found
 
 
 def pairs_of(
     training: captured_step.Training, url: str, *, keep: str, count: int
 ) -> tuple[list[tuple[Seconds, Seconds]], int]:
-    """A held step and the plain one after it, again and again; the bytes of the tensors of one."""
+    """A block of held steps and the plain one after it, again and again; the bytes of the tensors of a step."""
+    # Even steps are held: the numbers that the steps are given choose.
     options = {"record_last": LAST, "every": 2, "keep": keep, "host_budget_nbytes": BUDGET_NBYTES}
-    with Capture(url, model=training.model, **options) as capture:
-        for _ in range(2):
-            training.step_seconds()  # the first one finds out what there is
-        found = [(step_seconds(training), step_seconds(training)) for _ in range(count)]
-        return found, capture._predicted_nbytes
+    with Capture(url, model=training.model, advance_on="step", **options) as capture:
+        training.step_seconds()  # finds out what there is
+        capture.step(2)
+        found = [(block_seconds(training, capture), block_seconds(training, capture)) for _ in range(count + 1)]
+        return found[1:], capture._predicted_nbytes
 
 
 def copy_seconds(nbytes: int) -> float:
@@ -73,12 +83,12 @@ def main(pairs: int) -> None:
             with contextlib.redirect_stderr(io.StringIO()):
                 found, nbytes = pairs_of(training, f"{folder}/{keep}", keep=keep, count=pairs)
             if keep == "statistics":
-                plain = statistics.median(cpu for _, (_, cpu) in found)
+                plain = statistics.median(cpu for _, (_, cpu) in found) / COUNTED
                 copies = 1 + copy_seconds(nbytes) / plain
                 print(f"a plain step takes {plain:.3f} s of processor time; {nbytes / 1e6:.0f} MB of tensors in it")
                 print(f"copies alone: {copies:.3f} of a plain step")
             for number, what in enumerate(("clock", "training thread")):
-                ratios = sorted(held[number] / after[number] for held, after in found)
+                ratios = sorted(held[number] / plain_block[number] for held, plain_block in found)
                 low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
                 median = statistics.median(ratios)
                 print(f"{keep:>10}, {what:>15}: {median:.3f} of a plain step (middle half {low:.3f} to {high:.3f})")

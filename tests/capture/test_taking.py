@@ -79,3 +79,11 @@ def test_what_is_written_to_is_looked_at_again() -> None:
 def test_a_large_mean_takes_nothing_from_small_differences() -> None:
     # Of the sum of cubes nothing but cancelling is left: it is 190 in place of 10^17.
     check(1e4 + torch.randn(64, 1000), sample_dim=0, tolerance=1e-7)
+
+
+def test_a_mean_that_moves_takes_nothing_from_small_differences() -> None:
+    # Each row is far from the mean of those before it.
+    steps = torch.arange(64.0).square().view(64, 1) * 100
+    check(steps + torch.randn(64, 5000) * 1e-2, sample_dim=0)
+    check(torch.cat([torch.zeros(9000), torch.full((9000,), 1e30), torch.randn(9000)]), sample_dim=None)
+    check(-torch.rand(3, 5000) - 1e-3, sample_dim=0)

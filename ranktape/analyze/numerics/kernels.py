@@ -8,14 +8,16 @@ Loops that the compiler turns into vector instructions; everything that needs Py
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from numba import types
+from numba.np.numpy_support import carray
+from numpy.typing import NDArray
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -138,62 +140,139 @@ def sum_powers(values: NDArray[Any], sums_BM: NDArray[np.float64]) -> None:
         sums[0], sums[1], sums[2], sums[3], sums[4], sums[5] = count, total, second, third, fourth, magnitudes
 
 
+_NUM_SIZES = 7
+"""Arguments of `summarise` that are no addresses."""
+
+
+_NUM_SUMS = 6
+"""Count, mean, second to fourth moment about it, sum of magnitudes."""
+
+_SIGN = 0x80000000
+"""The pattern of a float32 of which the sign alone is set."""
+
+
 @compiled_sums
-def summarise(
-    keys_OSI: NDArray[np.int32], values_OSI: NDArray[np.float32], normal: np.int32, summary: NDArray[np.float64]
-) -> bool:
+def _sum_block(block: NDArray[np.float32], sums: NDArray[np.float64], ends: NDArray[np.int64]) -> np.int64:
+    """Add float32 values to sums; the pattern of the smallest magnitude among them, -1 where one is not finite.
+
+    The ends are the largest pattern as a signed and as an unsigned number, and the smallest magnitude.
+    """
+    keys = block.view(np.int32)
+    count, mean, second, third, fourth, _ = sums
+    size, top = np.float64(block.size), np.uint32(_SIGN - 1)
+    # Differences from what the mean has been so far, so that nothing is read twice; from the block's own mean where
+    # that is far off.
+    about, is_near = mean, False
+    while True:
+        positive, negative, least = np.int32(-_SIGN), np.uint32(0), top
+        total, magnitudes, own_2, own_3, own_4 = 0.0, 0.0, 0.0, 0.0, 0.0
+        for index in range(block.size):
+            key = keys[index]
+            positive, negative = max(positive, key), max(negative, np.uint32(key))
+            least = min(least, np.uint32(np.uint32(key) & top))
+            value = np.float64(block[index])
+            magnitudes += abs(value)
+            difference = value - about
+            square = difference * difference
+            total += difference
+            own_2 += square
+            own_3 += square * difference
+            own_4 += square * square
+        if not magnitudes < np.inf:
+            return np.int64(-1)
+        shift = total / size
+        if is_near or 2.0 * shift * total <= own_2:
+            break
+        about, is_near = about + shift, True
+    # What this block and those before it come to together, about their common mean.
+    both = count + size
+    new_mean = mean + (about - mean + shift) * (size / both)
+    a, b = mean - new_mean, about - new_mean
+    fourth += 4 * a * third + 6 * a * a * second + count * a * a * a * a
+    fourth += own_4 + 4 * b * own_3 + 6 * b * b * own_2 + 4 * b * b * b * total + size * b * b * b * b
+    third += 3 * a * second + count * a * a * a + own_3 + 3 * b * own_2 + 3 * b * b * total + size * b * b * b
+    second += count * a * a + own_2 + 2 * b * total + size * b * b
+    sums[0], sums[1], sums[2], sums[3], sums[4] = both, new_mean, second, third, fourth
+    sums[5] += magnitudes
+    ends[0], ends[1], ends[2] = max(ends[0], positive), max(ends[1], negative), min(ends[2], least)
+    return np.int64(least)
+
+
+@compiled
+def _count_small(keys: NDArray[np.int32], normal: np.uint32) -> tuple[np.int32, np.int32]:
+    """How many magnitudes are below that pattern, and how many of these are zero."""
+    below, zero = np.int32(0), np.int32(0)
+    for index in range(keys.size):
+        magnitude = np.uint32(np.uint32(keys[index]) & np.uint32(_SIGN - 1))
+        zero += np.int32(magnitude == 0)
+        below += np.int32(magnitude < normal)
+    return below, zero
+
+
+@functools.cache
+def summariser() -> Callable[..., int]:
+    """`summarise` in machine code that takes addresses as numbers: a call makes no array, and looks at none.
+
+    Compiled, or loaded from the cache, when it is first asked for.
+    """
+    pointer: Any = types.CPointer
+    floats, numbers = pointer(types.float32), pointer(types.float64)
+    signature = types.int32(floats, numbers, numbers, *[types.int64] * _NUM_SIZES)
+    try:
+        entry: Any = numba.cfunc(signature, cache=True, fastmath={"reassoc"})(summarise)
+    except RuntimeError:  # numba found no directory for its cache
+        entry = numba.cfunc(signature, fastmath={"reassoc"})(summarise)
+    taken = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * _NUM_SIZES]
+    call: Any = ctypes.CFUNCTYPE(ctypes.c_int32, *taken)(entry.address)
+    call.code = entry  # which goes with what it is part of
+    return cast("Callable[..., int]", call)
+
+
+def summarise(  # noqa: PLR0917  (called from outside of Python)
+    values: Any,
+    summary: Any,
+    counts: Any,
+    before: int,
+    samples: int,
+    after: int,
+    normal: int,
+    kinds: int,
+    below_at: int,
+    zero_at: int,
+) -> int:
     """Write what float32 values add up to, and per sample how many are subnormal and zero, in one pass over memory.
 
-    Keys are the patterns of the values. The summary is count, sum, the second to fourth moment about the mean, the sum
-    of magnitudes; smallest and largest key in the order of values, the largest magnitude's key; then for each sample
-    those below `normal` (zeros too) and the zeros. False, and nothing is written, where one is not finite.
+    The summary is count, sum, the second to fourth moment about the mean, the sum of magnitudes, smallest, largest and
+    the largest magnitude. Of each sample there are so many kinds of counts: those that are below the pattern `normal`
+    and not zero, and the zeros, at these places. 0 where a value is not finite: what is written then means nothing.
     """
-    top, infinity = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
-    smallest, largest, magnitude_key = top, np.int32(~top), np.int32(0)
-    count, mean, second, third, fourth, magnitudes = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    summary[9:] = 0.0
-    for before in range(keys_OSI.shape[0]):
-        for sample in range(keys_OSI.shape[1]):
-            for start in range(0, keys_OSI.shape[2], BLOCK):
-                keys = keys_OSI[before, sample, start : start + BLOCK]
-                values = values_OSI[before, sample, start : start + BLOCK]
-                below, zero = np.int32(0), np.int32(0)
-                for index in range(keys.size):
-                    key = keys[index]
-                    magnitude = np.int32(key & top)
-                    ordered = np.int32(key ^ ((key >> 31) & top))
-                    zero += np.int32(magnitude == 0)
-                    below += np.int32(magnitude < normal)
-                    magnitude_key = max(magnitude_key, magnitude)
-                    smallest, largest = min(smallest, ordered), max(largest, ordered)
-                if magnitude_key >= infinity:
-                    return False
-                total, of_magnitudes = 0.0, 0.0
-                for index in range(values.size):
-                    value = np.float64(values[index])
-                    total += value
-                    of_magnitudes += abs(value)
-                size = np.float64(values.size)
-                own_mean = total / size
-                own_2, own_3, own_4 = 0.0, 0.0, 0.0
-                for index in range(values.size):
-                    difference = np.float64(values[index]) - own_mean
-                    square = difference * difference
-                    own_2 += square
-                    own_3 += square * difference
-                    own_4 += square * square
-                # What the part and the parts before it come to together, about their common mean.
-                both = count + size
-                new_mean = mean + (own_mean - mean) * (size / both)
-                a, b = mean - new_mean, own_mean - new_mean
-                fourth += 4 * a * third + 6 * a * a * second + count * a * a * a * a
-                fourth += own_4 + 4 * b * own_3 + 6 * b * b * own_2 + size * b * b * b * b
-                third += 3 * a * second + count * a * a * a + own_3 + 3 * b * own_2 + size * b * b * b
-                second += count * a * a + own_2 + size * b * b
-                count, mean, magnitudes = both, new_mean, magnitudes + of_magnitudes
-                summary[9 + 2 * sample] += below
-                summary[10 + 2 * sample] += zero
-    summary[0], summary[1], summary[5] = count, mean * count, magnitudes
-    summary[2], summary[3], summary[4] = second, third, fourth
-    summary[6], summary[7], summary[8] = smallest, largest, magnitude_key
-    return True
+    values_OSI = carray(values, (before, samples, after))
+    sums, ends = np.zeros(_NUM_SUMS), np.array([-_SIGN, 0, _SIGN - 1])
+    for place in range(samples * kinds):
+        counts[place] = 0.0
+    for outer in range(before):
+        for sample in range(samples):
+            for start in range(0, after, BLOCK):
+                block = values_OSI[outer, sample, start : start + BLOCK]
+                least = _sum_block(block, sums, ends)
+                if least < 0:
+                    return 0
+                if least < normal:
+                    below, zero = _count_small(block.view(np.int32), np.uint32(normal))
+                    counts[sample * kinds + below_at] += below - zero
+                    counts[sample * kinds + zero_at] += zero
+    positive, negative, least = ends
+    # As a number the largest pattern is that of the lowest negative value, where there is one.
+    keys = np.empty(3, dtype=np.uint32)
+    keys[0] = negative if negative >= _SIGN else least
+    keys[1] = positive if positive >= 0 else least + _SIGN
+    keys[2] = max(keys[0] & (_SIGN - 1), keys[1] & (_SIGN - 1))
+    extremes = keys.view(np.float32)
+    if extremes[0] == extremes[1]:
+        sums[2:5] = 0.0
+    summary[0], summary[1] = sums[0], sums[1] * sums[0]
+    for place in range(2, _NUM_SUMS):
+        summary[place] = sums[place]
+    for place in range(3):
+        summary[_NUM_SUMS + place] = extremes[place]
+    return 1
