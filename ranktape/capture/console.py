@@ -130,9 +130,9 @@ class Console:
             for place, reason in list(coverage.unseen.items())[:_MAX_NAMED]:
                 self.warn(f"not recorded: {place}: {reason}")
 
-    def tell_of_compiled(self, iterations: Sequence[int], *, is_in_graphs: bool) -> None:
+    def tell_of_compiled(self, iterations: Sequence[int], *, why_eager: str | None) -> None:
         """How compiled code is recorded, in which iterations."""
-        if is_in_graphs:
+        if why_eager is None:
             self.say(
                 f"what the training compiles is recorded inside of its graphs ({_shown(iterations)}): each is compiled "
                 f"once more for that"
@@ -140,7 +140,7 @@ class Console:
             return
         self.say(
             f"what the training compiles runs eagerly in the captured iterations ({_shown(iterations)}), where results "
-            f"may differ in the last bits, and compiled in all others"
+            f"may differ in the last bits, and compiled in all others: {why_eager}"
         )
 
     def show_drain(self, pending_nbytes: int, state: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.guard import StrictCaptureError
-from ranktape.capture.hooks.compiled import has_compiled, is_in_graphs, is_left_compiled
+from ranktape.capture.hooks.compiled import has_compiled, is_left_compiled, why_eager
 from ranktape.capture.passes.tracker import Tracker
 from ranktape.capture.rendezvous import Rendezvous, keep_process_groups
 from ranktape.capture.settings.options import CaptureOptions
@@ -142,6 +142,8 @@ class Iterations:
         self._stop_where_all_do()
         if self._disabled is None:
             self._begin_iteration()
+        if not self.is_recording:
+            self._hooks.put_functions_back()
 
     def _settle(self, iteration: int) -> None:
         """The running iteration has ended, and another one is next."""
@@ -223,7 +225,7 @@ class Iterations:
     def _tell_of_compiled(self) -> None:
         if not self._is_compiled_known and has_compiled():
             self._is_compiled_known = True
-            self._console.tell_of_compiled(self._schedule.iterations, is_in_graphs=is_in_graphs(self.options))
+            self._console.tell_of_compiled(self._schedule.iterations, why_eager=why_eager(self.options))
 
     def _end_iteration(self) -> None:
         tally = self._recorder.tally
@@ -233,7 +235,7 @@ class Iterations:
         coverage = None
         with self._recorder.guarded():
             coverage = self._hooks.find_coverage()
-        self._hooks.detach()
+        self._hooks.detach(keeps_functions=True)
         if self._disabled is not None:
             return
         if not self._is_surveyed:

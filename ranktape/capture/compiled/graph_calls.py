@@ -7,25 +7,24 @@ several share one graph. Each call gets a ticket, which the graph hands to its t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from ranktape.capture.compiled.graph_taps import SITES, GraphCall, GraphPlan
 from ranktape.capture.compiled.operator import TICKETS, is_of_gradient
 from ranktape.capture.hooks.calls import WITHOUT_BIAS, Taking, Watch
 from ranktape.capture.hooks.stacks import module_path
-from ranktape.capture.hooks.weights import Owner, is_cached_by_autocast
+from ranktape.capture.hooks.weights import Owner
 from ranktape.capture.passes.passes import Call, Frame, in_backward
 from ranktape.capture.roles.known import PRODUCTS, role_of
 from ranktape.capture.roles.table import ModuleRole, Ports, ports_of
 from ranktape.capture.source import NO_TAGS, Source, Tags
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,7 +87,7 @@ class GraphCalls:
         if self._tracker.current() is not None or in_backward() or not self._frames:
             return None
         root = next(iter(self._frames.values()))
-        given = tuple(one for one in inputs if not isinstance(one, torch.nn.Parameter))
+        given = tuple(one for one in inputs if not isinstance(one, nn.Parameter))
         self._tracker.enter(root, given, {})
         return root.module
 
@@ -123,8 +122,9 @@ class GraphCalls:
         tags = Tags(metadata=call.ports.said(*call.given)) if call.ports.options else NO_TAGS
         one = _Taken(taking=taking, call=found, ports=by_name, is_repeated=in_backward(), tags=tags)
         for name, at in call.parameters.items():
-            if name in by_name:
-                self._begin_parameter(one, name, inputs[at])
+            if name in by_name and not one.is_repeated:
+                value = inputs[at]
+                taking.record(by_name[name], value if isinstance(value, nn.Parameter) else value.detach(), found)
         for site in call.sites:
             for port in (by_name.get(port.name, port) for port in site.ports):
                 if (reason := plan.missing.get(site.number)) is not None:
@@ -134,16 +134,6 @@ class GraphCalls:
                 elif site.has_gradient:
                     self._recorder.await_grad(source, port.grad, found)
         return one
-
-    def _begin_parameter(self, taken: _Taken, name: str, value: torch.Tensor) -> None:
-        port = taken.ports[name]
-        if not taken.is_repeated:
-            taken.taking.record(
-                port, value.detach() if not isinstance(value, torch.nn.Parameter) else value, taken.call
-            )
-        if value.requires_grad and torch.is_grad_enabled() and is_cached_by_autocast(value):
-            take = lambda grad, call: taken.taking.record_grad_now(port, grad, call)  # noqa: E731
-            self._watch.leaves.watch(taken.taking.source, port, value, take=take)
 
     def _take(self, taken: Mapping[GraphCall, _Taken], number: int, value: torch.Tensor) -> None:
         """Record what a tap brings."""
@@ -155,12 +145,9 @@ class GraphCalls:
         for own in site.ports:
             port = one.ports.get(own.name, own)
             if is_of_gradient(number):
-                on_grad = None
-                if port is one.taking.ports.output:
-                    on_grad = self._watch.leaves.on_grad_output(source)
                 place = site.grad_placement or self._placement(one, port.grad.tensor_name, value)
                 part = None if port.part is None else port.take
-                recorder.take_grad(source, port.grad, value, call=one.call, part=part, placement=place, on_grad=on_grad)
+                recorder.take_grad(source, port.grad, value, call=one.call, part=part, placement=place)
             elif not one.is_repeated:
                 place = site.placement or self._placement(one, port.name, value)
                 tags = NO_TAGS
@@ -168,7 +155,13 @@ class GraphCalls:
                     tags = NO_TAGS if site.call.has_bias else WITHOUT_BIAS
                 else:
                     tags, one.tags = one.tags, NO_TAGS
-                recorder.record(source, port.value, port.take(value), call=one.call, placement=place, tags=tags)
+                taken_value = port.take(value)
+                if port.value.has_samples or port.is_optional:
+                    recorder.record(source, port.value, taken_value, call=one.call, placement=place, tags=tags)
+                else:
+                    self._watch.weights.record(
+                        recorder, source, port.value, taken_value, call=one.call, placement=place, tags=tags
+                    )
 
     @staticmethod
     def _placement(one: _Taken, name: str, value: torch.Tensor) -> str | None:
@@ -189,12 +182,7 @@ class GraphCalls:
 
     def _owner(self, call: GraphCall, inputs: Sequence[Any]) -> Owner | None:
         """Of several modules with the same parameter the one that runs, by its name in the graph."""
-        weight = inputs[call.owner]  # type: ignore[index]  # only asked of calls that have one
-        found = self._owners.get(id(weight))
-        if found is None or found[0][0] is not weight:
-            # Under FSDP2 a model computes with other tensors than it has at rest.
-            self._owners = _owners(self._frames.values())
-            found = self._owners.get(id(weight), [])
+        found = self._known(inputs[call.owner])  # type: ignore[index]  # only asked of calls that have one
         local = module_path(call.path).split(".")
 
         def shared(one: tuple[Any, Owner]) -> int:
@@ -203,7 +191,26 @@ class GraphCalls:
                 list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(path[::-1], local[::-1], strict=False)))
             )
 
-        return max(found, key=shared)[1] if found else None
+        if not found:
+            return None
+        first, last = call.rows or (None, None)
+        return dataclasses.replace(max(found, key=shared)[1], first=first, last=last)
+
+    def _known(self, weight: Any) -> Sequence[tuple[Any, Owner]]:
+        """The modules that have a parameter; looked for in what runs, and in all that there are.
+
+        Under FSDP2 a model computes with other tensors than it has at rest, of each layer while that runs.
+        """
+        current = self._tracker.current()
+        above = "" if current is None or not current.path else f"{current.path}."
+        found = self._owners.get(id(weight), [])
+        if any(f"{owner.frame.path}.".startswith(above) for _, owner in found):
+            return found
+        near = () if current is None else current.module.modules()
+        self._owners |= _owners(self._frames[module] for module in near if module in self._frames)
+        if id(weight) not in self._owners:
+            self._owners |= _owners(self._frames.values())
+        return self._owners.get(id(weight), [])
 
     def _frame(self, path: str, named: Sequence[tuple[str, str]]) -> Frame | None:
         """The module that a graph calls by that name; `named` are others in the graph, and their paths."""

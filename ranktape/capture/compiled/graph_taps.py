@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ranktape.capture.compiled.operator import tap_operator
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.hooks.weights import is_cached_by_autocast
+from ranktape.capture.hooks.weights import rows_of
 from ranktape.capture.roles.table import Argument, FunctionRole, Port, Ports
 from ranktape.capture.tensors.placement import is_dtensor, shard_of
 
@@ -54,7 +54,9 @@ class GraphCall:
     path: str
     """The module that calls it, as the graph names it."""
     owner: int | None
-    """Which input of the graph is the operand that names it; None where none is."""
+    """Which input of the graph is the operand that names it, or has it as a part; None where none is."""
+    rows: tuple[int, int | None] | None
+    """Of a part: its first row and the one after it, or the only one and None; None for the whole input."""
     given: tuple[tuple[Any, ...], dict[str, Any]]
     """Its arguments as far as they are no tensors."""
     parameters: dict[str, int] = field(default_factory=dict)
@@ -76,6 +78,15 @@ class GraphPlan:
     missing: dict[int, str] = field(default_factory=dict)
     """The sites that are not recorded, by number, with the reasons."""
 
+    def give_up(self, reason: str) -> None:
+        """Nothing of the graph is recorded but the parameters that it is given."""
+        for call in self.calls:
+            for site in call.sites:
+                if not site.is_parameter:
+                    self.missing[site.number] = reason
+                if site.has_gradient:
+                    self.missing[site.number + 1] = reason
+
 
 Target = tuple[FunctionRole, Ports, int | None]
 """Of a function in a graph: its role, its tensors, and which element of its result is the output."""
@@ -86,14 +97,13 @@ SITES: dict[int, GraphSite] = {}
 _numbers = itertools.count(2, 2)
 
 
-def put_taps_around(graph: fx.GraphModule, targets: Mapping[Any, Target]) -> tuple[fx.GraphModule, GraphPlan]:
-    """A copy of the graph with taps, and one input more, the ticket; and what they record."""
+def put_taps_around(graph: fx.GraphModule, targets: Mapping[Any, Target], plan: GraphPlan) -> fx.GraphModule:
+    """A copy of the graph with taps, and one input more, the ticket; what they record is added to the plan."""
     copy = _copied(graph)
     ticket = _with_ticket(copy)
-    plan = GraphPlan(calls=[])
     _tap_graph(copy, ticket, targets, plan, inputs={node: at for at, node in enumerate(_inputs(copy))})
     copy.recompile()
-    return copy, plan
+    return copy
 
 
 def _copied(graph: fx.GraphModule) -> fx.GraphModule:
@@ -178,7 +188,7 @@ def _tap_call(
     args, kwargs = tuple(node.args), dict(node.kwargs)
     values = [(argument, argument.find(args, kwargs)) for argument in ports.arguments]
     named = {port.name: value for argument, value in values for port in argument.ports}
-    owner = inputs.get(named[role.owner]) if role.owner else None
+    owner, rows = _owner(named[role.owner], inputs) if role.owner else (None, None)
     if role.owner and owner is None:
         return  # its weight is computed, and no parameter
     call = GraphCall(
@@ -186,6 +196,7 @@ def _tap_call(
         ports=ports,
         path=_path(node),
         owner=owner,
+        rows=rows,
         given=fx.node.map_aggregate((args, kwargs), lambda one: None if isinstance(one, fx.Node) else one),
         has_bias=named.get("bias", ...) is not None,
     )
@@ -196,7 +207,7 @@ def _tap_call(
             _tap_operand(
                 graph, node, ticket, call, argument=argument, value=value, inputs=inputs, is_shared=value in shared
             )
-    site = _site(call, (ports.output,))
+    site = _site(call, node, (ports.output,))
     with graph.inserting_after(node):
         output = node
         if element is not None:
@@ -220,18 +231,32 @@ def _tap_operand(
     is_parameter = value in inputs and not any(port.value.has_samples for port in argument.ports)
     if is_parameter:
         call.parameters.update({port.name: inputs[value] for port in argument.ports})
-    site = _site(call, argument.ports, is_parameter=is_parameter)
+    site = _site(call, value, argument.ports, is_parameter=is_parameter)
     with graph.inserting_before(node):
         alias = graph.call_function(_tap_operand_value, (value, ticket, site.number, is_shared))
     alias.meta = {name: value.meta[name] for name in ("example_value",) if name in value.meta}
     node.args, node.kwargs = argument.put(alias, tuple(node.args), dict(node.kwargs))
 
 
-def _site(call: GraphCall, ports: tuple[Port, ...], *, is_parameter: bool = False) -> GraphSite:
-    site = GraphSite(number=next(_numbers), call=call, ports=ports, is_parameter=is_parameter)
+def _site(call: GraphCall, value: fx.Node, ports: tuple[Port, ...], *, is_parameter: bool = False) -> GraphSite:
+    needs_gradient = getattr(value.meta.get("example_value"), "requires_grad", False)
+    site = GraphSite(
+        number=next(_numbers), call=call, ports=ports, is_parameter=is_parameter, has_gradient=needs_gradient
+    )
     SITES[site.number] = site
     call.sites.append(site)
     return site
+
+
+def _owner(weight: Any, inputs: Mapping[fx.Node, int]) -> tuple[int | None, tuple[int, int | None] | None]:
+    """Which input of a graph a weight is, or is some rows of; and which rows."""
+    if weight in inputs or not isinstance(weight, fx.Node):
+        return inputs.get(weight), None
+    part = weight.meta.get("example_value")
+    base = part._base if isinstance(part, torch.Tensor) else None  # noqa: SLF001  (torch has no public name for it)
+    at = next((at for node, at in inputs.items() if base is not None and node.meta.get("example_value") is base), None)
+    rows = None if base is None or at is None else rows_of(weight.meta["example_value"], base)
+    return (None, None) if rows is None else (at, rows)
 
 
 def _path(node: fx.Node) -> str:
@@ -255,9 +280,8 @@ def _tap_operand_value(value: torch.Tensor, ticket: torch.Tensor, number: int, i
         is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         # The first operand comes last.
         site.call.dtype = torch.get_autocast_dtype(kind) if is_cast else value.dtype
-    has_gradient = value.requires_grad and torch.is_grad_enabled() and not is_shared
-    if not has_gradient or is_cached_by_autocast(value):
-        site.has_gradient = False
+    site.has_gradient = value.requires_grad and torch.is_grad_enabled() and not is_shared
+    if not site.has_gradient:
         _tap_value(value, ticket, site)
         return value
     alias = value.view_as(value)
@@ -270,7 +294,8 @@ def _tap_operand_value(value: torch.Tensor, ticket: torch.Tensor, number: int, i
 def _tap_result(value: torch.Tensor, ticket: torch.Tensor, number: int) -> None:
     site = SITES[number]
     _tap_value(value, ticket, site)
-    if value.requires_grad and torch.is_grad_enabled():
+    site.has_gradient = value.requires_grad and torch.is_grad_enabled()
+    if site.has_gradient:
         _tap_gradient(value, ticket, site)
 
 
@@ -281,8 +306,6 @@ def _tap_value(value: torch.Tensor, ticket: torch.Tensor, site: GraphSite) -> No
 
 
 def _tap_gradient(value: torch.Tensor, ticket: torch.Tensor, site: GraphSite) -> None:
-    site.has_gradient = True
-
     def hook(grad: torch.Tensor) -> None:
         site.grad_placement = _placement(grad)
         tap_operator()(_local(grad), ticket, site.number + 1)

@@ -23,7 +23,12 @@ from torch._functorch import config as aot_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_custom_graph_passes
+from torch._inductor.custom_graph_pass import (
+    CustomGraphPass,
+    CustomPartitionerFn,
+    get_custom_graph_passes,
+    get_hash_for_files,
+)
 from torch.utils import _pytree as pytree
 
 from ranktape.capture.compiled.operator import is_of_gradient, tap_operator
@@ -141,7 +146,21 @@ def take_taps(graph: fx.Graph) -> tuple[list[Tapped], dict[str, Origin]]:
     found = [Tapped(inner.get(value, value).name, ticket.name, site) for value, ticket, site in taken]
     for alias in sorted(aliases, reverse=True):
         graph.erase_node(alias)
-    return found, _recipes(graph)
+    recipes = _recipes(graph)
+    for value in dict.fromkeys(inner.get(value, value) for value, _, _ in taken):
+        _erase_unused(graph, value)
+    return found, recipes
+
+
+def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
+    """Take out what was computed for a tap alone: as a use of its operands it would keep them from being merged."""
+    # torch warns where a node is erased twice, and has no public name for one that was.
+    if node._erased or node.op != "call_function" or node.users or node.is_impure():  # noqa: SLF001
+        return
+    operands = node.all_input_nodes
+    graph.erase_node(node)
+    for operand in operands:
+        _erase_unused(graph, operand)
 
 
 def put_taps(graph: fx.Graph, taps: Sequence[Tapped], recipes: Origins, *, is_last: bool = False) -> None:
@@ -344,12 +363,14 @@ class _Replaced(CustomGraphPass):
         self._taps = taps
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Into the graph, in place."""
-        put_taps(graph, self._taps.taken, self._taps.recipes, is_last=True)
+        """Into the graph, in place; those within its operators, as the mask of an attention, have no ticket."""
+        inputs = {node.name for node in graph.find_nodes(op="placeholder")}
+        if any(tap.ticket in inputs for tap in self._taps.taken):
+            put_taps(graph, self._taps.taken, self._taps.recipes, is_last=True)
 
     def uuid(self) -> Any:
         """What tells it from other passes."""
-        return f"ranktape {self._taps.taken}"
+        return get_hash_for_files((__file__,), str(self._taps.taken))
 
 
 class _Partitioner(CustomPartitionerFn):

@@ -8,11 +8,13 @@ what has taps and what has none lie side by side, and neither is compiled anew f
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CellType, FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
@@ -22,7 +24,9 @@ from torch._dynamo.convert_frame import CatchErrorsWrapper
 
 from ranktape.capture.compiled.graph_calls import GraphCalls
 from ranktape.capture.compiled.graph_taps import GraphPlan, Target, put_taps_around
+from ranktape.capture.hooks.function_hooks import FunctionHooks
 from ranktape.capture.hooks.hook import Hook
+from ranktape.capture.hooks.stand_ins import StandIn
 
 Targets = Mapping[Any, Target]
 """The functions with a role, as they stand in graphs."""
@@ -37,6 +41,7 @@ class Regions:
         *,
         targets: Callable[[], Targets],
         modules: Callable[[], Iterator[nn.Module]],
+        functions: FunctionHooks,
         aside: Callable[[], contextlib.AbstractContextManager[None]],
         meet: Callable[[nn.Module], None],
         hidden: Callable[[], str | None],
@@ -48,24 +53,32 @@ class Regions:
             calls: Records the calls of graphs.
             targets: What is recorded in them.
             modules: The modules that have hooks of ours.
-            aside: Has, in its context, nothing of ours in the places of torch's functions and hooks.
+            functions: What stands in the places of functions.
+            aside: Has, in its context, nothing of ours among torch's hooks of all modules.
             meet: Called with the modules that a region is seen to run.
             hidden: Gives what of the models that are known no graph shows; None where graphs show all.
             tell: Called with what a person should know.
         """
         self._calls = calls
-        self._modules = modules
         self._aside = aside
+        self.modules = modules
+        """As they were given."""
+        self.functions = functions
+        """As they were given."""
+        self.ways: dict[str, None] = {}
+        """How the regions that have begun are recorded."""
         self._meet = meet
         self._hidden = hidden
         self._thread = threading.local()
         self._tell = tell
         TappedBackend.targets = staticmethod(targets)
         TappedBackend.tell = staticmethod(tell)
+        TappedCallback.regions = self
         GraphCalls.current = calls
-        # Hooks on the outermost module of a region run in it: dynamo would compile them, and all that they call.
+        # They run within regions, between graphs: dynamo would compile them, and all that they call.
         never = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # noqa: SLF001
-        frames.set_code_exec_strategy(Hook.__call__.__code__, never)
+        for code in (Hook.__call__.__code__, StandIn.__call__.__code__):
+            frames.set_code_exec_strategy(code, never)
         self._from_stance = eval_frame._callback_from_stance  # noqa: SLF001  (torch has no public way)
         eval_frame._callback_from_stance = self._callback  # noqa: SLF001
         eval_frame._maybe_set_eval_frame = self._enter_or_leave  # noqa: SLF001
@@ -94,10 +107,11 @@ class Regions:
             backend = eval_frame.innermost_backend(own)
             name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__)
             why = f"graphs do not show {hidden}" if hidden else f"the backend is {name!r}"
+            self.ways[f"eagerly: {why}"] = None
             self._tell(f"what the training compiles runs eagerly in captured iterations: {why}")
             _forced.is_entered = False
             return None
-        tapped.modules = self._modules
+        self.ways["in its graphs"] = None
         own_id = frames.get_eval_frame_isolate_recompiles_id()
         frames.set_eval_frame_isolate_recompiles_id(_isolated(own_id))
         return tapped
@@ -164,19 +178,45 @@ _SET = eval_frame._maybe_set_eval_frame  # noqa: SLF001
 class TappedCallback:
     """Compiles a frame of a region, with taps."""
 
+    regions: ClassVar[Regions]
+    """Those of the iteration that is captured."""
+
     def __init__(self, own: Any, backend: TappedBackend) -> None:
         inner = own._torchdynamo_orig_backend  # noqa: SLF001
-        self._torchdynamo_orig_backend = CatchErrorsWrapper(inner._clone_with_backend(backend), own.hooks)  # noqa: SLF001
-        self.modules: Callable[[], Iterator[nn.Module]] = lambda: iter(())
+        hooks = dataclasses.replace(own.hooks, guard_filter_fn=functools.partial(_kept_guards, own.hooks))
+        self._torchdynamo_orig_backend = CatchErrorsWrapper(inner._clone_with_backend(backend), hooks)  # noqa: SLF001
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the region's own callback gives, without our hooks on the modules."""
+        """What the region's own callback gives, with nothing of ours on the modules and in the places of functions."""
         _converting.is_on = True
         try:
-            with _without_hooks(self.modules()):
+            with self.regions.functions.originals(), _without_hooks(self.regions.modules()):
                 return self._torchdynamo_orig_backend(*args, **kwargs)
         finally:
             _converting.is_on = False
+
+
+def _kept_guards(hooks: Any, guards: Sequence[Any]) -> list[bool]:
+    """Which guards are kept: not those of what is another when the region begins again, for what we put there.
+
+    That is functions, and the hooks of modules that have some of their own. Of modules that had none when they were
+    compiled torch does not ask either whether they have some.
+    """
+    own = hooks.guard_filter_fn
+    kept = [True] * len(guards) if own is None else own(guards)
+    is_replaced = TappedCallback.regions.functions.is_replaced
+    replaced = {guard.name for guard in guards if is_replaced(guard.value)}
+    parts = tuple(f"{name}{after}" for name in replaced for after in (".", "["))
+    return [
+        bool(keep)
+        and guard.name not in replaced
+        and not guard.name.startswith(parts)
+        and not any(name in guard.name for name in _HOOKS)
+        for keep, guard in zip(kept, guards, strict=True)
+    ]
+
+
+_HOOKS = ("._forward_hooks", "._forward_pre_hooks")
 
 
 _callbacks: dict[int, tuple[Any, TappedCallback | None]] = {}
@@ -203,17 +243,8 @@ def tapped_backend(own: Any) -> TappedBackend | None:
     return backend
 
 
-_ROUNDING = (
-    "what compiled code in lower precision fuses depends on what is recorded: in captured iterations some results "
-    "may differ in the last bits"
-)
-
-
-def _is_low_precision(graph: fx.GraphModule) -> bool:
-    """Whether a graph computes with floats of fewer than 32 bits."""
-    values = (node.meta.get("example_value") for node in graph.graph.nodes)
-    tensors = (value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point())
-    return any(value.dtype.itemsize < torch.float32.itemsize for value in tensors)
+_MAX_REASON = 400
+"""Characters of why a graph takes no taps."""
 
 
 class TappedBackend:
@@ -229,19 +260,20 @@ class TappedBackend:
         """What runs in place of the graph."""
         from ranktape.capture.compiled.inductor import compile_tapped  # not before all of the compiler is loaded
 
+        plan = GraphPlan(calls=[])
         try:
-            tapped, plan = put_taps_around(graph, self.targets())
+            tapped = put_taps_around(graph, self.targets(), plan)
             if not plan.calls:
                 return self.own(graph, inputs)  # type: ignore[no-any-return]
-            if _is_low_precision(tapped):
-                self.tell(_ROUNDING)
             given = [*inputs, torch.tensor(0)]
-            return TappedGraph(
-                compile_tapped(tapped, given, patches=self.own.config, name=self.own.name, missing=plan.missing), plan
-            )
+            patches, name = self.own.config, self.own.name
+            compiled = compile_tapped(tapped, given, patches=patches, name=name, missing=plan.missing)
+            return TappedGraph(compiled, plan)
         except Exception as error:  # noqa: BLE001  (whatever fails in it, the training goes on)
-            self.tell(f"a compiled graph is not recorded: {type(error).__name__}: {error}"[:400])
-            return self.own(graph, inputs)  # type: ignore[no-any-return]
+            reason = f"its compiled graph takes no taps: {type(error).__name__}: {error}"[:_MAX_REASON]
+            self.tell(reason)
+            plan.give_up(reason)
+            return TappedGraph(self.own(graph, inputs), plan, takes_ticket=False)
 
     def reset(self) -> None:
         """As the backend itself, when torch forgets what was compiled."""
@@ -250,19 +282,23 @@ class TappedBackend:
 
 
 class TappedGraph:
-    """A compiled graph with taps."""
+    """A compiled graph with taps, or one of which nothing is recorded, as its plan says."""
 
-    def __init__(self, compiled: Callable[..., Any], plan: GraphPlan) -> None:
+    def __init__(self, compiled: Callable[..., Any], plan: GraphPlan, *, takes_ticket: bool = True) -> None:
         self._compiled = compiled
         self._plan = plan
+        self._takes_ticket = takes_ticket
 
     def __call__(self, *inputs: Any) -> Any:
         """What the graph gives."""
         calls = GraphCalls.current
         if calls is None:
-            return self._compiled(*inputs, torch.tensor(0))
+            return self._run(inputs, 0)
         with calls.running(self._plan, inputs) as ticket:
-            return self._compiled(*inputs, torch.tensor(ticket))
+            return self._run(inputs, ticket)
+
+    def _run(self, inputs: Sequence[Any], ticket: int) -> Any:
+        return self._compiled(*inputs, *([torch.tensor(ticket)] if self._takes_ticket else []))
 
 
 @contextlib.contextmanager

@@ -20,10 +20,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from ranktape.capture.hooks.weights import CACHED, Leaves, Owners, Weights, is_cached_by_autocast, is_lasting
 from ranktape.capture.passes.passes import Arguments, Call, in_backward
 from ranktape.capture.source import NO_TAGS, Source, Tags
+from ranktape.capture.tensors.placement import Placements, is_megatron, megatron_placement
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,14 +86,12 @@ class Running(threading.local):
 class Watch:
     """What all hooks share that are on the training while one iteration is captured."""
 
-    def __init__(
-        self, recorder: Recorder, *, weights: Weights, place: Callable[[nn.Module, Ports], Placement | None]
-    ) -> None:
-        """Put nothing on yet; `place` gives for a module what says of its shards where they lie."""
+    def __init__(self, recorder: Recorder, *, weights: Weights, placements: Placements) -> None:
+        """Put nothing on yet; the placements know where the shards of a training lie."""
         self.recorder = recorder
         self.tracker = recorder.tracker
         self.weights = weights
-        self.place = place
+        self._placements = placements
         self.running = Running()
         self.owners = Owners()
         """Whose parameter is a tensor?"""
@@ -105,6 +105,22 @@ class Watch:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+
+    def place(self, module: nn.Module, ports: Ports) -> Placement | None:
+        """What says of a module's tensors where they lie in a whole; None in one process."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        if is_megatron(module):
+            return functools.partial(megatron_placement, module)
+        layouts = {port.name: port.value.layouts for port in ports.all}
+        attributes = {port.name: attribute for attribute, port in ports.parameters}
+
+        def placement(name: str, tensor: torch.Tensor) -> str | None:
+            letters = next((one for one in layouts.get(name.removeprefix("grad_"), ()) if len(one) == tensor.ndim), "")
+            head_dim = letters.index("H") if "H" in letters and "D" in letters else 1
+            return self._placements.of(module, attributes.get(name, name), tensor, head_dim=head_dim)
+
+        return placement
 
 
 _SHARED = "its tensor is another operand, too: one gradient for both"

@@ -17,6 +17,7 @@ import torch
 from ranktape.storage.format.record_info import Mode
 
 if TYPE_CHECKING:
+    from ranktape.capture.roles.table import FunctionRole
     from ranktape.capture.settings.options import CaptureOptions
 
 _COMPILER = "torch._dynamo"
@@ -106,11 +107,35 @@ def is_proven() -> bool:
 _PROVEN = ("2.13.",)
 
 
-def is_in_graphs(options: CaptureOptions) -> bool:
-    """Whether compiled code is recorded inside of its graphs; outputs of layers are seen by hooks alone."""
-    return (
-        options.compiled == "graph" and is_proven() and not (options.wants_layers or options.wants_layer_type("hidden"))
-    )
+def why_eager(options: CaptureOptions) -> str | None:
+    """Why compiled code runs eagerly where it is captured; None where it is recorded inside of its graphs."""
+    if options.compiled == "eager":
+        return "--compiled eager"
+    if options.wants_layers or options.wants_layer_type("hidden"):
+        return "graphs do not show layer outputs"
+    return None if is_proven() else f"graphs of torch {torch.__version__} are not known"
+
+
+_SHOWN_IN_GRAPHS = frozenset({torch.nn.Linear.forward, torch.nn.Embedding.forward})
+"""Layers that are one function of torch on their own parameters."""
+
+
+def hidden_in_graphs(
+    recorded: Iterable[torch.nn.Module], attached: Iterable[torch.nn.Module], found: Iterable[FunctionRole]
+) -> str | None:
+    """What of the models compiled code cannot be asked for: it shows functions of torch, and no calls of layers.
+
+    Asked of the modules that are recorded themselves, of all that have hooks, and of the roles that functions have.
+    """
+    kinds = {type(module) for module in recorded if type(module).forward not in _SHOWN_IN_GRAPHS}
+    types = set(map(type, attached))
+    # One operator in graphs, products and attention and all.
+    kinds.update(kind for kind in types if issubclass(kind, torch.nn.MultiheadAttention))
+    if kinds:
+        return f"layers of the class {min(kind.__name__ for kind in kinds)}"
+    packages = {kind.__module__.partition(".")[0] for kind in types}
+    given = (role.name for role in found if role.gives_function)
+    return next((name for name in given if name.partition(".")[0] in packages), None)
 
 
 def is_left_compiled(options: CaptureOptions) -> bool:

@@ -1,41 +1,29 @@
 """Replacements that see functions with a role, while an iteration is captured.
 
 They are replaced while an iteration is captured, under every name by which loaded modules and the model know them
-(`hook.py`), and put back after it: outside of captured iterations nothing costs anything. Of functions that call
-one another (a framework's, torch's) the outermost one is recorded. What a registry gives is wrapped.
+(`stand_ins.py`), and put back where the next one is not: outside of captured iterations nothing costs anything. Of
+functions that call one another (a framework's, torch's) the outermost one is recorded. What a registry gives is
+wrapped.
 """
 
 from __future__ import annotations
 
 import functools
-import pkgutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import has_torch_function
 
 from ranktape.capture.hooks.calls import RunningRole, Taking, Watch
-from ranktape.capture.hooks.compiled import forget_replacements
-from ranktape.capture.hooks.hook import (
-    Places,
-    Table,
-    as_itself,
-    put_back,
-    replace_in_model,
-    replace_names,
-    resolve,
-    restore_names,
-    table_of,
-)
+from ranktape.capture.hooks.hook import put_back, replace_in_model, resolve
 from ranktape.capture.hooks.module_hooks import MultiheadHooks
+from ranktape.capture.hooks.stand_ins import StandIn, StandIns
 from ranktape.capture.hooks.weights import Owner, is_cached_by_autocast
-from ranktape.capture.passes.passes import Arguments, is_traced
+from ranktape.capture.passes.passes import Arguments
 from ranktape.capture.roles.known import ATTENTION, function_roles
-from ranktape.capture.roles.table import Argument, FunctionRole, Ports, ports_of, resolved
+from ranktape.capture.roles.table import Argument, FunctionRole, Ports, ports_of
 from ranktape.capture.source import Source
 
 _FLEX = "torch.nn.attention.flex_attention.flex_attention"
@@ -45,45 +33,16 @@ _SPARSE = 6
 """Place of `sparse` among the arguments of an embedding; a linear product has fewer."""
 
 
-class StandIn:
-    """Stands for a function while an iteration is captured, and passes through at other times."""
-
-    hooks: ClassVar[FunctionHooks | None] = None
-    """Those of the iteration that is captured; None outside of one."""
-    known: ClassVar[dict[str, StandIn]] = {}
-    """All that have a dotted name."""
-
-    def __init__(self, original: Callable[..., Any], role: FunctionRole, name: str = "") -> None:
-        self.original = original
-        self.role = role
-        self._name = name
-        functools.update_wrapper(self, original, updated=())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the original gives."""
-        hooks = StandIn.hooks
-        if hooks is None or is_traced():
-            return self.original(*args, **kwargs)
-        compute = functools.partial(self._compute, hooks) if self._name else self.original
-        return hooks.call(self.role, compute, args, kwargs)
-
-    def _compute(self, hooks: FunctionHooks, *args: Any, **kwargs: Any) -> Any:
-        """What the original gives; classes of tensors that have their own idea of it know it by itself and by name."""
-        if not has_torch_function((*args, *kwargs.values())):
-            return self.original(*args, **kwargs)
-        with hooks.originals():
-            return self.original(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """By name, so that a model which has it can be pickled, and unpickled where we are not installed."""
-        return (pkgutil.resolve_name, (self._name,)) if self._name else as_itself(self.original)
-
-
 class FunctionHooks:
     """The replacements of all functions with a role for one iteration."""
 
     def __init__(
-        self, watch: Watch, *, is_wanted: Callable[[str, str], bool], multihead: MultiheadHooks | None
+        self,
+        watch: Watch,
+        stand_ins: StandIns,
+        *,
+        is_wanted: Callable[[str, str], bool],
+        multihead: MultiheadHooks | None,
     ) -> None:
         """Prepare; `is_wanted` says for a kind of layer and a module's path whether it is recorded."""
         self._watch = watch
@@ -93,32 +52,16 @@ class FunctionHooks:
         self._running = watch.running
         self._is_wanted = is_wanted
         self._multihead = multihead
+        self._stand_ins = stand_ins
         self._undo: list[Callable[[], None]] = []
-        self._table: Table = {}
-        self._ports: dict[FunctionRole, Ports] = {}
-        self.places: Places = ()
-        """Where functions were replaced under the names of modules."""
-        self._loaded: frozenset[str] = frozenset()
-        self.matched: set[FunctionRole] = set()
-        """The roles of which a function was found."""
-
-    def _attach(self) -> None:
-        """Put the replacements in place."""
-        pairs = []
-        for role in function_roles():
-            for name in role.functions:
-                found = resolve(name)
-                if found is not None:
-                    self.matched.add(role)
-                    pairs += self._replace(role, name, *found)
-        self._table = table_of(pairs)
-        self._loaded = frozenset(sys.modules)
-        self.places = replace_names(self._table)
-        StandIn.hooks = self
 
     def originals(self) -> AbstractContextManager[None]:
         """For a moment have the functions themselves under the names of modules."""
-        return put_back(self.places)
+        return put_back(self._stand_ins.places)
+
+    def is_replaced(self, value: Any) -> bool:
+        """Whether something stands for a function."""
+        return id(value) in self._stand_ins.table
 
     def in_graphs(self) -> dict[Any, tuple[FunctionRole, Ports, int | None]]:
         """What compiled graphs call for each function with a role, and which element of its result is the output."""
@@ -127,30 +70,28 @@ class FunctionHooks:
             is_wanted = self._recorder.options.wants_layer_type(role.layer_type) and not role.gives_function
             for name in role.functions if is_wanted else ():
                 holder = resolve(name)
-                if holder is not None and role in self._ports:
+                if holder is not None and role in self._stand_ins.ports:
                     function = getattr(*holder)
                     original = function.original if isinstance(function, StandIn) else function
                     element = role.output if isinstance(role.output, int) else None
-                    found[original] = role, self._ports[role], element
+                    found[original] = role, self._stand_ins.ports[role], element
                     if name == _FLEX:
-                        found[torch.ops.higher_order.flex_attention] = role, self._ports[role], 0
+                        found[torch.ops.higher_order.flex_attention] = role, self._stand_ins.ports[role], 0
         return found
 
     def learn(self, root: nn.Module) -> None:
         """Know a model, which may hold functions; with the first one, replace them, as all is loaded that it needs."""
         if StandIn.hooks is not self:
-            self._attach()
-        self._undo += replace_in_model(root, self._table)
+            self._stand_ins.put()
+            StandIn.hooks = self
+        self._undo += replace_in_model(root, self._stand_ins.table)
 
     def remove(self) -> None:
-        """Put the originals back; what else has got hold of a replacement passes through it from now on."""
+        """Record nothing more, and put the originals back in the models; under names others still stand for them."""
         StandIn.hooks = None
         for undo in reversed(self._undo):
             undo()
-        restore_names(self.places)
-        # A module that was loaded meanwhile may have got hold of them.
-        replace_names(table_of((new, old) for old, new in self._table.values()), but=self._loaded)
-        forget_replacements(new for _, new in self._table.values())
+        self._stand_ins.forget()
 
     def call(
         self, role: FunctionRole, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -197,7 +138,7 @@ class FunctionHooks:
         self, entry: RunningRole, role: FunctionRole, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments:
         """The arguments with aliases of the parameters that a module awaits, but those that autocast keeps."""
-        for argument in self._ports[role].arguments:
+        for argument in self._stand_ins.ports[role].arguments:
             value = argument.find(args, kwargs)
             found = next((port for tensor, port in entry.awaited if tensor is value), None)
             if found is None or is_cached_by_autocast(value) or entry.taking is None or entry.call is None:
@@ -214,7 +155,8 @@ class FunctionHooks:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if source is not None and not self._recorder.follows(source, (port.value for port in self._ports[role].all)):
+        ports = self._stand_ins.ports[role]
+        if source is not None and not self._recorder.follows(source, (port.value for port in ports.all)):
             return original(*args, **kwargs)
         entry = RunningRole(role.layer_type, role)
         if source is not None:
@@ -222,7 +164,7 @@ class FunctionHooks:
             entry.taking = taking = Taking(
                 watch=self._watch,
                 source=source,
-                ports=self._ports[role],
+                ports=ports,
                 placement=None if role.owner or frame is None else self._watch.place(frame.module, ports_of(role)),
                 is_one_node=_is_fused if role is ATTENTION else None,
             )
@@ -237,22 +179,6 @@ class FunctionHooks:
             with self._recorder.guarded(source):
                 entry.taking.result((args, kwargs), output, entry, at=role.output, of=role.name)
         return output
-
-    def _replace(
-        self, role: FunctionRole, name: str, holder: Any, attribute: str
-    ) -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
-        original = getattr(holder, attribute)
-        self._ports[role] = resolved(ports_of(role), original)
-        if role.gives_function:
-            self._undo.append(functools.partial(setattr, holder, attribute, original))
-            setattr(holder, attribute, _giver(original, role))
-            return []
-        known = StandIn.known.get(name)
-        if isinstance(original, StandIn):
-            return []
-        if known is None or known.original is not original or known.role is not role:
-            known = StandIn.known[name] = StandIn(original, role, name)
-        return [(original, known)]
 
     def _source(self, role: FunctionRole, owner: Owner | None = None) -> Source | None:
         """What a call's tensors come from; None where it is not wanted."""
@@ -274,16 +200,6 @@ def _is_fused(operands: Sequence[Any], named: Mapping[str, Any]) -> bool:
 
 _CHOICE = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 """The arguments that decide what computes attention."""
-
-
-def _giver(original: Callable[..., Any], role: FunctionRole) -> Callable[..., Any]:
-    """In place of a method that gives a function: gives it wrapped."""
-
-    @functools.wraps(original)
-    def give(*args: Any, **kwargs: Any) -> Any:
-        return StandIn(original(*args, **kwargs), role)
-
-    return give
 
 
 @functools.lru_cache(maxsize=64)

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
@@ -56,6 +57,14 @@ class Hook:
         """
         last = RemovableHandle(OrderedDict())
         return getattr, (contextlib.nullcontext(last), "__exit__")
+
+
+class Around:
+    """A function that prepares operands for another one, which computes with them: that one is captured."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        """The other one."""
 
 
 def as_itself(value: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -179,6 +188,19 @@ def put_back(places: Places) -> Iterator[None]:
     finally:
         for namespace, name, _, new in changed:
             namespace[name] = new
+
+
+@contextlib.contextmanager
+def without_global_hooks(owner: object) -> Iterator[None]:
+    """In it no method of an object is among torch's hooks that are called before each module."""
+    hooks = torch.nn.modules.module._global_forward_pre_hooks  # noqa: SLF001  (there is no public name)
+    own = {key: hook for key, hook in hooks.items() if getattr(hook, "__self__", None) is owner}
+    for key in own:
+        del hooks[key]
+    try:
+        yield
+    finally:
+        hooks.update(own)
 
 
 def replace_in_model(root: nn.Module, table: Table) -> list[Callable[[], None]]:

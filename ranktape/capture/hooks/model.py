@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,26 +12,35 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ranktape.capture.hooks.calls import Placement, Watch
-from ranktape.capture.hooks.compiled import EagerMode, IgnoredWarning, is_in_graphs, is_left_compiled
+from ranktape.capture.hooks.calls import Watch
+from ranktape.capture.hooks.compiled import (
+    EagerMode,
+    IgnoredWarning,
+    has_compiled,
+    hidden_in_graphs,
+    is_left_compiled,
+    why_eager,
+)
 from ranktape.capture.hooks.coverage import Coverage, explain_silence, explain_unmatched, find_coverage
 from ranktape.capture.hooks.function_hooks import FunctionHooks
-from ranktape.capture.hooks.hook import Hook, Replacements
+from ranktape.capture.hooks.hook import Hook, Replacements, without_global_hooks
 from ranktape.capture.hooks.layers import LayerHooks, check_layers
 from ranktape.capture.hooks.module_hooks import ModuleHooks, MultiheadHooks, is_hidden, is_seen_inside
 from ranktape.capture.hooks.stacks import survey
+from ranktape.capture.hooks.stand_ins import StandIns
 from ranktape.capture.hooks.weights import Weights
 from ranktape.capture.passes.frameworks import framework_replacements, is_rehearsing, stage_prefix
 from ranktape.capture.passes.passes import Arguments, Frame, in_backward, is_traced, keyword_arguments
 from ranktape.capture.rendezvous import keep_process_groups
 from ranktape.capture.roles.known import registered_roles, role_of
-from ranktape.capture.roles.table import FunctionRole, ModuleRole, Ports, ports_of
+from ranktape.capture.roles.table import FunctionRole, ModuleRole, ports_of
 from ranktape.capture.settings.rules import read_numbers
 from ranktape.capture.source import Source
-from ranktape.capture.tensors.placement import Placements, is_megatron, megatron_placement
+from ranktape.capture.tensors.placement import Placements
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
+    from ranktape.capture.compiled.regions import Regions
     from ranktape.capture.recorder import Recorder
 
 
@@ -58,15 +66,17 @@ class ModelHooks:
         self._modules: dict[nn.Module, ModuleHooks] = {}
         self._inside: dict[nn.Module, Source] = {}
         self._weights = Weights()
-        self._watch = Watch(recorder, weights=self._weights, place=self._place)
+        self.placements = Placements()
+        self._watch = Watch(recorder, weights=self._weights, placements=self.placements)
         self._functions: FunctionHooks | None = None
+        self._stand_ins = StandIns()
         self._multihead: MultiheadHooks | None = None
         self._layers: LayerHooks | None = None
+        self._regions: Regions | None = None
         self._matched: set[ModuleRole | FunctionRole] = set()
         self._wanted: dict[tuple[str, str], bool] = {}
         self._has_stack = False
         self._coverage: dict[tuple[int, ...], Coverage] = {}
-        self.placements = Placements()
         self._frameworks = Replacements(())
         self._is_rehearsing = False
         self._stage_prefixes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -97,7 +107,11 @@ class ModelHooks:
         places = self._survey(root).places
         new = {stage + place.path for place in places if place.path and place.module not in self._known}
         is_alone = role_of(type(root)) is not None and bool(self._roots)
-        prefix = f"{type(root).__name__}{len(self._roots)}." if is_alone or new & self.paths else ""
+        prefix = (
+            f"{type(getattr(root, '_orig_mod', root)).__name__}{len(self._roots)}."
+            if is_alone or new & self.paths
+            else ""
+        )
         self._roots.append((weakref.ref(root), prefix))
         self.paths |= {prefix + path for path in new}
         self._known.update(root.modules())
@@ -152,15 +166,17 @@ class ModelHooks:
         """Put the hooks on all known models, and wait for others; weights of earlier iterations may be relied on."""
         tracker = self._tracker
         self._weights.begin(keeps=keeps_weights)
-        self._watch = watch = Watch(self._recorder, weights=self._weights, place=self._place)
+        self._watch = watch = Watch(self._recorder, weights=self._weights, placements=self.placements)
         self._frameworks = Replacements(framework_replacements(tracker, self._recorder.guarded(), self.meet_stage))
         watch.handles.append(self._frameworks)
         self._is_rehearsing = self._frameworks.refresh() and is_rehearsing()
         tracker.before_pass = self._refresh
         self._multihead = MultiheadHooks(watch) if self._wants("attention") else None
         self._layers = LayerHooks(watch) if self._options.wants_layers or self._wants("hidden") else None
-        self._functions = FunctionHooks(watch, is_wanted=self._is_wanted_kind, multihead=self._multihead)
-        begin = self._begin_regions if is_in_graphs(self._options) else None
+        self._functions = FunctionHooks(
+            watch, self._stand_ins, is_wanted=self._is_wanted_kind, multihead=self._multihead
+        )
+        begin = self._begin_regions if why_eager(self._options) is None else None
         watch.handles += [self._functions, EagerMode(self._functions.originals, begin)]
         self._attach_known()
         if not self._is_given:
@@ -172,25 +188,24 @@ class ModelHooks:
         from ranktape.capture.compiled.regions import Regions
 
         assert self._functions is not None, "only called while hooks are attached"
-        return Regions(
+        self._regions = Regions(
             GraphCalls(self._watch, frames=self._attached, is_wanted=self._is_wanted_kind),
             targets=self._functions.in_graphs,
             modules=lambda: iter(self._attached),
-            aside=self._aside,
+            functions=self._functions,
+            aside=functools.partial(without_global_hooks, self),
             meet=self._meet_in_region,
-            hidden=self._hidden_in_graphs,
-            tell=self._note,
+            hidden=lambda: hidden_in_graphs(self._modules, self._attached, self._stand_ins.ports),
+            tell=self.on_note,
         )
+        return self._regions
 
-    def _hidden_in_graphs(self) -> str | None:
-        """What of the models compiled code cannot be asked for: it shows functions of torch, and no calls of layers."""
-        kinds = {type(module): type(module).forward for module in self._modules}
-        for kind, forward in kinds.items():
-            if forward not in _SHOWN_IN_GRAPHS:
-                return f"layers of the class {kind.__name__}"
-        packages = {kind.__module__.partition(".")[0] for kind in map(type, self._attached)}
-        given = (role for role in self._functions.matched if role.gives_function) if self._functions is not None else ()
-        return next((role.name for role in given if role.name.partition(".")[0] in packages), None)
+    def compiled_way(self) -> str:
+        """How compiled code was recorded in the iteration that ends; empty where none ran."""
+        if self._regions is not None:
+            return "; ".join(self._regions.ways)
+        why = why_eager(self._options)
+        return f"eagerly: {why}" if why is not None and has_compiled() else ""
 
     def _meet_in_region(self, module: nn.Module) -> None:
         """Know a model that compiled code is about to run, and of which no hook will tell."""
@@ -201,38 +216,27 @@ class ModelHooks:
                 self.add_root(module, is_running=False)
                 self._attach_to(module, self._roots[-1][1])
 
-    def _note(self, text: str) -> None:
-        self.on_note(text)
-
-    @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
-        """In it nothing of ours is in the places of torch's functions, nor among its hooks of all modules."""
-        assert self._functions is not None, "only called while hooks are attached"
-        hooks = torch.nn.modules.module._global_forward_pre_hooks  # noqa: SLF001  (there is no public name)
-        own = {key: hook for key, hook in hooks.items() if getattr(hook, "__self__", None) is self}
-        with self._functions.originals():
-            for key in own:
-                del hooks[key]
-            try:
-                yield
-            finally:
-                hooks.update(own)
-
     def enter_late(self, module: nn.Module, arguments: Arguments) -> Arguments | None:
         """Do what a model's own pre-hooks would, in the call in which they were attached; the arguments after that."""
         args, kwargs = arguments
         self._tracker.enter(self._attached[module], args, kwargs)
         return self._modules[module].before(module, args, kwargs) if module in self._modules else None
 
-    def detach(self) -> None:
-        """Take everything off again."""
+    def detach(self, *, keeps_functions: bool = False) -> None:
+        """Take everything off again, but what stands for functions where the next iteration may want it, too."""
         self._watch.remove()
-        self._watch = Watch(self._recorder, weights=self._weights, place=self._place)
+        self._watch = Watch(self._recorder, weights=self._weights, placements=self.placements)
         self._modules.clear()
         self._inside.clear()
         self._attached.clear()
-        self._functions = self._multihead = self._layers = None
+        self._functions = self._multihead = self._layers = self._regions = None
+        if not keeps_functions:
+            self._stand_ins.remove()
         self._tracker.before_pass = None
+
+    def put_functions_back(self) -> None:
+        """What stood for functions in the last iteration is not wanted in this one."""
+        self._stand_ins.remove()
 
     def _meet(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """A global pre-hook: a module that is entered first and is not known is a model."""
@@ -320,7 +324,7 @@ class ModelHooks:
         if dist.is_available() and dist.is_initialized():
             self.placements.learn(root)
         self._functions.learn(root)
-        self._matched |= self._functions.matched
+        self._matched |= self._stand_ins.ports.keys()
         stage = self._stage_prefixes.get(root, "")
         found = self._survey(root)
         leave = Hook(self._on_leave)
@@ -365,22 +369,6 @@ class ModelHooks:
             return
         self._modules[module] = ModuleHooks(module, role, source, self._watch)
 
-    def _place(self, module: nn.Module, ports: Ports) -> Placement | None:
-        """What says of a module's tensors where they lie in a whole; None in one process."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return None
-        if is_megatron(module):
-            return functools.partial(megatron_placement, module)
-        layouts = {port.name: port.value.layouts for port in ports.all}
-        attributes = {port.name: attribute for attribute, port in ports.parameters}
-
-        def placement(name: str, tensor: torch.Tensor) -> str | None:
-            letters = next((one for one in layouts.get(name.removeprefix("grad_"), ()) if len(one) == tensor.ndim), "")
-            head_dim = letters.index("H") if "H" in letters and "D" in letters else 1
-            return self.placements.of(module, attributes.get(name, name), tensor, head_dim=head_dim)
-
-        return placement
-
     def _on_enter(
         self,
         frame: Frame,
@@ -406,10 +394,6 @@ class ModelHooks:
             is_named = not self._options.wants_layers or self._options.names_layer_type(layer_type)
             self._wanted[layer_type, path] = is_named and self._wants(layer_type) and self._is_wanted(path)
         return self._wanted[layer_type, path]
-
-
-_SHOWN_IN_GRAPHS = frozenset({nn.Linear.forward, nn.Embedding.forward})
-"""Layers that are one function of torch on their own parameters."""
 
 
 def _source(frame: Frame, layer_type: str, component: str) -> Source:

@@ -182,13 +182,8 @@ class Owners:
             return Owner(found[1], found[2])
         base = weight._base  # noqa: SLF001  (torch has no public name for it)
         found = None if base is None else self._lookup(base, frame)
-        if base is None or found is None or not base.is_contiguous() or not weight.is_contiguous() or not base.ndim:
-            return None
-        first, rest = divmod(int(weight.storage_offset() - base.storage_offset()), max(int(base.stride(0)), 1))
-        is_row = weight.shape == base.shape[1:]
-        if rest or not (is_row or weight.shape[1:] == base.shape[1:]):
-            return None
-        return Owner(found[1], found[2], first=first, last=None if is_row else first + weight.shape[0])
+        rows = None if base is None or found is None else rows_of(weight, base)
+        return None if rows is None or found is None else Owner(found[1], found[2], *rows)
 
     def _lookup(self, weight: torch.Tensor, frame: Frame | None) -> tuple[torch.Tensor, Frame, str] | None:
         found = self._owners.get(id(weight))
@@ -201,6 +196,17 @@ class Owners:
                 if parameter is weight:
                     return weight, self._frames.get(module, frame), name
         return None
+
+
+def rows_of(weight: torch.Tensor, base: torch.Tensor) -> tuple[int, int | None] | None:
+    """The first row of a view in its base and the one after it, or the only one and None; None where it is no rows."""
+    if not base.is_contiguous() or not weight.is_contiguous() or not base.ndim:
+        return None
+    first, rest = divmod(int(weight.storage_offset() - base.storage_offset()), max(int(base.stride(0)), 1))
+    is_row = weight.shape == base.shape[1:]
+    if rest or not (is_row or weight.shape[1:] == base.shape[1:]):
+        return None
+    return first, None if is_row else first + weight.shape[0]
 
 
 _SAME_VALUES = ("TransposeBackward0", "PermuteBackward0", "ToCopyBackward0")
