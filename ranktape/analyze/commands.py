@@ -188,7 +188,7 @@ def report(
         recipe=recipe,
         url=source.url,
         scope=" and ".join([*chosen, *([selection.where] if selection.where else [])]),
-        environment=(source.attributes if isinstance(source, Run) else {}).get("environment") or {},
+        environment=source.environment() if isinstance(source, Run) else {},
         engine=engine,
     )
     say(str(path))

@@ -232,6 +232,7 @@ class Iterations:
         assert tally is not None, "only called while an iteration is watched"
         self._tell_of_compiled()
         summary = self._recorder.end()
+        summary["compiled"] = self._hooks.compiled_way()
         coverage = None
         with self._recorder.guarded():
             coverage = self._hooks.find_coverage()

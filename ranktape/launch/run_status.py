@@ -76,6 +76,7 @@ class RunStatus:
         notes = (
             *_trigger_notes(self.triggers),
             *counted,
+            *_compiled_notes(self.iterations),
             *_silent_notes(self.iterations),
             *_rank_notes(self.troubles),
             *_rank_notes(self.disabled),
@@ -173,6 +174,12 @@ def _trigger_notes(triggers: Sequence[Trigger]) -> tuple[str, ...]:
     shown_ones = [printable(f"{trigger.kind}: {trigger.message()}") for trigger in triggers[:MAX_NAMED]]
     rest = len(triggers) - len(shown_ones)
     return (*shown_ones, *([f"and {count_text(rest, 'trigger')} more"] if rest else []))
+
+
+def _compiled_notes(statuses: Sequence[IterationStatus]) -> tuple[str, ...]:
+    """How compiled code was recorded, one line for each way."""
+    ways = by_reason((status.compiled, f"{status.iteration}") for status in statuses if status.compiled)
+    return tuple(printable(f"compiled code was recorded {way} (iterations {named})") for way, named in ways.items())
 
 
 def _silent_notes(statuses: Sequence[IterationStatus]) -> tuple[str, ...]:

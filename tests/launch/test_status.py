@@ -29,6 +29,7 @@ STATUSES = [
         num_expected=14,
         num_recorded=12,
         num_missing=2,
+        compiled="in its graphs",
     ),
     IterationStatus(
         iteration=4,
@@ -57,6 +58,7 @@ def test_the_table_has_one_row_for_each_iteration_and_the_verdict_below() -> Non
     assert table.column("tensors") == ["12 of 14", ""]
     assert table.notes == (
         COUNTED,
+        "compiled code was recorded in its graphs (iterations 2)",
         "not recorded (no gradient): layers.0.query grad_input",
         "minimum not met: 1 of 2 guaranteed iterations are stored complete; iteration 4 is partial (rank 1: gone)",
     )

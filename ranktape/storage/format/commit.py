@@ -53,6 +53,8 @@ class RankCommit:
     """Of the commit's document; None where it has none."""
     counts: dict[str, int]
     """`num_expected` tensors, and `num_missing` of them that were not recorded; empty where it says nothing."""
+    compiled: str
+    """How compiled code was recorded; empty where none ran."""
 
 
 def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> None:
@@ -72,6 +74,7 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
     commits = for_each(lambda rank: read_commit(backend, attempt.path, rank, iteration), ranks)
     data = merge_catalogues([commit.catalogue.load for commit in commits])
     are_counted = all(commit.counts for commit in commits)
+    compiled = "; ".join(dict.fromkeys(commit.compiled for commit in commits if commit.compiled))
     attributes = {
         "complete": True,
         "iteration": iteration,
@@ -83,6 +86,7 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
             str(rank): commit.silent_sites for rank, commit in zip(ranks, commits, strict=True) if commit.silent_sites
         },
         **({name: sum(commit.counts[name] for commit in commits) for name in _COUNTS} if are_counted else {}),
+        **({"compiled": compiled} if compiled else {}),
         "commits": [commit.checksum for commit in commits],
         "committed": time.time(),
     }
@@ -140,6 +144,7 @@ def read_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> Ra
         silent_sites=fields.texts("silent_sites"),
         checksum=fields.text("commit"),
         counts=_counts(fields),
+        compiled=fields.text("compiled", default=""),
     )
 
 
@@ -163,7 +168,7 @@ def mark_committed(backend: Backend, attempt: str, rank: int, iteration: int, *,
     group = layout.rank_iteration_path(attempt, rank, iteration)
     key = layout.document_key(group)
     attributes = decode_document(commit, place=f"{backend.url}/{key}", key=key)["attributes"]
-    names = ("num_records", "nbytes", "silent_sites", "num_expected", "num_missing")
+    names = ("num_records", "nbytes", "silent_sites", "num_expected", "num_missing", "compiled")
     words = {name: attributes[name] for name in names if name in attributes}
     others = (layout.marker_path(attempt, iteration, rank, mark) for mark in (Mark.FAILED, Mark.SKIPPED))
     backend.delete_keys([layout.document_key(path) for path in others])
@@ -214,6 +219,7 @@ def parse_commit(document: Mapping[str, Any], *, place: str, attempt: str) -> Ra
         silent_sites=fields.texts("silent_sites", default={}),
         checksum=fields.text(CHECKSUM_KEY, default="") or None,
         counts=_counts(fields),
+        compiled=fields.text("compiled", default=""),
     )
 
 

@@ -287,6 +287,7 @@ def _summary(fields: Fields) -> dict[str, Any]:
         "silent_sites": fields.texts_by_rank("silent_sites", default={}),
         "num_expected": num_expected,
         "num_missing": num_missing,
+        "compiled": fields.text("compiled", default=""),
         "num_recorded": None if num_expected is None or num_missing is None else num_expected - num_missing,
     }
 

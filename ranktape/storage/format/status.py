@@ -58,6 +58,8 @@ class IterationStatus:
     """Those of them that were recorded, in all microbatches and calls in which they came."""
     num_missing: int | None = None
     """Those of them that were not, or not whole; `silent_sites` has the reasons."""
+    compiled: str = ""
+    """How compiled code was recorded: inside of its graphs, or why it ran eagerly; empty where none ran."""
 
     def lacks(self, *, max_named: int) -> str:
         """What it lacks to be complete, at most so many ranks named; empty where nothing is missing."""

@@ -181,6 +181,7 @@ class RankWriter:
         silent_sites: Mapping[str, str],
         num_expected: int | None = None,
         num_missing: int | None = None,
+        compiled: str = "",
     ) -> None:
         """Make everything written of the iteration durable and visible. Atomic.
 
@@ -191,6 +192,7 @@ class RankWriter:
             num_expected: How many tensors of modules should have been, whatever the number of passes and calls; None
                 where nobody counted.
             num_missing: How many of them were not recorded at all.
+            compiled: How compiled code was recorded; empty where none ran.
 
         Raises:
             CaptureError: it was committed or given up already.
@@ -207,9 +209,11 @@ class RankWriter:
         if expected and not pending.entries:
             raise DataError(f"nothing was recorded of {len(expected)} expected tensors")
         check_attempt(self._backend, self._attempt)
-        summary = self._write_catalogue(iteration, pending)
+        summary: dict[str, Any] = self._write_catalogue(iteration, pending)
         if num_expected is not None and num_missing is not None:
             summary |= {"num_expected": num_expected, "num_missing": num_missing}
+        if compiled:
+            summary["compiled"] = compiled
         attributes = {
             "complete": True,
             "iteration": iteration,

@@ -100,6 +100,11 @@ class Run:
         judged = read_verdict(self._backend)
         return [] if judged is None else judged[1]
 
+    def environment(self) -> dict[str, Any]:
+        """What the run was recorded with; `compiled` is how compiled code was, each way once, where any ran."""
+        compiled = "; ".join(dict.fromkeys(one.compiled for one in self.status() if one.compiled))
+        return {**(self.attributes.get("environment") or {}), **({"compiled": compiled} if compiled else {})}
+
     def verdict(self) -> RunVerdict:
         """Whether the run holds the iterations it guaranteed, as it is now.
 

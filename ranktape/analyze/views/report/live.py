@@ -101,7 +101,7 @@ class LivePage:
                 format=self._formats,
                 url=self._run.url,
                 scope=" and ".join([*chosen, *([selection.where] if selection.where else [])]),
-                environment=self._run.attributes.get("environment") or {},
+                environment=self._run.environment(),
                 engine=self._engine,
             )
         finally:

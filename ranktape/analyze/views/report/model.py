@@ -196,6 +196,7 @@ def _facts(records: Records, *, scope: str, environment: Mapping[str, Any]) -> t
         _listed(distinct("dtype")),
         str(environment.get("program") or ""),
         f"torch {environment['torch']}" if environment.get("torch") else "",
+        f"compiled code recorded {environment['compiled']}" if environment.get("compiled") else "",
         f"only {scope}" if scope else "",
     ]
     return tuple(printable(fact) for fact in facts if fact)
