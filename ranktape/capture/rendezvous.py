@@ -201,6 +201,10 @@ class Rendezvous:
     def _key(self, name: str, rank: int | None) -> str:
         return f"{_PREFIX}/{self.launch_id}/{self._place.restart}/{name}/{'any' if rank is None else rank}"
 
+    def bulletin(self, name: str) -> Bulletin | None:
+        """Where ranks leave word for all others under a name; None where there are no others."""
+        return None if self._store is None else Bulletin(self._store.clone(), key=self._key(name, None))  # type: ignore[attr-defined]  # its stub has no clone
+
     def count(self, name: str) -> bool:
         """Say that something is so on this rank, once; whether now every rank is known to have said so."""
         if self._store is None:
@@ -230,6 +234,34 @@ class Rendezvous:
             self._shared.pop(name, None)
         else:
             self._store.delete_key(self._key(name, None))
+
+
+class Bulletin:
+    """Words of all ranks in the order in which they came; for one thread, with a connection of its own.
+
+    Its functions raise `torch.distributed.DistError` where the store has gone.
+    """
+
+    def __init__(self, store: Store, *, key: str) -> None:
+        self._store = store
+        self._key = key
+        self._own: set[int] = set()
+        self._next = 1
+
+    def post(self, text: str) -> None:
+        """Leave word."""
+        number = int(self._store.add(self._key, 1))
+        self._own.add(number)
+        self._store.set(f"{self._key}/{number}", text)
+
+    def news(self) -> list[str]:
+        """What others have left since this was asked last."""
+        found = []
+        while self._store.check([f"{self._key}/{self._next}"]):
+            if self._next not in self._own:
+                found.append(str(self._store.get(f"{self._key}/{self._next}").decode()))
+            self._next += 1
+        return found
 
 
 _ENVIRONMENT = {

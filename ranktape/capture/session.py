@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ranktape.capture.console import Console
 from ranktape.capture.flight.logged import LoggedNumbers
+from ranktape.capture.flight.peers import Peers
 from ranktape.capture.flight.signals import Signals
 from ranktape.capture.guard import StrictCaptureError
 from ranktape.capture.hooks.model import ModelHooks
@@ -107,6 +108,7 @@ class Capture(Iterations):
         self._verdict: RunVerdict | None = None
         self._numbers: LoggedNumbers | None = None
         self._signals: Signals | None = None
+        self._peers: Peers | None = None
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace, *, model: nn.Module | None = None) -> Capture | NoCapture:
@@ -253,6 +255,8 @@ class Capture(Iterations):
             on_progress=self._show_end,
         )
         self._console.end_drain()
+        if self._peers is not None:
+            self._peers.stop()
         self._verdict = self._judge(words, waited_seconds=timeout_seconds)
         self._process.close()
         return self._verdict
@@ -349,6 +353,8 @@ class Capture(Iterations):
             self._process.ring.is_patient = True
             self._numbers = LoggedNumbers(self._recorder)
             self._signals = Signals(self._process.ring.signal)
+            if (bulletin := self._rendezvous.bulletin("happened")) is not None:
+                self._peers = Peers(bulletin, ring=self._process.ring, world_size=self._place.world_size)
         self._master = None
         if self.options.master:
             self._master = MasterWeights(self._recorder, placements=self._hooks.placements, weights=self._hooks.weights)

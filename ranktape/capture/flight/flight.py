@@ -21,7 +21,7 @@ from ranktape.capture.flight.rules import Hit, SiteRules, site_text, where_of
 from ranktape.capture.flight.spikes import Series
 from ranktape.capture.flight.watch import TriggerWatch
 from ranktape.capture.settings.triggers import read_site_triggers
-from ranktape.capture.staging.ring_file import Counter, Slot, SlotKind
+from ranktape.capture.staging.ring_file import Counter, Slot, SlotKind, iteration_of, noted
 from ranktape.capture.writing.counting import LOGGED, staged_record, statistics_in
 from ranktape.capture.writing.storing import HELD_NBYTES
 from ranktape.storage.format.layout import Mark
@@ -91,6 +91,7 @@ class Flight:
         self._newest = self._gone_until = -1
         self._num_triggers = 0
         self._iteration_nbytes = 0
+        self._elsewhere = 0
         self._num_signals = ring.counter(Counter.SIGNALS)
         self._asked: deque[str] = deque()
 
@@ -139,9 +140,7 @@ class Flight:
             self._happened(TriggerKind.SIGNAL, self._step, text, signal_name=name)
         while self._asked:
             self._happened(TriggerKind.USER, self._step, f"{self._asked.popleft()} asked for it (ranktape trigger)")
-        for trigger in self._watch.found():
-            self._want(trigger.iteration)
-            self._say(notice=f"stored for what happened in {trigger.message()}")
+        self._read_elsewhere()
         self._commit_due()
         self._let_go_old()
         self._make_room()
@@ -162,8 +161,7 @@ class Flight:
         if self._attempt.launch.world_size > 1:
             time.sleep(max(_QUIET_SECONDS, 2 * self._watch.seconds))
         self._watch.last_look(seconds=_LAST_LOOK_SECONDS if self._num_triggers else _QUIET_SECONDS)
-        for trigger in self._watch.found():
-            self._want(trigger.iteration)
+        self._read_elsewhere()
         self._watch.stop()
         for held in sorted(self._held.values(), key=lambda one: one.iteration):
             if not held.is_over and held.iteration in self._wanted:
@@ -183,6 +181,14 @@ class Flight:
         """Bytes of the ring that the next iteration needs, as far as it can have them."""
         capacity = self._ring.capacity
         return max(capacity // 16, min(int(_FREE_SHARE * capacity), int(1.1 * self._iteration_nbytes)))
+
+    def _read_elsewhere(self) -> None:
+        if (elsewhere := self._ring.counter(Counter.ELSEWHERE)) != self._elsewhere:
+            self._elsewhere = elsewhere
+            self._want(iteration_of(elsewhere))
+        for trigger in self._watch.found():
+            self._want(trigger.iteration)
+            self._say(notice=f"stored for what happened in {trigger.message()}")
 
     def _judge(self, slot: Slot) -> Future[list[Hit]]:
         if slot.header.get("taken"):
@@ -261,6 +267,7 @@ class Flight:
             **evidence,
         )
         self._watch.post(trigger)
+        self._ring.set_counter(Counter.HAPPENED, noted(self._ring.counter(Counter.HAPPENED), iteration))
         self._say(notice=f"what is held is stored: {trigger.message()}")
 
     def _want(self, iteration: int) -> None:

@@ -35,6 +35,11 @@ _SHARE = 10
 _RETRY_SECONDS = 1.0
 
 
+def look_seconds(world_size: int) -> float:
+    """Between two looks of one of so many ranks."""
+    return max(LOOK_SECONDS, world_size / LOOKS_PER_SECOND)
+
+
 class TriggerWatch:
     """Posts this rank's triggers, and finds those of the others."""
 
@@ -45,7 +50,7 @@ class TriggerWatch:
         self._rank = rank
         self._say = say
         size = attempt.launch.world_size
-        self._least_seconds = max(LOOK_SECONDS, size / LOOKS_PER_SECOND)
+        self._least_seconds = look_seconds(size)
         self.seconds = self._least_seconds
         """Between two looks, as the store answers now."""
         self._is_alone = size == 1

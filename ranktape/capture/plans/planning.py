@@ -286,6 +286,8 @@ class PlanningCapture(Capture):
     def _take_off(self) -> None:
         if Capture.current is self:
             super()._take_off()
+            if self._peers is not None:
+                self._peers.stop()
             self._process.close()
 
     def _now(self) -> float:

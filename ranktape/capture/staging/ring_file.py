@@ -63,6 +63,24 @@ class Counter(IntEnum):
     """Of the iterations that the trainer ended or did not take, in this order, how many are settled; by the writer."""
     SIGNALS = 9
     """The number of the last signal that asks a flight recorder to store, plus 256 for each; by the trainer."""
+    HAPPENED = 10
+    """The last iteration in which something happened on this rank, as `noted`; by the writer."""
+    ELSEWHERE = 11
+    """The same of the other ranks, as far as the launch's store told of it; by the trainer."""
+
+
+_COUNT_BITS = 16
+"""A counter of what happened holds an iteration, and below it how many came before."""
+
+
+def noted(value: int, iteration: int) -> int:
+    """The next value of a counter that holds the last iteration in which something happened; never 0."""
+    return iteration << _COUNT_BITS | ((value + 1) % (1 << _COUNT_BITS) or 1)
+
+
+def iteration_of(value: int) -> int:
+    """The iteration that such a counter holds."""
+    return value >> _COUNT_BITS
 
 
 class Words(IntEnum):
