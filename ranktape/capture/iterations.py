@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ranktape.capture.flight.room import Room
 from ranktape.capture.guard import StrictCaptureError
 from ranktape.capture.hooks.compiled import has_compiled, is_left_compiled, why_eager
 from ranktape.capture.passes.tracker import Tracker
@@ -18,6 +19,7 @@ from ranktape.capture.rendezvous import Rendezvous, keep_process_groups
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.selecting import Selecting
 from ranktape.capture.settings.table import Policy
+from ranktape.capture.staging.ring import NoRoomError
 from ranktape.capture.staging.ring_file import Counter, SlotKind
 from ranktape.errors import CaptureError, RanktapeError
 from ranktape.storage.format.status import DISABLED
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from ranktape.capture.passes.passes import Arguments
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.settings.cadence import Schedule
+    from ranktape.capture.sites import IterationTally
     from ranktape.capture.staging.process import WriterProcess
     from ranktape.capture.stopping import StopGate
     from ranktape.capture.tensors.master import MasterWeights
@@ -81,6 +84,7 @@ class Iterations:
         self._disabled: str | None = None
         self._gate: StopGate | None = None
         self._ended = ""
+        self._room = Room()
 
     @property
     def iteration(self) -> int:
@@ -192,8 +196,11 @@ class Iterations:
         if is_wanted and (reason := self._lacks_room()) is not None:
             self._skip(self._iteration, reason)
             is_wanted = False
+        if is_wanted and self._is_recorder:
+            is_wanted = self._may_hold()
         if is_wanted:
             self._tell(SlotKind.BEGIN, {"iteration": self._iteration})
+            is_wanted = self._room.owed is None
             self._console.pass_on(self._process.ring.hear() or {})
         if self._disabled is not None:
             return
@@ -237,7 +244,7 @@ class Iterations:
         with self._recorder.guarded():
             coverage = self._hooks.find_coverage()
         self._hooks.detach(keeps_functions=True)
-        if self._disabled is not None:
+        if self._disabled is not None or self._is_lost(tally):
             return
         if not self._is_surveyed:
             with self._recorder.guarded():
@@ -323,6 +330,22 @@ class Iterations:
         """Whether a flight recorder has no room for the next iteration's values: the training is not to wait for it."""
         return self._is_recorder and self._is_surveyed and self._process.ring.free_nbytes < self._predicted_nbytes
 
+    def _may_hold(self) -> bool:
+        """Whether a flight recorder may have room for an iteration: more than for one that had too little."""
+        if not self._room.may_suffice(self._process.ring.free_nbytes):
+            return False
+        if self._room.owed is not None:
+            owed, self._room.owed = self._room.owed, None
+            self._tell(SlotKind.SKIP, owed)
+        return self._room.owed is None
+
+    def _is_lost(self, tally: IterationTally) -> bool:
+        """Whether a flight recorder had too little room for an iteration, and goes without it."""
+        if tally.loss is not None:
+            self._skip(tally.iteration, tally.loss)
+            self._room.was_too_small(self._room.owed)
+        return tally.loss is not None
+
     def _lacks_room(self) -> str | None:
         """Why the next iteration is skipped; None where it is taken."""
         if self.options.policy != Policy.SKIP or self._num_recorded < self.options.min_iterations:
@@ -360,7 +383,10 @@ class Iterations:
         try:
             self._process.ring.put(kind, header, timeout_seconds=self.options.block_timeout_seconds)
         except CaptureError as error:
-            self._disable(str(error))
+            if not (self._is_recorder and isinstance(error, NoRoomError)):
+                self._disable(str(error))
+                return
+            self._room.was_too_small({"iteration": header["iteration"], "reason": header.get("reason", str(error))})
 
     def _disable(self, reason: str) -> None:
         """Record nothing more; the training goes on, and the run says why.

@@ -22,7 +22,7 @@ from ranktape.capture.settings.selecting import Selecting, find_unmatched
 from ranktape.capture.sites import IterationTally, RecordForm, form_of, ids_at, narrow, number_form
 from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole, site_name, source_name
 from ranktape.capture.staging.device import DeviceStage
-from ranktape.capture.staging.ring import RingProducer
+from ranktape.capture.staging.ring import NoRoomError, RingProducer
 from ranktape.capture.staging.ring_file import SlotKind
 from ranktape.capture.tensors.parts import PlainPart, UnrecordableError, take_apart
 from ranktape.capture.tensors.taking import StatisticsTaker, taken_nbytes
@@ -306,6 +306,11 @@ class Recorder:
     def _fail(self, error: Exception, source: Source | None = None, role: TensorRole | None = None) -> None:
         """Disable what failed, or end the training with it where that was asked for."""
         text = failure_text(error)
+        if isinstance(error, NoRoomError) and self._taker is not None:
+            if self.tally is not None and self.tally.is_staged:
+                # What a flight recorder holds waits for a store: it goes without this iteration.
+                self.tally.is_staged, self.tally.loss = False, text
+            return
         # Our own words are of the ring, the writer or the iteration, whichever site met them.
         name = "" if source is None else source_name(source) if role is None else site_name(source, role)
         if source is None or isinstance(error, RanktapeError):

@@ -201,6 +201,8 @@ class IterationTally:
     """Training step."""
     is_staged: bool
     """Whether tensors are recorded, or only counted."""
+    loss: str | None = None
+    """Why the rest of it, and so all of it, is not recorded."""
     num_tensors: int = 0
     """Tensors seen."""
     nbytes: int = 0

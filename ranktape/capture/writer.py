@@ -22,6 +22,7 @@ from typing import Any
 
 from ranktape.analyze.numerics.histograms.moments import warm_up
 from ranktape.capture.flight.flight import Flight
+from ranktape.capture.flight.held import take_over
 from ranktape.capture.flight.trainer import Trainer
 from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.process import WriterConfig
@@ -184,13 +185,19 @@ class Writer:
     def _take_over(self) -> None:
         """Go on with what a writer that was killed left: tensors in the ring, and some in the store."""
         storer = self._storer
+        self._recovery = Recovery(
+            storer.backend if self._flight is None else storer.retrying,
+            attempt=self._attempt,
+            rank=self._config.rank,
+            rank_writer=storer.rank_writer,
+        )
         if self._flight is not None:
             if self._config.gives_up:
                 self._give_up_ring()
-            return  # what it held is in the ring, and is taken from there again
-        self._recovery = Recovery(
-            storer.backend, attempt=self._attempt, rank=self._config.rank, rank_writer=storer.rank_writer
-        )
+            else:
+                for slot in self._slots_held():
+                    self._flight.handle(slot)
+            return
         for iteration, left in read_slots(self._ring, ends=self._config.unsettled).items():
             if left.is_over and not self._config.gives_up:
                 self._committer.recover(self._recovery, iteration, left)
@@ -204,6 +211,12 @@ class Writer:
                     self._ring.free(slot)
                 else:
                     self._storer.submit(slot, self._iterations[iteration])
+
+    def _slots_held(self) -> list[Slot]:
+        with self._storer.trying():
+            return take_over(
+                self._ring, recovery=self._recovery, committer=self._committer, ends=self._config.unsettled
+            )
 
     def _give_up_ring(self) -> None:
         """Free what is in the ring: it may be what killed the writers before this one."""

@@ -25,12 +25,15 @@ class LightTrainer:
     """Stages iterations, with the ring and the writer process that a training has."""
 
     def __init__(self, url: Path | str, *, budget_nbytes: int = 16 << 20, **options: Any) -> None:
-        values = {"min_iterations": 1, "max_iterations": 100, "block_timeout_seconds": 60.0, **options}
+        is_planned = options.get("record_last") is None
+        planned = {"min_iterations": 1, "max_iterations": 100} if is_planned else {}
+        values = {**planned, "block_timeout_seconds": 60.0, **options}
         self.url = str(url)
         self.options = CaptureOptions(**values)
         self.process = WriterProcess(host_budget_nbytes=budget_nbytes, ring_path=ring_path(self.options, rank=0))
         place = RankPlace(rank=0, world_size=1, num_local_ranks=1, restart=0)
         self.words, _ = start_writer(self.process, url=str(url), shown_url=str(url), options=self.options, place=place)
+        self.process.ring.is_patient = not is_planned
         self.num_staged = 0
 
     def stage(self, iteration: int, arrays: dict[str, np.ndarray[Any, Any]], *, ends: bool = True) -> None:
@@ -52,6 +55,18 @@ class LightTrainer:
                 "silent_sites": {},
             }
             self.process.ring.put(SlotKind.END, end, timeout_seconds=seconds)
+
+    def trigger(self, iteration: int, why: str = "the test said so") -> None:
+        """Say that something happened, as `capture.trigger` does."""
+        header = {"iteration": iteration, "kind": "user", "text": why}
+        self.process.ring.put(SlotKind.TRIGGER, header, timeout_seconds=self.options.block_timeout_seconds)
+
+    def kill_writer(self) -> None:
+        """End the writer, and have another one take its place."""
+        assert self.process._process is not None
+        self.process._process.kill()
+        self.process._process.wait()
+        self.process.keep_alive()
 
     def hear(self) -> dict[str, Any]:
         """What the writer said last."""

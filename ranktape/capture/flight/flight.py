@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from ranktape.capture.flight.held import HeldIteration, TensorInFlight, cut_off
+from ranktape.capture.flight.held import ROOM_FOR_NEXT, HeldIteration, TensorInFlight, cut_off
 from ranktape.capture.flight.rules import Hit, SiteRules, site_text, where_of
 from ranktape.capture.flight.spikes import Series
 from ranktape.capture.flight.watch import TriggerWatch
@@ -49,6 +49,8 @@ _MAX_EXTRA = 64
 _FREE_SHARE = 0.5
 """Part of the ring that is kept free for the next iteration, at most."""
 
+_NOT_HELD = "this rank did not hold it: there was no room while what it held waited for the store, or its writer died"
+
 _LAST_LOOK_SECONDS = 20.0
 _QUIET_SECONDS = 2.0
 """At the end of a training, for what other ranks may have to say of the last iteration."""
@@ -78,7 +80,9 @@ class Flight:
         self._cadence = config.cadence
         self._rules = SiteRules(read_site_triggers(options.trigger))
         self._pool = ThreadPoolExecutor(options.store_concurrency, thread_name_prefix="ranktape-judge")
-        self._watch = TriggerWatch(storer.backend, attempt=attempt, rank=config.rank, say=say)
+        self._watch = TriggerWatch(
+            storer.backend, attempt=attempt, rank=config.rank, say=say, is_successor=config.attempt is not None
+        )
         self._held: dict[int, HeldIteration] = {}
         self._queue: deque[tuple[HeldIteration, TensorInFlight]] = deque()
         """Tensors that are being judged, in the order in which they came."""
@@ -124,6 +128,9 @@ class Flight:
             self._iteration_nbytes = max(self._iteration_nbytes, held.nbytes)
             if held.end is not None:
                 self._last_end = held.end.header
+            # Not only where nothing waits: of a training that is faster than this writer, something always does.
+            self.tick()
+            return
         self._read_judged()
 
     def ask(self, by: str) -> None:
@@ -167,6 +174,9 @@ class Flight:
             if not held.is_over and held.iteration in self._wanted:
                 self._commit(held, cut_off(held, like=self._last_end, reason=f"cut off: {death or reason}"))
         self._commit_due()
+        for iteration in sorted(self._wanted - self._settled - self._held.keys()):
+            if iteration < self._step:
+                self._committer.mark(iteration, Mark.FAILED, _NOT_HELD)
         for iteration in list(self._held):
             self._let_go(iteration)
         self._pool.shutdown()
@@ -180,7 +190,7 @@ class Flight:
     def _needed_nbytes(self) -> int:
         """Bytes of the ring that the next iteration needs, as far as it can have them."""
         capacity = self._ring.capacity
-        return max(capacity // 16, min(int(_FREE_SHARE * capacity), int(1.1 * self._iteration_nbytes)))
+        return max(capacity // 16, min(int(_FREE_SHARE * capacity), int(ROOM_FOR_NEXT * self._iteration_nbytes)))
 
     def _read_elsewhere(self) -> None:
         if (elsewhere := self._ring.counter(Counter.ELSEWHERE)) != self._elsewhere:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.expected import MAX_PLACES
+from ranktape.capture.staging.ring_file import Slot, SlotKind
 from ranktape.capture.writing.counting import is_taken, reduce_to, staged_record
+from ranktape.capture.writing.recover import read_slots
 from ranktape.storage.format.record_info import Keep
 
 if TYPE_CHECKING:
@@ -18,8 +20,12 @@ if TYPE_CHECKING:
 
     from ranktape.capture.flight.rules import Hit
     from ranktape.capture.staging.ring import RingConsumer
-    from ranktape.capture.staging.ring_file import Slot
+    from ranktape.capture.writing.committing import Committer
+    from ranktape.capture.writing.recover import Recovery
     from ranktape.storage.format.record_info import RecordInfo
+
+ROOM_FOR_NEXT = 1.1
+"""Of what an iteration takes in the ring: the room that is kept free for the next one."""
 
 _SMALL_NBYTES = 256
 """What takes no more is kept as it is."""
@@ -129,6 +135,34 @@ class HeldIteration:
                 ring.free(slot)
         self.words.clear()
         self.tensors.clear()
+
+
+def take_over(
+    ring: RingConsumer, *, recovery: Recovery, committer: Committer, ends: Sequence[tuple[int, int, dict[str, Any]]]
+) -> list[Slot]:
+    """What a writer held that was killed, in order; what it was storing is settled, what it had in memory is lost.
+
+    Args:
+        ring: Of which nothing is taken yet.
+        recovery: Puts in order what it had stored.
+        committer: Settles it.
+        ends: Slots that ended an iteration, and may be free already: end, kind and header of each.
+
+    Raises:
+        StorageError: the store cannot be read.
+    """
+    stored = recovery.uncommitted()
+    held: list[Slot] = []
+    for iteration, left in read_slots(ring, ends=ends).items():
+        has_end = any(slot.kind in {SlotKind.END, SlotKind.SKIP} for slot in left.words)
+        if left.is_over and iteration in stored:
+            committer.recover(recovery, iteration, left)
+        elif left.is_over and not has_end:
+            for slot in (*left.words, *left.tensors):  # its values were being given up
+                ring.free(slot)
+        else:
+            held += (*left.words, *left.tensors)
+    return sorted(held, key=lambda slot: slot.end)
 
 
 def cut_off(held: HeldIteration, *, like: Mapping[str, Any], reason: str) -> dict[str, Any]:

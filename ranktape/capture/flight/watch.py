@@ -43,8 +43,10 @@ def look_seconds(world_size: int) -> float:
 class TriggerWatch:
     """Posts this rank's triggers, and finds those of the others."""
 
-    def __init__(self, backend: Backend, *, attempt: Attempt, rank: int, say: Callable[..., None]) -> None:
-        """Begin to watch."""
+    def __init__(
+        self, backend: Backend, *, attempt: Attempt, rank: int, say: Callable[..., None], is_successor: bool = False
+    ) -> None:
+        """Begin to watch; one that follows a killed one finds what that one has posted, too."""
         self._backend = backend
         self._attempt = attempt
         self._rank = rank
@@ -54,6 +56,7 @@ class TriggerWatch:
         self.seconds = self._least_seconds
         """Between two looks, as the store answers now."""
         self._is_alone = size == 1
+        self._forgets_own = not is_successor
         self._outbox: deque[tuple[Trigger, int]] = deque()
         self._counts: dict[int, int] = {}
         self._known: set[str] = set()
@@ -118,11 +121,11 @@ class TriggerWatch:
                     trigger, number = self._outbox[0]
                     write_trigger(self._backend, attempt=self._attempt, trigger=trigger, number=number)
                     self._outbox.popleft()
-                if not self._is_alone:
+                if not (self._is_alone and self._forgets_own):
                     names = list_triggers(self._backend, self._attempt) - self._known
-                    self._found.extend(
-                        one for one in read_triggers(self._backend, self._attempt, names) if one.rank != self._rank
-                    )
+                    found = read_triggers(self._backend, self._attempt, names)
+                    self._found.extend(one for one in found if one.rank != self._rank or not self._forgets_own)
+                    self._forgets_own = True
                     self._known |= names
             except StorageError as error:
                 self._say(notice=f"what happened cannot be told to the other ranks yet, or heard from them: {error}")

@@ -198,6 +198,8 @@ class WriterProcess:
             if words.get("state") in _LAST or self._num_in_vain > _MAX_IN_VAIN:
                 raise CaptureError(f"the writer process ended: {words.get('error') or self.ending()}")
             num_committed = max(self._num_committed, int(words.get("num_committed", 0)))
+            if self._config.options.record_last is not None:
+                num_committed = self.ring.counter(Counter.SETTLED)  # what it let go of it had held well
             self._num_in_vain = 1 if num_committed > self._num_committed else self._num_in_vain + 1
             self._num_committed = num_committed
             ending = self.ending()

@@ -37,8 +37,18 @@ _PREFIX = struct.Struct("<IIQ")
 _WAIT_SECONDS = 0.0005
 _LIVENESS_SECONDS = 0.1
 
+_ENDS_OF_HELD = 64
+"""Ends of iterations that are remembered where the writer holds what comes: it settles them in no order."""
+
+_STALL_SECONDS = 3.0
+"""Longest wait for a writer that holds what comes and frees nothing: its store may be dead."""
+
 LONG_WAIT_SECONDS = 5.0
 """A wait for room of this length is reported."""
+
+
+class NoRoomError(CaptureError):
+    """The writer freed no room in time, or holds what it cannot free."""
 
 
 class RingProducer(RingFile):
@@ -86,7 +96,8 @@ class RingProducer(RingFile):
         """A slot to fill, waited for until there is room.
 
         Raises:
-            CaptureError: no room in time, no room ever, or the writer is gone.
+            NoRoomError: no room in time, or no hope of it.
+            CaptureError: no room ever, or the writer is gone.
         """
         header_nbytes = aligned(PREFIX_NBYTES + len(header))
         total = header_nbytes + aligned(payload_nbytes)
@@ -134,7 +145,7 @@ class RingProducer(RingFile):
         slot = self.reserve(kind, json.dumps(header).encode(), 0, timeout_seconds=timeout_seconds)
         if kind in {SlotKind.END, SlotKind.SKIP}:
             # Its slot is free before the iteration is settled; a writer that follows a killed one must know it then.
-            while self._ends and self._num_forgotten < self.counter(Counter.SETTLED):
+            while self._ends and self._may_forget:
                 self._ends.popleft()
                 self._num_forgotten += 1
             self._ends.append((slot.end, int(kind), header))
@@ -146,14 +157,27 @@ class RingProducer(RingFile):
         self.set_counter(Counter.SIGNALS, (count + 1) << 8 | number)
 
     def unsettled(self) -> list[tuple[int, int, dict[str, Any]]]:
-        """The slots that ended an iteration on which the rank has not had its word: end, kind and header of each."""
-        return list(self._ends)[self.counter(Counter.SETTLED) - self._num_forgotten :]
+        """The slots that ended an iteration on which the rank has not had its word: end, kind and header of each.
+
+        Where the writer holds what comes, those of the last iterations, be they settled or not.
+        """
+        return (
+            list(self._ends)
+            if self.is_patient
+            else list(self._ends)[self.counter(Counter.SETTLED) - self._num_forgotten :]
+        )
 
     def finish(self, words: dict[str, Any]) -> None:
         """Say that nothing more will be published, and why."""
         self.say(words)
         self.set_counter(Counter.FINISHED, 1)
         self._wake()
+
+    @property
+    def _may_forget(self) -> bool:
+        if self.is_patient:
+            return len(self._ends) >= _ENDS_OF_HELD
+        return self._num_forgotten < self.counter(Counter.SETTLED)
 
     def _has_room(self, nbytes: int) -> bool:
         self._limit = self.counter(Counter.FREED) + self.capacity
@@ -162,8 +186,9 @@ class RingProducer(RingFile):
     def _wait_for_room(self, nbytes: int, *, timeout_seconds: float) -> None:
         if self._has_room(nbytes):
             return
-        start = time.monotonic()
+        start = freed_at = time.monotonic()
         next_check, is_told = start + _LIVENESS_SECONDS, False
+        freed = self.counter(Counter.FREED)
         self.set_counter(Counter.WAITING, 1)
         # The writer may hold small tensors back, to write them together: it learns that they are in the way.
         if self.counter(Counter.ASLEEP):
@@ -179,10 +204,17 @@ class RingProducer(RingFile):
                 if now > next_check:
                     next_check = now + _LIVENESS_SECONDS
                     self._keep_alive()
+                if (newly_freed := self.counter(Counter.FREED)) != freed:
+                    freed, freed_at = newly_freed, now
                 if now - start > timeout_seconds:
-                    raise CaptureError(
+                    raise NoRoomError(
                         f"the writer freed no room for {nbytes} bytes within --block-timeout-seconds "
                         f"{timeout_seconds:g}: raise it or --host-budget-nbytes, or capture less"
+                    )
+                if self.is_patient and now - freed_at > _STALL_SECONDS:
+                    raise NoRoomError(
+                        f"the writer holds all of the {self.capacity} bytes of the host budget, and freed none of them "
+                        f"for {_STALL_SECONDS:g} s: raise --host-budget-nbytes, or capture less"
                     )
         finally:
             self.set_counter(Counter.WAITING, 0)

@@ -1,0 +1,54 @@
+"""A training of one process with a flight recorder, to which one thing after the other happens.
+
+flight_events.py URL
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch import nn
+
+from ranktape.capture import Capture
+
+LOSS, GRAD_NORM, LOGGED, LOGGED_NAN, USR1, TERM, USER = range(20, 90, 10)
+"""The iterations in which they happen."""
+
+NUM_ITERATIONS = 90
+
+
+def main(url: str) -> None:
+    """Train."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # a program that saves a checkpoint, say
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with Capture(url, model=model, record_last=1, record_after=0) as capture:
+        for iteration in range(NUM_ITERATIONS):
+            optimizer.zero_grad()
+            loss = model(torch.randn(64, 8)).square().mean()
+            (loss * (100 if iteration == LOSS else 1)).backward()
+            if iteration == GRAD_NORM:
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad *= 100
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            reward = {LOGGED: 50.0, LOGGED_NAN: float("nan")}.get(iteration, 1 + 0.01 * (iteration % 7))
+            capture.log(reward=reward)
+            if iteration in {USR1, TERM}:
+                os.kill(os.getpid(), signal.SIGUSR1 if iteration == USR1 else signal.SIGTERM)
+                time.sleep(1)  # the writer looks for signals a few times in a second
+            if iteration == USER:
+                capture.trigger("the validation fell")
+            optimizer.step()
+    # Ours have gone: another one would end the process.
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

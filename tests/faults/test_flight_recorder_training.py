@@ -1,0 +1,145 @@
+"""Does a flight recorder see what it says it sees, and leave every bit of the training as it is?"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ranktape.capture import Capture
+from ranktape.storage import IterationState, open_run
+from ranktape.storage.format.triggers import TriggerKind
+from tests.capture.gate import Gate
+from tests.exhaustive import exhaustive
+from tests.faults.programs import flight_events
+from tests.launch.processes import python
+from tests.s3 import S3Server
+
+PROGRAM = Path(flight_events.__file__)
+
+
+def test_everything_that_may_happen_to_one_process_is_recorded(tmp_path: Path) -> None:
+    ended = python(PROGRAM, tmp_path / "run", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    run = open_run(tmp_path / "run")
+    found = {(one.kind, one.iteration, str(one.where.get("tensor_name", ""))) for one in run.triggers()}
+    assert found == {
+        (TriggerKind.SPIKE, flight_events.LOSS, "loss"),
+        (TriggerKind.SPIKE, flight_events.LOSS, "grad_norm"),
+        (TriggerKind.SPIKE, flight_events.GRAD_NORM, "grad_norm"),
+        (TriggerKind.SPIKE, flight_events.LOGGED, "reward"),
+        (TriggerKind.NAN, flight_events.LOGGED_NAN, "reward"),
+        (TriggerKind.SIGNAL, flight_events.USR1, ""),
+        (TriggerKind.SIGNAL, flight_events.TERM, ""),
+        (TriggerKind.USER, flight_events.USER, ""),
+    }
+    by_iteration = {one.iteration: one for one in run.triggers()}
+    assert by_iteration[flight_events.USR1].signal == "SIGUSR1"
+    assert by_iteration[flight_events.TERM].signal == "SIGTERM"
+    logged = by_iteration[flight_events.LOGGED]
+    assert logged.value == 50.0
+    assert logged.expected == pytest.approx(1.03, abs=0.02)
+    happened = {one.iteration for one in run.triggers()}
+    assert run.iterations == sorted(happened | {iteration - 1 for iteration in happened})
+    # A number is recorded with the iterations that are stored.
+    [reward] = run.select(iteration=flight_events.LOGGED, tensor_name="reward")
+    assert float(reward.read()) == 50.0
+
+
+class Block(nn.Module):
+    """Linear layers, a norm and attention, as a model has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(self.norm(hidden)).chunk(3, dim=-1)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return hidden + nn.functional.gelu(self.out(attended))
+
+
+def train(url: Path | None, *, compiles: bool, **options: Any) -> list[torch.Tensor]:
+    """Losses, norms and the weights at the end; armed where a URL is given."""
+    torch.manual_seed(3)
+    torch.compiler.reset()
+    model = nn.Sequential(Block(), Block())
+    forward = torch.compile(model) if compiles else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    found: list[torch.Tensor] = []
+    with Capture(url, model=model, record_last=2, **options) if url is not None else torch.enable_grad():
+        for _ in range(8):
+            optimizer.zero_grad()
+            loss = forward(torch.randn(2, 4, 12, 16)).square().mean()
+            loss.backward()
+            found += [loss.detach(), nn.utils.clip_grad_norm_(model.parameters(), 1.0)]
+            optimizer.step()
+    return [*found, *(parameter.detach() for parameter in model.parameters())]
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo meets deprecated parts of torch itself
+@pytest.mark.parametrize(
+    "compiles",
+    [
+        pytest.param(False, id="eager"),
+        pytest.param(
+            True, id="compiled", marks=exhaustive("tests/capture/test_compiled_graphs.py has other recorders")
+        ),
+    ],
+)
+def test_an_armed_training_has_the_bits_of_an_unarmed_one(tmp_path: Path, *, compiles: bool) -> None:
+    expected = train(None, compiles=compiles)
+    for keep in ("values", "statistics"):
+        found = train(tmp_path / keep, compiles=compiles, keep=keep)
+        for one, other in zip(found, expected, strict=True):
+            assert one.numpy().tobytes() == other.numpy().tobytes(), keep
+        assert open_run(tmp_path / keep).status() == []
+
+
+@pytest.mark.s3
+@exhaustive("half a minute of outage")
+def test_a_store_that_is_dead_when_something_happens_holds_nobody_up(s3_server: S3Server) -> None:
+    """The ring has room for two iterations, which wait for the store; the training goes on, without what comes then."""
+    gate = Gate(s3_server.storage_options["endpoint_url"])
+    url, options = s3_server.new_url(), {**s3_server.storage_options, "endpoint_url": gate.endpoint_url}
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    capture = Capture(url, model=model, record_last=1, host_budget_nbytes=24 << 20, storage_options=options)
+    longest = 0.0
+
+    def step() -> None:
+        nonlocal longest
+        began = time.monotonic()
+        optimizer.zero_grad()
+        model(torch.randn(512, 256)).square().mean().backward()
+        optimizer.step()
+        longest = max(longest, time.monotonic() - began)
+
+    with capture:
+        for _ in range(8):
+            step()
+        gate.is_refusing = True
+        capture.trigger("the validation fell")  # in iteration 8: 7, 8 and 9
+        for _ in range(60):
+            step()
+        assert longest < 10, "far less than --block-timeout-seconds"
+        gate.is_refusing = False
+        deadline = time.monotonic() + 60
+        while not set(open_run(url, storage_options=s3_server.storage_options).iterations) >= {7, 8, 9}:
+            assert time.monotonic() < deadline
+            step()
+        capture.trigger("it fell again")
+        step()
+        step()
+    gate.close()
+    run = open_run(url, storage_options=s3_server.storage_options)
+    first, second = run.triggers()
+    assert first.iteration == 8
+    assert {7, 8, 9, second.iteration - 1, second.iteration} <= set(run.iterations)
+    for status in run.status():
+        assert status.state is IterationState.COMPLETE or status.missing
