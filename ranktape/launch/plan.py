@@ -128,11 +128,11 @@ def forecast_lines(forecast: Forecast, *, verbose: bool) -> list[str]:
         ("largest", f"{footprint.largest}, {nbytes_text(footprint.largest_nbytes)}"),
         (
             "iterations",
-            f"{_listed(forecast.iterations)}; {nbytes_text(forecast.iteration_nbytes)} each from all ranks{packed}",
+            f"{_iterations(forecast)}; {nbytes_text(forecast.iteration_nbytes)} each from all ranks{packed}",
         ),
         ("run", f"{nbytes_text(forecast.run_nbytes)} for {count_text(forecast.num_stored, 'iteration')}{packed}"),
         ("objects", f"{forecast.num_objects} per iteration"),
-        ("memory", f"{nbytes_text(forecast.host_nbytes)} per host; {_room(one, len(forecast.iterations))}"),
+        ("memory", f"{nbytes_text(forecast.host_nbytes)} per host; {_room(one, forecast)}"),
         ("step", _step(forecast)),
         (
             "store",
@@ -149,12 +149,26 @@ def forecast_lines(forecast: Forecast, *, verbose: bool) -> list[str]:
     return [*lines, *([f"cannot work: {refusal}" for refusal in forecast.refusals] or ["it fits"])]
 
 
+def _iterations(forecast: Forecast) -> str:
+    if forecast.held_nbytes is None:
+        return _listed(forecast.iterations)
+    return f"all are held, none is stored until something happens, and {forecast.num_stored} then"
+
+
 def _listed(iterations: Sequence[int]) -> str:
     named = ", ".join(str(iteration) for iteration in iterations[:MAX_NAMED])
     return named if len(iterations) <= MAX_NAMED else f"{named}, ... {iterations[-1]} ({len(iterations)})"
 
 
-def _room(one: RankPlan, num_iterations: int) -> str:
+def _room(one: RankPlan, forecast: Forecast) -> str:
+    from ranktape.storage.format.memory import nbytes_text
+
+    num_iterations, held_nbytes = len(forecast.iterations), forecast.held_nbytes
+    if held_nbytes is not None:
+        needed = f"{nbytes_text(held_nbytes)} for each rank hold the iterations whole"
+        if held_nbytes <= one.budget_nbytes:
+            return needed
+        return f"{needed} (--host-budget-nbytes {held_nbytes}): of the oldest, histograms or statistics are kept"
     count = one.budget_nbytes // max(1, one.footprint.staged_nbytes)
     if count >= num_iterations:
         return "room for all iterations, should the store take none"

@@ -326,3 +326,24 @@ def test_a_training_too_short_to_time_is_planned_without_times() -> None:
     assert "not known: the training had only 1 step" in "\n".join(forecast_lines(forecast, verbose=False))
     with pytest.raises(CaptureError, match="--advance-on forward"):
         make_forecast([rank_plan(num_steps=0)], options=CaptureOptions(), iterations=[0], url="x")
+
+
+def test_a_flight_recorder_is_told_the_memory_that_it_needs() -> None:
+    options = CaptureOptions(record_last=3)
+    window = list(range(5))
+    small, large = (
+        make_forecast([rank_plan(budget_nbytes=budget * MB)], options=options, iterations=window, url="x")
+        for budget in (500, 531)
+    )
+    # Three, the running one, 1.1 of one for the next, and what the largest tensor may leave at the end of the ring.
+    needed = small.held_nbytes
+    assert needed is not None
+    assert 0 <= needed - 530 * MB < 1 << 20
+    assert small.sustained_slowdown == small.captured_slowdown  # it waits for no store
+    lines = "\n".join(forecast_lines(small, verbose=False))
+    assert "none is stored until something happens, and 5 then" in lines
+    assert f"hold the iterations whole (--host-budget-nbytes {needed}): of the oldest, histograms or" in lines
+    lines = "\n".join(forecast_lines(large, verbose=False))
+    assert "1.062 GB per host; 530.6 MB for each rank hold the iterations whole\n" in lines
+    full = make_forecast([rank_plan(free_nbytes=450 * MB)], options=options, iterations=window, url="x")
+    assert "give a smaller --record-last or --record-after" in full.refusals[0]

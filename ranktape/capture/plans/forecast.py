@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ranktape.capture.flight.held import ROOM_FOR_NEXT
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.process import default_host_budget_nbytes
@@ -177,6 +178,8 @@ class Forecast:
     """Objects of an iteration, from all ranks."""
     host_nbytes: int
     """Host memory for the rings of a machine, where it is most."""
+    held_nbytes: int | None
+    """Host budget of a rank in which a flight recorder holds all its values; None for a capture that holds nothing."""
     step_seconds: float | None
     """Of a step that is not captured, on the slowest rank; None where the training was too short."""
     captured_seconds: float | None
@@ -216,7 +219,8 @@ def make_forecast(
         num_steps = (iterations[-1] - iterations[0]) / (len(iterations) - 1) if len(iterations) > 1 else 1.0
         others = step_seconds * num_steps
         # What the ring takes as a whole is waited for at the end, if at all.
-        fits = largest.footprint.staged_nbytes * len(iterations) <= largest.budget_nbytes
+        is_held = options.record_last is not None
+        fits = is_held or largest.footprint.staged_nbytes * len(iterations) <= largest.budget_nbytes
         waits = 0.0 if fits else max(0.0, store_seconds - others - added)
         captured_slowdown, sustained_slowdown = added / step_seconds, (added + waits) / others
     return Forecast(
@@ -229,6 +233,7 @@ def make_forecast(
         run_nbytes=iteration_nbytes * num_stored,
         num_objects=sum(one.footprint.num_objects for one in ranks),
         host_nbytes=max(one.budget_nbytes * one.num_local_ranks for one in ranks),
+        held_nbytes=_held_nbytes(largest, options),
         step_seconds=step_seconds,
         captured_seconds=captured_seconds,
         store_seconds=store_seconds,
@@ -236,6 +241,14 @@ def make_forecast(
         sustained_slowdown=sustained_slowdown,
         refusals=find_refusals(ranks, options=options, num_iterations=len(iterations), num_stored=num_stored),
     )
+
+
+def _held_nbytes(largest: RankPlan, options: CaptureOptions) -> int | None:
+    """The iterations before the running one, that one, the room that is kept for the next, and a gap at the end."""
+    if options.record_last is None:
+        return None
+    one = largest.footprint
+    return _whole(math.ceil(one.staged_nbytes * (options.record_last + 1 + ROOM_FOR_NEXT)) + one.largest_nbytes)
 
 
 def spread(ranks: Sequence[RankPlan], *, num_ranks: int, num_hosts: int, options: CaptureOptions) -> list[RankPlan]:
@@ -296,7 +309,7 @@ def _memory_refusals(ranks: Sequence[RankPlan], options: CaptureOptions, *_count
 
 
 def _space_refusals(
-    ranks: Sequence[RankPlan], _options: CaptureOptions, _num_iterations: int, num_stored: int
+    ranks: Sequence[RankPlan], options: CaptureOptions, _num_iterations: int, num_stored: int
 ) -> Iterator[str]:
     known = [one.free_nbytes for one in ranks if one.free_nbytes is not None]
     iteration = sum(one.footprint.stored_nbytes for one in ranks)
@@ -308,6 +321,8 @@ def _space_refusals(
         if count
         else "not one fits: select less by --module or --select, or keep less by --keep statistics"
     )
+    if count and options.record_last is not None:
+        way_out = "give a smaller --record-last or --record-after"
     packed = " before compression" if any(one.footprint.kept.get(Keep.HISTOGRAM) for one in ranks) else ""
     yield (
         f"the run takes {nbytes_text(iteration * num_stored)}{packed} for {num_stored} iterations, and "

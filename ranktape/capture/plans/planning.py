@@ -133,8 +133,10 @@ class PlanningCapture(Capture):
         """
         super().__init__(url, model=model, **options)
         cadence = cadence_of(self.options)
-        self.iterations = list(cadence.following(count=self.options.target_iterations or 1))
-        """The iterations that the capture would take."""
+        held, after = self.options.record_last, self.options.record_after
+        count = self.options.target_iterations if held is None else held + 1 + after
+        self.iterations = list(cadence.following(count=count))
+        """The iterations that the capture would take; a flight recorder when something happens."""
         if not self.iterations:
             raise CaptureError("the options leave no iteration to capture: check --iteration, --where and --every")
         # With every rule that is due at some time, as far as that can be: it is the largest that counts.
