@@ -129,10 +129,9 @@ class Writer:
         # Not the thread that takes slots: a store may be long in answering.
         threading.Thread(target=self._watch_plan, name="ranktape-plan", daemon=True).start()
 
-    def _store_held(self, by: str) -> int:
+    def _store_held(self, by: str) -> int | None:
         assert self._flight is not None, "only asked of a flight recorder"
-        self._flight.ask(by)
-        return self._ring.counter(Counter.STEP)
+        return self._ring.counter(Counter.STEP) if self._flight.ask(by) else None
 
     def _start_flight(self) -> Flight | None:
         if self._config.options.record_last is None:

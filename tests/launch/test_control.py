@@ -20,6 +20,7 @@ from ranktape.launch import stop, trigger
 from ranktape.launch.control import ControlReply
 from ranktape.storage import open_run
 from ranktape.storage.format.attempt import read_attempts
+from ranktape.storage.format.control import read_answer
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.places.urls import open_backend
 from tests.launch.processes import Ended, python, torchrun
@@ -43,7 +44,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 go_on = torch.ones(())
 while go_on:
     optimizer.zero_grad()
-    model(torch.randn(4, 8)).sum().backward()
+    model(torch.randn(4, 8)).square().mean().backward()  # what has no least value grows until it overflows
     time.sleep(0.01)
     optimizer.step()
     go_on = torch.tensor(0.0 if end.exists() else 1.0)
@@ -319,24 +320,67 @@ def test_nobody_answers_whose_rank_0_is_gone(tmp_path: Path) -> None:
     assert (Path(one.url) / attempt.path / "control" / f"request_{left.request}" / "zarr.json").exists()
 
 
+def _armed(folder: Path, **more: Any) -> Training:
+    """One with a flight recorder that holds some iterations."""
+    one = Training(folder, "--record-last", "3", **more)
+    one.wait_for(lambda: bool(open_run(one.url).verdict()))
+    time.sleep(2)
+    return one
+
+
 def test_a_flight_recorder_stores_what_it_holds(tmp_path: Path) -> None:
-    one = Training(tmp_path, "--record-last", "3")
+    one = _armed(tmp_path)
+    replies: list[ControlReply] = []
     try:
-        one.wait_for(lambda: bool(open_run(one.url).verdict()))
-        time.sleep(2)  # some iterations are held
-        ended = command("trigger", one.url, "--json", cwd=tmp_path)
-        assert ended.returncode == 0, ended.stderr
-        reply = json.loads(ended.stdout)
-        assert reply["is_held"]
+        threads = [threading.Thread(target=lambda: replies.append(trigger(one.url))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
         with pytest.raises(CaptureError, match="a flight recorder stores what it holds"):
             trigger(one.url, iterations=2)
+        for thread in threads:
+            thread.join()
         one.wait_for(lambda: len(open_run(one.url).iterations) >= 3)
+        ended = command("trigger", one.url, "--json", cwd=tmp_path)
+        assert ended.returncode == 0, ended.stderr
+        assert json.loads(ended.stdout)["is_held"]
     finally:
-        one.end()
+        (tmp_path / "end").touch()
+    # While it ends: each of these is obeyed or refused, and who is told that it is stored has it stored.
+    late = []
+    with contextlib.suppress(CaptureError):
+        for _ in range(12):
+            late.append(trigger(one.url, no_wait=True).request)
+            time.sleep(0.3)
+    assert one.end().returncode == 0
+    backend = open_backend(one.url)
+    attempt = read_attempts(backend)[-1]
+    answers = [read_answer(backend, attempt=attempt, name=name) for name in late]
+    told = [answer for answer in answers if answer is not None and answer.is_held]
+    refused = [answer.refusal for answer in answers if answer is not None and not answer.is_held]
+    assert set(refused) <= {"the training has ended"}
     run = open_run(one.url)
-    (happened,) = run.triggers()
-    assert happened.text.endswith("asked for it (ranktape trigger)")
-    assert happened.kind.value == "user"
-    assert abs(happened.iteration - reply["iterations"][0]) < 100
+    happened = run.triggers()
+    assert {(trigger.kind.value, trigger.text.partition(" ")[2]) for trigger in happened} == {
+        ("user", "asked for it (ranktape trigger)")
+    }
+    assert len(happened) == len(replies) + 1 + len(told)
+    for reply in replies:
+        assert any(abs(trigger.iteration - reply.iterations[0]) < 100 for trigger in happened)
     for iteration in run.iterations:
         assert sorted(set(run.select(iteration=iteration).column("rank"))) == [0, 1]
+    assert {trigger.iteration for trigger in happened} <= {status.iteration for status in run.status()}
+
+
+def test_a_flight_recorder_is_stopped(tmp_path: Path) -> None:
+    one = _armed(tmp_path, num_ranks=1)
+    (first,) = stop(one.url).iterations
+    with pytest.raises(CaptureError, match=f"refuses: the capture ends before iteration {first}, as "):
+        trigger(one.url)
+    _step(one.url, stop(one.url))
+    assert one.end().returncode == 0
+    run = open_run(one.url)
+    assert run.status() == []
+    assert run.verdict().met
+    assert f"the capture was stopped before iteration {first}" in run.verdict().ended
+    with pytest.raises(CaptureError, match="has ended"):
+        trigger(one.url)

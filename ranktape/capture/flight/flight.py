@@ -10,6 +10,7 @@ Every rank commits the same window, each from what it holds. What a rank does no
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -98,6 +99,8 @@ class Flight:
         self._elsewhere = 0
         self._num_signals = ring.counter(Counter.SIGNALS)
         self._asked: deque[str] = deque()
+        self._may_ask = True
+        self._asking = threading.Lock()
 
     def handle(self, slot: Slot) -> None:
         """Take over what the trainer has published."""
@@ -133,9 +136,12 @@ class Flight:
             return
         self._read_judged()
 
-    def ask(self, by: str) -> None:
-        """Have what is held stored at the next tick, as somebody asked; called by any thread."""
-        self._asked.append(by)
+    def ask(self, by: str) -> bool:
+        """Have what is held stored soon, as somebody asked; False where it is over. Called by any thread."""
+        with self._asking:
+            if self._may_ask:
+                self._asked.append(by)
+            return self._may_ask
 
     def tick(self) -> None:
         """Called again and again: learn what happened elsewhere, commit what is due, make room."""
@@ -145,8 +151,7 @@ class Flight:
             name = signal.Signals(count & 0xFF).name
             text = f"the process was sent {name}"
             self._happened(TriggerKind.SIGNAL, self._step, text, signal_name=name)
-        while self._asked:
-            self._happened(TriggerKind.USER, self._step, f"{self._asked.popleft()} asked for it (ranktape trigger)")
+        self._read_asked()
         self._read_elsewhere()
         self._commit_due()
         self._let_go_old()
@@ -162,6 +167,9 @@ class Flight:
         for _, tensor in self._queue:
             tensor.judged.exception()  # wait for it
         self._read_judged()
+        with self._asking:
+            self._may_ask = False
+        self._read_asked()
         if death is not None:
             text = f"the training process died in iteration {self._step}: {death}"
             self._happened(TriggerKind.DEATH, self._step, text, signal_name=death.rpartition(" ")[2])
@@ -199,6 +207,10 @@ class Flight:
         for trigger in self._watch.found():
             self._want(trigger.iteration)
             self._say(notice=f"stored for what happened in {trigger.message()}")
+
+    def _read_asked(self) -> None:
+        while self._asked:
+            self._happened(TriggerKind.USER, self._step, f"{self._asked.popleft()} asked for it (ranktape trigger)")
 
     def _judge(self, slot: Slot) -> Future[list[Hit]]:
         if slot.header.get("taken"):

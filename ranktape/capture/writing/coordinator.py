@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 
 from ranktape.capture.settings.cadence import Cadence
 from ranktape.capture.settings.options import CaptureOptions
-from ranktape.capture.writing.requests import Requests
+from ranktape.capture.writing.requests import ENDED, Requests
 from ranktape.errors import RanktapeError, StorageError
 from ranktape.storage.format.attempt import (
     Attempt,
@@ -69,7 +69,7 @@ class Coordinator:
         step: Callable[[], int],
         given_up: Callable[[], Mapping[int, str]] = dict,
         lost: Callable[[], str | None] = lambda: None,
-        store_held: Callable[[str], int] = lambda _: 0,
+        store_held: Callable[[str], int | None] = lambda _: None,
         is_successor: bool = False,
     ) -> None:
         """Prepare to watch.
@@ -146,7 +146,7 @@ class Coordinator:
         size = self._attempt.launch.world_size
         pause, seen = _POLL_SECONDS, None
         while True:
-            self._answer(refusal="the training has ended")
+            self._answer(refusal=ENDED)
             progress = self._look()
             if progress is not None:
                 if not is_attempt_there(self._backend, self._attempt):

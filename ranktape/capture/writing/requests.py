@@ -29,6 +29,9 @@ MAX_ASKED = 10_000
 MAX_REPLACED = 3
 """Times that iterations are named anew for a request, where ranks learned of the others too late."""
 
+ENDED = "the training has ended"
+"""The refusal to those who ask then."""
+
 _RECORDER = "a flight recorder stores what it holds: how much that is, --record-last and --record-after have said"
 
 
@@ -43,7 +46,7 @@ class Requests:
         options: CaptureOptions,
         first_unknown: Callable[[int], int],
         announce: Callable[[IterationPlan], None],
-        store_held: Callable[[str], int],
+        store_held: Callable[[str], int | None],
     ) -> None:
         """Know none yet.
 
@@ -55,7 +58,7 @@ class Requests:
                 ranks knew too late.
             announce: Tells all ranks of a plan.
             store_held: Has all ranks of a flight recorder store what they hold, because somebody asked; the iteration
-                that the training is in.
+                that the training is in, None where it has ended.
         """
         self._backend = backend
         self._attempt = attempt
@@ -129,7 +132,8 @@ class Requests:
             assert plan.stops_at is not None, "it was set"
             return plan, Answer(iterations=(plan.stops_at,))
         if self._options.record_last is not None:
-            return plan, Answer(iterations=(self._store_held(request.by),), is_held=True)
+            iteration = self._store_held(request.by)
+            return plan, Answer(refusal=ENDED) if iteration is None else Answer(iterations=(iteration,), is_held=True)
         iterations = self._free(plan, count=request.num_iterations)
         own = Asked(
             name=name, iterations=iterations, num_iterations=request.num_iterations, settings=dict(request.settings)
