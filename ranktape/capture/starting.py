@@ -66,9 +66,11 @@ def _git_revision() -> str | None:
     return result.stdout.strip() or None
 
 
-START_TIMEOUT_SECONDS = 120.0
-"""Longest wait for the writer to be ready, which loads and compiles its kernels; and for rank 0 where it is not known
-how long the training itself would wait."""
+WRITER_TIMEOUT_SECONDS = 300.0
+"""Longest wait for the writer to be ready, which loads and compiles its kernels: minutes where the machine is busy."""
+
+_MEETING_TIMEOUT_SECONDS = 120.0
+"""Longest wait for rank 0 where it is not known how long the training itself would wait."""
 
 
 def open_place(url: str, options: CaptureOptions) -> RetryingBackend:
@@ -155,8 +157,8 @@ def start_writer(
         path = process.ring.path
         config = _writer_config(options, url=url, place=place, launch_id=rendezvous.launch_id, path=path)
         process.start(config)
-        if not rendezvous.wait(is_ready, seconds=START_TIMEOUT_SECONDS):
-            raise LateError(f"the writer was not ready within {START_TIMEOUT_SECONDS:g} s: try again")
+        if not rendezvous.wait(is_ready, seconds=WRITER_TIMEOUT_SECONDS):
+            raise LateError(f"the writer was not ready within {WRITER_TIMEOUT_SECONDS:g} s: try again")
     except BaseException as error:
         if rendezvous is not None and place.rank == place.first_rank:
             rendezvous.report_failure(str(error), is_late=isinstance(error, LateError))
@@ -186,7 +188,7 @@ def _meeting_seconds(options: CaptureOptions) -> float:
     if options.begin_timeout_seconds is not None:
         return options.begin_timeout_seconds
     training = collective_seconds()
-    return START_TIMEOUT_SECONDS if training is None else training / 2
+    return _MEETING_TIMEOUT_SECONDS if training is None else training / 2
 
 
 def _writer_config(
