@@ -151,6 +151,7 @@ CELLS: dict[str, Schema] = {
     Kind.INTEGER: {"type": ["integer", "null"]},
     Kind.FLOAT: REAL,
     Kind.RATIO: REAL,
+    Kind.BAR: REAL,
     Kind.COSINE: REAL,
     Kind.NBYTES: {"type": ["integer", "null"]},
     Kind.LIST: {"type": ["array", "null"]},

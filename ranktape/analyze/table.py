@@ -9,6 +9,7 @@ import csv
 import enum
 import io
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,8 @@ class Kind(enum.StrEnum):
     """Real numbers, shown with five significant digits."""
     RATIO = "ratio"
     """A part of a whole from 0 to 1, shown in percent."""
+    BAR = "bar"
+    """A part of the largest from 0 to 1, shown as a bar."""
     COSINE = "cosine"
     """Cosines, shown with seven decimals: what matters is how far below 1 they are."""
     NBYTES = "nbytes"
@@ -96,6 +99,8 @@ class Table:
     """What a reader must know, one line each."""
     worst_first: Callable[[Table], Table] | None = field(default=None, compare=False)
     """Its rows by how bad they are, for whoever shows some of them; None where no row is worse than another."""
+    is_verdict: bool = False
+    """Whether the title is what came out, which text says last."""
     is_whole: bool = False
     """Whether half of the rows say nothing, so that text shows them all."""
     max_rows: ClassVar[int] = MAX_TEXT_ROWS
@@ -137,7 +142,7 @@ class Table:
         if len(self.rows) <= num_rows:
             return self
         note = f"the first {num_rows} of {len(self.rows)} rows"
-        return replace(self, rows=self.rows[:num_rows], notes=(*self.notes, note))
+        return replace(self, rows=self.rows[:num_rows], notes=(note, *self.notes))
 
     def records(self) -> list[dict[str, Any]]:
         """The rows as dictionaries, one key for each column."""
@@ -234,7 +239,7 @@ class Table:
             heading=[clipped(line, MAX_BRIEF_LINE) for line in shown.heading],
             heads=[clipped(head) for head in shown.heads],
             cells=[[clipped(cell) for cell in row] for row in shown.cells],
-            notes=[clipped(note, MAX_BRIEF_LINE) for note in shown.notes[:MAX_BRIEF_NOTES]],
+            notes=[clipped(note, MAX_BRIEF_LINE) for note in (*shown.notes[:-1][:MAX_BRIEF_NOTES], *shown.notes[-1:])],
         )
 
 
@@ -269,7 +274,8 @@ def _shown(table: Table, *, wide: bool) -> TextTable:
 
     Left out are keys that are the same in all rows (a line above says them once) and columns without a value.
     """
-    heading = [_plain(table.title)] if table.title else []
+    said = [_plain(table.title)] if table.title else []
+    heading = [] if table.is_verdict else [*said]
     columns = [
         (column, [row[index] for row in table.rows])
         for index, column in enumerate(table.columns)
@@ -279,15 +285,15 @@ def _shown(table: Table, *, wide: bool) -> TextTable:
         columns = [one for one in columns if any(value is not None and value != "" for value in one[1])]
         same = {column.name: values[0] for column, values in columns if column.is_key and _are_same(values)}
         if same:
-            said = (f"{_head(one)} {_cell(same[one.name], one.kind)}" for one, _ in columns if one.name in same)
-            heading.append(f"all rows: {', '.join(said)}")
+            alike = (f"{_head(one)} {_cell(same[one.name], one.kind)}" for one, _ in columns if one.name in same)
+            heading.append(f"all rows: {', '.join(alike)}")
         columns = [(column, values) for column, values in columns if column.name not in same]
     return TextTable(
         heading=heading,
         heads=[_head(column) for column, _ in columns],
-        is_left=[column.kind in {Kind.TEXT, Kind.LIST} for column, _ in columns],
+        is_left=[column.kind in {Kind.TEXT, Kind.LIST, Kind.BAR} for column, _ in columns],
         cells=[[_cell(values[row], column.kind) for column, values in columns] for row in range(len(table.rows))],
-        notes=[_plain(note) for note in table.notes],
+        notes=[*map(_plain, table.notes), *(said if table.is_verdict else [])],
         turns=_turns([column for column, _ in columns]),
     )
 
@@ -342,9 +348,19 @@ def _ratio_cell(value: float) -> str:
     return "<100 %" if text == "100 %" and value < 1 else text
 
 
+_BAR_LETTERS = 32
+"""Of the longest bar."""
+
+
+def _bar_cell(value: float) -> str:
+    """As many marks as the value says, one at least for what is not zero; of letters that every terminal has."""
+    return "#" * math.ceil(value * _BAR_LETTERS) or "."
+
+
 _CELLS: Mapping[Kind, Callable[[Any], str]] = {
     Kind.FLOAT: "{:.5g}".format,
     Kind.RATIO: _ratio_cell,
+    Kind.BAR: _bar_cell,
     Kind.COSINE: "{:.7f}".format,
     Kind.NBYTES: nbytes_text,
     Kind.LIST: lambda value: _plain(" ".join(map(str, value))) or "-",

@@ -327,7 +327,7 @@ def test_on_the_command_line(run: Run, tmp_path: Path) -> None:
     url = run.url
     text = ask(url, url, "--limit", "1")
     assert (text.exit_code, text.stderr) == (0, "")
-    assert text.stdout.startswith("no divergence: 108 pairs compared, 0 differ\n")
+    assert text.stdout.endswith("\nno divergence: 108 pairs compared, 0 differ\n")
     document = json.loads(ask(url, "--pair", "rank=0:1", "--by", "tensor_name", "--json").stdout)
     assert {row["pairs"] for row in document["rows"]} == {6, 12}
     one = (url, "--pair", "rank=0:1", "--module", "layers.0.linear", "--tensor-name", "input", "--iteration", "4")

@@ -199,11 +199,11 @@ def ask(records: Records, options: str) -> Any:
 
 def test_the_command_asks_the_question(records: Records) -> None:
     for options, given in (
-        ("", {}),
+        ("", {"kind": "log2"}),
         ("--kind log2 --per-binade 2 --by layer-idx", {"kind": "log2", "per_binade": 2, "by": ["layer_idx"]}),
         ("--kind formats --format hif8,int8", {"kind": "formats", "format": ["hif8", "int8"]}),
         ("--kind qq --points 3", {"kind": "qq", "points": 3}),
-        ("--bins 5", {"bins": 5}),
+        ("--bins 5", {"bins": 5, "kind": "linear"}),
     ):
         result = ask(records, f"{options} --json")
         assert result.exit_code == 0, result.output
@@ -211,13 +211,19 @@ def test_the_command_asks_the_question(records: Records) -> None:
         assert json.loads(result.stdout) == json.loads(json.dumps(expected.to_json()))
 
 
+def test_text_has_a_bar_for_each_bin() -> None:
+    records = stored(np.array([1.0, 1, 1, 1, 1, 1, 1, 1, 0.25], np.float32))
+    lines = ask(records, "--kind log2").stdout.splitlines()
+    assert [line.split()[-1] for line in lines[-4:-1]] == ["#" * 4, ".", "#" * 32]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ("--kind lin", "'lin' is not one of"),
         ("--kind log2 --bins 3", "--bins says nothing about --kind log2: it is for linear and normalised"),
-        ("--per-binade 3", "--per-binade says nothing about --kind linear: it is for log2"),
-        ("--format fp8_e4m3", "--format says nothing about --kind linear: it is for exponents and formats"),
+        ("--points 3", "--points says nothing about --kind log2: it is for qq"),
+        ("--format fp8_e4m3", "--format says nothing about --kind log2: it is for exponents and formats"),
         ("--bins 0", "bins=0 is not allowed"),
         ("--layer-idx 9", "no records match --layer-idx 9"),
     ],

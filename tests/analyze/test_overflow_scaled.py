@@ -259,7 +259,7 @@ def test_samples_of_the_catalogue_have_the_users_names(tmp_path: Path) -> None:
         ("a", 0, 1),
         ("b", 2, 1),
     ]
-    assert table.notes == ("1 of 3 records have no samples, and are left out",)
+    assert table.notes[0] == "1 of 3 records have no samples, and are left out"
     assert overflow(run.select(), by=["layer_idx", "sample"]).column("layer_idx") == [0, 0, 0, 1, 1]
     with pytest.raises(UsageError, match="none of 1 records has samples"):
         overflow(run.select(tensor_name="weight"), per_sample=True)
@@ -345,7 +345,7 @@ def test_integers_have_no_blocks(tmp_path: Path) -> None:
     table = overflow(records, format="mxfp8", scaling="block")
     rows = {row["tensor_name"]: row for row in table.records()}
     assert rows.keys() == {"empty", "scalar"}
-    assert table.notes == ("1 records of integers or bool left out: no blocks are made of them",)
+    assert table.notes[0] == "1 records of integers or bool left out: no blocks are made of them"
     (whole,) = overflow(records, format="mxfp8", scaling="block", by=["rank"]).records()
     assert (whole["records"], whole["elements"], whole["overflow.total"]) == (2, 1, 0)
     with pytest.raises(UsageError, match="of integers and bool no blocks are made"):

@@ -120,7 +120,7 @@ def test_rows_are_sorted_with_the_largest_first_and_the_missing_last() -> None:
 
 
 def test_the_first_rows_say_how_many_there_were() -> None:
-    assert TABLE.first(2).notes == ("a note", "the first 2 of 3 rows")
+    assert TABLE.first(2).notes == ("the first 2 of 3 rows", "a note")
     assert TABLE.first(3) is TABLE
 
 

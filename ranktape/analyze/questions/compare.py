@@ -203,6 +203,7 @@ class _PairRows:
             columns=self._group_columns() if self._by else self._pair_columns(),
             rows=tuple(self._rows(pairs)),
             notes=tuple(self._notes(pairs)),
+            is_verdict=True,
         )
 
     def _title(self, pairs: Sequence[ComparedPair]) -> str:

@@ -11,10 +11,12 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import words
 from ranktape.analyze.metrics.gather import group_digests, group_records
@@ -35,13 +37,8 @@ from ranktape.analyze.numerics.formats import Format, parse_format
 from ranktape.analyze.questions.stats import how_seen
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UsageError
+from ranktape.storage import Records
 from ranktape.storage.format.record_info import Keep
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.engine.engine import Engine
-    from ranktape.storage import Records
 
 MAX_BINS = 1 << 16
 """Bins that a histogram may have: as many as a 16-bit type has values."""
@@ -81,7 +78,7 @@ _OWNERS = {
 def distribution(
     records: Records,
     *,
-    kind: Literal["linear", "normalised", "log2", "exponents", "formats", "normal", "qq"] | Look = "linear",
+    kind: Literal["linear", "normalised", "log2", "exponents", "formats", "normal", "qq"] | Look | None = None,
     bins: int | None = None,
     per_binade: int | None = None,
     points: int | None = None,
@@ -99,7 +96,7 @@ def distribution(
 
     Args:
         kind: Bins of values, of values normalised to [0, 1], of binades; powers of two; what formats hold; distance
-            from a normal distribution; quantiles beside its.
+            from a normal distribution; quantiles beside its. Binades (log2) by default, with `bins` linear.
         bins (N): Bins of equal width; 64 by default.
         per_binade (N): Bins in each binade; 1 by default.
         points (N): Quantiles; 101 by default.
@@ -112,9 +109,9 @@ def distribution(
         UnknownFieldError: `by` names no field of a record.
         UsageError: there is no such kind or format, or a number is out of its range.
     """
-    if kind not in list(Look):
+    if kind is not None and kind not in list(Look):
         raise UsageError(f"kind {str(kind)!r} is not known: use one of {', '.join(Look)}")
-    look = Look(kind)
+    look = Look(kind) if kind is not None else Look.LINEAR if bins is not None else Look.LOG2
     options = _options(look, bins=bins, per_binade=per_binade, points=points, formats=words(format))
     answer, seen = ANSWERS[look], view or View.COMPUTE
     known = records.select(keep=[Keep.VALUES.value, Keep.HISTOGRAM.value])
@@ -316,7 +313,7 @@ def _zipped(*columns: NDArray[Any]) -> Rows:
 
 _EDGES = ("lower float from", "upper float to")
 _COUNT = ("count integer", "ratio ratio of all in bins")
-_RELATIVE = "relative_density float of the largest"
+_RELATIVE = "relative_density bar of the largest"
 
 ANSWERS: Mapping[Look, LookAnswer] = {
     Look.LINEAR: LookAnswer("histogram", _columns(*_EDGES, *_COUNT, "density float", _RELATIVE), _linear),

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import NUMBER_FIELDS, SAMPLE, are_files, source_fields
 from ranktape.analyze.json_text import json_value
@@ -28,13 +30,8 @@ from ranktape.analyze.numerics.quantization.encoded import HIGH_RATIO, MODERATE_
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import UsageError
+from ranktape.storage import Records
 from ranktape.storage.format.record_info import EXTREMES
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.engine.engine import Engine
-    from ranktape.storage import Records
 
 SEVERITY_COLUMNS = (
     Column(name="severity", kind=Kind.TEXT),
@@ -110,7 +107,40 @@ def overflow(
         worst_first=worst_first,
     )
     is_clean = not targets and set(table.column("severity")) == {LossSeverity.NONE.value}
-    return dataclasses.replace(table, notes=(*table.notes, NEXT_FORMAT)) if is_clean else table
+    hint = (NEXT_FORMAT,) if is_clean else ()
+    return dataclasses.replace(table, notes=(*table.notes, *hint, *_verdict(table)))
+
+
+def _verdict(table: Table) -> Iterator[str]:
+    """How many rows are how bad, and which one is worst."""
+    severities = table.column("severity")
+    counts = [(one.value, severities.count(one.value)) for one in reversed(LossSeverity)]
+    unknown = severities.count(None)
+    counted = ", ".join(
+        [*(f"{count} {name}" for name, count in counts if count), *([f"{unknown} unknown"] * (unknown > 0))]
+    )
+    if not any(name in severities for name in (LossSeverity.HIGH.value, LossSeverity.MODERATE.value)):
+        yield f"verdict: {counted or 'no row'}"
+        return
+    worst = worst_first(table).rows[0]
+    cells = list(zip(table.columns, worst, strict=True))
+    told = [
+        f"{column.name} {cell}"
+        for column, cell in cells
+        if column.is_key and not column.is_detail and len(set(map(str, table.column(column.name)))) > 1
+    ]
+    row = {column.name: cell for column, cell in cells}
+    lost = [f"{100 * (row[name] or 0):.3g} % {what}" for name, what in _SAID.items() if row[name]]
+    yield f"verdict: {counted}; worst: {' '.join([*told, ', '.join(lost)])}"
+
+
+_SAID = {
+    "overflow.nan.ratio": "NaN",
+    "overflow.inf.ratio": "infinite",
+    "overflow.ratio": "overflow",
+    "overflow.underflow.ratio": "underflow",
+}
+"""What a verdict says of the worst row."""
 
 
 def worst_first(table: Table) -> Table:
