@@ -51,6 +51,7 @@ LEGACY = ("analyze", "legacy")
 LEGACY_DOORS = {
     "__init__.py",
     "analyze/options.py",
+    "analyze/questions/listed_tensors.py",
     "analyze/questions/sweep_command.py",
     "analyze/sources.py",
     "analyze/views/plots/losses.py",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import rich.console
 
-from ranktape.analyze.engine.engine import Engine, bytes_left
+from ranktape.analyze.engine.engine import Engine, bytes_left, next_step, steps
 from ranktape.analyze.engine.plan import BATCH_NBYTES, BATCH_RECORDS, shares
 from ranktape.analyze.legacy.open import open_folder
 from ranktape.errors import UsageError
@@ -127,7 +127,12 @@ def test_a_terminal_shows_bytes_that_are_left(monkeypatch: pytest.MonkeyPatch) -
         with bytes_left(5_000_000, is_shown=True, description="another question") as advance_other:
             advance_other(1_000_000)
         advance(2_000_000)
-    for words in ("counting", "another question", "1.0/5.0 MB", "2.0/3.0 MB"):
+    with steps(3):
+        next_step()
+        next_step()
+        with bytes_left(7_000_000, is_shown=True, description="reading"):
+            pass
+    for words in ("counting", "another question", "1.0/5.0 MB", "2.0/3.0 MB", "2 of 3: reading"):
         assert words in terminal.text
     assert rich.console.Console(stderr=True).is_terminal
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from ranktape.analyze.cli import cli
 from ranktape.analyze.engine import engine as engine_module
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sheet import NOTHING, SheetForm, SheetRow, answer_of, sheet_of
+from ranktape.analyze.metrics import gather
+from ranktape.analyze.questions import sweep_command
 from ranktape.analyze.questions.compare import compare
+from ranktape.analyze.questions.distribution import distribution
 from ranktape.errors import DataError, RanktapeError
 from ranktape.storage import Records, Run, open_run
 from ranktape.storage.format.layout import ANALYSIS
@@ -155,3 +161,42 @@ def test_a_comparison_that_was_kept_is_the_same(tmp_path: Path, a: np.ndarray, b
         assert repr(compare(*records, engine=Engine()).rows) == repr(fresh.rows)
     kept = list((Path(runs[0].url) / ANALYSIS / "pairs_v1").rglob("*.counts"))
     assert bool(kept) != (a.dtype == np.float64 and bool((a == 1e-300).any()))
+
+
+def test_what_is_known_of_groups_is_kept_and_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, narrow = np.linspace(-1, 1, 64), np.array([1.5, np.inf, np.nan, 0], ml_dtypes.bfloat16)
+    tensors = [
+        describe_tensor(array * array.dtype.type(2**rank), rank=rank, layer_idx=layer, sample_dim=None)
+        for rank in range(8)
+        for layer, array in enumerate((wide, narrow))
+    ]
+    records = store(tmp_path / "run", tensors).select()
+
+    def ask(engine: Engine) -> str:
+        tables = [distribution(records, kind=kind, by=["layer_idx"], engine=engine) for kind in ("linear", "formats")]
+        return repr([table.rows for table in tables])
+
+    fresh = ask(Engine(use_cache=False))
+    assert ask(Engine()) == fresh
+    with monkeypatch.context() as changed:
+        changed.setattr(gather, "merged_digests", lambda *_, **__: pytest.fail("it was kept"))
+        assert ask(Engine()) == fresh
+    (damaged, *_) = (tmp_path / "run" / ANALYSIS).glob("groups_v1*/together/*/*.counts")
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert ask(Engine()) == fresh
+
+
+def test_a_sweep_of_groups_that_was_kept_is_the_same(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*options: str, layer: str = "1-4") -> str:
+        words = ["sweep", run.url, "--by", "rank", "--layer-idx", layer, "--json", *options]
+        done = CliRunner().invoke(cli, words, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    fresh = ask("--no-cache")
+    assert ask() == fresh
+    other = ask("--no-cache", layer="1-3")
+    assert other != fresh
+    assert ask(layer="1-3") == other
+    monkeypatch.setattr(sweep_command, "table_of", lambda *_, **__: pytest.fail("it was kept"))
+    assert ask() == fresh

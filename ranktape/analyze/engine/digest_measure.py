@@ -125,6 +125,20 @@ def digest_of(payload: Payload, *, dtype: str) -> Digest:
     )
 
 
+def payload_of(digest: Digest) -> Payload:
+    """The payload of a digest; of samples nothing is said."""
+    tallies, narrow = digest.tallies, digest.values.astype(np.float32)
+    return _payload(
+        digest.statistics,
+        counts=[tallies.num_elements, *(getattr(tallies, kind) for kind in KINDS)],
+        ends=[getattr(tallies, name) for name in ENDS],
+        codes=narrow if np.array_equal(narrow, digest.values) else digest.values,
+        occurrences=digest.counts,
+        is_exact=digest.is_exact,
+        has_values=digest.has_values,
+    )
+
+
 def digests(records: Records, *, view: View = View.COMPUTE, engine: Engine | None = None) -> Iterator[Digest]:
     """The digest of each record, in their order: of those that were asked about before, nothing is read.
 

@@ -11,6 +11,7 @@ import itertools
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -190,12 +191,33 @@ _screens: list[_Screen] = []
 """The one that is shown just now, if there is one: a terminal has room for one."""
 
 
+_steps: ContextVar[list[int] | None] = ContextVar("steps", default=None)
+"""The number of the step that is worked on, and how many there are; None for work that has none."""
+
+
+@contextlib.contextmanager
+def steps(total: int) -> Iterator[None]:
+    """Work in so many steps, each of which `next_step` begins: bars of bytes say which one it is."""
+    token = _steps.set([0, total])
+    try:
+        yield
+    finally:
+        _steps.reset(token)
+
+
+def next_step() -> None:
+    """Begin the next step of work that has several."""
+    if (known := _steps.get()) is not None:
+        known[0] += 1
+
+
 @contextlib.contextmanager
 def bytes_left(total: int, *, is_shown: bool, description: str) -> Iterator[Callable[[int], object]]:
     """A function to call with the bytes that have been read, or were known already, out of `total`.
 
     It moves a bar with bytes, rate and the time left, if stderr is a terminal and it is to be shown. Each question has
-    a line of its own, which never runs backwards, and is gone when the question is answered.
+    a line of its own, which never runs backwards, and is gone when the question is answered; of work in several steps
+    it begins with the number of the step.
     """
     if not is_shown or not sys.stderr.isatty():
         yield lambda _: None
@@ -204,7 +226,8 @@ def bytes_left(total: int, *, is_shown: bool, description: str) -> Iterator[Call
         _screens.append(_Screen(_started()))
     screen = _screens[0]
     screen.num_users += 1
-    task = screen.shown.add_task(description, total=total)
+    number = "" if (known := _steps.get()) is None else f"{known[0]} of {known[1]}: "
+    task = screen.shown.add_task(number + description, total=total)
     try:
         yield lambda nbytes: screen.shown.advance(task, nbytes)
     finally:

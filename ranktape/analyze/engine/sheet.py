@@ -12,23 +12,18 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ranktape.analyze.engine.cache import Cache
-from ranktape.analyze.engine.cache_object import DamagedObjectError
-from ranktape.analyze.engine.engine import warn_once
+from ranktape.analyze.engine.cache_object import DamagedObjectError, Payload
+from ranktape.analyze.engine.engine import Engine, warn_once
 from ranktape.analyze.engine.plan import WorkPlan
 from ranktape.errors import RanktapeError, StorageError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.engine.cache_object import Payload
-    from ranktape.analyze.engine.engine import Engine
-    from ranktape.storage import Records
-    from ranktape.storage.records.record import RecordReader
+from ranktape.storage import Records
+from ranktape.storage.records.record import RecordReader
 
 NOTHING = float(np.array([0x7FF8_0000_0000_0A01], dtype="<u8").view("<f8")[0])
 """Stands for None in a row: a NaN that no arithmetic makes."""
@@ -185,13 +180,44 @@ def answer_of(
     """
     if not engine.use_cache:
         return form.sheet(compute())
-    path = hashlib.blake2b("\0".join(about).encode(), digest_size=16).hexdigest()
-    cache = Cache(reader, name=form.name, groups=[f"together/{path}"], warn=warn_once)
-    for payload in _stored(cache, f"together/{path}", form):
+    kept = KeptAnswer(reader, about, name=form.name)
+    for payload in kept.payloads(form.accepts):
         return Sheet(numbers=payload["numbers"], sizes=payload["sizes"], parts=payload["parts"])
     sheet = form.sheet(compute())
-    _keep(cache, f"together/{path}", np.zeros((len(sheet.numbers), 2), dtype="<u8"), sheet)
+    if len(sheet.numbers):
+        keys = np.zeros((len(sheet.numbers), 2), dtype="<u8")
+        kept.keep([{"keys": keys, "numbers": sheet.numbers, "sizes": sheet.sizes, "parts": sheet.parts}])
     return sheet
+
+
+class KeptAnswer:
+    """An answer about records together, as payloads in their order, kept under all that it is about."""
+
+    def __init__(self, reader: RecordReader, about: Sequence[str], *, name: str) -> None:
+        """Take what the records are of, their keys with all that was asked, and the name of what is kept."""
+        self._path = f"together/{hashlib.blake2b(chr(0).join(about).encode(), digest_size=16).hexdigest()}"
+        self._cache = Cache(reader, name=name, groups=[self._path], warn=warn_once)
+
+    def payloads(self, accepts: Callable[[Payload], bool]) -> list[Payload]:
+        """What was kept; nothing where there is none, or one is none of these."""
+        for content in self._cache.find(self._path).objects.values():
+            try:
+                found = [content.payload(key) for key in sorted(content.keys)]
+            except DamagedObjectError:
+                continue  # it is made again
+            if all(map(accepts, found)):
+                return found
+        return []
+
+    def keep(self, payloads: Sequence[Payload]) -> None:
+        """Keep them, where a place takes them."""
+        shelf = self._cache.shelf(self._path, damaged=())
+        if shelf is None or not payloads:
+            return
+        try:
+            shelf.put([f"{place:08x}" for place in range(len(payloads))], payloads)
+        except StorageError as error:
+            self._cache.give_up(str(error))
 
 
 def record_keys_of(records: Records) -> list[str]:

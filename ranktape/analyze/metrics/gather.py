@@ -6,22 +6,20 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ranktape.analyze.engine.digest_measure import digests, merge_digests
+from ranktape.analyze.engine.digest_measure import DigestMeasure, digest_of, digests, merge_digests, payload_of
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.sheet import KeptAnswer, record_keys_of
+from ranktape.analyze.engine.values import View, viewed_dtypes
 from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows, with_stacks
 from ranktape.analyze.numerics.digest import Digest, push
+from ranktape.analyze.table import Column
+from ranktape.storage import Records
 from ranktape.storage.query.columns import equal_rows
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.engine.values import View
-    from ranktape.analyze.table import Column
-    from ranktape.storage import Records
 
 
 def gather(
@@ -116,27 +114,57 @@ def row_groups(records: Records, *, by: Sequence[str]) -> Groups:
 
 
 def group_digests(
-    records: Records,
-    groups: Groups,
-    *,
-    view: View,
-    engine: Engine | None,
-    on_digest: Callable[[int, Digest], object] = lambda *_: None,
+    records: Records, groups: Groups, *, view: View, engine: Engine | None
 ) -> Iterator[tuple[int, Digest]]:
-    """The place of each group and the digest of its records together, as soon as the last of them was read.
-
-    `on_digest` is called with the group of each record and its digest, for what of single records is asked.
-    In memory are the digests of the groups that have begun, and have not ended.
+    """The place of each group and the digest of its records together, in any order; large groups are kept.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
         StorageError: the store cannot be read.
         UsageError: what was kept of a record cannot be looked at so.
     """
+    used = engine or Engine()
+    if not used.use_cache or len(groups.keys) * _WORTH_KEEPING > len(records):
+        yield from merged_digests(records, groups, view=view, engine=used)
+        return
+    measure = DigestMeasure(view=view)
+    about = [*record_keys_of(records), *map(str, groups.numbers)]
+    kept = KeptAnswer(records.reader, about, name=f"groups_v1_{measure.name}")
+    dtypes: list[set[str]] = [set() for _ in groups.keys]
+    for number, dtype in zip(groups.numbers, viewed_dtypes(records, view=view), strict=True):
+        dtypes[number].add(dtype)
+    payloads = dict(enumerate(kept.payloads(measure.accepts)))
+    if len(payloads) == len(dtypes):
+        for number, payload in payloads.items():
+            yield number, digest_of(payload, dtype=" ".join(sorted(dtypes[number])))
+        return
+    payloads, num_values = {}, 0
+    for number, digest in merged_digests(records, groups, view=view, engine=used):
+        yield number, digest
+        num_values += digest.values.size
+        if num_values <= _MAX_KEPT_VALUES:
+            payloads[number] = payload_of(digest)
+    if len(payloads) == len(dtypes):
+        kept.keep([payloads[number] for number in range(len(dtypes))])
+
+
+_WORTH_KEEPING = 4
+"""Records of a group, in the mean, from which on it is."""
+
+_MAX_KEPT_VALUES = 1 << 22
+"""Of all groups together; of more nothing is kept."""
+
+
+def merged_digests(
+    records: Records, groups: Groups, *, view: View, engine: Engine | None
+) -> Iterator[tuple[int, Digest]]:
+    """The place of each group and the digest of its records together, as soon as the last of them was read.
+
+    In memory are the digests of the groups that have begun, and have not ended. Raises as `group_digests`.
+    """
     seen: Counter[int] = Counter()
     begun: dict[int, list[Digest]] = {}
     for number, digest in zip(groups.numbers, digests(records, view=view, engine=engine), strict=True):
-        on_digest(number, digest)
         if groups.sizes[number] == 1:
             yield number, digest
             continue

@@ -6,26 +6,23 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ranktape.analyze.engine.digest_measure import VERSION, digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sheet import Sheet, SheetForm, SheetRow, answer_of, record_keys_of, sheet_of
-from ranktape.analyze.metrics.gather import Groups, group_digests
+from ranktape.analyze.engine.values import View
+from ranktape.analyze.metrics.gather import Groups, merged_digests
 from ranktape.analyze.metrics.metric import METRICS, PERCENTILES
 from ranktape.analyze.metrics.target import parse_targets
 from ranktape.analyze.numerics.digest import SAMPLE_METRICS, Digest
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.table import Kind
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.engine.values import View
-    from ranktape.storage import Records
+from ranktape.storage import Records
 
 NARROW_FORMAT = "fp8_e5m2"
 """The 8-bit format with the widest range: what it flushes even with a scale of its own, no other holds."""
@@ -144,7 +141,7 @@ def numbers_of_groups(records: Records, groups: Groups, *, view: View, engine: E
         return RecordNumbers(sheet=Sheet(numbers=known[order], sizes=np.zeros_like(order), parts=np.zeros((0, 0))))
 
     def compute() -> list[SheetRow]:
-        rows = {number: row_of(one).numbers for number, one in group_digests(records, groups, view=view, engine=used)}
+        rows = {number: row_of(one).numbers for number, one in merged_digests(records, groups, view=view, engine=used)}
         return [SheetRow(rows[number]) for number in range(len(groups.keys))]
 
     about = [*record_keys_of(records), *map(str, groups.numbers)] if used.use_cache else []

@@ -11,7 +11,7 @@ from ranktape.analyze.comparison.matching import Matching, match, site_name, twi
 from ranktape.analyze.comparison.pair_metrics import PAIR_METRICS, ComparedPair, Judge, distances_of, execution_order
 from ranktape.analyze.comparison.pairing import Pairing, parse_pairs
 from ranktape.analyze.comparison.tensors import Apart, PairTasks, compare_pairs, kept_apart
-from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.engine import Engine, next_step, steps
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import (
     IDENTITY,
@@ -22,6 +22,7 @@ from ranktape.analyze.identity import (
     identity_rows,
     with_stacks,
 )
+from ranktape.analyze.numerics.differences import Differences
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage import Records
@@ -163,8 +164,17 @@ def _compared(
     def compute() -> list[Apart]:
         tasks = PairTasks(matching, twins=() if noise is None else twins_of(matching, noise), noise=noise)
         work = functools.partial(compare_pairs, view=view or View.SEEN)
-        answers = [answer for batch in engine.map(work, tasks, sizes=tasks.sizes) for answer in batch]
-        apart = distances_of(matching, view=view, engine=engine) if with_distances else [None] * len(matching.pairs)
+
+        def differences() -> list[tuple[Differences | None, Differences | None]]:
+            return [answer for batch in engine.map(work, tasks, sizes=tasks.sizes) for answer in batch]
+
+        if not with_distances:
+            return [Apart(*answer, None) for answer in differences()]
+        with steps(2):
+            next_step()
+            answers = differences()
+            next_step()
+            apart = distances_of(matching, view=view, engine=engine)
         return [Apart(*answer, distances) for answer, distances in zip(answers, apart, strict=True)]
 
     found = kept_apart(matching, noise, compute, about=[str(view), str(with_distances)], engine=engine)

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.engine import Engine, next_step, steps
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import group_columns, group_row, source_fields, with_stacks
+from ranktape.analyze.metrics.counts import find_places
 from ranktape.analyze.metrics.gather import group_digests, group_records
 from ranktape.analyze.metrics.metric import Metric, parse_metric
 from ranktape.analyze.metrics.target import SCALINGS, Target, parse_targets
@@ -23,6 +25,7 @@ from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError
 from ranktape.storage import Records
+from ranktape.storage.format.record_info import Keep
 
 FORMATS = ("fp16", "fp8_e5m2", "fp8_e4m3")
 """The formats that gradients are counted against, unless others are named."""
@@ -112,17 +115,13 @@ def _ranges_table(
 ) -> Table:
     shown = [parse_metric(name) for name in (*SHOWN_METRICS[:2], "norm", "smallest_nonzero", *SHOWN_METRICS[2:])]
     groups = group_records(records, by=tuple(dict.fromkeys((*fields, "tensor_name"))))
-    flushed: list[list[tuple[int, ...] | None]] = [[] for _ in groups.keys]
     rows: list[tuple[Any, ...]] = [()] * len(groups.keys)
-    for number, digest in group_digests(
-        records,
-        groups,
-        view=view,
-        engine=engine,
-        on_digest=lambda number, digest: flushed[number].append(_flushed(digest, targets)),
-    ):
-        cells = (one.of(digest) for one in shown)
-        rows[number] = (*groups.heads[number], *cells, *_flushed_cells(flushed[number], len(targets)))
+    with steps(2):
+        next_step()
+        flushed = _flushed_parts(records, groups.numbers, len(groups.keys), targets, view=view, engine=engine)
+        next_step()
+        for number, digest in group_digests(records, groups, view=view, engine=engine):
+            rows[number] = (*groups.heads[number], *(one.of(digest) for one in shown), *flushed[number])
     columns = [
         Column(
             name=f"flushed.{target.name}{'' if target.scaling is Scaling.NONE else '.scaled'}",
@@ -141,21 +140,28 @@ def _ranges_table(
     )
 
 
-def _flushed(digest: Digest, targets: Sequence[Target]) -> tuple[int, ...] | None:
-    """The elements of one record, and for each target those that are zero in it, and were not before."""
-    if not digest.has_values:
-        return None
-    limits = (target.limits(largest=digest.tallies.largest_finite) for target in targets)
-    return digest.tallies.num_elements, *(digest.count(one).flushed for one in limits)
+def _flushed_parts(
+    records: Records,
+    numbers: Sequence[int],
+    num_groups: int,
+    targets: Sequence[Target],
+    *,
+    view: View,
+    engine: Engine | None,
+) -> list[list[float | None]]:
+    """For each group the parts of its elements that targets flush; None where values of a record are not known."""
+    has_values = records.column("keep") != Keep.STATISTICS
+    of_known = np.array(numbers)[has_values]
+    is_unknown = np.bincount(np.array(numbers)[~has_values], minlength=num_groups) > 0
+    known = records.take(np.flatnonzero(has_values).tolist())
 
+    def sums(column: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.bincount(of_known, weights=column, minlength=num_groups).astype(np.float64)
 
-def _flushed_cells(parts: Sequence[tuple[int, ...] | None], num_targets: int) -> list[float | None]:
-    """The parts that targets flush; None where values of a record are not known."""
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
-        return [None] * num_targets
-    elements, *counts = map(sum, zip(*known, strict=True))
-    return [count / max(1, elements) for count in counts]
+    counted = find_places(known, targets, view=view, engine=engine).counts if len(known) else ()
+    parts = [sums(one["flushed"]) / np.maximum(sums(one["elements"]), 1) for one in counted]
+    columns = [[None if gone else part for gone, part in zip(is_unknown, one.tolist(), strict=True)] for one in parts]
+    return [list(row) for row in zip(*columns, strict=True)] or [[None] * len(targets)] * num_groups
 
 
 def _weights_table(named: _Named) -> Table:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -20,8 +18,7 @@ from ranktape.analyze.console import say
 from ranktape.analyze.engine.engine import Engine, progress
 from ranktape.analyze.engine.sweep_measure import Job
 from ranktape.analyze.engine.values import View, viewed_dtype
-from ranktape.analyze.identity import SAMPLE, with_stacks
-from ranktape.analyze.legacy.open import RecordSource
+from ranktape.analyze.identity import SAMPLE, sample_names, with_stacks
 from ranktape.analyze.legacy.text import DOUBLE, Subject
 from ranktape.analyze.legacy.write import (
     DEFAULT_OUTPUT_DIR,
@@ -29,44 +26,21 @@ from ranktape.analyze.legacy.write import (
     OutputOptions,
     TensorReport,
     make_folder,
-    titles_of,
 )
-from ranktape.analyze.metrics.target import is_sweepable, sweepable
 from ranktape.analyze.numerics.sweeps.options import SweepOptions
-from ranktape.analyze.options import Output, Selection, say_what_is_left_out
+from ranktape.analyze.options import Output, Selection
+from ranktape.analyze.questions.kept_table import KeptTable
+from ranktape.analyze.questions.listed_tensors import ListedTensor, is_file, list_tensors, selections_of
 from ranktape.analyze.questions.sweep import check_shape, table_of
-from ranktape.analyze.questions.swept import Swept, answerable, num_readings, parse_jobs, sweep_selection, with_samples
+from ranktape.analyze.questions.swept import Swept, answerable, num_readings, parse_jobs, sweep_selection
 from ranktape.analyze.questions.swept_cells import can_be_kept
-from ranktape.analyze.sources import Sources
-from ranktape.errors import DataError, NoRecordsError, RanktapeError, RunNotFoundError, UsageError, WorkersError
+from ranktape.analyze.table import Table
+from ranktape.errors import DataError, RanktapeError, UsageError, WorkersError
 from ranktape.storage import Records
 from ranktape.storage.places.failures import printable
-from ranktape.storage.records.union import short_names
 
 MAX_NAMED_FAILURES = 4
 """Reasons that the last message names."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListedTensor:
-    """One tensor that is to be swept, or the reason why it cannot be."""
-
-    title: str
-    """What people call it."""
-    source: str
-    """The source that it is of, by its short name; as it was given where it cannot be read."""
-    folder_name: str = ""
-    """What its directory is called, as far as a file system allows."""
-    records: Records | None = None
-    """A selection that holds its record."""
-    index: int = 0
-    """Where in that selection."""
-    path: Path | None = None
-    """Where the file is that it is, if it is one."""
-    keep: str = ""
-    """What was kept of it; empty where there is no record."""
-    error: RanktapeError | None = None
-    """Why there is no record."""
 
 
 def sweep(
@@ -132,41 +106,22 @@ def sweep(
     if SAMPLE in by and output_dir is not None:
         raise UsageError("--by sample and --output-dir exclude each other: files are written about whole tensors")
     asks_for_table = bool(by) or levels or output.is_asked_for
-    has_table = asks_for_table or not (output_dir or all(_is_file(selection.run) for selection in selections))
+    has_table = asks_for_table or not (output_dir or all(is_file(selection.run) for selection in selections))
     outputs = None
     if output_dir is not None or not has_table:
         outputs = OutputOptions(output_dir=output_dir or DEFAULT_OUTPUT_DIR, with_plots=not no_plots)
-    tensors = _list_tensors(selections, by=by)
-    fields = with_stacks(by, *{id(one.records): one.records for one in tensors if one.records is not None}.values())
+    tensors = list_tensors(selections, by=by)
     jobs, left_out = answerable(jobs, keeps={tensor.keep for tensor in tensors})
     if left_out:
         say(left_out, err=True)
-    # One bar is enough.
-    quiet, seen = dataclasses.replace(engine, show_progress=False), view or View.COMPUTE
-    # What goes to stdout is the answer: with a table, the log is not it.
-    show = functools.partial(say, err=has_table)
-    is_kept = not (levels or fields or outputs) and can_be_kept(jobs)
-    sweeps = functools.partial(
-        sweep_selection, jobs=jobs, view=seen, by=fields, is_kept=is_kept, engine=engine if is_kept else quiet
-    )
-    run = _SweepOfAll(sweeps, jobs, view=seen, outputs=outputs, show=show)
-    table = None
-    total = len(tensors) * num_readings(jobs, by=fields) if outputs is None and not is_kept else 0
-    with progress(total, description="sweeping") as on_record:
-        run.sweep(tensors, on_record=on_record)
-        if has_table and run.swept:
-            shape: dict[str, Any] = {"by": fields, "with_levels": levels, "target_sqnr": target_sqnr}
-            table = table_of(run.swept, view=seen, **shape, engine=quiet, on_record=on_record)
+    fields = with_stacks(by, *selections_of(tensors))
+    shape: dict[str, Any] = {"by": fields, "with_levels": levels, "target_sqnr": target_sqnr}
+    run = _SweepOfAll(tensors, jobs, view=view or View.COMPUTE, outputs=outputs, has_table=has_table, engine=engine)
+    table = run.table(shape)
     run.show_summary()
     if table is not None:
         output.write(table)
-    if run.failures and outputs is None and len(tensors) == 1:
-        raise next(iter(run.failures.values()))[0][1]
-    if reasons := run.reasons():
-        rest = len(reasons) - MAX_NAMED_FAILURES
-        named = "; ".join(reasons[:MAX_NAMED_FAILURES]) + (f"; and for {rest} more reasons" if rest > 0 else "")
-        num_failed = sum(map(len, run.failures.values()))
-        raise DataError(f"{num_failed} of {len(tensors)} tensors could not be swept: {named}")
+    run.raise_failures()
 
 
 class _SweepOfAll:
@@ -174,14 +129,19 @@ class _SweepOfAll:
 
     def __init__(
         self,
-        sweeps: Callable[..., Iterator[list[Swept] | RanktapeError]],
+        tensors: Sequence[ListedTensor],
         jobs: Sequence[Job],
         *,
         view: View,
         outputs: OutputOptions | None,
-        show: Callable[[str], object],
+        has_table: bool,
+        engine: Engine,
     ) -> None:
-        self._sweeps, self._jobs, self._view, self._outputs, self._show = sweeps, jobs, view, outputs, show
+        self._tensors, self._jobs, self._view, self._outputs = tensors, jobs, view, outputs
+        self._has_table, self._engine = has_table, engine
+        # What goes to stdout is the answer: with a table, the log is not it.
+        self._show = functools.partial(say, err=has_table)
+        self._sweeps: Callable[..., Iterator[list[Swept] | RanktapeError]] = sweep_selection
         self._ahead: dict[int, Iterator[list[Swept] | RanktapeError]] = {}
         self._names = FolderNames()
         self.swept: list[Swept] = []
@@ -189,9 +149,48 @@ class _SweepOfAll:
         self.failures: dict[str, list[tuple[ListedTensor, RanktapeError]]] = {}
         """The others, by the reason in words that are the same for all tensors that failed for it."""
 
-    def sweep(self, tensors: Sequence[ListedTensor], *, on_record: Callable[[], object]) -> None:
+    def table(self, shape: dict[str, Any]) -> Table | None:
+        """Sweep every tensor, and make the table that is asked for; one of groups that was kept is not made again."""
+        by, selected = shape["by"], selections_of(self._tensors)
+        about = [repr((self._jobs, self._view, shape["target_sqnr"], by)), *map(repr, _keys_of(selected, by))]
+        kept = KeptTable(
+            selected if by and not self._outputs else (), about, name="sweep_groups_v1", engine=self._engine
+        )
+        if (found := kept.find()) is not None:
+            return found
+        # One bar is enough.
+        quiet = dataclasses.replace(self._engine, show_progress=False)
+        is_kept = not (shape["with_levels"] or by or self._outputs) and can_be_kept(self._jobs)
+        engine = self._engine if is_kept else quiet
+        options: dict[str, Any] = {"jobs": self._jobs, "view": self._view, "by": by, "is_kept": is_kept}
+        self._sweeps = functools.partial(sweep_selection, **options, engine=engine)
+        num_steps = len(self._tensors) * num_readings(self._jobs, by=by)
+        table = None
+        with progress(0 if self._outputs or is_kept else num_steps, description="sweeping") as on_record:
+            self._sweep(on_record=on_record)
+            if self._has_table and self.swept:
+                table = table_of(self.swept, view=self._view, **shape, engine=quiet, on_record=on_record)
+        if table is not None and not self.failures:
+            kept.keep(table)
+        return table
+
+    def raise_failures(self) -> None:
+        """Say what could not be swept.
+
+        Raises:
+            DataError: some tensor could not be; of a single one its own error is raised.
+        """
+        if self.failures and self._outputs is None and len(self._tensors) == 1:
+            raise next(iter(self.failures.values()))[0][1]
+        if reasons := self.reasons():
+            rest = len(reasons) - MAX_NAMED_FAILURES
+            named = "; ".join(reasons[:MAX_NAMED_FAILURES]) + (f"; and for {rest} more reasons" if rest > 0 else "")
+            num_failed = sum(map(len, self.failures.values()))
+            raise DataError(f"{num_failed} of {len(self._tensors)} tensors could not be swept: {named}")
+
+    def _sweep(self, *, on_record: Callable[[], object]) -> None:
         """Sweep every tensor; with outputs, one after the other, and every line is shown."""
-        outputs, show = self._outputs, self._show
+        tensors, outputs, show = self._tensors, self._outputs, self._show
         if outputs is not None:
             make_folder(outputs.output_dir)
             show(f"Processing {len(tensors)} tensor(s)...")
@@ -294,87 +293,7 @@ class _SweepOfAll:
         return swept
 
 
-def _list_tensors(selections: Sequence[Selection], *, by: Sequence[str]) -> list[ListedTensor]:
-    """Every tensor of the sources; a source or a file that cannot be read is one that failed.
-
-    Of several sources those in which nothing matches the filters are named on stderr, and left out. So are records of
-    integers and bool.
-    """
-    tensors: list[ListedTensor] = []
-    unmatched: list[RanktapeError] = []
-    for selection, called in zip(selections, short_names([one.run for one in selections]), strict=True):
-        source, unreadable = None, dict[str, str]()
-        try:
-            if _is_file(selection.run) and not Path(selection.run).exists():
-                raise RunNotFoundError(f"there is no file at {printable(selection.run)}: check the path")
-            source = selection.source()
-            say_what_is_left_out(source, with_unreadable=selection.skip_unreadable)
-            # The files of a folder that failed already, unless they are to be left out.
-            unreadable = {} if selection.skip_unreadable else getattr(source, "unreadable", {})
-            for name, why in unreadable.items():
-                tensors.append(ListedTensor(title=name, source=selection.run, error=DataError(why)))
-            tensors += _tensors(selection, source, name=called, by=by)
-        except RanktapeError as error:
-            if source is not None and isinstance(error, UsageError):
-                raise
-            is_empty = source is not None and isinstance(error, NoRecordsError)
-            if is_empty and source is not None and source.iterations:
-                unmatched.append(error)
-            elif not (is_empty and unreadable):
-                tensors.append(ListedTensor(title=selection.run, source=selection.run, error=error))
-    if unmatched and not tensors:
-        raise unmatched[0]
-    for reason in unmatched:
-        say(f"left out: {reason}", err=True)
-    # Files of one name have folders before it in their titles.
-    titles = iter(titles_of([tensor.path for tensor in tensors if tensor.path is not None]))
-    return [tensor if tensor.path is None else dataclasses.replace(tensor, title=next(titles)) for tensor in tensors]
-
-
-def _is_file(source: str) -> bool:
-    """Whether a source is one file, or a `.pt` file that is not there; everything else may be of many tensors."""
-    try:
-        return "://" not in source and (
-            Path(source).is_file() or (source.endswith(".pt") and not Path(source).is_dir())
-        )
-    except (OSError, ValueError):  # no file system has such a path: opening it says so
-        return False
-
-
-def _tensors(selection: Selection, source: RecordSource, *, name: str, by: Sequence[str]) -> list[ListedTensor]:
-    """One for each record of the selection, in its order; `name` is what the source is called beside the others."""
-    chosen = selection.chosen(Sources({name: source}))
-    for field in by:
-        if field != SAMPLE:
-            chosen.column(field)  # refuses what is no field before anything is read
-    others = Counter(dtype for dtype in chosen.column("dtype").tolist() if not is_sweepable(dtype))
-    members = sweepable(chosen)
-    counts = ", ".join(f"{count} of {dtype}" for dtype, count in sorted(others.items()))
-    what = f"records of integers or bool, for which no scale is sought: {counts}"
-    if not len(members):
-        raise NoRecordsError(f"{printable(selection.run)} has only {what}")
-    if others:
-        say(f"left out: {what}", err=True)
-    if SAMPLE in by:
-        members, left_out = with_samples(members)
-        if left_out:
-            say(left_out, err=True)
-    paths = {file.site: file.path for file in getattr(source, "files", ())}
-    columns = (members.column(name).tolist() for name in ("site", "attempt", "iteration", "rank", "keep"))
-    tensors = []
-    for index, (site, attempt, iteration, rank, keep) in enumerate(zip(*columns, strict=True)):
-        path = paths.get(site)
-        # No two records of a run are called the same.
-        title = f"{f'attempt{attempt}_' if attempt else ''}iter{iteration:03d}_rank{rank:02d}_{site}"
-        tensors.append(
-            ListedTensor(
-                title=title if path is None else path.name,
-                source=name,
-                folder_name=title if path is None else path.stem,
-                path=path,
-                records=members,
-                index=index,
-                keep=keep,
-            )
-        )
-    return tensors
+def _keys_of(selected: Sequence[Records], by: Sequence[str]) -> Iterator[Any]:
+    """What tells the groups of records: the values of the fields that they are made by."""
+    for records in selected:
+        yield [sample_names(records) if field == SAMPLE else records.column(field).tolist() for field in by]
