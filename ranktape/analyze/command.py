@@ -5,7 +5,8 @@ help of the command; an entry `name (METAVAR): text` there is that of an option.
 is named as an option in help. These parameters mean the same in every command:
 
 - `records` and other `Records` are runs that are opened, filtered by the options of fields; a function that takes
-  `selection` or `selections` opens them itself. Several sources may be given, unless a second run is another side;
+  `selection` or `selections` opens them itself. Several sources may be given; where a second run is another side,
+  of that one;
 - `filters` with `run`, `where` and `storage_options` is a selection of that run;
 - `storage_options`, `by`, `view`, `engine` and an `output` of that class have the options of
   `ranktape.analyze.options`;
@@ -119,7 +120,7 @@ class Description:
             pair = f"{flag}/--no-{flag[2:]}" if one.default else flag
             return click.option(pair, one.name, default=one.default, is_flag=True, show_default=one.default, **settings)
         if one.is_run and one.is_positional:
-            return click.argument(one.name, metavar=f"[{one.name.upper()}]", required=False)
+            return click.argument(one.name, metavar=f"[{one.name.upper()}]...", nargs=-1, required=False)
         if one.is_positional:
             is_folder = one.annotation == "Path"
             kind = NamedPath(path_type=Path) if is_folder else str
@@ -193,11 +194,11 @@ def _answer(
     function: Callable[..., Any], parameters: list[Parameter], *, selection: Selection, output: Output, **values: Any
 ) -> None:
     """Ask a question, and write the answer; that something does not pass is raised."""
-    runs = {
-        one.name: dataclasses.replace(selection, run=values.pop(one.name)).records()
-        for one in parameters
-        if one.is_run and values[one.name] is not None
-    }
+    runs = {}
+    for one in (one for one in parameters if one.is_run and values[one.name]):
+        urls = values.pop(one.name)
+        run, *more = [urls] if isinstance(urls, str) else urls
+        runs[one.name] = dataclasses.replace(selection, run=run, more=tuple(more)).records()
     given = {name: value for name, value in values.items() if value is not None and value != ()}
     found = function(selection.records(), **given, **runs)
     output.write(found)

@@ -130,10 +130,38 @@ def test_two_captures_are_drawn_against_each_other(parent: Path, tmp_path: Path)
     assert set(types) == {"bf16", "mxfp8"}
 
 
-def test_products_are_computed_again_of_one_source(parent: Path) -> None:
-    done = ask("replay", parent / "bf16", parent / "mxfp8")
+def test_products_are_computed_again_of_each_source(parent: Path) -> None:
+    places = (parent / "bf16", parent / "mxfp8")
+    together, *alone = (rows("replay", *some, "--by", "layer_idx") for some in (places, places[:1], places[1:]))
+    assert [row.pop("source") for row in together] == ["bf16"] * len(alone[0]) + ["mxfp8"] * len(alone[1])
+    assert together == [*alone[0], *alone[1]]
+    assert rows("replay", parent / "bf16", "--by", "source,layer_idx")[0]["source"] == "bf16"
+    done = ask("replay", *places, "--target-sqnr", "20")
     assert done.exit_code == 2
     assert "choose one with --source (bf16, mxfp8)" in done.stderr
+
+
+def test_several_are_compared_with_one_each(parent: Path) -> None:
+    reference, other, folder = parent / "bf16", parent / "mxfp8", parent / "deep" / "files"
+    alone = rows("compare", reference, other)
+    done = ask("compare", reference, other, folder, "--allow-unmatched", "--json")
+    together = json.loads(done.stdout)
+    assert {row["source"] for row in together["rows"]} == {"mxfp8", "deep/files"}
+    of_other = [{key: row[key] for key in alone[0]} for row in together["rows"] if row["source"] == "mxfp8"]
+    assert of_other == alone
+    text = ask("compare", reference, other, folder, "--allow-unmatched").stdout.splitlines()
+    assert text[-2].startswith("mxfp8: first divergence: ")
+    assert text[-1].startswith("deep/files: no divergence: ")
+    within = rows("compare", reference, "--neighbours")
+    both = rows("compare", parent, "--source", "bf16,mxfp8", "--neighbours")
+    assert [row for row in both if row.pop("source") == "bf16"] == within
+    done = ask("compare", parent, other)
+    assert "here 3 are one side: bf16, deep/files, mxfp8" in done.stderr
+    store(parent.parent / "shallow", model_tensors(num_layers=1))
+    done = ask("compare", reference, other, parent.parent / "shallow")
+    assert done.stderr.startswith("Error: ")
+    assert "shallow: " in done.stderr
+    assert "one side" in ask("compare-map", reference, other, folder).stderr
 
 
 def test_mistakes_name_what_there_is(parent: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from ranktape.analyze.identity import (
     with_stacks,
 )
 from ranktape.analyze.numerics.differences import Differences
+from ranktape.analyze.questions.each_source import ask_each
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage import Records
@@ -48,10 +49,11 @@ def compare(
 ) -> Table:
     """Compare a run with another one, or tensors of one run with each other.
 
-    The first line names the first tensor that differs, in the order of execution; the rows follow, the worst first.
-    The run that is named first is the reference. Filters hold for both sides. Tensors belong together that agree in
-    every field of their identity but those of `pair`; where ranks hold other parts of them, they are put together
-    first. What has no counterpart is an error unless `allow_unmatched` is given, or two kinds of layers are compared.
+    Rows come with the worst first; the last line names the first tensor that differs, in the order of execution. The
+    run that is named first is the reference, with which each other one is compared. Filters hold for all of them.
+    Tensors belong together that agree in every field of their identity but those of `pair`; where ranks hold other
+    parts of them, they are put together first. What has no counterpart is an error unless `allow_unmatched` is given,
+    or two kinds of layers are compared.
 
     Pairs whose values are both there and of one shape are compared element by element, the others by their
     distributions alone. A pair in which only one of the two has a NaN or an infinity at some place diverges whatever is
@@ -85,11 +87,28 @@ def compare(
         has_noise=noise is not None,
         is_same_tensor=pairing.is_same_tensor,
     )
-    matching = _match(records, other, pairing, allow_unmatched=allow_unmatched)
-    rows = _PairRows(matching, judge, by=by)
-    pairs = _compared(matching, noise, judge, view=view, with_distances=distances, engine=engine or Engine())
-    pairs.sort(key=lambda one: one.order if in_order else (-one.badness, one.order))
-    return rows.table(pairs)
+
+    def ask(one: Records) -> Table:
+        first, second = (one, None) if other is None else (records, one)
+        matching = _match(first, second, pairing, allow_unmatched=allow_unmatched)
+        rows = _PairRows(matching, judge, by=by)
+        pairs = _compared(matching, noise, judge, view=view, with_distances=distances, engine=engine or Engine())
+        pairs.sort(key=lambda one: one.order if in_order else (-one.badness, one.order))
+        return rows.table(pairs)
+
+    asked = records if other is None else other
+    if other is not None:
+        _refuse_several(records)
+    if len(asked.sources) <= 1:
+        return ask(asked)
+    against = "" if other is None else f" with {printable(records.reader.url)}"
+    return ask_each(asked, ask, title=f"{len(asked.sources)} sources compared, each{against or ' for itself'}")
+
+
+def _refuse_several(records: Records) -> None:
+    if len(records.sources) > 1:
+        named = ", ".join(map(printable, records.sources))
+        raise UsageError(f"one source is compared with others, and here {len(records.sources)} are one side: {named}")
 
 
 def compare_map(
@@ -119,6 +138,8 @@ def compare_map(
         StorageError: a store cannot be read.
         UsageError: as `compare`; there are several pairs; shapes differ, or values were not kept.
     """
+    for side in (records, records if other is None else other):
+        _refuse_several(side)
     matching = _match(
         records,
         other,

@@ -18,6 +18,7 @@ from ranktape.analyze.numerics.products import RECORDED
 from ranktape.analyze.numerics.recipes.plan_file import PrecisionPlan, write_plan
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
 from ranktape.analyze.numerics.recipes.words import RecipeWord, parse_recipes
+from ranktape.analyze.questions.each_source import ask_each
 from ranktape.analyze.replays.call_tensors import CALL_FIELDS
 from ranktape.analyze.replays.calls import LINEAR, RecordedCalls, by_sample, calls_of
 from ranktape.analyze.replays.precision_plan import precision_plan
@@ -27,6 +28,7 @@ from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError, nearest
 from ranktape.storage import Records
 from ranktape.storage.places.failures import printable
+from ranktape.storage.records.records import SOURCE
 
 ERROR_COLUMNS = (
     Column(name="sqnr", kind=Kind.FLOAT, head="SQNR", unit="dB"),
@@ -87,7 +89,7 @@ def replay(
     was recorded. Rows of the recipe `recorded` are what the training's own rounding cost. Each layer, product and
     recipe has a row, of all calls together; `by` names other fields than the layer's. Filters choose the products by
     their results; operands may lie outside of them. Shards are put together where a product takes what other ranks
-    have.
+    have. Of several sources each is asked for itself; a precision plan is of one.
 
     SQNR, relative error (Frobenius), cosine and the largest error are over the elements that are finite in both. The
     bias is the mean error over its standard error: beyond 4 or so it is no chance, and adds up in gradients. The ratio
@@ -130,32 +132,59 @@ def replay(
             return table
         write_plan(planned, plan)
         return dataclasses.replace(table, notes=(*table.notes, f"written to {plan}"))
-    recipes, products = parse_recipes(recipe), words(product)
-    _check_products(products, has_attention=attention)
-    fields = _fields(records, by)
-    calls = calls_of(records, products=products, has_attention=attention)
-    if SAMPLE in fields:
-        calls = by_sample(calls)
-    if show == "unreplayable":
-        return _left_out_table(without_unknown(calls, engine=engine or Engine()))
-    _check_calls(calls)
-    replayed = replay_found(calls, recipes, engine=engine)
-    if not replayed.places.size:
-        raise NoRecordsError(_none_of(replayed.calls))
-    groups = replayed.groups(fields)
-    places = [name for name in _PLACES if name not in fields and len(set(replayed.column(name))) > 1]
-    kind = "" if attention else "linear "
-    num_layers = len({call.field("module") or call.field("layer_idx") for call in calls.calls})
-    return Table(
-        title=f"products of {len(calls.calls)} calls of {num_layers} {kind}layers by recipes, "
-        "against the same products of the recorded operands in float32",
-        columns=(*group_columns(fields)[:-1], *COLUMNS),
-        rows=tuple(
-            (*group_row({**group.key}, num_records=0)[:-1], *_cells(group, replayed, places)) for group in groups
-        ),
-        notes=tuple(_notes(replayed, recipes, has_bias=any(group.exact.bias is not None for group in groups))),
-        worst_first=_worst_first,
+    asked = _ReplayQuestion(
+        recipes=parse_recipes(recipe),
+        products=words(product),
+        by=tuple(name for name in by if name != SOURCE),
+        has_attention=attention,
+        engine=engine or Engine(),
     )
+    ask = asked.left_out if show == "unreplayable" else asked.table
+    if len(records.sources) <= 1 and SOURCE not in by:
+        return ask(records)
+    return ask_each(records, ask, title=f"products of layers of {len(records.sources)} sources")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _ReplayQuestion:
+    """What is asked of the products of one source."""
+
+    recipes: Sequence[Recipe]
+    products: Sequence[str]
+    by: Sequence[str]
+    has_attention: bool
+    engine: Engine
+
+    def left_out(self, records: Records) -> Table:
+        """The products that cannot be computed again."""
+        return _left_out_table(without_unknown(self._calls(records), engine=self.engine))
+
+    def table(self, records: Records) -> Table:
+        """How far off the others are."""
+        calls, fields = self._calls(records), _fields(records, self.by)
+        _check_calls(calls)
+        replayed = replay_found(calls, self.recipes, engine=self.engine)
+        if not replayed.places.size:
+            raise NoRecordsError(_none_of(replayed.calls))
+        groups = replayed.groups(fields)
+        places = [name for name in _PLACES if name not in fields and len(set(replayed.column(name))) > 1]
+        kind = "" if self.has_attention else "linear "
+        num_layers = len({call.field("module") or call.field("layer_idx") for call in calls.calls})
+        return Table(
+            title=f"products of {len(calls.calls)} calls of {num_layers} {kind}layers by recipes, "
+            "against the same products of the recorded operands in float32",
+            columns=(*group_columns(fields)[:-1], *COLUMNS),
+            rows=tuple(
+                (*group_row({**group.key}, num_records=0)[:-1], *_cells(group, replayed, places)) for group in groups
+            ),
+            notes=tuple(_notes(replayed, self.recipes, has_bias=any(one.exact.bias is not None for one in groups))),
+            worst_first=_worst_first,
+        )
+
+    def _calls(self, records: Records) -> RecordedCalls:
+        _check_products(self.products, has_attention=self.has_attention)
+        calls = calls_of(records, products=self.products, has_attention=self.has_attention)
+        return by_sample(calls) if SAMPLE in _fields(records, self.by) else calls
 
 
 def _check_products(products: Sequence[str], *, has_attention: bool) -> None:

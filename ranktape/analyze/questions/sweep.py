@@ -24,6 +24,7 @@ from ranktape.analyze.numerics.sweeps.metrics import Level
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.sums import scale_of
 from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
+from ranktape.analyze.questions.each_source import SOURCE_COLUMN
 from ranktape.analyze.questions.swept import (
     Swept,
     SweptGroup,
@@ -38,9 +39,6 @@ from ranktape.analyze.questions.swept_cells import BEST_BY, COUNTED, SweptCells
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.records.records import Records
-
-SOURCE_COLUMN = Column(name="source", kind=Kind.TEXT, is_key=True)
-"""Which run, folder or file a record is of, where there are several."""
 
 SCHEME_COLUMNS = (
     Column(name="format", kind=Kind.TEXT, is_key=True),
