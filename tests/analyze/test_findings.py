@@ -209,6 +209,29 @@ def test_what_a_step_spreads_follows_from_what_spoiled_its_gradients(tmp_path: P
     assert sum(" weight" in title and "NaN" in title for title in findings[0].consequences) == 6
 
 
+def test_a_weight_that_jumps_follows_from_the_gradient_that_exploded_before(tmp_path: Path) -> None:
+    """It is updated with it; a step before, or beside a gradient of another layer behind it, is not that."""
+
+    def updated(first: int, layer: int) -> Fault:
+        def fault(place: Place, tensor: Array) -> Array:
+            iteration, _, own, name = place
+            is_gradient = (iteration, own) == (20, 2) and name in {"grad_output", "grad_weight"}
+            is_updated = iteration >= first and (own, name) == (layer, "weight")
+            factor = 2.0**13 if is_gradient else 2.0**5 if is_updated else 1.0
+            return (tensor.astype(np.float64) * factor).astype(tensor.dtype)
+
+        return fault
+
+    def told(name: str, fault: Fault) -> list[bool]:
+        """Of each finding whether it is a gradient's with a weight among what follows from it."""
+        findings = findings_of(tmp_path / name, fault, Sizes(num_layers=6, iterations=range(0, 60, 10)))
+        return [any(" weight " in title for title in one.consequences) for one in findings if "grad" in one.title]
+
+    assert told("after", updated(30, 2)) == [True]
+    assert not any(told("before", updated(20, 2)))
+    assert not any(told("behind", updated(30, 4)))
+
+
 def test_all_consequences_are_told(tmp_path: Path) -> None:
     """A report counts them, and shows the first."""
 

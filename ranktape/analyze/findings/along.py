@@ -10,9 +10,10 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.findings.finding import (
@@ -25,13 +26,8 @@ from ranktape.analyze.findings.finding import (
     number_text,
     records_text,
 )
-from ranktape.analyze.findings.survey import Course, binades, codes_of, courses_of, robust_z
+from ranktape.analyze.findings.survey import Codes, Course, Floats, Survey, binades, codes_of, courses_of, robust_z
 from ranktape.analyze.metrics.target import largest_value
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ranktape.analyze.findings.survey import Codes, Floats, Survey
 
 LAYER_METRICS = ("rms", "absmax")
 """What layers are compared by, unless something else is asked for."""
@@ -272,6 +268,7 @@ def _jumping(survey: Survey, course: Course, *, metric: str, place: int) -> Find
         ends,
         apart,
         kind="trend",
+        is_sudden=True,
         severity=Severity.MEDIUM,
         text=f"jumps by {factor_text(apart)} in {metric} from iteration {before} to {after}",
         evidence=f"{metric} {number_text(ends[0])} in iteration {before}, {number_text(ends[1])} in {after}",

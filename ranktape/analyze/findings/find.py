@@ -161,6 +161,7 @@ class Seen:
         """When and where it was first seen: attempt, iteration, and order within the rank; the place of the model."""
         self.module, self.is_backward = str(fields["module"][first]), fields["operation"][first] == "backward"
         self.is_weight = bool(survey.is_weight[chosen[0]])
+        self.layer = int(fields["layer_idx"][first])
         columns = (fields[name][chosen].tolist() for name in ("rank", "iteration", "microbatch"))
         self.moments = frozenset(zip(*columns, strict=True))
         """Rank, iteration and microbatch of its records."""
@@ -237,13 +238,27 @@ def _explains(cause: Seen, one: Seen) -> bool:
     is_spread = cause.start[:2] < one.start[:2] and {cause.kind, one.kind} <= _LOST
     if one.is_weight and not is_spread:
         # Within an iteration, no weight is computed from anything.
-        return False
+        return _is_step_with(cause, one)
     shrinks = one.kind in _SHRINKING or (one.finding.binades or 0) < 0
     if cause.kind in _SHRINKING and not (cause.is_backward and one.is_backward and shrinks):
         return False
     if one.kind == "zero" and cause.kind not in _SHRINKING:
         return False
     return _is_bad_enough(cause, one) and (is_spread or _reaches(cause, one))
+
+
+def _is_step_with(gradient: Seen, weight: Seen) -> bool:
+    """Whether a weight became too large by a step that was taken with its gradient, which had exploded before.
+
+    What explodes in a layer reaches those before it. Steady growth has begun before.
+    """
+    return (
+        gradient.kind == "gradient_exploding"
+        and (weight.kind == "layer_differs" or weight.finding.is_sudden)
+        and (weight.finding.binades or 0) > 0
+        and gradient.start[:2] < weight.start[:2]
+        and (gradient.module == weight.module or 0 <= weight.layer < gradient.layer)
+    )
 
 
 def _is_bad_enough(cause: Seen, one: Seen) -> bool:

@@ -70,6 +70,8 @@ class Finding:
     """How far the value is from the peers, in MADs made comparable to standard deviations: the robust z."""
     binades: float | None = None
     """How far the value is from the peers, in powers of two; None for metrics that are not on such a scale."""
+    is_sudden: bool = False
+    """Whether it came from one captured iteration to the next."""
     consequences: tuple[str, ...] = ()
     """The titles of all else that was found and follows from this one, the nearest first."""
     command: str = ""
