@@ -101,16 +101,10 @@ def plot(
     records = selection.records()
     look: dict[str, Any] = {"view": view, "engine": engine}
     if not is_one:
-        on_plot, kinds = lambda path: say(str(path)), None if all else wanted
+        kinds = None if all else wanted
+        source = " and ".join((selection.run, *selection.more))
         written = write.write_plots(
-            records,
-            folder=path,
-            kinds=kinds,
-            format=target,
-            recipes=recipes,
-            source=" and ".join((selection.run, *selection.more)),
-            on_plot=on_plot,
-            **look,
+            records, folder=path, kinds=kinds, format=target, recipes=recipes, source=source, on_plot=_say_path, **look
         )
         rest = f", {len(written.left_out)} left out" if written.left_out else ""
         say(f"{len(written.drawn)} plots{rest}: see {path / write.README}", err=True)
@@ -121,6 +115,10 @@ def plot(
             say(said, err=True)
     else:
         write.write_one(wanted[0], records, path=path, format=target, recipes=recipes, **look)
+    say(str(path))
+
+
+def _say_path(path: Path) -> None:
     say(str(path))
 
 

@@ -260,30 +260,11 @@ def export(
 
     if not target:
         raise UsageError("an empty name is not allowed: give a folder, or of --to wandb a project")
-    refuse_strangers(
-        to,
-        metric=tuple(metric),
-        kind=tuple(kind),
-        no_histograms=no_histograms,
-        form=form,
-        per_sample=per_sample,
-        overwrite=overwrite,
-        view=view,
-        by=tuple(by),
-    )
+    viewed: dict[str, Any] = {"metric": tuple(metric), "kind": tuple(kind), "no_histograms": no_histograms}
+    viewed |= {"overwrite": overwrite, "view": view, "by": tuple(by)}
+    refuse_strangers(to, form=form, per_sample=per_sample, **viewed)
     if to != "pt":
-        return export_view(
-            records,
-            target,
-            to=to,
-            metric=metric,
-            kind=kind,
-            no_histograms=no_histograms,
-            overwrite=overwrite,
-            view=view,
-            by=by,
-            engine=engine,
-        )
+        return export_view(records, target, to=to, engine=engine, **viewed)
     from ranktape.analyze.legacy.export import ExportForm, export_records
 
     return export_records(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ranktape.analyze.engine.engine import Engine
@@ -87,23 +87,28 @@ def outliers(
             one.finding = one.finding.in_source(part) if len(records.sources) > 1 else one.finding
         families += here
     families.sort(key=lambda one: (one.severity.order, KINDS.index(one.root.kind), -one.root.finding.score))
-    shown: list[tuple[Any, ...]] = []
-    said: tuple[str, ...]
-    for number, family in enumerate(families, start=1):
-        shown.append((number, "", family.severity.value, *rows.cells(family.root.finding)))
-        following = (one.finding for one in family.following)
-        shown += [(number, "follows", one.severity.value, *rows.cells(one)) for one in following]
-    if families:
-        worst = families[0].root.finding
-        said = f"worst: {worst.title}; {worst.evidence}", f"look closer: {worst.command}"
-    else:
-        said = ("nothing stands out",)
     return Table(
         title=f"what is wrong, and what stands out from its peers by a robust z of {threshold:g} and more",
         columns=_COLUMNS,
-        rows=tuple(shown),
-        notes=(*notes, *said),
+        rows=tuple(_rows(families)),
+        notes=(*notes, *_said(families)),
     )
+
+
+def _rows(families: Sequence[Family]) -> Iterator[tuple[Any, ...]]:
+    """A row for each cause, and below it one for each thing that follows."""
+    for number, family in enumerate(families, start=1):
+        yield (number, "", family.severity.value, *rows.cells(family.root.finding))
+        for one in (follower.finding for follower in family.following):
+            yield (number, "follows", one.severity.value, *rows.cells(one))
+
+
+def _said(families: Sequence[Family]) -> tuple[str, ...]:
+    """The worst in words, and how to go on."""
+    if not families:
+        return ("nothing stands out",)
+    worst = families[0].root.finding
+    return f"worst: {worst.title}; {worst.evidence}", f"look closer: {worst.command}"
 
 
 def _checked(across: Sequence[str], metric: str | None) -> tuple[str, ...]:
