@@ -16,6 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import Colormap, LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font, get_font_names
+from matplotlib.image import imsave
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.text import Text
 
@@ -65,6 +66,12 @@ INK, PALE_INK = "0.15", "0.4"
 
 MISSING_COLOR, ZERO_COLOR, INFINITE_COLOR = "white", "#D6D6D6", VERMILION
 """Of the cells of a heat map of which nothing is known, that are exactly zero, and that are infinite."""
+
+SAVED_DPI = 150
+"""Dots for each inch of a file."""
+
+COMPRESSION = 2
+"""Of PNG, from 0 to 9: the usual 6 takes several times as long for files of about the same size."""
 
 PAD_INCHES = 0.12
 """Around and between heading, panels, legend and notes."""
@@ -174,7 +181,7 @@ def _legend(figure: Figure, handles: Sequence[Artist], *, width: float) -> Legen
             handles=list(handles), loc="lower center", ncols=num_columns, frameon=False, fontsize=TEXT_SIZE
         )
         fewest.set_in_layout(False)
-        _draw_all_letters(figure)
+        _draw_all_letters(fewest)
         if fewest.get_window_extent().width <= room:
             break
     assert fewest is not None
@@ -232,10 +239,12 @@ def _letters() -> frozenset[int]:
     return frozenset(letter for font in fonts for letter in font.get_charmap())
 
 
-def _draw_all_letters(figure: Figure) -> None:
+def _draw_all_letters(artist: Artist) -> None:
     """Have every text take letters that the first font lacks from the next one; no global state is touched."""
+    if families() == tuple(FontProperties().get_family()):
+        return
     own = get_font(findfont(FontProperties())).get_charmap()
-    for text in figure.findobj(Text):
+    for text in artist.findobj(Text):
         # The letters of an axis come when it is drawn; of bold ones matplotlib says that other fonts have none.
         is_known = all(ord(letter) in own for letter in text.get_text() if letter.isprintable())
         if not (is_known and text.get_fontweight() == "bold"):
@@ -289,5 +298,14 @@ def plot_bytes(figure: Figure, *, form: str = "png") -> bytes:
     """The plot as the bytes of a file; the same data give the same bytes."""
     stream = io.BytesIO()
     metadata: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form, {})
-    figure.savefig(stream, format=form, dpi=150, metadata=metadata)
+    if form == "png":
+        # `savefig` draws twice: first to lay it out.
+        figure.set_dpi(SAVED_DPI)
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()  # type: ignore[no-untyped-call]  # it has no types
+        packing: dict[str, Any] = {"metadata": metadata, "pil_kwargs": {"compress_level": COMPRESSION}}
+        pixels = canvas.buffer_rgba()  # type: ignore[no-untyped-call]  # it has no types
+        imsave(stream, pixels, format=form, origin="upper", dpi=SAVED_DPI, **packing)
+    else:
+        figure.savefig(stream, format=form, dpi=SAVED_DPI, metadata=metadata)
     return stream.getvalue()
