@@ -39,7 +39,7 @@ from ranktape.analyze.views.report.page import write_report
 from ranktape.storage import Records, Run, open_run
 from tests.analyze.runs import describe_tensor, store
 from tests.analyze.stacked_runs import STACKS, stacked_tensors
-from tests.analyze.test_report import unpacked
+from tests.analyze.test_report import data_of, unpacked
 from tests.analyze.test_report_page import Page
 from tests.capture.two_stacks import STACKS as NAMES
 from tests.capture.two_stacks import capture_two_stacks
@@ -284,7 +284,7 @@ def test_a_captured_encoder_and_decoder_are_apart_in_every_answer(captured: tupl
         result = CliRunner().invoke(cli, words, catch_exceptions=False)
         assert result.exit_code == 0, result.stderr
     page = (tmp_path / "r.html").read_text()
-    assert all(f'"{name}"' in page for name in names)
+    assert all(f'"{name}"' in json.dumps(data_of(page)) for name in names)
 
 
 def test_on_the_page_no_line_joins_two_stacks(chromium: Chrome, run: Run, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.numerics.formats import Format
     from ranktape.storage import Record, Records
 
-MAX_BUNDLES = 10_000
+MAX_BUNDLES = 20_000
 """Records, or groups of records, of which the page holds histograms of their own."""
 
 MAX_SWEPT_NBYTES, MAX_SWEPT = 1_000_000_000, 10_000

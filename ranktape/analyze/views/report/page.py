@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 import re
 import stat
 import tempfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ranktape.analyze.console import write_whole, writing
 from ranktape.analyze.engine.engine import Engine
@@ -38,9 +40,9 @@ SCRIPTS = (
     *("data.js", "selection.js", "folding.js", "templates.js", "themes.js", "overview.js"),
     *("panels.js", "recipes.js", "drill.js", "filters.js", "tables.js", "page.js"),
 )
-"""The page's own scripts, each of which needs those before it."""
+"""The page's own scripts, each of which needs those before it: together one module, which waits for its data."""
 
-LIVE_SCRIPTS = ("live.js",)
+LIVE_SCRIPT = "live.js"
 """What is added where the page is served while its run is recorded."""
 
 COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, "#999999", "#8C6D1F")
@@ -163,7 +165,7 @@ def waiting_bytes(title: str, *, live: Live) -> bytes:
     """The page of a run of which nothing can be shown yet."""
     from markupsafe import Markup
 
-    style, scripts = _static("style.css"), _scripts(is_live=True)
+    style = _static("style.css")
     text = (
         _templates()
         .get_template("waiting.html.j2")
@@ -171,7 +173,7 @@ def waiting_bytes(title: str, *, live: Live) -> bytes:
             title=title,
             policy=policy(is_live=True),
             style=Markup(style),  # noqa: S704 - our own file
-            scripts=[Markup(scripts[-1])],  # noqa: S704 - our own file
+            live_script=Markup(_static(LIVE_SCRIPT)),  # noqa: S704 - our own file
             live=live,
         )
     )
@@ -190,17 +192,41 @@ def _templates() -> jinja2.Environment:
     )
 
 
-def _scripts(*, is_live: bool) -> list[str]:
-    """Those of plotly and our own; the last one of a live page asks the server what is new."""
+class _Plotly(NamedTuple):
+    """The library that draws the charts."""
+
+    deflated: str
+    """Its script, as a page holds it."""
+    hash: str
+    """Of the script, for the policy of a page."""
+    taken_ids: Sequence[str]
+    """Ids of style elements that it adds for maps unless they are there: none is drawn here."""
+
+
+@functools.cache
+def _plotly() -> _Plotly:
     from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]  # it has no types
 
-    return [_lines(get_plotlyjs()), *map(_static, SCRIPTS), *(map(_static, LIVE_SCRIPTS) if is_live else ())]
+    text = _lines(get_plotlyjs())
+    ids = sorted(set(re.findall(r'getElementById\("([0-9a-f]{64})"\)', text)))
+    return _Plotly(deflated=deflated(text), hash=_hash(text), taken_ids=ids)
+
+
+def deflated(text: str) -> str:
+    """A text as a page holds it: its UTF-8 in zlib's format, as base64."""
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode("ascii")
 
 
 def policy(*, is_live: bool) -> str:
     """What the browser may run and load on a page; a live one may ask the server that it came from."""
-    allowed = _policy(scripts=_scripts(is_live=is_live), style=_static("style.css"))
+    scripts = [_module(), *([_static(LIVE_SCRIPT)] if is_live else [])]
+    allowed = _policy(scripts=[*map(_hash, scripts), _plotly().hash], style=_static("style.css"))
     return f"{allowed}; connect-src 'self'" if is_live else allowed
+
+
+def _module() -> str:
+    """The page's own scripts as one, which waits for its data and for plotly."""
+    return "\n".join(map(_static, SCRIPTS))
 
 
 def render(model: Model, *, view: View = View.COMPUTE, live: Live | None = None) -> str:
@@ -208,7 +234,6 @@ def render(model: Model, *, view: View = View.COMPUTE, live: Live | None = None)
     from markupsafe import Markup
 
     environment = _templates()
-    scripts = _scripts(is_live=live is not None)
     style = _static("style.css")
     words = {
         View.COMPUTE: "Values are those that the operations computed with: rounded to their compute dtype.",
@@ -220,36 +245,25 @@ def render(model: Model, *, view: View = View.COMPUTE, live: Live | None = None)
         policy=policy(is_live=live is not None),
         live=live,
         style=Markup(style),  # noqa: S704 - our own file
-        scripts=[Markup(script) for script in scripts],  # noqa: S704 - our own files, and plotly's
-        data=Markup(json_in_html({**model.data, "charts": CHARTS})),  # noqa: S704 - escaped
+        script=Markup(_module()),  # noqa: S704 - our own files
+        live_script=Markup(_static(LIVE_SCRIPT)),  # noqa: S704 - our own file
+        plotly=_plotly().deflated,
+        data=deflated(json.dumps({**model.data, "charts": CHARTS}, separators=(",", ":"), allow_nan=False)),
         commands=[finding.command_in(model.url) for finding in model.findings],
         num_first=NUM_FIRST_FINDINGS,
-        taken_ids=_ids_of_styles(scripts[0]),
+        taken_ids=_plotly().taken_ids,
         version=__version__,
         values=words[view],
     )
 
 
-def json_in_html(document: Any) -> str:
-    """JSON that can stand in a script element: none of its letters ends the element or begins a comment."""
-    text = json.dumps(document, separators=(",", ":"), allow_nan=False)
-    # JSON is ASCII here, so no line separator of JavaScript is in it.
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _ids_of_styles(plotly: str) -> list[str]:
-    """The ids of style elements that plotly adds for maps unless they are there: none is drawn here."""
-    return sorted(set(re.findall(r'getElementById\("([0-9a-f]{64})"\)', plotly)))
-
-
 def _policy(*, scripts: Sequence[str], style: str) -> str:
-    """What the browser may run and load: our scripts and styles by their hashes, images from the page itself.
+    """What the browser may run and load: scripts and styles by their hashes, images from the page itself.
 
     plotly makes an empty style element, which it fills with rules of its own, and sets style attributes.
     """
-    allowed = " ".join(map(_hash, scripts))
     return (
-        f"default-src 'none'; script-src {allowed}; style-src-elem {_hash(style)} {_hash('')}; "
+        f"default-src 'none'; script-src {' '.join(scripts)}; style-src-elem {_hash(style)} {_hash('')}; "
         "style-src-attr 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
 

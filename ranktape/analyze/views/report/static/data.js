@@ -1,7 +1,31 @@
-// Gives what the report wrote: columns of numbers, and the words of fields.
-(function () {
+// Gives what the report wrote: columns of numbers, and the words of fields; and plotly.
+await (async function () {
   "use strict";
-  const raw = JSON.parse(document.getElementById("report-data").textContent);
+
+  function bytesOf(base64) {
+    const letters = atob(base64);
+    const bytes = new Uint8Array(letters.length);
+    for (let place = 0; place < letters.length; place += 1) bytes[place] = letters.charCodeAt(place);
+    return bytes;
+  }
+
+  /** The text that an element holds deflated; the element is not needed any more. */
+  async function inflated(id) {
+    const holder = document.getElementById(id);
+    const stream = new Blob([bytesOf(holder.textContent)]).stream().pipeThrough(new DecompressionStream("deflate"));
+    holder.remove();
+    return new Response(stream).text();
+  }
+
+  if (!("DecompressionStream" in window)) {
+    document.getElementById("controls").textContent = "This browser is too old for the charts and tables: Chrome 80, Firefox 113, Safari 16.4 and newer show them.";
+    throw new Error("no DecompressionStream");
+  }
+  const [data, plotly] = await Promise.all([inflated("report-data"), inflated("plotly")]);
+  const library = document.createElement("script");
+  library.textContent = plotly;
+  document.head.append(library);
+  const raw = JSON.parse(data);
   const ARRAYS = {
     u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i1: Int8Array, i2: Int16Array, i4: Int32Array,
     f4: Float32Array, f8: Float64Array,
@@ -13,10 +37,14 @@
     if (column.type === "same") {
       return new Float64Array(count).fill(column.value === null ? NaN : Number(column.value));
     }
-    const letters = atob(column.data);
-    const bytes = new Uint8Array(letters.length);
-    for (let place = 0; place < letters.length; place += 1) bytes[place] = letters.charCodeAt(place);
-    return new ARRAYS[column.type](bytes.buffer);
+    const values = new ARRAYS[column.type](count);
+    const bytes = new Uint8Array(values.buffer);
+    const planes = bytesOf(column.data);
+    const width = ARRAYS[column.type].BYTES_PER_ELEMENT;
+    for (let plane = 0, from = 0; plane < width; plane += 1) {
+      for (let place = plane; place < bytes.length; place += width, from += 1) bytes[place] = planes[from];
+    }
+    return values;
   }
 
   function startsOf(lengths) {
