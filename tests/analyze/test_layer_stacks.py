@@ -37,10 +37,10 @@ from ranktape.analyze.views.plots.table import PLOTS
 from ranktape.analyze.views.report.model import build_model
 from ranktape.analyze.views.report.page import write_report
 from ranktape.storage import Records, Run, open_run
+from tests.analyze.report_page import Page
 from tests.analyze.runs import describe_tensor, store
 from tests.analyze.stacked_runs import STACKS, stacked_tensors
 from tests.analyze.test_report import data_of, unpacked
-from tests.analyze.test_report_page import Page
 from tests.capture.two_stacks import STACKS as NAMES
 from tests.capture.two_stacks import capture_two_stacks
 from tests.exhaustive import exhaustive

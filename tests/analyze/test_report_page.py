@@ -8,112 +8,19 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.views.report.page import write_report
 from ranktape.storage import Records
-from tests.analyze.faulty_runs import Array, Place, Sizes, faulty_run
-from tests.analyze.runs import describe_tensor, store
+from tests.analyze.faulty_runs import Sizes, faulty_run
+from tests.analyze.report_page import FLIPPED, LAPTOP, OUTLYING, SCALED, VANISHING, Page, fault
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
-
-LAPTOP = (1280, 800)
-"""The first screen, in CSS pixels."""
-
-SCALED, OUTLYING, VANISHING, FLIPPED = (0, 1), (3, 2), (2, None), (1, 3)
-"""Layer and rank of the planted faults."""
-
-HOSTILE = ("<script>window.hurt=1</script>", '"><img src=x onerror=window.hurt=2>', "<a href='javascript:hurt=3'>x</a>")
-"""What a stranger calls modules."""
-
-
-def fault(place: Place, tensor: Array) -> Array:
-    """One rank's weight times 2^12, one sample's outlier, one layer's gradient that underflows, one bit of a copy."""
-    iteration, rank, layer, name = place
-    changed = tensor.copy()
-    if (layer, rank) == SCALED and name == "weight":
-        changed = (changed.astype(np.float64) * 2.0**12).astype(tensor.dtype)
-    if (layer, rank, iteration) == (*OUTLYING, 10) and name == "input":
-        changed[4, 2, 7] = 3000.0
-    if layer == VANISHING[0] and name == "grad_output":
-        changed = (changed.astype(np.float64) * 2.0**-117).astype(tensor.dtype)
-    if (layer, rank, iteration) == (*FLIPPED, 20) and name == "weight":
-        changed.view(np.uint16)[3, 4] ^= 1
-    return changed
-
-
-class Page:
-    """A report in the browser."""
-
-    def __init__(self, browser: Chrome, path: Path) -> None:
-        self.browser = browser
-        self.path = path
-
-    def open(self) -> None:
-        """Open it from disk, at the size of a laptop; what was logged before is forgotten."""
-        self.resize(*LAPTOP)
-        self.browser.get_log("browser")  # type: ignore[no-untyped-call]
-        self.browser.get(f"file://{self.path}")
-        assert self.ask("return document.documentElement.dataset.ready") == "yes"
-
-    def ask(self, script: str, *arguments: Any) -> Any:
-        return self.browser.execute_script(script, *arguments)
-
-    def resize(self, width: int, height: int) -> None:
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-
-    def log(self) -> list[str]:
-        """What went wrong in the page since it was asked last."""
-        return [entry["message"] for entry in self.browser.get_log("browser")]  # type: ignore[no-untyped-call]
-
-    def text(self, selector: str) -> str:
-        found: str = self.ask("return document.querySelector(arguments[0]).innerText", selector)
-        return found
-
-    def click(self, selector: str) -> None:
-        self.ask("document.querySelector(arguments[0]).click()", selector)
-
-    def type(self, selector: str, text: str) -> None:
-        self.ask(
-            "const box = document.querySelector(arguments[0]); box.value = arguments[1];"
-            "box.dispatchEvent(new Event(box.tagName === 'SELECT' ? 'change' : 'input'));",
-            selector,
-            text,
-        )
-
-    def rows(self) -> list[int]:
-        """The records in the table, by their number."""
-        found: list[int] = self.ask(
-            "return Array.from(document.querySelectorAll('#table tbody tr'), (row) => Number(row.dataset.record))"
-        )
-        return found
-
-    def cell(self, row: int, column: int, *, chart: str = "overview-chart") -> None:
-        """Click the middle of a cell of a heat map with the mouse."""
-        from selenium.webdriver import ActionChains
-
-        x, y = self.ask(
-            """const chart = document.getElementById(arguments[2]);
-            chart.scrollIntoView({ block: "center" });
-            const box = chart.getBoundingClientRect();
-            const { xaxis: x, yaxis: y } = chart._fullLayout;
-            return [box.left + x._offset + x.l2p(arguments[1]), box.top + y._offset + y.l2p(arguments[0])];""",
-            row,
-            column,
-            chart,
-        )
-        chain = ActionChains(self.browser)
-        chain.w3c_actions.pointer_action.move_to_location(int(x), int(y))  # type: ignore[no-untyped-call]
-        chain.w3c_actions.pointer_action.click()
-        chain.perform()
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +43,7 @@ def faulty(chromium: Chrome, records: Records, tmp_path_factory: pytest.TempPath
 @pytest.fixture
 def fresh(faulty: Page) -> Page:
     """The same with nothing chosen."""
-    if not faulty.browser.current_url.endswith(str(faulty.path)):
+    if not faulty.browser.current_url.partition("#")[0].endswith(str(faulty.path)):
         faulty.open()
     faulty.ask(
         "const { selection } = window.ranktape; selection.focus(null); selection.clearFilters();"
@@ -167,7 +74,7 @@ def test_the_first_screen_says_what_is_wrong_and_where(fresh: Page) -> None:
 
 
 def test_a_finding_leads_to_its_records(fresh: Page, records: Records) -> None:
-    links = fresh.ask("return Array.from(document.querySelectorAll('[data-finding]'), (link) => link.dataset.title)")
+    links = fresh.ask("return window.ranktape.raw.findings.map((one) => one.title)")
     (number,) = (place for place, title in enumerate(links) if "differs in bits" in title)
     fresh.click(f"[data-finding='{number}']")
     (found,) = fresh.rows()
@@ -199,6 +106,139 @@ def test_a_cell_leads_to_its_records(fresh: Page, records: Records) -> None:
     assert drawn == [(exponents + 0.5).tolist(), counts.tolist()]
     names = fresh.ask("return document.getElementById('sweep-chart').data.map((trace) => trace.name)")
     assert [name.split(" ")[0] for name in names] == ["mxfp8_e4m3", "mxfp4_e2m1", "fp8_e4m3", "hif8"]
+
+
+def number_of(page: Page, words: str) -> int:
+    """The number of the finding whose title has these words."""
+    titles = page.ask("return window.ranktape.raw.findings.map((one) => one.title)")
+    (number,) = (place for place, title in enumerate(titles) if words in title)
+    return int(number)
+
+
+def test_what_was_clicked_is_drawn_beside_its_peers(fresh: Page, records: Records) -> None:
+    """One rank's weight beside those of the other ranks; of a sample all others; a layer beside the other layers."""
+    axes = []
+    layer, rank = SCALED
+    for words in ("weight on rank 1", "sample 4", "underflow"):
+        fresh.click(f"[data-finding='{number_of(fresh, words)}']")
+        chart = fresh.ask(
+            """const { data, layout } = document.getElementById("peers-chart");
+            return [layout.xaxis.title.text, ...data.map((one) => [Array.from(one.x), Array.from(one.y)])]"""
+        )
+        axes.append(chart[0])
+        if words == "weight on rank 1":
+            weights = records.select(tensor_name="weight", module=f"layers.{layer}.linear")
+            absmax = [float(np.abs(one.read().astype(np.float64)).max()) for one in weights]
+            expected = [[one.rank, size] for one, size in zip(weights, absmax, strict=True)]
+            peers, bad = (sorted(map(list, zip(*points, strict=True))) for points in chart[1:])
+            assert bad == sorted(point for point in expected if point[0] == rank)
+            assert peers == sorted(point for point in expected if point[0] != rank)
+        if words == "sample 4":
+            assert chart[2] == [[4], [3008]]
+    assert axes == ["rank", "sample", "layer"]
+
+
+def test_values_move_over_the_iterations(fresh: Page, records: Records) -> None:
+    """Of a record of one iteration the same place in all of them: which part of the values is in which binade."""
+    wanted = {"tensor_name": "weight", "layer_idx": 0, "rank": 1}
+    (weight,) = (
+        place
+        for place, one in enumerate(records)
+        if one.iteration == 10 and all(getattr(one, name) == value for name, value in wanted.items())
+    )
+    fresh.ask("window.ranktape.selection.openRecord(arguments[0])", weight)
+    (drawn,) = fresh.ask("return document.getElementById('moves-chart').data.map((one) => [one.y, one.z])")
+    for column, one in enumerate(records.select(**wanted)):
+        values = np.abs(one.read().astype(np.float64))
+        exponents, counts = np.unique(np.frexp(values[values > 0])[1] - 1, return_counts=True)
+        found = {exponent: row[column] for exponent, row in zip(*drawn, strict=True) if row[column] is not None}
+        assert found == pytest.approx(dict(zip(exponents.tolist(), np.log10(counts / counts.sum()), strict=True)))
+
+
+def test_an_address_shows_the_same_again(fresh: Page, records: Records) -> None:
+    """A link, back and forward, and a reload."""
+
+    def seen() -> list[Any]:
+        found: list[Any] = fresh.ask(
+            """const { metric, down, across } = window.ranktape.selection.state;
+            const value = (id) => document.getElementById(id).value;
+            return [[metric, down, across], [value("metric"), value("down"), value("across")],
+            ...["drill-title", "selected-count"].map((id) => document.getElementById(id).textContent)]"""
+        )
+        return [*found, fresh.rows()]
+
+    fresh.type("#metric", "std")
+    fresh.type("#down", "module")
+    fresh.ask("window.ranktape.selection.filter('rank', new Set([0, 1]))")
+    states = [seen()]
+    fresh.cell(2, 1)
+    states.append(seen())
+    fresh.click(f"[data-finding='{number_of(fresh, 'weight on rank 1')}']")
+    states.append(seen())
+    fresh.click("#table tbody tr")
+    states.append(seen())
+    assert len({str(state) for state in states}) == 4
+    link = fresh.browser.current_url
+    fresh.browser.back()
+    fresh.browser.back()
+    fresh.wait("document.getElementById('drill-title').textContent === arguments[0]", states[1][2])
+    assert seen() == states[1]
+    fresh.browser.forward()
+    fresh.wait("document.getElementById('drill-title').textContent === arguments[0]", states[2][2])
+    assert seen() == states[2]
+    fresh.ask("document.documentElement.dataset.ready = 'no'; window.location.reload()")
+    fresh.wait("document.documentElement.dataset.ready === 'yes'")
+    assert seen() == states[2]
+    fresh.browser.get("about:blank")
+    fresh.browser.get(link)
+    fresh.wait("document.documentElement.dataset.ready === 'yes'")
+    assert seen() == states[3]
+    fresh.browser.get(f"file://{fresh.path}#finding=nothing&in.rank=77&metric=nothing&only.rank=9")
+    fresh.wait("document.getElementById('selected-count').textContent === arguments[0]", f"all {len(records)} records")
+    assert fresh.ask("return window.ranktape.selection.state.focus") is None
+
+
+def test_cells_can_be_reached_by_keyboard(fresh: Page, records: Records) -> None:
+    fresh.type("#metric", "absmax")
+    fresh.type("#down", "layer_idx")
+    fresh.type("#across", "rank")
+    fresh.ask("document.getElementById('overview-chart').focus()")
+
+    def press(key: str) -> None:
+        fresh.ask(
+            "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', { key: arguments[0], bubbles: true }))",
+            key,
+        )
+
+    for key in ["ArrowDown", "ArrowDown", "ArrowRight", "ArrowDown", "ArrowUp", *["ArrowRight"] * 3]:
+        press(key)
+    assert fresh.ask("return document.querySelector('.spoken').textContent").startswith("layer 1, rank 3. absmax: ")
+    press("Enter")
+    assert fresh.rows() == [place for place, one in enumerate(records) if (one.layer_idx, one.rank) == (1, 3)]
+    unnamed = fresh.ask(
+        """return Array.from(document.querySelectorAll(".js-plotly-plot"))
+        .filter((one) => !one.getAttribute("role") || !one.getAttribute("aria-label")).map((one) => one.id)"""
+    )
+    assert unnamed == []
+
+
+def test_modules_say_what_was_found_in_them(fresh: Page, records: Records) -> None:
+    words = fresh.ask(
+        "return Array.from(document.querySelectorAll('.module'), (one) => one.getAttribute('aria-label'))"
+    )
+    assert words == [f"layers.{layer}.linear: high finding" for layer in range(4)]
+    edges = {
+        (records[finding["places"][0]].module, records[follower].module)
+        for finding in fresh.ask("return window.ranktape.raw.findings")
+        for follower in finding["followed_by"]
+    }
+    num_edges = fresh.ask("return document.querySelectorAll('path.follows').length")
+    assert num_edges == len({(cause, follower) for cause, follower in edges if cause != follower})
+    fresh.ask("document.querySelectorAll('.module')[2].dispatchEvent(new KeyboardEvent('keydown', { key: 'Enter' }))")
+    assert fresh.rows()[0] == next(place for place, one in enumerate(records) if one.module == "layers.2.linear")
+    assert fresh.ask("return document.querySelector('[aria-pressed=true]').dataset.module") == "2"
+    fresh.ask("document.querySelectorAll('.module')[2].dispatchEvent(new MouseEvent('click'))")
+    assert fresh.text("#selected-count") == f"all {len(records)} records"
 
 
 def test_filters_act_on_every_chart_and_table(fresh: Page, records: Records) -> None:
@@ -334,45 +374,6 @@ def test_it_can_be_printed(fresh: Page) -> None:
     assert (num_charts > 8, forms) == (True, ["660 #ffffff"])
     assert fresh.ask("return document.getElementById('layers-chart').layout.paper_bgcolor") == "#1b1e24"
     fresh.click("#theme")
-
-
-def test_names_of_strangers_do_nothing(chromium: Chrome, tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    tensors = [
-        describe_tensor(
-            (rng.standard_normal((2, 64)) * (1e4 if index == 1 and rank == 1 else 1)).astype(ml_dtypes.bfloat16),
-            module=f"{name}.{layer}",
-            layer_idx=layer,
-            layer_type=name[:60],
-            tensor_name=name[:60],
-            component=name[:60],
-            rank=rank,
-            sample_dim=0,
-        )
-        for index, name in enumerate(HOSTILE)
-        for layer in range(2)
-        for rank in range(3)
-    ]
-    path = write_report(
-        store(tmp_path / "run", tensors).select(), output=tmp_path / "report.html", url=HOSTILE[0], scope=HOSTILE[1]
-    )
-    page = Page(chromium, path)
-    page.open()
-    for column in ("module", "kind", "component"):
-        page.type("#down", column) if column != "component" else page.type("#color-by", column)
-    page.type("#across", "kind")
-    page.click(".filter[data-field=module] summary")
-    page.click("tr[data-record='7']")
-    page.click("[data-finding='0']")
-    assert HOSTILE[0] in page.text("h1")
-    assert HOSTILE[1][:20] in page.text("#findings")
-    assert page.ask("return window.hurt") is None
-    # Nothing of theirs became an element, in the page or in a chart.
-    assert page.ask("return document.querySelectorAll('img, a[href^=javascript], a:not([data-finding])').length") == 0
-    # And nothing was asked of anybody: what was loaded is this file and what it holds.
-    loaded = page.ask("return performance.getEntriesByType('resource').map((one) => one.name.slice(0, 5))")
-    assert set(loaded) <= {"data:", "blob:"}
-    assert page.log() == []
 
 
 def test_a_browser_refuses_what_is_not_ours(faulty: Page) -> None:

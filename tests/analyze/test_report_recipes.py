@@ -19,8 +19,8 @@ from ranktape.analyze.views.report.page import write_report
 from ranktape.analyze.views.report.recipes import recipe_columns
 from ranktape.storage import Records
 from tests.analyze.linear_runs import hot_channels, linear_run
+from tests.analyze.report_page import HOSTILE, Page
 from tests.analyze.test_report import unpacked
-from tests.analyze.test_report_page import HOSTILE, Page
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome

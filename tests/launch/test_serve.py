@@ -265,8 +265,12 @@ def test_a_browser_follows_a_run_that_grows(tmp_path: Path, chromium: Chrome) ->
         growing.end(20)
         until(lambda: find("live-show").is_displayed())
         assert "1 complete iteration (10)" in facts()
+        chromium.execute_script("window.ranktape.selection.filter('rank', new Set([1]))")
         find("live-show").click()
         until(lambda: "2 complete iterations (10, 20)" in facts())
+        # What was chosen is still chosen.
+        count = "return document.getElementById('selected-count')?.textContent ?? ''"
+        until(lambda: " of " in str(chromium.execute_script(count)))
         assert find("live-follow").is_selected() is False
         assert "Forbidden" in _body(chromium, address.rpartition("/")[0][:-1] + "/")
         chromium.get(address)

@@ -198,6 +198,7 @@ class Family:
             finding,
             severity=self.severity,
             consequences=tuple(one.finding.title for one in self.following),
+            followed_by=tuple(one.finding.places[0] for one in self.following),
             evidence=finding.evidence + "".join(f"; {one.kind}: {one.evidence}" for one in here[:2]),
         )
 

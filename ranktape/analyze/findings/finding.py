@@ -74,6 +74,8 @@ class Finding:
     """Whether it came from one captured iteration to the next."""
     consequences: tuple[str, ...] = ()
     """The titles of all else that was found and follows from this one, the nearest first."""
+    followed_by: tuple[int, ...] = ()
+    """Of each of these the record that shows it worst; none where they are not seen in records."""
     command: str = ""
     """The command that looks closer, with RUN for the run."""
 
@@ -97,6 +99,7 @@ class Finding:
             place=f"{part.name}: {self.place}",
             where={SOURCE: part.name, **self.where},
             places=tuple(part.places[list(self.places)].tolist()),
+            followed_by=tuple(part.places[list(self.followed_by)].tolist()),
             command=self.command and self.command_in(part.records.reader.url),
         )
 

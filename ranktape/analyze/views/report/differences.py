@@ -46,6 +46,14 @@ class SourceDifferences:
     """What says all of it."""
 
 
+def summary_of(table: Table) -> SourceDifferences:
+    """A table as the page shows it: its title above it, its notes as sentences."""
+    heads, cells, is_left = table.text_cells()
+    said = " ".join(f"{note[:1].upper()}{note[1:]}." for note in table.notes)
+    title = f"{table.title[:1].upper()}{table.title[1:]}"
+    return SourceDifferences(title=title, said=printable(said), heads=heads, cells=cells, is_left=is_left)
+
+
 def differences_of(records: Records, *, engine: Engine) -> Iterator[SourceDifferences]:
     """Each source against the first, where there are several; of values of both every one is read.
 

@@ -11,16 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.engine import Engine, next_step
 from ranktape.analyze.findings.finding import Finding, headline
-from ranktape.analyze.identity import IDENTITY, NUMBER_FIELDS, natural, places_of, source_fields, stacks_of
+from ranktape.analyze.identity import (
+    IDENTITY,
+    NUMBER_FIELDS,
+    natural,
+    places_of,
+    sample_names,
+    source_fields,
+    stacks_of,
+)
 from ranktape.analyze.metrics.numbers import numbers_of
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.numerics.recipes.recipe import Recipe
 from ranktape.analyze.replays.replayed import Replayed
 from ranktape.analyze.views.report.columns import SHOWN, SampleColumns, packed
 from ranktape.analyze.views.report.details import Details, bundles_of
-from ranktape.analyze.views.report.differences import SourceDifferences, differences_of
+from ranktape.analyze.views.report.differences import SourceDifferences, differences_of, summary_of
 from ranktape.analyze.views.report.recipes import recipe_columns, recipes_left_out
 from ranktape.storage.format.memory import nbytes_text
 from ranktape.storage.places.failures import printable
@@ -28,6 +36,7 @@ from ranktape.storage.places.failures import printable
 if TYPE_CHECKING:
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.numerics.formats import Format
+    from ranktape.analyze.table import Table
     from ranktape.storage import Records
 
 FIELDS = (*IDENTITY, "batch_size", "keep")
@@ -56,7 +65,7 @@ class Model:
     headline: str
     """What was found, in one sentence."""
     differences: tuple[SourceDifferences, ...]
-    """Of several sources each against the first."""
+    """Of several sources each against the first, below the table that was given for all of them."""
     findings: tuple[Finding, ...]
     """The worst first."""
     left_out: tuple[str, ...]
@@ -76,9 +85,10 @@ def build_model(
     environment: Mapping[str, Any] | None = None,
     recipes: Sequence[Recipe] = (),
     replayed: Replayed | None = None,
+    summary: Table | None = None,
     engine: Engine | None = None,
 ) -> Model:
-    """What the page shows of a selection; `replayed` is what became of its products in the recipes.
+    """What the page shows of a selection, `summary` first; `replayed` is what became of its products in the recipes.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
@@ -91,17 +101,21 @@ def build_model(
     known = numbers_of(records, view=view, engine=used)
     samples = SampleColumns(known)
     columns = {name: known.column(name) for name in ("elements", *(one.source for one in SHOWN))}
+    next_step()
     details.add_records(records, engine=used)
+    next_step()
     details.add_block_sweeps(records, first=named, engine=used)
     sample_columns, num_sampled = samples.to_json(first=set(named))
     shown = [(one, columns[one.source]) for one in SHOWN]
     swept = [job.scheme.element.name for job in details.targets]
     of_recipes = None if replayed is None else recipe_columns(records, replayed, recipes)
+    if len(records.sources) > 1:
+        next_step()
     return Model(
         url=printable(url),
         facts=_facts(records, scope=scope, environment=environment or {}),
         headline=headline(findings, num_records=len(records)),
-        differences=tuple(differences_of(records, engine=used)),
+        differences=(*([] if summary is None else [summary_of(summary)]), *differences_of(records, engine=used)),
         findings=tuple(findings[:MAX_FINDINGS]),
         left_out=(
             *_left_out(details, samples, num_findings=len(findings), num_sampled=num_sampled),
@@ -119,10 +133,27 @@ def build_model(
             "samples": sample_columns,
             "recipes": of_recipes,
             "bands": [_band(FORMATS[name]) for name in dict.fromkeys((*BANDS, *swept)) if name != "nvfp4"],
-            "findings": [list(finding.places[:MAX_PLACES]) for finding in findings[:MAX_FINDINGS]],
+            "findings": [_shown_on_charts(finding, records) for finding in findings[:MAX_FINDINGS]],
             "start": _start(findings, columns, records),
         },
     )
+
+
+def _shown_on_charts(finding: Finding, records: Records) -> dict[str, Any]:
+    """What the page's script knows of a finding, which an address names by its title.
+
+    `samples` are the numbers of its sample in its records, from 0; None where it is about none.
+    """
+    places, sample = finding.places[:MAX_PLACES], finding.where.get("sample")
+    names = [] if sample is None else sample_names(records.take(places))
+    return {
+        "title": printable(finding.title),
+        "severity": finding.severity.value,
+        "places": list(places),
+        "metric": finding.metric,
+        "samples": None if sample is None else [[*map(str, known)].index(str(sample)) for known in names],
+        "followed_by": list(finding.followed_by),
+    }
 
 
 def _fields(records: Records) -> list[dict[str, Any]]:

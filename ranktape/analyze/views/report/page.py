@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ranktape.analyze.console import write_whole, writing
-from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.engine import Engine, next_step, steps
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.numerics.recipes.words import RecipeWord, parse_recipes
 from ranktape.analyze.questions.swept import parse_jobs
@@ -31,14 +31,25 @@ from ranktape.storage.places.failures import printable
 if TYPE_CHECKING:
     import jinja2
 
+    from ranktape.analyze.table import Table
     from ranktape.storage import Records
 
 FORMATS = ("mxfp8_e4m3", "mxfp4_e2m1", "fp8_e4m3", "hif8")
 """The formats that are tried on every record: those whose sweeps cost little."""
 
 SCRIPTS = (
-    *("data.js", "selection.js", "folding.js", "templates.js", "themes.js", "overview.js"),
-    *("panels.js", "recipes.js", "drill.js", "filters.js", "tables.js", "page.js"),
+    *("data.js", "selection.js", "folding.js", "templates.js", "themes.js", "keyboard.js", "overview.js"),
+    *(
+        "panels.js",
+        "recipes.js",
+        "drill.js",
+        "peers.js",
+        "filters.js",
+        "tables.js",
+        "modules.js",
+        "address.js",
+        "page.js",
+    ),
 )
 """The page's own scripts, each of which needs those before it: together one module, which waits for its data."""
 
@@ -67,6 +78,7 @@ def write_report(
     url: str = "",
     scope: str = "",
     environment: Mapping[str, Any] | None = None,
+    summary: Table | None = None,
     engine: Engine | None = None,
 ) -> Path:
     """Write one HTML file that says what is wrong in a selection and where; returns its path.
@@ -74,8 +86,8 @@ def write_report(
     Findings and metrics are of finite values, NaN and infinities counted apart. `format` names those whose scales are
     tried, `recipe` recipes in which products of layers are computed again, which takes the time of these products;
     `url`, `scope` (which records were chosen, in words) and `environment` (that of the run's document) are for
-    the line below the title. A file that is there is replaced, folders are made; the file is whole or not there. The
-    same records give the same bytes.
+    the line below the title; with `summary` the page begins with a table of one's own. A file that is there is
+    replaced, folders are made; the file is whole or not there. The same records give the same bytes.
 
     Raises:
         AccessDeniedError: the file may not be written.
@@ -96,6 +108,7 @@ def write_report(
         url=url,
         scope=scope,
         environment=environment,
+        summary=summary,
         engine=engine,
     )
     write_whole(path, page_bytes(model, view=chosen), what="report")
@@ -111,6 +124,7 @@ def model_of(
     url: str = "",
     scope: str = "",
     environment: Mapping[str, Any] | None = None,
+    summary: Table | None = None,
     engine: Engine | None = None,
 ) -> Model:
     """What the page shows, with the arguments of `write_report`.
@@ -129,19 +143,27 @@ def model_of(
     # A format that is not known is refused before hours are spent too.
     parse_jobs(format)
     recipes = parse_recipes(recipe) if recipe else []
-    replayed = replay_calls(records, recipes, engine=used) if recipes else None
-    return build_model(
-        records,
-        findings=find(records, view=view, recipe=recipes, replayed=replayed, engine=used),
-        formats=format,
-        view=view,
-        url=url,
-        scope=scope,
-        environment=environment,
-        recipes=recipes,
-        replayed=replayed,
-        engine=used,
-    )
+    # Findings, distributions, scales of blocks; recipes and the differences of sources, where there are some.
+    with steps(3 + bool(recipes) + (len(records.sources) > 1)):
+        replayed = None
+        if recipes:
+            next_step()
+            replayed = replay_calls(records, recipes, engine=used)
+        next_step()
+        findings = find(records, view=view, recipe=recipes, replayed=replayed, engine=used)
+        return build_model(
+            records,
+            findings=findings,
+            formats=format,
+            view=view,
+            url=url,
+            scope=scope,
+            environment=environment,
+            recipes=recipes,
+            replayed=replayed,
+            summary=summary,
+            engine=used,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

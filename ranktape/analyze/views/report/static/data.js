@@ -144,6 +144,17 @@ await (async function () {
     return value === "" ? "(empty)" : String(value);
   }
 
+  const wordOf = (name, record) => word(fields.get(name), fields.get(name).codes[record]);
+
+  /** The codes of a field that words mean. */
+  function codesOf(field, words) {
+    const wanted = new Set(words);
+    return field.values.map((_, code) => code).filter((code) => wanted.has(word(field, code)));
+  }
+
+  /** Fields that together tell records apart. */
+  const identity = Array.from(fields.values()).filter((field) => field.values.length > 1 && field.name !== "kind").map((field) => field.name);
+
   /** The same for a chart: plotly takes <b> and &lt; in its texts for markup, so these letters become entities. */
   function label(text, maxLength = 44) {
     if (/^[\w .%-]{0,40}$/.test(text)) return String(text);
@@ -174,6 +185,6 @@ await (async function () {
     details: unpackedDetails(raw.details),
     samples: unpackedSamples(raw.samples),
     recipes: raw.recipes === null ? null : unpackedRecipes(raw.recipes),
-    number, percent, shown, nbytes, word, label, element,
+    number, percent, shown, nbytes, word, wordOf, codesOf, identity, label, element,
   };
 })();

@@ -216,5 +216,5 @@
     drawSweep(bundles);
   }
 
-  page.drill = { update, updateSamples };
+  page.drill = { update, updateSamples, binadesOf };
 })();

@@ -103,6 +103,15 @@
     return deviations.get(metric.name);
   }
 
+  /** The records at the places of some: in all ranks and iterations (`isNear`), or at the like places of all layers. */
+  function placesLike(records, isNear) {
+    sites ??= codesOf((name) => name);
+    families ??= codesOf((name) => String(name).replace(/\d+/g, "#"));
+    const codes = isNear ? sites : families;
+    const wanted = new Set(records.map((record) => codes[record]));
+    return Array.from(codes.keys()).filter((record) => wanted.has(codes[record]));
+  }
+
   /** Of several deviations the one that is farthest from 0. */
   function farthest(values) {
     let found = NaN;
@@ -112,5 +121,5 @@
     return found;
   }
 
-  page.folding = { valueOf, median, merged, fold, groups, deviation, farthest };
+  page.folding = { valueOf, median, merged, fold, groups, deviation, placesLike, farthest };
 })();

@@ -187,10 +187,7 @@
         yaxis: { title: { text: nameOf(down) }, type: "linear", autorange: "reversed", ...tickOf(rowWords) },
       }
     );
-    if (!place.dataset.listens) {
-      place.dataset.listens = "yes";
-      place.on("plotly_click", (event) => openCell(event.points[0]));
-    }
+    page.keyboard.listen(place, openCell);
   }
 
   /** As many names as fit beside one another. */
@@ -206,9 +203,10 @@
     if (cell === undefined) return;
     const { down, across } = selection.state;
     const records = Array.from(new Set(cell.records));
-    selection.focus(records, `${nameOf(down)} ${rowWords[Math.round(point.y)]}, ${nameOf(across)} ${columnWords[Math.round(point.x)]}`);
+    const where = [[down, rowWords[Math.round(point.y)]], [across, columnWords[Math.round(point.x)]]];
+    selection.focus(records, where.map(([name, word]) => `${nameOf(name)} ${word}`).join(", "), { where });
     document.getElementById("drill").scrollIntoView({ block: "start" });
   }
 
-  page.overview = { update, nameOf };
+  page.overview = { update, nameOf, ticksOf };
 })();

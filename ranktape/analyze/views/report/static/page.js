@@ -1,9 +1,11 @@
 // Draws again what a choice changes.
-(function () {
+await (async function () {
   "use strict";
   const page = window.ranktape;
   const { selection, themes, element } = page;
   const at = (id) => document.getElementById(id);
+
+  const MENUS = [["metric", "metric"], ["across", "across"], ["down", "down"], ["color-by", "colorBy"]];
 
   function fillMenus() {
     for (const metric of page.metrics.values()) at("metric").append(element("option", { value: metric.name, text: metric.head }));
@@ -18,13 +20,7 @@
         .filter((name) => name === "kind" || (page.fields.has(name) && differs(name)))
         .map(named)
     );
-    const { state } = selection;
-    at("metric").value = state.metric;
-    at("across").value = state.across;
-    at("down").value = state.down;
-    at("color-by").value = state.colorBy;
-    at("against-peers").checked = state.againstPeers;
-    for (const [id, key] of [["metric", "metric"], ["across", "across"], ["down", "down"], ["color-by", "colorBy"]]) {
+    for (const [id, key] of MENUS) {
       at(id).addEventListener("change", (event) => selection.choose({ [key]: event.target.value }));
     }
     at("against-peers").addEventListener("change", (event) => selection.choose({ againstPeers: event.target.checked }));
@@ -34,8 +30,7 @@
     for (const link of document.querySelectorAll("[data-finding]")) {
       link.addEventListener("click", (event) => {
         event.preventDefault();
-        const places = page.raw.findings[Number(link.dataset.finding)];
-        selection.focus(places, link.dataset.title);
+        selection.openFinding(Number(link.dataset.finding));
         at("drill").scrollIntoView({ block: "start" });
       });
     }
@@ -63,20 +58,28 @@
     at("print").addEventListener("click", () => window.print());
   }
 
-  function update(what) {
+  function updateMenus() {
+    for (const [id, key] of MENUS) at(id).value = selection.state[key];
     at("against-peers").checked = selection.state.againstPeers;
     at("against-peers").disabled = !selection.metric().isMagnitude;
+  }
+
+  function update(what) {
+    updateMenus();
     if (what !== "focus") {
       page.overview.update();
       page.panels.update();
     }
     if (what === "metric") {
       page.drill.updateSamples();
+      page.peers.updatePeers();
       return;
     }
-    if (what === "selection") page.recipePanel.update();
+    if (what !== "focus") page.recipePanel.update();
     page.filters.update();
+    page.modules.update();
     page.drill.update();
+    page.peers.update();
     page.tables.update();
   }
 
@@ -84,7 +87,16 @@
   listenToFindings();
   listenToThemes();
   updateSwitch();
+  page.address.restore();
+  updateMenus();
+  // The overview is seen first, while the rest is drawn.
+  page.overview.update();
+  page.filters.update();
   selection.onChange(update);
-  update("selection");
+  for (const draw of [page.modules.draw, page.drill.update, page.peers.update, page.tables.update, page.panels.update, page.recipePanel.update]) {
+    await new Promise((resolve) => setTimeout(resolve));
+    draw();
+  }
+  page.address.scroll();
   document.documentElement.dataset.ready = "yes";
 })();

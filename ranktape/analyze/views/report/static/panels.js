@@ -14,6 +14,8 @@
     const positive = values.filter((value) => value > 0 && Number.isFinite(value));
     if (metric.isMagnitude && positive.length > 0) {
       const decades = Math.log10(positive.reduce((best, one) => Math.max(best, one)) / positive.reduce((best, one) => Math.min(best, one)));
+      // Within a decade a logarithmic axis may have no number at all.
+      if (decades < 1) return { title, exponentformat: "power" };
       return { title, type: "log", exponentformat: "power", dtick: decades < 1.5 ? "D2" : Math.max(1, Math.ceil(decades / 7)) };
     }
     if (metric.merge === "ratio") return { title, tickformat: "~%", rangemode: "tozero", exponentformat: "power" };
@@ -46,6 +48,13 @@
   /** A column with nothing between two stacks, so that no line joins them. */
   function withGaps(column, stacks) {
     return column.flatMap((value, place) => (place > 0 && stacks[place] !== stacks[place - 1] ? [null, value] : [value]));
+  }
+
+  /** Pixels of a legend above a chart, whose names stand in columns. */
+  function legendHeight(place, names) {
+    const widest = names.reduce((most, name) => Math.max(most, name.length), 0);
+    const columns = Math.max(1, Math.floor((place.clientWidth - 150) / (60 + 7 * widest)));
+    return 19 * Math.ceil(names.length / columns);
   }
 
   /** One line for each value of a field, over the numbers of another. */
@@ -81,7 +90,7 @@
       return;
     }
     themes.draw(place, "lines", traces, {
-      height: 320 + 18 * Math.ceil(shown.length / 3),
+      height: 300 + legendHeight(place, traces.map(({ name }) => name)),
       xaxis: { title: { text: nameOf(over) + more(groups.length - shown.length, "lines") }, zeroline: false, ...ticksOf(overField, records) },
       yaxis: valueAxis(metric, all),
     });
@@ -186,5 +195,5 @@
     updateGradients();
   }
 
-  page.panels = { update };
+  page.panels = { update, valueAxis, ticksOf };
 })();

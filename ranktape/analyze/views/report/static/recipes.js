@@ -149,10 +149,7 @@
       }
     );
     shownCells.lines = lines;
-    if (!place.dataset.listens) {
-      place.dataset.listens = "yes";
-      place.on("plotly_click", (event) => openCell(event.points[0]));
-    }
+    page.keyboard.listen(place, openCell);
   }
 
   /** A number that fits into a cell. */

@@ -7,7 +7,10 @@
   const state = {
     /** By the name of a field the codes that are let through; a field that is not in it lets all through. */
     filters: new Map(),
-    /** What was clicked: its records and its name; null where nothing was. */
+    /**
+     * What was clicked: its records, its name, and what it is: the number of a `finding`, or `where`, pairs of fields
+     * and words in which its records agree; null where nothing was clicked.
+     */
     focus: null,
     metric: start.metric,
     across: start.across,
@@ -51,20 +54,56 @@
   }
 
   /** Look at some records; filters that would hide one are lifted. */
-  function focus(records, name) {
+  function focus(records, name, about = {}) {
     if (records === null && state.focus === null) return;
-    if (records !== null) {
-      const left = new Set(selected);
-      if (!records.every((record) => left.has(record))) {
-        state.filters.clear();
-        selected = filtered();
-        state.focus = { records: Array.from(records), name };
-        tell("selection");
-        return;
-      }
+    const isNone = records === null;
+    const isHidden = !isNone && !isSelected(records);
+    if (isHidden) {
+      state.filters.clear();
+      selected = filtered();
     }
-    state.focus = records === null ? null : { records: Array.from(records), name };
-    tell("focus");
+    state.focus = isNone ? null : { records: Array.from(records), name, ...about };
+    tell(isHidden ? "selection" : "focus");
+  }
+
+  function isSelected(records) {
+    const left = new Set(selected);
+    return records.every((record) => left.has(record));
+  }
+
+  function openFinding(number) {
+    const { places, title } = page.raw.findings[number];
+    focus(places, title, { finding: number });
+  }
+
+  function openRecord(record) {
+    const words = ["module", "operation", "tensor_name"].map((name) => page.wordOf(name, record));
+    focus([record], `Record ${record}: ${words.join(" ")}`, { where: page.identity.map((name) => [name, page.wordOf(name, record)]) });
+  }
+
+  /** The records of the selection whose fields are these words; a sample is one that they must have. */
+  function recordsWhere(where) {
+    const tests = where.map(([name, word]) => {
+      if (name === "sample") {
+        const { placeOf, length } = page.samples;
+        return (record) => placeOf.has(record) && length[placeOf.get(record)] > Number(word);
+      }
+      const field = page.fields.get(name);
+      const codes = new Set(field === undefined ? [] : page.codesOf(field, [word]));
+      return (record) => codes.has(field.codes[record]);
+    });
+    return Array.from(selected).filter((record) => tests.every((test) => test(record)));
+  }
+
+  /** All that can be chosen, at once: what an address says. */
+  function restore({ filters, finding, where, name, ...choices }) {
+    Object.assign(state, { filters, focus: null }, choices);
+    selected = filtered();
+    const records = finding !== null ? page.raw.findings[finding].places : where.length > 0 ? recordsWhere(where) : [];
+    if (records.length > 0 && isSelected(records)) {
+      state.focus = { records, name, ...(finding !== null ? { finding } : { where }) };
+    }
+    tell("restored");
   }
 
   function choose(changes) {
@@ -73,7 +112,7 @@
   }
 
   page.selection = {
-    state, filter, clearFilters, focus, choose,
+    state, filter, clearFilters, focus, openFinding, openRecord, choose, restore,
     onChange: (listener) => listeners.push(listener),
     records: () => selected,
     /** The records of the drill-down: what was clicked, or else the whole selection. */

@@ -118,9 +118,7 @@
   function open(event) {
     const row = event.target.closest("tr[data-record]");
     if (row === null) return;
-    const record = Number(row.dataset.record);
-    const words = ["module", "operation", "tensor_name"].map((name) => page.fields.get(name)).map((field) => page.word(field, field.codes[record]));
-    selection.focus([record], `Record ${record}: ${words.join(" ")}`);
+    selection.openRecord(Number(row.dataset.record));
     document.getElementById("drill").scrollIntoView({ block: "start" });
   }
 

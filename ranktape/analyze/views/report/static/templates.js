@@ -21,7 +21,7 @@
         hovermode: "closest",
         hoverlabel: { font: FONT, align: "left" },
         legend: {
-          orientation: "h", traceorder: "normal", font: { size: 11 },
+          orientation: "h", traceorder: "normal", font: { size: 11 }, maxheight: 0.7,
           x: 0, xanchor: "left", yref: "container", y: 1, yanchor: "top",
         },
         showlegend: true,

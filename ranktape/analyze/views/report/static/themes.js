@@ -50,8 +50,16 @@
     sentenceOf(place)?.remove();
     place.hidden = false;
     place.style.height = `${height}px`;
+    if (place.getAttribute("role") !== "application") place.setAttribute("role", "img");
+    place.setAttribute("aria-label", saidOf(place));
     const filled = traces.map((trace, index) => blended(data[Math.min(index, data.length - 1)], trace));
     return Plotly.react(place, filled, themed(blended(shared, layout, isPrinting ? { width: PRINTED_WIDTH, height } : { autosize: true })), CONFIG);
+  }
+
+  /** What a chart is called, for who does not see it: its title, and what is written below that. */
+  function saidOf(place) {
+    const texts = Array.from(place.closest("figure").querySelectorAll("h2, h3, figcaption"), (one) => one.textContent.trim());
+    return `Chart: ${texts.filter(Boolean).join(". ")}`;
   }
 
   /** The sentence that stands where a chart was. */
