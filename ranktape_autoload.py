@@ -12,7 +12,7 @@ import sys
 
 SWITCHES = (
     *("RANKTAPE_CAPTURE", "RANKTAPE_CAPTURE_CONFIG", "RANKTAPE_LAUNCHED"),
-    *("RANKTAPE_QUANT", "RANKTAPE_QUANT_PLAN"),
+    *("RANKTAPE_QUANT", "RANKTAPE_QUANT_PLAN", "RANKTAPE_QUANT_ATTENTION"),
 )
 """Variables that ask for a capture or a precision; without them, and that of the legacy tools, nothing is imported."""
 

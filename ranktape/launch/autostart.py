@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from ranktape.errors import CaptureError, FailedElsewhereError, LateError, RanktapeError, UsageError
-from ranktape.launch.quantizing import Quantization, arm_quantizer
+from ranktape.launch.quantization import Quantization
+from ranktape.launch.quantizing import arm_quantizer
 from ranktape.launch.worker import HEAD_START_SECONDS, LAUNCHED, OWNER, complain, one_line, report, say, stand_aside
 
 if TYPE_CHECKING:

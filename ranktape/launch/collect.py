@@ -30,7 +30,7 @@ from ranktape.launch.place import read_options, shown
 
 if TYPE_CHECKING:
     from ranktape.launch.collected import Collected
-    from ranktape.launch.quantizing import Quantization
+    from ranktape.launch.quantization import Quantization
 
 DEMO = ("--nproc-per-node", "2", "-m", "ranktape.launch.demo_train")
 """What is trained where no script is given."""
@@ -63,6 +63,7 @@ _OWN = (
     required=True,
     help="The precisions, with commas between them; the others are compared with the first: bf16,mxfp8,mxfp4,hifp8.",
 )
+@click.option("--quant-attention", is_flag=True, help="Quantise attention by the recipes, too.")
 @click.option("--output", metavar="URL", default="runs/collect", show_default=True, help="Where the runs are recorded.")
 @click.option(
     "--timeout",
@@ -81,6 +82,7 @@ _OWN = (
 def command(
     quant: str,
     *,
+    quant_attention: bool,
     output: str,
     timeout: float,
     min_records: int,
@@ -94,7 +96,7 @@ def command(
     the demo is trained. A training ends as soon as its guaranteed iterations are stored. Called again, only those
     trainings are done that are missing. Exit code 3: not everything was stored that was asked for.
     """
-    plan = _Plan.of(quant, output=output, words=words, values=values)
+    plan = _Plan.of(quant, has_attention=quant_attention, output=output, words=words, values=values)
     plan.check(overwrite=overwrite)
     done: list[Collected] = []
     for number, quantization in enumerate(plan.quantizations, start=1):
@@ -118,12 +120,14 @@ class _Plan:
     """The settings of the captures."""
 
     @classmethod
-    def of(cls, quant: str, *, output: str, words: Sequence[str], values: Mapping[str, Any]) -> _Plan:
-        from ranktape.launch.quantizing import Quantization
+    def of(
+        cls, quant: str, *, has_attention: bool, output: str, words: Sequence[str], values: Mapping[str, Any]
+    ) -> _Plan:
+        from ranktape.launch.quantization import Quantization
 
         found: dict[str, Quantization] = {}
         for word in map(str.strip, quant.split(",")):
-            one = Quantization.of_words(word or None, None)
+            one = Quantization.of_words(word, None, has_attention=has_attention) if word else None
             if one is None:
                 raise UsageError(f"--quant {quant!r:.80} names nothing at one place: give names, as bf16,mxfp8")
             if one.tag in found:
@@ -146,7 +150,8 @@ class _Plan:
     @property
     def words(self) -> list[str]:
         """What two collections must have in common to be one."""
-        return [*self.before, *self.script]
+        has_attention = any(one.has_attention for one in self.quantizations)
+        return [*(["--quant-attention", "--"] if has_attention else []), *self.before, *self.script]
 
     def check(self, *, overwrite: bool) -> None:
         """Say what cannot work before anything is trained, and note what the runs are of.
@@ -215,10 +220,9 @@ class _Plan:
         before = list(self.before)
         if not any(word.startswith(("--standalone", "--rdzv", "--nnodes", "--master")) for word in before):
             before.insert(0, "--standalone")
-        [quant] = quantization.words.values()
         return [
             *(sys.executable, "-m", "torch.distributed.run", *before, "-m", "ranktape.launch"),
-            *("--capture", self.url_of(quantization), "--quant", quant, "--stop-when-stored"),
+            *("--capture", self.url_of(quantization), *quantization.options, "--stop-when-stored"),
             *(["--overwrite"] if overwrite else []),
             *capture_arguments(self.values),
             *self.script,

@@ -21,7 +21,7 @@ from ranktape.analyze.console import say
 from ranktape.errors import CaptureError, RunExistsError, RunNotFoundError, UsageError
 from ranktape.launch.options import capture_arguments, capture_options
 from ranktape.launch.place import read_options
-from ranktape.launch.quantizing import Quantization, quant_options
+from ranktape.launch.quantization import Quantization, quant_options
 
 MIN_TEXT_NBYTES = 10_000
 """Less than this is learned by heart before the demo's last step."""
@@ -98,6 +98,7 @@ def command(
     dtype: str,
     quant: str | None,
     quant_plan: str | None,
+    quant_attention: bool | None,
     micro_batches: int,
     **values: Any,
 ) -> None:
@@ -107,13 +108,13 @@ def command(
     training.
     """
     read_text(text)
-    quantization = Quantization.of_words(quant, quant_plan)
+    quantization = Quantization.of_words(quant, quant_plan, has_attention=bool(quant_attention))
     settings = plan_capture(values, steps=steps, quant_type=quantization.tag if quantization else dtype)
     _refuse_existing(output, settings=settings)
     own = {"steps": steps, "dtype": dtype, "micro-batches": micro_batches, "text": text}
-    own |= {"quant": quant, "quant-plan": quant_plan}
     script = [word for name, value in own.items() if value is not None for word in (f"--{name}", str(value))]
-    train(["--capture", output, *capture_arguments(settings)], script=script, num_ranks=num_ranks)
+    quant_words = quantization.options if quantization else []
+    train(["--capture", output, *quant_words, *capture_arguments(settings)], script=script, num_ranks=num_ranks)
     show(output, storage_options=settings.get("storage_options"))
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from ranktape.analyze import fake_quantize
 from ranktape.launch.demo import read_text
 
 # B = batch, T = positions, D = model width, H = heads, V = vocabulary
@@ -139,9 +138,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--text", default=None)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
-    quantization = parser.add_mutually_exclusive_group()
-    quantization.add_argument("--quant", default=None)
-    quantization.add_argument("--quant-plan", default=None)
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
@@ -166,10 +162,6 @@ def main() -> None:
 
     config = GPTConfig()
     gpt = GPT(config)
-    if arguments.quant is not None:
-        fake_quantize(gpt, recipe=arguments.quant)
-    if arguments.quant_plan is not None:
-        fake_quantize(gpt, plan=arguments.quant_plan)
     model = DistributedDataParallel(gpt)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / WARM_UP_STEPS, total_iters=WARM_UP_STEPS)

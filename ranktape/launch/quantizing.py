@@ -12,122 +12,18 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
-
-import click
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ranktape.errors import RanktapeError, UsageError
+from ranktape.launch.quantization import Quantization, is_asked_for
 from ranktape.launch.worker import OWNER, report, say
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ranktape.analyze.numerics.recipes.plan_file import PrecisionPlan
     from ranktape.analyze.numerics.recipes.recipe import Recipe
-
-QUANT, QUANT_PLAN, QUANT_ATTENTION = "RANKTAPE_QUANT", "RANKTAPE_QUANT_PLAN", "RANKTAPE_QUANT_ATTENTION"
-"""The variables that say the same as the options."""
-
-PLANNED = "plan"
-"""The `quant_type` of a training whose layers have recipes of their own."""
-
-AnyCommand = TypeVar("AnyCommand", bound=Callable[..., Any])
-
-
-def quant_options(command: AnyCommand) -> AnyCommand:
-    """Add the options that say in which precision a training computes."""
-    made = click.option(
-        "--quant-plan",
-        metavar="FILE",
-        help="A plan that gives linear layers recipes of their own, as 'ranktape analyze replay --plan' writes it.",
-    )(command)
-    return click.option(
-        "--quant",
-        metavar="RECIPE",
-        help="What the operands of linear layers are quantised to, forward and backward, as mxfp8 or nvfp4; a recipe "
-        "of your own is a .yaml file. The script stays as it is.",
-    )(made)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quantization:
-    """In which precision a training is to compute."""
-
-    recipe: Recipe | None
-    """Of all linear layers; None where there is a plan."""
-    plan: PrecisionPlan | None
-    """The recipe of each; None where there is one for all."""
-    tag: str
-    """The `quant_type` of its records."""
-    words: Mapping[str, str]
-    """The variables that say so."""
-
-    @classmethod
-    def of_words(cls, quant: str | None, quant_plan: str | None, *, folder: Path | None = None) -> Self | None:
-        """What the options say, with paths from a folder; None where they say nothing.
-
-        Raises:
-            UsageError: a recipe or a plan is not known or cannot be read, or both are given.
-        """
-        # Not at the top: the help page does without what it needs.
-        from ranktape.analyze.numerics.recipes.plan_file import read_plan
-        from ranktape.analyze.numerics.recipes.table import ALIASES, RECIPES
-        from ranktape.analyze.numerics.recipes.words import parse_recipe
-
-        if quant is not None and quant_plan is not None:
-            raise UsageError("--quant and --quant-plan exclude each other: a plan names the recipe of each layer")
-        if quant_plan is not None:
-            path = (folder or Path()) / quant_plan
-            return cls(recipe=None, plan=read_plan(path), tag=PLANNED, words={QUANT_PLAN: str(path.absolute())})
-        if quant is None:
-            return None
-        if quant in ALIASES or quant in RECIPES:
-            return cls(recipe=parse_recipe(quant), plan=None, tag=quant, words={QUANT: quant})
-        is_file = quant.endswith((".yaml", ".yml")) or os.sep in quant
-        recipe = parse_recipe((folder or Path()) / quant if is_file else quant)
-        # The processes that the script starts may be in another folder.
-        return cls(recipe=recipe, plan=None, tag=recipe.name, words={QUANT: str(Path(quant).absolute())})
-
-    @classmethod
-    def of_environment(cls, environment: Mapping[str, str], *, folder: Path | None = None) -> Self | None:
-        """What the variables say, with paths from a folder.
-
-        Raises:
-            UsageError: as `of_words`.
-        """
-        return cls.of_words(environment.get(QUANT) or None, environment.get(QUANT_PLAN) or None, folder=folder)
-
-    def recipes_of(self, linears: Mapping[str, nn.Module], others: Mapping[str, str]) -> dict[str, Recipe]:
-        """The recipes of the plain linear layers of a model that are quantised.
-
-        Raises:
-            UsageError: the plan names layers that the model has not.
-        """
-        from ranktape.analyze.numerics.quantization.quantized_layers import recipes_of_layers
-
-        if self.plan is not None:
-            return self.plan.recipes_of(linears, others=others)
-        assert self.recipe is not None, "there is a recipe where there is no plan"
-        # A training in float32 is to be rounded by it, too.
-        return recipes_of_layers(self.recipe, linears, keeps_bf16=not self.is_baseline) if linears else {}
-
-    @property
-    def is_baseline(self) -> bool:
-        """Whether all is to be computed in bf16: what computes in it already is left as it is."""
-        return self.recipe is not None and self.recipe.name == "bf16"
-
-
-def quantization_of(quant: str | None, quant_plan: str | None) -> Quantization | None:
-    """What the options say, or where they say nothing the variables.
-
-    Raises:
-        UsageError: as `Quantization.of_words`.
-    """
-    if quant is not None or quant_plan is not None:
-        return Quantization.of_words(quant, quant_plan)
-    return Quantization.of_environment(os.environ)
+    from ranktape.launch.quantizing_attention import AttentionQuantizer
 
 
 def quantize_from_now(quantization: Quantization) -> None:
@@ -145,7 +41,7 @@ def arm_quantizer(is_wanted: Callable[[], bool]) -> None:
     `is_wanted` says, when a model runs, whether this process is one that trains. What the environment asks for is read
     then, too: an error in it is no error of `import torch`.
     """
-    if os.environ.get(QUANT) or os.environ.get(QUANT_PLAN):
+    if is_asked_for(os.environ):
         folder = Path.cwd()
         Quantizer(functools.cache(lambda: Quantization.of_environment(os.environ, folder=folder)), is_wanted=is_wanted)
 
@@ -170,6 +66,7 @@ class Quantizer:
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._num_layers = self._num_left = 0
         self._is_over = False
+        self._attention: AttentionQuantizer | None = None
         register_module_forward_pre_hook(self._on_forward)
         register_optimizer_step_pre_hook(self._on_optimizer_step)
         self._compile: Callable[..., Any] = torch.compile
@@ -192,6 +89,11 @@ class Quantizer:
 
     def _meet(self, module: nn.Module) -> None:
         """A module is about to be called: quantise it, unless it was looked at, or learns nothing."""
+        self._look_at(module)
+        if self._attention is not None:
+            self._attention.is_wanted = module in self._known
+
+    def _look_at(self, module: nn.Module) -> None:
         from ranktape.launch.standby import is_without_values, needs_gradients
 
         if module in self._known or is_without_values() or not needs_gradients(module) or not self._is_wanted():
@@ -232,7 +134,17 @@ class Quantizer:
             )
             named = ", ".join(f"{count} {kind}" for kind, count in left.items())
             rest = f"; left as they are: {named}" if named else ""
-            say(f"{quantization.tag}: {len(done)} linear layers of {_name(modules)} are quantised{rest}")
+            what = " are quantised, and attention is" if quantization.has_attention else " are quantised"
+            say(f"{quantization.tag}: {len(done)} linear layers of {_name(modules)}{what}{rest}")
+        if quantization.has_attention and quantization.recipe is not None:
+            self._quantize_attention(model, quantization.recipe)
+
+    def _quantize_attention(self, model: nn.Module, recipe: Recipe) -> None:
+        if self._attention is None:
+            from ranktape.launch.quantizing_attention import AttentionQuantizer
+
+            self._attention = AttentionQuantizer(recipe)
+        self._attention.quantize(model)
 
     def _on_optimizer_step(self, *_: Any) -> None:
         """The first step of any optimizer: what was not quantised by now would be learnt in another precision."""
@@ -252,6 +164,14 @@ class Quantizer:
                     "--quant: the training has come to its first optimizer step, and no nn.Linear "
                     "was quantised: its layers are of other classes, are quantised already, or stay as they are by the "
                     "recipe; train it without --quant"
+                )
+            )
+        if self._attention is not None and not self._attention.num_calls:
+            _fail(
+                UsageError(
+                    "--quant-attention: the training has come to its first optimizer step, and no attention was "
+                    "quantised: it calls neither F.scaled_dot_product_attention nor Hugging Face's interface; train it "
+                    "without --quant-attention"
                 )
             )
 

@@ -20,7 +20,7 @@ import click
 
 from ranktape.errors import MinimumNotMetError, RanktapeError
 from ranktape.launch.options import SCRIPT_CONTEXT, capture_request, run_command, script_options
-from ranktape.launch.quantizing import quant_options
+from ranktape.launch.quantization import Quantization, quant_options, quantization_of
 from ranktape.launch.worker import global_rank, restarts, say
 
 if TYPE_CHECKING:
@@ -39,7 +39,13 @@ PROGRAM = "torchrun [its options] -m ranktape.launch"
 @quant_options
 @script_options
 def command(
-    url: str | None, *, quant: str | None, quant_plan: str | None, script: Script, **values: Any
+    url: str | None,
+    *,
+    quant: str | None,
+    quant_plan: str | None,
+    quant_attention: bool | None,
+    script: Script,
+    **values: Any,
 ) -> Callable[[], int]:
     """Run a training script, unmodified, and record its tensors from every rank; with --quant in low precision.
 
@@ -47,7 +53,8 @@ def command(
     stored complete. A script that exits with 0 before any model runs (--help) is left at that.
     """
     # Not in here: click has its own way with an interrupt.
-    return functools.partial(_run, url, values, script, quant=quant, quant_plan=quant_plan)
+    ask = functools.partial(quantization_of, quant, quant_plan, has_attention=quant_attention)
+    return functools.partial(_run, url, values, script, ask=ask)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,16 +68,16 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(
-    given_url: str | None, values: dict[str, Any], script: Script, *, quant: str | None, quant_plan: str | None
+    given_url: str | None, values: dict[str, Any], script: Script, *, ask: Callable[[], Quantization | None]
 ) -> int:
     script.check()
     # Before the heavy imports, so that a folder called `zarr` in the working directory is not taken for the package.
     script.enter()
 
     from ranktape.capture.settings.config import resolve
-    from ranktape.launch.quantizing import quantization_of, quantize_from_now
+    from ranktape.launch.quantizing import quantize_from_now
 
-    quantization = quantization_of(quant, quant_plan)
+    quantization = ask()
     if quantization is not None:
         # Before the capture waits for the same models: it is to see them quantised.
         quantize_from_now(quantization)

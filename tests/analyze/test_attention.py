@@ -21,6 +21,8 @@ from ranktape.analyze.numerics.attention import (
     replay_attention,
 )
 from ranktape.analyze.numerics.error_sums import error_sums
+from ranktape.analyze.numerics.quantization.quantized_attention import quantized_attention
+from ranktape.analyze.numerics.quantization.quantized_product import Draws
 from ranktape.analyze.numerics.quantization.quantizer import quantize
 from ranktape.analyze.numerics.recipes.recipe import OperandRecipe, Recipe, products_of
 from ranktape.analyze.numerics.recipes.words import parse_recipe
@@ -185,6 +187,24 @@ def test_operands_are_quantised_along_what_the_products_sum_over() -> None:
     assert torch.allclose(quantised["query"], expected, rtol=1e-6)
     wide = quantised_attention(operands, Recipe(name="wide", source="none", products=products_of(OperandRecipe())))
     assert all(torch.equal(wide[name], operands[name]) for name in operands)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_computes_what_a_replay_says_that_it_would(dtype: torch.dtype) -> None:
+    recipe = parse_recipe("mxfp4")
+    operands = operands_of(queries=40, size=64, dtype=dtype)
+    leaves = [operands[name].clone().requires_grad_() for name in ATTENTION_OPERANDS[:3]]
+    output = quantized_attention(
+        lambda query, key, value: F.scaled_dot_product_attention(query, key, value, is_causal=True),
+        *leaves,
+        recipe=recipe,
+        draws=Draws(),
+    )
+    grads = torch.autograd.grad(output, leaves, operands["grad_output"])
+    quantised = {name: one.to(dtype) for name, one in quantised_attention(operands, recipe).items()}
+    expected = attention_products(quantised, form=CAUSAL)
+    for name, got in zip(ATTENTION_PRODUCTS, (output, *grads), strict=True):
+        assert torch.equal(got, expected[name]), name
 
 
 def test_errors_of_recipes_and_of_what_was_recorded() -> None:

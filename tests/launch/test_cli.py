@@ -37,10 +37,10 @@ CAPTURE = {
 """The settings of a capture."""
 
 OPTIONS = {
-    "demo": {"output", "num_ranks", "steps", "text", "dtype", "micro_batches", "quant", "quant_plan"}
+    "demo": {"output", "num_ranks", "steps", "text", "dtype", "micro_batches", "quant", "quant_plan", "quant_attention"}
     | (CAPTURE - {"first_iteration", "manual", "capture_config", "advance_on", "layer_offset"})
     - {"record_last", "record_after", "trigger"},
-    "collect": {"quant", "output", "timeout", "min_records", "words"}
+    "collect": {"quant", "quant_attention", "output", "timeout", "min_records", "words"}
     | (CAPTURE - {"capture_config", "stop_when_stored", "resume", "add", "quant_type", "first_iteration"})
     - {"record_last", "record_after", "trigger"},
     "plan": {"url", "as_json", "verbose", "is_module", "script", "arguments", "num_ranks", "num_hosts"} | CAPTURE,

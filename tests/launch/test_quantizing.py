@@ -6,7 +6,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
+from ranktape.analyze import quantize
 from ranktape.storage import open_run
 from tests.exhaustive import exhaustive
 from tests.launch.processes import Ended, errors, python, torchrun
@@ -68,11 +70,76 @@ TRAIN = """
 """
 
 
+ATTEND = """
+    import sys
+    import torch
+    from torch.nn import functional as F
+
+    kind = sys.argv[1]
+
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+
+        def forward(self, x):
+            heads = [part.unflatten(-1, (2, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)]
+            if kind == "quantised":
+                attended = quantized_attention(attend, *heads, recipe=parse_recipe("mxfp4"), draws=Draws())
+            else:
+                attended = attend(*heads)
+            return self.out(attended.transpose(1, 2).flatten(2))
+
+    def attend(query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    torch.manual_seed(0)
+    if kind == "hugging_face":
+        from transformers import LlamaConfig, LlamaForCausalLM
+        model = LlamaForCausalLM(LlamaConfig(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+            vocab_size=64, attn_implementation=sys.argv[2]))
+        x = torch.arange(40).view(2, 20)
+        compute = lambda: model(x, labels=x).loss
+    else:
+        model = torch.nn.Sequential(Attention(), Attention())
+        x = torch.randn(2, 40, 32)
+        compute = lambda: (model(x) - x).square().mean()
+    if kind == "quantised":
+        from ranktape.analyze import fake_quantize
+        from ranktape.analyze.numerics.quantization.quantized_attention import quantized_attention
+        from ranktape.analyze.numerics.quantization.quantized_product import Draws
+        from ranktape.analyze.numerics.recipes.words import parse_recipe
+        fake_quantize(model, recipe="mxfp4")
+    if kind in ("ddp", "fsdp"):
+        torch.distributed.init_process_group("gloo")
+    if kind == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    if kind == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+        fully_shard(model)
+    if kind == "compiled":
+        model = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = compute()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if kind not in ("ddp", "fsdp") or torch.distributed.get_rank() == 0:
+        print("loss", loss.item().hex(), flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+"""
+"""A training with attention, which knows nothing of us but where it quantises itself."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the script is."""
     folder = tmp_path_factory.mktemp("quantizing")
     (folder / "train.py").write_text(textwrap.dedent(TRAIN))
+    (folder / "attend.py").write_text(textwrap.dedent(ATTEND))
     return folder
 
 
@@ -131,6 +198,42 @@ def test_bf16_rounds_what_is_wider_and_leaves_the_rest(folder: Path, losses: dic
     assert ended.returncode == 0, ended.stderr
 
 
+QUANT_ATTENTION = ("--quant", "mxfp4", "--quant-attention")
+
+
+def test_attention_is_quantised_as_a_script_that_quantises_its_own_does_it(folder: Path) -> None:
+    expected = _loss(python("attend.py", "quantised", cwd=folder))
+    words = (*LAUNCH, "--capture", "attention", *QUANT_ATTENTION, "attend.py")
+    ended = torchrun(*words, "ddp", cwd=folder)
+    assert "mxfp4: 4 linear layers of Attention" not in ended.stderr
+    assert "mxfp4: 4 linear layers of Sequential are quantised, and attention is" in ended.stderr
+    assert _loss(ended) == expected
+    assert _loss(torchrun(*LAUNCH, *QUANT_ATTENTION, "attend.py", "fsdp", cwd=folder)) == expected
+    assert _loss(python(*LAUNCH, *QUANT_ATTENTION, "attend.py", "compiled", cwd=folder)) == expected
+    assert _loss(python(*LAUNCH, "--quant", "mxfp4", "attend.py", "plain", cwd=folder)) != expected
+    records = open_run(folder / "attention").select(layer_type="attention", module="0", rank=0)
+    assert {record.quant_type for record in records} == {"mxfp4"}
+    # What is recorded is what was computed with: quantised again it stays.
+    for name, axis in (("query", -1), ("key", -1), ("value", 2), ("grad_output", -1)):
+        [record] = records.select(tensor_name=name)
+        tensor = record.tensor()
+        assert torch.equal(
+            tensor, quantize(tensor, "mxfp4_e2m1", axis=axis, scale_rule="even", warn=False).values.float()
+        ), name
+
+
+def test_attention_of_hugging_face_is_quantised_whatever_computes_it(folder: Path) -> None:
+    environment = {"RANKTAPE_QUANT": "mxfp4", "RANKTAPE_QUANT_ATTENTION": "1", "RANKTAPE_CAPTURE": "llama"}
+    ended = python("attend.py", "hugging_face", "sdpa", cwd=folder, env=environment)
+    assert _loss(ended) != _loss(python(*LAUNCH, "--quant", "mxfp4", "attend.py", "hugging_face", "sdpa", cwd=folder))
+    [key] = open_run(folder / "llama").select(tensor_name="key")
+    assert key.shape == (2, 1, 20, 16)  # before it is repeated for the heads of the group
+    tensor = key.tensor()
+    assert torch.equal(tensor, quantize(tensor, "mxfp4_e2m1", scale_rule="even", warn=False).values.float())
+    eager = python(*LAUNCH, *QUANT_ATTENTION, "attend.py", "hugging_face", "eager", cwd=folder)
+    assert float.fromhex(_loss(eager).split()[1]) == pytest.approx(float.fromhex(_loss(ended).split()[1]), rel=1e-3)
+
+
 def test_a_plan_names_the_recipe_of_each_layer(folder: Path, losses: dict[str, str]) -> None:
     (folder / "plan.yaml").write_text("modules: {'0': mxfp4, '2': mxfp8}")
     ended = python(*LAUNCH, "--capture", "plan", "--quant-plan", "plan.yaml", "train.py", "plain", cwd=folder)
@@ -148,6 +251,8 @@ def test_a_plan_names_the_recipe_of_each_layer(folder: Path, losses: dict[str, s
         (("--quant", "mxfp8"), "convolution", "no nn.Linear was quantised"),
         (("--quant", "mxfp8"), "quantised", "are quantised already"),
         (("--quant-plan", "missing.yaml"), "plain", "missing.yaml cannot be read"),
+        (("--quant-attention",), "plain", "--quant-attention quantises by the recipe of --quant, and there is none"),
+        (("--quant", "mxfp8", "--quant-attention"), "plain", "no attention was quantised"),
     ],
 )
 def test_what_cannot_be_quantised_is_not_trained(words: tuple[str, ...], kind: str, message: str, folder: Path) -> None:

@@ -184,17 +184,22 @@ def quantised_attention(
 ) -> dict[str, torch.Tensor]:
     """The operands of attention [B, H, T, D] as a recipe quantises them, in float32."""
     quantised = {}
-    for name, one in _operand_recipes(recipe).items():
-        if name not in operands:
-            continue
-        # What a product sums over comes last: of the value the keys, of all others the elements of a head.
-        last = operands[name].transpose(2, 3) if name == "value" else operands[name]
-        seed = int(np.random.SeedSequence((recipe.seed, draw, ATTENTION_OPERANDS.index(name))).generate_state(1)[0])
-        matrix = one_operand(ProductRecipe(operands={"input": one}), "input", last.flatten(0, -2), seed=seed)
-        factor = matrix.factor if isinstance(matrix.factor, float) else matrix.factor[:, None]
-        values = (matrix.values * factor).view(last.shape)
-        quantised[name] = values.transpose(2, 3).contiguous() if name == "value" else values
+    for name in ATTENTION_OPERANDS:
+        if name in operands:
+            seed = int(np.random.SeedSequence((recipe.seed, draw, ATTENTION_OPERANDS.index(name))).generate_state(1)[0])
+            quantised[name] = quantised_one(name, operands[name].float(), recipe, seed=seed)
     return quantised
+
+
+def quantised_one(name: str, operand: torch.Tensor, recipe: Recipe, *, seed: int) -> torch.Tensor:
+    """One operand of attention [..., T, D], by its name, as a recipe quantises it; in its own type."""
+    # What a product sums over comes last: of the value the keys, of all others the elements of a head.
+    last = operand.transpose(-2, -1) if name == "value" else operand
+    how = _operand_recipes(recipe)[name]
+    matrix = one_operand(ProductRecipe(operands={"input": how}), "input", last.flatten(0, -2), seed=seed)
+    factor = matrix.factor if isinstance(matrix.factor, float) else matrix.factor[:, None]
+    values = (matrix.values * factor).to(operand.dtype).view(last.shape)
+    return values.transpose(-2, -1).contiguous() if name == "value" else values
 
 
 def _operand_recipes(recipe: Recipe) -> dict[str, OperandRecipe]:

@@ -154,18 +154,20 @@ PRODUCTS = frozenset(role.component for role in _PYTORCH_FUNCTIONS if role.owner
 # it is: `sdpa`, `eager`, FlashAttention, FlexAttention, or one that was registered. Key and value are seen before they
 # are repeated for the heads of a group. Its experts have an operator of their own where torch has no grouped product.
 
+HUGGING_FACE_ATTENTION = _attention(
+    "transformers.modeling_utils.AttentionInterface.get_interface",
+    operands=_places(*_QKV, first=1),
+    output_layout="BTHD",
+    output=0,
+    gives_function=True,
+    options={
+        "mask": CallOption(position=4, keyword="attention_mask"),
+        **_named(dropout="dropout", scale="scaling", window="sliding_window", cap="softcap", sinks="s_aux"),
+    },
+)
+
 _HUGGING_FACE_FUNCTIONS = (
-    _attention(
-        "transformers.modeling_utils.AttentionInterface.get_interface",
-        operands=_places(*_QKV, first=1),
-        output_layout="BTHD",
-        output=0,
-        gives_function=True,
-        options={
-            "mask": CallOption(position=4, keyword="attention_mask"),
-            **_named(dropout="dropout", scale="scaling", window="sliding_window", cap="softcap", sinks="s_aux"),
-        },
-    ),
+    HUGGING_FACE_ATTENTION,
     grouped("transformers.integrations.moe._grouped_mm", names=("input", "weight")),
 )
 

@@ -43,7 +43,11 @@ PREFIX = "RANKTAPE_"
 """What our variables begin with."""
 
 OTHER_VARIABLES = frozenset(
-    PREFIX + name for name in ("CACHE_DIR", "CAPTURE", "LAUNCHED", "OWNER_PID", "QUANT", "QUANT_PLAN", "STORAGE_CLIENT")
+    PREFIX + name
+    for name in (
+        *("CACHE_DIR", "CAPTURE", "LAUNCHED", "OWNER_PID", "STORAGE_CLIENT"),
+        *("QUANT", "QUANT_PLAN", "QUANT_ATTENTION"),
+    )
 )
 """Variables that begin so and are no setting of a capture."""
 

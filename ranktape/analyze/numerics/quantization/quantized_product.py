@@ -27,7 +27,7 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
-def _as_written(function: Callable[Params, Result]) -> Callable[Params, Result]:
+def as_written(function: Callable[Params, Result]) -> Callable[Params, Result]:
     """A function that `torch.compile` calls, and does not look into: the loops that quantise are compiled already."""
     return cast("Callable[Params, Result]", torch.compiler.disable(function))
 
@@ -93,18 +93,13 @@ def quantized_linear(
     return linear_product(linear_operands(x, weight, recipe=recipe, draws=draws), bias, recipe=recipe, draws=draws)
 
 
-@_as_written
+@as_written
 def linear_operands(x: Tensor, weight: Tensor, *, recipe: Recipe, draws: Draws) -> LinearOperands:
     """The operands of a linear layer, quantised for its forward product.
 
     Under autocast both are cast to its type first, as what enters a quantiser in such a training.
     """
-    kind, float64 = x.device.type, torch.float64
-    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    # Autocast leaves float64 as it is.
-    if is_on and x.dtype is not float64 and weight.dtype is not float64:
-        dtype = torch.get_autocast_dtype(kind)
-        x, weight = x.to(dtype), weight.to(dtype)
+    x, weight = as_computed(x, weight)
     wide_x, wide_weight = x.detach(), weight.detach()
     x_TI = wide_x.reshape(-1, wide_x.shape[-1])
     narrow_TI, narrow_OI = _narrow("output", x_TI, wide_weight, recipe=recipe, draws=draws)
@@ -112,7 +107,17 @@ def linear_operands(x: Tensor, weight: Tensor, *, recipe: Recipe, draws: Draws) 
     return LinearOperands(straight_through(x, narrow_x), straight_through(weight, narrow_OI), wide_x, wide_weight)
 
 
-@_as_written
+def as_computed(*operands: Tensor) -> tuple[Tensor, ...]:
+    """The operands of one product in the type that it is computed in: under autocast, that of autocast."""
+    kind = operands[0].device.type
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    # Autocast leaves float64 as it is.
+    if not is_on or any(operand.dtype is torch.float64 for operand in operands):
+        return operands
+    return tuple(operand.to(torch.get_autocast_dtype(kind)) for operand in operands)
+
+
+@as_written
 def linear_product(operands: LinearOperands, bias: Tensor | None = None, *, recipe: Recipe, draws: Draws) -> Tensor:
     """`x @ weight.T + bias` of operands that are quantised; the backward pass quantises for its own two products.
 
@@ -122,7 +127,7 @@ def linear_product(operands: LinearOperands, bias: Tensor | None = None, *, reci
     return product
 
 
-@_as_written
+@as_written
 def fake_quantized(
     x: Tensor,
     *,
@@ -189,7 +194,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @_as_written
+    @as_written
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         grad = grads[0]
         if grad.shape != ctx.shape:
@@ -217,7 +222,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @_as_written
+    @as_written
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_OI = ctx.saved_tensors
         how = {"recipe": ctx.recipe, "draws": ctx.draws}
