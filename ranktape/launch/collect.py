@@ -7,6 +7,7 @@ print is in a log beside each run.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -31,6 +32,8 @@ from ranktape.launch.place import read_options, shown
 if TYPE_CHECKING:
     from ranktape.launch.collected import Collected
     from ranktape.launch.quantization import Quantization
+    from ranktape.storage.maintenance.runs import RunSummary
+    from ranktape.storage.places.backend import Backend
 
 DEMO = ("--nproc-per-node", "2", "-m", "ranktape.launch.demo_train")
 """What is trained where no script is given."""
@@ -47,7 +50,7 @@ END_SECONDS = 60.0
 _LOOK_SECONDS = 0.5
 _TAIL_LINES = 15
 _OF_TORCHRUN = re.compile(r"[EW]\d{4} .*torch/distributed/elastic/")
-_LOSS = re.compile(r"\bloss\b[\"']?\s*[:=]?\s*([0-9]+\.?[0-9]*(?:e[+-]?[0-9]+)?|nan|inf)", re.IGNORECASE)
+_LOSS = re.compile(r"\bloss\b[\"']?\s*[:=]?\s*[\"']?(-?[0-9]+\.?[0-9]*(?:e[+-]?[0-9]+)?|nan|-?inf)", re.IGNORECASE)
 
 _OWN = (
     *("capture_config", "stop_when_stored", "resume", "add", "overwrite", "quant_type", "first_iteration"),
@@ -106,7 +109,7 @@ def command(
     _finish(done, plan)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Plan:
     """What is to be trained, and where it is recorded."""
 
@@ -118,6 +121,8 @@ class _Plan:
     """The script and its arguments, or -m and a module."""
     values: dict[str, Any]
     """The settings of the captures."""
+    folder: Path
+    """Where logs and the page are written; those of runs in an object store are copied there."""
 
     @classmethod
     def of(
@@ -134,9 +139,12 @@ class _Plan:
                 raise UsageError(f"--quant {quant!r:.80} names {one.tag} twice: name it once")
             found[one.tag] = one
         before, script = split_words(words or DEMO)
+        # Beside the runs, not in them: all that is in a run is Zarr.
+        is_remote = "://" in output
         return cls(
             quantizations=tuple(found.values()),
             output=output.rstrip("/"),
+            folder=Path(tempfile.mkdtemp(prefix="ranktape-") if is_remote else output),
             before=before,
             script=script,
             values={**values, "min_iterations": values.get("min_iterations") or NUM_ITERATIONS},
@@ -153,6 +161,20 @@ class _Plan:
         has_attention = any(one.has_attention for one in self.quantizations)
         return [*(["--quant-attention", "--"] if has_attention else []), *self.before, *self.script]
 
+    @functools.cached_property
+    def place(self) -> Backend:
+        """What the runs lie below."""
+        from ranktape.storage.places.urls import open_backend
+
+        return open_backend(self.output, storage_options=self.options)
+
+    def keep(self, path: Path) -> str:
+        """Copy a file of the folder to where the runs are, and return where it is."""
+        if "://" not in self.output:
+            return str(path)
+        self.place.put(path.name, [path.read_bytes()])
+        return f"{shown(self.output)}/{path.name}"
+
     def check(self, *, overwrite: bool) -> None:
         """Say what cannot work before anything is trained, and note what the runs are of.
 
@@ -163,21 +185,23 @@ class _Plan:
         from ranktape.capture.settings.config import given_settings
         from ranktape.capture.settings.options import CaptureOptions
         from ranktape.launch.script import Script
-        from ranktape.storage.places.urls import open_backend
 
         CaptureOptions(**given_settings(self.values))
         is_module = self.script[0] == "-m"
         Script(name=self.script[is_module], arguments=(), is_module=is_module).check()
-        backend = open_backend(self.output, storage_options=self.options)
-        said = json.dumps({"command": self.words}, indent=2).encode()
-        text = backend.get(RECORD)
-        before = None if text is None else json.loads(text)
-        if before is not None and before.get("command") != self.words and not overwrite:
+        before = _command_in(self.place.get(RECORD))
+        # A command that has stored nothing, as one with a mistake in it, is not in the way.
+        if before and before != self.words and not overwrite and any(run.iterations for run in self._runs()):
             raise RunExistsError(
-                f"{shown(self.output)} holds the trainings of another command ({shlex.join(before['command'])}): add "
-                "--overwrite to train anew, or choose another --output"
+                f"{shown(self.output)} holds the trainings of another command ({shlex.join(before)}): add --overwrite "
+                "to train anew, or choose another --output"
             )
-        backend.put(RECORD, [said])
+        self.place.put(RECORD, [json.dumps({"command": self.words}, indent=2).encode()])
+
+    def _runs(self) -> list[RunSummary]:
+        from ranktape.storage.maintenance.runs import find_runs
+
+        return find_runs(self.output, storage_options=self.options, max_depth=1)
 
     def url_of(self, quantization: Quantization) -> str:
         return f"{self.output}/{quantization.tag}"
@@ -188,10 +212,12 @@ class _Plan:
 
         url = self.url_of(quantization)
         is_stored = _is_stored(url, options=self.options, min_iterations=self.values["min_iterations"])
-        log = self._log(quantization)
+        log = self.folder / f"{quantization.tag}.log"
         if is_stored and not overwrite:
             say(f"{head} is stored already in {shown(url)} (--overwrite trains it again)")
-            return Collected(quant_type=quantization.tag, url=url, is_met=True, losses=_losses(log))
+            return Collected(
+                quant_type=quantization.tag, url=url, is_met=True, losses=_losses(self.place.get(log.name))
+            )
         command = self._command(quantization, overwrite=overwrite or is_stored is not None)
         say(f"{head} trains; its output is in {log}")
         started = time.monotonic()
@@ -199,6 +225,7 @@ class _Plan:
         with log.open("wb") as output, _training(command, output) as process:
             is_late = not self._wait(process, url, head=head, until=started + timeout)
         code = process.returncode
+        kept = self.keep(log)
         is_met = bool(_is_stored(url, options=self.options, min_iterations=self.values["min_iterations"]))
         problem = ""
         if is_late:
@@ -206,14 +233,15 @@ class _Plan:
         elif code != 0:
             problem = f"the training ended with exit code {code}"
             say(_tail(log))
-        say(f"{head} {problem or f'done in {time.monotonic() - started:.0f} s'}")
+        where = "" if kept == str(log) else f"; its output is in {kept}"
+        say(f"{head} {problem or f'done in {time.monotonic() - started:.0f} s'}{where}")
         return Collected(
             quant_type=quantization.tag,
             url=url,
             is_met=is_met,
             problem=problem,
             has_failed=not is_late and code != 0 and not is_met,
-            losses=_losses(log),
+            losses=_losses(log.read_bytes()),
         )
 
     def _command(self, quantization: Quantization, *, overwrite: bool) -> list[str]:
@@ -227,11 +255,6 @@ class _Plan:
             *capture_arguments(self.values),
             *self.script,
         ]
-
-    def _log(self, quantization: Quantization) -> Path:
-        # Beside the run, not in it: all that is in a run is Zarr.
-        folder = Path(tempfile.gettempdir()) / "ranktape" if "://" in self.output else Path(self.output)
-        return folder / f"{quantization.tag}.log"
 
     def _wait(self, process: subprocess.Popen[bytes], url: str, *, head: str, until: float) -> bool:
         """Say what arrives until the training has ended; whether it has, in time."""
@@ -261,9 +284,12 @@ def _training(command: Sequence[str], output: IO[bytes]) -> Iterator[subprocess.
     process = subprocess.Popen(
         command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
     )
+    # A collection that is told to end, as by `timeout` or a scheduler, leaves no training behind.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield process
     finally:
+        signal.signal(signal.SIGTERM, before)
         if process.poll() is None:
             process.terminate()
             try:
@@ -298,6 +324,15 @@ def split_words(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]
     return tuple(before), (*(["-m"] if parsed.module else []), parsed.training_script, *parsed.training_script_args)
 
 
+def _command_in(record: bytes | None) -> list[str] | None:
+    """The command that a record beside the runs names; None where there is none that can be read."""
+    try:
+        words = json.loads(record or b"{}").get("command")
+    except (ValueError, AttributeError):
+        return None
+    return list(map(str, words)) if isinstance(words, list) else None
+
+
 def _is_stored(url: str, *, options: Mapping[str, Any] | None, min_iterations: int) -> bool | None:
     """Whether a run holds so many complete iterations; None where there is none."""
     from ranktape.storage import open_run
@@ -330,10 +365,12 @@ def _finish(done: Sequence[Collected], plan: _Plan) -> None:
     """
     from ranktape.launch.collected import write_comparison
 
-    page = Path(tempfile.gettempdir()) / "ranktape" if "://" in plan.output else Path(plan.output)
+    page = plan.folder / "report.html"
     stored = [one for one in done if _is_stored(one.url, options=plan.options, min_iterations=1)]
     if stored:
-        write_comparison(stored, page / "report.html", storage_options=plan.options)
+        write_comparison(stored, page, storage_options=plan.options)
+        if (kept := plan.keep(page)) != str(page):
+            say(f"the page is in {kept}, too")
     missing = [one for one in done if not one.is_met]
     if not missing:
         return
@@ -345,17 +382,15 @@ def _finish(done: Sequence[Collected], plan: _Plan) -> None:
     raise CheckFoundError(text)
 
 
-def _losses(log: Path) -> tuple[float, ...]:
-    """The losses that a training has printed, as 'loss 2.5' or 'loss: 2.5'."""
-    try:
-        text = log.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ()
-    return tuple(float(match) for match in _LOSS.findall(text))
+def _losses(log: bytes | None) -> tuple[float, ...]:
+    """The losses that a training has printed, as 'loss 2.5', 'loss: 2.5' or {'loss': '2.5'}; none without a log."""
+    return tuple(float(match) for match in _LOSS.findall((log or b"").decode(errors="replace")))
 
 
 def _tail(log: Path) -> str:
-    """The last lines that the training itself has printed; torchrun says after them that it has failed."""
+    """Our errors and the last lines of a training; torchrun says after them that it has failed."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     ends = (place for place, line in enumerate(lines) if _OF_TORCHRUN.match(line))
-    return "\n".join(f"    {line}" for line in lines[: next(ends, len(lines))][-_TAIL_LINES:])
+    own = lines[: next(ends, len(lines))]
+    errors = [line for line in own[:-_TAIL_LINES] if line.startswith("ranktape: error: ")]
+    return "\n".join(f"    {line}" for line in [*errors, *own[-_TAIL_LINES:]])

@@ -1,19 +1,16 @@
-"""Compares the runs of one collection: a table for the terminal, and a page."""
+"""Compares the runs of one collection: a table for the terminal, and the report over all of them."""
 
 from __future__ import annotations
 
-import html
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from string import Template
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.console import say, write_whole
+from ranktape.analyze.console import say
 from ranktape.analyze.table import Column, Kind, Table, write_table
-from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.storage import Records
@@ -54,32 +51,21 @@ class Collected:
     """The losses that it has printed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """What one run is compared by."""
-
-    quant_type: str
-    url: str
-    row: tuple[Any, ...]
-    """The values of `COLUMNS`."""
-    sqnr: Mapping[tuple[str, str], float]
-    """Against the first run, by module and product: the median over ranks and calls of the first iteration."""
-
-
 def write_comparison(done: Sequence[Collected], page: Path, *, storage_options: Mapping[str, Any] | None) -> None:
-    """Write the page, and say the table; the first run is what the others are compared with.
+    """Say the table, and write the report over all runs, which begins with it; none where nothing is recorded.
+
+    The first run is what the others are compared with.
 
     Raises:
+        DataError: a record's bytes are missing or damaged.
         StorageError: a store cannot be read, or the page not be written.
     """
+    from ranktape.analyze import write_report
     from ranktape.storage import open_run
+    from ranktape.storage.records.union import unite
 
-    records = [open_run(one.url, storage_options=storage_options).select() for one in done]
+    records = {one.quant_type: open_run(one.url, storage_options=storage_options).select() for one in done}
     num_losses = min((len(one.losses) for one in done if one.losses), default=0)
-    runs = [
-        _measured(one, own, records[0], is_first=own is records[0], num_losses=num_losses)
-        for one, own in zip(done, records, strict=True)
-    ]
     first = done[0].quant_type
     notes = (
         f"SQNR, relative error: medians over products of linear layers against {first}, first common iteration",
@@ -87,13 +73,25 @@ def write_comparison(done: Sequence[Collected], page: Path, *, storage_options: 
         "flushed: operands that quantising makes zero, of those that are not",
         *([f"loss: the value number {num_losses} that each training has printed"] if num_losses else []),
     )
-    table = Table(title="", columns=COLUMNS, rows=tuple(run.row for run in runs), notes=notes)
+    rows = (
+        _measured(one, records[one.quant_type], records[first], is_first=one is done[0], num_losses=num_losses)
+        for one in done
+    )
+    table = Table(title=f"what differs from {first}", columns=COLUMNS, rows=tuple(rows), notes=notes)
     write_table(table)
-    write_whole(page, _page(runs, notes=notes, first=first).encode(), what="page")
+    if not any(map(len, records.values())):
+        return
+    write_report(
+        unite(records) if len(records) > 1 else records[first],
+        output=page,
+        url=" and ".join(one.url for one in done),
+        summary=table,
+    )
     say(f"open it in a browser: {page.resolve().as_uri()}")
 
 
-def _measured(one: Collected, records: Records, first: Records, *, is_first: bool, num_losses: int) -> _Run:
+def _measured(one: Collected, records: Records, first: Records, *, is_first: bool, num_losses: int) -> tuple[Any, ...]:
+    """The values of `COLUMNS`."""
     rows = [] if is_first else _differences(first, records)
     sqnr: dict[tuple[str, str], list[float]] = {}
     for row in rows:
@@ -103,7 +101,7 @@ def _measured(one: Collected, records: Records, first: Records, *, is_first: boo
     norms = [row["relative_norm"] for row in rows if row["relative_norm"] is not None]
     worst = min(medians, key=lambda place: medians[place], default=None)
     loss = one.losses[num_losses - 1] if one.losses else None
-    cells = (
+    return (
         one.quant_type,
         len(set(records.column("iteration").tolist())),
         len(records),
@@ -113,7 +111,6 @@ def _measured(one: Collected, records: Records, first: Records, *, is_first: boo
         *_losses_of(records),
         "" if worst is None else f"{worst[0]} ({worst[1]}, {medians[worst]:.1f} dB)",
     )
-    return _Run(quant_type=one.quant_type, url=one.url, row=cells, sqnr=medians)
 
 
 def _differences(first: Records, records: Records) -> list[dict[str, Any]]:
@@ -154,57 +151,3 @@ def _losses_of(records: Records) -> tuple[float, float, float | None]:
         lost[1] / max(1, sizes),
         None if not names else max(0, flushed) / max(1, num),
     )
-
-
-_BAD_DB, _GOOD_DB = 5.0, 45.0
-"""Where the colours of cells end."""
-
-
-def _page(runs: Sequence[_Run], *, notes: Sequence[str], first: str) -> str:
-    others = [run for run in runs if run.sqnr]
-    modules = list(dict.fromkeys(module for run in others for module, _ in run.sqnr))
-    template = Template((Path(__file__).parent / "collected.html").read_text(encoding="utf-8"))
-    heads = "".join(f'<th scope="col">{_escaped(column.head or column.name)}</th>' for column in COLUMNS)
-    rows = "".join("<tr>" + "".join(map(_cell, run.row, COLUMNS)) + "</tr>" for run in runs)
-    return template.substitute(
-        title=_escaped(f"{', '.join(run.quant_type for run in runs)}: what differs from {first}"),
-        heads=heads,
-        rows=rows,
-        first=_escaped(first),
-        notes="".join(f"<p>{_escaped(note)}</p>" for note in notes),
-        kinds="".join(f'<th scope="colgroup" colspan="3">{_escaped(run.quant_type)}</th>' for run in others),
-        products="".join(f'<th scope="col">{product}</th>' for product in PRODUCTS) * len(others),
-        modules="".join(
-            f'<tr><th scope="row">{_escaped(module)}</th>'
-            + "".join(_heat(run.sqnr.get((module, product))) for run in others for product in PRODUCTS)
-            + "</tr>"
-            for module in modules
-        ),
-        commands="".join(
-            f"<p><code>ranktape analyze report {_escaped(run.url)} -o {_escaped(run.quant_type)}.html</code></p>"
-            for run in runs
-        ),
-    )
-
-
-def _cell(value: Any, column: Column) -> str:
-    if value is None:
-        return "<td></td>"
-    if column.kind is Kind.RATIO:
-        return f'<td class="number">{value:.3%}</td>'
-    if column.kind is Kind.FLOAT:
-        return f'<td class="number">{value:.4g}</td>'
-    return f'<td class="number">{value}</td>' if column.kind is Kind.INTEGER else f"<td>{_escaped(value)}</td>"
-
-
-def _heat(sqnr: float | None) -> str:
-    """A cell that is the darker the lower the SQNR is."""
-    if sqnr is None:
-        return "<td></td>"
-    share = min(1.0, max(0.0, (_GOOD_DB - sqnr) / (_GOOD_DB - _BAD_DB)))
-    text = f"{sqnr:.1f}" if math.isfinite(sqnr) else "same"
-    return f'<td class="number" style="--share: {share:.2f}">{text}</td>'
-
-
-def _escaped(text: str) -> str:
-    return html.escape(printable(text))

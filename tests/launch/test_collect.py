@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
+import math
 import os
 import signal
 import subprocess
@@ -14,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from ranktape.errors import UsageError
-from ranktape.launch.collect import split_words
+from ranktape.launch.collect import _losses, _tail, split_words
 from ranktape.storage import open_run
+from ranktape.storage.places.urls import open_backend
 from tests.exhaustive import exhaustive
 from tests.launch.processes import CHECKOUT, Ended, python
+from tests.s3 import S3Server
 
 TRAIN = """
     import os, sys, time
@@ -39,7 +42,8 @@ TRAIN = """
         if "fail" in sys.argv:
             raise ValueError("no more data")
         if "wait" in sys.argv and step == 1:
-            open("waiting", "w").close()
+            with open("waiting", "w") as file:
+                file.write(str(os.getpid()))
             time.sleep(600)
 """
 """A training of its own, which knows nothing of us, and would take hours."""
@@ -57,6 +61,9 @@ def _collect(*words: str, cwd: Path) -> Ended:
 
 
 def test_each_precision_is_trained_recorded_and_compared(folder: Path) -> None:
+    # A command that has stored nothing, as one with a mistake in it, is in nobody's way.
+    (folder / "runs").mkdir()
+    (folder / "runs" / "collect.json").write_text('{"command": ["other.py"]}')
     words = ("--quant", "bf16,mxfp4", "--min-iterations", "2", "--", "--nproc-per-node", "2", "train.py", "ddp")
     ended = _collect(*words, cwd=folder)
     assert ended.returncode == 0, ended.stderr
@@ -70,9 +77,9 @@ def test_each_precision_is_trained_recorded_and_compared(folder: Path) -> None:
     assert 5 < float(rows["mxfp4"][4]) < 25
     assert 0.03 < float(rows["mxfp4"][5]) < 0.5
     page = (folder / "runs" / "report.html").read_text()
-    assert "what differs from bf16" in page
-    assert '<th scope="row">2</th>' in page
-    assert "loss" in page
+    assert page.index("What differs from bf16") < page.index("mxfp4 against bf16") < page.index('id="headline"')
+    assert "2 sources (bf16, mxfp4)" in page
+    assert ">loss</th>" in page
 
     again = _collect("--quant", "bf16,mxfp4,mxfp8", *words[2:], cwd=folder)
     assert again.returncode == 0, again.stderr
@@ -81,6 +88,38 @@ def test_each_precision_is_trained_recorded_and_compared(folder: Path) -> None:
     other = _collect("--quant", "bf16", "--", "train.py", cwd=folder)
     assert other.returncode == 1
     assert "runs holds the trainings of another command (--nproc-per-node 2 train.py ddp)" in other.stderr
+
+
+@pytest.mark.s3
+def test_runs_logs_and_page_are_in_an_object_store(folder: Path, s3_server: S3Server) -> None:
+    url = s3_server.new_url()
+    access = ("--storage-options", json.dumps(s3_server.storage_options))
+    words = ("--quant", "mxfp4", "--min-iterations", "1", *access, "--", "train.py")
+    ended = python("-m", "ranktape.launch.cli", "collect", "--output", url, *words, cwd=folder)
+    assert ended.returncode == 0, ended.stderr
+    assert f"its output is in {url}/mxfp4.log" in ended.stdout
+    assert len(open_run(f"{url}/mxfp4", storage_options=s3_server.storage_options).iterations) == 1
+    place = open_backend(url, storage_options=s3_server.storage_options)
+    assert b"step 0 loss" in (place.get("mxfp4.log") or b"")
+    assert b"mxfp4" in (place.get("report.html") or b"")
+    again = python("-m", "ranktape.launch.cli", "collect", "--output", url, *words, cwd=folder)
+    assert f"[mxfp4, 1 of 1] is stored already in {url}/mxfp4" in again.stdout
+    [row] = [line.split() for line in again.stdout.splitlines() if line.startswith("mxfp4 ")]
+    assert float(row[3]) > 0
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "losses"),
+    [
+        ("step 3 loss 2.5 lr 0.1", (2.5,)),
+        ("loss: 1e-3\nloss=nan\nloss -inf", (0.001, math.nan, -math.inf)),
+        ("{'loss': '4.75', 'grad_norm': '0.6'}\n{'train_loss': '4.7'}", (4.75,)),
+        ("no loss of data", ()),
+    ],
+)
+def test_the_losses_that_a_script_prints_are_read(said: str, losses: tuple[float, ...]) -> None:
+    assert _losses(said.encode()) == pytest.approx(losses, nan_ok=True)
 
 
 def test_a_training_that_is_late_or_fails_is_said_and_the_others_go_on(folder: Path) -> None:
@@ -98,7 +137,11 @@ def test_a_training_that_is_late_or_fails_is_said_and_the_others_go_on(folder: P
     assert "ValueError: no more data" in failed.stdout
 
 
-def test_an_interrupt_ends_the_training_and_a_rerun_does_what_is_missing(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 1, marks=exhaustive("as SIGTERM"))],
+)
+def test_a_collection_that_is_told_to_end_ends_its_training(number: int, code: int, folder: Path) -> None:
     words = ("collect", "--output", "runs", "--quant", "bf16", "--min-iterations", "5", "--", "train.py", "wait")
     process = subprocess.Popen(
         [sys.executable, "-m", "ranktape.launch.cli", *words],
@@ -111,14 +154,12 @@ def test_an_interrupt_ends_the_training_and_a_rerun_does_what_is_missing(folder:
         deadline = time.monotonic() + 120
         while not (folder / "waiting").exists() and time.monotonic() < deadline:
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(90) == 1
+        process.send_signal(number)
+        assert process.wait(90) == code
     log = (folder / "runs" / "bf16.log").read_text()
-    with contextlib.suppress(FileNotFoundError):
-        (folder / "runs" / "report.html").unlink()
     assert "step 1 loss" in log
     with pytest.raises(ProcessLookupError):
-        os.kill(process.pid, 0)
+        os.kill(int((folder / "waiting").read_text()), 0)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +180,13 @@ def test_what_cannot_work_is_said_before_anything_is_trained(
     assert ended.returncode == 2, ended.stderr
     assert message in ended.stderr
     assert not (folder / "runs").exists()
+
+
+def test_the_end_of_a_log_has_our_errors_whenever_they_came(tmp_path: Path) -> None:
+    log = tmp_path / "bf16.log"
+    lines = ["ranktape: error: the disk is full", *(f"step {step}" for step in range(40))]
+    log.write_text("\n".join([*lines, "E1123 16:32:43 torch/distributed/elastic/x.py failed"]))
+    assert _tail(log).split("\n    ") == [f"    {lines[0]}", *lines[-15:]]
 
 
 def test_the_words_of_torchrun_end_at_the_script() -> None:
