@@ -185,7 +185,7 @@ ANSWERS = (
         *("analyze", "sweep", "RUN", "--iteration", "LAST", "--rank", "0", "--format", "mxfp8,mxfp4,nvfp4"),
         *("--by", "layer_type,operation", "--target-sqnr", "20"),
     ),
-    ("analyze", "outliers", "RUN", "--limit", "8"),
+    ("analyze", "findings", "RUN", "--limit", "8"),
     ("analyze", "plot", "RUN", "--format", "fp8_e4m3", "--output", "PLOT"),
     ("analyze", "report", "RUN", "--output", "REPORT"),
 )

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from ranktape.errors import UsageError
 from ranktape.launch import check
 from ranktape.launch.cli import cli
-from ranktape.launch.demo import MIN_TEXT_NBYTES, plan_capture, read_text
+from ranktape.launch.demo import MIN_TEXT_NBYTES, NUM_ITERATIONS, command, plan_capture, read_text
 from ranktape.launch.demo_train import GPT, VOCABULARY, GPTConfig
 from ranktape.storage import open_run
 from tests.exhaustive import exhaustive
@@ -50,6 +50,7 @@ def test_a_text_that_will_not_do_is_refused(content: bytes | None, match: str, t
 def test_the_capture_fits_the_length_of_the_training() -> None:
     settings = plan_capture({"min_iterations": 3}, steps=100, quant_type="bf16")
     assert settings == {"min_iterations": 3, "start": 20, "every": 20, "quant_type": "bf16"}
+    assert next(each for each in command.params if each.name == "min_iterations").default == NUM_ITERATIONS == 3
     short = plan_capture({"min_iterations": 3, "quant_type": "mine"}, steps=3, quant_type="bf16")
     assert short == {"min_iterations": 3, "start": 0, "every": 1, "quant_type": "mine"}
     with pytest.raises(UsageError, match="--steps 10 ends before iteration 10, the last of the 2 to capture: give 11 "):
@@ -94,20 +95,20 @@ def test_what_cannot_work_is_said_before_the_training(words: list[str], match: s
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_demo_learns_records_and_answers(tmp_path: Path) -> None:
-    words = ("-m", "ranktape.launch.cli", "demo", "--output", "run", "--steps", "20")
+    words = ("-m", "ranktape.launch.cli", "demo", "--output", "run", "--steps", "20", "--min-iterations", "1")
     ended = python(*words, cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     losses = [float(line.split()[3]) for line in ended.stdout.splitlines() if line.startswith("step ")]
     assert losses[0] > 5
     assert losses[-1] < 4
-    assert open_run(tmp_path / "run").iterations == [4, 8, 12]
-    # Two ranks, three iterations: of 25 linear layers three products each, of four attentions four.
+    assert open_run(tmp_path / "run").iterations == [6]
+    # Two ranks: of 25 linear layers three products each, of four attentions four.
     products = check(str(tmp_path / "run"), recompute=True).products
-    assert products == {"agreed": 2 * 3 * (3 * 25 + 4 * 4), "disagreed": 0, "unchecked": 0}
+    assert products == {"agreed": 2 * (3 * 25 + 4 * 4), "disagreed": 0, "unchecked": 0}
     asked = [
         line.removeprefix("$ ranktape ").split(" run")[0] for line in ended.stdout.splitlines() if line[:2] == "$ "
     ]
-    assert asked[1:] == ["status", *(f"analyze {name}" for name in ("overflow", "sweep", "outliers", "plot", "report"))]
+    assert asked[1:] == ["status", *(f"analyze {name}" for name in ("overflow", "sweep", "findings", "plot", "report"))]
     assert "minimum met" in ended.stdout
     (plot,) = tmp_path.rglob("*.png")
     assert str(plot.relative_to(tmp_path)) in ended.stdout
