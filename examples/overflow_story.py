@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-WIDTH, LAYERS, BATCH, LENGTH = 64, 8, 4, 32
+WIDTH, LAYERS, BATCH, LENGTH = 32, 8, 4, 16
 FAULTY_RANK, FAULTY_LAYER = 1, 5
 OVERFLOW, LOOKS_EVERY = 137, 10
 
