@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
+from ranktape.capture.staging.process import MIN_DEFAULT_NBYTES
 from tests.browser import BrowserUnavailableError, start_browser
 from tests.ceph import CephServer, CephUnavailableError
 from tests.exhaustive import mark_combinations
@@ -79,10 +80,14 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def _forked_writers() -> Iterator[None]:
-    """Captures of this process start their writers where the modules of a writer are imported."""
+    """Captures of this process start their writers where the modules of a writer are imported.
+
+    They stage in as little as where memory is scarce: to touch 512 MiB takes half a second of processor.
+    """
     with pytest.MonkeyPatch.context() as patch:
         forked = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedWriter})
         patch.setattr("ranktape.capture.staging.process.subprocess", forked)
+        patch.setattr("ranktape.capture.staging.process.MAX_DEFAULT_NBYTES", MIN_DEFAULT_NBYTES)
         yield
 
 

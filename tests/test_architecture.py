@@ -435,6 +435,7 @@ LIGHT = {
     "ranktape.launch.autostart": HEAVY,
     "ranktape_autoload": (*HEAVY, "ranktape"),
     "ranktape.storage.records.run": ("torch",),
+    "ranktape.analyze.sources": ("torch", "zarr", "numba"),
     "ranktape.analyze.numerics.histograms.histogram": ("torch", "zarr"),
     "ranktape.analyze.numerics.histograms.block_histogram": ("torch", "zarr"),
     "ranktape.analyze.numerics.histograms.moments": ("torch", "zarr"),

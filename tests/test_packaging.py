@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.metadata import Metadata
 
 import ranktape
 
@@ -71,8 +72,14 @@ def test_the_wheel_holds_one_package_and_what_torch_calls_with_types_and_licence
     assert any(name.endswith("licenses/LICENSE") for name in names)
     tops = {name.split("/")[0] for name in names}
     assert tops == {"ranktape", AUTOLOAD, f"ranktape-{ranktape.__version__}.dist-info"}
-    in_checkout = {AUTOLOAD, *(str(path.relative_to(CHECKOUT)) for path in (CHECKOUT / "ranktape").rglob("*.py"))}
-    assert {name for name in names if name.endswith(".py")} == in_checkout
+    files = (
+        path for path in (CHECKOUT / "ranktape").rglob("*") if path.is_file() and path.parent.name != "__pycache__"
+    )
+    in_checkout = {AUTOLOAD, *(str(path.relative_to(CHECKOUT)) for path in files)}
+    assert {name for name in names if ".dist-info/" not in name} == in_checkout
+    [described] = [name for name in names if name.endswith(".dist-info/METADATA")]
+    metadata = Metadata.from_email(zipfile.ZipFile(wheel).read(described), validate=True)
+    assert (metadata.name, str(metadata.version)) == ("ranktape", ranktape.__version__)
 
 
 def _import_and_watch(modules: list[str]) -> dict[str, list[str]]:

@@ -1,7 +1,8 @@
 """Is a Megatron-core model that is split over tensor parallel ranks captured whole, and left as it was?
 
 Real processes under torchrun, over gloo: the same model on one tensor parallel rank (and two data parallel
-ones), on two, and on two with pieces of the sequence between the blocks.
+ones), on two, and on two with pieces of the sequence between the blocks; and one whose output layer has the weights of
+its embedding.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.capture.verify import recomputed, verify_run
 from tests.optional import needs
 
 PROGRAM = ROOT / "tests" / "capture" / "programs" / "megatron_model.py"
-VARIANTS = ("alone", "tp", "sequence", "checkpointed", "ddp")
+VARIANTS = ("alone", "shared", "tp", "sequence", "checkpointed", "ddp")
 NUM_LINEARS = 9
 NUM_LAYERS = 2
 STEPS = 2
@@ -44,10 +45,12 @@ def run_of(trained: Path, variant: str) -> Run:
     "variant",
     [
         "alone",
-        pytest.param("tp", marks=support(framework="Megatron-core", parallelism="TP", features=("unchanged",))),
-        pytest.param("sequence", marks=support(framework="Megatron-core", parallelism="TP", features=("unchanged",))),
         pytest.param(
-            "checkpointed", marks=support(framework="Megatron-core", parallelism="TP", features=("unchanged",))
+            "shared", marks=support(framework="Megatron-core", parallelism="one process", features=("unchanged",))
+        ),
+        *(
+            pytest.param(name, marks=support(framework="Megatron-core", parallelism="TP", features=("unchanged",)))
+            for name in ("tp", "sequence", "checkpointed")
         ),
         pytest.param("ddp", marks=support(framework="Megatron-core", parallelism="DDP", features=("unchanged",))),
     ],
@@ -56,6 +59,7 @@ def test_the_training_is_the_same_bit_for_bit(variant: str, trained: Path) -> No
     for rank in range(2):
         bits = json.loads((trained / f"{variant}.rank{rank}.json").read_text())
         assert bits["captured"] == bits["plain"]
+        assert bits["num_states"] == 1 + NUM_LAYERS
     run = run_of(trained, variant)
     assert run.iterations
     assert all(not any(status.silent_sites.values()) for status in run.status())
@@ -83,6 +87,28 @@ def test_layers_of_one_rank_compute_what_was_recorded(variant: str, trained: Pat
     names = ("output", "grad_query", "grad_key", "grad_value")
     attention = {f"attention {name}": num_passes * NUM_LAYERS for name in names}
     assert verify_run(run_of(trained, variant)) == linear | attention
+
+
+@pytest.mark.support(
+    framework="Megatron-core", parallelism="one process", features=("linear", "attention", "layer outputs")
+)
+def test_layers_embedding_and_shared_weights(trained: Path) -> None:
+    records = run_of(trained, "shared").select(iteration=0, rank=0, microbatch=0)
+    counts = verify_run(records)
+    assert counts["output"] == counts["grad_input"] == counts["grad_weight"] == NUM_LINEARS
+    assert counts["embedding output"] == counts["embedding grad_weight"] == 1
+    assert counts["attention output"] == counts["attention grad_key"] == NUM_LAYERS
+    outputs = records.select(component="hidden", tensor_name="output")
+    assert [(record.module, record.layer_type, record.layer_idx, record.layout) for record in outputs] == [
+        ("embedding", "embedding", -1, "TBH"),
+        ("decoder.layers.0", "hidden", 0, "TBH"),
+        ("decoder.layers.1", "hidden", 1, "TBH"),
+    ]
+    [query] = records.select(layer_idx=1, tensor_name="query")
+    assert (query.module, query.layout) == ("decoder.layers.1.self_attention.core_attention", "TBHD")
+    assert query.shape == (8, 3, 4, 4)
+    [entered] = records.select(module="decoder.layers.0.self_attention.linear_qkv", tensor_name="input")
+    assert (entered.tensor().dtype, entered.layout, entered.sample_dim) == (torch.float32, "TBH", 1)
 
 
 @pytest.mark.support(framework="Megatron-core", parallelism="TP", features=("attention", "accumulation"))

@@ -137,28 +137,6 @@ def test_the_ranks_of_a_launch_make_one_plan(folder: Path) -> None:
     assert any("no module matches --module nothing" in line for line in errors(declined))
 
 
-ONE_CANNOT = """
-    from ranktape.capture.rendezvous import Rendezvous, find_place
-    from ranktape.errors import FailedElsewhereError
-
-    place = find_place()
-    rendezvous = Rendezvous(place, seconds=60)
-    if place.rank == 0:
-        rendezvous.report_failure("the disk is full")
-    else:
-        try:
-            rendezvous.gather("place", seconds=60)
-        except FailedElsewhereError as error:
-            print(f"told: {error}\\n", end="", flush=True)
-"""
-
-
-def test_a_rank_that_cannot_go_on_is_not_waited_for(tmp_path: Path) -> None:
-    (tmp_path / "meet.py").write_text(textwrap.dedent(ONE_CANNOT))
-    ended = torchrun("meet.py", cwd=tmp_path)
-    assert "told: the disk is full" in ended.stdout, ended.stderr
-
-
 IN_A_THREAD = """
     import threading
     import torch

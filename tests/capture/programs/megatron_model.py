@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from ranktape.capture import Capture
+from ranktape.capture import Capture, get_layer_hidden_states
 
 STEPS = 2
 MICROBATCHES = 2
@@ -54,7 +54,7 @@ def stand_in_for_a_gpu() -> None:
     WrappedTorchNorm.__new__ = lambda _, config, hidden_size, eps: torch.nn.LayerNorm(hidden_size, eps)  # noqa: ARG005
 
 
-def make_model(*, num_ranks: int, is_sequence_split: bool, is_checkpointed: bool) -> GPTModel:
+def make_model(*, num_ranks: int, is_sequence_split: bool, is_checkpointed: bool, shares: bool) -> GPTModel:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=num_ranks)
     torch.manual_seed(0)
     recompute: dict[str, Any] = {
@@ -83,7 +83,7 @@ def make_model(*, num_ranks: int, is_sequence_split: bool, is_checkpointed: bool
         transformer_layer_spec=get_gpt_layer_local_spec(),
         vocab_size=VOCABULARY,
         max_sequence_length=LENGTH,
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=shares,
         position_embedding_type="rope",
     )
     for name, parameter in model.named_parameters():
@@ -96,9 +96,10 @@ def train(variant: str, *, capture: Capture | None) -> list[str]:
     """Train from a fixed seed; every loss, gradient and weight of this rank, in their exact bits."""
     is_reduced = variant == "ddp"
     model: Any = make_model(
-        num_ranks=1 if variant in {"alone", "ddp"} else 2,
+        num_ranks=1 if variant in {"alone", "shared", "ddp"} else 2,
         is_sequence_split=variant == "sequence",
         is_checkpointed=variant in {"checkpointed", "ddp"},
+        shares=variant == "shared",
     )
     if is_reduced:
         model = DistributedDataParallel(config=model.config, ddp_config=DistributedDataParallelConfig(), module=model)
@@ -140,9 +141,12 @@ def main(out: Path, variants: list[str]) -> None:
     stand_in_for_a_gpu()
     for variant in variants:
         plain = train(variant, capture=None)
-        capture = Capture(out / f"{variant}.run", min_iterations=STEPS, master=True, **OPTIONS)
+        has_master = variant != "shared"
+        options = OPTIONS if has_master else OPTIONS | {"layer_type": (*OPTIONS["layer_type"], "embedding")}
+        capture = Capture(out / f"{variant}.run", min_iterations=STEPS, master=has_master, **options)
         captured = train(variant, capture=capture)
-        document = json.dumps({"plain": plain, "captured": captured})
+        num_states = len(get_layer_hidden_states() or ())
+        document = json.dumps({"plain": plain, "captured": captured, "num_states": num_states})
         (out / f"{variant}.rank{dist.get_rank()}.json").write_text(document)
         dist.barrier()
     dist.destroy_process_group()
