@@ -205,6 +205,7 @@ class TestServers:
         assert len(proxy.requests) == 3
         assert time.monotonic() - begin < 10
 
+    @pytest.mark.alone
     def test_a_view_has_a_deadline_of_its_own(
         self, proxy: FlakyProxy, open_flaky: Callable[..., RetryingBackend]
     ) -> None:
