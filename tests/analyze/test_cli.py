@@ -157,13 +157,15 @@ def test_a_bar_is_drawn_for_a_table_and_not_among_the_lines_about_files(
     run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = []
-    for words in (["--csv"], ["--output-dir", str(tmp_path), "--no-plots"]):
+    for words in (["sweep", "--csv"], ["sweep", "--output-dir", str(tmp_path), "--no-plots"], ["outliers", "--csv"]):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stderr", terminal := Terminal())
-            cli.main(["sweep", run, "--rank", "0", "--iteration", "10", *words], standalone_mode=False)
+            question, *options = words
+            cli.main([question, run, "--rank", "0", "--iteration", "10", *options], standalone_mode=False)
         shown.append(terminal.getvalue())
     assert "counting" in shown[0]
     assert shown[1] == ""
+    assert all(f"{number} of 2: counting" in shown[2] for number in (1, 2))
 
 
 def test_there_is_a_filter_for_each_field_that_tells_records_apart() -> None:

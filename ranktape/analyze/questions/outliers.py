@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.engine import Engine, next_step, steps
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings import rows
 from ranktape.analyze.findings.apart import outlying_channels
@@ -77,15 +77,19 @@ def outliers(
         return Table(title="what stands out from its peers", columns=_COLUMNS, rows=(), notes=notes)
     metrics = () if metric is None else (metric,)
     families: list[Family] = []
-    for part in records.by_source():
-        known = Survey(part.records, view=view, engine=engine)
-        found = list(all_findings(known, across=peers, metrics=metrics, threshold=threshold))
-        if "channel" in chosen and metric in {None, "absmax"}:
-            found.extend(outlying_channels(known, view=view, engine=engine, threshold=threshold))
-        here = families_of(known, found)
-        for one in (one for family in here for one in (family.root, *family.following)):
-            one.finding = one.finding.in_source(part) if len(records.sources) > 1 else one.finding
-        families += here
+    has_channels = "channel" in chosen and metric in {None, "absmax"}
+    with steps(len(records.sources) * (1 + has_channels)):
+        for part in records.by_source():
+            next_step()
+            known = Survey(part.records, view=view, engine=engine)
+            found = list(all_findings(known, across=peers, metrics=metrics, threshold=threshold))
+            if has_channels:
+                next_step()
+                found.extend(outlying_channels(known, view=view, engine=engine, threshold=threshold))
+            here = families_of(known, found)
+            for one in (one for family in here for one in (family.root, *family.following)):
+                one.finding = one.finding.in_source(part) if len(records.sources) > 1 else one.finding
+            families += here
     families.sort(key=lambda one: (one.severity.order, KINDS.index(one.root.kind), -one.root.finding.score))
     return Table(
         title=f"what is wrong, and what stands out from its peers by a robust z of {threshold:g} and more",
