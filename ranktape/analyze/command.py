@@ -33,7 +33,8 @@ from typing import Any
 
 import click
 
-from ranktape.analyze.options import OPTIONS, JsonObject, NamedPath, Output, Selection, flag_of
+from ranktape.analyze.options import OPTIONS, Output, Selection, flag_of
+from ranktape.analyze.parameters import JsonObject, NamedPath
 from ranktape.errors import CheckFoundError
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]

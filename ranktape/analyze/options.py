@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -15,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ranktape.analyze.console import say
+from ranktape.analyze.parameters import JsonObject, NamedPath, SourcesArgument
 from ranktape.analyze.table import MAX_TEXT_ROWS, Form, Table, write_table
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.fields import RECORD_FIELDS
-from ranktape.storage.places.urls import parse_storage_options
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
@@ -43,30 +42,6 @@ MAX_NAMED_FILES = 4
 def flag_of(name: str) -> str:
     """The option of a parameter or a field."""
     return "--" + name.replace("_", "-")
-
-
-class NamedPath(click.Path):
-    """A path on the command line; an empty one, which would be the working directory, is refused."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path, if it has a name."""
-        if not os.fspath(value):
-            self.fail("an empty path is not allowed: give a name, or . for the working directory", param, ctx)
-        return super().convert(value, param, ctx)
-
-
-class JsonObject(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
-    """The options of a store on the command line; what they hold is shown in no message."""
-
-    name = "JSON"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ARG002
-        """The object.
-
-        Raises:
-            UsageError: it is none.
-        """
-        return parse_storage_options(value) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,7 +286,10 @@ OPTIONS: dict[str, Callable[[Command], Command]] = {
     "selection": selection_options,
     # Of a command that answers about several sources at once.
     "selection_of_several": _together(
-        "selection", _selection, click.argument("run", metavar="RUN...", nargs=-1, required=True), *_FILTER_OPTIONS
+        "selection",
+        _selection,
+        click.argument("run", metavar="RUN...", nargs=-1, required=True, cls=SourcesArgument),
+        *_FILTER_OPTIONS,
     ),
     "selections": _together(
         "selections",
