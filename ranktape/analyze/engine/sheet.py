@@ -28,9 +28,6 @@ from ranktape.storage.records.record import RecordReader
 NOTHING = float(np.array([0x7FF8_0000_0000_0A01], dtype="<u8").view("<f8")[0])
 """Stands for None in a row: a NaN that no arithmetic makes."""
 
-_MAX_ROWS = 1 << 13
-"""Of one object."""
-
 _NUM_THREADS = 8
 
 
@@ -87,6 +84,8 @@ class SheetForm:
     """Numbers of a row."""
     part_width: int = 0
     """Numbers of a part."""
+    max_rows: int = 1 << 13
+    """Of one object: whoever ends a question early loses no more."""
 
     def accepts(self, payload: Payload) -> bool:
         """Whether a payload is one of such rows; anybody may have put it into a cache."""
@@ -136,24 +135,48 @@ def sheet_of(records: Records, form: SheetForm, compute: Compute, *, engine: Eng
         errors = {int(places[place]): error for place, error in whole.errors.items()}
         return replace(_taken(whole, np.argsort(places)), errors=errors)
     plan = WorkPlan(records)
-    cache = Cache(records.reader, name=form.name, groups=plan.paths, warn=warn_once)
+
+    def make(places: Sequence[int]) -> Iterator[SheetRow | RanktapeError]:
+        return compute(records if len(places) == len(records) else records.take(places))
+
+    return kept_sheet(records.reader, plan.groups, plan.keys, form, make)
+
+
+def kept_sheet(
+    reader: RecordReader,
+    groups: Sequence[tuple[str, slice]],
+    keys_of: Callable[[slice], Sequence[str]],
+    form: SheetForm,
+    make: Callable[[Sequence[int]], Iterator[SheetRow | RanktapeError]],
+) -> Sheet:
+    """The rows of all places of groups; those that are not kept are made, in their order, and kept.
+
+    Args:
+        reader: What they are kept with.
+        groups: The paths of the groups, and which places each has.
+        keys_of: What the places of one group are known by.
+        form: What rows are.
+        make: Makes the rows of some places.
+
+    Raises:
+        RanktapeError: what `make` raises.
+    """
+    paths = list(dict.fromkeys(path for path, _ in groups))
+    cache = Cache(reader, name=form.name, groups=paths, warn=warn_once)
     spans = [
-        (path, range(start, min(start + _MAX_ROWS, places.stop)))
-        for path, places in plan.groups
-        for start in range(places.start, places.stop, _MAX_ROWS)
+        (path, range(start, min(start + form.max_rows, places.stop)))
+        for path, places in groups
+        for start in range(places.start, places.stop, form.max_rows)
     ]
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        stored = list(pool.map(lambda path: list(_stored(cache, path, form)), plan.paths))
-    by_path = dict(zip(plan.paths, stored, strict=True))
-    keys = {span: _packed(plan.keys(slice(span.start, span.stop))) for _, span in spans}
+        stored = list(pool.map(lambda path: list(_stored(cache, path, form)), paths))
+    by_path = dict(zip(paths, stored, strict=True))
+    keys = {span: _packed(keys_of(slice(span.start, span.stop))) for _, span in spans}
     found = [_looked_up(keys[span], by_path[path], form) for path, span in spans]
     missing: list[int] = []
     for (_, span), (_, known) in zip(spans, found, strict=True):
         missing += (span.start + np.flatnonzero(~known)).tolist()
-    if not missing:
-        return _together([sheet for sheet, _ in found], form)
-    chosen = records if len(missing) == len(records) else records.take(missing)
-    rows = compute(chosen)
+    rows = make(missing) if missing else iter(())
     sheets = []
     for (path, span), (sheet, known) in zip(spans, found, strict=True):
         places = np.flatnonzero(~known)

@@ -5,32 +5,29 @@ What was found of each call is kept beside the run, for each recipe apart: a fur
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import itertools
 import math
-import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.engine.cache import Cache, record_keys
-from ranktape.analyze.engine.cache_object import DamagedObjectError, Payload
-from ranktape.analyze.engine.engine import Engine, warn_once
+from ranktape.analyze.engine.cache import record_keys
+from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.plan import KEY_COLUMNS
-from ranktape.analyze.identity import NUMBER_FIELDS, SAMPLE, SampleName, are_files
+from ranktape.analyze.engine.sheet import Sheet, SheetForm, SheetRow, kept_sheet
+from ranktape.analyze.identity import NUMBER_FIELDS, SAMPLE, are_files
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.products import RECORDED
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
 from ranktape.analyze.replays.call_tensors import CALL_FIELDS
 from ranktape.analyze.replays.calls import LeftOut, RecordedCall, RecordedCalls, calls_of
-from ranktape.analyze.replays.tasks import CallErrors, CallTask, CallTasks, replay_any
-from ranktape.errors import StorageError, UnknownFieldError, UsageError, nearest
+from ranktape.analyze.replays.tasks import CallErrors, CallTasks, replay_any
+from ranktape.errors import RanktapeError, UnknownFieldError, UsageError, nearest
 from ranktape.storage import Records
 
 GROUP_FIELDS = (*CALL_FIELDS, SAMPLE, "product", "recipe")
@@ -66,32 +63,34 @@ def replay_found(calls: RecordedCalls, recipes: Sequence[Recipe], *, engine: Eng
     names = tuple(one.name for one in recipes)
     if RECORDED in names:
         raise UsageError(f"a recipe is called {RECORDED}, the word for what was recorded: give it another name")
-    tasks = CallTasks(calls, recipes)
-    places: list[int] = []
-    samples: list[SampleName | None] = []
-    rows: list[tuple[Any, ...]] = []
-    unknown: list[LeftOut] = []
-    for place, found in enumerate(found_errors(tasks, replay_any, engine=engine or Engine())):
-        call = calls.calls[place]
-        if isinstance(found, str):
-            unknown += [LeftOut(key=call.key, product=product, reason=found) for product in call.products]
-            continue
-        for product, recipe, *sums in found:
-            own = call.samples or (call.sample,)
-            places += [place] * len(own)
-            samples += own
-            rows += [(product, recipe, *of_one) for of_one in zip(*map(np.atleast_2d, sums), strict=True)]
-    columns = list(zip(*rows, strict=True)) or [()] * 4
-    empty = np.zeros((0, len(ErrorSums.__slots__)))
+    sheet = _sheet(calls, recipes, engine=engine or Engine())
+    width = 1 + len(recipes)
+    reasons = {item // width: str(error) for item, error in sheet.errors.items()}
+    unknown = [
+        LeftOut(key=calls.calls[place].key, product=product, reason=reason)
+        for place, reason in reasons.items()
+        for product in calls.calls[place].products
+    ]
+    places, recipe_places = np.divmod(sheet.owners, width)
+    product_places, sample_places = sheet.parts[:, :2].T.astype(np.int64)
+    order = np.lexsort((sample_places, recipe_places, product_places, places))
+    of_rows = [
+        (calls.calls[place], *rest)
+        for place, *rest in zip(
+            *(one[order].tolist() for one in (places, product_places, recipe_places, sample_places)), strict=True
+        )
+    ]
+    samples = [(call.samples or (call.sample,))[sample] for call, _, _, sample in of_rows]
+    exact, recorded = np.split(sheet.parts[order, 2:], 2, axis=1)
     return Replayed(
         calls=replace(calls, left_out=(*calls.left_out, *unknown)),
         recipes=names,
-        places=np.array(places, dtype=np.int64),
-        products=np.array(columns[0], dtype=object),
-        names=np.array(columns[1], dtype=object),
+        places=places[order],
+        products=np.array([list(call.products)[product] for call, product, _, _ in of_rows], dtype=object),
+        names=np.array([(RECORDED, *names)[recipe] for _, _, recipe, _ in of_rows], dtype=object),
         samples=np.array([*samples, None], dtype=object)[:-1],
-        exact=np.vstack([empty, *columns[2]]),
-        recorded=np.vstack([empty, *columns[3]]),
+        exact=exact,
+        recorded=recorded,
     )
 
 
@@ -205,161 +204,69 @@ class Replayed:
         )
 
 
-VERSION = 2
-"""Of the payload and of the numbers in it; one more whenever a recipe gives others."""
-
-_MAX_NEW = 512
-"""Sums that are kept together: whoever ends a question early loses no more."""
+_FORM = SheetForm(name="replay_v3", width=0, part_width=2 + 2 * len(ErrorSums.__slots__), max_rows=512)
+"""A row for each call and recipe, `recorded` among them; a part for each product and sample, by their places, with the
+sums against the exact product and the recorded one. The version is one more whenever a recipe gives other numbers."""
 
 _COLUMNS = (*KEY_COLUMNS, "iteration", "rank", "layout", "placement", "metadata")
 """What tells a record from every other one, and from what it was before."""
 
-Work = Callable[["CallTask"], "CallErrors | str"]
-"""What is found of a call; a text says why nothing is."""
+
+def _sheet(calls: RecordedCalls, recipes: Sequence[Recipe], *, engine: Engine) -> Sheet:
+    """What is found of each call by each recipe; what was found before is not computed again."""
+    names = RECORDED, *(one.name for one in recipes)
+
+    def make(items: Sequence[int]) -> Iterator[SheetRow | RanktapeError]:
+        asked: defaultdict[int, list[str]] = defaultdict(list)
+        for item in items:
+            asked[item // len(names)].append(names[item % len(names)])
+        tasks = CallTasks(calls, recipes, asked=asked)
+        results = engine.map(replay_any, tasks, sizes=tasks.sizes)
+        for (place, wanted), found in zip(asked.items(), results, strict=True):
+            for name in wanted:
+                if isinstance(found, str):
+                    yield RanktapeError(found)
+                else:
+                    yield _row(found, calls.calls[place], name=name)
+
+    if not engine.use_cache or are_files(calls.records) or not calls.calls:
+        return _FORM.sheet(list(make(range(len(calls.calls) * len(names)))))
+    paths = {row: path for path, rows in calls.records.groups() for row in range(rows.start, rows.stop)}
+    groups, start = [], 0
+    of_calls = (paths[min(row for rows in call.rows.values() for row in rows)] for call in calls.calls)
+    for path, several in itertools.groupby(of_calls):
+        stop = start + len(names) * len(list(several))
+        groups.append((path, slice(start, stop)))
+        start = stop
+    keys = _keys(calls, recipes)
+    return kept_sheet(calls.records.reader, groups, keys.__getitem__, _FORM, make)
 
 
-def found_errors(tasks: CallTasks, work: Work, *, engine: Engine) -> Iterator[CallErrors | str]:
-    """What is found of each call, in their order; what was found before is not computed again.
-
-    Of calls whose samples are told apart nothing is kept.
-
-    Raises:
-        RanktapeError: what the work raises.
-    """
-    calls = tasks.calls
-    if not engine.use_cache or are_files(calls.records) or not len(tasks) or any(call.samples for call in calls.calls):
-        yield from engine.map(work, tasks, sizes=tasks.sizes)
-        return
-    keeper = _Keeper(tasks)
-    missing = _Missing(tasks, keeper)
-    fresh = engine.map(work, missing, sizes=missing.sizes)
-    for group, places in itertools.groupby(range(len(tasks)), key=keeper.groups.__getitem__):
-        new: dict[str, Payload] = {}
-        for place in places:
-            call, known = calls.calls[place], keeper.known[place]
-            found = next(fresh) if place in missing.recipes else []
-            if isinstance(found, str):
-                yield found
-                continue
-            fresh_names = [one.name for one in missing.recipes.get(place, ())]
-            if RECORDED not in known:
-                fresh_names.append(RECORDED)
-            own = _payloads(found, call, names=fresh_names)
-            if len(new) >= _MAX_NEW:
-                keeper.put(group, new)
-                new = {}
-            new |= {keeper.keys[place][name]: payload for name, payload in own.items()}
-            yield _rows(known | own, call, names=(RECORDED, *(one.name for one in tasks.recipes)))
-        keeper.put(group, new)
-
-
-class _Keeper:
-    """What is known of calls, by the names of recipes, and what each is known by."""
-
-    def __init__(self, tasks: CallTasks) -> None:
-        calls = tasks.calls
-        records = record_keys([calls.records.column(name).tolist() for name in _COLUMNS])
-        paths = {row: path for path, rows in calls.records.groups() for row in range(rows.start, rows.stop)}
-        self.groups = [paths[min(row for rows in call.rows.values() for row in rows)] for call in calls.calls]
-        """By call the path of the group that its sums are kept beside."""
-        self._cache = Cache(calls.records.reader, name=f"replay_v{VERSION}", groups=set(self.groups), warn=warn_once)
-        texts: dict[tuple[str, bool], str] = {}
-        self.keys: list[dict[str, str]] = []
-        """By call, what the sums of each recipe are known by."""
-        for call in calls.calls:
-            own = [f"{name} {[records[row] for row in rows]}" for name, rows in sorted(call.rows.items())]
-            what = f"{own} {dict(call.products)} {call.is_bias_known}"
-            of_recipes = {RECORDED: ""}
-            for one in tasks.recipes:
-                applied = calls.recipe_of(call, one)
-                key = one.name, applied is one
-                texts[key] = texts.get(key) or repr((applied.products, applied.seed, applied.draws))
-                of_recipes[one.name] = texts[key]
-            keys = record_keys([[what] * len(of_recipes), list(of_recipes.values())])
-            self.keys.append(dict(zip(of_recipes, keys, strict=True)))
-        self._found = functools.cache(self._cache.find)
-        self.known = [self._known(place) for place in range(len(tasks))]
-        """By call, the payloads that were found before."""
-
-    def put(self, group: str, new: dict[str, Payload]) -> None:
-        """Keep what was found of calls of a group; where that cannot be, a warning says so once."""
-        shelf = self._cache.shelf(group, damaged=self._found(group).damaged) if new else None
-        if shelf is not None:
-            try:
-                shelf.put(list(new), list(new.values()))
-            except StorageError as error:
-                self._cache.give_up(str(error))
-
-    def _known(self, place: int) -> dict[str, Payload]:
-        objects = self._found(self.groups[place]).objects
-        found = {}
-        for name, key in self.keys[place].items():
-            with contextlib.suppress(DamagedObjectError, KeyError):
-                payload = objects[key].payload(key)
-                # Anybody may have put one there.
-                if _is_formed(payload):
-                    found[name] = payload
-        return found
-
-
-class _Missing(Sequence["CallTask"]):
-    """The tasks of the calls of which not everything is known, with the recipes that are not."""
-
-    def __init__(self, tasks: CallTasks, keeper: _Keeper) -> None:
-        self._tasks = tasks
-        self.recipes: dict[int, tuple[Recipe, ...]] = {}
-        """By the place of a call with anything missing."""
-        for place, known in enumerate(keeper.known):
-            recipes = tuple(one for one in tasks.recipes if one.name not in known)
-            if recipes or RECORDED not in known:
-                self.recipes[place] = recipes
-        self._places = list(self.recipes)
-        self.sizes = [tasks.sizes[place] for place in self._places]
-        """Bytes that each reads."""
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        place = self._places[index]
-        task = self._tasks[place]
-        names = {one.name for one in self.recipes[place]}
-        return dataclasses.replace(task, recipes=tuple(one for one in task.recipes if one.name in names))
-
-
-def _payloads(errors: CallErrors, call: RecordedCall, *, names: Sequence[str]) -> dict[str, Payload]:
-    """The sums of a call by the name of the recipe; the products by their places."""
-    places = {product: place for place, product in enumerate(call.products)}
-    found = {}
-    for name in names:
-        rows = [(places[product], exact, recorded) for product, recipe, exact, recorded in errors if recipe == name]
-        found[name] = {
-            "products": np.array([row[0] for row in rows], dtype=np.uint8),
-            "exact": np.vstack([_NO_ROWS, *(row[1] for row in rows)]),
-            "recorded": np.vstack([_NO_ROWS, *(row[2] for row in rows)]),
-        }
+def _keys(calls: RecordedCalls, recipes: Sequence[Recipe]) -> list[str]:
+    """What the sums of each call by each recipe are known by."""
+    records = record_keys([calls.records.column(name).tolist() for name in _COLUMNS])
+    texts: dict[tuple[str, bool], str] = {}
+    found: list[str] = []
+    for call in calls.calls:
+        own = [f"{name} {[records[row] for row in rows]}" for name, rows in sorted(call.rows.items())]
+        what = f"{own} {dict(call.products)} {call.is_bias_known} {call.sample_dim} {call.samples}"
+        of_recipes = [""]
+        for one in recipes:
+            applied = calls.recipe_of(call, one)
+            key = one.name, applied is one
+            texts[key] = texts.get(key) or repr((applied.products, applied.seed, applied.draws))
+            of_recipes.append(texts[key])
+        found += record_keys([[what] * len(of_recipes), of_recipes])
     return found
 
 
-_NO_ROWS = np.zeros((0, len(ErrorSums.__slots__)))
-
-
-def _rows(payloads: Mapping[str, Payload], call: RecordedCall, *, names: Sequence[str]) -> CallErrors:
-    """The rows of a call, product by product."""
-    products = list(call.products)
-    rows = [
-        (int(place), products[place], name, payload["exact"][row], payload["recorded"][row])
-        for name in names
-        if (payload := payloads.get(name)) is not None
-        for row, place in enumerate(payload["products"].tolist())
+def _row(errors: CallErrors, call: RecordedCall, *, name: str) -> SheetRow:
+    """What is found of a call by the recipe of that name."""
+    places = {product: place for place, product in enumerate(call.products)}
+    parts = [
+        (places[product], sample, *sums)
+        for product, recipe, exact, recorded in errors
+        if recipe == name
+        for sample, sums in enumerate(np.hstack([np.atleast_2d(exact), np.atleast_2d(recorded)]))
     ]
-    return [row[1:] for row in sorted(rows, key=operator.itemgetter(0))]
-
-
-def _is_formed(payload: Payload) -> bool:
-    """Whether it has the form of those made here."""
-    products, *sums = (payload[name] for name in ("products", "exact", "recorded"))
-    shape = products.size, len(ErrorSums.__slots__)
-    return products.dtype == np.uint8 and all(one.dtype == np.float64 and one.shape == shape for one in sums)
+    return SheetRow((), np.array(parts).reshape(-1, _FORM.part_width))

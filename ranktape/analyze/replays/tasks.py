@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -60,22 +60,29 @@ class CallTask:
 class CallTasks(Sequence[CallTask]):
     """The tasks of calls, made when they are asked for."""
 
-    def __init__(self, calls: RecordedCalls, recipes: Sequence[Recipe]) -> None:
-        self.calls, self.recipes = calls, recipes
-        """What is computed, and how."""
+    def __init__(
+        self, calls: RecordedCalls, recipes: Sequence[Recipe], *, asked: Mapping[int, Collection[str]] | None = None
+    ) -> None:
+        """Take calls and recipes; of `asked` calls, by their places, the recipes of these names alone."""
+        self._calls, self._recipes = calls, recipes
+        names = [one.name for one in recipes]
+        self._asked = list((dict.fromkeys(range(len(calls.calls)), names) if asked is None else asked).items())
         nbytes = calls.records.column("nbytes").tolist()
-        self.sizes = [sum(nbytes[row] for rows in call.rows.values() for row in rows) for call in calls.calls]
+        self.sizes = [
+            sum(nbytes[row] for rows in calls.calls[place].rows.values() for row in rows) for place, _ in self._asked
+        ]
         """Bytes that each reads."""
 
     def __len__(self) -> int:
-        return len(self.calls.calls)
+        return len(self._asked)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        call = self.calls.calls[index]
-        records = self.calls.records.take([row for rows in call.rows.values() for row in rows])
-        recipes = tuple(self.calls.recipe_of(call, one) for one in self.recipes)
+            return [self[number] for number in range(*index.indices(len(self)))]
+        place, names = self._asked[index]
+        call = self._calls.calls[place]
+        records = self._calls.records.take([row for rows in call.rows.values() for row in rows])
+        recipes = tuple(self._calls.recipe_of(call, one) for one in self._recipes if one.name in names)
         # To look at the records of files is to read them.
         return CallTask(call=call, records=records if records.is_costly else tuple(records), recipes=recipes)
 
