@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.digest import Digest, finite
 from ranktape.analyze.numerics.formats import Format
+from ranktape.analyze.numerics.histograms.histogram import Limits
 
 _LARGEST = float(np.finfo(np.float64).max)
 
@@ -189,35 +190,6 @@ NARROW_FORMATS = (
 """The formats that values are held against, unless others are named."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Occupancy:
-    """How many values are in each binade [2**e, 2**(e+1)), of either sign; of complex values, of their larger parts."""
-
-    exponents: NDArray[np.int64]
-    """e, from that of the smallest nonzero magnitude to that of the largest without a gap; empty without any."""
-    counts: NDArray[np.int64]
-    """Values in each binade."""
-    zero: int
-    """Zeros of either sign."""
-    nan: int
-    """NaN."""
-    inf: int
-    """Infinities of either sign."""
-    magnitudes: NDArray[np.float64]
-    """The nonzero finite magnitudes that occur, ascending."""
-    magnitude_counts: NDArray[np.int64]
-    """How often each of them occurs."""
-    largest: float | None
-    """The largest finite magnitude, exactly; None without any."""
-    is_exact: bool
-    """Whether `magnitudes` are those that were recorded; the binade of each is right in any case."""
-
-    @property
-    def num_elements(self) -> int:
-        """All values, of whatever kind."""
-        return int(self.counts.sum()) + self.zero + self.nan + self.inf
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldRange:
     """What a format does to values that are divided by 2**`scale_exponent`: each value is in one of the counts."""
@@ -253,56 +225,44 @@ class HeldRange:
         return self.above + self.normal + self.subnormal + self.flushed + self.zero + self.nan + self.inf
 
 
-def occupancy(digest: Digest) -> Occupancy:
-    """The binades of the values of a digest: none where it has no nonzero finite value, or statistics alone."""
-    numbers, bins = finite(digest), log2_bins(digest)
-    magnitudes, places = np.unique(np.abs(numbers.values), return_inverse=True)
-    counts = np.zeros(magnitudes.size, dtype=np.int64)
-    np.add.at(counts, places, numbers.counts)
-    is_nonzero = magnitudes > 0
-    return Occupancy(
-        exponents=np.frexp(bins.edges[:-1])[1].astype(np.int64) - 1,
-        counts=bins.counts,
-        zero=digest.tallies.zero,
-        nan=digest.tallies.nan,
-        inf=digest.tallies.inf,
-        magnitudes=magnitudes[is_nonzero],
-        magnitude_counts=counts[is_nonzero],
-        largest=digest.tallies.largest_finite if is_nonzero.any() else None,
-        is_exact=digest.is_exact,
-    )
+def binades(bins: Bins) -> NDArray[np.int64]:
+    """The exponent e of each bin [2**e, 2**(e+1)) of whole binades."""
+    exponents: NDArray[np.int64] = np.frexp(bins.edges[:-1])[1].astype(np.int64) - 1
+    return exponents
 
 
-def aligned_exponent(occupied: Occupancy, row: Format) -> int | None:
-    """The smallest exponent of a scale with which no finite value is beyond the format's largest; None without any."""
-    return row.largest_alignment(occupied.largest) if occupied.largest else None
+def aligned_exponent(digest: Digest, row: Format) -> int | None:
+    """The smallest exponent of a scale with which no finite value is beyond the format's largest; None without any.
+
+    Nor is there one of nothing but zeros, or where statistics alone were kept.
+    """
+    largest = digest.tallies.largest_finite if digest.has_values else None
+    return row.largest_alignment(largest) if largest else None
 
 
-def held_by(occupied: Occupancy, row: Format, scale_exponent: int = 0) -> HeldRange:
+def held_by(digest: Digest, row: Format, scale_exponent: int = 0) -> HeldRange:
     """What a format does to each value x after division by 2**`scale_exponent`, with its own rounding.
 
-    Exactly, unless the values are wider than 16 bits and the format has more than six mantissa bits.
+    Exactly, unless the values are wider than 16 bits and the format has more than six mantissa bits. Where statistics
+    alone were kept, zeros, NaN and infinities are known.
     """
     # Scaled are the limits, of which there are few; what has no float64 is beyond all values, or below.
     with np.errstate(over="ignore", under="ignore"):
-        overflow_start, min_normal, flush_limit = np.ldexp(
-            [row.overflow_start, row.min_normal, row.flush_limit], scale_exponent
-        ).tolist()
-    magnitudes, counts = occupied.magnitudes, occupied.magnitude_counts
-    is_above = magnitudes >= overflow_start
-    is_flushed = magnitudes <= flush_limit
-    is_small = magnitudes < min_normal
+        limits = np.ldexp([row.overflow_start, row.min_normal, row.flush_limit], scale_exponent).tolist()
+    found = digest.count(Limits(overflow_start=limits[0], min_normal=limits[1], flush_limit=limits[2]))
+    above = found.upper + found.lower - found.inf if digest.has_values else 0
+    num_ordinary = found.num_finite - found.zero if digest.has_values else 0
     return HeldRange(
         format=row.name,
         scale_exponent=scale_exponent,
         highest_exponent=row.emax + scale_exponent,
         lowest_normal_exponent=math.frexp(row.min_normal)[1] - 1 + scale_exponent,
         lowest_exponent=math.frexp(row.min_subnormal)[1] - 1 + scale_exponent,
-        above=int(counts[is_above].sum()),
-        normal=int(counts[~is_above & ~is_small].sum()),
-        subnormal=int(counts[is_small & ~is_flushed].sum()),
-        flushed=int(counts[is_flushed].sum()),
-        zero=occupied.zero,
-        nan=occupied.nan,
-        inf=occupied.inf,
+        above=above,
+        normal=num_ordinary - above - found.underflow,
+        subnormal=max(0, found.underflow - found.flushed),
+        flushed=found.flushed,
+        zero=found.zero,
+        nan=found.nan,
+        inf=found.inf,
     )

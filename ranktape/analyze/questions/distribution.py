@@ -24,12 +24,11 @@ from ranktape.analyze.numerics.bins import (
     NARROW_FORMATS,
     Bins,
     HeldRange,
-    Occupancy,
     aligned_exponent,
+    binades,
     held_by,
     linear_bins,
     log2_bins,
-    occupancy,
 )
 from ranktape.analyze.numerics.digest import Digest, finite
 from ranktape.analyze.numerics.distances import fit_normal
@@ -237,11 +236,11 @@ def _log2(digest: Digest, options: LookOptions) -> Rows:
 
 
 def _exponents(digest: Digest, options: LookOptions) -> Rows:
-    occupied = occupancy(digest)
-    aligned = [_aligned(occupied, row) for row in options.formats]
-    unscaled = [held_by(occupied, row) for row in options.formats]
-    total = max(1, occupied.num_elements)
-    for exponent, count in zip(occupied.exponents.tolist(), occupied.counts.tolist(), strict=True):
+    bins = log2_bins(digest)
+    aligned = [held_by(digest, row, aligned_exponent(digest, row) or 0) for row in options.formats]
+    unscaled = [held_by(digest, row) for row in options.formats]
+    total = max(1, bins.num_values + bins.num_zero + bins.num_nan + bins.num_infinite)
+    for exponent, count in zip(binades(bins).tolist(), bins.counts.tolist(), strict=True):
         if not count:
             continue
         lower, upper = np.ldexp(1.0, exponent), np.ldexp(1.0, exponent + 1) if exponent < _TOP else np.inf
@@ -253,10 +252,6 @@ _TOP = 1023
 """The exponent of the largest float64."""
 
 
-def _aligned(occupied: Occupancy, row: Format) -> HeldRange:
-    return held_by(occupied, row, aligned_exponent(occupied, row) or 0)
-
-
 def _with_all_bits(exponent: int, held: list[HeldRange]) -> list[str]:
     return [one.format for one in held if one.lowest_normal_exponent <= exponent <= one.highest_exponent]
 
@@ -266,12 +261,11 @@ def _with_fewer(exponent: int, held: list[HeldRange]) -> list[str]:
 
 
 def _formats(digest: Digest, options: LookOptions) -> Rows:
-    occupied = occupancy(digest)
     for row in options.formats:
-        yield (row.name, "none", *_held_cells(held_by(occupied, row)))
-        exponent = aligned_exponent(occupied, row)
+        yield (row.name, "none", *_held_cells(held_by(digest, row)))
+        exponent = aligned_exponent(digest, row)
         if exponent is not None:
-            yield (row.name, "aligned", *_held_cells(held_by(occupied, row, exponent)))
+            yield (row.name, "aligned", *_held_cells(held_by(digest, row, exponent)))
 
 
 def _held_cells(held: HeldRange) -> tuple[Any, ...]:
