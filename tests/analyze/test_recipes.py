@@ -115,7 +115,7 @@ def test_names_files_and_recipes_mix_and_each_comes_once(tmp_path: Path) -> None
         ("- nvfp4", "holds no recipes"),
         ("mine: {operands: nvfp4", "is not YAML that is read here: line 1"),
         ("mine: {}", "mine: nothing is said of input"),
-        ("mine:", "mine: is to be a mapping, and is None"),
+        ("mine:", "mine: is to be a mapping of base, .* and is None"),
         ("nvfp4: {operands: mxfp4}", "nvfp4 is the name of a recipe that comes with ranktape"),
         ("a b: {operands: mxfp4}", "'a b' is no name of a recipe"),
         ("mine: {operand: nvfp4}", "mine: unknown key 'operand': did you mean operands"),

@@ -33,7 +33,7 @@ import yaml
 
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
 from ranktape.analyze.numerics.recipes.table import RECIPES
-from ranktape.analyze.numerics.recipes.words import parse_recipe, recipes_of_words, words_of_recipe
+from ranktape.analyze.numerics.recipes.words import mapping_of, parse_recipe, recipes_of_words, words_of_recipe
 from ranktape.errors import UsageError, nearest
 from ranktape.yaml_file import parse_yaml, read_text
 
@@ -232,7 +232,7 @@ def parse_plan(text: str, *, place: str) -> PrecisionPlan:
     Raises:
         UsageError: as `read_plan`.
     """
-    words = _mapping(parse_yaml(text, place=place), _PLAN_KEYS, place=place)
+    words = mapping_of(parse_yaml(text, place=place), _PLAN_KEYS, place=place)
     own = {}
     if "recipes" in words:
         own = recipes_of_words(words["recipes"], place=f"{place}, recipes", shipped=RECIPES)
@@ -256,7 +256,7 @@ def parse_plan(text: str, *, place: str) -> PrecisionPlan:
 
 
 def _module(name: str, said: Any, *, own: Mapping[str, Recipe], place: str) -> PlannedModule:
-    words = _mapping({"recipe": said} if isinstance(said, str) else said, _MODULE_KEYS, place=place)
+    words = mapping_of({"recipe": said} if isinstance(said, str) else said, _MODULE_KEYS, place=place)
     recipe = words.get("recipe")
     if not isinstance(recipe, str):
         raise UsageError(f"{place}, recipe: is to be the name of one, such as mxfp8, and is {recipe!r:.60}")
@@ -283,18 +283,9 @@ def _module(name: str, said: Any, *, own: Mapping[str, Recipe], place: str) -> P
 
 
 def _decibels(said: Any, *, place: str) -> dict[str, float]:
-    words = _mapping(said, PRODUCTS, place=place)
+    words = mapping_of(said, PRODUCTS, place=place)
     for product, figure in words.items():
         is_number = isinstance(figure, int | float) and not isinstance(figure, bool)
         if not is_number or not (abs(figure) <= _MAX_DECIBELS or abs(figure) == math.inf):
             raise UsageError(f"{place}.{product}: is to be a number of dB, and is {figure!r:.60}")
     return {product: float(figure) for product, figure in words.items()}
-
-
-def _mapping(words: Any, known: Collection[str], *, place: str) -> dict[str, Any]:
-    if not isinstance(words, dict):
-        raise UsageError(f"{place}: is to be a mapping of {', '.join(known)}, and is {words!r:.60}")
-    for key in words:
-        if key not in known:
-            raise UsageError(f"{place}: unknown key {key!r:.60}: {nearest(key, known, otherwise='use', cutoff=0.6)}")
-    return words

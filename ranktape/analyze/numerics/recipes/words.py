@@ -192,15 +192,25 @@ def _operand(words: Any, *, before: OperandRecipe | None, place: str) -> Operand
     return _made(lambda: dataclasses.replace(before, **said), place=place)
 
 
-def _mapping(words: Any, known: Collection[str], *, place: str) -> dict[str, Any]:
+def mapping_of(words: Any, known: Collection[str], *, place: str) -> dict[str, Any]:
+    """A mapping with no other keys than those that are known.
+
+    Raises:
+        UsageError: it is something else, or has one; the message names the place and the key.
+    """
     if not isinstance(words, dict):
-        raise UsageError(f"{place}: is to be a mapping, and is {_shown(words)}: use {', '.join(known)}")
-    for key, value in words.items():
+        raise UsageError(f"{place}: is to be a mapping of {', '.join(known)}, and is {_shown(words)}")
+    for key in words:
         if key not in known:
             raise UsageError(f"{place}: unknown key {_shown(key)}: {nearest(key, known, otherwise='use', cutoff=0.6)}")
+    return dict(words)
+
+
+def _mapping(words: Any, known: Collection[str], *, place: str) -> dict[str, Any]:
+    for key, value in (found := mapping_of(words, known, place=place)).items():
         if value is None:
             raise UsageError(f"{place}.{key}: is empty: write what it is to be, or leave it out")
-    return dict(words)
+    return found
 
 
 def _made(make: Callable[[], Made], *, place: str) -> Made:
