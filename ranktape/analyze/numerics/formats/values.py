@@ -86,7 +86,9 @@ def round_to(
         endless = _hybrid(np.asarray(values), magnitude, target=target)
         is_over = (endless > target.maximum) | (magnitude >= target.overflow_start_of(Rounding.AWAY))
     else:
-        endless = magnitude if target.name == "fp64" else _rounded(magnitude, target=target, rounding=chosen, seed=seed)
+        places = np.arange(magnitude.size) if chosen is Rounding.STOCHASTIC else None
+        how: dict[str, Any] = {"element": target, "rounding": chosen, "seed": seed or 0, "places": places}
+        endless = magnitude if target.name == "fp64" else round_magnitudes(magnitude, **how)
         is_over = endless > target.maximum
     rounded = np.where(np.isnan(magnitude), np.nan, np.where(is_over, overflow, endless))
     if not target.is_signed:
@@ -143,18 +145,20 @@ def uniforms(seed: int, *, start: int, size: int) -> NDArray[np.float64]:
     return found
 
 
-def _rounded(
-    magnitude: NDArray[np.float64], *, target: Format, rounding: Rounding, seed: int | None
+def round_magnitudes(
+    magnitudes: NDArray[np.float64], *, element: Format, rounding: Rounding, seed: int, places: NDArray[np.int64] | None
 ) -> NDArray[np.float64]:
-    """The magnitudes of the format, were it without end."""
-    flat = np.ascontiguousarray(magnitude).reshape(-1)
-    constants = constants_of(target, rounding, beyond=BEYOND)
-    rounded = np.empty(flat.size)
-    if rounding is not Rounding.STOCHASTIC:
+    """The values of the format, were it without end, that magnitudes round to; of NaN, anything.
+
+    Stochastic rounding draws by the indices `places` of the elements in C order.
+    """
+    flat = np.ascontiguousarray(magnitudes).reshape(-1)
+    constants, rounded = constants_of(element, rounding, beyond=BEYOND), np.empty(flat.size)
+    if places is None:
         round_block(flat, constants, rounded)
     else:
-        draw(flat, constants, state_of(seed or 0), np.arange(flat.size), rounded)
-    return rounded.reshape(magnitude.shape)
+        draw(flat, constants, state_of(seed), places.reshape(-1), rounded)
+    return rounded.reshape(magnitudes.shape)
 
 
 def _hybrid(source: NDArray[Any], magnitude: NDArray[np.float64], *, target: Format) -> NDArray[np.float64]:

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.numerics.formats import Coding, Format, Rounding
-from ranktape.analyze.numerics.formats.kernels import (
-    BEYOND,
-    RoundingConstants,
-    constants_of,
-    draw,
-    round_block,
-    state_of,
+from ranktape.analyze.numerics.formats.kernels import BEYOND, RoundingConstants, constants_of
+from ranktape.analyze.numerics.formats.values import (
+    NARROW_BITS,
+    code_table,
+    codes_of,
+    round_magnitudes,  # noqa: F401 - as `tensor_ops` has one
 )
-from ranktape.analyze.numerics.formats.values import NARROW_BITS, code_table, codes_of
 from ranktape.analyze.numerics.kernels import compiled
 from ranktape.analyze.numerics.pieces import num_threads as usual_threads
 from ranktape.analyze.numerics.quantization.rotation import rotate_groups
@@ -95,23 +93,6 @@ def _finish(  # noqa: PLR0917 - numba knows no keyword-only arguments
     counts[3] += spoiled
     counts[4] += nan
     counts[5] += inf
-
-
-def round_magnitudes(
-    magnitudes: NDArray[np.float64], *, element: Format, rounding: Rounding, seed: int, places: NDArray[np.int64] | None
-) -> NDArray[np.float64]:
-    """The values of the format, were it without end, that magnitudes round to; of NaN, anything.
-
-    Stochastic rounding draws by the indices `places` of the elements in C order.
-    """
-    rounded = np.empty(magnitudes.shape)
-    constants = constants_of(element, rounding, beyond=BEYOND)
-    flat = magnitudes.reshape(-1)
-    if places is None:
-        round_block(flat, constants, rounded.reshape(-1))
-    else:
-        draw(flat, constants, state_of(seed), places.reshape(-1), rounded.reshape(-1))
-    return rounded
 
 
 def finish(
