@@ -198,6 +198,23 @@ def test_an_address_shows_the_same_again(fresh: Page, records: Records) -> None:
     assert fresh.ask("return window.ranktape.selection.state.focus") is None
 
 
+def test_an_address_sorts_and_searches_a_table(fresh: Page) -> None:
+    fresh.click("[data-tab='stats']")
+    fresh.click("#table th[data-column='kurtosis'] button")
+    fresh.click("#table th[data-column='kurtosis'] button")
+    fresh.type("#table-search", "weight")
+    rows = fresh.rows()
+    assert rows != sorted(rows)
+    link = fresh.browser.current_url
+    assert link.endswith("#table=stats&sort=kurtosis&search=weight")
+    for address, shown in ((link, rows), (f"file://{fresh.path}#table=nothing&sort=-kurtosis", None)):
+        fresh.browser.get("about:blank")
+        fresh.browser.get(address)
+        fresh.wait("document.documentElement.dataset.ready === 'yes'")
+        assert fresh.rows() == (shown or sorted(fresh.rows()))
+    assert fresh.ask("return document.querySelector('[data-tab=records]').ariaSelected") == "true"
+
+
 def test_cells_can_be_reached_by_keyboard(fresh: Page, records: Records) -> None:
     fresh.type("#metric", "absmax")
     fresh.type("#down", "layer_idx")

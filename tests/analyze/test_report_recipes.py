@@ -138,6 +138,21 @@ def test_a_cell_leads_to_its_calls_and_they_to_their_records(page: Page, records
     page.ask("window.ranktape.selection.focus(null)")
 
 
+def test_an_address_opens_a_cell_of_recipes(page: Page) -> None:
+    page.type("#recipe-metric", "cosine")
+    page.cell(2, NAMES.index("mxfp4"), chart="recipes-chart")
+    seen = [page.text("#recipe-calls-title"), page.text("#recipe-calls")]
+    link = page.browser.current_url
+    for address, shown in ((link, seen), (link.replace("mxfp4", "nothing"), ["Calls", None])):
+        page.browser.get("about:blank")
+        page.browser.get(address)
+        page.wait("document.documentElement.dataset.ready === 'yes'")
+        assert page.ask("return document.getElementById('recipe-metric').value") == "cosine"
+        assert page.text("#recipe-calls-title") == shown[0]
+        assert page.text("#recipe-calls") == shown[1] or shown[1] is None
+    page.open()
+
+
 def test_filters_act_on_calls(page: Page) -> None:
     page.click("#recipe-calls-clear")
     count = "return document.getElementById('recipe-calls-count').innerText"

@@ -17,7 +17,7 @@
     if (state.focus?.finding !== undefined) pairs.push(["finding", page.raw.findings[state.focus.finding].title]);
     for (const [name, word] of state.focus?.where ?? []) pairs.push([IN + name, word]);
     if (state.focus?.where !== undefined) pairs.push(["name", state.focus.name]);
-    return new URLSearchParams(pairs).toString();
+    return new URLSearchParams([...pairs, ...selection.ofPanels()]).toString();
   }
 
   /** The choices that an address says; what this page does not have is left out. */
@@ -34,7 +34,7 @@
     for (const [name, key] of Object.entries(CHOICES)) choices[key] = isAllowed(name, pairs.get(name)) ? pairs.get(name) : start[key];
     choices.againstPeers = String(choices.againstPeers) === "true";
     const name = finding < 0 ? pairs.get("name") ?? "" : page.raw.findings[finding].title;
-    return { filters, finding: finding < 0 ? null : finding, where, name, ...choices };
+    return { filters, finding: finding < 0 ? null : finding, where, name, pairs, ...choices };
   }
 
   function isAllowed(name, value) {
@@ -46,7 +46,9 @@
   const said = () => window.location.hash.slice(1);
 
   selection.onChange((what) => {
-    if (what !== "restored" && written() !== said()) window.history.pushState(null, "", `#${written()}`);
+    if (what === "restored" || written() === said()) return;
+    // "Back" leaves a panel as it is: nobody goes back through the letters of a search.
+    window.history[what === "panel" ? "replaceState" : "pushState"](null, "", `#${written()}`);
   });
   window.addEventListener("popstate", () => selection.restore(read(said())));
   // Where the reader was, for the page that a reload shows.

@@ -65,6 +65,7 @@ await (async function () {
   }
 
   function update(what) {
+    if (what === "panel") return;
     updateMenus();
     if (what !== "focus") {
       page.overview.update();

@@ -174,8 +174,7 @@
     const cell = shownCells[Math.round(point.x)];
     const line = shownCells.lines[Math.round(point.y)];
     if (!cell || line === undefined) return;
-    state.cell = { ...cell, word: line[0], down: state.down };
-    updateCalls(selected());
+    choose({ cell: { ...cell, word: line[0], down: state.down } }, updateCalls);
     at("recipe-calls-title").scrollIntoView({ block: "start" });
   }
 
@@ -260,36 +259,58 @@
   }
 
   function update() {
-    const chosen = selected();
+    draw(selected());
+  }
+
+  function draw(chosen) {
     updateMap(chosen);
     updateCalls(chosen);
+  }
+
+  function choose(changes, drawn = draw) {
+    Object.assign(state, changes);
+    drawn(selected());
+    selection.chose();
+  }
+
+  /** What differs from the part as the page opens; of a cell product, recipe and row. */
+  function written() {
+    const { cell } = state;
+    const pairs = ["metric", "down"].filter((key) => state[key] !== start[key]).map((key) => [`recipes.${key}`, state[key]]);
+    if (state.isWorst) pairs.push(["recipes.worst", "true"]);
+    if (cell !== null) pairs.push(["recipes.product", products[cell.product]], ["recipes.recipe", names[cell.recipe]], ["recipes.row", cell.word]);
+    return pairs;
+  }
+
+  function read(pairs) {
+    const word = (key) => pairs.get(`recipes.${key}`);
+    const down = Array.from(at("recipe-down").options, (one) => one.value).includes(word("down")) ? word("down") : start.down;
+    Object.assign(state, start, { metric: word("metric") in METRICS ? word("metric") : start.metric, down, isWorst: word("worst") === "true" });
+    const cell = { product: products.indexOf(word("product")), recipe: names.indexOf(word("recipe")), word: word("row"), down };
+    if (cell.product >= 0 && cell.recipe >= 0) state.cell = cell;
+    updateMenus();
+  }
+
+  function updateMenus() {
+    at("recipe-metric").value = state.metric;
+    at("recipe-down").value = state.down;
+    at("recipe-worst").checked = state.isWorst;
   }
 
   for (const [name, metric] of Object.entries(METRICS)) at("recipe-metric").append(element("option", { value: name, text: metric.head }));
   for (const name of ["module", "layer_idx"]) at("recipe-down").append(element("option", { value: name, text: page.overview.nameOf(name) }));
   state.down = new Set(moduleWords).size <= MAX_ROWS_OF_MODULES ? "module" : "layer_idx";
-  at("recipe-down").value = state.down;
-  at("recipe-metric").addEventListener("change", (event) => {
-    state.metric = event.target.value;
-    update();
-  });
-  at("recipe-down").addEventListener("change", (event) => {
-    state.down = event.target.value;
-    state.cell = null;
-    update();
-  });
-  at("recipe-worst").addEventListener("change", (event) => {
-    state.isWorst = event.target.checked;
-    update();
-  });
-  at("recipe-calls-clear").addEventListener("click", () => {
-    state.cell = null;
-    updateCalls(selected());
-  });
+  const start = { ...state };
+  updateMenus();
+  at("recipe-metric").addEventListener("change", (event) => choose({ metric: event.target.value }));
+  at("recipe-down").addEventListener("change", (event) => choose({ down: event.target.value, cell: null }));
+  at("recipe-worst").addEventListener("change", (event) => choose({ isWorst: event.target.checked }));
+  at("recipe-calls-clear").addEventListener("click", () => choose({ cell: null }, updateCalls));
   at("recipe-calls").addEventListener("click", openCall);
   at("recipe-calls").addEventListener("keydown", (event) => {
     if (event.key === "Enter") openCall(event);
   });
 
+  selection.keep({ written, read });
   page.recipePanel = { update };
 })();

@@ -3,6 +3,7 @@
   "use strict";
   const page = window.ranktape;
   const listeners = [];
+  const panels = [];
   const start = page.raw.start;
   const state = {
     /** By the name of a field the codes that are let through; a field that is not in it lets all through. */
@@ -96,8 +97,9 @@
   }
 
   /** All that can be chosen, at once: what an address says. */
-  function restore({ filters, finding, where, name, ...choices }) {
+  function restore({ filters, finding, where, name, pairs, ...choices }) {
     Object.assign(state, { filters, focus: null }, choices);
+    for (const panel of panels) panel.read(pairs);
     selected = filtered();
     const records = finding !== null ? page.raw.findings[finding].places : where.length > 0 ? recordsWhere(where) : [];
     if (records.length > 0 && isSelected(records)) {
@@ -114,6 +116,12 @@
   page.selection = {
     state, filter, clearFilters, focus, openFinding, openRecord, choose, restore,
     onChange: (listener) => listeners.push(listener),
+    /** A panel with choices of its own: `written` gives them as pairs of words, `read` takes them from `URLSearchParams`. */
+    keep: (panel) => panels.push(panel),
+    /** The choices of the panels, as pairs of words. */
+    ofPanels: () => panels.flatMap((panel) => panel.written()),
+    /** A panel has another choice, and has drawn it. */
+    chose: () => tell("panel"),
     records: () => selected,
     /** The records of the drill-down: what was clicked, or else the whole selection. */
     focused: () => (state.focus === null ? selected : state.focus.records),

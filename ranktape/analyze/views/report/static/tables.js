@@ -17,7 +17,8 @@
     },
     formats: { fields: WHO, metrics: Array.from(page.metrics.keys()).filter((name) => name.startsWith("sqnr.")) },
   };
-  const state = { tab: "records", sort: null, isDescending: true, search: "", first: 0 };
+  const START = { tab: "records", sort: null, isDescending: true, search: "", first: 0 };
+  const state = { ...START };
   const head = document.querySelector("#table thead tr");
   const body = document.querySelector("#table tbody");
   const count = document.getElementById("table-count");
@@ -74,12 +75,7 @@
       ...columns().map((column) => {
         const isSorted = column.name === state.sort;
         const button = element("button", { type: "button", text: column.head });
-        button.addEventListener("click", () => {
-          state.isDescending = isSorted ? !state.isDescending : column.isNumber;
-          state.sort = column.name;
-          state.first = 0;
-          update();
-        });
+        button.addEventListener("click", () => choose({ sort: column.name, isDescending: isSorted ? !state.isDescending : column.isNumber }));
         return element("th", {
           scope: "col", class: column.isNumber ? "number" : null, "data-column": column.name,
           "aria-sort": isSorted ? (state.isDescending ? "descending" : "ascending") : "none", children: [button],
@@ -115,6 +111,27 @@
     drawRows();
   }
 
+  function choose(changes) {
+    Object.assign(state, changes, { first: 0 });
+    update();
+    selection.chose();
+  }
+
+  /** What differs from the tables as the page opens. */
+  function written() {
+    const sort = state.sort === null ? "" : (state.isDescending ? "-" : "") + state.sort;
+    return [["table", state.tab === START.tab ? "" : state.tab], ["sort", sort], ["search", state.search]].filter(([, word]) => word !== "");
+  }
+
+  function read(pairs) {
+    const tab = Object.keys(TABS).find((name) => name === pairs.get("table") && TABS[name].metrics.length > 0) ?? START.tab;
+    Object.assign(state, START, { tab, search: pairs.get("search") ?? "" });
+    const sort = pairs.get("sort") ?? "";
+    const column = columns().find((one) => one.name === sort.replace(/^-/, ""));
+    if (column !== undefined) Object.assign(state, { sort: column.name, isDescending: sort.startsWith("-") });
+    document.getElementById("table-search").value = state.search;
+  }
+
   function open(event) {
     const row = event.target.closest("tr[data-record]");
     if (row === null) return;
@@ -128,15 +145,9 @@
   });
   for (const tab of document.querySelectorAll("[data-tab]")) {
     if (TABS[tab.dataset.tab].metrics.length === 0) tab.hidden = true;
-    tab.addEventListener("click", () => {
-      Object.assign(state, { tab: tab.dataset.tab, sort: null, first: 0 });
-      update();
-    });
+    tab.addEventListener("click", () => choose({ tab: tab.dataset.tab, sort: null }));
   }
-  document.getElementById("table-search").addEventListener("input", (event) => {
-    Object.assign(state, { search: event.target.value, first: 0 });
-    update();
-  });
+  document.getElementById("table-search").addEventListener("input", (event) => choose({ search: event.target.value }));
   for (const [id, step] of [["table-back", -ROWS_AT_ONCE], ["table-on", ROWS_AT_ONCE]]) {
     document.getElementById(id).addEventListener("click", () => {
       state.first = Math.max(0, state.first + step);
@@ -144,5 +155,6 @@
     });
   }
 
+  selection.keep({ written, read });
   page.tables = { update };
 })();
