@@ -84,19 +84,11 @@ def plot(
     """
     if all and kind:
         raise UsageError("--all and --kind exclude each other: --all is every kind")
-    if output is not None and str(output) == "-":
-        raise UsageError("--output - is no name: give that of a file, such as overflow.png, or /dev/stdout")
     wanted = list(PLOTS.values()) if all else parse_kinds(kind or ("overflow",))
     is_one = len(wanted) == 1 and not all
-    path = output or (Path(f"{wanted[0].name}.png") if is_one else DEFAULT_FOLDER)
+    path = _path_of(output, name=wanted[0].name if is_one else None)
     from ranktape.analyze.views.plots import write
 
-    if is_one and path.is_dir():
-        raise UsageError(f"--output {path} is a folder: give the name of a file for one plot")
-    if not is_one and path.exists() and not path.is_dir():
-        raise UsageError(f"--output {path} is a file: several plots need a folder")
-    if is_one:
-        write.form_of(path)
     target, recipes = _parse_target(format), _parse_recipes(recipe, wanted, is_all=all)
     records = selection.records()
     look: dict[str, Any] = {"view": view, "engine": engine}
@@ -116,6 +108,23 @@ def plot(
     else:
         write.write_one(wanted[0], records, path=path, format=target, recipes=recipes, **look)
     say(str(path))
+
+
+def _path_of(output: Path | None, *, name: str | None) -> Path:
+    """Where the plot of that name goes, or without a name a folder of plots."""
+    if output is not None and str(output) == "-":
+        raise UsageError("--output - is no name: give that of a file, such as overflow.png, or /dev/stdout")
+    path = output or (DEFAULT_FOLDER if name is None else Path(f"{name}.png"))
+    if name is None:
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"--output {path} is a file: several plots need a folder")
+        return path
+    if path.is_dir():
+        raise UsageError(f"--output {path} is a folder: give the name of a file for one plot")
+    from ranktape.analyze.views.plots.write import form_of
+
+    form_of(path)
+    return path
 
 
 def _say_path(path: Path) -> None:

@@ -92,32 +92,40 @@ def watch(
     expect_least(0, timeout=timeout)
     expect_least(_SHORTEST_SECONDS, interval=interval)
     has_goal = until_complete or min_records is not None
-    deadline = None if timeout is None else time.monotonic() + timeout
     looks: deque[Snapshot] = deque(maxlen=_RATE_LOOKS)
     closed_since: float | None = None
     with (
         open_backend_of(os.fspath(run), storage_options) as backend,
         WatchedFindings(os.fspath(run), storage_options) as found,
     ):
-        watcher = Watcher(backend)
-        while True:
-            look, lacks = _look(watcher, may_be_missing=deadline is not None and not looks), ["no attempt has begun"]
-            now = time.monotonic()
-            if look is not None:
-                looks.append(look)
-                lacks = _missing(look, until_complete=until_complete, min_records=min_records)
-                closed_since = (closed_since or now) if look.is_closed else None
-                is_last = not lacks and (has_goal or closed_since is not None)
-                table = found.look(look.complete, is_last=is_last) if findings else None
-                on_look(_view(looks, findings=table))
-                if is_last:
-                    return look
-                if closed_since is not None and now - closed_since >= RESTART_SECONDS:
-                    raise CheckFoundError(f"the run at {backend.url} is closed, and {' and '.join(lacks)}")
-            if deadline is not None and now >= deadline:
-                state = " and ".join(lacks) or "the run is not closed"
-                raise CheckFoundError(f"after {timeout:g} s {state} ({backend.url})")
-            time.sleep(interval if deadline is None else max(0.0, min(interval, deadline - now)))
+        lacks = ["no attempt has begun"]
+        for look, now in _looks(Watcher(backend), timeout=timeout, interval=interval):
+            looks.append(look)
+            lacks = _missing(look, until_complete=until_complete, min_records=min_records)
+            closed_since = (closed_since or now) if look.is_closed else None
+            is_last = not lacks and (has_goal or closed_since is not None)
+            table = found.look(look.complete, is_last=is_last) if findings else None
+            on_look(_view(looks, findings=table))
+            if is_last:
+                return look
+            if closed_since is not None and now - closed_since >= RESTART_SECONDS:
+                raise CheckFoundError(f"the run at {backend.url} is closed, and {' and '.join(lacks)}")
+        state = " and ".join(lacks) or "the run is not closed"
+        raise CheckFoundError(f"after {timeout:g} s {state} ({backend.url})")
+
+
+def _looks(watcher: Watcher, *, timeout: float | None, interval: float) -> Iterator[tuple[Snapshot, float]]:
+    """The run again and again once it is there, each with the time, until the time is up."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    has_begun = False
+    while True:
+        look, now = _look(watcher, may_be_missing=deadline is not None and not has_begun), time.monotonic()
+        if look is not None:
+            has_begun = True
+            yield look, now
+        if deadline is not None and now >= deadline:
+            return
+        time.sleep(interval if deadline is None else max(0.0, min(interval, deadline - now)))
 
 
 def _look(watcher: Watcher, *, may_be_missing: bool) -> Snapshot | None:

@@ -111,14 +111,7 @@ def replay_products(
                 if job not in found:
                     found[job] = reference.errors_of(kept.of(job))
             errors += [
-                ProductError(
-                    product=product,
-                    recipe=recipe.name,
-                    exact=ErrorSums.pooled([exact.to_array() for _, exact, _ in sums]),
-                    recorded=_pooled_or_none([against for _, _, against in sums]),
-                    sample=sums[0][0],
-                )
-                for sums in zip(*(found[job] for job in draws), strict=True)
+                _of_all_draws(product, recipe, sums) for sums in zip(*(found[job] for job in draws), strict=True)
             ]
     return errors
 
@@ -127,9 +120,15 @@ _Sums: TypeAlias = "tuple[int | None, ErrorSums, ErrorSums | None]"
 """Of a sample, or of all rows: against the exact product, and against the recorded one where there is one."""
 
 
-def _pooled_or_none(sums: Sequence[ErrorSums | None]) -> ErrorSums | None:
-    known = [one.to_array() for one in sums if one is not None]
-    return ErrorSums.pooled(known) if known else None
+def _of_all_draws(product: str, recipe: Recipe, sums: Sequence[_Sums]) -> ProductError:
+    known = [against.to_array() for _, _, against in sums if against is not None]
+    return ProductError(
+        product=product,
+        recipe=recipe.name,
+        exact=ErrorSums.pooled([exact.to_array() for _, exact, _ in sums]),
+        recorded=ErrorSums.pooled(known) if known else None,
+        sample=sums[0][0],
+    )
 
 
 _Split: TypeAlias = "tuple[tuple[int, ...], int]"

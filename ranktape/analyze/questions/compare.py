@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ranktape.analyze.comparison.map import DifferenceMap, difference_map
@@ -80,13 +80,8 @@ def compare(
         UsageError: the sides are not told apart, records have no counterpart, or a value is not allowed.
     """
     pairing = Pairing(fields=parse_pairs(pair), neighbours=neighbours)
-    judge = Judge(
-        metric=metric,
-        tolerance=tolerance,
-        margin=margin,
-        has_noise=noise is not None,
-        is_same_tensor=pairing.is_same_tensor,
-    )
+    limits: dict[str, Any] = {"metric": metric, "tolerance": tolerance, "margin": margin}
+    judge = Judge(**limits, has_noise=noise is not None, is_same_tensor=pairing.is_same_tensor)
 
     def ask(one: Records) -> Table:
         first, second = (one, None) if other is None else (records, one)
@@ -96,13 +91,17 @@ def compare(
         pairs.sort(key=lambda one: one.order if in_order else (-one.badness, one.order))
         return rows.table(pairs)
 
-    asked = records if other is None else other
-    if other is not None:
-        _refuse_several(records)
-    if len(asked.sources) <= 1:
-        return ask(asked)
-    against = "" if other is None else f" with {printable(records.reader.url)}"
-    return ask_each(asked, ask, title=f"{len(asked.sources)} sources compared, each{against or ' for itself'}")
+    if other is None:
+        return _ask(records, ask, each="for itself")
+    _refuse_several(records)
+    return _ask(other, ask, each=f"with {printable(records.reader.url)}")
+
+
+def _ask(records: Records, ask: Callable[[Records], Table], *, each: str) -> Table:
+    """The table of one source, or of each of several."""
+    if len(records.sources) <= 1:
+        return ask(records)
+    return ask_each(records, ask, title=f"{len(records.sources)} sources compared, each {each}")
 
 
 def _refuse_several(records: Records) -> None:

@@ -93,10 +93,13 @@ def overflow(
     places = find_places(
         records, targets, by=fields, per_sample=per_sample, view=chosen, engine=engine, on_record=on_record
     )
-    if first:
-        return overflow_begins(places)
+    return overflow_begins(places) if first else _table(places, targets, view=chosen)
+
+
+def _table(places: Places, targets: Sequence[Target], *, view: View) -> Table:
+    """A row for each place and format, and the verdict on all of them."""
     table = Table(
-        title=_title(targets, view=chosen),
+        title=_title(targets, view=view),
         columns=(*places.columns, *_limit_columns(targets), *_count_columns(targets)),
         rows=tuple(
             (*head, *_limit_cells(places, members, target), *_count_cells(places.together(counts, members), targets))

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,23 +126,15 @@ def replay(
         given = {"by": by, "product": product, "attention": attention, "show": show != "products"}
         _check_plan_options(target_sqnr, given=given)
         assert target_sqnr is not None, "it was checked"
-        planned = precision_plan(records, recipe=recipe, target_sqnr=target_sqnr, engine=engine)
-        table = _plan_table(planned)
-        if plan is None:
-            return table
-        write_plan(planned, plan)
-        return dataclasses.replace(table, notes=(*table.notes, f"written to {plan}"))
+        return _written(precision_plan(records, recipe=recipe, target_sqnr=target_sqnr, engine=engine), plan)
     asked = _ReplayQuestion(
         recipes=parse_recipes(recipe),
         products=words(product),
-        by=tuple(name for name in by if name != SOURCE),
+        by=by,
         has_attention=attention,
         engine=engine or Engine(),
     )
-    ask = asked.left_out if show == "unreplayable" else asked.table
-    if len(records.sources) <= 1 and SOURCE not in by:
-        return ask(records)
-    return ask_each(records, ask, title=f"products of layers of {len(records.sources)} sources")
+    return asked.answer(records, asked.left_out if show == "unreplayable" else asked.table)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,13 +147,19 @@ class _ReplayQuestion:
     has_attention: bool
     engine: Engine
 
+    def answer(self, records: Records, ask: Callable[[Records], Table]) -> Table:
+        """The table of one source, or of each of several."""
+        if len(records.sources) <= 1 and SOURCE not in self.by:
+            return ask(records)
+        return ask_each(records, ask, title=f"products of layers of {len(records.sources)} sources")
+
     def left_out(self, records: Records) -> Table:
         """The products that cannot be computed again."""
         return _left_out_table(without_unknown(self._calls(records), engine=self.engine))
 
     def table(self, records: Records) -> Table:
         """How far off the others are."""
-        calls, fields = self._calls(records), _fields(records, self.by)
+        calls, fields = self._calls(records), _fields(records, [name for name in self.by if name != SOURCE])
         _check_calls(calls)
         replayed = replay_found(calls, self.recipes, engine=self.engine)
         if not replayed.places.size:
@@ -184,7 +182,7 @@ class _ReplayQuestion:
     def _calls(self, records: Records) -> RecordedCalls:
         _check_products(self.products, has_attention=self.has_attention)
         calls = calls_of(records, products=self.products, has_attention=self.has_attention)
-        return by_sample(calls) if SAMPLE in _fields(records, self.by) else calls
+        return by_sample(calls) if SAMPLE in _fields(records, [name for name in self.by if name != SOURCE]) else calls
 
 
 def _check_products(products: Sequence[str], *, has_attention: bool) -> None:
@@ -202,6 +200,15 @@ def _check_plan_options(target_sqnr: str | None, *, given: Mapping[str, Any]) ->
         raise UsageError("--plan is of the plan for a target: give --target-sqnr 18, or another one")
     for name in (name for name, value in given.items() if value):
         raise UsageError(f"--{name} is of products, and --target-sqnr makes a plan of layers: leave one of the two out")
+
+
+def _written(planned: PrecisionPlan, path: Path | None) -> Table:
+    """The table of a plan, which is written to the file if one is named."""
+    table = _plan_table(planned)
+    if path is None:
+        return table
+    write_plan(planned, path)
+    return dataclasses.replace(table, notes=(*table.notes, f"written to {path}"))
 
 
 def _plan_table(plan: PrecisionPlan) -> Table:

@@ -19,7 +19,7 @@ from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.along import kendall_z, sen_slope
 from ranktape.analyze.findings.survey import SITE
 from ranktape.analyze.identity import group_columns, with_stacks, words
-from ranktape.analyze.metrics.gather import group_digests, group_records
+from ranktape.analyze.metrics.gather import Groups, group_digests, group_records
 from ranktape.analyze.metrics.metric import Metric, parse_metric
 from ranktape.analyze.metrics.numbers import NUMBERS, numbers_of_groups
 from ranktape.analyze.table import Column, Kind, Table
@@ -63,13 +63,7 @@ def trend(
         raise UsageError("a trend needs a metric: give one, such as absmax")
     fields = course_fields(records, by)
     groups = group_records(records, by=(*fields, "iteration"))
-    found: list[tuple[float | None, ...]] = [()] * len(groups.keys)
-    if all(one.name in NUMBERS for one in chosen):
-        known = numbers_of_groups(records, groups, view=view or View.COMPUTE, engine=engine)
-        found = list(zip(*(known.cells(one.name) for one in chosen), strict=True))
-    else:
-        for number, digest in group_digests(records, groups, view=view or View.COMPUTE, engine=engine):
-            found[number] = tuple(one.of(digest) for one in chosen)
+    found = _found(records, groups, chosen, view=view or View.COMPUTE, engine=engine)
     courses: dict[tuple[Any, ...], list[int]] = {}
     for number, key in enumerate(groups.keys):
         courses.setdefault(tuple(key[field] for field in fields), []).append(number)
@@ -91,6 +85,19 @@ def trend(
         return Table(title=f"how {named} changes over the iterations", columns=columns, rows=tuple(ends))
     columns = (*_group_columns(fields), *_COURSE, *(column for one in chosen for column in _metric_columns(one)))
     return Table(title=f"{named} over the iterations", columns=columns, rows=tuple(rows))
+
+
+def _found(
+    records: Records, groups: Groups, chosen: Sequence[Metric], *, view: View, engine: Engine | None
+) -> list[tuple[float | None, ...]]:
+    """The metrics of each group."""
+    if all(one.name in NUMBERS for one in chosen):
+        known = numbers_of_groups(records, groups, view=view, engine=engine)
+        return list(zip(*(known.cells(one.name) for one in chosen), strict=True))
+    found: list[tuple[float | None, ...]] = [()] * len(groups.keys)
+    for number, digest in group_digests(records, groups, view=view, engine=engine):
+        found[number] = tuple(one.of(digest) for one in chosen)
+    return found
 
 
 def course_fields(records: Records, by: Sequence[str] = ()) -> tuple[str, ...]:

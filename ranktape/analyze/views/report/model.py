@@ -97,14 +97,10 @@ def build_model(
     """
     used = engine or Engine()
     named = sorted({place for finding in findings[:MAX_FINDINGS] for place in finding.places[:MAX_PLACES]})
-    details = Details(bundles_of(records, alone=named), num_records=len(records), formats=formats, view=view)
     known = numbers_of(records, view=view, engine=used)
     samples = SampleColumns(known)
     columns = {name: known.column(name) for name in ("elements", *(one.source for one in SHOWN))}
-    next_step()
-    details.add_records(records, engine=used)
-    next_step()
-    details.add_block_sweeps(records, first=named, engine=used)
+    details = _details(records, named, formats=formats, view=view, engine=used)
     sample_columns, num_sampled = samples.to_json(first=set(named))
     shown = [(one, columns[one.source]) for one in SHOWN]
     swept = [job.scheme.element.name for job in details.targets]
@@ -137,6 +133,16 @@ def build_model(
             "start": _start(findings, columns, records),
         },
     )
+
+
+def _details(records: Records, named: Sequence[int], *, formats: Sequence[str], view: View, engine: Engine) -> Details:
+    """What the page shows of a record that is chosen; those that findings name come first."""
+    details = Details(bundles_of(records, alone=named), num_records=len(records), formats=formats, view=view)
+    next_step()
+    details.add_records(records, engine=engine)
+    next_step()
+    details.add_block_sweeps(records, first=named, engine=engine)
+    return details
 
 
 def _shown_on_charts(finding: Finding, records: Records) -> dict[str, Any]:
