@@ -19,7 +19,14 @@ from ranktape.analyze.identity import words
 from ranktape.analyze.numerics.digest import Digest
 from ranktape.analyze.numerics.formats import Format
 from ranktape.analyze.numerics.histograms.histogram import KINDS as SCANNED
-from ranktape.analyze.numerics.histograms.histogram import Histogram, Limits, Tallies, scan, scan_histogram
+from ranktape.analyze.numerics.histograms.histogram import (
+    Histogram,
+    Limits,
+    Tallies,
+    format_limits,
+    scan,
+    scan_histogram,
+)
 from ranktape.analyze.numerics.quantization.schemes import SCHEMES, Scaling, parse_scheme
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve
 from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
@@ -74,10 +81,7 @@ class Target:
         assert self.scaling is not Scaling.BLOCK, "each block has limits of its own"
         is_scaled = self.scaling is Scaling.TENSOR and bool(largest)
         exponent = self.element.largest_alignment(largest) if is_scaled and largest else 0
-        ends = self.element.overflow_start, self.element.min_normal, self.element.flush_limit
-        # A limit that float64 does not hold lies beyond every value.
-        start, normal, flushed = (_scaled(end, exponent) for end in ends)
-        return Limits(overflow_start=start, min_normal=normal, flush_limit=flushed)
+        return format_limits(self.element, exponent=exponent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,11 +291,6 @@ def tells_apart(limits: Limits) -> bool:
 def _is_held(value: float) -> bool:
     with np.errstate(over="ignore"):
         return math.isinf(value) or float(ml_dtypes.bfloat16(value)) == value
-
-
-def _scaled(end: float, exponent: int) -> float:
-    with np.errstate(over="ignore", under="ignore"):
-        return float(np.ldexp(end, exponent))
 
 
 def _parse_scaling(name: str) -> Scaling:

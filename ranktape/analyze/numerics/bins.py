@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass
 
@@ -11,26 +10,18 @@ from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.digest import Digest, finite
 from ranktape.analyze.numerics.formats import Format
-from ranktape.analyze.numerics.histograms.histogram import Limits
+from ranktape.analyze.numerics.histograms.histogram import format_limits
 
 _LARGEST = float(np.finfo(np.float64).max)
 
 
-class Axis(enum.StrEnum):
-    """What is of equal length everywhere on the axis."""
-
-    LINEAR = "linear"
-    """A difference."""
-    LOG2 = "log2"
-    """A factor: lengths are in binades, and magnitudes are counted."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bins:
-    """A histogram of finite values: a bin holds its lower edge and not its upper one, but the last linear one both."""
+    """Finite values in bins of equal width, or of equal factors.
 
-    axis: Axis
-    """Whether differences or factors have equal lengths."""
+    A bin holds its lower edge and not its upper one, but the last one of equal width both.
+    """
+
     edges: NDArray[np.float64]
     """One more than there are bins, ascending; empty where there is no bin.
 
@@ -39,21 +30,9 @@ class Bins:
     widths: NDArray[np.float64]
     """Length of each bin: a difference, or binades."""
     counts: NDArray[np.int64]
-    """Values in each bin; on an axis of binades, magnitudes."""
+    """Values in each bin; of binades, magnitudes."""
     num_negative: NDArray[np.int64]
     """How many of them are negative."""
-    num_below: int
-    """Finite values below the first edge."""
-    num_above: int
-    """Finite values above the last edge."""
-    num_zero: int
-    """Zeros: in no bin of binades; in one of a linear axis, if they are between its ends."""
-    num_nan: int
-    """NaN, which is in no bin."""
-    num_infinite: int
-    """Infinities of either sign, which are in no bin."""
-    is_exact: bool
-    """Whether each value is known, and not only a summary of them: `finite.finite`."""
 
     @property
     def num_values(self) -> int:
@@ -113,7 +92,7 @@ def count_between(digest: Digest, edges: NDArray[np.float64]) -> Bins:
         places[numbers.values == edges[-1]] = edges.size - 2
     with np.errstate(over="ignore"):
         widths = np.diff(edges)
-    return _count(digest, axis=Axis.LINEAR, edges=edges, widths=widths, places=places)
+    return _count(digest, edges=edges, widths=widths, places=places)
 
 
 def log2_bins(digest: Digest, per_binade: int = 1) -> Bins:
@@ -130,7 +109,7 @@ def log2_bins(digest: Digest, per_binade: int = 1) -> Bins:
         edges = binade_edges(int(exponents.min()) - 1, int(exponents.max()), per_binade=per_binade)
     places = np.searchsorted(edges, magnitudes, side="right") - 1
     widths = np.full(max(0, edges.size - 1), 1 / per_binade)
-    return _count(digest, axis=Axis.LOG2, edges=edges, widths=widths, places=places)
+    return _count(digest, edges=edges, widths=widths, places=places)
 
 
 def binade_edges(first: int, last: int, *, per_binade: int) -> NDArray[np.float64]:
@@ -142,38 +121,19 @@ def binade_edges(first: int, last: int, *, per_binade: int) -> NDArray[np.float6
 
 
 def _count(
-    digest: Digest,
-    *,
-    axis: Axis,
-    edges: NDArray[np.float64],
-    widths: NDArray[np.float64],
-    places: NDArray[np.int64],
+    digest: Digest, *, edges: NDArray[np.float64], widths: NDArray[np.float64], places: NDArray[np.int64]
 ) -> Bins:
     """The bins, from the place of each distinct value among them; -1 or one too far are outside."""
     numbers = finite(digest)
-    is_zero_apart = (numbers.values == 0) & (axis is Axis.LOG2)
-    is_below = (places < 0) & ~is_zero_apart
-    is_above = places >= widths.size
-    is_inside = ~is_below & ~is_above & ~is_zero_apart
+    is_inside = (places >= 0) & (places < widths.size)
 
     def total(chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
         counts = np.zeros(widths.size, dtype=np.int64)
         np.add.at(counts, places[chosen], numbers.counts[chosen])
         return counts
 
-    return Bins(
-        axis=axis,
-        edges=edges,
-        widths=widths,
-        counts=total(is_inside),
-        num_negative=total(is_inside & (numbers.values < 0)),
-        num_below=int(numbers.counts[is_below].sum()),
-        num_above=int(numbers.counts[is_above & ~is_below].sum()),
-        num_zero=digest.tallies.zero,
-        num_nan=digest.tallies.nan,
-        num_infinite=digest.tallies.inf,
-        is_exact=digest.is_exact,
-    )
+    is_negative = is_inside & (numbers.values < 0)
+    return Bins(edges=edges, widths=widths, counts=total(is_inside), num_negative=total(is_negative))
 
 
 NARROW_FORMATS = (
@@ -246,10 +206,7 @@ def held_by(digest: Digest, row: Format, scale_exponent: int = 0) -> HeldRange:
     Exactly, unless the values are wider than 16 bits and the format has more than six mantissa bits. Where statistics
     alone were kept, zeros, NaN and infinities are known.
     """
-    # Scaled are the limits, of which there are few; what has no float64 is beyond all values, or below.
-    with np.errstate(over="ignore", under="ignore"):
-        limits = np.ldexp([row.overflow_start, row.min_normal, row.flush_limit], scale_exponent).tolist()
-    found = digest.count(Limits(overflow_start=limits[0], min_normal=limits[1], flush_limit=limits[2]))
+    found = digest.count(format_limits(row, exponent=scale_exponent))
     above = found.upper + found.lower - found.inf if digest.has_values else 0
     num_ordinary = found.num_finite - found.zero if digest.has_values else 0
     return HeldRange(

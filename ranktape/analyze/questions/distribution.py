@@ -239,7 +239,7 @@ def _exponents(digest: Digest, options: LookOptions) -> Rows:
     bins = log2_bins(digest)
     aligned = [held_by(digest, row, aligned_exponent(digest, row) or 0) for row in options.formats]
     unscaled = [held_by(digest, row) for row in options.formats]
-    total = max(1, bins.num_values + bins.num_zero + bins.num_nan + bins.num_infinite)
+    total = max(1, digest.tallies.num_elements)
     for exponent, count in zip(binades(bins).tolist(), bins.counts.tolist(), strict=True):
         if not count:
             continue

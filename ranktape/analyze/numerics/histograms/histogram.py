@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -26,6 +26,9 @@ from ranktape.analyze.numerics.pieces import by_memory, contiguous, each, frozen
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import HALF_NBYTES, dtype_name, dtype_row
 from ranktape.storage.format.record_info import TALLY_KINDS, ElementTally, Overflow
+
+if TYPE_CHECKING:
+    from ranktape.analyze.numerics.formats import Format
 
 AnyArray = NDArray[Any]
 Extremes = tuple[float | None, float | None, float | None, float | None]
@@ -178,6 +181,16 @@ def own_limits(dtype: np.dtype[Any]) -> Limits:
         return Limits(overflow_start=np.inf, min_normal=0.0, flush_limit=0.0)
     smallest_normal = ml_dtypes.finfo(dtype).smallest_normal  # type: ignore[no-untyped-call]
     return Limits(overflow_start=np.inf, min_normal=float(smallest_normal), flush_limit=0.0)
+
+
+def format_limits(row: Format, *, exponent: int = 0) -> Limits:
+    """The limits of a format for values that are divided by 2**`exponent` first, as limits of the values themselves.
+
+    One that float64 does not hold lies beyond every value, or below.
+    """
+    with np.errstate(over="ignore", under="ignore"):
+        ends = np.ldexp([row.overflow_start, row.min_normal, row.flush_limit], exponent).tolist()
+    return Limits(overflow_start=ends[0], min_normal=ends[1], flush_limit=ends[2])
 
 
 def measure(array: AnyArray, *, sample_dim: int | None) -> Overflow:

@@ -24,7 +24,7 @@ from ranktape.analyze.metrics.gather import gather
 from ranktape.analyze.metrics.metric import METRICS
 from ranktape.analyze.metrics.target import parse_targets
 from ranktape.analyze.numerics.formats import FORMATS
-from ranktape.analyze.numerics.histograms.histogram import Limits
+from ranktape.analyze.numerics.histograms.histogram import format_limits
 from ranktape.analyze.numerics.recipes.recipe import Recipe
 from ranktape.analyze.replays.calls import RecordedCalls, calls_of
 from ranktape.analyze.replays.replayed import Replayed, replay_calls
@@ -326,10 +326,7 @@ class DataPass:
 
     def __init__(self, data: PlotData) -> None:
         target = data.target
-        self._limits = None
-        if target is not None:
-            ends = {"overflow_start": target.overflow_start, "min_normal": target.min_normal}
-            self._limits = Limits(**ends, flush_limit=target.flush_limit)
+        self._limits = None if target is None else format_limits(target)
         self._kinds = data.kinds[1].tolist()
         self.metrics: dict[str, NDArray[np.float64]] = {name: np.full(len(data), math.nan) for name in COUNTS}
         """One number for each record, NaN where there is none: of `COUNTS` and, after the pass, of `OF_DIGEST`."""
