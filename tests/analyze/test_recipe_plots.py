@@ -17,7 +17,7 @@ from ranktape.analyze.views.plots.data import PlotData
 from ranktape.analyze.views.plots.table import PLOTS
 from tests.analyze.linear_runs import hot_channels, linear_run
 from tests.analyze.runs import model_tensors, store
-from tests.analyze.test_plot import assert_readable, texts
+from tests.analyze.test_plot import readable_texts, texts
 from tests.analyze.test_plots import cells
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> PlotData:
 def test_a_plot_can_be_read(data: PlotData, name: str) -> None:
     assert PLOTS[name].missing(data) == ""
     figure = PLOTS[name].draw(data)
-    assert_readable(figure)
+    readable_texts(figure)
     assert [axes.get_title() for axes in figure.axes[:3]] == PRODUCTS
 
 
@@ -61,7 +61,7 @@ def test_cells_are_ratios_of_modules_in_natural_order(data: PlotData) -> None:
 def test_what_loses_nothing_is_as_good_as_the_best(data: PlotData) -> None:
     found = PlotData(data.records.select(layer_idx=[0, 1, 2]), recipes=parse_recipes("mxfp4,bf16"))
     figure = PLOTS["replay_modules"].draw(found)
-    assert_readable(figure)
+    readable_texts(figure)
     assert [text.get_text() for text in figure.axes[0].texts][1::3] == ["inf"] * 3
     assert (cells(figure.axes[0])[:, 1] >= max(cells(axes)[:, 0].max() for axes in figure.axes[:3])).all()
     assert not figure.legends
@@ -72,7 +72,7 @@ def test_many_modules_are_layers_and_many_layers_neighbours(data: PlotData, monk
         monkeypatch.setattr(recipe_plots, "MAX_MODULES", 8)
         monkeypatch.setattr(recipe_plots, "MAX_LAYERS", max_layers)
         figure = PLOTS["replay_modules"].draw(data)
-        assert_readable(figure)
+        readable_texts(figure)
         return figure
 
     whole = cells(PLOTS["replay_modules"].draw(data).axes[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -14,22 +13,9 @@ from ranktape.analyze.legacy.text import limits_of, results_text, statistics_lin
 from ranktape.analyze.numerics.sweeps.options import SweepOptions
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array
 from ranktape.analyze.views.plots.style import plot_bytes
-from tests.analyze.test_plot import assert_readable, texts
+from tests.analyze.test_plot import readable_texts, texts
 from tests.analyze.test_scaling_outputs import NORMAL, SUBJECT, sweep_of
 from tests.exhaustive import sampled
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-def assert_all_readable(figure: Figure) -> None:
-    """As `assert_readable`; ticks beyond the ends of an axis have texts that are never drawn."""
-    figure.canvas.draw()
-    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
-        low, high = sorted(axis.get_view_interval())
-        for tick in axis.get_major_ticks():
-            tick.label1.set_visible(axis.axes.axison and bool(low <= tick.get_loc() <= high))
-    assert_readable(figure)
 
 
 def fraction_of_ink(png: bytes) -> float:
@@ -52,7 +38,7 @@ def test_pictures_are_readable(name: str) -> None:
     sweep = sweep_of(name)
     for draw in (draw_panels, draw_summary):
         figure = draw(sweep, name="tensor $x$ _" + "long name " * 12)
-        assert_all_readable(figure)
+        readable_texts(figure)
         assert figure.texts[0].get_text().startswith(r"tensor \$x\$ _long name")
 
 
@@ -112,8 +98,7 @@ def test_errors_beyond_float64_are_not_taken_for_none(factor: float) -> None:
     sweep = sweep_array(NORMAL.astype(np.float64) * factor, format="fp8_e4m3")
     for draw in (draw_panels, draw_summary):
         figure = draw(sweep, name="x")
-        assert_all_readable(figure)
-        shown = [text.get_text() for text in texts(figure)]
+        shown = [text.get_text() for text in readable_texts(figure)]
         assert "nothing is lost at any level" not in shown
         assert "beyond float64, or nearly so, at every level" in shown
     assert "  MSE            beyond float64" in statistics_lines(sweep)
