@@ -25,6 +25,7 @@ from ranktape.storage.format.dtypes import DTYPES, numpy_dtype
 from ranktape.storage.format.parts import RUN
 from ranktape.storage.format.record_info import Compression
 from tests.analyze.engine_runs import assert_same_digests, store_as
+from tests.analyze.every_tensor import numbers_of
 from tests.analyze.runs import Tensor, describe_tensor
 from tests.strategies import special_patterns
 
@@ -54,18 +55,6 @@ def digest_of_array(folder: Path, array: Array, **fields: Any) -> Digest:
     run = store_as(folder, [describe_tensor(array, **fields)])
     (digest,) = digests(run.select(), view=View.SEEN, engine=ENGINE)
     return digest
-
-
-def numbers_of(array: Array) -> Array:
-    """All elements but NaN in float64, of complex ones the larger part."""
-    with np.errstate(invalid="ignore"):
-        if array.dtype.kind == "c":
-            larger = np.where(np.abs(array.real) >= np.abs(array.imag), array.real, array.imag)
-            wide = np.where(np.isnan(array.real) | np.isnan(array.imag), np.nan, larger)
-        else:
-            wide = array
-        flat = wide.astype(np.float64).reshape(-1) + 0.0
-    return flat[~np.isnan(flat)]
 
 
 def check_digest(digest: Digest, array: Array, *, sample_dim: int | None) -> None:

@@ -84,42 +84,18 @@ def counted(array: Array, *, limits: Limits, sample_dim: int | None) -> dict[str
     }
 
 
-def found_by_scan(array: Array, *, limits: Limits, sample_dim: int | None) -> dict[str, Any]:
-    tallies = scan(array, limits=limits, sample_dim=sample_dim)
-    return {name: getattr(tallies, name) for name in tallies.__dataclass_fields__}
-
-
-def some_sample_dim(data: st.DataObject, array: Array) -> int | None:
-    return data.draw(st.none() if not array.ndim else st.one_of(st.none(), st.integers(0, array.ndim - 1)))
-
-
-def format_limits(name: str) -> Limits:
-    row = FORMATS[name]
-    return Limits(overflow_start=row.overflow_start, min_normal=row.min_normal, flush_limit=row.flush_limit)
-
-
 @pytest.mark.parametrize("name", DTYPES)
 @settings(max_examples=50)
 @given(data=st.data())
-def test_scan_equals_its_twin_at_the_limits_of_the_dtype(name: str, data: st.DataObject) -> None:
+def test_scan_equals_its_twin_at_the_limits_of_the_dtype_and_of_a_format(name: str, data: st.DataObject) -> None:
     array = data.draw(arrays(name=name))
-    sample_dim = some_sample_dim(data, array)
-    limits = own_limits(array.dtype)
-    assert found_by_scan(array, limits=limits, sample_dim=sample_dim) == counted(
-        array, limits=limits, sample_dim=sample_dim
-    )
-
-
-@pytest.mark.parametrize("name", DTYPES)
-@settings(max_examples=50)
-@given(data=st.data())
-def test_scan_equals_its_twin_at_the_limits_of_a_format(name: str, data: st.DataObject) -> None:
-    array = data.draw(arrays(name=name))
-    sample_dim = some_sample_dim(data, array)
-    limits = format_limits(data.draw(st.sampled_from(list(FORMATS))))
-    assert found_by_scan(array, limits=limits, sample_dim=sample_dim) == counted(
-        array, limits=limits, sample_dim=sample_dim
-    )
+    sample_dim = data.draw(st.none() if not array.ndim else st.one_of(st.none(), st.integers(0, array.ndim - 1)))
+    row = data.draw(st.sampled_from(list(FORMATS.values())))
+    of_format = Limits(overflow_start=row.overflow_start, min_normal=row.min_normal, flush_limit=row.flush_limit)
+    for limits in (own_limits(array.dtype), of_format):
+        tallies = scan(array, limits=limits, sample_dim=sample_dim)
+        found = {field: getattr(tallies, field) for field in tallies.__dataclass_fields__}
+        assert found == counted(array, limits=limits, sample_dim=sample_dim)
 
 
 @given(array=arrays())
