@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ranktape.analyze.numerics.histograms.histogram import measure
+from ranktape.storage import Records, Run, open_run
 from ranktape.storage.format.attempt import Attempt, Launch
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.dtypes import dtype_name
@@ -57,7 +59,7 @@ def describe(array: np.ndarray[Any, Any], **fields: Any) -> RecordInfo:
 
 
 def start(
-    url: str,
+    url: str | Path,
     *,
     world_size: int = 1,
     launch_id: str = "launch",
@@ -65,9 +67,10 @@ def start(
     min_iterations: int = 1,
     resume: bool = False,
     overwrite: bool = False,
+    storage_options: dict[str, Any] | None = None,
 ) -> tuple[Backend, Attempt, list[RankWriter]]:
     """A new attempt with the writers of all its ranks."""
-    backend = open_backend(url)
+    backend = open_backend(url, storage_options=storage_options)
     attempt = begin_attempt(
         backend,
         launch=Launch(launch_id=launch_id, restart=restart, world_size=world_size),
@@ -80,7 +83,7 @@ def start(
     return backend, attempt, writers
 
 
-def write_run(url: str, iterations: dict[int, Sequence[Tensors]]) -> None:
+def write_run(url: str | Path, iterations: dict[int, Sequence[Tensors]]) -> Run:
     """A run in which each iteration is complete: for each rank its tensors."""
     world_size = max(len(ranks) for ranks in iterations.values())
     backend, attempt, writers = start(url, world_size=world_size)
@@ -91,3 +94,12 @@ def write_run(url: str, iterations: dict[int, Sequence[Tensors]]) -> None:
                 writer.write(array, info=info)
             writer.commit(iteration, expected=[], silent_sites={})
         finish_iteration(backend, attempt=attempt, iteration=iteration)
+    return open_run(url)
+
+
+def complete(backend: Backend, attempt: Attempt, writers: Iterable[RankWriter], *, iteration: int = 0) -> Records:
+    """Commit an iteration on all ranks and as a whole; the records that the run has then."""
+    for writer in writers:
+        writer.commit(iteration, expected=[], silent_sites={})
+    finish_iteration(backend, attempt=attempt, iteration=iteration)
+    return open_run(backend.url).select()

@@ -97,11 +97,8 @@ class BackendTests:
     )
     def test_ranges_are_clipped_to_the_object(self, backend: Backend, start: int, nbytes: int, expected: bytes) -> None:
         backend.put("digits", [b"0123456789"])
-        assert backend.get_range("digits", start, nbytes) == expected
-
-    @pytest.mark.parametrize(("start", "nbytes"), [(0, 5), (5, 5), (-5, 5), (0, 0)])
-    def test_ranges_of_an_empty_object_are_empty(self, backend: Backend, start: int, nbytes: int) -> None:
         backend.put("empty", [])
+        assert backend.get_range("digits", start, nbytes) == expected
         assert backend.get_range("empty", start, nbytes) == b""
 
     def test_sizes_and_times_are_listed(self, backend: Backend) -> None:
@@ -151,32 +148,26 @@ class BackendTests:
         with pytest.raises(ValueError, match="read"):
             opened.create_array("y", shape=(1,), dtype="int32")
 
-    @pytest.mark.parametrize("key", ["../a", "a/../../b", "/etc/passwd", "a\0b", ".."])
-    def test_keys_do_not_lead_out_of_the_run(self, backend: Backend, key: str) -> None:
+    @pytest.mark.parametrize(
+        ("key", "match"),
+        [
+            *((key, "leads out of the run") for key in ("../a", "a/../../b", "/etc/passwd", "a\0b", "..")),
+            *((key, "it is no text") for key in ("a\ud800", "\udcff/a")),
+        ],
+    )
+    def test_keys_are_text_and_do_not_lead_out_of_the_run(self, backend: Backend, key: str, match: str) -> None:
         works: list[Callable[[], object]] = [
             lambda: backend.get(key),
             lambda: backend.put(key, [b"."]),
+            lambda: backend.create(key, b"."),
+            lambda: backend.size(key),
             lambda: backend.list_keys(key),
             lambda: backend.delete(key),
             lambda: backend.delete_keys([key]),
         ]
         for work in works:
-            with pytest.raises(StorageError, match="leads out of the run"):
+            with pytest.raises(StorageError, match=match):
                 work()
-
-    def test_keys_are_text(self, backend: Backend) -> None:
-        for key in ("a\ud800", "\udcff/a"):
-            works: list[Callable[[], object]] = [
-                lambda: backend.get(key),  # noqa: B023  # called here
-                lambda: backend.put(key, [b"."]),  # noqa: B023
-                lambda: backend.create(key, b"."),  # noqa: B023
-                lambda: backend.size(key),  # noqa: B023
-                lambda: backend.list_keys(key),  # noqa: B023
-                lambda: backend.delete_keys([key]),  # noqa: B023
-            ]
-            for work in works:
-                with pytest.raises(StorageError, match="it is no text"):
-                    work()
 
     def test_a_process_that_is_forked_uses_it(self, backend: Backend) -> None:
         if not backend.is_shared:
@@ -197,18 +188,14 @@ class BackendTests:
         assert backend.get("deep/er/once") == b"first"
 
     def test_one_of_many_creators_wins(self, backend: Backend) -> None:
-        results: list[bool] = []
         barrier = threading.Barrier(4)
 
-        def create(number: int) -> None:
+        def create(number: int) -> bool:
             barrier.wait()
-            results.append(backend.create("race", str(number).encode()))
+            return backend.create("race", str(number).encode())
 
-        threads = [threading.Thread(target=create, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(create, range(4)))
         assert sum(results) == 1
 
     def test_listing_sees_what_was_written_just_now(self, backend: Backend) -> None:
@@ -246,11 +233,8 @@ class BackendTests:
             for index in range(5):
                 backend.put(f"t{number}/{index}", [bytes([number]) * 1000])
 
-        threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(write, range(4)))
         assert len(backend.list_keys("")) == 20
         assert backend.get("t3/4") == b"\x03" * 1000
 

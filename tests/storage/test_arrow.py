@@ -25,13 +25,9 @@ def table(tmp_path: Path) -> pa.Table:
     nothing = np.full((2, 2), np.nan, np.float32)
     tensors = [
         (array, describe(array, module="a", batch_size=2, sample_dim=0, sample_ids=[7, 8], tensor_name="input")),
-        (
-            nothing,
-            describe(nothing, module="half \ud83d of one", batch_size=None, sample_dim=None, tensor_name="input"),
-        ),
+        (nothing, describe(nothing, module="half \ud83d of one")),
     ]
-    write_run(str(tmp_path / "run"), {0: [tensors]})
-    return open_run(tmp_path / "run").select().to_arrow()
+    return write_run(tmp_path / "run", {0: [tensors]}).select().to_arrow()
 
 
 def test_columns_have_the_types_of_their_fields_whatever_is_missing(table: pa.Table) -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ranktape.analyze.legacy.open import open_source
-from ranktape.errors import DataError, IncompleteTensorError, ReplicaMismatchError, UsageError
-from ranktape.storage import Records, open_run
+from ranktape.errors import DataError, IncompleteTensorError, RanktapeError, ReplicaMismatchError, UsageError
+from ranktape.storage import Records
 from ranktape.storage.format.dtypes import DTYPES, round_once
 from ranktape.storage.format.record_info import RecordInfo
 from ranktape.storage.maintenance.check import check_run
@@ -63,8 +63,7 @@ def placed(
 def run_of(path: Path, *tensors: Tensor, world_size: int = 4) -> Records:
     """The records of a run of one iteration."""
     by_rank = [[tensor for tensor in tensors if tensor[1].rank == rank] for rank in range(world_size)]
-    write_run(str(path / "run"), {0: by_rank})
-    return open_run(path / "run").select()
+    return write_run(path / "run", {0: by_rank}).select()
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +136,8 @@ def test_a_check_agrees_with_torch_on_which_are_copies(
 
 def test_a_tensor_of_one_rank_is_its_own_whole(tmp_path: Path) -> None:
     arrays = [np.arange(4.0) + rank for rank in range(2)]
-    records = run_of(
-        tmp_path, *((array, describe(array, rank=rank)) for rank, array in enumerate(arrays)), world_size=2
-    )
+    tensors = [(array, describe(array, rank=rank)) for rank, array in enumerate(arrays)]
+    records = run_of(tmp_path, *tensors, world_size=2)
     views = records.assemble()
     assert [view.read().tolist() for view in views] == [array.tolist() for array in arrays]
     assert [view.placement for view in views] == ["", ""]
@@ -149,17 +147,11 @@ def test_a_tensor_of_one_rank_is_its_own_whole(tmp_path: Path) -> None:
 def halves(**fields: Any) -> list[Tensor]:
     """A tensor of 2 x 6, cut along tp and copied along dp."""
     whole = np.arange(12, dtype=np.float32).reshape(2, 6)
+    words = ["replicate", "shard(1)"]
+    places = [(dp, tp) for dp in range(2) for tp in range(2)]
     return [
-        placed(
-            whole[:, 3 * tp : 3 * tp + 3].copy(),
-            [dp, tp],
-            ["replicate", "shard(1)"],
-            whole=[2, 6],
-            offset=[0, 3 * tp],
-            **fields,
-        )
-        for dp in range(2)
-        for tp in range(2)
+        placed(whole[:, 3 * tp : 3 * tp + 3].copy(), [dp, tp], words, whole=[2, 6], offset=[0, 3 * tp], **fields)
+        for dp, tp in places
     ]
 
 
@@ -177,10 +169,10 @@ def test_copies_that_differ_are_named(tmp_path: Path) -> None:
     assert records[0].global_view(replicas="ignore").read().tolist() == np.arange(12.0).reshape(2, 6).tolist()
     with pytest.raises(UsageError, match="replicas='some' is not allowed: use one of check, ignore"):
         records.assemble(replicas="some")
-    findings = [
-        one for one in check_run(open_backend(str(tmp_path / "run"))).findings if one.kind is FindingKind.REPLICAS
+    findings = check_run(open_backend(tmp_path / "run")).findings
+    assert [one.message for one in findings if one.kind is FindingKind.REPLICAS] == [
+        "replicas on ranks 1, 3 hold different values"
     ]
-    assert [one.message for one in findings] == ["replicas on ranks 1, 3 hold different values"]
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
@@ -210,29 +202,12 @@ def test_a_selection_is_grouped_into_its_tensors(tmp_path: Path) -> None:
     assert {record.mode for record in records.select(mode="eval")[0].global_view().records} == {"eval"}
 
 
-def test_samples_that_were_left_out_are_missing(tmp_path: Path) -> None:
-    whole = np.arange(12, dtype=np.float32).reshape(4, 3)
-    parts = [
-        placed(whole[2 * at : 2 * at + 1].copy(), [at], ["shard(0)"], whole=[4, 3], offset=[2 * at, 0], of=mesh(2))
-        for at in range(2)
-    ]
-    (view,) = run_of(tmp_path, *parts, world_size=2).assemble()
-    with pytest.raises(IncompleteTensorError, match=r"6 of 12 elements .* not all samples were recorded"):
-        view.read()
-
-
 def test_summands_are_added_in_float64_and_rounded_once(tmp_path: Path) -> None:
     values = [1.0, 2.0**-8, 2.0**-40]
+    arrays = [np.full((2, 3), value, ml_dtypes.bfloat16) for value in values]
     parts = [
-        placed(
-            np.full((2, 3), value, ml_dtypes.bfloat16),
-            [at],
-            ["partial(sum)"],
-            whole=[2, 3],
-            offset=[0, 0],
-            of=mesh(3),
-        )
-        for at, value in enumerate(values)
+        placed(array, [at], ["partial(sum)"], whole=[2, 3], offset=[0, 0], of=mesh(3))
+        for at, array in enumerate(arrays)
     ]
     records = run_of(tmp_path, *parts, world_size=3)
     (view,) = records.assemble()
@@ -241,14 +216,6 @@ def test_summands_are_added_in_float64_and_rounded_once(tmp_path: Path) -> None:
     assert view.read().astype(np.float64).tolist() == [[1 + 2.0**-7] * 3] * 2
     (view,) = records.select(rank=[0, 2]).assemble()
     with pytest.raises(IncompleteTensorError, match=r"1 of 3 summands of .* no record of rank 1 here"):
-        view.read()
-
-
-@pytest.mark.parametrize("word", ["partial(product)", "partial(masked)"])
-def test_summands_that_are_put_together_otherwise_are_refused(tmp_path: Path, word: str) -> None:
-    parts = [placed(np.ones(3), [at], [word], whole=[3], offset=[0], of=mesh(2)) for at in range(2)]
-    (view,) = run_of(tmp_path, *parts, world_size=2).assemble()
-    with pytest.raises(UsageError, match="one of sum, avg, max, min can be"):
         view.read()
 
 
@@ -270,22 +237,26 @@ def test_parts_without_values_are_refused(tmp_path: Path) -> None:
         view.read()
 
 
-def test_parts_of_several_dtypes_are_refused(tmp_path: Path) -> None:
-    parts = [
-        placed(np.ones(4, dtype), [at], ["shard(0)"], whole=[8], offset=[4 * at], of=mesh(2))
-        for at, dtype in enumerate((np.float32, np.float64))
-    ]
-    (view,) = run_of(tmp_path, *parts, world_size=2).assemble()
-    with pytest.raises(DataError, match="several shapes or dtypes"):
-        view.read()
+ROWS, WORDS = np.ones((1, 3), np.float32), np.ones(4, np.float32)
+REFUSED: dict[str, tuple[list[np.ndarray[Any, Any]], str, list[int], list[int], type[RanktapeError], str]] = {
+    "samples": ([ROWS, ROWS], "shard(0)", [4, 3], [2, 0], IncompleteTensorError, r"6 of 12 .* not all samples were"),
+    "product": ([WORDS, WORDS], "partial(product)", [4], [0], UsageError, "one of sum, avg, max, min can be"),
+    "masked": ([WORDS, WORDS], "partial(masked)", [4], [0], UsageError, "one of sum, avg, max, min can be"),
+    "dtypes": ([WORDS, np.ones(4)], "shard(0)", [8], [4], DataError, "several shapes or dtypes"),
+    "overlap": ([WORDS, WORDS], "shard(0)", [8], [2], DataError, "lie over each other"),
+}
+"""Two parts, the word of their placement, the whole's shape and the second one's offset; what is said of them."""
 
 
-def test_parts_that_lie_over_each_other_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", REFUSED)
+def test_parts_that_are_no_whole_are_refused(tmp_path: Path, case: str) -> None:
+    arrays, word, whole, offset, kind, match = REFUSED[case]
+    offsets = ([0] * len(whole), offset)
     parts = [
-        placed(np.ones(4, np.float32), [at], ["shard(0)"], whole=[8], offset=[2 * at], of=mesh(2)) for at in range(2)
+        placed(array, [at], [word], whole=whole, offset=offsets[at], of=mesh(2)) for at, array in enumerate(arrays)
     ]
     (view,) = run_of(tmp_path, *parts, world_size=2).assemble()
-    with pytest.raises(DataError, match="lie over each other"):
+    with pytest.raises(kind, match=match):
         view.read()
 
 

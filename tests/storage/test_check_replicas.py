@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ranktape.storage.format.commit import finish_iteration
-from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.check_iteration import replica_key
 from ranktape.storage.maintenance.finding import CheckSeverity, FindingKind
-from tests.runs import describe, start
+from ranktape.storage.places.urls import open_backend
+from tests.runs import describe, write_run
 
 
 def placed(rank: int, *, value: float, placements: list[str], **fields: Any) -> tuple[np.ndarray[Any, Any], Any]:
@@ -31,14 +30,10 @@ def placed(rank: int, *, value: float, placements: list[str], **fields: Any) -> 
 def test_replicas_must_agree(
     tmp_path: Path, values: tuple[float, float], placements: list[str], *, is_error: bool
 ) -> None:
-    backend, attempt, writers = start(str(tmp_path / "run"), world_size=2)
-    open_iteration(backend, attempt=attempt, iteration=0)
-    for rank, writer in enumerate(writers):
-        array, info = placed(rank, value=values[rank], placements=placements)
-        writer.write(array, info=info)
-        writer.commit(0, expected=[], silent_sites={})
-    finish_iteration(backend, attempt=attempt, iteration=0)
-    found = [one for one in check_run(backend).findings if one.kind is FindingKind.REPLICAS]
+    parts = [[placed(rank, value=value, placements=placements)] for rank, value in enumerate(values)]
+    write_run(tmp_path / "run", {0: parts})
+    findings = check_run(open_backend(tmp_path / "run")).findings
+    found = [one for one in findings if one.kind is FindingKind.REPLICAS]
     assert [one.is_error for one in found] == [True] * is_error
     if found:
         assert found[0].message == "replicas on ranks 0, 1 hold different values"
@@ -46,15 +41,11 @@ def test_replicas_must_agree(
 
 
 def test_weights_that_differ_between_ranks_are_a_note(tmp_path: Path) -> None:
-    backend, attempt, writers = start(str(tmp_path / "run"), world_size=2)
-    open_iteration(backend, attempt=attempt, iteration=0)
-    for rank, writer in enumerate(writers):
-        for name in ("weight", "input"):
-            array = np.full(8, rank, np.float32)
-            writer.write(array, info=describe(array, rank=rank, tensor_name=name))
-        writer.commit(0, expected=[], silent_sites={})
-    finish_iteration(backend, attempt=attempt, iteration=0)
-    (found,) = [one for one in check_run(backend).findings if one.kind is FindingKind.REPLICAS]
+    arrays = [np.full(8, rank, np.float32) for rank in range(2)]
+    infos = [[describe(arrays[rank], rank=rank, tensor_name=name) for name in ("weight", "input")] for rank in range(2)]
+    write_run(tmp_path / "run", {0: [[(arrays[rank], info) for info in infos[rank]] for rank in range(2)]})
+    findings = check_run(open_backend(tmp_path / "run")).findings
+    (found,) = [one for one in findings if one.kind is FindingKind.REPLICAS]
     assert found.severity is CheckSeverity.NOTE
     assert found.message.startswith("1 weights differ between ranks")
 

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ranktape.storage.format.catalogue import Catalogue, CatalogueEntry, encode_catalogue, merge_catalogues
-from ranktape.storage.format.record_info import ElementTally
+from ranktape.storage.format.record_info import ElementTally, RecordInfo
 from ranktape.storage.query.columns import StringColumn, narrowed, widened
-from ranktape.storage.records.run import open_run
 from tests.runs import describe, write_run
 
 FLOAT32 = st.floats(width=32)
@@ -66,16 +65,17 @@ def test_unsigned_integers_stay_what_they_are() -> None:
     assert widened(column) is column
 
 
+def catalogue_of(info: RecordInfo) -> Catalogue:
+    """A catalogue of one record."""
+    entry = CatalogueEntry(site="s", stack="", index=-1, info=dataclasses.replace(info, checksum="crc32c:00"))
+    return Catalogue.from_bytes(encode_catalogue([entry]), place="test", attempt="a")
+
+
 def test_sums_of_small_columns_do_not_overflow() -> None:
-    array = np.zeros(300, dtype=np.float32)
-    info = describe(array)
-    overflow = dataclasses.replace(
-        info.overflow, upper=ElementTally(count=100, ratio=1 / 3), lower=ElementTally(count=100, ratio=1 / 3)
-    )
-    entry = CatalogueEntry(
-        site="s", stack="", index=-1, info=dataclasses.replace(info, overflow=overflow, checksum="crc32c:00")
-    )
-    catalogue = Catalogue.from_bytes(encode_catalogue([entry]), place="test", attempt="a")
+    info = describe(np.zeros(300, dtype=np.float32))
+    hundred = ElementTally(count=100, ratio=1 / 3)
+    overflow = dataclasses.replace(info.overflow, upper=hundred, lower=hundred)
+    catalogue = catalogue_of(dataclasses.replace(info, overflow=overflow))
     counts = catalogue.column("overflow.upper.count")
     assert isinstance(counts, np.ndarray)
     assert counts.dtype == np.int8
@@ -84,11 +84,7 @@ def test_sums_of_small_columns_do_not_overflow() -> None:
 
 
 def test_a_merge_keeps_no_column_of_its_parts() -> None:
-    array = np.arange(3, dtype=np.float32)
-    entry = CatalogueEntry(
-        site="s", stack="", index=-1, info=dataclasses.replace(describe(array), checksum="crc32c:00")
-    )
-    parts = [Catalogue.from_bytes(encode_catalogue([entry]), place="test", attempt="a") for _ in range(2)]
+    parts = [catalogue_of(describe(np.arange(3, dtype=np.float32))) for _ in range(2)]
     merged = Catalogue.from_bytes(merge_catalogues([part.load for part in parts]), place="test", attempt="a")
     assert merged.num_rows == 2
     assert {name for part in parts for name in part._columns} == {"iteration"}
@@ -97,8 +93,7 @@ def test_a_merge_keeps_no_column_of_its_parts() -> None:
 def test_filters_compare_without_rounding(tmp_path: Path) -> None:
     # As a float32 it is a little more than 0.1, as which numpy would take the other side too.
     array = np.array([0.1], dtype=np.float32)
-    write_run(str(tmp_path / "run"), {0: [[(array, describe(array))]]})
-    records = open_run(tmp_path / "run").select()
+    records = write_run(tmp_path / "run", {0: [[(array, describe(array))]]}).select()
     assert len(records.where("overflow.absmax > 0.1")) == 1
     assert len(records.where("overflow.absmax == 0.1")) == 0
     assert len(records.select(overflow__absmax=0.1)) == 0

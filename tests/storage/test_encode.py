@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ from ranktape.storage.format.documents import chunk_key, encode_document
 from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.encode import (
     MIN_SAMPLE_NBYTES,
+    EncodedArray,
     checksum,
     checksums,
     combine,
@@ -44,33 +44,34 @@ tensorstore = pytest.importorskip("tensorstore")
 assert ranktape.storage.register is not None
 
 
+def identity(array: np.ndarray[Any, Any], **fields: Any) -> RecordInfo:
+    return dataclasses.replace(describe(array, **fields), checksum=checksum(array))
+
+
+def written(folder: Path, encoded: EncodedArray) -> RunReader:
+    """Write an array as a rank would, and give what reads it."""
+    backend = open_backend(folder)
+    backend.put("g/x/zarr.json", [encode_document(encoded.document, key="g/x/zarr.json")])
+    if encoded.parts is not None:
+        backend.put(f"g/x/{chunk_key(len(encoded.document['shape']))}", encoded.parts)
+    return RunReader(backend)
+
+
 def store(
     folder: Path, array: np.ndarray[Any, Any], compression: Compression = Compression.NONE, **fields: Any
 ) -> Record:
-    """Write one array as a rank would, and give the record to read it by."""
-    backend = open_backend(folder)
-    info = dataclasses.replace(describe(array, **fields), checksum=checksum(array))
-    encoded = encode_array(array, info=info, compression=compression)
-    backend.put("g/x/zarr.json", [encode_document(encoded.document, key="g/x/zarr.json")])
-    if encoded.parts is not None:
-        backend.put(f"g/x/{chunk_key(array.ndim)}", encoded.parts)
-    return Record(info, location=Location(group="g", site="x", stack="", index=-1), reader=RunReader(backend))
+    """The record of an array, written alone."""
+    info = identity(array, **fields)
+    reader = written(folder, encode_array(array, info=info, compression=compression))
+    return Record(info, location=Location(group="g", site="x", stack="", index=-1), reader=reader)
 
 
 def store_stack(
     folder: Path, arrays: list[np.ndarray[Any, Any]], compression: Compression = Compression.NONE, **fields: Any
 ) -> list[Record]:
-    """Write equal arrays as a rank would, and give the records to read them by."""
-    backend = open_backend(folder)
-    infos = [
-        dataclasses.replace(describe(array, call=call, **fields), checksum=checksum(array))
-        for call, array in enumerate(arrays)
-    ]
-    encoded = encode_stack(arrays, infos=infos, compression=compression)
-    backend.put("g/x/zarr.json", [encode_document(encoded.document, key="g/x/zarr.json")])
-    assert encoded.parts is not None
-    backend.put(f"g/x/{chunk_key(arrays[0].ndim + 1)}", encoded.parts)
-    reader = RunReader(backend)
+    """The records of equal arrays, written as a stack."""
+    infos = [identity(array, call=call, **fields) for call, array in enumerate(arrays)]
+    reader = written(folder, encode_stack(arrays, infos=infos, compression=compression))
     return [
         Record(info, location=Location(group="g", site=f"s{index}", stack="x", index=index), reader=reader)
         for index, info in enumerate(infos)
@@ -123,15 +124,25 @@ def test_a_stack_names_every_tensor_in_it(tmp_path: Path) -> None:
     assert document["dimension_names"] == ["capture_3", "B_2", "T_3"]
 
 
+def random_array(name: str, *shape: int) -> np.ndarray[Any, Any]:
+    """Any bits of a type, in as many elements."""
+    row = DTYPES[name]
+    top = 2 if name == "bool" else 256
+    raw = np.random.default_rng(0).integers(0, top, (*shape[:-1], shape[-1] * row.itemsize), dtype=np.uint8)
+    return raw.view(row.numpy_dtype)
+
+
+def read_with_tensorstore(folder: Path) -> bytes:
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(folder / "g" / "x")}}
+    return strategies.raw_bytes(tensorstore.open(spec).result().read().result())
+
+
 @pytest.mark.parametrize("compression", list(Compression))
 @pytest.mark.parametrize("name", ["bfloat16", "float32", "float8_e4m3fn"])
 def test_tensorstore_reads_stacks(tmp_path: Path, name: str, compression: Compression) -> None:
-    raw = np.random.default_rng(0).integers(0, 256, (5, 3, 8 * DTYPES[name].itemsize), dtype=np.uint8)
-    array = raw.view(DTYPES[name].numpy_dtype)
+    array = random_array(name, 5, 3, 8)
     store_stack(tmp_path, list(array), compression)
-    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(tmp_path / "g" / "x")}}
-    read = tensorstore.open(spec).result().read().result()
-    assert strategies.raw_bytes(read) == array.tobytes()
+    assert read_with_tensorstore(tmp_path) == array.tobytes()
 
 
 @pytest.mark.parametrize("compression", [Compression.ZSTD, Compression.BLOSC])
@@ -177,9 +188,7 @@ def test_a_blosc_frame_that_lies_is_refused(tmp_path: Path, lie: str) -> None:
 @pytest.mark.parametrize("name", [name for name in DTYPES if name not in strategies.WITHOUT_TORCH])
 @pytest.mark.parametrize("sample_dim", [None, 0, 1])
 def test_large_samples_are_chunks_of_their_own(tmp_path: Path, name: str, sample_dim: int | None) -> None:
-    rng = np.random.default_rng(0)
-    raw = rng.integers(0, 2 if name == "bool" else 256, (3, 5, 1024 * DTYPES[name].itemsize), dtype=np.uint8)
-    array = raw.view(DTYPES[name].numpy_dtype)
+    array = random_array(name, 3, 5, 1024)
     record = store(tmp_path, array, sample_dim=sample_dim)
     expected = array.shape if sample_dim is None else tuple(np.where(np.arange(3) == sample_dim, 1, array.shape))
     assert (record.array.shards or record.array.chunks) == array.shape
@@ -191,18 +200,10 @@ def test_large_samples_are_chunks_of_their_own(tmp_path: Path, name: str, sample
 
 @pytest.mark.parametrize("name", ["bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int64"])
 @pytest.mark.parametrize("sample_dim", [None, 0, 1])
-def test_tensorstore_reads_the_same_bits(tmp_path: Path, name: str, sample_dim: int | None) -> None:
-    raw = np.random.default_rng(0).integers(0, 256, (3, 4, 2048 * DTYPES[name].itemsize), dtype=np.uint8)
-    array = raw.view(DTYPES[name].numpy_dtype)
+def test_tensorstore_and_plain_zarr_read_the_same_bits(tmp_path: Path, name: str, sample_dim: int | None) -> None:
+    array = random_array(name, 3, 4, 2048)
     store(tmp_path, array, sample_dim=sample_dim)
-    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(tmp_path / "g" / "x")}}
-    read = tensorstore.open(spec).result().read().result()
-    assert strategies.raw_bytes(read) == array.tobytes()
-
-
-def test_plain_zarr_reads_the_same_bits(tmp_path: Path) -> None:
-    array = np.arange(4096, dtype=np.uint16).view(DTYPES["bfloat16"].numpy_dtype).reshape(4, 1024)
-    store(tmp_path, array, sample_dim=0)
+    assert read_with_tensorstore(tmp_path) == array.tobytes()
     read = zarr.open_array(tmp_path / "g" / "x", mode="r")
     assert strategies.raw_bytes(np.asarray(read[...])) == array.tobytes()
     assert read.attrs["tensor_name"] == "input"
@@ -278,8 +279,8 @@ def test_one_sample_cannot_stand_for_another(tmp_path: Path) -> None:
             record.read(sample=sample)
 
 
-@given(strategies.record_infos())
-def test_dimension_names_are_unique_and_tell_the_extent(info: Any) -> None:
-    names = dimension_names(info)
-    assert len(set(names)) == len(info.shape)
-    assert math.prod(int(name.rpartition("_")[2]) for name in names) == math.prod(info.shape)
+@given(strategies.shapes(), st.sampled_from(["", "BHTD", "TBH"]))
+def test_dimension_names_are_unique_and_tell_the_extent(shape: tuple[int, ...], layout: str) -> None:
+    names = dimension_names(describe(np.zeros(shape), layout=layout))
+    assert len(set(names)) == len(shape)
+    assert [int(name.rpartition("_")[2]) for name in names] == list(shape)

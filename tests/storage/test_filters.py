@@ -146,23 +146,19 @@ def test_spans_are_pythons_ranges(
     first = start if start is not None else -(step or 1) * 1000
     meant = range(first, 1000 if stop is None else stop, step or 1)
     expected = [value in meant for value in kept]
-    for form in (
-        slice(start, stop, step),
-        ":".join("" if part is None else str(part) for part in (start, stop, step)),
-    ):
-        assert parse_filter("rank", form).mask(lambda _: column, len(kept)).tolist() == expected
+    text = ":".join("" if part is None else str(part) for part in (start, stop, step))
+    forms: list[Any] = [slice(start, stop, step), text]
     if start is not None and stop is not None:
-        assert (
-            parse_filter("rank", range(start, stop, step or 1)).mask(lambda _: column, len(kept)).tolist() == expected
-        )
+        forms.append(range(start, stop, step or 1))
+    for form in forms:
+        assert parse_filter("rank", form).mask(lambda _: column, len(kept)).tolist() == expected
 
 
 @settings(max_examples=200)
 @given(first=st.integers(-9, 9), length=st.integers(0, 9), values=st.lists(st.integers(-20, 20), max_size=20))
 def test_a_dash_includes_both_ends(first: int, length: int, values: list[int]) -> None:
-    found = parse_filter("rank", f"{first}-{first + length}").mask(
-        lambda _: np.array(values, dtype=np.int64), len(values)
-    )
+    column = np.array(values, dtype=np.int64)
+    found = parse_filter("rank", f"{first}-{first + length}").mask(lambda _: column, len(values))
     assert found.tolist() == [first <= value <= first + length for value in values]
 
 

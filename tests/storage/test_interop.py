@@ -15,13 +15,10 @@ from ranktape.storage.records.record import Record
 from ranktape.storage.records.run import open_run
 from tests.runs import describe, write_run
 from tests.storage.test_zarr_types import NOT_IN_TENSORSTORE
+from tests.strategies import raw_bytes
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 RUNS = ["restarted", "modes", "blocks", "large"]
-
-
-def bits(values: Any) -> bytes:
-    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).tobytes()
 
 
 def stored(record: Record) -> np.ndarray[Any, Any]:
@@ -61,7 +58,9 @@ def test_zarr_walks_the_run(folder: Path, records: list[Record]) -> None:
     arrays = {path: node for path, node in members(folder).items() if isinstance(node, zarr.Array)}
     for record in records:
         values = np.asarray(arrays[record.location.array_path][...])
-        assert bits(values[record.location.index] if record.location.stack else values) == bits(stored(record))
+        assert raw_bytes(values[record.location.index] if record.location.stack else values) == raw_bytes(
+            stored(record)
+        )
 
 
 def members(folder: Path) -> dict[str, Any]:
@@ -75,7 +74,7 @@ def test_zarr_reads_a_rank_through_its_consolidated_document(folder: Path, recor
         array = group[record.location.stack or record.location.site]
         assert isinstance(array, zarr.Array)
         values = np.asarray(array[record.location.index] if record.location.stack else array[...])
-        assert bits(values) == bits(stored(record))
+        assert raw_bytes(values) == raw_bytes(stored(record))
 
 
 def test_xarray_opens_a_rank(folder: Path, records: list[Record]) -> None:
@@ -89,7 +88,7 @@ def test_xarray_opens_a_rank(folder: Path, records: list[Record]) -> None:
             if record.location.group == group and "/" not in name:
                 array = dataset[name]
                 values = array[record.location.index].values if record.location.stack else array.values
-                assert bits(values) == bits(stored(record))
+                assert raw_bytes(values) == raw_bytes(stored(record))
 
 
 def test_xarray_opens_the_whole_run_as_a_tree(folder: Path, records: list[Record]) -> None:
@@ -99,7 +98,7 @@ def test_xarray_opens_the_whole_run_as_a_tree(folder: Path, records: list[Record
         path, _, name = record.location.array_path.rpartition("/")
         array = tree[path][name]
         values = array[record.location.index].values if record.location.stack else array.values
-        assert bits(values) == bits(stored(record))
+        assert raw_bytes(values) == raw_bytes(stored(record))
     tree.close()
 
 
@@ -108,7 +107,7 @@ def test_dask_reads_an_array_chunk_by_chunk(folder: Path, records: list[Record])
     for record in records:
         array = dask_array.from_zarr(f"{folder}/{record.location.array_path}")
         part = array[record.location.index] if record.location.stack else array
-        assert bits(part.compute(scheduler="synchronous")) == bits(stored(record))
+        assert raw_bytes(part.compute(scheduler="synchronous")) == raw_bytes(stored(record))
 
 
 def test_tensorstore_reads_every_array(folder: Path, records: list[Record]) -> None:
@@ -118,7 +117,7 @@ def test_tensorstore_reads_every_array(folder: Path, records: list[Record]) -> N
             spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{folder}/{record.location.array_path}/"}}
             array = tensorstore.open(spec, read=True).result()
             part = array[record.location.index] if record.location.stack else array
-            assert bits(part.read().result()) == bits(stored(record))
+            assert raw_bytes(part.read().result()) == raw_bytes(stored(record))
 
 
 def test_all_kinds_of_arrays_were_there(records: list[Record]) -> None:

@@ -28,6 +28,11 @@ NEW = np.full((4, 4), 1.0, np.float32)
 GONE = r"the run at .*run was replaced or deleted while it was recorded"
 
 
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return str(tmp_path / "run")
+
+
 def record(backend: Backend, attempt: Attempt, writers: list[RankWriter], *, iteration: int = 0) -> None:
     """One complete iteration of the new values."""
     open_iteration(backend, attempt=attempt, iteration=iteration)
@@ -38,8 +43,7 @@ def record(backend: Backend, attempt: Attempt, writers: list[RankWriter], *, ite
 
 
 @pytest.mark.parametrize("how", ["overwritten", "removed by hand"])
-def test_late_writers_change_nothing_of_the_run_in_their_place(tmp_path: Path, how: str) -> None:
-    url = str(tmp_path / "run")
+def test_late_writers_change_nothing_of_the_run_in_their_place(url: str, how: str) -> None:
     old_backend, old_attempt, old_writers = start(url, world_size=2, launch_id="old")
     old_writers[0].write(OLD, info=describe(OLD, iteration=0))
     old_writers[0].commit(0, expected=["a"], silent_sites={})
@@ -84,9 +88,8 @@ def test_late_writers_change_nothing_of_the_run_in_their_place(tmp_path: Path, h
     assert not run.verdict().final
 
 
-def test_what_passes_between_the_look_and_the_write_lands_beside_the_new_run(tmp_path: Path) -> None:
+def test_what_passes_between_the_look_and_the_write_lands_beside_the_new_run(url: str) -> None:
     """The race that no check closes: the old writer looked, the run was replaced, then it wrote."""
-    url = str(tmp_path / "run")
     old_backend, old_attempt, _ = start(url, launch_id="old")
     old_backend.delete("")
     key = f"{old_attempt.path}/commits/iter_00000000/rank_00000.committed/zarr.json"
@@ -104,8 +107,7 @@ def test_what_passes_between_the_look_and_the_write_lands_beside_the_new_run(tmp
     assert backend.list_keys(old_attempt.path) == []
 
 
-def test_a_run_is_overwritten_while_it_is_still_being_written(tmp_path: Path) -> None:
-    url = str(tmp_path / "run")
+def test_a_run_is_overwritten_while_it_is_still_being_written(url: str) -> None:
     old_backend, old_attempt, [old_writer] = start(url, launch_id="old")
     errors: list[str] = []
     large = np.ones(STACK_BELOW_NBYTES, np.uint8)
@@ -129,24 +131,21 @@ def test_a_run_is_overwritten_while_it_is_still_being_written(tmp_path: Path) ->
     assert [record.read().tolist() for record in open_run(url).select()] == [NEW.tolist()]
 
 
-def test_two_launches_that_resume_at_once_do_not_share_an_attempt(tmp_path: Path) -> None:
-    url = str(tmp_path / "run")
+def test_two_launches_that_resume_at_once_do_not_share_an_attempt(url: str) -> None:
     write_run(url, {0: [[(NEW, describe(NEW))]]})
     _, first, _ = start(url, launch_id="first", resume=True)
     _, second, _ = start(url, launch_id="second", resume=True)
     assert first.path != second.path
 
 
-def test_a_deleted_run_has_no_verdict(tmp_path: Path) -> None:
-    url = str(tmp_path / "run")
+def test_a_deleted_run_has_no_verdict(url: str) -> None:
     backend, attempt, _ = start(url)
     shutil.rmtree(url)
     with pytest.raises(RunNotFoundError, match=GONE):
         write_verdict(backend, attempt=attempt)
 
 
-def test_a_verdict_names_what_the_coordinator_met(tmp_path: Path) -> None:
-    url = str(tmp_path / "run")
+def test_a_verdict_names_what_the_coordinator_met(url: str) -> None:
     backend, attempt, writers = start(url, min_iterations=1)
     problems = {"iteration 0": "the commit is damaged"}
     verdict = write_verdict(backend, attempt=attempt, problems=problems)
@@ -158,16 +157,15 @@ def test_a_verdict_names_what_the_coordinator_met(tmp_path: Path) -> None:
 
 def test_overwriting_leaves_what_is_not_of_the_run(tmp_path: Path) -> None:
     url = tmp_path / "run"
-    write_run(str(url), {0: [[(NEW, describe(NEW))]]})
+    write_run(url, {0: [[(NEW, describe(NEW))]]})
     (url / "notes.txt").write_text("mine")
     (url / "attempts").mkdir()
-    _, attempt, _ = start(str(url), launch_id="new", overwrite=True)
+    _, attempt, _ = start(url, launch_id="new", overwrite=True)
     assert sorted(path.name for path in url.iterdir()) == sorted([attempt.path, "attempts", "notes.txt", "zarr.json"])
     assert open_run(url).iterations == []
 
 
-def test_an_interrupted_overwriting_can_be_done_again(tmp_path: Path) -> None:
-    url = str(tmp_path / "run")
+def test_an_interrupted_overwriting_can_be_done_again(url: str) -> None:
     write_run(url, {0: [[(NEW, describe(NEW))]]})
     _, attempt, _ = start(url, launch_id="resumed", resume=True)
     # One of the two attempts is gone, the run's document is not.
@@ -175,8 +173,7 @@ def test_an_interrupted_overwriting_can_be_done_again(tmp_path: Path) -> None:
     assert start(url, launch_id="new", overwrite=True)[1].completed == ()
 
 
-def test_two_tensors_of_one_name_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    url = str(tmp_path / "run")
+def test_two_tensors_of_one_name_are_refused_before_anything_is_written(url: str) -> None:
     backend, attempt, [writer] = start(url)
     writer.write(NEW, info=describe(NEW))
     with pytest.raises(CaptureError, match=r"two tensors of iteration 0 on rank 0 have the name layers\.0\.query"):
@@ -189,8 +186,7 @@ def test_two_tensors_of_one_name_are_refused_before_anything_is_written(tmp_path
     writer.write(OLD, info=describe(OLD, iteration=1))
 
 
-def test_an_iteration_without_any_of_its_tensors_is_not_committed(tmp_path: Path) -> None:
-    url = str(tmp_path / "run")
+def test_an_iteration_without_any_of_its_tensors_is_not_committed(url: str) -> None:
     backend, attempt, [writer] = start(url)
     with pytest.raises(DataError, match="nothing was recorded of 2 expected tensors"):
         writer.commit(0, expected=["a", "b"], silent_sites={"a": "its hook did not fire"})

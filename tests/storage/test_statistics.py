@@ -86,9 +86,7 @@ def test_a_check_reads_them(url: str) -> None:
 def test_values_are_refused_with_what_to_use(url: str, tmp_path: Path) -> None:
     record = kept(url)[0]
     for read in (record.read, record.counts, record.tensor):
-        with pytest.raises(
-            UsageError, match=r"the statistics were kept, not the (values|histogram): use statistics\(\)"
-        ):
+        with pytest.raises(UsageError, match=r"statistics were kept, not the (values|histogram): use statistics\(\)"):
             read()
     whole = open_run(url).select(module="whole")
     with pytest.raises(UsageError, match=r"the values were kept, not the statistics: use read\(\)"):
@@ -121,8 +119,7 @@ def test_statistics_of_a_stranger_are_refused(tmp_path: Path, changes: dict[str,
     vector, info = reduced(np.ones((4, 8), np.float32))
     for name, value in changes.items():
         vector[STATISTICS.index(name)] = value
-    write_run(str(tmp_path / "run"), {0: [[(vector, info)]]})
-    record = open_run(tmp_path / "run").select()[0]
+    record = write_run(tmp_path / "run", {0: [[(vector, info)]]}).select()[0]
     with pytest.raises(DataError, match=message):
         record.statistics()
 
@@ -139,9 +136,9 @@ def test_only_statistics_are_taken_for_them(tmp_path: Path) -> None:
 def test_the_mode_of_a_pass_is_a_field_like_others(tmp_path: Path) -> None:
     arrays = {mode: np.full((2, 3), place, np.float32) for place, mode in enumerate(("train", "eval"))}
     tensors = [(array, describe(array, mode=mode, counter=place)) for place, (mode, array) in enumerate(arrays.items())]
-    write_run(str(tmp_path / "run"), {0: [tensors]})
-    records = open_run(tmp_path / "run").select()
-    for given in (records, open_source_of(records, tmp_path / "files")):
+    records = write_run(tmp_path / "run", {0: [tensors]}).select()
+    export_records(records, tmp_path / "files")
+    for given in (records, open_source(str(tmp_path / "files")).select()):
         assert [record.mode for record in given] == ["train", "eval"]
         assert given.select(mode="eval")[0].read().tolist() == arrays["eval"].tolist()
         assert len(given.where("mode == 'train'")) == 1
@@ -154,14 +151,8 @@ def test_the_mode_of_a_pass_is_a_field_like_others(tmp_path: Path) -> None:
         assert [row[place] for row in table.rows] == ["train", "eval"]
 
 
-def open_source_of(records: Records, folder: Path) -> Records:
-    """The same records as files."""
-    export_records(records, folder)
-    return open_source(str(folder)).select()
-
-
 def test_a_mode_of_a_stranger_is_refused(tmp_path: Path) -> None:
     array = np.ones(3, np.float32)
-    write_run(str(tmp_path / "run"), {0: [[(array, describe(array, mode="sleep"))]]})
+    run = write_run(tmp_path / "run", {0: [[(array, describe(array, mode="sleep"))]]})
     with pytest.raises(RunFormatError, match="mode 'sleep'"):
-        list(open_run(tmp_path / "run").select())
+        list(run.select())

@@ -233,14 +233,9 @@ ROWS: list[Row] = [
         ("rank > -1e300", [0, 1, 2]),
         ("overflow.maximum < 99999999999999999999999", [1]),
         ("  rank  ==\n1\t", [1]),
-        ("((((rank))) == 1)", None),
     ],
 )
-def test_expressions_by_example(text: str, expected: list[int] | None) -> None:
-    if expected is None:
-        with pytest.raises(UsageError, match="expected"):
-            parse_where(text)
-        return
+def test_expressions_by_example(text: str, expected: list[int]) -> None:
     for encoded in (False, True):
         mask = parse_where(text).mask(source(ROWS, encoded=encoded), len(ROWS))
         assert np.flatnonzero(mask).tolist() == expected
@@ -263,6 +258,7 @@ def test_names_are_those_of_fields_in_their_order() -> None:
         ("module ~ 'a*'", r"found '~' \(write 'like'\)"),
         ("!rank", r"found '!rank' \(write 'not'\)"),
         ("rank == 'a", 'expected a field, a number or a text in quotes at character 9, found "\'a"'),
+        ("((((rank))) == 1)", "expected"),
         ("(rank == 1", r"expected '\)' at character 11, found the end"),
         ("rank == 1)", "expected 'and', 'or' or the end at character 10"),
         ("1 == 1", "expected a field on one side of the comparison at character 6"),
@@ -294,36 +290,11 @@ def test_a_mistake_is_shown_with_its_place(text: str, match: str) -> None:
     assert len(str(caught.value)) < 400
 
 
+WORDS = ["rank", "a.b", "==", "<", "in", "not", "like", "is", "(", ")", "[", "]", ",", "1", "'x'", "None", "and"]
+
+
 @settings(max_examples=500)
-@given(
-    text=st.one_of(
-        st.text(max_size=30),
-        st.lists(
-            st.sampled_from(
-                [
-                    "rank",
-                    "a.b",
-                    "==",
-                    "<",
-                    "in",
-                    "not",
-                    "like",
-                    "is",
-                    "(",
-                    ")",
-                    "[",
-                    "]",
-                    ",",
-                    "1",
-                    "'x'",
-                    "None",
-                    "and",
-                ]
-            ),
-            max_size=12,
-        ).map(" ".join),
-    )
-)
+@given(st.text(max_size=30) | st.lists(st.sampled_from(WORDS), max_size=12).map(" ".join))
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
         where = parse_where(text)
@@ -336,14 +307,8 @@ def test_the_longest_expressions_are_read_quickly() -> None:
     start = time.perf_counter()
     many = " or ".join(["rank == 1"] * 700)
     assert parse_where(many).mask(source(ROWS, encoded=True), 3).tolist() == [False, True, False]
-    for hostile in (
-        "'" + "\\" * 9_998,
-        "rank == '" + "\\'" * 4_900,
-        "1" * 9_999,
-        "a." * 4_999,
-        " " * 9_999,
-        "<" * 9_999,
-    ):
+    repeated = ("1" * 9_999, "a." * 4_999, " " * 9_999, "<" * 9_999)
+    for hostile in ("'" + "\\" * 9_998, "rank == '" + "\\'" * 4_900, *repeated):
         with pytest.raises(UsageError, match="expected"):
             parse_where(hostile)
     assert time.perf_counter() - start < 5
