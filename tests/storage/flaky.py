@@ -8,10 +8,12 @@ from __future__ import annotations
 import http.client
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
+
+from ranktape.storage.places.retry import RetryingBackend
 
 DROP = "drop"
 """Hang up before the request is handed on."""
@@ -131,5 +133,8 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002  # the signature of the base class
         """Nothing: the test looks at `requests`."""
 
+
+OpenFlaky = Callable[..., RetryingBackend]
+"""Opens a new place behind a proxy; takes `timeout_seconds`."""
 
 _HOP = {"content-length", "connection", "transfer-encoding", "keep-alive"}

@@ -25,7 +25,7 @@ from ranktape.storage.recording import start as lease
 from ranktape.storage.recording.start import Lease, claim_run
 from tests.runs import start
 from tests.s3 import S3Server
-from tests.storage.flaky import HANG, flaky_proxy
+from tests.storage.flaky import HANG, FlakyProxy, OpenFlaky
 
 RENEW_SECONDS = 0.1
 EXPIRY_SECONDS = 1.0
@@ -200,35 +200,28 @@ def test_a_disk_that_takes_no_lease_is_named(
 
 
 @pytest.mark.s3
-@pytest.mark.parametrize("client", ["fsspec", "obstore"])
-def test_a_server_that_dies_keeps_nobody(s3_server: S3Server, client: str) -> None:
-    with flaky_proxy(s3_server.endpoint_url) as proxy:
-        options = s3_server.storage_options | {"endpoint_url": proxy.endpoint_url, "client": client}
-        backend = open_backend(s3_server.new_url(), storage_options=options, timeout_seconds=300)
-        held = Lease(backend, launch=launch("first"))
+def test_a_server_that_dies_keeps_nobody(proxy: FlakyProxy, open_flaky: OpenFlaky) -> None:
+    backend = open_flaky(timeout_seconds=300)
+    held = Lease(backend, launch=launch("first"))
+    proxy.stop()
     held.release()  # by the deadline of a renewal, and not by that of the backend, which is longer than a test
-    gone = open_backend(backend.url, storage_options=options, timeout_seconds=1)
     with pytest.raises(UnreachableError, match=r"cannot list s3://bucket/run-\d+.*check the URL"):
-        Lease(gone, launch=launch("second"))
+        Lease(backend.with_deadline(timeout_seconds=1), launch=launch("second"))
 
 
 @pytest.mark.s3
-@pytest.mark.parametrize("client", ["fsspec", "obstore"])
-def test_a_store_that_refuses_or_hangs_is_named(s3_server: S3Server, client: str) -> None:
-    with flaky_proxy(s3_server.endpoint_url) as proxy:
-        options = s3_server.storage_options | {"endpoint_url": proxy.endpoint_url, "client": client}
-        backend = open_backend(s3_server.new_url(), storage_options=options, timeout_seconds=30)
-        hasty = open_backend(backend.url, storage_options=options, timeout_seconds=2)
-        proxy.faults += ["", (403, "AccessDenied")]
-        with pytest.raises(AccessDeniedError, match=r"cannot write s3://.*lease_000.*lack the permission"):
-            Lease(backend, launch=launch("first"))
-        proxy.faults += [HANG] * 100
-        with pytest.raises(UnreachableError, match=r"cannot list s3://"):
-            Lease(hasty, launch=launch("first"))
+def test_a_store_that_refuses_or_hangs_is_named(proxy: FlakyProxy, open_flaky: OpenFlaky) -> None:
+    backend = open_flaky(timeout_seconds=30)
+    proxy.faults += ["", (403, "AccessDenied")]
+    with pytest.raises(AccessDeniedError, match=r"cannot write s3://.*lease_000.*lack the permission"):
+        Lease(backend, launch=launch("first"))
+    proxy.faults += [HANG] * 100
+    with pytest.raises(UnreachableError, match=r"cannot list s3://"):
+        Lease(backend.with_deadline(timeout_seconds=2), launch=launch("first"))
+    proxy.faults.clear()
+    with Lease(backend, launch=launch("first")) as held:
+        proxy.faults += [(503, "SlowDown")] * 100
+        time.sleep(3 * RENEW_SECONDS)
         proxy.faults.clear()
-        with Lease(backend, launch=launch("first")) as held:
-            proxy.faults += [(503, "SlowDown")] * 100
-            time.sleep(3 * RENEW_SECONDS)
-            proxy.faults.clear()
-            assert held._thread.is_alive()
-        assert backend.list_keys("") == []
+        assert held._thread.is_alive()
+    assert backend.list_keys("") == []

@@ -16,11 +16,10 @@ from ranktape.errors import UsageError
 from ranktape.storage.format.catalogue import COLUMNS
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.records.notebook import MAX_SHOWN_LETTERS, MAX_SHOWN_ROWS
-from ranktape.storage.records.reader import RunReader
 from ranktape.storage.records.record import Record
-from ranktape.storage.records.records import Records
-from ranktape.storage.records.run import Run, open_run
+from ranktape.storage.records.run import Run
 from tests.runs import describe, write_run
+from tests.storage.wrapped import CountingReader
 
 pandas = pytest.importorskip("pandas")
 xarray = pytest.importorskip("xarray")
@@ -37,31 +36,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         random = np.random.default_rng(rank)
         query = random.normal(size=(3, 4, 5)).astype(ml_dtypes.bfloat16)
         query[0, 0, :2] = np.inf, np.nan
-        fields: list[tuple[Any, dict[str, Any]]] = [
-            (
-                query,
-                {
-                    "tensor_name": "query",
-                    "layout": "BTH",
-                    "sample_dim": 0,
-                    "sample_ids": ["a", 7, "c"],
-                    "batch_size": 3,
-                },
-            ),
-            (
-                random.normal(size=(40, 2)),
-                {"tensor_name": "weight", "module": HOSTILE * 8 + "z" * 200, "metadata": {"why": HOSTILE}},
-            ),
-            (np.array(rank, dtype=np.int64), {"tensor_name": "scalar"}),
-            (np.zeros((0, 3), dtype=np.float32), {"tensor_name": "empty", "layout": "OI"}),
-        ]
+        samples = {"layout": "BTH", "sample_dim": 0, "sample_ids": ["a", 7, "c"], "batch_size": 3}
+        fields: dict[str, tuple[Any, dict[str, Any]]] = {
+            "query": (query, samples),
+            "weight": (random.normal(size=(40, 2)), {"module": HOSTILE * 8 + "z" * 200, "metadata": {"why": HOSTILE}}),
+            "scalar": (np.array(rank, dtype=np.int64), {}),
+            "empty": (np.zeros((0, 3), dtype=np.float32), {"layout": "OI"}),
+        }
         return [
-            (array, describe(array, iteration=5, rank=rank, counter=count, **one))
-            for count, (array, one) in enumerate(fields)
+            (array, describe(array, iteration=5, rank=rank, counter=count, tensor_name=name, **fields[name][1]))
+            for count, (name, (array, _)) in enumerate(fields.items())
         ]
 
-    write_run(url, {5: [tensors(rank) for rank in (0, 1)]})
-    return open_run(url)
+    return write_run(url, {5: [tensors(rank) for rank in (0, 1)]})
 
 
 class Page(HTMLParser):
@@ -88,18 +75,9 @@ def test_the_catalogue_is_a_frame(run: Run) -> None:
     assert set(COLUMNS) - set(frame.columns) == {"index", "site", "stack", "numel", "overflow.per_sample"}
     for place, record in enumerate(records):
         row = frame.iloc[place]
-        for name in (
-            "iteration",
-            "rank",
-            "module",
-            "dtype",
-            "timestamp",
-            "nbytes",
-            "checksum",
-            "metadata",
-            "sample_ids",
-        ):
+        for name in ("iteration", "rank", "module", "dtype", "timestamp", "nbytes", "checksum", "metadata"):
             assert row[name] == getattr(record, name)
+        assert row["sample_ids"] == record.sample_ids
         assert row["shape"] == list(record.shape)
         assert pandas.isna(row["batch_size"]) == (record.batch_size is None)
         assert row["overflow.nan.count"] == record.overflow.nan.count
@@ -108,12 +86,8 @@ def test_the_catalogue_is_a_frame(run: Run) -> None:
     types = frame.dtypes.astype(str)
     assert (types["batch_size"], types["module"], types["overflow.total"]) == ("Int64", "string", "Int64")
     assert frame.attrs["units"]["nbytes"] == "bytes"
-    assert frame.groupby("tensor_name")["overflow.nan.count"].sum().to_dict() == {
-        "empty": 0,
-        "query": 2,
-        "scalar": 0,
-        "weight": 0,
-    }
+    num_nan = frame.groupby("tensor_name")["overflow.nan.count"].sum().to_dict()
+    assert num_nan == {"empty": 0, "query": 2, "scalar": 0, "weight": 0}
     nothing = run.select(rank=9).to_pandas()
     assert nothing.dtypes.astype(str).tolist() == types.tolist()
 
@@ -143,31 +117,18 @@ def test_a_record_is_a_labelled_array_of_its_bits(run: Run, name: str) -> None:
     assert (array.coords["sample"].values.tolist() if "sample" in array.coords else None) == ids
 
 
-class Counted(RunReader):
-    """Says which sample was read."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(open_backend(url))
-        self.reads: list[int | None] = []
-
-    def read(self, record: Any, *, sample: int | None) -> np.ndarray[Any, Any]:
-        self.reads.append(sample)
-        return super().read(record, sample=sample)
-
-
 def test_a_record_as_xarray_is_read_when_it_is_used_and_no_more_than_is_used(run: Run) -> None:
-    records = run.select(rank=0, tensor_name="query")
-    reader = Counted(run.url)
-    record = Records(reader, records._catalogues, records._rows)[0]
+    reader = CountingReader(open_backend(run.url))
+    record = reader.of(run.select(rank=0, tensor_name="query"))[0]
     array = record.to_xarray()
     assert "query" in repr(array)
     assert reader.reads == []
     one = array.sel(sample=7).isel(T=[2, 0], H=slice(None, None, -2))
     assert one.values.tobytes() == record.read()[1][[2, 0]][:, ::-2].tobytes()
-    assert reader.reads == [1, None]
+    assert [sample for *_, sample in reader.reads] == [1, None]
     array.load()
     array.isel(sample=0).load()
-    assert reader.reads == [1, None, None]
+    assert [sample for *_, sample in reader.reads] == [1, None, None]
 
 
 def test_a_record_as_xarray_goes_to_other_processes(run: Run) -> None:
@@ -208,12 +169,11 @@ def test_reprs_say_what_is_there(run: Run) -> None:
 
 def test_many_records_are_not_all_shown(tmp_path: Path) -> None:
     arrays: list[np.ndarray[Any, Any]] = [np.array(number, dtype=np.float32) for number in range(100)]
-    written: dict[int, Any] = {}
-    for iteration in range(2):
-        numbered = (describe(array, iteration=iteration, call=call, counter=call) for call, array in enumerate(arrays))
-        written[iteration] = [list(zip(arrays, numbered, strict=True))]
-    write_run(str(tmp_path / "run"), written)
-    records = open_run(tmp_path / "run").select()
+    written: dict[int, Any] = {
+        step: [[(array, describe(array, iteration=step, call=call)) for call, array in enumerate(arrays)]]
+        for step in range(2)
+    }
+    records = write_run(tmp_path / "run", written).select()
     page = Page(records._repr_html_())
     assert page.texts.count("input") == MAX_SHOWN_ROWS
     assert page.texts[-1] == "the first 20 of 200"

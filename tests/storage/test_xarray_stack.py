@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 
 from ranktape.errors import DataError, UsageError
-from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.records.labelled import RecordGrid
-from ranktape.storage.records.reader import RunReader
 from ranktape.storage.records.records import Records
-from ranktape.storage.records.run import open_run
 from tests.runs import Tensors, describe, write_run
+from tests.storage.wrapped import CountingReader
 
 pytest.importorskip("dask.array")
 pytest.importorskip("xarray")
@@ -43,38 +41,12 @@ def make_run(url: Path, *, dtype: Any = ml_dtypes.bfloat16, same_ids: bool = Fal
     def tensors(iteration: int, rank: int) -> Tensors:
         for layer in (0, 1):
             array = drawn(dtype, iteration=iteration, rank=rank, layer=layer)
-            fields: dict[str, Any] = {
-                "iteration": iteration,
-                "rank": rank,
-                "layer_idx": layer,
-                "module": f"layers.{layer}.query",
-                "sample_dim": 0,
-                "layout": "BTH",
-                "sample_ids": [10 * rank * (not same_ids) + sample for sample in range(3)],
-                "counter": layer,
-            }
-            yield array, describe(array, **fields)
+            place: dict[str, Any] = {"iteration": iteration, "rank": rank, "layer_idx": layer, "counter": layer}
+            ids = [10 * rank * (not same_ids) + sample for sample in range(3)]
+            names = {"module": f"layers.{layer}.query", "layout": "BTH"}
+            yield array, describe(array, **place, **names, sample_dim=0, sample_ids=ids)
 
-    write_run(str(url), {iteration: [list(tensors(iteration, rank)) for rank in (0, 1)] for iteration in (3, 7)})
-    return open_run(url).select()
-
-
-class Counted(RunReader):
-    """Says which records were read, and which sample of them."""
-
-    def __init__(self, backend: Backend) -> None:
-        super().__init__(backend)
-        self.reads: list[tuple[int, int, int, int | None]] = []
-
-    def read(self, record: Any, *, sample: int | None) -> np.ndarray[Any, Any]:
-        self.reads.append((record.iteration, record.rank, record.layer_idx, sample))
-        return super().read(record, sample=sample)
-
-
-def counted(records: Records, url: Path) -> tuple[Records, Counted]:
-    """The same records behind a reader that counts."""
-    reader = Counted(open_backend(str(url)))
-    return Records(reader, records._catalogues, records._rows), reader
+    return write_run(url, {step: [list(tensors(step, rank)) for rank in (0, 1)] for step in (3, 7)}).select()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,7 +67,8 @@ def test_a_stack_has_the_records_bits(tmp_path: Path, dtype: Any) -> None:
 
 
 def test_nothing_is_read_before_it_is_computed_with(tmp_path: Path) -> None:
-    records, reader = counted(make_run(tmp_path / "run"), tmp_path / "run")
+    reader = CountingReader(open_backend(tmp_path / "run"))
+    records = reader.of(make_run(tmp_path / "run"))
     part = records.stack().sel(iteration=7, rank=1)
     assert reader.reads == []
     part.isel(layer_idx=0).compute()
@@ -103,7 +76,8 @@ def test_nothing_is_read_before_it_is_computed_with(tmp_path: Path) -> None:
 
 
 def test_one_sample_is_read_alone(tmp_path: Path) -> None:
-    records, reader = counted(make_run(tmp_path / "run"), tmp_path / "run")
+    reader = CountingReader(open_backend(tmp_path / "run"))
+    records = reader.of(make_run(tmp_path / "run"))
     one = records.stack().isel(sample=2, T=slice(1, 3)).sel(iteration=3, rank=0, layer_idx=1).compute()
     assert reader.reads == [(3, 0, 1, 2)]
     expected = drawn(ml_dtypes.bfloat16, iteration=3, rank=0, layer=1)[2, 1:3]
@@ -158,8 +132,8 @@ def test_selections_in_another_order_are_the_same_stack(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(), (0, 3)])
 def test_scalars_and_empty_tensors_are_stacked(tmp_path: Path, shape: tuple[int, ...], ranks: tuple[int, ...]) -> None:
     arrays: list[np.ndarray[Any, Any]] = [np.full(shape, rank, dtype=np.int64) for rank in ranks]
-    write_run(str(tmp_path / "run"), {0: [[(array, describe(array, rank=rank))] for rank, array in enumerate(arrays)]})
-    stack = open_run(tmp_path / "run").select().stack()
+    parts = [[(array, describe(array, rank=rank))] for rank, array in enumerate(arrays)]
+    stack = write_run(tmp_path / "run", {0: parts}).select().stack()
     own = tuple(f"dim{dim}" for dim in range(len(shape)))
     assert stack.dims == (("rank", *own) if len(ranks) > 1 else own)
     np.testing.assert_array_equal(stack.values, np.stack(arrays) if len(ranks) > 1 else arrays[0])
@@ -176,17 +150,10 @@ def test_damage_is_refused(tmp_path: Path) -> None:
 
 
 def test_records_of_several_forms_are_refused(tmp_path: Path) -> None:
-    arrays: list[np.ndarray[Any, Any]] = [
-        np.zeros((2, 3), np.float32),
-        np.zeros((2, 3), np.float16),
-        np.zeros((2, 4), np.float32),
-    ]
-    tensors = [
-        (array, describe(array, tensor_name=name, counter=number))
-        for number, (array, name) in enumerate(zip(arrays, "abc", strict=True))
-    ]
-    write_run(str(tmp_path / "run"), {0: [tensors]})
-    records = open_run(tmp_path / "run").select()
+    forms = [((2, 3), np.float32), ((2, 3), np.float16), ((2, 4), np.float32)]
+    arrays: list[np.ndarray[Any, Any]] = [np.zeros(shape, dtype) for shape, dtype in forms]
+    tensors = [(array, describe(array, tensor_name=f"of_{place}")) for place, array in enumerate(arrays)]
+    records = write_run(tmp_path / "run", {0: [tensors]}).select()
     with pytest.raises(UsageError, match=r"several values of dtype .*select\(dtype='float32'\)"):
         records.stack()
     with pytest.raises(UsageError, match=r"several values of shape .*select\(shape='\[2,3\]'\)"):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ranktape.storage.format.attempt import Attempt
 from ranktape.storage.format.commit import finish_iteration
+from ranktape.storage.format.documents import encode_document
 from ranktape.storage.format.progress import open_iteration, write_verdict
 from ranktape.storage.format.record_info import RecordInfo
 from ranktape.storage.places.backend import Backend
@@ -47,7 +50,7 @@ def record(
 
 
 def whole_run(
-    url: str, *, iterations: Sequence[int] = (0, 10), close: bool = True, **options: Any
+    url: str | Path, *, iterations: Sequence[int] = (0, 10), close: bool = True, **options: Any
 ) -> tuple[Backend, Attempt, list[RankWriter]]:
     """A run of two ranks, closed unless told otherwise."""
     backend, attempt, writers = start(url, world_size=2, **options)
@@ -58,3 +61,25 @@ def whole_run(
             writer.close(reason="the training ended")
         write_verdict(backend, attempt=attempt)
     return backend, attempt, writers
+
+
+def keys_of(path: Path, pattern: str) -> list[str]:
+    """Objects of a run by a pattern below it."""
+    found = sorted(str(one.relative_to(path)) for one in path.glob(pattern) if one.is_file())
+    assert found, pattern
+    return found
+
+
+def forge(path: Path, key: str, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a document of a run, with a checksum that is right: whoever writes it can compute one."""
+    document = json.loads((path / key).read_bytes())
+    document["attributes"].pop("ranktape_checksum", None)
+    change(document)
+    (path / key).write_bytes(encode_document(document, key=key))
+
+
+def put_in(tree: Any, way: Sequence[str | int], value: Any) -> None:
+    """Replace the value in a document to which the names lead."""
+    for name in way[:-1]:
+        tree = tree[name]
+    tree[way[-1]] = value
