@@ -15,13 +15,9 @@ from typing import Any
 import numpy as np
 import zarr
 
-from ranktape.storage.format.attempt import Launch
 from ranktape.storage.format.record_info import RecordInfo
-from ranktape.storage.places.urls import open_backend
-from ranktape.storage.recording.start import begin_attempt
-from ranktape.storage.recording.writer import RankWriter
 from tests.ceph import CephServer, CephUnavailableError
-from tests.runs import describe
+from tests.runs import describe, start
 
 ROUNDS = 5
 NUM_TENSORS = 1000
@@ -44,34 +40,25 @@ def make() -> Tensors:
 
 def run_seconds(server: CephServer, tensors: Tensors, *, client: str) -> tuple[float, int]:
     """Processor time for each tensor of an iteration and its commit; and the objects that it has."""
-    backend = open_backend(server.new_url(), storage_options={**server.storage_options, "client": client})
-    launch = Launch(launch_id="bench", restart=0, world_size=1)
-    options = {"min_iterations": 1}
-    attempt = begin_attempt(backend, launch=launch, options=options, environment={}, resume=False, overwrite=False)
-    writer = RankWriter(backend, attempt=attempt, rank=0, environment={})
+    options = {**server.storage_options, "client": client}
+    backend, _, [writer] = start(server.new_url(), storage_options=options)
     before = len(backend.list_keys(""))
-    start = time.process_time()
+    begun = time.process_time()
     for array, info in tensors:
         writer.write(array, info=info)
     writer.commit(0, expected=[], silent_sites={})
-    return (time.process_time() - start) / len(tensors), len(backend.list_keys("")) - before
+    return (time.process_time() - begun) / len(tensors), len(backend.list_keys("")) - before
 
 
 def create_array_seconds(server: CephServer, tensors: Tensors) -> float:
     """Processor time for each tensor as an array of its own in a group."""
     group = zarr.create_group(server.new_url(), storage_options=server.storage_options)
-    start = time.process_time()
+    begun = time.process_time()
     for array, info in tensors[:NUM_CREATED]:
-        created = group.create_array(
-            info.module,
-            shape=array.shape,
-            dtype=array.dtype,
-            chunks=array.shape,
-            compressors=None,
-            attributes=info.to_json(),
-        )
+        options: Any = {"shape": array.shape, "dtype": array.dtype, "chunks": array.shape, "compressors": None}
+        created = group.create_array(info.module, attributes=info.to_json(), **options)
         created[...] = array
-    return (time.process_time() - start) / NUM_CREATED
+    return (time.process_time() - begun) / NUM_CREATED
 
 
 def main() -> None:

@@ -25,12 +25,10 @@ import numpy as np
 import torch
 import zarr
 
-from ranktape.storage.format.attempt import Launch
 from ranktape.storage.format.record_info import RecordInfo
 from ranktape.storage.places.urls import open_backend
-from ranktape.storage.recording.start import begin_attempt
 from ranktape.storage.recording.writer import RankWriter
-from tests.runs import describe
+from tests.runs import describe, start
 
 ROUNDS = 7
 MIB = 1 << 20
@@ -48,13 +46,7 @@ def make(nbytes: int, count: int) -> Tensors:
     bits = np.random.default_rng(0)
     arrays = [bits.standard_normal((4, nbytes // 16384, 1024), dtype=np.float32) for _ in range(min(count, 4))]
     infos = [describe(array, sample_dim=0) for array in arrays]
-    return [
-        (
-            arrays[number % len(arrays)],
-            _renamed(infos[number % len(arrays)], number),
-        )
-        for number in range(count)
-    ]
+    return [(arrays[number % len(arrays)], _renamed(infos[number % len(arrays)], number)) for number in range(count)]
 
 
 def _renamed(info: RecordInfo, number: int) -> RecordInfo:
@@ -72,16 +64,8 @@ def plain(folder: Path, tensors: Tensors) -> None:
 
 def begin(folder: Path) -> RankWriter:
     """What a rank does once, before its first iteration."""
-    backend = open_backend(folder / "run")
-    attempt = begin_attempt(
-        backend,
-        launch=Launch(launch_id="bench", restart=0, world_size=1),
-        options={"min_iterations": 1},
-        environment={},
-        resume=False,
-        overwrite=False,
-    )
-    return RankWriter(backend, attempt=attempt, rank=0, environment={})
+    _, _, [writer] = start(folder / "run")
+    return writer
 
 
 def ours(writer: RankWriter, tensors: Tensors) -> None:
@@ -117,9 +101,9 @@ def seconds_of(way: str, base: Path, tensors: Tensors) -> float:
     folder = base / "round"
     folder.mkdir()
     work = partial(ours, begin(folder)) if way == "run" else partial(OTHERS[way], folder)
-    start = time.perf_counter()
+    begun = time.perf_counter()
     work(tensors)
-    taken = time.perf_counter() - start
+    taken = time.perf_counter() - begun
     shutil.rmtree(folder)
     return taken
 
