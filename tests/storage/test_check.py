@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,42 +15,19 @@ import pytest
 from ranktape.errors import DataError, RunFormatError, RunNotFoundError
 from ranktape.storage import open_run
 from ranktape.storage.format.attempt import IterationPlan, write_plan
-from ranktape.storage.format.documents import encode_document, group_document
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import open_iteration, write_verdict
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.finding import CheckFinding, CheckSeverity, FindingKind
-from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
 from tests.runs import start
-from tests.storage.whole_run import LONG_NAME, record, tensors, whole_run
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that is whole and closed."""
-    path = tmp_path_factory.mktemp("check") / "run"
-    whole_run(str(path))
-    return path
-
-
-@pytest.fixture
-def path(sound: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be damaged."""
-    shutil.copytree(sound, tmp_path / "run")
-    return tmp_path / "run"
+from tests.storage.whole_run import LONG_NAME, forge, keys_of, record, tensors, whole_run
+from tests.storage.wrapped import wrapped
 
 
 def errors(path: Path, *, deep: bool = True) -> list[CheckFinding]:
     """What a check says is wrong."""
     return check_run(open_backend(path), deep=deep).errors
-
-
-def keys_of(path: Path, pattern: str) -> list[str]:
-    """Objects of a run by a pattern below it."""
-    found = sorted(str(one.relative_to(path)) for one in path.glob(pattern) if one.is_file())
-    assert found, pattern
-    return found
 
 
 @pytest.mark.parametrize("deep", [False, True])
@@ -74,9 +50,8 @@ def damages(old: bytes, chance: random.Random) -> Iterator[tuple[str, bytes | No
         yield f"bit {place}", old[:place] + bytes([old[place] ^ (1 << chance.randrange(8))]) + old[place + 1 :]
 
 
-def test_every_damage_to_every_kind_of_object_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    whole_run(str(path), iterations=(0,))
+def test_every_damage_to_every_kind_of_object_is_found(short_path: Path) -> None:
+    path = short_path
     chance = random.Random(7)  # noqa: S311 - the same damages in every run
     names = keys_of(path, "**/*")
     kinds = {re.sub(r"rank_\d+", "rank", name): name for name in names}
@@ -154,8 +129,7 @@ def test_documents_below_a_lost_run_document_are_still_looked_at(path: Path) -> 
 
 
 def test_a_run_of_a_later_schema_is_not_judged(path: Path) -> None:
-    document = group_document({"ranktape_schema": 99})
-    (path / "zarr.json").write_bytes(encode_document(document, key="zarr.json"))
+    forge(path, "zarr.json", lambda document: document["attributes"].update(ranktape_schema=99))
     with pytest.raises(RunFormatError, match="schema 99"):
         check_run(open_backend(path))
 
@@ -223,25 +197,14 @@ def test_a_run_that_is_being_recorded_has_notes_and_no_errors(tmp_path: Path) ->
     assert "no verdict closes the attempt" in report.notes[2].message
 
 
-class Trailing:
-    """A backend whose listing of an attempt stopped before the youngest objects were there."""
-
-    def __init__(self, backend: Backend, *, hidden: Callable[[str], bool]) -> None:
-        self._backend = backend
-        self._hidden = hidden
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    def list_objects(self, prefix: str) -> list[Any]:
-        """All but what is hidden."""
-        return [info for info in self._backend.list_objects(prefix) if not self._hidden(info.key)]
-
-
 def test_a_listing_that_missed_what_came_while_it_was_made_is_no_error(tmp_path: Path) -> None:
     backend, _, _ = whole_run(str(tmp_path / "run"), close=False)
-    trailing: Any = Trailing(backend, hidden=lambda key: "rank_00001/iter_00000010" in key or "stack" in key)
-    assert check_run(trailing, deep=True).errors == []
+
+    def list_objects(prefix: str) -> list[Any]:
+        found = backend.list_objects(prefix)
+        return [info for info in found if "rank_00001/iter_00000010" not in info.key and "stack" not in info.key]
+
+    assert check_run(wrapped(backend, list_objects=list_objects), deep=True).errors == []
 
 
 def test_what_a_lost_coordinator_left_can_be_finished_and_is_no_error(tmp_path: Path) -> None:
@@ -257,18 +220,18 @@ def test_what_a_lost_coordinator_left_can_be_finished_and_is_no_error(tmp_path: 
 def test_a_verdict_that_does_not_fit_is_found(path: Path) -> None:
     (name,) = [one.name for one in path.glob("attempt*")]
     key = f"{name}/verdict/zarr.json"
-    attributes = json.loads((path / key).read_bytes())["attributes"]
-    attributes.pop("ranktape_checksum")
+    whole = (path / key).read_bytes()
     for change, kind, is_error in [
         ({"complete": [0, 10, 20]}, FindingKind.MISSING, True),
         ({"complete": [0]}, FindingKind.STALE, False),
         ({"required": 2}, FindingKind.STALE, True),
         ({"met": False}, FindingKind.STALE, True),
     ]:
-        (path / key).write_bytes(encode_document(group_document(attributes | change), key=key))
+        (path / key).write_bytes(whole)
+        forge(path, key, lambda document: document["attributes"].update(change))  # noqa: B023  # called here
         (found,) = check_run(open_backend(path)).findings
         assert (found.kind, found.is_error, found.key) == (kind, is_error, key)
-    (path / key).write_bytes(encode_document(group_document({"problems": {}}), key=key))
+    forge(path, key, lambda document: document.update(attributes={"problems": {}}))
     (found,) = check_run(open_backend(path)).findings
     assert (found.kind, found.is_error) == (FindingKind.UNFINISHED, False)
 

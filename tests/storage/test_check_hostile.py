@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 from ranktape.errors import ObjectTooLargeError
-from ranktape.storage.format.documents import encode_document
 from ranktape.storage.format.validation import MAX_WORLD_SIZE
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.copy import copy_run
@@ -23,15 +21,7 @@ from ranktape.storage.places.urls import open_backend
 from ranktape.storage.records.run import open_run
 from tests.s3 import S3Server
 from tests.storage.flaky import flaky_proxy
-from tests.storage.whole_run import tensors, whole_run
-
-
-def keys_of(path: Path, pattern: str) -> list[str]:
-    """Objects of a run by a pattern below it."""
-    found = sorted(str(one.relative_to(path)) for one in path.glob(pattern) if one.is_file())
-    assert found, pattern
-    return found
-
+from tests.storage.whole_run import forge, keys_of, put_in, tensors, whole_run
 
 JUNK: list[Any] = [None, True, -1, 2**70, 1e308, "", "x", "../..", [], {}, [[]], {"a": 1}, {"a": {}}, "\ud800"]
 
@@ -44,78 +34,53 @@ def branches(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
         yield from branches(value, (*path, name))
 
 
-def test_documents_of_a_stranger_are_findings_and_never_a_traceback(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    whole_run(str(path), iterations=(0,))
+def test_documents_of_a_stranger_are_findings_and_never_a_traceback(short_path: Path) -> None:
     chance = random.Random(3)  # noqa: S311 - the same documents in every run
-    documents = keys_of(path, "attempt*/**/zarr.json")
-    backend = open_backend(path)
+    documents = keys_of(short_path, "attempt*/**/zarr.json")
+    backend = open_backend(short_path)
+
+    def spoil(document: dict[str, Any]) -> None:
+        way = chance.choice(list(branches(document)))
+        # A checksum can be written into a dictionary alone.
+        put_in(document, way, chance.choice([one for one in JUNK if way != ("attributes",) or isinstance(one, dict)]))
+
     for _ in range(80):
         key = chance.choice(documents)
-        old = (path / key).read_bytes()
-        document = json.loads(old)
-        document["attributes"].pop("ranktape_checksum")
-        *way, last = chance.choice(list(branches(document)))
-        place = document
-        for name in way:
-            place = place[name]
-        place[last] = chance.choice(JUNK)
-        if not isinstance(document.get("attributes"), dict):
-            continue
-        # With a checksum that is right: whoever writes it can compute one.
-        (path / key).write_bytes(encode_document(document, key=key))
+        old = (short_path / key).read_bytes()
+        forge(short_path, key, spoil)
         check_run(backend, deep=True)
         repair_run(backend, dry_run=True)
-        (path / key).write_bytes(old)
+        (short_path / key).write_bytes(old)
     assert check_run(backend).findings == []
 
 
-def forge(path: Path, key: str, way: str, value: Any) -> None:
-    """Say something else in a document, with a checksum that is right."""
-    document = json.loads((path / key).read_bytes())
-    document["attributes"].pop("ranktape_checksum")
-    *names, last = way.split(".")
-    place = document["attributes"]
-    for name in names:
-        place = place[name]
-    place[last] = value
-    (path / key).write_bytes(encode_document(document, key=key))
-
-
 @pytest.mark.parametrize("commit", [[], {}, 5])
-def test_a_marker_that_names_no_commit_is_a_finding(commit: Any, tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    whole_run(str(path))
-    key = keys_of(path, "attempt*/commits/iter_00000000/rank_00001.committed/zarr.json")[0]
-    forge(path, key, "commit", commit)
-    assert [one.key for one in check_run(open_backend(path)).errors] == [key]
+def test_a_marker_that_names_no_commit_is_a_finding(commit: Any, short_path: Path) -> None:
+    key = keys_of(short_path, "attempt*/commits/iter_00000000/rank_00001.committed/zarr.json")[0]
+    forge(short_path, key, lambda document: document["attributes"].update(commit=commit))
+    assert [one.key for one in check_run(open_backend(short_path)).errors] == [key]
 
 
-def test_many_forged_ranks_are_counted_and_not_told_one_by_one(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    whole_run(str(path))
+def test_many_forged_ranks_are_counted_and_not_told_one_by_one(path: Path) -> None:
     (key,) = keys_of(path, "attempt*/zarr.json")
-    forge(path, key, "launch.world_size", MAX_WORLD_SIZE)
+    forge(path, key, lambda document: put_in(document, ("attributes", "launch", "world_size"), MAX_WORLD_SIZE))
     errors = check_run(open_backend(path)).errors
     assert len(errors) < 1000
     assert any(f"but {MAX_WORLD_SIZE - 102} more ranks have no commit in it" in one.message for one in errors)
     statuses = open_run(path).status()
     assert [len(status.missing) for status in statuses] == [1000, 1000]
-    forge(path, key, "launch.world_size", MAX_WORLD_SIZE + 1)
+    forge(path, key, lambda document: put_in(document, ("attributes", "launch", "world_size"), MAX_WORLD_SIZE + 1))
     (error,) = [one for one in check_run(open_backend(path)).errors if one.kind is FindingKind.DAMAGED]
     assert "its world_size is 131073, not a whole number from 1 to 131072" in error.message
     (listed,) = find_runs(path)
     assert listed.state is RunState.UNREADABLE
 
 
-def test_objects_of_terabytes_are_findings_and_take_no_memory(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    whole_run(str(path), iterations=(0,))
-    backend = open_backend(path)
-    for key in keys_of(path, "**/*"):
-        nbytes = (path / key).stat().st_size
-        data = (path / key).read_bytes()
-        os.truncate(path / key, 1 << 40)
+def test_objects_of_terabytes_are_findings_and_take_no_memory(short_path: Path, tmp_path: Path) -> None:
+    backend = open_backend(short_path)
+    for key in keys_of(short_path, "**/*"):
+        data = (short_path / key).read_bytes()
+        os.truncate(short_path / key, 1 << 40)
         if key == "zarr.json":
             assert [one.kind for one in check_run(backend).errors] == [FindingKind.DAMAGED]
         else:
@@ -124,61 +89,54 @@ def test_objects_of_terabytes_are_findings_and_take_no_memory(tmp_path: Path) ->
         if not key.endswith("zarr.json"):
             with pytest.raises(ObjectTooLargeError, match="is larger than"):
                 copy_run(backend, open_backend(tmp_path / "copy"))
-        (path / key).write_bytes(data)
-        assert len(data) == nbytes
+        (short_path / key).write_bytes(data)
 
 
-def test_a_document_of_many_lists_is_not_parsed(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    whole_run(str(path), iterations=(0,))
-    (key,) = keys_of(path, "attempt*/rank_00000/iter_00000000/zarr.json")
-    (path / key).write_bytes(b"[" + b"[]," * (1 << 22) + b"[]]")
-    (error, *_) = check_run(open_backend(path)).errors
+def test_a_document_of_many_lists_is_not_parsed(short_path: Path) -> None:
+    (key,) = keys_of(short_path, "attempt*/rank_00000/iter_00000000/zarr.json")
+    (short_path / key).write_bytes(b"[" + b"[]," * (1 << 22) + b"[]]")
+    (error, *_) = check_run(open_backend(short_path)).errors
     assert "holds more than 4,194,304 lists and dictionaries" in error.message
 
 
-def test_a_shape_that_no_object_can_have_takes_no_memory(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    whole_run(str(path), iterations=(0,))
-    (key,) = keys_of(path, "attempt*/rank_00000/iter_00000000/zarr.json")
-    document = json.loads((path / key).read_bytes())
-    document["attributes"].pop("ranktape_checksum")
-    for name, member in document["consolidated_metadata"]["metadata"].items():
-        if name.startswith("large"):
-            member["shape"] = member["attributes"]["shape"] = [2, 1 << 50]
-            member["chunk_grid"]["configuration"]["chunk_shape"] = [2, 1 << 50]
-            member["codecs"][0]["configuration"]["chunk_shape"] = [1, 1 << 50]
-            member["dimension_names"] = ["dim0_2", f"dim1_{1 << 50}"]
-    (path / key).write_bytes(encode_document(document, key=key))
-    kinds = {one.kind for one in check_run(open_backend(path), deep=True).errors if one.record.startswith("large")}
+def test_a_shape_that_no_object_can_have_takes_no_memory(short_path: Path) -> None:
+    (key,) = keys_of(short_path, "attempt*/rank_00000/iter_00000000/zarr.json")
+
+    def enlarge(document: dict[str, Any]) -> None:
+        members = document["consolidated_metadata"]["metadata"]
+        [large] = [member for name, member in members.items() if name.startswith("large")]
+        large["shape"] = large["attributes"]["shape"] = [2, 1 << 50]
+        large["chunk_grid"]["configuration"]["chunk_shape"] = [2, 1 << 50]
+        large["codecs"][0]["configuration"]["chunk_shape"] = [1, 1 << 50]
+        large["dimension_names"] = ["dim0_2", f"dim1_{1 << 50}"]
+
+    forge(short_path, key, enlarge)
+    kinds = {
+        one.kind for one in check_run(open_backend(short_path), deep=True).errors if one.record.startswith("large")
+    }
     assert kinds == {FindingKind.SIZE, FindingKind.MISMATCH}
 
 
 @pytest.mark.s3
-@pytest.mark.parametrize(("status", "code"), [(403, "AccessDenied"), (501, "NotImplemented")])
-def test_where_uploads_may_not_be_listed_the_rest_is_checked(s3_server: S3Server, status: int, code: str) -> None:
+def test_where_uploads_may_not_be_listed_the_rest_is_checked(s3_server: S3Server) -> None:
     url = s3_server.new_url()
     with flaky_proxy(s3_server.endpoint_url) as proxy:
         options = {**s3_server.storage_options, "endpoint_url": proxy.endpoint_url}
-        backend = open_backend(url, storage_options=options)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tests.runs.open_backend", lambda _url: backend)
-            whole_run(url, iterations=(0,))
-        proxy.refused["uploads"] = (status, code)
-        (note,) = check_run(backend, deep=True).findings
-        assert (note.kind, note.is_error) == (FindingKind.UNCHECKED, False)
-        assert note.message.startswith("writes that were not ended were not looked for: cannot list")
-        assert str(status) in note.message
-        assert repair_run(backend).left == ()
+        backend, _, _ = whole_run(url, iterations=(0,), storage_options=options)
+        for status, code in ((403, "AccessDenied"), (501, "NotImplemented")):
+            proxy.refused["uploads"] = (status, code)
+            (note,) = check_run(backend, deep=True).findings
+            assert (note.kind, note.is_error) == (FindingKind.UNCHECKED, False)
+            assert note.message.startswith("writes that were not ended were not looked for: cannot list")
+            assert str(status) in note.message
+            assert repair_run(backend).left == ()
 
 
 @pytest.mark.s3
-def test_a_run_in_an_object_store_is_checked_and_repaired(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "tests.runs.open_backend", lambda url: open_backend(url, storage_options=s3_server.storage_options)
-    )
+def test_a_run_in_an_object_store_is_checked_and_repaired(s3_server: S3Server) -> None:
     url = s3_server.new_url()
-    backend, attempt, writers = whole_run(url, close=False)
+    options = s3_server.storage_options
+    backend, attempt, writers = whole_run(url, iterations=(0,), close=False, storage_options=options)
     assert check_run(backend, deep=True).errors == []
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
     client = s3_server.client()
@@ -187,7 +145,7 @@ def test_a_run_in_an_object_store_is_checked_and_repaired(s3_server: S3Server, m
     for array, info in tensors(20, 0):
         writers[0].write(array, info=info)
     writers[0].flush_stacks()
-    client.delete_object(Bucket=bucket, Key=f"{prefix}/{attempt.path}/iterations/iter_00000010/zarr.json")
+    client.delete_object(Bucket=bucket, Key=f"{prefix}/{attempt.path}/iterations/iter_00000000/zarr.json")
     mends = {one.mend for one in check_run(backend).findings} - {None}
     assert mends == {Mend.REMOVE_DEBRIS, Mend.REMOVE_OBJECTS, Mend.FINISH_ITERATION}
     assert repair_run(backend).done == ()

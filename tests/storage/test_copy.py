@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +23,12 @@ from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
 from tests.s3 import S3Server
 from tests.storage.whole_run import record, tensors, whole_run
+from tests.storage.wrapped import wrapped
 
 
 def contents(backend: Backend) -> dict[str, bytes | None]:
     """Every object of a run."""
     return {key: backend.get(key) for key in backend.list_keys("")}
-
-
-class Wrapped:
-    """A backend in which one verb does something else."""
-
-    def __init__(self, backend: Backend, **verbs: Callable[..., Any]) -> None:
-        self._backend = backend
-        self._verbs = verbs
-
-    def __getattr__(self, name: str) -> Any:
-        return self._verbs.get(name) or getattr(self._backend, name)
 
 
 @pytest.fixture
@@ -59,11 +49,11 @@ def failing_after(backend: Backend, num_puts: int) -> Any:
                 raise StorageError("the store was lost")
         backend.put(key, parts)
 
-    return Wrapped(backend, put=put)
+    return wrapped(backend, put=put)
 
 
-def test_a_copy_is_the_run_byte_by_byte(tmp_path: Path, target: Backend) -> None:
-    source, _, _ = whole_run(str(tmp_path / "run"))
+def test_a_copy_is_the_run_byte_by_byte(sound: Path, target: Backend) -> None:
+    source = open_backend(sound)
     seen: list[tuple[int, int]] = []
     report = copy_run(source, target, on_progress=lambda done, total: seen.append((done, total)))
     assert contents(target) == contents(source)
@@ -76,8 +66,8 @@ def test_a_copy_is_the_run_byte_by_byte(tmp_path: Path, target: Backend) -> None
 
 
 @pytest.mark.s3
-def test_a_run_goes_to_an_object_store_and_back(tmp_path: Path, s3_server: S3Server) -> None:
-    source, _, _ = whole_run(str(tmp_path / "run"), iterations=(0,))
+def test_a_run_goes_to_an_object_store_and_back(short: Path, tmp_path: Path, s3_server: S3Server) -> None:
+    source = open_backend(short)
     url = s3_server.new_url()
     remote = open_backend(url, storage_options=s3_server.storage_options)
     copy_run(source, remote)
@@ -87,8 +77,10 @@ def test_a_run_goes_to_an_object_store_and_back(tmp_path: Path, s3_server: S3Ser
     assert open_run(url, storage_options=s3_server.storage_options).iterations == [0]
 
 
-def test_an_interrupted_copy_is_no_run_and_goes_on_where_it_stopped(tmp_path: Path, target: Backend) -> None:
-    source, _, _ = whole_run(str(tmp_path / "run"))
+def test_an_interrupted_copy_is_no_run_and_goes_on_where_it_stopped(
+    sound: Path, tmp_path: Path, target: Backend
+) -> None:
+    source = open_backend(sound)
     num_objects = len(contents(source))
     with pytest.raises(StorageError, match="the store was lost"):
         copy_run(source, failing_after(target, num_objects - 1))
@@ -100,8 +92,8 @@ def test_an_interrupted_copy_is_no_run_and_goes_on_where_it_stopped(tmp_path: Pa
 
 
 @pytest.mark.parametrize("part", [0.2, 0.5, 0.8])
-def test_what_is_committed_in_an_interrupted_copy_is_whole(tmp_path: Path, target: Backend, part: float) -> None:
-    source, _, _ = whole_run(str(tmp_path / "run"))
+def test_what_is_committed_in_an_interrupted_copy_is_whole(sound: Path, target: Backend, part: float) -> None:
+    source = open_backend(sound)
     with pytest.raises(StorageError):
         copy_run(source, failing_after(target, int(part * len(contents(source)))))
     document = source.get("zarr.json")
@@ -116,13 +108,13 @@ def test_what_is_committed_in_an_interrupted_copy_is_whole(tmp_path: Path, targe
     assert {one.message for one in found} <= {"the group's document is missing", "the rank's document is missing"}
 
 
-def test_the_order_is_that_of_writing(tmp_path: Path) -> None:
-    source, attempt, _ = whole_run(str(tmp_path / "run"), iterations=(0,))
-    items, left_out = list_run(source)
+def test_the_order_is_that_of_writing(short: Path) -> None:
+    items, left_out = list_run(open_backend(short))
     assert left_out == []
-    stages = {item.key.removeprefix(f"{attempt.path}/"): item.stage for item in items}
+    (attempt,) = (one.name for one in short.glob("attempt*"))
+    stages = {item.key.removeprefix(f"{attempt}/"): item.stage for item in items}
     assert stages["zarr.json"] is Stage.RUN
-    assert {item.stage for item in items if item.key == f"{attempt.path}/zarr.json"} == {Stage.ATTEMPTS}
+    assert {item.stage for item in items if item.key == f"{attempt}/zarr.json"} == {Stage.ATTEMPTS}
     assert stages["rank_00000/iter_00000000/zarr.json"] is Stage.RANK_COMMITS
     assert stages["rank_00000/zarr.json"] is Stage.VALUES
     assert stages["commits/iter_00000000/rank_00001.committed/zarr.json"] is Stage.MARKERS
@@ -132,7 +124,7 @@ def test_the_order_is_that_of_writing(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_recorded_is_copied_as_far_as_it_is_committed(tmp_path: Path, target: Backend) -> None:
-    source, attempt, writers = whole_run(str(tmp_path / "run"), close=False)
+    source, attempt, writers = whole_run(tmp_path / "run", close=False)
     open_iteration(source, attempt=attempt, iteration=20)
     for array, info in tensors(20, 0):
         writers[0].write(array, info=info)
@@ -151,7 +143,7 @@ def test_a_run_that_is_recorded_is_copied_as_far_as_it_is_committed(tmp_path: Pa
 def test_what_is_committed_while_the_source_is_listed_is_not_copied_without_its_parts(
     tmp_path: Path, target: Backend
 ) -> None:
-    source, attempt, writers = whole_run(str(tmp_path / "run"), close=False)
+    source, attempt, writers = whole_run(tmp_path / "run", close=False)
 
     def list_objects(prefix: str) -> list[Any]:
         found = source.list_objects(prefix)
@@ -162,7 +154,7 @@ def test_what_is_committed_while_the_source_is_listed_is_not_copied_without_its_
         ]
         return sorted({info.key: info for info in [*found, *late]}.values(), key=lambda info: info.key)
 
-    moving: Any = Wrapped(source, list_objects=list_objects)
+    moving = wrapped(source, list_objects=list_objects)
     copy_run(moving, target)
     assert open_run(tmp_path / "copy").iterations == [0, 10]
     assert check_run(target, deep=True).errors == []
@@ -171,31 +163,33 @@ def test_what_is_committed_while_the_source_is_listed_is_not_copied_without_its_
 
 
 def test_an_iteration_that_is_removed_meanwhile_is_left_out_whole(tmp_path: Path, target: Backend) -> None:
-    source, attempt, _ = whole_run(str(tmp_path / "run"), close=False)
+    source, attempt, _ = whole_run(tmp_path / "run", close=False)
 
     def get(key: str, **limits: Any) -> bytes | None:
         return None if "rank_00001/iter_00000000/large" in key else source.get(key, **limits)
 
-    moving: Any = Wrapped(source, get=get)
+    moving = wrapped(source, get=get)
     report = copy_run(moving, target)
     assert f"{attempt.path}/iterations/iter_00000000/zarr.json" in report.left_out
     assert open_run(tmp_path / "copy").iterations == [10]
 
 
-def test_a_store_that_changes_what_is_written_is_found(tmp_path: Path, target: Backend) -> None:
-    source, _, _ = whole_run(str(tmp_path / "run"), iterations=(0,))
+def test_a_store_that_changes_what_is_written_is_found(short: Path, target: Backend) -> None:
+    source = open_backend(short)
 
     def put(key: str, parts: Any) -> None:
         data = b"".join(bytes(part) for part in parts)
         target.put(key, [data[:-1] + bytes([data[-1] ^ 1])])
 
-    changing: Any = Wrapped(target, put=put)
+    changing = wrapped(target, put=put)
     with pytest.raises(DataError, match="does not read back as it was written"):
         copy_run(source, changing)
 
 
-def test_values_of_an_earlier_copy_are_compared_unless_told_otherwise(tmp_path: Path, target: Backend) -> None:
-    source, _, _ = whole_run(str(tmp_path / "run"), iterations=(0,))
+def test_values_of_an_earlier_copy_are_compared_unless_told_otherwise(
+    short: Path, tmp_path: Path, target: Backend
+) -> None:
+    source = open_backend(short)
     copy_run(source, target)
     (values,) = (tmp_path / "copy").glob("attempt*/rank_00000/iter_00000000/large*/c.0.0")
     data = values.read_bytes()
@@ -209,7 +203,7 @@ def test_values_of_an_earlier_copy_are_compared_unless_told_otherwise(tmp_path: 
 
 
 def test_what_is_no_part_of_the_run_stays_where_it_is(tmp_path: Path, target: Backend) -> None:
-    source, _, _ = whole_run(str(tmp_path / "run"), iterations=(0,))
+    source, _, _ = whole_run(tmp_path / "run", iterations=(0,))
     source.put("notes.txt", [b"mine"])
     source.put("attempt_009-ab/commits/zarr.json", [b"{}"])
     assert copy_run(source, target).left_out == ["attempt_009-ab", "notes.txt"]
@@ -218,20 +212,20 @@ def test_what_is_no_part_of_the_run_stays_where_it_is(tmp_path: Path, target: Ba
 
 @pytest.mark.parametrize("name", ["../../out", "a//b", "./a", "a\\..\\b", "a\0b"])
 def test_a_name_that_would_leave_its_folder_is_not_copied(tmp_path: Path, target: Backend, name: str) -> None:
-    source, attempt, _ = whole_run(str(tmp_path / "run"), iterations=(0,))
+    source, attempt, _ = whole_run(tmp_path / "run", iterations=(0,))
     (one, *_) = source.list_objects(attempt.path)
 
     def list_objects(prefix: str) -> list[Any]:
         return [*source.list_objects(prefix), dataclasses.replace(one, key=name)]
 
-    hostile: Any = Wrapped(source, list_objects=list_objects)
+    hostile = wrapped(source, list_objects=list_objects)
     assert copy_run(hostile, target).left_out == [f"{attempt.path}/{name}"]
     assert not (tmp_path / "out").exists()
 
 
 def test_another_run_at_the_target_is_refused(tmp_path: Path) -> None:
-    source, _, _ = whole_run(str(tmp_path / "run"), iterations=(0,))
-    other, _, _ = whole_run(str(tmp_path / "other"), iterations=(0,), launch_id="other")
+    source, _, _ = whole_run(tmp_path / "run", iterations=(0,))
+    other, _, _ = whole_run(tmp_path / "other", iterations=(0,), launch_id="other")
     before = contents(other)
     with pytest.raises(RunExistsError, match="another run, or something else, is at"):
         copy_run(source, other)
@@ -273,7 +267,7 @@ def test_memory_is_bounded_and_what_is_larger_goes_alone() -> None:
 
 
 def test_a_copy_keeps_what_is_removed_at_the_source_later(tmp_path: Path, target: Backend) -> None:
-    source, attempt, writers = whole_run(str(tmp_path / "run"), close=False)
+    source, attempt, writers = whole_run(tmp_path / "run", close=False)
     copy_run(source, target)
     drop_iteration(source, attempt=attempt, iteration=0)
     record(source, attempt, writers, iteration=20)
@@ -298,9 +292,9 @@ def test_a_copy_keeps_what_is_removed_at_the_source_later(tmp_path: Path, target
     ],
 )
 def test_a_copy_of_some_records_is_a_run_that_says_what_was_left_out(
-    tmp_path: Path, words: list[str], filters: dict[str, Any]
+    sound: Path, tmp_path: Path, words: list[str], filters: dict[str, Any]
 ) -> None:
-    whole_run(str(tmp_path / "a"))
+    shutil.copytree(sound, tmp_path / "a")
     chosen = open_run(tmp_path / "a").select(**filters)
     answer = CliRunner().invoke(cli, ["cp", str(tmp_path / "a"), str(tmp_path / "b"), *words], catch_exceptions=False)
     copied = open_run(tmp_path / "b")

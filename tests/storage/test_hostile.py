@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import struct
 import zipfile
@@ -19,7 +18,7 @@ from ranktape.errors import DataError, ObjectTooLargeError, RunFormatError
 from ranktape.storage.format.attempt import IterationPlan, read_attempts, read_plan, write_plan
 from ranktape.storage.format.blob import WHOLE_NBYTES, blob_key, blob_parts, open_blob, split_checksum
 from ranktape.storage.format.commit import finish_iteration, read_whole_commit
-from ranktape.storage.format.documents import encode_document
+from ranktape.storage.format.documents import write_group
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import Progress, open_iteration
 from ranktape.storage.format.status import IterationState
@@ -27,9 +26,9 @@ from ranktape.storage.maintenance.prune import drop_iteration
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.records.run import open_run
-from tests.runs import describe, start
+from tests.runs import describe, start, write_run
 from tests.storage.test_hostile_catalogue import npy, packed, table
-from tests.storage.whole_run import whole_run
+from tests.storage.whole_run import forge, put_in, whole_run
 
 ITERATION = "iterations/iter_00000000"
 MARKER = "commits/iter_00000000/rank_00000.committed"
@@ -37,10 +36,9 @@ COMMIT = "rank_00000/iter_00000000"
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(short_path: Path) -> Path:
     """The attempt of a whole run of one iteration, as a folder."""
-    whole_run(str(tmp_path / "run"), iterations=(0,))
-    [attempt] = (tmp_path / "run").glob("attempt_*")
+    [attempt] = short_path.glob("attempt_*")
     return attempt
 
 
@@ -49,16 +47,10 @@ def each(name: str, *values: Any) -> list[tuple[str, Any]]:
     return [(name, value) for value in values]
 
 
-def change(attempt: Path, group: str, *way: str | int, value: Any) -> None:
-    """Put a value into a document, with a checksum that is right: whoever writes it can compute one."""
-    path = (attempt / group / "zarr.json").resolve()
-    document = json.loads(path.read_bytes())
-    document["attributes"].pop("ranktape_checksum")
-    place = document
-    for name in way[:-1]:
-        place = place[name]
-    place[way[-1]] = value
-    path.write_bytes(encode_document(document, key=str(path.relative_to(attempt.parent.resolve()))))
+def change(attempt: Path, group: str, *way: str, value: Any) -> None:
+    """Put a value into a document."""
+    key = (attempt / group / "zarr.json").resolve().relative_to(attempt.parent.resolve())
+    forge(attempt.parent, str(key), lambda document: put_in(document, way, value))
 
 
 @pytest.mark.parametrize(("group", "nbytes"), [("..", 17 << 20), (".", 17 << 20), (COMMIT, 257 << 20)])
@@ -199,11 +191,7 @@ def test_one_damaged_document_hides_no_status(tmp_path: Path, group: str, damage
     for writer in writers:
         writer.close(reason="the training ended")
     whole = open_run(url)
-    change_verdict = tmp_path / "run" / attempt.path / "verdict"
-    change_verdict.mkdir()
-    key = f"{attempt.path}/verdict/zarr.json"
-    document = {"zarr_format": 3, "node_type": "group", "attributes": {"problems": {}}}
-    (change_verdict / "zarr.json").write_bytes(encode_document(document, key=key))
+    write_group(backend, f"{attempt.path}/verdict", {"problems": {}})
     DAMAGES[damage](tmp_path / "run" / attempt.path, group)
     first, second = whole.status()
     assert (first.state, second.state) == (IterationState.COMPLETE, IterationState.PARTIAL)
@@ -237,13 +225,9 @@ def test_a_shape_that_no_memory_holds_is_stacked_and_refused(run: Path) -> None:
 
 
 def test_samples_without_names_are_exported_by_number(tmp_path: Path) -> None:
-    url = str(tmp_path / "run")
-    backend, attempt, (writer,) = start(url)
     array = np.arange(12, dtype=np.float32).reshape(4, 3)
-    writer.write(array, info=describe(array, sample_dim=0, sample_ids=["a"]))
-    writer.commit(0, expected=[], silent_sites={})
-    finish_iteration(backend, attempt=attempt, iteration=0)
-    report = export_records(open_run(url).select(), tmp_path / "files", per_sample=True)
+    run = write_run(tmp_path / "run", {0: [[(array, describe(array, sample_dim=0, sample_ids=["a"]))]]})
+    report = export_records(run.select(), tmp_path / "files", per_sample=True)
     assert report.num_written == 4
 
 
@@ -277,8 +261,7 @@ def test_a_removed_iteration_stays_removed(tmp_path: Path, monkeypatch: pytest.M
         assert (status.state, status.missing) == (IterationState.DROPPED, {})
         finish_iteration(backend, attempt=attempt, iteration=0)
     # And where a writer of an earlier version left a commit, or was killed after it.
-    key = f"{attempt.path}/{ITERATION}/zarr.json"
-    backend.put(key, [encode_document({"zarr_format": 3, "node_type": "group", "attributes": {}}, key=key)])
+    write_group(backend, f"{attempt.path}/{ITERATION}", {})
     assert open_run(url).iterations == []
     assert len(open_run(url).select()) == 0
 
