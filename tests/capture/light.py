@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,10 @@ from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.staging.process import WriterProcess
 from ranktape.capture.staging.ring_file import Counter, SlotKind
 from ranktape.capture.starting import ring_path, start_writer
+from ranktape.storage import Records, open_run
 from ranktape.storage.format.dtypes import dtype_name
+from ranktape.storage.maintenance.check import check_run
+from ranktape.storage.places.urls import open_backend
 
 SMALL = (8, 16)
 LARGE = (512, 1024)
@@ -48,24 +53,33 @@ class LightTrainer:
             self.process.ring.publish(slot)
             self.num_staged += 1
         if ends:
-            end = {
-                "iteration": iteration,
-                "num_tensors": len(arrays),
-                "expected": sorted(arrays),
-                "silent_sites": {},
-            }
-            self.process.ring.put(SlotKind.END, end, timeout_seconds=seconds)
+            self.end(iteration, arrays)
+
+    def end(self, iteration: int, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Say that an iteration was staged."""
+        self.process.ring.put(
+            SlotKind.END, end_of(iteration, arrays), timeout_seconds=self.options.block_timeout_seconds
+        )
 
     def trigger(self, iteration: int, why: str = "the test said so") -> None:
         """Say that something happened, as `capture.trigger` does."""
         header = {"iteration": iteration, "kind": "user", "text": why}
         self.process.ring.put(SlotKind.TRIGGER, header, timeout_seconds=self.options.block_timeout_seconds)
 
-    def kill_writer(self) -> None:
-        """End the writer, and have another one take its place."""
+    def stop_writer(self) -> None:
+        """The writer takes nothing more; what it began is begun."""
+        assert self.process._process is not None
+        os.kill(self.process._process.pid, signal.SIGSTOP)
+
+    def lose_writer(self) -> None:
+        """End the writer, as the kernel does that needs its memory."""
         assert self.process._process is not None
         self.process._process.kill()
         self.process._process.wait()
+
+    def kill_writer(self) -> None:
+        """End the writer, and have another one take its place."""
+        self.lose_writer()
         self.process.keep_alive()
 
     def hear(self) -> dict[str, Any]:
@@ -82,9 +96,7 @@ class LightTrainer:
 
     def abandon(self) -> None:
         """Let go of the ring and of the writer, as a trainer that is killed does."""
-        assert self.process._process is not None
-        self.process._process.kill()
-        self.process._process.wait()
+        self.lose_writer()
         self.process.close()
 
 
@@ -114,6 +126,30 @@ def header_of(array: np.ndarray[Any, Any], *, iteration: int, module: str, count
         "sample_ids": None,
         "metadata": None,
     }
+
+
+def end_of(iteration: int, arrays: dict[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
+    """What a recorder says of an iteration that had these tensors."""
+    return {"iteration": iteration, "num_tensors": len(arrays), "expected": sorted(arrays), "silent_sites": {}}
+
+
+def check_arrays(records: Records, expected: dict[str, np.ndarray[Any, Any]]) -> None:
+    """That records are of these tensors, bit for bit, and of no others."""
+    assert sorted(records.column("module")) == sorted(expected)
+    for record in records:
+        assert record.read().tobytes() == expected[record.module].tobytes(), record
+
+
+def check_whole(
+    url: Path | str, expected: dict[int, dict[str, np.ndarray[Any, Any]]], *, options: dict[str, Any] | None = None
+) -> None:
+    """That these iterations are complete, no others, all of them bit for bit, and that a check finds no error."""
+    run = open_run(url, storage_options=options)
+    assert run.iterations == sorted(expected)
+    for iteration, arrays in expected.items():
+        check_arrays(run.select(iteration=iteration), arrays)
+    report = check_run(open_backend(url, storage_options=options), deep=True)
+    assert not [finding.text() for finding in report.findings if finding.is_error]
 
 
 def tensors(seed: int, *, num_small: int = 8, num_large: int = 2) -> dict[str, np.ndarray[Any, Any]]:

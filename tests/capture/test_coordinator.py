@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.maintenance.prune import drop_iteration
 from tests.runs import describe, start
+from tests.waiting import until
 
 
 class Watched:
@@ -67,29 +67,49 @@ class Watched:
                 writer.mark(iteration, mark=mark, attributes={"reason": f"it was {mark}"})
         self.coordinator.note_commit(iteration)
 
+    @property
+    def plan(self) -> IterationPlan | None:
+        """What was announced."""
+        return read_plan(self.backend, attempt=self.attempt)
+
+    def announced(self) -> IterationPlan:
+        """What was announced, as soon as something is."""
+        plan = until(lambda: self.plan)
+        assert plan is not None
+        return plan
+
+    def follow(self, plan: IterationPlan, **options: Any) -> Coordinator:
+        """The coordinator that a writer has which takes the place of one that was killed; `kill` comes before."""
+        follower = Coordinator(
+            self.backend,
+            attempt=self.attempt,
+            options=CaptureOptions(finish_timeout_seconds=0.5, **options),
+            cadence=Cadence.regular(start=0, every=5),
+            plan=plan,
+            step=lambda: self.step,
+            is_successor=True,
+        )
+        follower.start()
+        return follower
+
+    def kill(self) -> None:
+        """The coordinator does nothing more."""
+        self.coordinator._stop.set()
+        self.coordinator._thread.join()
+
     def close(self) -> None:
         """Both ranks have ended."""
         for writer in self.writers:
             writer.close(reason="the training ended")
 
 
-def eventually(holds: Callable[[], bool]) -> None:
-    """Wait until something holds."""
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline, "it never came to hold"
-        time.sleep(0.02)
-
-
 def test_whole_iterations_are_closed_and_enough_is_enough(tmp_path: Path) -> None:
     watched = Watched(tmp_path / "run", planned=(10, 15), target=2)
     watched.end(10)
-    eventually(lambda: open_run(watched.url).iterations == [10])
-    assert read_plan(watched.backend, attempt=watched.attempt) is None
+    until(lambda: open_run(watched.url).iterations == [10])
+    assert watched.plan is None
     watched.end(15)
-    eventually(lambda: read_plan(watched.backend, attempt=watched.attempt) is not None)
-    plan = read_plan(watched.backend, attempt=watched.attempt)
-    assert plan is not None
+    plan = watched.announced()
     assert plan.is_done
     assert plan.is_enough
     watched.close()
@@ -105,9 +125,8 @@ def test_a_rank_that_records_nothing_more_ends_the_capture_of_all(tmp_path: Path
     open_iteration(watched.backend, attempt=watched.attempt, iteration=15)
     alive.commit(15, expected=[], silent_sites={})
     watched.coordinator.note_commit(15)
-    eventually(lambda: read_plan(watched.backend, attempt=watched.attempt) is not None)
     # None could be complete that came after it.
-    assert read_plan(watched.backend, attempt=watched.attempt) == IterationPlan(iterations=(10, 15), is_done=True)
+    assert watched.announced() == IterationPlan(iterations=(10, 15), is_done=True)
     alive.close(reason="the training ended")
     verdict = watched.coordinator.finish()
     assert (verdict.met, verdict.complete) == (False, [10])
@@ -116,20 +135,11 @@ def test_a_rank_that_records_nothing_more_ends_the_capture_of_all(tmp_path: Path
 
 def test_a_coordinator_that_follows_a_killed_one_finishes_what_that_saw(tmp_path: Path) -> None:
     watched = Watched(tmp_path / "run", planned=(10, 15), target=2)
-    watched.coordinator._stop.set()  # as if it were killed
-    watched.coordinator._thread.join()
+    watched.kill()
     watched.end(10)
-    follower = Coordinator(
-        watched.backend,
-        attempt=watched.attempt,
-        options=CaptureOptions(min_iterations=2, finish_timeout_seconds=0.5),
-        cadence=Cadence.regular(start=0, every=5),
-        plan=IterationPlan(iterations=(10, 15), is_done=False),
-        step=lambda: 11,
-        is_successor=True,
-    )
-    follower.start()
-    eventually(lambda: open_run(watched.url).iterations == [10])
+    watched.step = 11
+    follower = watched.follow(IterationPlan(iterations=(10, 15), is_done=False), min_iterations=2)
+    until(lambda: open_run(watched.url).iterations == [10])
     watched.end(15)
     watched.close()
     assert follower.finish().met
@@ -165,15 +175,13 @@ def test_further_iterations_follow_the_rules_and_may_come_to_an_end(tmp_path: Pa
     failed = (Mark.COMMITTED, Mark.FAILED)
     watched.end(8)
     watched.end(10, marks=failed)
-    eventually(lambda: read_plan(watched.backend, attempt=watched.attempt) is not None)
-    plan = read_plan(watched.backend, attempt=watched.attempt)
-    assert plan is not None
+    plan = watched.announced()
     assert plan.iterations == (8, 10, 1000)
     watched.end(1000, marks=failed)
     watched.close()
     verdict = watched.coordinator.finish()
     assert (verdict.met, verdict.complete) == (False, [8])
-    assert read_plan(watched.backend, attempt=watched.attempt) == plan  # there is nothing more to announce
+    assert watched.plan == plan  # there is nothing more to announce
 
 
 def test_what_failed_is_made_up_for_by_an_iteration_that_nobody_has_reached(tmp_path: Path) -> None:
@@ -181,9 +189,7 @@ def test_what_failed_is_made_up_for_by_an_iteration_that_nobody_has_reached(tmp_
     watched.step = 16
     watched.end(10)
     watched.end(15, marks=(Mark.COMMITTED, Mark.FAILED))
-    eventually(lambda: read_plan(watched.backend, attempt=watched.attempt) is not None)
-    plan = read_plan(watched.backend, attempt=watched.attempt)
-    assert plan is not None
+    plan = watched.announced()
     [further] = set(plan.iterations) - {10, 15}
     assert further > watched.step
     assert (further - 10) % 5 == 0
@@ -191,13 +197,8 @@ def test_what_failed_is_made_up_for_by_an_iteration_that_nobody_has_reached(tmp_
     watched.step = further
     watched.end(further, marks=(Mark.COMMITTED, Mark.SKIPPED))
 
-    def has_grown() -> bool:
-        grown = read_plan(watched.backend, attempt=watched.attempt)
-        return grown is not None and len(grown.iterations) == 4
-
-    eventually(has_grown)
-    plan = read_plan(watched.backend, attempt=watched.attempt)
-    assert plan is not None
+    until(lambda: len(watched.announced().iterations) == 4)
+    plan = watched.announced()
     assert not plan.is_done
     last = max(plan.iterations)
     assert last > further
@@ -235,9 +236,9 @@ def test_only_the_last_complete_iterations_are_kept(tmp_path: Path) -> None:
     watched = Watched(tmp_path / "run", planned=(0, 5, 10, 15), target=4, keep_last=2)
     for iteration in (0, 5):
         watched.end(iteration)
-    eventually(lambda: open_run(watched.url).iterations == [0, 5])
+    until(lambda: open_run(watched.url).iterations == [0, 5])
     watched.end(10)
-    eventually(lambda: open_run(watched.url).iterations == [5, 10])
+    until(lambda: open_run(watched.url).iterations == [5, 10])
     watched.end(15)
     watched.close()
     verdict = watched.coordinator.finish()
@@ -272,7 +273,7 @@ def test_iterations_of_earlier_attempts_are_dropped_first(tmp_path: Path) -> Non
     assert first.coordinator.finish().complete == [0, 5]
     second = Watched(tmp_path / "run", planned=(10, 15), target=4, keep_last=2, resume=True, launch_id="second")
     second.end(10)
-    eventually(lambda: open_run(second.url).iterations == [5, 10])
+    until(lambda: open_run(second.url).iterations == [5, 10])
     second.close()
     assert second.coordinator.finish().complete == [5, 10]
 
@@ -282,7 +283,7 @@ def test_a_removal_that_was_interrupted_is_never_taken_for_an_iteration(
 ) -> None:
     watched = Watched(tmp_path / "run", planned=(0,), target=1)
     watched.end(0)
-    eventually(lambda: open_run(watched.url).iterations == [0])
+    until(lambda: open_run(watched.url).iterations == [0])
     backend = watched.backend
     with monkeypatch.context() as patch:
 

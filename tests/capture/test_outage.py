@@ -18,9 +18,10 @@ from click.testing import CliRunner
 from ranktape.launch.exchange import push_command as command
 from ranktape.storage import IterationState, open_run
 from tests.capture.gate import Gate
-from tests.capture.light import LightTrainer, tensors
+from tests.capture.light import LightTrainer, check_arrays, tensors
 from tests.exhaustive import exhaustive
 from tests.s3 import S3Server
+from tests.waiting import until
 
 pytestmark = pytest.mark.s3
 
@@ -54,10 +55,7 @@ def begin(gate: Gate, s3_server: S3Server, client: str) -> Callable[..., LightTr
 
 def wait_for(trainer: LightTrainer, s3_server: S3Server, *iterations: int) -> None:
     """Until iterations are complete."""
-    deadline = time.monotonic() + 60
-    while not set(iterations) <= set(stored(trainer, s3_server).iterations):
-        assert time.monotonic() < deadline, trainer.hear()
-        time.sleep(0.1)
+    until(lambda: set(iterations) <= set(stored(trainer, s3_server).iterations), said=trainer.hear)
 
 
 def stored(trainer: LightTrainer, s3_server: S3Server) -> Any:
@@ -67,11 +65,7 @@ def stored(trainer: LightTrainer, s3_server: S3Server) -> Any:
 
 def check(trainer: LightTrainer, s3_server: S3Server, iteration: int) -> None:
     """That an iteration has every value."""
-    expected = tensors(iteration)
-    records = stored(trainer, s3_server).select(iteration=iteration)
-    assert sorted(records.column("module")) == sorted(expected)
-    for record in records:
-        assert record.read().tobytes() == expected[record.module].tobytes()
+    check_arrays(stored(trainer, s3_server).select(iteration=iteration), tensors(iteration))
 
 
 @pytest.mark.parametrize("way", ["is_refusing", "is_hanging"])
@@ -115,10 +109,7 @@ def test_what_lasts_longer_costs_the_iteration_that_met_it_and_is_told(
     wait_for(trainer, s3_server, 0)
     gate.is_refusing = True
     trainer.stage(1, tensors(1))
-    deadline = time.monotonic() + 60
-    while "iteration 1" not in trainer.hear().get("problem", ""):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: "iteration 1" in trainer.hear().get("problem", ""))
     gate.is_refusing = False
     trainer.stage(2, tensors(2))
     wait_for(trainer, s3_server, 0, 2)
@@ -158,10 +149,7 @@ def test_what_spilled_is_named_by_the_verdict_and_pushed(
     wait_for(trainer, s3_server, 0)
     gate.is_refusing = True
     trainer.stage(1, tensors(1))
-    deadline = time.monotonic() + 60
-    while "waits in" not in trainer.hear().get("problem", ""):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: "waits in" in trainer.hear().get("problem", ""))
     gate.is_refusing = False
     words = trainer.close()
     assert not words["verdict"]["met"]

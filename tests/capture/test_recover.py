@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -13,19 +11,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from ranktape.capture.staging.ring_file import SlotKind, Words, boot_id, lock_ring
+from ranktape.capture.staging.ring_file import Words, boot_id, lock_ring
 from ranktape.capture.writing.recover import find_rings, recover_ring
 from ranktape.errors import CaptureError
 from ranktape.launch.exchange import recover_command as command
 from ranktape.storage import IterationState, open_run
 from ranktape.storage.places.urls import open_backend
-from tests.capture.light import LightTrainer, tensors
-
-
-def stop_writer(trainer: LightTrainer) -> None:
-    """The writer takes nothing more; what it began is begun."""
-    assert trainer.process._process is not None
-    os.kill(trainer.process._process.pid, signal.SIGSTOP)
+from tests.capture.light import LightTrainer, check_arrays, tensors
+from tests.waiting import until
 
 
 def recover(directory: Path, *, trusts_other_boots: bool = False) -> list[Any]:
@@ -38,10 +31,16 @@ def recover(directory: Path, *, trusts_other_boots: bool = False) -> list[Any]:
 
 def check_values(url: Path, iteration: int, expected: dict[str, np.ndarray[Any, Any]]) -> None:
     """That an iteration has every tensor, bit for bit."""
-    records = open_run(url).select(iteration=iteration)
-    assert sorted(records.column("module")) == sorted(expected)
-    for record in records:
-        assert record.read().tobytes() == expected[record.module].tobytes()
+    check_arrays(open_run(url).select(iteration=iteration), expected)
+
+
+def halted(folder: Path, *iterations: int) -> LightTrainer:
+    """A training whose writer takes nothing of these iterations, with a ring in the folder."""
+    trainer = LightTrainer(folder / "run", ring_dir=str(folder / "rings"), max_iterations=9)
+    trainer.stop_writer()
+    for iteration in iterations:
+        trainer.stage(iteration, tensors(iteration))
+    return trainer
 
 
 def test_a_clean_end_leaves_no_ring(tmp_path: Path) -> None:
@@ -58,9 +57,8 @@ def test_a_clean_end_leaves_no_ring(tmp_path: Path) -> None:
 def test_what_the_writer_had_not_taken_is_recovered(tmp_path: Path) -> None:
     trainer = LightTrainer(tmp_path / "run", ring_dir=str(tmp_path / "rings"), max_iterations=3)
     trainer.stage(0, tensors(0))
-    while 0 not in open_run(tmp_path / "run").iterations:
-        time.sleep(0.05)
-    stop_writer(trainer)
+    until(lambda: 0 in open_run(tmp_path / "run").iterations)
+    trainer.stop_writer()
     trainer.stage(1, tensors(1))
     trainer.stage(2, tensors(2), ends=False)
     trainer.abandon()
@@ -104,13 +102,9 @@ def test_what_was_stored_and_freed_is_taken_over_if_it_is_whole(tmp_path: Path, 
     trainer = LightTrainer(tmp_path / "run", ring_dir=str(tmp_path / "rings"), max_iterations=9)
     trainer.stage(0, arrays, ends=False)
     folder = tmp_path / "run" / trainer.words["attempt"] / "rank_00000" / "iter_00000000"
-    deadline = time.monotonic() + 20
-    while len(list(folder.glob("large*/zarr.json"))) < 2 or trainer.process.ring.pending_nbytes > 1 << 20:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    stop_writer(trainer)
-    end = {"iteration": 0, "num_tensors": 10, "expected": [], "silent_sites": {}}
-    trainer.process.ring.put(SlotKind.END, end, timeout_seconds=1)
+    until(lambda: len(list(folder.glob("large*/zarr.json"))) == 2 and trainer.process.ring.pending_nbytes <= 1 << 20)
+    trainer.stop_writer()
+    trainer.end(0, arrays)
     trainer.abandon()
     if is_damaged:
         damaged = next(folder.glob("large.1*/c.*"))
@@ -126,10 +120,7 @@ def test_what_was_stored_and_freed_is_taken_over_if_it_is_whole(tmp_path: Path, 
 
 
 def test_recovering_can_be_interrupted_and_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = LightTrainer(tmp_path / "run", ring_dir=str(tmp_path / "rings"), max_iterations=9)
-    stop_writer(trainer)
-    trainer.stage(0, tensors(0))
-    trainer.abandon()
+    halted(tmp_path, 0).abandon()
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", lambda *_args, **_options: None)
         [report] = recover(tmp_path / "rings")
@@ -140,11 +131,7 @@ def test_recovering_can_be_interrupted_and_repeated(tmp_path: Path, monkeypatch:
 
 
 def test_damaged_arrays_are_taken_from_the_ring_or_counted_as_lost(tmp_path: Path) -> None:
-    trainer = LightTrainer(tmp_path / "run", ring_dir=str(tmp_path / "rings"), max_iterations=9)
-    stop_writer(trainer)
-    trainer.stage(0, tensors(0))
-    trainer.stage(1, tensors(1))
-    trainer.abandon()
+    halted(tmp_path, 0, 1).abandon()
     [ring] = find_rings(tmp_path / "rings")
     # As if the processes had been killed after the first slots of the second iteration were freed: cut its count.
     content = bytearray(ring.read_bytes())
@@ -159,9 +146,7 @@ def test_damaged_arrays_are_taken_from_the_ring_or_counted_as_lost(tmp_path: Pat
 
 
 def test_rings_that_are_not_ours_to_take(tmp_path: Path) -> None:
-    trainer = LightTrainer(tmp_path / "run", ring_dir=str(tmp_path / "rings"), max_iterations=9)
-    stop_writer(trainer)
-    trainer.stage(0, tensors(0))
+    trainer = halted(tmp_path, 0)
     result = CliRunner().invoke(command, [str(tmp_path / "rings"), "--json"])
     [ring] = json.loads(result.stdout)["rings"]
     assert ring["remains"] == "its processes still run"
@@ -197,10 +182,7 @@ def test_garbage_in_the_directory(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_gone_keeps_the_ring(tmp_path: Path) -> None:
-    trainer = LightTrainer(tmp_path / "run", ring_dir=str(tmp_path / "rings"), max_iterations=9)
-    stop_writer(trainer)
-    trainer.stage(0, tensors(0))
-    trainer.abandon()
+    halted(tmp_path, 0).abandon()
     (tmp_path / "run").rename(tmp_path / "moved")
     [report] = recover(tmp_path / "rings")
     assert "remove it if the run is gone" in report.remains

@@ -5,28 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ranktape.capture.settings.cadence import Cadence
-from ranktape.capture.settings.options import CaptureOptions
-from ranktape.capture.writing.coordinator import Coordinator
-from ranktape.storage.format.attempt import Asked, IterationPlan, read_plan
+from ranktape.storage.format.attempt import Asked, IterationPlan
 from ranktape.storage.format.control import Answer, Request, RequestKind, read_answer, write_request
 from ranktape.storage.format.documents import write_group
 from ranktape.storage.format.layout import Mark, control_path
-from tests.capture.test_coordinator import Watched, eventually
+from tests.capture.test_coordinator import Watched
+from tests.waiting import until
 
 TWO = Request(kind=RequestKind.TRIGGER, num_iterations=2, by="me@here")
 
 
 def answer_to(watched: Watched, name: str) -> Answer:
-    found: list[Answer] = []
-
-    def is_there() -> bool:
-        answer = read_answer(watched.backend, attempt=watched.attempt, name=name)
-        found.extend([] if answer is None else [answer])
-        return bool(found)
-
-    eventually(is_there)
-    return found[0]
+    answer = until(lambda: read_answer(watched.backend, attempt=watched.attempt, name=name))
+    assert answer is not None
+    return answer
 
 
 def test_iterations_that_a_rank_learned_of_too_late_are_made_up_for(tmp_path: Path) -> None:
@@ -36,38 +28,25 @@ def test_iterations_that_a_rank_learned_of_too_late_are_made_up_for(tmp_path: Pa
     watched.end(first)
     watched.end(second, marks=(Mark.COMMITTED, Mark.SKIPPED))
 
-    def named() -> tuple[int, ...]:
-        plan = read_plan(watched.backend, attempt=watched.attempt)
-        assert plan is not None
-        return plan.asked[0].iterations
-
-    eventually(lambda: len(named()) == 3)
-    watched.end(named()[-1])
+    until(lambda: len(watched.announced().asked[0].iterations) == 3)
+    last = watched.announced().asked[0].iterations[-1]
+    watched.end(last)
     watched.close()
     verdict = watched.coordinator.finish()
-    assert verdict.complete == [first, named()[-1]]
+    assert verdict.complete == [first, last]
     assert not verdict.met  # what was planned did not come
 
 
 def test_a_coordinator_that_follows_a_killed_one_asks_for_nothing_twice(tmp_path: Path) -> None:
     watched = Watched(tmp_path / "run", planned=(0,), target=1)
-    watched.coordinator._stop.set()  # as if it were killed
-    watched.coordinator._thread.join()
+    watched.kill()
     name = write_request(watched.backend, attempt=watched.attempt, request=TWO)
     # The plan was spread, and the answer not written any more.
     plan = IterationPlan(
         iterations=(0, 7, 8), is_done=False, asked=(Asked(name=name, iterations=(7, 8), num_iterations=2),)
     )
-    follower = Coordinator(
-        watched.backend,
-        attempt=watched.attempt,
-        options=CaptureOptions(finish_timeout_seconds=0.5),
-        cadence=Cadence.regular(start=0, every=5),
-        plan=plan,
-        step=lambda: 3,
-        is_successor=True,
-    )
-    follower.start()
+    watched.step = 3
+    follower = watched.follow(plan)
     assert answer_to(watched, name) == Answer(iterations=(7, 8))
     watched.close()
     follower.finish()
@@ -88,15 +67,14 @@ def test_what_is_no_request_is_refused_and_nothing_else_happens(tmp_path: Path) 
     refusals = [answer_to(watched, name).refusal for name in hostile]
     assert all(refusals)
     assert "selects nothing" in refusals[2]
-    assert read_plan(watched.backend, attempt=watched.attempt) is None
+    assert watched.plan is None
     watched.close()
     watched.coordinator.finish()
 
 
 def test_what_is_asked_at_the_end_is_refused(tmp_path: Path) -> None:
     watched = Watched(tmp_path / "run", planned=(1000,), target=1)
-    watched.coordinator._stop.set()
-    watched.coordinator._thread.join()
+    watched.kill()
     name = write_request(watched.backend, attempt=watched.attempt, request=TWO)
     watched.close()
     watched.coordinator.finish()

@@ -19,7 +19,7 @@ from ranktape.storage.maintenance.finding import Mend
 from ranktape.storage.maintenance.outbox import find_spills, push_spill
 from ranktape.storage.maintenance.repair import repair_run
 from ranktape.storage.places.local import LocalBackend
-from tests.capture.light import tensors
+from tests.capture.light import check_arrays, tensors
 from tests.capture.test_storing import Bench
 
 
@@ -28,10 +28,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     """A rank that spills."""
     one = Bench(tmp_path, store_timeout_seconds=0.3, spill_dir=tmp_path / "spill")
     yield one
-    one.store.error = None
-    one.storer.give_up_at = 0.0
-    one.committer.stop()
-    one.storer.shutdown()
+    one.stop()
 
 
 def spill_one(bench: Bench, error: type[StorageError] = UnreachableError) -> None:
@@ -71,8 +68,7 @@ def test_an_iteration_that_spilled_waits_and_is_pushed(bench: Bench, tmp_path: P
     run = open_run(bench.url)
     assert run.iterations == [0, 1]
     assert run.verdict().complete == [0, 1]
-    for record in run.select(iteration=1):
-        assert record.read().tobytes() == tensors(1)[record.module].tobytes()
+    check_arrays(run.select(iteration=1), tensors(1))
     assert not list((tmp_path / "spill").iterdir())
     again = CliRunner().invoke(command, [str(tmp_path / "spill")], catch_exceptions=False)
     assert (again.exit_code, again.stdout) == (0, f"nothing waits in {tmp_path / 'spill'}\n")

@@ -37,7 +37,8 @@ from ranktape.storage.places.backend import Buffer
 from ranktape.storage.places.local import LocalBackend
 from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.recording.start import begin_attempt
-from tests.capture.light import header_of, tensors
+from tests.capture.light import check_arrays, end_of, header_of, tensors
+from tests.waiting import until
 
 
 class Moody(LocalBackend):
@@ -129,8 +130,7 @@ class Bench:
             taken = self.ring.take()
             assert taken is not None
             self.storer.submit(taken, staged)
-        end = {"iteration": iteration, "num_tensors": len(arrays), "expected": sorted(arrays), "silent_sites": {}}
-        self.producer.put(SlotKind.END, end, timeout_seconds=1)
+        self.producer.put(SlotKind.END, end_of(iteration, arrays), timeout_seconds=1)
         taken = self.ring.take()
         assert taken is not None
         self.committer.commit(staged, taken)
@@ -143,12 +143,16 @@ class Bench:
             self.storer.rank_writer.close(reason="done")
         assert self.producer.pending_nbytes == 0, "a slot was never freed"
 
+    def stop(self) -> None:
+        """End the threads, whatever they still have to do."""
+        self.store.error = None
+        self.storer.give_up_at = 0.0
+        self.committer.stop()
+        self.storer.shutdown()
+
     def wait_for(self, holds: Callable[[], bool]) -> None:
         """Until something holds."""
-        deadline = time.monotonic() + 20
-        while not holds():
-            assert time.monotonic() < deadline, self.words
-            time.sleep(0.01)
+        until(holds, said=lambda: self.words)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -166,10 +170,7 @@ class Bench:
 
     def check(self, iteration: int, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
         """That an iteration has every value."""
-        records = self.records(iteration)
-        assert sorted(records.column("module")) == sorted(arrays)
-        for record in records:
-            assert record.read().tobytes() == arrays[record.module].tobytes()
+        check_arrays(self.records(iteration), arrays)
 
     def _say(self, **changes: Any) -> None:
         self.words |= changes
@@ -186,10 +187,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
 
     yield one
     for bench in benches:
-        bench.store.error = None
-        bench.storer.give_up_at = 0.0
-        bench.committer.stop()
-        bench.storer.shutdown()
+        bench.stop()
 
 
 def after(seconds: float, work: Callable[[], None]) -> threading.Timer:
@@ -437,9 +435,7 @@ def test_small_tensors_do_not_keep_the_ring(make: Callable[..., Bench]) -> None:
 def test_tensors_that_never_came_out_of_the_ring_fail_the_iteration(make: Callable[..., Bench]) -> None:
     bench = make()
     staged = bench.storer.begin(0, may_degrade=False)
-    bench.producer.put(
-        SlotKind.END, {"iteration": 0, "num_tensors": 2, "expected": [], "silent_sites": {}}, timeout_seconds=1
-    )
+    bench.producer.put(SlotKind.END, end_of(0, tensors(0, num_small=0)), timeout_seconds=1)
     taken = bench.ring.take()
     assert taken is not None
     bench.committer.commit(staged, taken)

@@ -25,7 +25,7 @@ from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.places.urls import open_backend
 from tests.capture.gate import Gate
 from tests.capture.light import LightTrainer, tensors
-from tests.capture.test_recover import check_values, stop_writer
+from tests.capture.test_recover import check_values
 from tests.exhaustive import exhaustive
 from tests.faults.programs import flight_apart
 from tests.faults.test_disk import disk as disk  # noqa: PLC0414  (a fixture)
@@ -180,7 +180,7 @@ class TestWriters:
         trainer = armed(url, ring_dir=str(rings))
         stage(trainer, *range(6))
         wait_until_taken(trainer)
-        stop_writer(trainer)
+        trainer.stop_writer()
         trainer.abandon()
         done = CliRunner().invoke(recover_command, [str(rings), "--json"], catch_exceptions=False)
         [ring] = json.loads(done.stdout)["rings"]

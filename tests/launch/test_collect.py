@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from ranktape.storage.places.urls import open_backend
 from tests.exhaustive import exhaustive
 from tests.launch.processes import CHECKOUT, Ended, python
 from tests.s3 import S3Server
+from tests.waiting import until
 
 TRAIN = """
     import os, sys, time
@@ -151,9 +151,7 @@ def test_a_collection_that_is_told_to_end_ends_its_training(number: int, code: i
         stdout=subprocess.DEVNULL,
     )
     with process:
-        deadline = time.monotonic() + 120
-        while not (folder / "waiting").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        until((folder / "waiting").exists, seconds=120)
         process.send_signal(number)
         assert process.wait(90) == code
     log = (folder / "runs" / "bf16.log").read_text()

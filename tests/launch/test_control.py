@@ -26,6 +26,7 @@ from ranktape.storage.places.urls import open_backend
 from tests.launch.processes import Ended, python, torchrun
 from tests.s3 import S3Server
 from tests.storage.flaky import SLOW, flaky_proxy
+from tests.waiting import until
 
 SCRIPT = """
 import os, pathlib, sys, time
@@ -54,8 +55,6 @@ if dist.is_initialized():
     dist.barrier()
     dist.destroy_process_group()
 """
-
-PATIENCE_SECONDS = 120.0
 
 
 class Training:
@@ -88,11 +87,8 @@ class Training:
 
     def wait_for(self, holds: Callable[[], bool]) -> None:
         """Until something holds, while it runs."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not _is_so(holds):
-            assert self._thread.is_alive(), self._ended
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: not self._thread.is_alive() or _is_so(holds), seconds=120)
+        assert self._thread.is_alive(), self._ended
 
     def has(self, *iterations: int) -> Callable[[], bool]:
         """Whether these are stored complete."""

@@ -9,8 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from ranktape.storage.places.backend import Backend
 from ranktape.storage.recording.writer import RankWriter
 from tests.analyze.runs import model_tensors
 from tests.runs import start
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -164,15 +164,6 @@ def _is_answered(server: PageServer) -> bool:
         return ask(server, f"/{server.token}/")[0] == 200
     except OSError:
         return False
-
-
-def until(holds: Callable[[], Any]) -> Any:
-    """What a condition gives, as soon as it gives something."""
-    deadline = time.monotonic() + SECONDS
-    while not (found := holds()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
 
 
 @pytest.mark.parametrize(
