@@ -16,13 +16,14 @@ from torch import nn
 
 from ranktape.capture import Capture
 from ranktape.storage import open_run
+from tests.capture.hugging_face import NUM_LAYERS, tiny
 from tests.capture.verify import verify_run
 from tests.exhaustive import exhaustive
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 STEPS, BATCH, LENGTH, VOCABULARY = 2, 2, 6, 40
-NUM_LAYERS, LINEARS = 2, 7 * 2 + 1
+LINEARS = 7 * NUM_LAYERS + 1
 
 # The frameworks warn of one another.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(200)]
@@ -32,18 +33,7 @@ Train = Callable[[nn.Module, Path], None]
 
 def llama() -> Any:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return tiny("Llama")
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
@@ -189,72 +179,21 @@ def test_a_framework_trains_as_it_does_without_a_capture(
     assert counts["attention grad_query"] == STEPS * NUM_LAYERS
 
 
-SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 2}
-WORDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-
-
 def text() -> dict[str, torch.Tensor]:
     rows = torch.stack([one["input_ids"] for one in batches()[:BATCH]])
     return {"input_ids": rows, "labels": rows}
 
 
-def qwen_moe() -> Any:
-    config = transformers.Qwen3MoeConfig(
-        **SMALL,
-        **WORDS,
-        num_key_value_heads=1,
-        head_dim=8,
-        moe_intermediate_size=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    return transformers.Qwen3MoeForCausalLM(config), text()
-
-
-def deepseek() -> Any:
-    config = transformers.DeepseekV3Config(
-        **SMALL,
-        **WORDS,
-        num_key_value_heads=2,
-        moe_intermediate_size=8,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-        kv_lora_rank=8,
-        q_lora_rank=8,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=4,
-        v_head_dim=8,
-    )
-    return transformers.DeepseekV3ForCausalLM(config), text()
-
-
-def vision() -> Any:
-    config = transformers.ViTConfig(**SMALL, image_size=8, patch_size=4, num_labels=3)
-    pixels = torch.randn(BATCH, 3, 8, 8)
-    return transformers.ViTForImageClassification(config), {"pixel_values": pixels, "labels": torch.tensor([0, 2])}
-
-
-def whisper() -> Any:
-    sides = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
-    config = transformers.WhisperConfig(
-        **WORDS,
-        **sides,
-        d_model=16,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        num_mel_bins=8,
-        max_source_positions=8,
-        max_target_positions=8,
-        decoder_start_token_id=1,
-    )
-    labels = text()["labels"]
-    return transformers.WhisperForConditionalGeneration(config), {
-        "input_features": torch.randn(BATCH, 8, 16),
-        "labels": labels,
-    }
+def model_of(name: str) -> Any:
+    if name == "minGPT":
+        return MinGPT(), text()
+    if name == "ViT":
+        inputs = {"pixel_values": torch.randn(BATCH, 3, 8, 8), "labels": torch.tensor([0, 2])}
+    elif name == "Whisper":
+        inputs = {"input_features": torch.randn(BATCH, 8, 16), "labels": text()["labels"]}
+    else:
+        inputs = text()
+    return tiny(name), inputs
 
 
 class ByHand(nn.Module):
@@ -308,14 +247,10 @@ class MinGPT(nn.Module):
         )
 
 
-def min_gpt() -> Any:
-    return MinGPT(), text()
-
-
-def stepped(make: Callable[[], Any], *, capture: Capture | None) -> tuple[list[str], list[bytes]]:
+def stepped(name: str, *, capture: Capture | None) -> tuple[list[str], list[bytes]]:
     """The bits of losses and weights of some steps."""
     torch.manual_seed(0)
-    model, batch = make()
+    model, batch = model_of(name)
     optimizer = torch.optim.SGD(model.train().parameters(), lr=0.1)
     losses = []
     with capture or contextlib.nullcontext():
@@ -332,13 +267,13 @@ UNSEEN = "no hook sees it: {} % of the model's weights"
 
 
 @pytest.mark.parametrize(
-    ("make", "scale", "counts", "said"),
+    ("name", "scale", "counts", "said"),
     [
         # In each layer four products of attention, the router, and the experts in two products.
-        pytest.param(qwen_moe, None, {"output": 5 * 2 + 1, "grouped output": 4, "attention output": 2}, {}),
-        pytest.param(deepseek, None, {"output": 18, "grouped output": 2, "attention output": 2}, {}),
-        pytest.param(
-            vision,
+        ("Qwen3Moe", None, {"output": 5 * 2 + 1, "grouped output": 4, "attention output": 2}, {}),
+        ("DeepseekV3", None, {"output": 18, "grouped output": 2, "attention output": 2}, {}),
+        (
+            "ViT",
             None,
             {"output": 13, "attention output": 2},
             {
@@ -347,23 +282,23 @@ UNSEEN = "no hook sees it: {} % of the model's weights"
             },
         ),
         # Self-attention of each layer, and the decoder's of the encoder; the query is scaled before.
-        pytest.param(
-            whisper,
+        (
+            "Whisper",
             1.0,
             {"output": 2 * 6 + 2 * 10 + 1, "attention output": 6},
             {f"model.encoder.conv{number}.weight (Conv1d)": UNSEEN.format(3 * number) for number in (1, 2)},
         ),
-        pytest.param(
-            min_gpt,
+        (
+            "minGPT",
             None,
             {"output": 9},
             {"blocks.*.attn (CausalSelfAttention)": "its attention calls no function that is known: add a role for it"},
         ),
     ],
-    ids=["Qwen3-MoE", "DeepSeek-V3", "ViT", "Whisper", "minGPT"],
+    ids=["Qwen3Moe", "DeepseekV3", "ViT", "Whisper", "minGPT"],
 )
 def test_a_model_is_recorded_whole_and_what_is_not_seen_is_named(  # noqa: PLR0917 - a row of a table
-    make: Callable[[], Any],
+    name: str,
     scale: float | None,
     counts: dict[str, int],
     said: dict[str, str],
@@ -371,9 +306,9 @@ def test_a_model_is_recorded_whole_and_what_is_not_seen_is_named(  # noqa: PLR09
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     url = tmp_path / "run"
-    captured = stepped(make, capture=Capture(url, min_iterations=STEPS))
+    captured = stepped(name, capture=Capture(url, min_iterations=STEPS))
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ranktape: ")]
-    assert captured == stepped(make, capture=None)
+    assert captured == stepped(name, capture=None)
     run = open_run(url)
     assert run.verdict().met
     for status in run.status():
@@ -383,7 +318,7 @@ def test_a_model_is_recorded_whole_and_what_is_not_seen_is_named(  # noqa: PLR09
     assert len(warned) == len(said) == len([line for line in lines if "warning" in line])
     assert all(any(place in line for line in warned) for place in said)
     found = verify_run(run, scale=scale)
-    assert {name: found[name] for name in counts} == {name: STEPS * count for name, count in counts.items()}
+    assert {kind: found[kind] for kind in counts} == {kind: STEPS * count for kind, count in counts.items()}
     assert found["attention grad_query"] == found["attention output"]
     assert found["grouped grad_weight"] == found["grouped output"]
     assert found["grad_weight"] == found["output"]

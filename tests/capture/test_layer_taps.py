@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ranktape.capture import Capture, get_layer_hidden_states, tap_layers
 from ranktape.errors import UsageError
+from tests.capture.hugging_face import tiny
 from tests.optional import needs
 
 pytestmark = [
@@ -237,18 +238,8 @@ class Logits(nn.Module):
     """A Hugging Face model that gives one tensor."""
 
     def __init__(self) -> None:
-        import transformers
-
         super().__init__()
-        config = transformers.LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=NUM_LAYERS,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-        self.llama = transformers.LlamaForCausalLM(config)
+        self.llama = tiny("Llama", num_hidden_layers=NUM_LAYERS)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.llama(tokens, use_cache=False).logits  # type: ignore[no-any-return]

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import (
 
 from ranktape.capture import Capture
 from ranktape.storage import Records, Run, open_run
+from tests.capture.hugging_face import tiny
 from tests.capture.verify import verify_run
 from tests.optional import needs
 
@@ -182,18 +183,8 @@ class Checkpointed(nn.Module):
 
 def llama(*, use_reentrant: bool) -> str:
     """One iteration of two microbatches of a Llama that recomputes its layers; a digest of losses and gradients."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).train()
+    model = tiny("Llama").train()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     losses = []
     for _ in range(2):

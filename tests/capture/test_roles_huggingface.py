@@ -1,7 +1,4 @@
-"""Are the layers of Hugging Face's models recorded as what they computed, whichever function attends?
-
-Random weights, nothing is downloaded.
-"""
+"""Are the layers of Hugging Face's models recorded as what they computed, whichever function attends?"""
 
 from __future__ import annotations
 
@@ -13,50 +10,20 @@ import torch
 
 from ranktape.capture import Capture, get_layer_hidden_states
 from ranktape.storage import open_run
+from tests.capture.hugging_face import NUM_LAYERS, tiny
 from tests.capture.role_models import BATCH, VOCABULARY, Task, Trained, train_twice
 from tests.capture.verify import verify_run
-
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+from tests.optional import needs
 
 LENGTH = 7
-NUM_LAYERS = 2
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(200)]  # transformers warns of its own plans
-
-
-def llama(attention: str) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation=attention,
-    )
-    return transformers.LlamaForCausalLM(config)
+# transformers warns of its own plans
+pytestmark = [needs("transformers"), pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(200)]
 
 
-def gpt2(attention: str) -> Any:
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=32,
-        n_layer=NUM_LAYERS,
-        n_head=4,
-        n_positions=32,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        attn_implementation=attention,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def task(make: Any, attention: str, **options: Any) -> Task:
+def task(name: str, *, sizes: dict[str, Any], **options: Any) -> Task:
     return Task(
-        make=lambda: make(attention),
+        make=lambda: tiny(name, vocab_size=VOCABULARY, **sizes),
         loss=lambda model, batch: model(input_ids=batch, labels=batch).loss,
         batch=lambda: torch.randint(VOCABULARY, (BATCH, LENGTH)),
         options=options,
@@ -70,7 +37,8 @@ def is_whole(trained: Trained) -> bool:
 @pytest.mark.support(framework="HF Llama", parallelism="one process", features=("linear", "attention", "unchanged"))
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_llama_with_grouped_heads(tmp_path: Path, attention: str) -> None:
-    trained = train_twice(task(llama, attention), tmp_path / "run")
+    sizes = {"attn_implementation": attention, "hidden_size": 32}
+    trained = train_twice(task("Llama", sizes=sizes), tmp_path / "run")
     assert trained.is_equal
     assert is_whole(trained)
     counts = verify_run(trained.run)
@@ -94,7 +62,9 @@ def test_llama_with_grouped_heads(tmp_path: Path, attention: str) -> None:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_gpt2_with_transposed_and_tied_weights(tmp_path: Path, attention: str) -> None:
     layer_types = ("linear", "attention", "embedding")
-    trained = train_twice(task(gpt2, attention, layer_type=layer_types), tmp_path / "run")
+    trained = train_twice(
+        task("GPT2", sizes={"attn_implementation": attention}, layer_type=layer_types), tmp_path / "run"
+    )
     assert trained.is_equal
     assert is_whole(trained)
     counts = verify_run(trained.run)
@@ -111,25 +81,9 @@ def test_gpt2_with_transposed_and_tied_weights(tmp_path: Path, attention: str) -
     assert positions.sample_dim is None
 
 
-def mixtral(experts: str) -> Any:
-    config = transformers.MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=24,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        attn_implementation="sdpa",
-        experts_implementation=experts,
-    )
-    return transformers.MixtralForCausalLM(config)
-
-
 @pytest.mark.support(framework="MoE", parallelism="one process", features=("linear", "unchanged"))
 def test_mixtral_with_experts_in_one_parameter(tmp_path: Path) -> None:
-    trained = train_twice(task(mixtral, "eager"), tmp_path / "run")
+    trained = train_twice(task("Mixtral", sizes={"experts_implementation": "eager"}), tmp_path / "run")
     assert trained.is_equal
     verify_run(trained.run)
     modules = set(trained.run.select(iteration=0, layer_idx=1).column("module"))
@@ -141,7 +95,7 @@ def test_mixtral_with_experts_in_one_parameter(tmp_path: Path) -> None:
 
 @pytest.mark.support(framework="MoE", parallelism="one process", features=("linear", "unchanged"))
 def test_mixtral_with_grouped_products(tmp_path: Path) -> None:
-    trained = train_twice(task(mixtral, "grouped_mm"), tmp_path / "run")
+    trained = train_twice(task("Mixtral", sizes={"experts_implementation": "grouped_mm"}), tmp_path / "run")
     assert trained.is_equal
     assert is_whole(trained)
     counts = verify_run(trained.run)
@@ -155,9 +109,9 @@ def hidden_states(model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return model(input_ids=batch, output_hidden_states=True).hidden_states  # type: ignore[no-any-return]
 
 
-def check_layer_outputs(make: Any, url: Path, *, embedding: str) -> None:
+def check_layer_outputs(name: str, url: Path, *, embedding: str) -> None:
     torch.manual_seed(0)
-    model, batch = make("sdpa").eval(), torch.randint(VOCABULARY, (BATCH, LENGTH))
+    model, batch = tiny(name, vocab_size=VOCABULARY).eval(), torch.randint(VOCABULARY, (BATCH, LENGTH))
     with torch.no_grad(), Capture(url, layers=True, advance_on="step") as capture:
         expected = hidden_states(model, batch)
         states = get_layer_hidden_states()
@@ -175,9 +129,9 @@ def check_layer_outputs(make: Any, url: Path, *, embedding: str) -> None:
 
 @pytest.mark.support(framework="HF Llama", parallelism="one process", features=("layer outputs",))
 def test_layer_outputs_of_llama(tmp_path: Path) -> None:
-    check_layer_outputs(llama, tmp_path / "run", embedding="model.embed_tokens")
+    check_layer_outputs("Llama", tmp_path / "run", embedding="model.embed_tokens")
 
 
 @pytest.mark.support(framework="HF GPT-2", parallelism="one process", features=("layer outputs",))
 def test_layer_outputs_of_gpt2(tmp_path: Path) -> None:
-    check_layer_outputs(gpt2, tmp_path / "run", embedding="transformer.wte")
+    check_layer_outputs("GPT2", tmp_path / "run", embedding="transformer.wte")

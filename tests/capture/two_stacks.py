@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ranktape.capture import Capture
+from tests.capture.hugging_face import tiny
 
 STACKS = {"t5": ("encoder.block", "decoder.block"), "whisper": ("model.encoder.layers", "model.decoder.layers")}
 """Of each model the lists that hold the 2 layers of its encoder, and the 3 of its decoder."""
@@ -15,41 +16,12 @@ STACKS = {"t5": ("encoder.block", "decoder.block"), "whisper": ("model.encoder.l
 
 def make_two_stacks(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """A tiny model, and a batch for it."""
-    import transformers
-
     torch.manual_seed(0)
     labels = torch.randint(3, 60, (2, 5))
     if kind == "t5":
-        config = transformers.T5Config(
-            vocab_size=64,
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_heads=2,
-            num_layers=2,
-            num_decoder_layers=3,
-            decoder_start_token_id=0,
-        )
-        model: Any = transformers.T5ForConditionalGeneration(config)
+        model = tiny("T5", vocab_size=64, num_decoder_layers=3)
         return model, {"input_ids": torch.randint(3, 60, (2, 7)), "labels": labels}
-    config = transformers.WhisperConfig(
-        vocab_size=64,
-        d_model=16,
-        num_mel_bins=8,
-        max_source_positions=8,
-        max_target_positions=16,
-        encoder_layers=2,
-        encoder_attention_heads=2,
-        encoder_ffn_dim=32,
-        decoder_layers=3,
-        decoder_attention_heads=2,
-        decoder_ffn_dim=32,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-    )
-    model = transformers.WhisperForConditionalGeneration(config)
+    model = tiny("Whisper", vocab_size=64, decoder_layers=3)
     return model, {"input_features": torch.randn(2, 8, 16), "labels": labels}
 
 

@@ -16,30 +16,13 @@ from tests.launch.test_runner import LAUNCH
 
 MODELS = """
     import torch
-    import transformers
     from torch import nn
-
-    LLAMA = transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    GPT2 = transformers.GPT2Config(
-        vocab_size=32, n_embd=16, n_layer=1, n_head=4, n_positions=8, bos_token_id=0, eos_token_id=0
-    )
-    T5 = transformers.T5Config(
-        vocab_size=32, d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4, decoder_start_token_id=0
-    )
+    from tests.capture.hugging_face import tiny
 
     class Together(nn.Module):
         def __init__(self):
             super().__init__()
-            self.llama = transformers.LlamaForCausalLM(LLAMA)
-            self.gpt2 = transformers.GPT2LMHeadModel(GPT2)
-            self.t5 = transformers.T5ForConditionalGeneration(T5)
+            self.llama, self.gpt2, self.t5 = (tiny(name) for name in ("Llama", "GPT2", "T5"))
             self.encoder = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
 
         def forward(self, tokens):
