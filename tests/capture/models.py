@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ranktape.capture import Capture
+from ranktape.storage import Run, open_run
 
 WIDTH = 16
 HEADS = 2
@@ -111,3 +114,26 @@ def train(training: Training, *, capture: Capture | None = None) -> tuple[list[s
                 losses.append(loss.item().hex())
             optimizer.step()
     return losses, model
+
+
+def steps(
+    model: nn.Module, count: int = 1, *, shape: tuple[int, ...] = (2, 4, WIDTH), optimizers: int = 1
+) -> list[str]:
+    """The exact losses of some steps of any model, in each of which each optimizer steps once."""
+    made = [torch.optim.SGD(model.parameters(), lr=0.01) for _ in range(optimizers)]
+    losses = []
+    for _ in range(count):
+        loss = model(torch.randn(shape)).square().mean()
+        loss.backward()
+        losses.append(loss.item().hex())
+        for optimizer in made:
+            optimizer.step()
+        model.zero_grad()
+    return losses
+
+
+def captured(net: nn.Module, url: Path, count: int = 1, *, shape: tuple[int, ...] = (2, WIDTH), **options: Any) -> Run:
+    """The run of such steps, each of which is guaranteed unless the options say otherwise."""
+    with Capture(url, **{"min_iterations": count, **options}):
+        steps(net, count, shape=shape)
+    return open_run(url)

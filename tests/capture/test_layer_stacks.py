@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from ranktape.capture import Capture
 from ranktape.capture.hooks.stacks import survey
 from ranktape.storage import Run, open_run
+from tests.capture.models import captured
 from tests.capture.two_stacks import STACKS, capture_two_stacks
 
 WIDTH = 8
@@ -125,10 +125,6 @@ def test_a_capture_can_choose_a_stack_of_layers(tmp_path: Path, options: dict[st
             return self.head(hidden)  # type: ignore[no-any-return]
 
     model = Both(encoder=range(2), decoder=range(2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Capture(tmp_path / "run", model=model, min_iterations=1, **options):
-        model(torch.ones(2, WIDTH)).sum().backward()
-        optimizer.step()
-    records = open_run(tmp_path / "run").select()
+    records = captured(model, tmp_path / "run", shape=(2, WIDTH), model=model, **options).select()
     assert {(record.layer_stack, record.layer_idx) for record in records} == {("decoder.layers", 0)}
     assert all(record.module.startswith("decoder.layers.0.") for record in records)

@@ -16,6 +16,7 @@ from ranktape.capture import Capture, get_layer_hidden_states
 from ranktape.capture.hooks.stacks import embedding_path, numbered, survey
 from ranktape.errors import CaptureError, UsageError
 from ranktape.storage import open_run
+from tests.capture.models import captured
 from tests.capture.role_models import VOCABULARY, WIDTH, Task, train_twice
 
 NUM_LAYERS = 3
@@ -265,12 +266,9 @@ def test_hostile_names_of_modules_are_only_data(tmp_path: Path, name: str) -> No
     else:
         model = nn.Sequential()
         model.add_module(name, nn.Linear(WIDTH, WIDTH))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Capture(tmp_path / "deep" / "run", layer_type=["linear"]) as capture:
-        model(torch.randn(2, WIDTH)).sum().backward()
-        optimizer.step()
-    assert capture.close().met
-    records = open_run(tmp_path / "deep" / "run").select()
+    run = captured(model, tmp_path / "deep" / "run", layer_type=["linear"])
+    assert run.verdict().met
+    records = run.select()
     assert len(records) == 7
     assert set(records.column("layer_idx")) == {-1}
     assert {path.name for path in tmp_path.iterdir()} == {"deep"}

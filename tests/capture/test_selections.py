@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from ranktape.capture import Capture
-from ranktape.capture.passes.passes import Call
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.selecting import Selecting
-from ranktape.capture.source import Source, TensorRole
 from ranktape.errors import CaptureError, UsageError
 from ranktape.storage import Record, Run, open_run
-from ranktape.storage.format.record_info import Mode, Operation
-from tests.capture.models import BATCH, WIDTH, Net, Training, train
+from tests.capture.models import BATCH, WIDTH, Net, Training, captured, train
+from tests.capture.test_selecting import decide
 
 STEPS = Training(steps=5, microbatches=2, autocast=True)
 RULES = [
@@ -128,26 +126,9 @@ def test_a_selection_takes_the_records_that_the_same_query_selects(
     selecting = Selecting(CaptureOptions(select=[query]), rank=0)
     taken = set()
     for record in whole[0].select():
-        info = record.info
-        selecting.begin(info.iteration)
-        decision = selecting.decide(
-            Source(module=info.module, layer_type=info.layer_type, layer_idx=info.layer_idx, component=info.component),
-            TensorRole(operation=Operation(info.operation), phase=info.phase, tensor_name=info.tensor_name),
-            Call(
-                iteration=info.iteration,
-                microbatch=info.microbatch,
-                index=info.call,
-                compute_dtype=info.compute_dtype,
-                batch_size=info.batch_size,
-                mode=Mode(info.mode),
-            ),
-            dtype=info.dtype,
-            shape=info.shape,
-            nbytes=info.nbytes,
-            quant_type=info.quant_type,
-        )
-        if decision is not None:
-            taken.add(info.counter)
+        selecting.begin(record.iteration)
+        if decide(selecting, record.info) is not None:
+            taken.add(record.counter)
     assert taken == selected
 
 
@@ -174,17 +155,8 @@ def test_samples_carry_the_users_ids_and_iterations_that_are_not_due_do_not_coun
 
 
 def test_a_selection_that_fits_nothing_is_an_error_with_the_way_out(tmp_path: Path) -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: dict[str, Any] = {"where": "layer_idx > 90", "module": "*"}
-
-    def one_step() -> None:
-        with Capture(tmp_path / "run", **options):
-            model(torch.randn(4, 2, WIDTH)).square().mean().backward()
-            optimizer.step()
-
     with pytest.raises(CaptureError, match=r"none of \d+ tensors fits the selection: widen --module, --where"):
-        one_step()
+        captured(Net(), tmp_path / "run", shape=(4, 2, WIDTH), where="layer_idx > 90", module="*")
 
 
 def test_a_kind_of_layer_that_nobody_knows_is_refused_at_the_start(tmp_path: Path) -> None:

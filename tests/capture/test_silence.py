@@ -15,6 +15,7 @@ from ranktape.capture import Capture
 from ranktape.errors import CaptureError
 from ranktape.launch.cli import cli
 from ranktape.storage import IterationState, Run, open_run
+from tests.capture.models import captured
 from tests.launch.processes import python, torchrun
 
 PROGRAM = """
@@ -104,11 +105,7 @@ GRAD, PHASE = "did you mean grad_output?", "did you mean pre?"
 def warnings_of(folder: Path, capfd: pytest.CaptureFixture[str], **options: Any) -> list[str]:
     """What a capture of two steps of a small model warns of."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Capture(folder / "run", min_iterations=2, **options):
-        for _ in range(2):
-            model(torch.randn(3, 4)).square().mean().backward()
-            optimizer.step()
+    captured(model, folder / "run", 2, shape=(3, 4), **options)
     lines = capfd.readouterr().err.splitlines()
     prefix = "ranktape: warning: [rank 0] "
     return [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]

@@ -24,7 +24,7 @@ import ranktape.capture
 from ranktape.capture import Capture
 from ranktape.capture.rendezvous import RankPlace, Rendezvous
 from ranktape.storage import open_run
-from tests.capture.models import NUM_TENSORS, Net
+from tests.capture.models import NUM_TENSORS, Net, steps
 
 WAITING = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "unique", "_to_copy", "record_stream")
 """Operations for which the host waits until a device has computed, or that copy from it."""
@@ -42,22 +42,14 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def steps(model: nn.Module, number: int = 2) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(number):
-        optimizer.zero_grad()
-        model(torch.randn(2, 4, 16)).square().mean().backward()
-        optimizer.step()
-
-
 def test_nothing_waits_for_a_device(tmp_path: Path) -> None:
     """No value is asked for on the thread of the training: all that is added are views and copies into the ring."""
     torch.manual_seed(0)
     model = Net()
     with Operations() as plain:
-        steps(model)
+        steps(model, 2)
     with Capture(tmp_path / "run", min_iterations=2), Operations() as captured:
-        steps(model)
+        steps(model, 2)
     assert {name: captured.counts[name] for name in WAITING} == {name: plain.counts[name] for name in WAITING}
     added = captured.counts - plain.counts
     assert added["view"] > 0
@@ -100,12 +92,12 @@ def alone_in_a_group(tmp_path: Path) -> Iterator[None]:
 def test_the_group_of_the_training_has_as_many_collectives_as_before(tmp_path: Path) -> None:
     model = DistributedDataParallel(Net())
     group: Any = dist.group.WORLD
-    steps(model)
+    steps(model, 2)
     numbers = [group._get_sequence_number_for_group()]
-    steps(model)
+    steps(model, 2)
     numbers.append(group._get_sequence_number_for_group())
     with Capture(tmp_path / "run", min_iterations=2):
-        steps(model)
+        steps(model, 2)
     numbers.append(group._get_sequence_number_for_group())
     assert numbers[1] > numbers[0]
     assert numbers[2] - numbers[1] == numbers[1] - numbers[0]
