@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,38 +34,12 @@ def _fresh_saver(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_examples_of_the_older_documents(tmp_path: Path) -> None:
     query, key, value = (torch.randn(2, 4, 8) for _ in range(3))
     with Capture(tmp_path / "run", manual=True) as capture:
-        paths = save_attention_tensors(
-            query=query,
-            key=key,
-            value=value,
-            quant_type="hifp8",
-            operation="forward",
-            layer_idx=0,
-            phase="pre",
-            component="FA",
-        )
-        save_tensor(
-            tensor=query,
-            layer_type="attention",
-            operation="forward",
-            quant_type="hifp8",
-            tensor_name="output",
-            layer_idx=0,
-            phase="post",
-            component="FA",
-        )
-        save_linear_tensors(
-            input_tensor=query,
-            weight=value,
-            quant_type="mxfp8",
-            operation="backward",
-            layer_idx=1,
-            phase="pre",
-            component="linear",
-            rank=0,
-            sample_idx=7,
-            metadata={"batch": 3},
-        )
+        tags: dict[str, Any] = {"quant_type": "hifp8", "operation": "forward", "layer_idx": 0, "component": "FA"}
+        paths = save_attention_tensors(query=query, key=key, value=value, phase="pre", **tags)
+        save_tensor(tensor=query, layer_type="attention", tensor_name="output", phase="post", **tags)
+        tags = {"quant_type": "mxfp8", "operation": "backward", "layer_idx": 1, "component": "linear", "phase": "pre"}
+        about: dict[str, Any] = {"rank": 0, "sample_idx": 7, "metadata": {"batch": 3}}
+        save_linear_tensors(input_tensor=query, weight=value, **tags, **about)
         capture.step()
     run = open_run(tmp_path / "run")
     records = run.select()

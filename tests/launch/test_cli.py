@@ -36,6 +36,13 @@ CAPTURE = {
 }  # fmt: skip
 """The settings of a capture."""
 
+RECORDS = {
+    "run", "source", "iteration", "rank", "attempt", "microbatch", "call", "module", "layer_type", "layer_idx",
+    "layer_stack", "operation", "phase", "component", "quant_type", "tensor_name", "mode", "dtype", "compute_dtype",
+    "batch_size", "where", "storage_options", "skip_unreadable",
+}  # fmt: skip
+"""The options by which a command chooses records."""
+
 OPTIONS = {
     "demo": {"output", "num_ranks", "steps", "text", "dtype", "micro_batches", "quant", "quant_plan", "quant_attention"}
     | (CAPTURE - {"first_iteration", "manual", "capture_config", "advance_on", "layer_offset"})
@@ -59,26 +66,11 @@ OPTIONS = {
     "push": {"directory", "to", "keep", "as_json", "storage_options"},
     "prune": {"run", "keep_last", "iteration", "yes", "dry_run", "as_json", "storage_options"},
     "rm": {"run", "yes", "dry_run", "storage_options"},
-    "cp": {
-        "run", "source", "iteration", "rank", "attempt", "microbatch", "call", "module", "layer_type", "layer_idx",
-        "layer_stack",
-        "operation", "phase", "component", "quant_type", "tensor_name", "mode", "dtype", "compute_dtype", "batch_size",
-        "where", "storage_options", "skip_unreadable", "url", "no_verify", "as_json", "target_storage_options",
-    },
-    "export": {
-        "run", "source", "iteration", "rank", "attempt", "microbatch", "call", "module", "layer_type", "layer_idx",
-        "layer_stack",
-        "operation", "phase", "component", "quant_type", "tensor_name", "mode", "dtype", "compute_dtype", "batch_size",
-        "where", "storage_options", "skip_unreadable", "target", "to", "metric", "kind", "no_histograms", "form",
-        "per_sample", "overwrite", "view", "by", "workers", "scheduler", "no_cache",
-    },
-    "serve": {
-        "run", "source", "iteration", "rank", "attempt", "microbatch", "call", "module", "layer_type", "layer_idx",
-        "layer_stack",
-        "operation", "phase", "component", "quant_type", "tensor_name", "mode", "dtype", "compute_dtype", "batch_size",
-        "where", "storage_options", "skip_unreadable", "format", "host", "port", "interval", "view", "workers",
-        "scheduler", "no_cache",
-    },
+    "cp": RECORDS | {"url", "no_verify", "as_json", "target_storage_options"},
+    "export": RECORDS
+    | {"target", "to", "metric", "kind", "no_histograms", "form", "per_sample", "overwrite", "view", "by"}
+    | {"workers", "scheduler", "no_cache"},
+    "serve": RECORDS | {"format", "host", "port", "interval", "view", "workers", "scheduler", "no_cache"},
     "import": {"folder", "run", "skip_unreadable", "overwrite", "storage_options"},
     "doctor": {"url", "as_json", "storage_options"},
     "export-plan": {"plan", "output", "form"},

@@ -60,7 +60,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_a_rank_0_that_is_too_late_costs_the_capture_and_not_the_training(plain: list[str], tmp_path: Path) -> None:
     timeout = "--begin-timeout-seconds=1"
-    launched = train(tmp_path, *LAUNCH, "--capture", "run", timeout, late=0, seconds=8)
+    launched = train(tmp_path, *LAUNCH, "--capture", "run", timeout, late=0, seconds=4)
     assert trained(launched) == plain
     # The training has ended well; that nothing is stored is an error of the launcher, as ever.
     assert launched.returncode == 1
@@ -74,12 +74,12 @@ def test_a_rank_0_that_is_too_late_costs_the_capture_and_not_the_training(plain:
     assert TOO_LATE in last
     assert not (tmp_path / "run").exists()
 
-    by_variable = train(tmp_path, late=0, seconds=8, **RUN, RANKTAPE_BEGIN_TIMEOUT_SECONDS="1")
+    by_variable = train(tmp_path, late=0, seconds=4, **RUN, RANKTAPE_BEGIN_TIMEOUT_SECONDS="1")
     assert (by_variable.returncode, trained(by_variable)) == (0, plain)
     assert len(errors(by_variable)) == 2
     assert all("RANKTAPE_BEGIN_TIMEOUT_SECONDS" in line for line in errors(by_variable))
 
-    strict = train(tmp_path, *LAUNCH, "--capture", "run", timeout, "--strict", late=0, seconds=8)
+    strict = train(tmp_path, *LAUNCH, "--capture", "run", timeout, "--strict", late=0, seconds=4)
     assert strict.returncode == 1
     assert strict.stdout == ""
     assert any(TOO_LATE in line for line in errors(strict))

@@ -18,12 +18,44 @@ LAUNCH = ("-m", "ranktape.launch")
 TRAIN = """
     import os, sys
     import torch
+    from torch.nn import functional as F
+
+    kind, network = sys.argv[1], (*sys.argv[2:], "linear")[0]
+
+    def attend(query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+
+        def forward(self, x):
+            heads = [part.unflatten(-1, (2, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)]
+            if kind == "quantised":
+                attended = quantized_attention(attend, *heads, recipe=parse_recipe("mxfp4"), draws=Draws())
+            else:
+                attended = attend(*heads)
+            return self.out(attended.transpose(1, 2).flatten(2))
 
     torch.manual_seed(0)
-    kind = sys.argv[1]
-    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
+    compute = lambda x: (model(x) - x).square().mean()
+    if network == "linear":
+        model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
+        x = torch.randn(16, 32)
+    elif network == "attention":
+        model, x = torch.nn.Sequential(Attention(), Attention()), torch.randn(2, 40, 32)
+    else:
+        from tests.capture.hugging_face import tiny
+        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+        model = tiny("Llama", **sizes, attn_implementation=network)
+        x = torch.arange(40).view(2, 20)
+        compute = lambda x: model(x, labels=x).loss
     if kind == "quantised":
         from ranktape.analyze import fake_quantize
+        from ranktape.analyze.numerics.quantization.quantized_attention import quantized_attention
+        from ranktape.analyze.numerics.quantization.quantized_product import Draws
+        from ranktape.analyze.numerics.recipes.words import parse_recipe
         fake_quantize(model, recipe="mxfp4")
     if kind in ("ddp", "fsdp", "fsdp_layers", "tp"):
         torch.distributed.init_process_group("gloo")
@@ -47,11 +79,10 @@ TRAIN = """
     if kind == "convolution":
         model = torch.nn.Sequential(torch.nn.Conv1d(16, 16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(16, 32)
 
     def step(x):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "autocast"):
-            loss = (model(x) - x).square().mean()
+            loss = compute(x)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -68,70 +99,7 @@ TRAIN = """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 """
-
-
-ATTEND = """
-    import sys
-    import torch
-    from torch.nn import functional as F
-
-    kind = sys.argv[1]
-
-    class Attention(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
-
-        def forward(self, x):
-            heads = [part.unflatten(-1, (2, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)]
-            if kind == "quantised":
-                attended = quantized_attention(attend, *heads, recipe=parse_recipe("mxfp4"), draws=Draws())
-            else:
-                attended = attend(*heads)
-            return self.out(attended.transpose(1, 2).flatten(2))
-
-    def attend(query, key, value):
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-    torch.manual_seed(0)
-    if kind == "hugging_face":
-        from transformers import LlamaConfig, LlamaForCausalLM
-        model = LlamaForCausalLM(LlamaConfig(
-            hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-            vocab_size=64, attn_implementation=sys.argv[2]))
-        x = torch.arange(40).view(2, 20)
-        compute = lambda: model(x, labels=x).loss
-    else:
-        model = torch.nn.Sequential(Attention(), Attention())
-        x = torch.randn(2, 40, 32)
-        compute = lambda: (model(x) - x).square().mean()
-    if kind == "quantised":
-        from ranktape.analyze import fake_quantize
-        from ranktape.analyze.numerics.quantization.quantized_attention import quantized_attention
-        from ranktape.analyze.numerics.quantization.quantized_product import Draws
-        from ranktape.analyze.numerics.recipes.words import parse_recipe
-        fake_quantize(model, recipe="mxfp4")
-    if kind in ("ddp", "fsdp"):
-        torch.distributed.init_process_group("gloo")
-    if kind == "ddp":
-        model = torch.nn.parallel.DistributedDataParallel(model)
-    if kind == "fsdp":
-        from torch.distributed.fsdp import fully_shard
-        fully_shard(model)
-    if kind == "compiled":
-        model = torch.compile(model, backend="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        loss = compute()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if kind not in ("ddp", "fsdp") or torch.distributed.get_rank() == 0:
-        print("loss", loss.item().hex(), flush=True)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-"""
-"""A training with attention, which knows nothing of us but where it quantises itself."""
+"""A training that knows nothing of us but where it quantises itself: of linear layers, or of attention."""
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +107,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the script is."""
     folder = tmp_path_factory.mktemp("quantizing")
     (folder / "train.py").write_text(textwrap.dedent(TRAIN))
-    (folder / "attend.py").write_text(textwrap.dedent(ATTEND))
     return folder
 
 
@@ -202,15 +169,15 @@ QUANT_ATTENTION = ("--quant", "mxfp4", "--quant-attention")
 
 
 def test_attention_is_quantised_as_a_script_that_quantises_its_own_does_it(folder: Path) -> None:
-    expected = _loss(python("attend.py", "quantised", cwd=folder))
-    words = (*LAUNCH, "--capture", "attention", *QUANT_ATTENTION, "attend.py")
-    ended = torchrun(*words, "ddp", cwd=folder)
+    expected = _loss(python("train.py", "quantised", "attention", cwd=folder))
+    words = (*LAUNCH, "--capture", "attention", *QUANT_ATTENTION, "train.py")
+    ended = torchrun(*words, "ddp", "attention", cwd=folder)
     assert "mxfp4: 4 linear layers of Attention" not in ended.stderr
     assert "mxfp4: 4 linear layers of Sequential are quantised, and attention is" in ended.stderr
     assert _loss(ended) == expected
-    assert _loss(torchrun(*LAUNCH, *QUANT_ATTENTION, "attend.py", "fsdp", cwd=folder)) == expected
-    assert _loss(python(*LAUNCH, *QUANT_ATTENTION, "attend.py", "compiled", cwd=folder)) == expected
-    assert _loss(python(*LAUNCH, "--quant", "mxfp4", "attend.py", "plain", cwd=folder)) != expected
+    assert _loss(torchrun(*LAUNCH, *QUANT_ATTENTION, "train.py", "fsdp", "attention", cwd=folder)) == expected
+    assert _loss(python(*LAUNCH, *QUANT_ATTENTION, "train.py", "compiled", "attention", cwd=folder)) == expected
+    assert _loss(python(*LAUNCH, "--quant", "mxfp4", "train.py", "plain", "attention", cwd=folder)) != expected
     records = open_run(folder / "attention").select(layer_type="attention", module="0", rank=0)
     assert {record.quant_type for record in records} == {"mxfp4"}
     # What is recorded is what was computed with: quantised again it stays.
@@ -224,13 +191,13 @@ def test_attention_is_quantised_as_a_script_that_quantises_its_own_does_it(folde
 
 def test_attention_of_hugging_face_is_quantised_whatever_computes_it(folder: Path) -> None:
     environment = {"RANKTAPE_QUANT": "mxfp4", "RANKTAPE_QUANT_ATTENTION": "1", "RANKTAPE_CAPTURE": "llama"}
-    ended = python("attend.py", "hugging_face", "sdpa", cwd=folder, env=environment)
-    assert _loss(ended) != _loss(python(*LAUNCH, "--quant", "mxfp4", "attend.py", "hugging_face", "sdpa", cwd=folder))
+    ended = python("train.py", "plain", "sdpa", cwd=folder, env=environment)
+    assert _loss(ended) != _loss(python(*LAUNCH, "--quant", "mxfp4", "train.py", "plain", "sdpa", cwd=folder))
     [key] = open_run(folder / "llama").select(tensor_name="key")
     assert key.shape == (2, 1, 20, 16)  # before it is repeated for the heads of the group
     tensor = key.tensor()
     assert torch.equal(tensor, quantize(tensor, "mxfp4_e2m1", scale_rule="even", warn=False).values.float())
-    eager = python(*LAUNCH, *QUANT_ATTENTION, "attend.py", "hugging_face", "eager", cwd=folder)
+    eager = python(*LAUNCH, *QUANT_ATTENTION, "train.py", "plain", "eager", cwd=folder)
     assert float.fromhex(_loss(eager).split()[1]) == pytest.approx(float.fromhex(_loss(ended).split()[1]), rel=1e-3)
 
 
