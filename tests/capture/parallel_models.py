@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ranktape.capture import Capture
+from tests.capture.hugging_face import tiny
 
 WIDTH = 16
 HEADS = 4
@@ -135,28 +136,13 @@ def make_model(kind: str, *, is_checkpointed: bool = False) -> nn.Module:
     torch.manual_seed(0)
     if takes_vectors(kind):
         return Model(Block if kind == "plain" else MixtureBlock, is_checkpointed=is_checkpointed)
-    model = _make_llama() if kind == "llama" else _make_gpt2()
+    model = tiny(HUGGING_FACE[kind], vocab_size=VOCABULARY, tie_word_embeddings=False, use_cache=False)
     if is_checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model  # type: ignore[no-any-return]
 
 
-def _make_llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS // 2}
-    return LlamaForCausalLM(LlamaConfig(**_COMMON, **sizes, **heads))
-
-
-def _make_gpt2() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"n_embd": WIDTH, "n_layer": 2, "n_head": HEADS, "n_positions": LENGTH}
-    return GPT2LMHeadModel(GPT2Config(**_COMMON, **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
-
-
-_COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "tie_word_embeddings": False, "use_cache": False}
+HUGGING_FACE = {"llama": "Llama", "gpt2": "GPT2"}
 
 
 def takes_vectors(kind: str) -> bool:

@@ -19,67 +19,53 @@ FEW = {
 """What `make test` trains: each way of being parallel, and each model, once at least; the others are pairs of these."""
 
 MODEL = ("linear", "attention", "layer outputs", "unchanged", "assembly")
-ALL = (*MODEL, "accumulation", "checkpointing", "autocast")
+SEVERAL = (*MODEL, "accumulation")
+TWICE = (*SEVERAL, "checkpointing")
+ALL = (*TWICE, "autocast")
 
 support = pytest.mark.support
 
-VARIANTS: list[Any] = [
-    pytest.param("ddp", marks=support(framework="PyTorch", parallelism="DDP", features=(*MODEL, "accumulation"))),
-    pytest.param("ddp_all", marks=support(framework="PyTorch", parallelism="DDP", features=ALL)),
-    pytest.param("fsdp", marks=support(framework="PyTorch", parallelism="FSDP2", features=MODEL)),
-    pytest.param("fsdp_kept", marks=support(framework="PyTorch", parallelism="FSDP2", features=MODEL)),
-    pytest.param("fsdp_bf16", marks=support(framework="PyTorch", parallelism="FSDP2", features=MODEL)),
-    pytest.param(
-        "fsdp_accumulated",
-        marks=support(framework="PyTorch", parallelism="FSDP2", features=(*MODEL, "accumulation")),
-    ),
-    pytest.param(
-        "fsdp_checkpointed",
-        marks=support(framework="PyTorch", parallelism="FSDP2", features=(*MODEL, "checkpointing")),
-    ),
-    pytest.param("fsdp_all", marks=support(framework="PyTorch", parallelism="FSDP2", features=ALL)),
-    pytest.param("hsdp", marks=support(framework="PyTorch", parallelism="FSDP2", features=MODEL)),
-    pytest.param("tp", marks=support(framework="PyTorch", parallelism="TP", features=MODEL)),
-    pytest.param(
-        "tp_sequence", marks=support(framework="PyTorch", parallelism="TP", features=(*MODEL, "accumulation"))
-    ),
-    pytest.param("tp_all", marks=support(framework="PyTorch", parallelism="TP", features=ALL)),
-    pytest.param("fsdp_tp", marks=support(framework="PyTorch", parallelism="FSDP2 x TP", features=MODEL)),
-    pytest.param("fsdp_tp_all", marks=support(framework="PyTorch", parallelism="FSDP2 x TP", features=ALL)),
-    pytest.param(
-        "llama-ddp", marks=support(framework="HF Llama", parallelism="DDP", features=(*MODEL, "accumulation"))
-    ),
-    pytest.param("llama-ddp_all", marks=support(framework="HF Llama", parallelism="DDP", features=ALL)),
-    pytest.param("llama-fsdp", marks=support(framework="HF Llama", parallelism="FSDP2", features=MODEL)),
-    pytest.param("llama-fsdp_all", marks=support(framework="HF Llama", parallelism="FSDP2", features=ALL)),
-    pytest.param("llama-tp", marks=support(framework="HF Llama", parallelism="TP", features=MODEL)),
-    pytest.param("llama-tp_auto", marks=support(framework="HF Llama", parallelism="TP", features=MODEL)),
-    pytest.param("llama-tp_all", marks=support(framework="HF Llama", parallelism="TP", features=ALL)),
-    pytest.param("llama-fsdp_tp", marks=support(framework="HF Llama", parallelism="FSDP2 x TP", features=MODEL)),
-    pytest.param("llama-fsdp_tp_all", marks=support(framework="HF Llama", parallelism="FSDP2 x TP", features=ALL)),
-    pytest.param("gpt2-ddp", marks=support(framework="HF GPT-2", parallelism="DDP", features=(*MODEL, "accumulation"))),
-    pytest.param("gpt2-ddp_all", marks=support(framework="HF GPT-2", parallelism="DDP", features=ALL)),
-    pytest.param("gpt2-fsdp", marks=support(framework="HF GPT-2", parallelism="FSDP2", features=MODEL)),
-    pytest.param("gpt2-fsdp_all", marks=support(framework="HF GPT-2", parallelism="FSDP2", features=ALL)),
-    pytest.param("moe-ddp", marks=support(framework="MoE", parallelism="DDP", features=(*MODEL, "accumulation"))),
-    pytest.param("moe-ddp_all", marks=support(framework="MoE", parallelism="DDP", features=ALL)),
-    pytest.param("moe-fsdp", marks=support(framework="MoE", parallelism="FSDP2", features=MODEL)),
-    pytest.param("moe-fsdp_all", marks=support(framework="MoE", parallelism="FSDP2", features=ALL)),
-    pytest.param(
-        "moe-tp_twice",
-        marks=support(framework="MoE", parallelism="TP", features=(*MODEL, "accumulation", "checkpointing")),
-    ),
-    pytest.param(
-        "moe-fsdp_tp_twice",
-        marks=support(framework="MoE", parallelism="FSDP2 x TP", features=(*MODEL, "accumulation", "checkpointing")),
-    ),
-]
+VARIANTS: dict[str, pytest.MarkDecorator] = {
+    "ddp": support(framework="PyTorch", parallelism="DDP", features=SEVERAL),
+    "ddp_all": support(framework="PyTorch", parallelism="DDP", features=ALL),
+    "fsdp": support(framework="PyTorch", parallelism="FSDP2", features=MODEL),
+    "fsdp_kept": support(framework="PyTorch", parallelism="FSDP2", features=MODEL),
+    "fsdp_bf16": support(framework="PyTorch", parallelism="FSDP2", features=MODEL),
+    "fsdp_accumulated": support(framework="PyTorch", parallelism="FSDP2", features=SEVERAL),
+    "fsdp_checkpointed": support(framework="PyTorch", parallelism="FSDP2", features=(*MODEL, "checkpointing")),
+    "fsdp_all": support(framework="PyTorch", parallelism="FSDP2", features=ALL),
+    "hsdp": support(framework="PyTorch", parallelism="FSDP2", features=MODEL),
+    "tp": support(framework="PyTorch", parallelism="TP", features=MODEL),
+    "tp_sequence": support(framework="PyTorch", parallelism="TP", features=SEVERAL),
+    "tp_all": support(framework="PyTorch", parallelism="TP", features=ALL),
+    "fsdp_tp": support(framework="PyTorch", parallelism="FSDP2 x TP", features=MODEL),
+    "fsdp_tp_all": support(framework="PyTorch", parallelism="FSDP2 x TP", features=ALL),
+    "llama-ddp": support(framework="HF Llama", parallelism="DDP", features=SEVERAL),
+    "llama-ddp_all": support(framework="HF Llama", parallelism="DDP", features=ALL),
+    "llama-fsdp": support(framework="HF Llama", parallelism="FSDP2", features=MODEL),
+    "llama-fsdp_all": support(framework="HF Llama", parallelism="FSDP2", features=ALL),
+    "llama-tp": support(framework="HF Llama", parallelism="TP", features=MODEL),
+    "llama-tp_auto": support(framework="HF Llama", parallelism="TP", features=MODEL),
+    "llama-tp_all": support(framework="HF Llama", parallelism="TP", features=ALL),
+    "llama-fsdp_tp": support(framework="HF Llama", parallelism="FSDP2 x TP", features=MODEL),
+    "llama-fsdp_tp_all": support(framework="HF Llama", parallelism="FSDP2 x TP", features=ALL),
+    "gpt2-ddp": support(framework="HF GPT-2", parallelism="DDP", features=SEVERAL),
+    "gpt2-ddp_all": support(framework="HF GPT-2", parallelism="DDP", features=ALL),
+    "gpt2-fsdp": support(framework="HF GPT-2", parallelism="FSDP2", features=MODEL),
+    "gpt2-fsdp_all": support(framework="HF GPT-2", parallelism="FSDP2", features=ALL),
+    "moe-ddp": support(framework="MoE", parallelism="DDP", features=SEVERAL),
+    "moe-ddp_all": support(framework="MoE", parallelism="DDP", features=ALL),
+    "moe-fsdp": support(framework="MoE", parallelism="FSDP2", features=MODEL),
+    "moe-fsdp_all": support(framework="MoE", parallelism="FSDP2", features=ALL),
+    "moe-tp_twice": support(framework="MoE", parallelism="TP", features=TWICE),
+    "moe-fsdp_tp_twice": support(framework="MoE", parallelism="FSDP2 x TP", features=TWICE),
+}
 
 # Where ranks add up in bfloat16, tokens go to other experts than in one process: there is nothing to compare them with.
-NOT_COMPARED: list[Any] = [
-    pytest.param("moe-tp_all", marks=support(framework="MoE", parallelism="TP", features=("autocast",))),
-    pytest.param("moe-fsdp_tp_all", marks=support(framework="MoE", parallelism="FSDP2 x TP", features=("autocast",))),
-]
+NOT_COMPARED: dict[str, pytest.MarkDecorator] = {
+    "moe-tp_all": support(framework="MoE", parallelism="TP", features=("autocast",)),
+    "moe-fsdp_tp_all": support(framework="MoE", parallelism="FSDP2 x TP", features=("autocast",)),
+}
 
 
 def way_of(variant: str) -> str:
@@ -114,22 +100,22 @@ def is_autocast(variant: str) -> bool:
     return variant.endswith("_all")
 
 
-def proving(variants: list[Any], *features: str) -> list[Any]:
+def proving(variants: dict[str, pytest.MarkDecorator], *features: str) -> list[Any]:
     """The variants for a test that proves these features alone of each."""
     found = []
-    for param in variants:
-        [mark] = param.marks
+    for variant, mark in variants.items():
         own = tuple(feature for feature in mark.kwargs["features"] if feature in features)
         marks = [support.with_args(**{**mark.kwargs, "features": own})]
-        if param.values[0] not in FEW:
+        if variant not in FEW:
             marks.append(exhaustive("its model and its way of being parallel are in make test, each with another"))
-        found.append(pytest.param(*param.values, marks=marks))
+        found.append(pytest.param(variant, marks=marks))
     return found
 
 
 def started_with(variant: str) -> tuple[str, ...]:
     """What the program trains in one start: all variants of as many ranks that run in the same target of make."""
-    names = [param.values[0] for param in (*VARIANTS, *NOT_COMPARED)]
     return tuple(
-        name for name in names if num_ranks_of(name) == num_ranks_of(variant) and (name in FEW) == (variant in FEW)
+        name
+        for name in (*VARIANTS, *NOT_COMPARED)
+        if num_ranks_of(name) == num_ranks_of(variant) and (name in FEW) == (variant in FEW)
     )

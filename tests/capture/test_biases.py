@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from ranktape.capture import Capture
 from ranktape.storage import Record, Run, open_run
+from tests.capture.models import captured
 from tests.capture.test_parallel import torchrun
 from tests.capture.verify import verify_run
 
@@ -63,14 +64,8 @@ class Twice(nn.Module):
         return self.linear(self.linear(x).relu()).square().sum()  # type: ignore[no-any-return]
 
 
-def capture(model: nn.Module, url: Path, *, steps: int = 1, shape: tuple[int, ...] = (3, 4, 8), **options: Any) -> Run:
-    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
-    with Capture(url, min_iterations=steps, **options):
-        for _ in range(steps):
-            optimizer.zero_grad()
-            model(torch.randn(shape)).square().mean().backward()
-            optimizer.step()
-    run = open_run(url)
+def capture(model: nn.Module, url: Path, **options: Any) -> Run:
+    run = captured(model, url, shape=(3, 4, 8), **options)
     assert_nothing_missing(run)
     return run
 
@@ -135,20 +130,6 @@ def test_a_bias_can_be_left_out(tmp_path: Path) -> None:
     assert named(run, "0")["output"].metadata is None
 
 
-def test_a_generation_stores_each_bias_once(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.MultiheadAttention(8, 2).out_proj).eval()
-    with Capture(tmp_path / "run", mode="eval", min_iterations=4), torch.no_grad():
-        for token in range(4):
-            if token == 2:
-                model.get_parameter("1.bias").add_(1)
-            model(torch.randn(1, 8))
-    run = open_run(tmp_path / "run")
-    found = [(record.iteration, record.module) for record in run.select(tensor_name="bias")]
-    assert found == [(0, "0"), (0, "1"), (2, "1")]
-    assert [status.num_missing for status in run.status()] == [0] * 4
-    assert verify_run(run)["output"] == 8
-
-
 def test_a_bias_that_is_computed_when_it_is_read_is_left_out_alone(tmp_path: Path) -> None:
     class Doubled(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -156,11 +137,7 @@ def test_a_bias_that_is_computed_when_it_is_read_is_left_out_alone(tmp_path: Pat
 
     model = nn.Sequential(nn.Linear(8, 8))
     parametrize.register_parametrization(model[0], "bias", Doubled())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Capture(tmp_path / "run"):
-        model(torch.randn(2, 8)).sum().backward()
-        optimizer.step()
-    run = open_run(tmp_path / "run")
+    run = captured(model, tmp_path / "run", shape=(2, 8))
     assert set(named(run, "0")) == {"input", "weight", "output", "grad_output", "grad_weight"}
     assert named(run, "0")["output"].metadata is None
     [status] = run.status()

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from ranktape.capture import Capture
 from ranktape.storage import Record, Records, open_run
-from tests.capture.models import LENGTH, NUM_TENSORS, WIDTH, Training, train
+from tests.capture.models import LENGTH, NUM_LINEARS, NUM_TENSORS, WIDTH, Training, train
+from tests.capture.verify import verify_run
 
 TRAININGS = {
     "plain": Training(),
@@ -50,7 +50,7 @@ def test_every_tensor_of_every_microbatch_is_there_once(captured: tuple[Training
         records = run.select(iteration=iteration)
         # The weights of a step are recorded with its first microbatch.
         num_weights = len(records.select(tensor_name="weight"))
-        assert num_weights == 13
+        assert num_weights == NUM_LINEARS
         assert len(records) == training.microbatches * (NUM_TENSORS - num_weights) + num_weights
         assert sorted(set(records.column("microbatch"))) == list(range(training.microbatches))
         assert len(set(records.column("counter"))) == len(records)
@@ -58,42 +58,17 @@ def test_every_tensor_of_every_microbatch_is_there_once(captured: tuple[Training
     assert all(not status.silent_sites for status in run.status())
 
 
-@pytest.mark.support(framework="PyTorch", parallelism="one process", features=("linear",))
-def test_linear_layers_compute_again_to_what_was_recorded(captured: tuple[Training, Path, bool]) -> None:
+@pytest.mark.support(framework="PyTorch", parallelism="one process", features=("linear", "attention"))
+def test_layers_compute_again_to_what_was_recorded(captured: tuple[Training, Path, bool]) -> None:
     training, url, _ = captured
-    records = open_run(url).select(layer_type="linear")
-    checked = 0
-    for keys, group in records.group_by(["iteration", "module", "microbatch"]):
-        tensors = by_name(group)
-        weight = by_name(records.select(**{**keys, "microbatch": 0}))["weight"]
-        output = tensors["output"]
-        dtype = output.dtype
-        inputs = tensors["input"].to(dtype)
-        torch.testing.assert_close(F.linear(inputs, weight.to(dtype)), output)
-        grad = tensors["grad_output"].flatten(0, 1)
-        expected = (grad.mT @ inputs.flatten(0, 1)).float()
-        torch.testing.assert_close(tensors["grad_weight"].float(), expected, rtol=2e-2, atol=1e-5)
-        if "grad_input" in tensors:
-            expected = (tensors["grad_output"] @ weight.to(dtype)).float()
-            torch.testing.assert_close(tensors["grad_input"].float(), expected, rtol=2e-2, atol=1e-5)
-        checked += 1
-    assert checked == 2 * 13 * training.microbatches
-
-
-@pytest.mark.support(framework="PyTorch", parallelism="one process", features=("attention",))
-def test_attention_computes_again_to_what_was_recorded(captured: tuple[Training, Path, bool]) -> None:
-    training, url, _ = captured
-    checked = 0
-    for _, group in open_run(url).select(layer_type="attention").group_by(["iteration", "module", "microbatch"]):
-        tensors = by_name(group)
-        inputs = [tensors[name].requires_grad_() for name in ("query", "key", "value")]
-        output = F.scaled_dot_product_attention(inputs[0], inputs[1], inputs[2], is_causal=True)
-        torch.testing.assert_close(output, tensors["output"])
-        grads = torch.autograd.grad(output, inputs, tensors["grad_output"])
-        for name, grad in zip(("query", "key", "value"), grads, strict=True):
-            torch.testing.assert_close(grad, tensors[f"grad_{name}"])
-        checked += 1
-    assert checked == 2 * 2 * training.microbatches
+    num_passes = 2 * training.microbatches
+    names = ("output", "grad_query", "grad_key", "grad_value")
+    assert verify_run(open_run(url)) == {
+        "output": num_passes * NUM_LINEARS,
+        "grad_weight": num_passes * NUM_LINEARS,
+        "grad_input": num_passes * (NUM_LINEARS - 1),
+        **{f"attention {name}": num_passes * 2 for name in names},
+    }
 
 
 def test_identities(captured: tuple[Training, Path, bool]) -> None:
@@ -121,13 +96,6 @@ def test_identities(captured: tuple[Training, Path, bool]) -> None:
     assert query.overflow.zero.count == int((values == 0).sum())
     assert query.overflow.per_sample is not None
     assert query.overflow.per_sample["nan"] == [0, 0, 0]
-
-
-def by_name(records: Records) -> dict[str, torch.Tensor]:
-    """The values, by the tensors' names, of records that have one of each."""
-    tensors = {record.tensor_name: record.tensor() for record in records}
-    assert len(tensors) == len(records)
-    return tensors
 
 
 def only(records: Records) -> Record:

@@ -23,6 +23,7 @@ from ranktape.storage.format.attempt import read_attempts
 from ranktape.storage.format.commit import read_commit, read_whole_commit
 from ranktape.storage.format.record_info import Mode, Operation
 from ranktape.storage.places.urls import open_backend
+from tests.capture.models import captured
 
 WIDTH = 8
 
@@ -33,12 +34,7 @@ def linear(*, bias: bool = False) -> nn.Linear:
 
 def train(model: nn.Module, url: Path, *, steps: int = 1, **options: Any) -> list[IterationStatus]:
     """Capture every step of a training of this model; what the run says of the iterations."""
-    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.01)
-    with Capture(url, model=model, min_iterations=steps, **options):
-        for _ in range(steps):
-            model(torch.randn(4, WIDTH)).sum().backward()
-            optimizer.step()
-    return open_run(url).status()
+    return captured(model, url, steps, shape=(4, WIDTH), model=model, **options).status()
 
 
 def silent(status: IterationStatus) -> dict[str, str]:
@@ -129,15 +125,6 @@ def test_a_branch_of_which_one_call_has_no_gradient_is_not_whole(tmp_path: Path)
 
     (status,) = train(Twice(), tmp_path / "run")
     assert silent(status) == {"shared grad_weight, grad_output": "no backward pass reached 1 of its 2 calls"}
-
-
-def test_evaluation_alone_lacks_nothing(tmp_path: Path) -> None:
-    model = nn.Sequential(linear(), linear()).eval()
-    with Capture(tmp_path / "run", model=model, mode=("eval",)) as capture, torch.no_grad():
-        model(torch.randn(4, WIDTH))
-        capture.step()
-    (status,) = open_run(tmp_path / "run").status()
-    assert (status.silent_sites, status.num_expected, status.num_missing) == ({}, 6, 0)
 
 
 def test_what_runs_only_in_evaluation_is_told_from_what_never_runs(tmp_path: Path) -> None:

@@ -86,13 +86,6 @@ def test_iterations_that_are_all_past_are_refused(tmp_path: Path) -> None:
         Capture(tmp_path / "run", iteration="10-20", first_iteration=100)
 
 
-def test_an_unmet_minimum_is_said_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Capture(tmp_path / "run", start=1000):
-        Checkpointed(tmp_path / "checkpoint").train(2)
-    said = capsys.readouterr().err
-    assert said.count("0 of 1 guaranteed iterations") == 1, said
-
-
 def test_a_step_over_wanted_iterations_skips_them(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     with Capture(tmp_path / "run", min_iterations=3, every=2) as capture:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,37 +19,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from ranktape.capture import Capture
 from ranktape.errors import CaptureError
-from ranktape.storage import Run, open_run
-from tests.capture.models import Net
-
-
-def train(
-    model: nn.Module, capture: Capture | None, *, steps: int = 3, shape: tuple[int, ...] = (4, 6, 16)
-) -> list[str]:
-    """The exact losses of some steps with and without a capture around them."""
-    torch.manual_seed(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    if capture is not None:
-        capture.__enter__()
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(torch.randn(shape)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item().hex())
-    if capture is not None:
-        capture.close()
-    return losses
-
-
-def both(make: Callable[[], nn.Module], url: Path, *, steps: int = 3) -> Run:
-    """Train with and without capture: the losses must be the same; the run."""
-    torch.manual_seed(0)
-    plain = train(make(), None, steps=steps)
-    torch.manual_seed(0)
-    assert train(make(), Capture(url, min_iterations=2), steps=steps) == plain
-    return open_run(url)
+from ranktape.storage import open_run
+from tests.capture.models import Net, captured, steps
+from tests.capture.role_models import Task, train_twice
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -61,18 +31,15 @@ def test_an_operation_in_place_after_a_layer_loses_no_gradient(
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32, bias=bias), nn.ReLU(inplace=True), nn.Linear(32, 16, bias=bias))
-    with Capture(tmp_path / "run") as capture:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Capture(tmp_path / "run", advance_on="step") as capture:
         inputs = torch.randn(shape)
         model(inputs).square().sum().backward()
-        optimizer.step()
+        capture.step()
     assert capture.close().met
     [grad] = open_run(tmp_path / "run").select(module="0", tensor_name="grad_output")
     assert grad.shape == (*shape[:-1], 32)
     [weight] = open_run(tmp_path / "run").select(module="0", tensor_name="grad_weight")
-    first = model[0]
-    assert isinstance(first, nn.Linear)
-    expected = first.weight.grad
+    expected = model.get_parameter("0.weight").grad
     assert expected is not None
     assert torch.equal(weight.tensor(), expected)
     computed = grad.tensor().reshape(-1, 32).T @ inputs.reshape(-1, 16)
@@ -111,8 +78,11 @@ def test_a_gradient_that_comes_after_its_iteration_is_named_and_not_mixed_in(tmp
 
 
 def test_parametrized_weights_are_left_alone(tmp_path: Path) -> None:
-    run = both(lambda: nn.Sequential(spectral_norm(nn.Linear(16, 16)), nn.Linear(16, 16)), tmp_path / "run")
-    assert run.iterations == [0, 1]
+    task = Task(make=lambda: nn.Sequential(spectral_norm(nn.Linear(16, 16)), nn.Linear(16, 16)))
+    trained = train_twice(task, tmp_path / "run", steps=3)
+    assert trained.is_equal
+    run = trained.run
+    assert run.iterations == [0, 1, 2]
     assert any("parametrized" in reason for reason in run.status()[0].silent_sites[0].values())
     assert set(run.select().column("module")) == {"1"}
 
@@ -129,9 +99,7 @@ def test_modules_that_take_no_hooks_are_passed_over(tmp_path: Path) -> None:
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             return self.lazy(self.scripted(self.first(hidden)))  # type: ignore[no-any-return]
 
-    model = Mixed()
-    train(model, Capture(tmp_path / "run"), steps=2)
-    assert "first" in open_run(tmp_path / "run").select().column("module")
+    assert "first" in captured(Mixed(), tmp_path / "run", 2, min_iterations=1).select().column("module")
 
 
 def test_an_optimizer_that_is_initialised_by_a_step_ends_no_iteration(tmp_path: Path) -> None:
@@ -139,7 +107,7 @@ def test_an_optimizer_that_is_initialised_by_a_step_ends_no_iteration(tmp_path: 
     with Capture(tmp_path / "run") as capture:
         torch.optim.SGD(model.parameters(), lr=0.0).step()
         assert capture.iteration == 0
-        train(model, None, steps=1)
+        steps(model)
     assert open_run(tmp_path / "run").iterations == [0]
 
 
@@ -147,25 +115,11 @@ def test_a_disabled_capture_takes_its_hooks_off(tmp_path: Path) -> None:
     model = Net()
     original = F.scaled_dot_product_attention
     with Capture(tmp_path / "run", model=model, min_iterations=100) as capture:
-        train(model, None, steps=1)
+        steps(model)
         capture._disable("the test says so")
-        train(model, None, steps=2)
+        steps(model, 2)
         assert not any(module._forward_hooks for module in model.modules())
         assert F.scaled_dot_product_attention is original
-    assert not capture.close().met
-
-
-def test_a_full_ring_costs_one_wait_and_not_one_for_each_tensor(tmp_path: Path) -> None:
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
-    capture = Capture(tmp_path / "run", min_iterations=50, host_budget_nbytes=1 << 20, block_timeout_seconds=1)
-    with capture:
-        process = capture._process._process
-        assert process is not None
-        os.kill(process.pid, signal.SIGSTOP)
-        began = time.monotonic()
-        train(model, None, steps=5, shape=(4, 256))
-        assert time.monotonic() - began < 5
-        os.kill(process.pid, signal.SIGCONT)
     assert not capture.close().met
 
 
@@ -194,7 +148,7 @@ def test_what_has_got_hold_of_the_replacement_can_be_pickled_and_passes_through(
     assert attend is F.scaled_dot_product_attention
     with Capture(tmp_path / "run"):
         model = Holder()
-        train(model, None, steps=2)
+        steps(model, 2)
     unpickled = pickle.loads(pickle.dumps(model.attend))  # noqa: S301  (our own function)
     assert unpickled is F.scaled_dot_product_attention, "a pickle stands for what was replaced"
     tensor = torch.randn(2, 3, 4)
@@ -228,26 +182,6 @@ def test_a_pass_that_was_interrupted_leaves_no_trace(tmp_path: Path) -> None:
     assert run.select(tensor_name="grad_weight").column("iteration").tolist() == [0, 1, 2]
 
 
-def test_bare_layers_have_names_of_their_own(tmp_path: Path) -> None:
-    models = nn.Linear(16, 16), nn.Linear(16, 16)
-    optimizer = torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.1)
-    with Capture(tmp_path / "run"):
-        models[1](models[0](torch.randn(2, 16))).sum().backward()
-        optimizer.step()
-    assert sorted(open_run(tmp_path / "run").select(tensor_name="weight").column("module")) == ["", "Linear1"]
-
-
-def test_frozen_layers_have_microbatches_too(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(16, 16).requires_grad_(requires_grad=False), nn.Linear(16, 16))
-    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    with Capture(tmp_path / "run", module=("0",)):
-        for _ in range(3):
-            model(torch.randn(2, 16)).sum().backward()
-        optimizer.step()
-    inputs = open_run(tmp_path / "run").select(tensor_name="input")
-    assert inputs.column("microbatch").tolist() == [0, 1, 2]
-
-
 @pytest.mark.filterwarnings("ignore")  # dynamo meets deprecated parts of torch itself
 def test_a_compiled_optimizer_step_ends_the_iteration(tmp_path: Path) -> None:
     model = nn.Linear(16, 16)
@@ -263,7 +197,7 @@ def test_a_compiled_optimizer_step_ends_the_iteration(tmp_path: Path) -> None:
 def test_a_second_close_after_an_interrupt_ends_at_once(tmp_path: Path) -> None:
     capture = Capture(tmp_path / "run", min_iterations=2)
     capture.__enter__()
-    train(nn.Linear(16, 16), None, steps=1)
+    steps(nn.Linear(16, 16))
     process = capture._process._process
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)
@@ -279,10 +213,12 @@ def test_a_second_close_after_an_interrupt_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_silence_of_the_only_rank_is_an_error(tmp_path: Path) -> None:
+    capture = Capture(tmp_path / "run")
+    capture.__enter__()
     with pytest.raises(CaptureError, match="the training ran no linear or attention layer"):
-        train(nn.Sequential(nn.LayerNorm(16)), Capture(tmp_path / "run"), steps=2)
-    assert Capture.current is not None
-    Capture.current.close()
+        steps(nn.Sequential(nn.LayerNorm(16)), 2)
+    assert Capture.current is capture
+    capture.close()
 
 
 def test_a_late_writer_of_another_launch_changes_nothing(tmp_path: Path) -> None:
@@ -291,17 +227,17 @@ def test_a_late_writer_of_another_launch_changes_nothing(tmp_path: Path) -> None
     late = first._process._process
     assert late is not None
     os.kill(late.pid, signal.SIGSTOP)
-    train(nn.Linear(16, 16), None, steps=5)
+    steps(nn.Linear(16, 16), 5)
     # The first training is gone without a word; its writer still holds what was staged.
     Capture.current = None
     first._clock.stop()
     first._hooks.detach()
     with Capture(tmp_path / "run", overwrite=True, min_iterations=3) as second:
-        train(nn.Linear(16, 16), None, steps=2)
+        steps(nn.Linear(16, 16), 2)
         os.kill(late.pid, signal.SIGCONT)
         first._process.ring.finish({"reason": "killed"})
         late.wait(60)
-        train(nn.Linear(16, 16), None, steps=2)
+        steps(nn.Linear(16, 16), 2)
     assert second.close().met
     run = open_run(tmp_path / "run")
     assert run.iterations == [0, 1, 2]

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ranktape.capture import Capture
 from ranktape.capture.passes.clock import OptimizerClock
-from ranktape.errors import UsageError
 
 
 class Counter:
@@ -55,22 +54,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def test_a_step_that_a_scaler_skips_ends_the_iteration(model: nn.Module) -> None:
-    optimizer = sgd(model)
-    with Counter() as counter:
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        weight = next(model.parameters()).detach().clone()
-        for scale, ticks in ((float("inf"), 1), (1.0, 2), (float("nan"), 3)):
-            optimizer.zero_grad()
-            scaler.scale(model(torch.ones(2, 4)).sum() * scale).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            assert counter.count == ticks
-            assert torch.equal(next(model.parameters()), weight) == (ticks == 1)
-    assert torch.amp.GradScaler.step.__qualname__ == "GradScaler.step"
-    assert not hasattr(torch.amp.GradScaler.step, "__wrapped__")
-
-
 def test_a_scaler_that_is_switched_off_changes_nothing(model: nn.Module) -> None:
     optimizer = sgd(model)
     with Counter() as counter:
@@ -78,24 +61,6 @@ def test_a_scaler_that_is_switched_off_changes_nothing(model: nn.Module) -> None
         backward(model)
         scaler.step(optimizer)
         scaler.update()
-        assert counter.count == 1
-
-
-def test_two_optimizers_advance_once(model: nn.Module) -> None:
-    first, second = sgd(model), sgd(model)
-    with Counter() as counter:
-        for ticks in (1, 2, 3):
-            first.step()
-            second.step()
-            assert counter.count == ticks
-
-
-def test_accumulation_advances_with_the_step_alone(model: nn.Module) -> None:
-    optimizer = sgd(model)
-    with Counter() as counter:
-        for _ in range(4):
-            backward(model)
-        optimizer.step()
         assert counter.count == 1
 
 
@@ -254,12 +219,3 @@ def test_one_step_without_a_pass_before_it_ends_no_iteration_and_a_second_one_do
             optimizer.step()
             reached.append(capture.iteration)
     assert reached == [1, 1, 2, 3, 4]
-
-
-def test_an_iteration_by_hand_comes_after_the_running_one(model: nn.Module, tmp_path: Path) -> None:
-    with Capture(tmp_path / "run", advance_on="step") as capture:
-        backward(model)
-        capture.step(3)
-        for earlier in (2, 3):
-            with pytest.raises(UsageError, match=f"iteration {earlier} is not after the running one, 3: give a later"):
-                capture.step(earlier)

@@ -160,12 +160,16 @@ def test_a_step_that_a_scaler_skips_ends_an_iteration_that_says_so(tmp_path: Pat
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     with Capture(tmp_path / "run", master=True, min_iterations=3) as capture:
-        for number, factor in enumerate((1.0, float("inf"), 1.0), start=1):
+        for number, factor in enumerate((1.0, float("inf"), 1.0, float("nan")), start=1):
+            weight = model.first.weight.detach().clone()
             optimizer.zero_grad()
             scaler.scale(model(hidden=batch(2)).sum() * factor).backward()
             scaler.step(optimizer)
             scaler.update()
             assert capture.iteration == number
+            assert torch.equal(model.first.weight, weight) == (factor != 1.0)
+    assert torch.amp.GradScaler.step.__qualname__ == "GradScaler.step"
+    assert not hasattr(torch.amp.GradScaler.step, "__wrapped__")
     run = open_run(tmp_path / "run")
     assert run.iterations == [0, 1, 2]
     assert places(run.select()) == [(number, 0, 0, 2) for number in range(3)]

@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,16 +20,8 @@ from ranktape.capture.writing.recover import find_rings, recover_ring
 from ranktape.errors import CaptureError, RunExistsError, StorageError, UsageError
 from ranktape.storage import IterationState, open_run
 from ranktape.storage.places.urls import open_backend
-from tests.capture.models import NUM_TENSORS, Net, Training, train
-
-
-def steps(model: nn.Module, count: int, *, optimizers: int = 1, width: int = 16) -> None:
-    """Train for some steps; each optimizer steps once in each."""
-    made = [torch.optim.SGD(model.parameters(), lr=0.01) for _ in range(optimizers)]
-    for _ in range(count):
-        model(torch.randn(2, 4, width)).square().mean().backward()
-        for optimizer in made:
-            optimizer.step()
+from tests.capture.models import NUM_TENSORS, Net, Training, captured, steps, train
+from tests.waiting import until
 
 
 def num_hooks(model: nn.Module) -> int:
@@ -55,28 +48,26 @@ def test_nothing_is_attached_outside_of_captured_iterations(tmp_path: Path) -> N
 
 
 def test_a_model_is_found_without_being_given(tmp_path: Path) -> None:
-    with Capture(tmp_path / "run"):
-        steps(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), 1)
-    records = open_run(tmp_path / "run").select()
+    records = captured(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), tmp_path / "run").select()
     assert sorted(set(records.column("module"))) == ["0", "1"]
     assert set(records.column("layer_idx")) == {0, 1}
 
 
 def test_a_layer_alone_is_a_model(tmp_path: Path) -> None:
-    with Capture(tmp_path / "run"):
-        steps(nn.Linear(16, 16), 1)
-    names = sorted(open_run(tmp_path / "run").select().column("tensor_name"))
+    names = sorted(captured(nn.Linear(16, 16), tmp_path / "run").select().column("tensor_name"))
     assert names == ["bias", "grad_bias", "grad_output", "grad_weight", "input", "output", "weight"]
 
 
-def test_two_models_are_told_apart(tmp_path: Path) -> None:
-    models = nn.Sequential(nn.Linear(16, 16)), nn.Sequential(nn.Linear(16, 16))
-    optimizer = torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.01)
-    with Capture(tmp_path / "run"):
+@pytest.mark.parametrize(
+    ("wrap", "modules"), [(nn.Sequential, ["0", "Sequential1.0"]), (lambda layer: layer, ["", "Linear1"])]
+)
+def test_two_models_are_told_apart(wrap: Callable[[nn.Module], nn.Module], modules: list[str], tmp_path: Path) -> None:
+    models = wrap(nn.Linear(16, 16)), wrap(nn.Linear(16, 16))
+    with Capture(tmp_path / "run", advance_on="step") as capture:
         models[1](models[0](torch.randn(2, 16))).sum().backward()
-        optimizer.step()
+        capture.step()
     records = open_run(tmp_path / "run").select(tensor_name="weight")
-    assert sorted(records.column("module")) == ["0", "Sequential1.0"]
+    assert sorted(records.column("module")) == modules
 
 
 def test_two_optimizers_advance_once(tmp_path: Path) -> None:
@@ -101,8 +92,10 @@ def test_iterations_without_an_optimizer(tmp_path: Path) -> None:
         for _ in range(8):
             model(torch.randn(2, 4, 16)).sum().backward()
             capture.step()
-        with pytest.raises(UsageError, match="iteration 3 is not after the running one, 8"):
-            capture.step(3)
+        capture.step(11)
+        for earlier in (3, 11):
+            with pytest.raises(UsageError, match=f"iteration {earlier} is not after the running one, 11: give a later"):
+                capture.step(earlier)
     assert open_run(tmp_path / "run").iterations == [0, 5]
     with Capture(tmp_path / "other") as capture:
         steps(model, 1)
@@ -136,9 +129,7 @@ def test_frozen_layers_and_layers_called_twice(tmp_path: Path) -> None:
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             return self.shared(self.frozen(self.shared(hidden)))  # type: ignore[no-any-return]
 
-    with Capture(tmp_path / "run"):
-        steps(Twice(), 1)
-    run = open_run(tmp_path / "run")
+    run = captured(Twice(), tmp_path / "run")
     assert sorted(run.select(module="frozen").column("tensor_name")) == [
         "bias",
         "grad_input",
@@ -165,11 +156,8 @@ def test_only_what_is_selected_is_recorded(tmp_path: Path, capfd: pytest.Capture
 
 
 def test_no_match_names_the_nearest(tmp_path: Path) -> None:
-    with (
-        pytest.raises(CaptureError, match=r"no module matches --module layer\.0\.up; nearest: .*layers\.0\.up"),
-        Capture(tmp_path / "run", module=("layer.0.up",)),
-    ):
-        steps(Net(), 2)
+    with pytest.raises(CaptureError, match=r"no module matches --module layer\.0\.up; nearest: .*layers\.0\.up"):
+        captured(Net(), tmp_path / "run", shape=(2, 4, 16), module=("layer.0.up",))
 
 
 def test_a_run_that_is_there(tmp_path: Path) -> None:
@@ -191,7 +179,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
         train(Training(steps=1), capture=Capture(tmp_path / "file" / "run"))
 
 
-def test_a_training_that_is_too_short(tmp_path: Path) -> None:
+def test_a_training_that_is_too_short(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     capture = Capture(tmp_path / "run", start=10)
     train(Training(steps=3), capture=capture)
     verdict = capture.close()
@@ -199,6 +187,7 @@ def test_a_training_that_is_too_short(tmp_path: Path) -> None:
     assert "ended after 3 iterations, before the first captured iteration 10" in verdict.message()
     assert "lower --start-at" in verdict.message()
     assert open_run(tmp_path / "run").verdict() == verdict
+    assert capfd.readouterr().err.count("0 of 1 guaranteed iterations") == 1
 
 
 def test_a_training_that_stops_in_the_middle(tmp_path: Path) -> None:
@@ -287,7 +276,9 @@ def test_a_stuck_writer_does_not_end_the_training(tmp_path: Path, capfd: pytest.
     with capture:
         steps(Net(), 1)
         os.kill(writer_pid(capture), signal.SIGSTOP)
+        began = time.monotonic()
         steps(Net(), 49)
+        assert time.monotonic() - began < 5, "a full ring costs one wait, and not one for each tensor"
         os.kill(writer_pid(capture), signal.SIGCONT)
     assert not capture.close().met
     assert "capture disabled itself in iteration" in capfd.readouterr().err
@@ -341,10 +332,9 @@ def test_a_writer_that_is_killed_again_and_again_does_not_end_the_training(
 
 
 def test_settings_that_do_nothing_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with Capture(tmp_path / "run", keep_last=3, compression="zstd"):
-        steps(Net(), 1)
+    run = captured(Net(), tmp_path / "run", shape=(2, 4, 16), keep_last=3, compression="zstd")
     assert "--keep-last 3 deletes nothing, as capture ends after 1 iterations" in capfd.readouterr().err
-    for record in open_run(tmp_path / "run").select():
+    for record in run.select():
         record.read()
 
 
@@ -353,8 +343,7 @@ def test_skipping_makes_room_and_later_iterations_make_up_for_it(tmp_path: Path)
     capture = Capture(tmp_path / "run", min_iterations=1, max_iterations=3, policy="skip", host_budget_nbytes=1 << 20)
     with capture:
         steps(model, 1)
-        while 0 not in open_run(tmp_path / "run").iterations:
-            time.sleep(0.05)
+        until(lambda: 0 in open_run(tmp_path / "run").iterations)
         # The writer stands still while a part of the ring is taken: the next iteration does not fit.
         os.kill(writer_pid(capture), signal.SIGSTOP)
         capture._predicted_nbytes = 1 << 20
@@ -362,10 +351,7 @@ def test_skipping_makes_room_and_later_iterations_make_up_for_it(tmp_path: Path)
         steps(model, 2)
         capture._predicted_nbytes = 1
         os.kill(writer_pid(capture), signal.SIGCONT)
-        deadline = time.monotonic() + 30
-        while not capture._schedule.is_done and time.monotonic() < deadline:
-            steps(model, 1)
-            time.sleep(0.02)
+        until(lambda: steps(model) and capture._schedule.is_done)
     assert capture.close().met
     run = open_run(tmp_path / "run")
     assert len(run.iterations) == 3
@@ -375,83 +361,22 @@ def test_skipping_makes_room_and_later_iterations_make_up_for_it(tmp_path: Path)
     assert run.select(iteration=2).column("iteration").size == 0
 
 
-def test_a_tensor_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
-    class Mapped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen = nn.Linear(16, 16, bias=False)
-            self.linear = nn.Linear(16, 16, bias=False)
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            output = torch.func.vmap(self.linear)(self.seen(hidden))
-            assert isinstance(output, torch.Tensor)
-            return output
-
-    model = Mapped()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Capture(tmp_path / "run"):
-        model(torch.randn(2, 16)).sum().backward()
-        optimizer.step()
-    run = open_run(tmp_path / "run")
-    assert run.iterations == [0]
-    silent = run.status()[0].silent_sites[0]
-    assert silent == {"linear": "it ran inside of a transform of torch.func, whose tensors are not recorded"}
-    assert set(run.select().column("module")) == {"seen"}
-
-
-def test_a_site_that_falls_silent_is_named(tmp_path: Path) -> None:
-    class Fickle(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(16, 16)
-            self.second = nn.Linear(16, 16)
-            self.num_calls = 0
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            self.num_calls += 1
-            hidden = self.first(hidden)
-            return self.second(hidden) if self.num_calls == 1 else hidden
-
-    with Capture(tmp_path / "run", min_iterations=2):
-        steps(Fickle(), 2)
-    first, second = open_run(tmp_path / "run").status()
-    assert first.silent_sites == {}
-    assert second.silent_sites[0] == {"second": "its module was not called"}
-    assert second.num_missing == 7
-
-
 def test_a_budget_that_no_tensor_fits_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    capture = Capture(tmp_path / "run", host_budget_nbytes=1 << 20)
-    with capture:
-        steps(nn.Sequential(nn.Linear(1024, 1024)), 1, width=1024)
-    assert not capture.close().met
+    model = nn.Sequential(nn.Linear(1024, 1024))
+    verdict = captured(model, tmp_path / "run", shape=(8, 1024), host_budget_nbytes=1 << 20).verdict()
+    assert not verdict.met
     assert "raise --host-budget-nbytes" in capfd.readouterr().err
-    assert "does not fit into the host budget" in open_run(tmp_path / "run").verdict().message()
+    assert "does not fit into the host budget" in verdict.message()
 
 
 def test_a_ring_smaller_than_an_iteration_blocks_and_loses_nothing(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
-    capture = Capture(tmp_path / "run", host_budget_nbytes=1 << 20, min_iterations=2)
-    with capture:
-        steps(model, 2, width=256)
-    assert capture.close().met
-    records = open_run(tmp_path / "run").select()
+    run = captured(model, tmp_path / "run", 2, shape=(8, 256), host_budget_nbytes=1 << 20)
+    assert run.verdict().met
+    records = run.select()
     assert records.column("nbytes").sum() > 4 << 20
     for record in records:
         record.read()
-
-
-def test_compiled_models_are_captured(tmp_path: Path) -> None:
-    model = Net()
-    compiled = torch.compile(model, backend="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Capture(tmp_path / "run", start=2):
-        for _ in range(4):
-            compiled(torch.randn(2, 4, 16)).square().mean().backward()
-            optimizer.step()
-    records = open_run(tmp_path / "run").select()
-    assert len(records) == NUM_TENSORS
-    assert "layers.1.attention.query" in records.column("module")
 
 
 def test_arguments_of_a_script(tmp_path: Path) -> None:

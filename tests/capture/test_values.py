@@ -241,20 +241,24 @@ def test_a_layer_that_returns_a_view_of_its_input_has_the_gradient_of_the_view(t
         assert torch.equal(record.tensor(), true[iteration])
 
 
-def weights(url: Path) -> list[tuple[int, str]]:
-    records = open_run(url).select(tensor_name="weight")
+def places(url: Path, name: str = "weight") -> list[tuple[int, str]]:
+    records = open_run(url).select(tensor_name=name)
     return [(record.iteration, record.module) for record in records]
 
 
-def test_a_generation_stores_each_weight_once(tmp_path: Path) -> None:
+def test_a_generation_stores_each_weight_and_each_bias_once(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval()
     with Capture(tmp_path / "run", mode="eval", min_iterations=5), torch.no_grad():
         for token in range(5):
+            if token == 2:
+                model.get_parameter("1.bias").add_(1)
             if token == 3:
                 model.get_parameter("1.weight").mul_(2)
             model(torch.randn(1, token + 1, 8))
-    assert weights(tmp_path / "run") == [(0, "0"), (0, "1"), (3, "1")]
+    assert places(tmp_path / "run") == [(0, "0"), (0, "1"), (3, "1")]
+    assert places(tmp_path / "run", "bias") == [(0, "0"), (0, "1"), (2, "1")]
     run = open_run(tmp_path / "run")
+    assert verify_run(run)["output"] == 10
     assert len(run.select(tensor_name="input")) == 10
     statuses = run.status()
     # What is not stored again is not missing.
@@ -267,7 +271,7 @@ def test_where_iterations_are_removed_each_has_the_weights(tmp_path: Path) -> No
     with Capture(tmp_path / "run", mode="eval", max_iterations=3, keep_last=2), torch.no_grad():
         for _ in range(3):
             model(torch.randn(1, 8))
-    assert weights(tmp_path / "run") == [(1, "0"), (1, "1"), (2, "0"), (2, "1")]
+    assert places(tmp_path / "run") == [(1, "0"), (1, "1"), (2, "0"), (2, "1")]
 
 
 def test_a_training_stores_them_in_each_iteration(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ranktape.capture.staging.process import writer_environment
 from ranktape.storage import open_run
 from tests.exhaustive import exhaustive
 from tests.launch.processes import CHECKOUT, Ended, errors, own_lines, python, torchrun
-from tests.launch.test_runner import LAUNCH, status, write_script
+from tests.launch.test_runner import LAUNCH, command, unmet, write_script
 
 RUN = {"RANKTAPE_CAPTURE": "run"}
 """What a shell exports: record into the folder `run`."""
@@ -184,8 +184,7 @@ def test_the_exit_code_is_the_trainings_own_and_the_run_says_why_it_ended(
     assert ended.stdout.startswith("trained")
     assert errors(ended) == []
     assert "ranktape/launch" not in ended.stderr
-    waited = python("-m", "ranktape.launch.cli", "watch", "run", "--until-complete", "--timeout", "1", cwd=tmp_path)
-    assert waited.returncode != 0
+    assert command("watch", tmp_path / "run", "--until-complete", "--timeout", "1").exit_code != 0
     assert open_run(tmp_path / "run").iterations == [0, 1, 2]
     assert reason in reason_of(tmp_path / "run")
 
@@ -212,7 +211,7 @@ def test_an_unmet_minimum_is_told_with_the_command_that_tells_a_shell(tmp_path: 
     (line,) = [line for line in own_lines(ended) if "guaranteed iterations" in line]
     assert "1 of 3 guaranteed iterations are stored complete" in line
     assert "'ranktape status run --require-minimum' tells a shell" in line
-    assert status(tmp_path / "run", "--require-minimum").returncode == 3
+    assert unmet(tmp_path / "run")
 
 
 # Users' mistakes.

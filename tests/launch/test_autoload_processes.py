@@ -11,21 +11,65 @@ from ranktape.storage import open_run
 from tests.exhaustive import exhaustive
 from tests.launch.processes import PLAIN, errors, own_lines, python, torchrun
 from tests.launch.test_autoload import RUN, contents, reason_of, run_script
-from tests.launch.test_runner import LAUNCH, WITH_WORKERS, check_resumed, write_script
+from tests.launch.test_runner import LAUNCH, write_script
 
 ALIKE = exhaustive("it takes the way of its neighbours")
 
 
-@pytest.mark.parametrize("method", [pytest.param("spawn", marks=exhaustive("in make test they are forked")), "fork"])
-def test_data_workers_record_nothing(method: str, tmp_path: Path) -> None:
+WITH_WORKERS = """
+    import sys
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset
+
+    class Numbers(Dataset):
+        def __len__(self): return 12
+        def __getitem__(self, index): return nn.Linear(8, 8)(torch.full((1, 8), float(index))).detach()[0] * 0 + index
+
+    def main():
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context=sys.argv[1])
+        for batch in loader:
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(f"step {loss.item().hex()}\\n", end="", flush=True)
+
+    # In one write: several processes share stdout.
+    print(f"loaded as {__name__}\\n", end="", flush=True)
+    if __name__ == "__main__":
+        main()
+"""
+
+
+DOORS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "launcher": ((*LAUNCH, "--capture", "run", "--min-iterations", "3"), {}),
+    "variable": ((), {**RUN, "RANKTAPE_MIN_ITERATIONS": "3"}),
+}
+"""The words before a script and the variables that have three of its iterations recorded."""
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    ("method", "num_loads"),
+    [pytest.param("spawn", 2, marks=exhaustive("in make test they are forked")), ("fork", 0)],
+)
+def test_data_workers_train_nothing_and_record_nothing(method: str, num_loads: int, door: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(WITH_WORKERS))
     plain = python("train.py", method, cwd=tmp_path)
-    ended = python("train.py", method, cwd=tmp_path, env={**RUN, "RANKTAPE_MIN_ITERATIONS": "3"})
+    words, environment = DOORS[door]
+    ended = python(*words, "train.py", method, cwd=tmp_path, env=environment)
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.splitlines()) == sorted(plain.stdout.splitlines())
+    assert ended.stdout.count("loaded as __mp_main__") == num_loads
+    assert ended.stdout.count("step") == 3
     assert errors(ended) == []
     run = open_run(tmp_path / "run")
     assert run.iterations == [0, 1, 2]
+    # One linear layer, whose input needs no gradient: three values and a bias, three of their gradients.
     assert len(run.select()) == 3 * 7
 
 
@@ -218,20 +262,6 @@ def test_the_launcher_records_the_ranks_of_accelerates_launcher(tmp_path: Path) 
     ended = python(*LAUNCH, "--capture", "run", "--min-iterations", "2", "train.py", cwd=tmp_path)
     assert (ended.returncode, errors(ended)) == (0, []), ended.stderr
     assert "run holds 2 iterations of 2 ranks" in own_lines(ended)[-1]
-
-
-@exhaustive("test_runner.py restarts, and another launch resumes in the same way")
-@pytest.mark.distributed
-def test_a_restart_by_torchrun_is_recorded_too(tmp_path: Path) -> None:
-    fails = """
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            raise RuntimeError("a bad node")
-    """
-    shorter = "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os.environ['STEPS'] = '1'"
-    write_script(tmp_path, before=shorter, after=fails)
-    environment = {**RUN, "RANKTAPE_MIN_ITERATIONS": "3"}
-    ended = torchrun("train.py", cwd=tmp_path, options=["--max-restarts=1"], env=environment)
-    check_resumed(ended, tmp_path / "run")
 
 
 @pytest.mark.distributed

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 
 from ranktape.errors import CaptureError, RunNotFoundError
 from ranktape.launch import stop, trigger
@@ -24,6 +25,7 @@ from ranktape.storage.format.control import read_answer
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.places.urls import open_backend
 from tests.launch.processes import Ended, python, torchrun
+from tests.launch.test_runner import command
 from tests.s3 import S3Server
 from tests.storage.flaky import SLOW, flaky_proxy
 from tests.waiting import until
@@ -113,10 +115,6 @@ def training(folder: Path, *options: str, **more: Any) -> Iterator[Training]:
         found.end()
 
 
-def command(*words: str | Path, cwd: Path) -> Ended:
-    return python("-m", "ranktape.launch.cli", *words, cwd=cwd)
-
-
 def check_sound(url: str) -> None:
     """That nothing is damaged, and every iteration is complete."""
     assert not [one.text() for one in check_run(open_backend(url), deep=True).findings if one.is_error]
@@ -140,14 +138,14 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             thread.join()
         said["together"] = together
         said["select"] = trigger(one.url, select=["operation=forward tensor_name=input every=7 keep=statistics"])
-        said["command"] = command("trigger", one.url, "--layer-idx", "1", "--phase", "pre", "--json", cwd=folder)
+        said["command"] = command("trigger", one.url, "--layer-idx", "1", "--phase", "pre", "--json")
         said["refused"] = [
-            command("trigger", one.url, "--layer-type", "hidden", cwd=folder),
-            command("trigger", one.url, "--where", "loss > 3", cwd=folder),
-            command("trigger", one.url, "--iterations", "0", cwd=folder),
+            command("trigger", one.url, "--layer-type", "hidden"),
+            command("trigger", one.url, "--where", "loss > 3"),
+            command("trigger", one.url, "--iterations", "0"),
         ]
         one.wait_for(one.has(*said["select"].iterations, *json.loads(said["command"].stdout)["iterations"]))
-        said["stop"] = command("stop", one.url, cwd=folder)
+        said["stop"] = command("stop", one.url)
         said["stop again"] = stop(one.url)
         with pytest.raises(CaptureError, match=r"refuses: the capture ends before iteration \d+, as \S+ asked"):
             trigger(one.url)
@@ -192,8 +190,8 @@ class TestAnswers:
         assert sorted(set(records.column("rank"))) == [0, 1]
 
     def test_the_command_says_what_will_be(self, asked: dict[str, Any]) -> None:
-        ended: Ended = asked["command"]
-        assert ended.returncode == 0, ended.stderr
+        ended: Result = asked["command"]
+        assert ended.exit_code == 0, ended.stderr
         reply = json.loads(ended.stdout)
         assert reply.keys() == {"run", "request", "is_answered", "iterations", "num_ranks", "is_held"}
         records = open_run(asked["url"]).select(iteration=reply["iterations"][0])
@@ -201,15 +199,15 @@ class TestAnswers:
 
     def test_mistakes_are_refused_before_anything_is_asked(self, asked: dict[str, Any]) -> None:
         kinds, where, number = asked["refused"]
-        assert (kinds.returncode, where.returncode, number.returncode) == (2, 2, 2)
+        assert (kinds.exit_code, where.exit_code, number.exit_code) == (2, 2, 2)
         assert "the capture attaches to linear, attention only: 'hidden' cannot be asked for" in kinds.stderr
         assert "loss" in where.stderr
         assert "--iterations 0 is not allowed: give 1 to 1000" in number.stderr
 
     def test_the_capture_is_stopped_and_the_training_goes_on(self, asked: dict[str, Any]) -> None:
-        ended: Ended = asked["stop"]
+        ended: Result = asked["stop"]
         again: ControlReply = asked["stop again"]
-        assert ended.returncode == 0, ended.stderr
+        assert ended.exit_code == 0, ended.stderr
         (first,) = again.iterations
         assert ended.stdout == f"the capture ends before iteration {first} on all 2 ranks\n"
         verdict = open_run(asked["url"]).verdict()
@@ -251,7 +249,7 @@ def test_a_run_that_is_not_there(tmp_path: Path) -> None:
     for ask in (trigger, stop):
         with pytest.raises(RunNotFoundError, match="there is no run at"):
             ask(tmp_path / "nothing")
-    assert command("trigger", tmp_path / "nothing", cwd=tmp_path).returncode == 1
+    assert command("trigger", tmp_path / "nothing").exit_code == 1
 
 
 def test_a_run_that_cannot_be_written(tmp_path: Path) -> None:
@@ -306,8 +304,8 @@ def test_nobody_answers_whose_rank_0_is_gone(tmp_path: Path) -> None:
     backend = open_backend(one.url)
     attempt = read_attempts(backend)[-1]
     backend.delete(f"{attempt.path}/verdict/zarr.json")  # as if its writer had been lost before
-    ended = command("trigger", one.url, "--timeout-seconds", "1", cwd=tmp_path)
-    assert ended.returncode == 1
+    ended = command("trigger", one.url, "--timeout-seconds", "1")
+    assert ended.exit_code == 1
     assert "did not answer within 1 s: its rank 0 may be lost" in ended.stderr
     assert ended.stdout == ""
     left = trigger(one.url, no_wait=True)
@@ -336,8 +334,8 @@ def test_a_flight_recorder_stores_what_it_holds(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         one.wait_for(lambda: len(open_run(one.url).iterations) >= 3)
-        ended = command("trigger", one.url, "--json", cwd=tmp_path)
-        assert ended.returncode == 0, ended.stderr
+        ended = command("trigger", one.url, "--json")
+        assert ended.exit_code == 0, ended.stderr
         assert json.loads(ended.stdout)["is_held"]
     finally:
         (tmp_path / "end").touch()

@@ -6,7 +6,6 @@ import json
 import os
 from pathlib import Path
 
-import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -130,28 +129,3 @@ def test_a_folder_is_listed_without_torch(files: Path) -> None:
     )
     done = python("-c", source, cwd=files)
     assert done.returncode == 0, done.stderr
-
-
-def test_help_imports_nothing_heavy() -> None:
-    for name, place in COMMANDS.items():
-        source = f"import sys, {place.partition(':')[0]}; print(*sys.modules)"
-        done = python("-c", source, cwd=Path.cwd(), is_forked=False)
-        assert not {"torch", "zarr", "numpy", "numba", "rich"} & set(done.stdout.split()), name
-
-
-def test_the_options_are_frozen() -> None:
-    group = RanktapeGroup("ranktape", lazy=COMMANDS)
-    context = click.Context(group)
-    found = {name: {option.name for option in group.get_command(context, name).params} for name in COMMANDS}  # type: ignore[union-attr]
-    assert found["import"] == {"folder", "run", "skip_unreadable", "overwrite", "storage_options"}
-    assert found["export"] > {
-        "run",
-        "target",
-        "to",
-        "form",
-        "per_sample",
-        "overwrite",
-        "where",
-        "rank",
-        "skip_unreadable",
-    }

@@ -168,6 +168,10 @@ def test_a_place_without_runs_says_so(tmp_path: Path) -> None:
     [
         (["check", "rnu"], 1, r"Error: there is no run at .*rnu: check the URL; beside it there is run\n"),
         (["status", "rnu"], 1, r"beside it there is run\n"),
+        (["status", "rnu", "--require-minimum"], 1, r"Error: there is no run at .*rnu"),
+        (["status", "nosuch://bucket/run"], 2, r"Error: .*nosuch"),
+        (["status", "run", "--storage-options", "{"], 2, r"Error: --storage-options is not JSON"),
+        (["status"], 2, r"Missing argument 'RUN'"),
         (["repair", "rnu"], 1, r"beside it there is run\n"),
         (["cp", "rnu", "copy"], 1, r"beside it there is run\n"),
         (["watch", "rnu"], 1, r"beside it there is run\n"),

@@ -7,7 +7,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
+from ranktape.launch.cli import cli
 from ranktape.storage import open_run
 from tests.exhaustive import exhaustive
 from tests.launch.processes import PLAIN, Ended, errors, own_lines, python, torchrun
@@ -41,9 +43,14 @@ def write_script(folder: Path, *, after: str = "", before: str = "", name: str =
     return path
 
 
-def status(url: Path, *words: str) -> Ended:
-    """What `ranktape status` says of a run."""
-    return python("-m", "ranktape.launch.cli", "status", url, *words, cwd=url.parent)
+def command(name: str, url: str | Path, *words: str) -> Result:
+    """What a command answers about a run, in this process."""
+    return CliRunner().invoke(cli, [name, str(url), *words])
+
+
+def unmet(url: Path) -> bool:
+    """Whether a shell is told that the minimum is not there."""
+    return command("status", url, "--require-minimum").exit_code == 3
 
 
 # One process: what the launcher says and returns.
@@ -124,11 +131,11 @@ def test_a_training_that_is_too_short_is_an_error_that_names_what_is_missing(tmp
     (error,) = errors(ended)
     assert "1 of 3 guaranteed iterations are stored complete" in error
     assert "Traceback" not in ended.stderr
-    demanded = status(url, "--require-minimum")
-    assert demanded.returncode == 3
+    demanded = command("status", url, "--require-minimum")
+    assert demanded.exit_code == 3
     assert "1 of 3 guaranteed iterations" in demanded.stdout
     assert "Error: minimum not met: 1 of 3" in demanded.stderr
-    assert status(url).returncode == 0
+    assert command("status", url).exit_code == 0
 
 
 def test_a_script_that_ends_before_the_first_captured_iteration_is_an_error(tmp_path: Path) -> None:
@@ -235,53 +242,6 @@ def test_a_mistake_met_before_the_training_or_in_it_is_one_line(
     assert ended.stdout == ""
 
 
-WITH_WORKERS = """
-    import sys
-    import torch
-    from torch import nn
-    from torch.utils.data import DataLoader, Dataset
-
-    class Numbers(Dataset):
-        def __len__(self): return 12
-        def __getitem__(self, index): return nn.Linear(8, 8)(torch.full((1, 8), float(index))).detach()[0] * 0 + index
-
-    def main():
-        torch.manual_seed(0)
-        model = nn.Linear(8, 8)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        loader = DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context=sys.argv[1])
-        for batch in loader:
-            loss = model(batch).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            print(f"step {loss.item().hex()}\\n", end="", flush=True)
-
-    # In one write: several processes share stdout.
-    print(f"loaded as {__name__}\\n", end="", flush=True)
-    if __name__ == "__main__":
-        main()
-"""
-
-
-@pytest.mark.parametrize(
-    ("method", "num_loads"),
-    [pytest.param("spawn", 2, marks=exhaustive("the variable does, in test_autoload_processes.py")), ("fork", 0)],
-)
-def test_data_workers_train_nothing_and_record_nothing(method: str, num_loads: int, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(textwrap.dedent(WITH_WORKERS))
-    plain = python("train.py", method, cwd=tmp_path)
-    ended = python(*LAUNCH, "--capture", "run", "--min-iterations", "3", "train.py", method, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert sorted(ended.stdout.splitlines()) == sorted(plain.stdout.splitlines())
-    assert ended.stdout.count("loaded as __mp_main__") == num_loads
-    assert ended.stdout.count("step") == 3
-    run = open_run(tmp_path / "run")
-    assert run.iterations == [0, 1, 2]
-    # One linear layer, whose input needs no gradient: three values and a bias, three of their gradients.
-    assert len(run.select()) == 3 * 7
-
-
 # Two ranks over gloo.
 
 
@@ -325,10 +285,10 @@ def test_every_rank_is_there_with_four_microbatches_apart(captured: tuple[Path, 
 @pytest.mark.distributed
 def test_status_tells_people_and_programs_that_the_minimum_is_there(captured: tuple[Path, Ended, Ended]) -> None:
     url, _, _ = captured
-    told = status(url, "--require-minimum")
-    assert told.returncode == 0, told.stderr
+    told = command("status", url, "--require-minimum")
+    assert told.exit_code == 0, told.stderr
     assert "minimum met: 2 of 2 guaranteed iterations are stored complete (1, 3)" in told.stdout
-    document = json.loads(status(url, "--json").stdout)
+    document = json.loads(command("status", url, "--json").stdout)
     assert [row["state"] for row in document["iterations"]] == ["complete", "complete"]
     assert document["verdict"]["met"] is True
     assert all(row["num_records"] > 0 and row["nbytes"] > 0 for row in document["iterations"])
@@ -386,12 +346,19 @@ def check_resumed(ended: Ended, url: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_restart_by_torchrun_resumes_by_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "env"),
+    [
+        ((*LAUNCH, "--capture", "run", "--min-iterations", "3"), {}),
+        pytest.param((), {"RANKTAPE_CAPTURE": "run", "RANKTAPE_MIN_ITERATIONS": "3"}, marks=ALIKE),
+    ],
+    ids=["launcher", "variable"],
+)
+def test_a_restart_by_torchrun_resumes_by_itself(words: tuple[str, ...], env: dict[str, str], tmp_path: Path) -> None:
     # No process group: the ranks of the capture meet in torchrun's store, which outlives the restart.
     shorter = "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os.environ['STEPS'] = '1'"
     write_script(tmp_path, before=shorter, after=FAILING)
-    words = (*LAUNCH, "--capture", "run", "--min-iterations", "3", "train.py")
-    ended = torchrun(*words, cwd=tmp_path, options=["--max-restarts=1"])
+    ended = torchrun(*words, "train.py", cwd=tmp_path, options=["--max-restarts=1"], env=env)
     check_resumed(ended, tmp_path / "run")
 
 
@@ -422,7 +389,7 @@ def test_an_unmet_minimum_does_not_make_torchrun_train_again(tmp_path: Path) -> 
     assert errors(ended) == []
     (warning,) = [line for line in own_lines(ended) if "guaranteed iterations" in line]
     assert "ranktape status run --require-minimum" in warning
-    assert status(tmp_path / "run", "--require-minimum").returncode == 3
+    assert unmet(tmp_path / "run")
 
 
 CONFIG = """\

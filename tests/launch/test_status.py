@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from pathlib import Path
 from typing import Any
 
-import pytest
-from click.testing import CliRunner
-
-from ranktape.launch.cli import cli
 from ranktape.launch.run_status import COUNTED, RunStatus, verdict_line
 from ranktape.storage import IterationState, IterationStatus, RunVerdict
 from ranktape.storage.format.status import judge
 
+
+def iteration_status(iteration: int, **fields: Any) -> IterationStatus:
+    """An iteration of two ranks of which only rank 0 has committed anything."""
+    usual: dict[str, Any] = {
+        "attempt": 0,
+        "state": IterationState.PARTIAL,
+        "expected_ranks": [0, 1],
+        "committed_ranks": [0],
+        "missing": {1: "its process ended"},
+        "silent_sites": {},
+        "num_records": 0,
+        "nbytes": 0,
+    }
+    return IterationStatus(iteration=iteration, **(usual | fields))
+
+
 STATUSES = [
-    IterationStatus(
-        iteration=2,
-        attempt=0,
+    iteration_status(
+        2,
         state=IterationState.COMPLETE,
-        expected_ranks=[0, 1],
         committed_ranks=[0, 1],
         missing={},
-        silent_sites={0: {"layers.0.query grad_input": "no gradient"}, 1: {"layers.0.query grad_input": "no gradient"}},
+        silent_sites={rank: {"layers.0.query grad_input": "no gradient"} for rank in (0, 1)},
         num_records=12,
         nbytes=3_000_000,
         num_expected=14,
@@ -31,17 +39,7 @@ STATUSES = [
         num_missing=2,
         compiled="in its graphs",
     ),
-    IterationStatus(
-        iteration=4,
-        attempt=0,
-        state=IterationState.PARTIAL,
-        expected_ranks=[0, 1],
-        committed_ranks=[0],
-        missing={1: "its process ended"},
-        silent_sites={},
-        num_records=0,
-        nbytes=0,
-    ),
+    iteration_status(4),
 ]
 
 UNMET = RunVerdict(met=False, required=2, complete=[2], missing=["iteration 4 is partial (rank 1: gone)"], final=True)
@@ -111,17 +109,8 @@ def test_an_open_run_may_still_change_its_verdict() -> None:
 
 
 def test_many_missing_ranks_are_counted_in_text_and_all_named_in_json() -> None:
-    many = IterationStatus(
-        iteration=0,
-        attempt=0,
-        state=IterationState.OPEN,
-        expected_ranks=list(range(10)),
-        committed_ranks=[],
-        missing=dict.fromkeys(range(10), "not yet"),
-        silent_sites={},
-        num_records=0,
-        nbytes=0,
-    )
+    ranks = range(10)
+    many = iteration_status(0, expected_ranks=[*ranks], committed_ranks=[], missing=dict.fromkeys(ranks, "not yet"))
     (missing,) = RunStatus(run="x", iterations=[many], verdict=None).table().column("missing")
     assert missing == "rank 0: not yet; rank 1: not yet; rank 2: not yet; rank 3: not yet; and 6 more"
     assert len(RunStatus(run="x", iterations=[many], verdict=None).to_json()["iterations"][0]["missing"]) == 10
@@ -129,17 +118,7 @@ def test_many_missing_ranks_are_counted_in_text_and_all_named_in_json() -> None:
 
 def test_what_a_stranger_wrote_does_not_command_the_terminal() -> None:
     evil = "\x1b]0;owned\x07\n"
-    status = IterationStatus(
-        iteration=0,
-        attempt=0,
-        state=IterationState.PARTIAL,
-        expected_ranks=[0],
-        committed_ranks=[],
-        missing={0: evil},
-        silent_sites={0: {f"a{evil}": f"b{evil}"}},
-        num_records=0,
-        nbytes=0,
-    )
+    status = iteration_status(0, missing={0: evil}, silent_sites={0: {f"a{evil}": f"b{evil}"}})
     verdict = RunVerdict(met=False, required=1, complete=[], missing=[evil], final=True)
     text = RunStatus(run=f"runs/{evil}", iterations=[status], verdict=verdict).table().to_text()
     assert "owned" in text
@@ -147,24 +126,3 @@ def test_what_a_stranger_wrote_does_not_command_the_terminal() -> None:
     assert r"not recorded (b\x1b]0;owned\x07\n): a\x1b]0;owned\x07\n" in text
     assert verdict_line(verdict).isprintable()
     assert RunStatus(run="x", iterations=[status], verdict=verdict).to_json()["iterations"][0]["missing"] == {0: evil}
-
-
-@pytest.mark.parametrize(
-    ("words", "exit_code", "match"),
-    [
-        (["missing"], 1, "Error: there is no run at .*missing: check the URL\n"),
-        (["missing", "--require-minimum"], 1, "Error: there is no run at .*missing"),
-        (["missing", "--storage-options", "{"], 2, "Error: --storage-options is not JSON"),
-        (["nosuch://bucket/run"], 2, "Error: .*nosuch"),
-        ([], 2, "Missing argument 'RUN'"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_run_that_cannot_be_read_is_one_line(
-    words: list[str], exit_code: int, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(cli, ["status", *words])
-    assert result.exit_code == exit_code
-    assert result.stdout == ""
-    assert re.search(match, result.stderr), result.stderr
