@@ -54,7 +54,7 @@ class Block(nn.Module):
         self.attention = Attention()
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden))

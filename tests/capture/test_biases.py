@@ -15,10 +15,7 @@ from torch.nn.utils import parametrize
 from ranktape.capture import Capture
 from ranktape.storage import Record, Run, open_run
 from tests.capture.models import captured
-from tests.capture.test_parallel import torchrun
 from tests.capture.verify import verify_run
-
-PROGRAM = Path(__file__).parent / "programs" / "biases.py"
 
 
 class Bare(nn.Module):
@@ -163,35 +160,6 @@ def test_gradients_of_biases_are_those_of_autograd(tmp_path: Path, *, is_autocas
         assert torch.equal(records["grad_bias"].tensor(), bias.grad)
         assert torch.equal(records["bias"].tensor(), bias)
     assert_nothing_missing(run)
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_what_ranks_hold_of_a_bias_is_put_together(tmp_path: Path) -> None:
-    out = torchrun(tmp_path / "out", ("tp", "fsdp"), num_ranks=2, program=PROGRAM)
-    found = {way: open_run(out / f"{way}.run") for way in ("tp", "fsdp")}
-    words = {
-        way: {
-            (record.module, record.tensor_name): record.placement["placements"]
-            for record in run.select(rank=0)
-            if record.placement is not None and record.tensor_name.endswith("bias")
-        }
-        for way, run in found.items()
-    }
-    assert words["tp"]["up", "bias"] == words["tp"]["up", "grad_bias"] == ["shard(0)"]
-    assert words["tp"]["down", "bias"] == ["replicate"]
-    assert words["fsdp"]["up", "bias"] == ["replicate"]
-    assert words["fsdp"]["up", "master_bias"] == words["fsdp"]["up", "reduced_grad_bias"] == ["shard(0)"]
-    for run in found.values():
-        assert_nothing_missing(run)
-        whole = {
-            (view.records[0].module, view.records[0].tensor_name): view.tensor()
-            for view in run.select(operation="forward").assemble()
-        }
-        for module in ("up", "down"):
-            given, weight, bias, output = (whole[module, name] for name in ("input", "weight", "bias", "output"))
-            torch.testing.assert_close(output, F.linear(given, weight, bias), rtol=1e-14, atol=1e-15)
-            assert torch.equal(whole[module, "master_bias"], bias)
 
 
 def test_a_bias_of_another_type_than_its_weight_is_no_obstacle_under_autocast(tmp_path: Path) -> None:
