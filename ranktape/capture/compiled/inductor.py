@@ -31,6 +31,7 @@ from torch._inductor.custom_graph_pass import (
 )
 from torch.utils import _pytree as pytree
 
+from ranktape.capture.compiled.kept import is_kept, is_rounded
 from ranktape.capture.compiled.operator import is_of_gradient, tap_operator
 
 
@@ -124,7 +125,7 @@ def _with_taps(graph: fx.Graph, known: _Taps, missing: dict[int, str]) -> tuple[
     nodes = {node.name: node for node in graph.nodes}
     for tap in taken:
         value = nodes.get(tap.value)
-        if value is not None and _is_rounded(value) and not _is_kept(value):
+        if value is not None and is_rounded(value) and not is_kept(value):
             missing[tap.site] = FUSED
     own = _Replaced(_Taps([tap for tap in taken if tap.site not in missing], {**known.recipes, **recipes}))
     return (*get_custom_graph_passes(config.post_grad_custom_post_pass), own)
@@ -171,7 +172,7 @@ def put_taps(graph: fx.Graph, taps: Sequence[Tapped], recipes: Origins, *, is_la
     """
     for tap in taps:
         value = _find(graph, tap.value, recipes)
-        if is_last and not _is_kept(value):
+        if is_last and not is_kept(value):
             value = _again(graph, value, {})
         ticket = next(node for node in graph.nodes if node.name == tap.ticket)
         with graph.inserting_after(_after(graph, value, ticket)):
@@ -228,7 +229,7 @@ def _find(graph: fx.Graph, name: str, recipes: Origins) -> Any:
 
 def _again(graph: fx.Graph, node: Any, made: dict[fx.Node, fx.Node]) -> Any:
     """The node computed once more, from what is kept."""
-    if _is_kept(node) or len(made) >= _MAX_AGAIN:
+    if is_kept(node) or len(made) >= _MAX_AGAIN:
         return node
     if node not in made:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: _again(graph, one, made))
@@ -241,56 +242,6 @@ def _again(graph: fx.Graph, node: Any, made: dict[fx.Node, fx.Node]) -> Any:
 
 _MAX_AGAIN = 64
 """Operations that are computed once more for one tap."""
-
-
-def _is_kept(node: fx.Node) -> bool:
-    """Whether what a node gives is in memory also where nobody records it."""
-    if not _is_fused(node):
-        return True
-    seen, waiting = {node}, [node]
-    while waiting:
-        for user in waiting.pop().users:
-            if user.op == "output" or getattr(user.target, "overloadpacket", None) in _products():
-                return True
-            if _is_view(user) and user not in seen:
-                seen.add(user)
-                waiting.append(user)
-    return _is_view(node) and isinstance(node.args[0], fx.Node) and _is_kept(node.args[0])
-
-
-def _is_rounded(node: fx.Node) -> bool:
-    """Whether a value is rounded to fewer bits where it is kept."""
-    value = node.meta.get("val")
-    return (
-        isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize < torch.float32.itemsize
-    )
-
-
-def _is_view(node: fx.Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "is_view", False)
-
-
-def _is_fused(node: fx.Node) -> bool:
-    """Whether code generation may compute a node within what uses it."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001
-        return False
-    if node.target.overloadpacket in _products():
-        return config.max_autotune or config.max_autotune_gemm
-    return _is_view(node) or torch.Tag.pointwise in node.target.tags or node.target.overloadpacket in _read()
-
-
-@functools.cache
-def _products() -> frozenset[Any]:
-    """Operations that have their operands in memory, and their result but where kernels are chosen by their time."""
-    aten = torch.ops.aten
-    return frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm})  # noqa: SLF001
-
-
-@functools.cache
-def _read() -> frozenset[Any]:
-    """Operations that are computed within what uses them, though torch does not say so."""
-    aten, prims = torch.ops.aten, torch.ops.prims
-    return frozenset({aten.embedding, aten.index, aten._to_copy, aten.clone, prims.convert_element_type})  # noqa: SLF001
 
 
 def _nodes_in(arguments: Any) -> list[fx.Node]:
@@ -370,7 +321,8 @@ class _Replaced(CustomGraphPass):
 
     def uuid(self) -> Any:
         """What tells it from other passes."""
-        return get_hash_for_files((__file__,), str(self._taps.taken))
+        recipes = [(name, str(one.target), one.args, one.kwargs) for name, one in self._taps.recipes.items()]
+        return get_hash_for_files((__file__,), str((self._taps.taken, recipes)))
 
 
 class _Partitioner(CustomPartitionerFn):
@@ -393,6 +345,10 @@ class _Partitioner(CustomPartitionerFn):
     def uuid(self) -> Any:
         """What tells it from other partitioners."""
         return "ranktape"
+
+    def __reduce__(self) -> Any:
+        """Its name: inductor's cache makes a key of all settings, and what is in here has tensors without values."""
+        return str, (self.uuid(),)
 
 
 def _arrived(backward: fx.Graph, taken: Sequence[Tapped]) -> list[Tapped]:
