@@ -7,7 +7,6 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from ranktape.capture.staging.process import writer_environment
 from ranktape.storage import open_run
 from tests.exhaustive import exhaustive
 from tests.launch.processes import CHECKOUT, Ended, errors, own_lines, python, torchrun
-from tests.launch.test_runner import LAUNCH, command, unmet, write_script
+from tests.launch.test_runner import LAUNCH, command, contents, unmet, write_script
 
 RUN = {"RANKTAPE_CAPTURE": "run"}
 """What a shell exports: record into the folder `run`."""
@@ -29,11 +28,6 @@ def run_script(folder: Path, source: str, *words: str, **environment: str) -> En
 
 
 ALIKE = exhaustive("it takes the way of its neighbours")
-
-
-def contents(url: Path) -> list[dict[str, Any]]:
-    """Everything that the records of a run say, but for the time at which they were taken."""
-    return [record.info.to_json() | {"timestamp": 0} for record in open_run(url).select()]
 
 
 def reason_of(url: Path) -> str:
@@ -137,8 +131,9 @@ DRAWS = """
 def test_the_launcher_and_the_variable_record_the_same(tmp_path: Path) -> None:
     seeds = "import random, numpy\nrandom.seed(1)\nnumpy.random.seed(1)"
     write_script(tmp_path, before=seeds, after=DRAWS)
-    words = ("train.py", "--help", "--capture", "other")
+    words = ("train.py", "--help", "--capture", "other", "-m", "--", "--min-iterations=0")
     plain = python(*words, cwd=tmp_path)
+    assert str(list(words)) in plain.stdout
     launched = python(*LAUNCH, "--capture", "launched", "--start-at", "1", *words, cwd=tmp_path)
     ended = python(*words, cwd=tmp_path, env={**RUN, "RANKTAPE_START": "1"})
     assert ended.returncode == 0, ended.stderr
@@ -149,6 +144,7 @@ def test_the_launcher_and_the_variable_record_the_same(tmp_path: Path) -> None:
     assert "ranktape status launched; ranktape analyze report launched -o report.html" in last
     assert open_run(tmp_path / "run").iterations == [1]
     assert contents(tmp_path / "run") == contents(tmp_path / "launched")
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_module_an_isolated_interpreter_and_a_command_are_recorded(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from ranktape.storage import open_run
 from tests.exhaustive import exhaustive
 from tests.launch.processes import PLAIN, errors, own_lines, python, torchrun
-from tests.launch.test_autoload import RUN, contents, reason_of, run_script
+from tests.launch.test_autoload import RUN, reason_of, run_script
 from tests.launch.test_runner import LAUNCH, write_script
 
 ALIKE = exhaustive("it takes the way of its neighbours")
@@ -144,21 +144,6 @@ def test_a_capture_of_the_script_takes_the_place_of_ours(warm_up: int, tmp_path:
     assert (tmp_path / "run").exists() == bool(warm_up)
     if warm_up:
         assert "the training began a capture of its own" in reason_of(tmp_path / "run")
-
-
-@pytest.mark.distributed
-def test_two_ranks_record_what_the_launcher_records_and_train_the_same(tmp_path: Path) -> None:
-    words = (PLAIN, "--steps", "4", "--micro-batches", "2")
-    plain = torchrun(*words, cwd=tmp_path)
-    options = ("--start-at", "1", "--every", "2", "--min-iterations", "2")
-    launched = torchrun(*LAUNCH, "--capture", "launched", *options, *words, cwd=tmp_path)
-    environment = {"RANKTAPE_START": "1", "RANKTAPE_EVERY": "2", "RANKTAPE_MIN_ITERATIONS": "2"}
-    ended = torchrun(*words, cwd=tmp_path, env={**RUN, **environment})
-    assert ended.returncode == 0, ended.stderr
-    # The last line is the exact loss.
-    assert ended.stdout == plain.stdout == launched.stdout
-    assert open_run(tmp_path / "run").iterations == [1, 3]
-    assert contents(tmp_path / "run") == contents(tmp_path / "launched")
 
 
 @pytest.mark.distributed

@@ -89,8 +89,8 @@ class Training:
 
     def wait_for(self, holds: Callable[[], bool]) -> None:
         """Until something holds, while it runs."""
-        until(lambda: not self._thread.is_alive() or _is_so(holds), seconds=120)
-        assert self._thread.is_alive(), self._ended
+        until(lambda: _is_so(holds) or not self._thread.is_alive(), seconds=120)
+        assert self._thread.is_alive() or _is_so(holds), self._ended
 
     def has(self, *iterations: int) -> Callable[[], bool]:
         """Whether these are stored complete."""

@@ -11,8 +11,7 @@ import pytest
 from ranktape.storage import open_run
 from tests.exhaustive import exhaustive
 from tests.launch.processes import Ended, own_lines, python
-from tests.launch.test_autoload import contents
-from tests.launch.test_runner import LAUNCH
+from tests.launch.test_runner import LAUNCH, contents
 
 MODELS = """
     import torch

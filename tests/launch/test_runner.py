@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -53,19 +54,12 @@ def unmet(url: Path) -> bool:
     return command("status", url, "--require-minimum").exit_code == 3
 
 
+def contents(url: Path) -> list[dict[str, Any]]:
+    """Everything that the records of a run say, but for the time at which they were taken."""
+    return [record.info.to_json() | {"timestamp": 0} for record in open_run(url).select()]
+
+
 # One process: what the launcher says and returns.
-
-
-def test_the_script_gets_its_own_arguments_untouched(tmp_path: Path) -> None:
-    write_script(tmp_path)
-    words = ("train.py", "--help", "--capture", "other", "-m", "--", "--min-iterations=0")
-    plain = python(*words, cwd=tmp_path)
-    ended = python(*LAUNCH, "--capture", "run", "--start-at", "1", *words, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == plain.stdout
-    assert "['train.py', '--help', '--capture', 'other', '-m', '--', '--min-iterations=0']" in ended.stdout
-    assert open_run(tmp_path / "run").iterations == [1]
-    assert not (tmp_path / "other").exists()
 
 
 def test_a_module_is_run_as_python_does(tmp_path: Path) -> None:
@@ -245,14 +239,16 @@ def test_a_mistake_met_before_the_training_or_in_it_is_one_line(
 # Two ranks over gloo.
 
 
+TRAINING = (PLAIN, "--steps", "6", "--micro-batches", "4")
+
+
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended, Ended]:
     """A run of two ranks with four microbatches, what its training printed, and what it prints without us."""
     folder = tmp_path_factory.mktemp("captured")
-    words = (PLAIN, "--steps", "6", "--micro-batches", "4")
-    plain = torchrun(*words, cwd=folder)
+    plain = torchrun(*TRAINING, cwd=folder)
     options = ("--capture", "run", "--start-at", "1", "--every", "2", "--min-iterations", "2")
-    return folder / "run", torchrun(*LAUNCH, *options, *words, cwd=folder), plain
+    return folder / "run", torchrun(*LAUNCH, *options, *TRAINING, cwd=folder), plain
 
 
 @pytest.mark.distributed
@@ -262,6 +258,17 @@ def test_losses_are_equal_bit_for_bit(captured: tuple[Path, Ended, Ended]) -> No
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == plain.stdout
     assert "final loss 0x1." in ended.stdout
+
+
+@pytest.mark.distributed
+def test_the_variable_records_what_the_launcher_records(captured: tuple[Path, Ended, Ended], tmp_path: Path) -> None:
+    settings = {"CAPTURE": "run", "START": "1", "EVERY": "2", "MIN_ITERATIONS": "2"}
+    ended = torchrun(*TRAINING, cwd=tmp_path, env={f"RANKTAPE_{name}": value for name, value in settings.items()})
+    assert ended.returncode == 0, ended.stderr
+    url, _, plain = captured
+    assert ended.stdout == plain.stdout  # the last line is the exact loss
+    assert open_run(tmp_path / "run").iterations == [1, 3]
+    assert contents(tmp_path / "run") == contents(url)
 
 
 @pytest.mark.distributed
