@@ -97,7 +97,7 @@ def linear_agreements(
     import torch
 
     work = torch.float64 if compute_dtype is torch.float64 else torch.float32
-    matrices = {name: _rounded(one.detach(), compute_dtype).to(work).flatten(0, -2) for name, one in operands.items()}
+    matrices = {name: one.detach().to(compute_dtype).to(work).flatten(0, -2) for name, one in operands.items()}
     found = []
     for product, names in PRODUCTS.items():
         if product not in recorded or any(name not in matrices for name in names):
@@ -113,7 +113,7 @@ def linear_agreements(
             product=product,
             a_RS=a_RS,
             b_CS=b_CS,
-            bias=_rounded(bias.detach(), compute_dtype).to(work) if bias is not None and product == "output" else None,
+            bias=bias.detach().to(compute_dtype).to(work) if bias is not None and product == "output" else None,
             recorded_RC=own.reshape(len(a_RS), len(b_CS)),
             dtypes=(compute_dtype, own.dtype),
             num_parts=num_parts,
@@ -139,7 +139,7 @@ def attention_agreements(
     import torch
 
     work = torch.float64 if compute_dtype is torch.float64 else torch.float32
-    rounded = {name: _rounded(one.detach(), compute_dtype) for name, one in operands.items()}
+    rounded = {name: one.detach().to(compute_dtype) for name, one in operands.items()}
     wide = {name: one.to(work) for name, one in rounded.items()}
     exact = attention_products(wide, form=form)
     wanted = {name: one for name, one in recorded.items() if name in exact}
@@ -301,11 +301,6 @@ def _parts(shape: torch.Size) -> Iterator[slice]:
     step = max(1, CHUNK // max(shape[1], 1))
     for start in range(0, shape[0] if shape[1] else 0, step):
         yield slice(start, start + step)
-
-
-def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor as autocast passes it on."""
-    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def _unit(dtype: torch.dtype) -> float:

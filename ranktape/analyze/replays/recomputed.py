@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.identity import SampleName
@@ -73,22 +74,13 @@ def recompute(
             yield Recomputed(key=one.key, sample=None, product=one.product, agreement=None, reason=one.reason)
     tasks = CallTasks(calls, ())
     results = (engine or Engine()).map(compare_call, tasks, sizes=tasks.sizes)
-    for number, (call, found) in enumerate(zip(calls.calls, results, strict=True), start=1):
+    for number, found in enumerate(results, start=1):
         if on_progress is not None:
             on_progress(number, len(calls.calls))
-        for product, comparison in found.items():
-            yield Recomputed(key=call.key, sample=call.sample, product=product, **comparison._asdict())
+        yield from found
 
 
-class Compared(NamedTuple):
-    """How far off a product is, or why that is not known: the fields of `Recomputed` of these names."""
-
-    agreement: Agreement | None
-    reason: str = ""
-    is_damaged: bool = False
-
-
-def compare_call(task: CallTask) -> dict[str, Compared]:
+def compare_call(task: CallTask) -> list[Recomputed]:
     """Of each recorded product of a call how far it is from what its operands give.
 
     Raises:
@@ -96,7 +88,8 @@ def compare_call(task: CallTask) -> dict[str, Compared]:
     """
     call = task.call
     asked = {product: why for product, why in call.products.items() if why or product in call.rows}
-    found: dict[str, Compared] = {product: Compared(None, why) for product, why in asked.items() if why}
+    told = functools.partial(Recomputed, key=call.key, sample=call.sample)
+    found = [told(product=product, agreement=None, reason=why) for product, why in asked.items() if why]
     if len(found) == len(asked):
         return found
     try:
@@ -105,14 +98,16 @@ def compare_call(task: CallTask) -> dict[str, Compared]:
         is_damaged = isinstance(error, DataError) and not isinstance(
             error, IncompleteTensorError | ReplicaMismatchError
         )
-        return found | {product: Compared(None, str(error), is_damaged) for product, why in asked.items() if not why}
+        unknown: dict[str, Any] = {"agreement": None, "reason": str(error), "is_damaged": is_damaged}
+        return found + [told(product=product, **unknown) for product, why in asked.items() if not why]
     quant_type = call.field("quant_type")
     for product, agreement in worst.items():
         is_inside = not agreement.is_agreed and agreement.relative_error < NARROW_ERROR
         if is_inside and quant_type not in WIDE_TYPES:
-            found[product] = Compared(None, f"its operands are quantised inside of the layer ({quant_type})")
+            reason = f"its operands are quantised inside of the layer ({quant_type})"
+            found.append(told(product=product, agreement=None, reason=reason))
         else:
-            found[product] = Compared(agreement)
+            found.append(told(product=product, agreement=agreement))
     return found
 
 

@@ -7,7 +7,7 @@ import functools
 import math
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -218,7 +218,8 @@ class _Pieces:
             rounded = self._rounded(scaled, box, is_scaled=True).clip(max=element.maximum)
             values = xp.asarray(xp.asarray(rounded * factor, dtype=self._kind), dtype=xp.float64)
             squares = (values - magnitudes) * (values - magnitudes)
-            return _added_up(squares[:, :, place] for place in range(box.shape_OBEI[2]))
+            # One after the other, as a loop does: `sum` of numpy adds pairs.
+            return functools.reduce(operator.add, (squares[:, :, place] for place in range(box.shape_OBEI[2])))
 
         for box, found in self._each(errors_in):
             kept = of_runs[box.groups]
@@ -316,11 +317,6 @@ class _Pieces:
             steps = indices * math.prod(self._shape[dim + 1 :])
             found += steps.reshape(-1, *[1] * (len(self._shape) - 1 - dim))
         return found.reshape(box.shape_OBEI)
-
-
-def _added_up(parts: Iterable[Any]) -> Any:
-    """One after the other, as a loop does: `sum` of numpy adds pairs."""
-    return functools.reduce(operator.add, parts)
 
 
 def _check(dtype: str) -> None:
