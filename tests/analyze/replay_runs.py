@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ranktape.analyze.numerics.error_sums import ErrorSums
+from ranktape.analyze.replays.replayed import Replayed
 from ranktape.capture import Capture
 from ranktape.storage import Run, open_run
 from tests.analyze.runs import Tensor, describe_tensor, store
@@ -59,3 +61,13 @@ def call_tensors(
 def one_call(folder: Path, **options: Any) -> Run:
     """A run of one call of one layer."""
     return store(folder / "run", call_tensors(call_arrays(), **options))
+
+
+def recorded_sqnr(replayed: Replayed) -> dict[str, float]:
+    """The smallest SQNR of what was recorded, over all calls, by product."""
+    found: dict[str, float] = {}
+    for product, recipe, row in zip(replayed.products, replayed.names, replayed.exact, strict=True):
+        sqnr = ErrorSums.pooled(row).sqnr
+        if recipe == "recorded" and sqnr is not None:
+            found[product] = min(sqnr, found.get(product, np.inf))
+    return found
