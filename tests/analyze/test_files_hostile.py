@@ -115,10 +115,10 @@ LONG_LIST = b"](" + b"N" * MEBIBYTE + b"e"
 TENSOR = tensor_pickle(shape=(4,), strides=(1,), num_elements=4)[2:-1]
 LONG_SHAPE = tensor_pickle(shape=(2**62,) * 32, strides=(1,) * 32, num_elements=4)[2:-1]
 REPEATED = {
-    "a long text": LONG_TEXT + b"q\x01" + b"h\x01" * 50_000,
-    "a long key": b"}" + LONG_TEXT + b"q\x01Ns" + b"}h\x01Ns" * 50_000,
-    "a long number": LONG_NUMBER + b"q\x01" + b"h\x01" * 90_000,
-    "a tensor": LONG_SHAPE + b"q\x01" + b"h\x01" * 90_000,
+    "a long text": LONG_TEXT + b"q\x01" + b"h\x01" * 1000,
+    "a long key": b"}" + LONG_TEXT + b"q\x01Ns" + b"}h\x01Ns" * 1000,
+    "a long number": LONG_NUMBER + b"q\x01" + b"h\x01" * 40_000,
+    "a tensor": LONG_SHAPE + b"q\x01" + b"h\x01" * 40_000,
 }
 
 

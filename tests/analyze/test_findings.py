@@ -224,7 +224,7 @@ def test_a_weight_that_jumps_follows_from_the_gradient_that_exploded_before(tmp_
 
     def told(name: str, fault: Fault) -> list[bool]:
         """Of each finding whether it is a gradient's with a weight among what follows from it."""
-        findings = findings_of(tmp_path / name, fault, Sizes(num_layers=6, iterations=range(0, 60, 10)))
+        findings = findings_of(tmp_path / name, fault, Sizes(num_ranks=1, num_layers=6, iterations=range(0, 60, 10)))
         return [any(" weight " in title for title in one.consequences) for one in findings if "grad" in one.title]
 
     assert told("after", updated(30, 2)) == [True]

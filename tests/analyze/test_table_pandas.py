@@ -100,7 +100,8 @@ def test_a_notebook_shows_what_text_shows_and_runs_nothing() -> None:
 
 def test_what_is_large_is_cut_off_everywhere() -> None:
     columns = (Column(name="a", kind=Kind.INTEGER), Column(name="b", kind=Kind.LIST))
-    table = Table(title="t" * 10**6, columns=columns, rows=tuple((row, list(range(10**4))) for row in range(1000)))
+    numbers = list(range(10**4))
+    table = Table(title="t" * 10**6, columns=columns, rows=tuple((row, numbers) for row in range(1000)))
     console = Console(width=80)
     with console.capture() as captured:
         console.print(table)
