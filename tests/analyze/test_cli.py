@@ -26,7 +26,7 @@ from ranktape.analyze.numerics.quantization.schemes import ScaleRule
 from ranktape.analyze.numerics.sweeps.options import SweepMode
 from ranktape.analyze.options import FILTERS
 from tests.analyze.runs import model_tensors, store
-from tests.terminal import answered
+from tests.terminal import Terminal, answered
 
 SELECTION = {f"--{field.replace('_', '-')}" for field in FILTERS} | {
     "--where",
@@ -143,14 +143,6 @@ def test_the_words_of_a_sweep_are_those_of_the_library() -> None:
         assert isinstance(kind, click.Choice)
         assert set(kind.choices) == set(words)
     assert options["target_sqnr"].default == DEFAULT_TARGET_SQNR
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        """Always."""
-        return True
 
 
 def test_a_bar_is_drawn_for_a_table_and_not_among_the_lines_about_files(
@@ -340,7 +332,6 @@ def test_mistakes_are_one_line_and_a_code(run: str, words: list[str], code: int,
         (["overflow", "--format", "fp8_e4m4"], 2, "did you mean fp8_e4m3"),
         (["overflow", "--view", "heard"], 2, "'heard' is not one of 'compute', 'seen'"),
         (["sweep", "--format", "fp64"], 2, "'fp64' holds every captured value"),
-        (["sweep", "--num-levels", "0"], 2, "--num-levels 0 is not allowed"),
         (["sweep", "--max-scale-exp", "nan"], 2, "--max-scale-exp nan is not allowed"),
         (["sweep", "--output-dir", ""], 2, "'--output-dir': an empty path is not allowed"),
         (["sweep", "--mode", "train,tensor"], 2, "did you mean --sweep-mode tensor?"),
@@ -354,7 +345,6 @@ def test_mistakes_are_one_line_and_a_code(run: str, words: list[str], code: int,
         (["overflow", "--format", "mxfp9"], 2, "did you mean mxfp8"),
         (["overflow", "--format", "e8m0"], 2, "'e8m0' is one of scales"),
         (["plot", "--format", "mxint8"], 2, "elements of int8"),
-        (["sweep", "--levels", "--by", "rank"], 2, "exclude each other"),
         (["plot", "--output", "/dev/null/a.png"], 1, "the plot cannot be written to /dev/null/a.png"),
     ],
 )

@@ -20,6 +20,7 @@ from ranktape.storage import Run, open_run
 from tests.analyze.engine_runs import FirstValue, square
 from tests.analyze.pt_files import legacy_file
 from tests.analyze.runs import describe_tensor, store
+from tests.terminal import Terminal
 
 
 @pytest.fixture
@@ -99,25 +100,6 @@ def test_records_of_runs_and_folders_travel(run: Run, tmp_path: Path) -> None:
     assert arrived[0]._reader is arrived[1]._reader
 
 
-class Terminal:
-    """A stream that says that it is a terminal."""
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def isatty(self) -> bool:
-        """Yes."""
-        return True
-
-    def write(self, text: str) -> int:
-        """Keep it."""
-        self.text += text
-        return len(text)
-
-    def flush(self) -> None:
-        """Nothing waits."""
-
-
 def test_a_terminal_shows_bytes_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -133,7 +115,7 @@ def test_a_terminal_shows_bytes_that_are_left(monkeypatch: pytest.MonkeyPatch) -
         with bytes_left(7_000_000, is_shown=True, description="reading"):
             pass
     for words in ("counting", "another question", "1.0/5.0 MB", "2.0/3.0 MB", "2 of 3: reading"):
-        assert words in terminal.text
+        assert words in terminal.getvalue()
     assert rich.console.Console(stderr=True).is_terminal
 
 

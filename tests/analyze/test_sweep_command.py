@@ -5,10 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -397,18 +394,18 @@ def test_what_does_not_fit_the_only_tensor_is_one_line(here: Path, words: list[s
     assert result.stderr == f"Error: --axis {words[-1]} is not one of a tensor of shape (16, 64)\n"
 
 
-def test_a_terminal_without_the_letters_gets_escapes(here: Path) -> None:
+def test_a_terminal_without_the_letters_gets_escapes(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     save(here / "张量.pt", VALUES)
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}
     for words in (("--no-plots",), ("--csv",)):
-        done = subprocess.run(
-            [sys.executable, "-m", "ranktape.analyze", "sweep", "张量.pt", *words],
-            capture_output=True,
-            check=False,
-            env=environment,
-        )
-        assert (done.returncode, done.stderr) == (0, b"")
-        assert rb"\u5f20\u91cf" in done.stdout
+        written = io.BytesIO()
+        stdout = io.TextIOWrapper(written, encoding="ascii", write_through=True)
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stdout", stdout)
+            cli.main(["sweep", "张量.pt", *words], standalone_mode=False)
+        assert rb"\u5f20\u91cf" in written.getvalue()
+    assert capsys.readouterr().err == ""
     assert names(here / "draw" / "scaling_analysis") == ["张量"]
 
 

@@ -151,16 +151,11 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         write_table(TABLE, output=tmp_path / "no" / "out")
 
 
-SCRIPT = """
-from ranktape.analyze.table import Column, Kind, Table, write_table
-columns = (Column(name="name", kind=Kind.TEXT), Column(name="number", kind=Kind.INTEGER))
-write_table(Table(title="", columns=columns, rows=(("a" * 300, 12345678901234567890),)))
-"""
-
-
 def test_a_narrow_terminal_cuts_nothing_off() -> None:
     """On a terminal rich prints the table; lines that are too long wrap."""
-    text = on_terminal("-c", SCRIPT, columns=40, term="dumb").replace("\n", "")
+    columns = (Column(name="name", kind=Kind.TEXT), Column(name="number", kind=Kind.INTEGER))
+    table = Table(title="", columns=columns, rows=(("a" * 300, 12345678901234567890),))
+    text = on_terminal(lambda: write_table(table), columns=40, term="dumb").replace("\n", "")
     assert text.count("a") >= 300
     assert "12345678901234567890" in text
 
@@ -184,19 +179,17 @@ def test_json_is_that_of_the_library(names: tuple[str, ...]) -> None:
         assert table.to_json_text() == json.dumps(table.to_json(), indent=2, allow_nan=False) + "\n"
 
 
-WIDE_TABLE = """
-from ranktape.analyze.table import Column, Kind, Table, write_table
-text, number = Kind.TEXT, Kind.FLOAT
-columns = (
-    Column(name="module", kind=text, is_key=True),
-    Column(name="dtype", kind=text, is_key=True),
-    Column(name="absmax", kind=number),
-    Column(name="std", kind=number),
-    Column(name="severity", kind=text),
+WIDE_TABLE = Table(
+    title="",
+    columns=(
+        Column(name="module", kind=Kind.TEXT, is_key=True),
+        Column(name="dtype", kind=Kind.TEXT, is_key=True),
+        Column(name="absmax", kind=Kind.FLOAT),
+        Column(name="std", kind=Kind.FLOAT),
+        Column(name="severity", kind=Kind.TEXT),
+    ),
+    rows=(("layers.0.query", "bfloat16", 1.5, 0.25, "high"), ("layers.1.query", "float32", 2.5, 0.5, "none")),
 )
-rows = (("layers.0.query", "bfloat16", 1.5, 0.25, "high"), ("layers.1.query", "float32", 2.5, 0.5, "none"))
-write_table(Table(title="", columns=columns, rows=rows), wide=WIDE)
-"""
 
 
 @pytest.mark.parametrize(
@@ -211,7 +204,7 @@ write_table(Table(title="", columns=columns, rows=rows), wide=WIDE)
 def test_a_terminal_shows_the_columns_that_it_has_room_for_and_names_the_others(
     width: int, heads: list[str], gone: str
 ) -> None:
-    lines = CODES.sub("", on_terminal("-c", WIDE_TABLE.replace("WIDE", "False"), columns=width)).splitlines()
+    lines = CODES.sub("", on_terminal(lambda: write_table(WIDE_TABLE), columns=width)).splitlines()
     assert lines[0].split() == heads
     assert max(map(len, lines)) <= width
     said = " ".join(" ".join(lines[3:]).split())
@@ -219,7 +212,7 @@ def test_a_terminal_shows_the_columns_that_it_has_room_for_and_names_the_others(
 
 
 def test_a_terminal_without_room_for_a_table_shows_a_block_for_each_row() -> None:
-    lines = CODES.sub("", on_terminal("-c", WIDE_TABLE.replace("WIDE", "False"), columns=20)).splitlines()
+    lines = CODES.sub("", on_terminal(lambda: write_table(WIDE_TABLE), columns=20)).splitlines()
     found = [line.split() for line in lines if line.strip()]
     names = ["module", "dtype", "absmax", "std", "severity"]
     whole = " ".join(word for line in found for word in line)
@@ -228,5 +221,5 @@ def test_a_terminal_without_room_for_a_table_shows_a_block_for_each_row() -> Non
 
 
 def test_all_columns_are_there_where_they_are_asked_for() -> None:
-    text = on_terminal("-c", WIDE_TABLE.replace("WIDE", "True"), columns=20, term="dumb").replace("\n", "")
+    text = on_terminal(lambda: write_table(WIDE_TABLE, wide=True), columns=20, term="dumb").replace("\n", "")
     assert all(name in text for name in ("dtype", "absmax", "std", "severity"))
