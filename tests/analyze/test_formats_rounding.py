@@ -46,10 +46,23 @@ def random_patterns(size: int) -> Floats:
 
 
 @every_format(LISTED)
-@pytest.mark.parametrize("rounding", NEAREST_OR_FLOOR)
-def test_every_16_bit_value_rounds_as_the_table_of_values_says(row: Format, rounding: Rounding) -> None:
-    values = every_16_bit_value()
-    assert_same(round_to(values, target=row, rounding=rounding), rounded_by_table(values, row=row, rounding=rounding))
+def test_every_16_bit_value_and_every_tie_round_as_the_table_of_values_says(row: Format) -> None:
+    table = listed(row)
+    middles = (table[:-1] + table[1:]) / 2
+    near = np.concatenate([middles, np.nextafter(middles, 0), np.nextafter(middles, np.inf)])
+    values = np.concatenate([every_16_bit_value(), random_patterns(20_000), near, -near])
+    for rounding in NEAREST_OR_FLOOR:
+        found = round_to(values, target=row, rounding=rounding)
+        assert_same(found, rounded_by_table(values, row=row, rounding=rounding))
+
+
+@every_format([row for row in FORMATS.values() if row.is_signed])
+def test_rounding_keeps_the_order_and_what_was_rounded(row: Format) -> None:
+    values = np.concatenate([every_16_bit_value(), random_patterns(100_000)])
+    found = round_to(np.sort(values[~np.isnan(values)]), target=row)
+    assert (np.diff(found) >= 0).all()
+    assert np.abs(found).max() <= row.maximum
+    assert_same(round_to(found, target=row), found)
 
 
 @every_format(LISTED)
