@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ from hypothesis import strategies as st
 
 from ranktape.analyze.legacy import ExportForm, export_records, import_folder, open_folder
 from ranktape.analyze.numerics.histograms.histogram import measure
-from ranktape.errors import DataError, NoRecordsError, UsageError
+from ranktape.errors import DataError, NoRecordsError, StorageError, UsageError
 from ranktape.storage import Run, open_run
 from ranktape.storage.format.dtypes import dtype_name
 from ranktape.storage.format.layout import TensorSite, site_path
@@ -27,6 +24,7 @@ from ranktape.storage.format.legacy_names import MAX_NAME_NBYTES, parse_tensor_f
 from ranktape.storage.format.record_info import RecordInfo
 from tests.analyze.pt_files import legacy_file, save
 from tests.analyze.runs import Tensor, describe_tensor, model_tensors, store
+from tests.full_disk import file_size_limit
 from tests.runs import describe
 from tests.s3 import S3Server
 from tests.strategies import WITHOUT_TORCH, arrays, raw_bytes, record_infos
@@ -233,30 +231,11 @@ def test_a_link_in_the_folder_is_replaced_not_followed(tmp_path: Path) -> None:
     assert not path.is_symlink()
 
 
-FULL_DISK = """
-import resource, signal, sys
-from pathlib import Path
-from ranktape.analyze.legacy import export_records
-from ranktape.errors import StorageError
-from ranktape.storage import open_run
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-records = open_run(sys.argv[1]).select()
-[record.read() for record in records]
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-try:
-    export_records(records, Path(sys.argv[2]))
-except StorageError as error:
-    print(error)
-"""
-
-
 def test_a_file_that_cannot_be_written_whole_is_not_there(tmp_path: Path) -> None:
     small, large = np.zeros(100), np.zeros(100_000)
     run = store(tmp_path / "run", [describe_tensor(small, counter=0), describe_tensor(large, counter=1, call=1)])
-    words = [sys.executable, "-c", FULL_DISK, run.url, str(tmp_path / "files")]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
-    assert "cannot be written: File too large" in done.stdout, done.stderr
+    with file_size_limit(100_000), pytest.raises(StorageError, match="cannot be written: File too large"):
+        export_records(run.select(), tmp_path / "files")
     assert len(names_in(tmp_path / "files")) == 1
     assert len(open_folder(tmp_path / "files").select(shape="[[]100]")) == 1
     assert export_records(run.select(), tmp_path / "files").num_kept == 1

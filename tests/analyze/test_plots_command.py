@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
 import stat
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from ranktape.errors import StorageError, UsageError
 from ranktape.storage import open_run
 from tests.analyze.runs import Tensor, describe_tensor, model_tensors, store
 from tests.exhaustive import exhaustive
+from tests.full_disk import file_size_limit
 
 
 @pytest.fixture(scope="module")
@@ -143,19 +143,10 @@ def test_the_help_names_every_kind() -> None:
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
-    """A write beyond the limit of file sizes fails in the same place as one onto a full disk."""
-    resource = pytest.importorskip("resource")
     path = tmp_path / "plot.png"
     write_whole(path, b"old")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-        with pytest.raises(StorageError, match="File too large"):
-            write_whole(path, bytes(2000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
+    with file_size_limit(1000), pytest.raises(StorageError, match="File too large"):
+        write_whole(path, bytes(2000))
     assert path.read_bytes() == b"old"
     assert [one.name for one in tmp_path.iterdir()] == ["plot.png"]
 
