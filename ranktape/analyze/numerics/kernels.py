@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import numba
 import numpy as np
 from numba import types
+from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
@@ -36,6 +37,11 @@ def compiled(function: Function) -> Function:
 def compiled_sums(function: Function) -> Function:
     """The same, for sums of floats in any order: one after the other they take ten times as long."""
     return _compiled(function, fastmath={"reassoc"})
+
+
+def compiled_products(function: Function) -> Function:
+    """The same, where a product may be added before it is rounded: one instruction for two."""
+    return _compiled(function, fastmath={"reassoc", "contract"})
 
 
 def _compiled(function: Function, **options: Any) -> Function:
@@ -151,12 +157,25 @@ _SIGN = 0x80000000
 """The pattern of a float32 of which the sign alone is set."""
 
 
-@compiled_sums
+@intrinsic  # type: ignore[untyped-decorator]
+def _use_wide_vectors(_: Any) -> Any:
+    """Have the function that calls it use all of a vector register: for some processors LLVM prefers half of one."""
+
+    def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        # A set of words for LLVM, of which llvmlite lets through those that it knows itself.
+        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@compiled_products
 def _sum_block(block: NDArray[np.float32], sums: NDArray[np.float64], ends: NDArray[np.int64]) -> np.int64:
     """Add float32 values to sums; the pattern of the smallest magnitude among them, -1 where one is not finite.
 
     The ends are the largest pattern as a signed and as an unsigned number, and the smallest magnitude.
     """
+    _use_wide_vectors()
     keys = block.view(np.int32)
     count, mean, second, third, fourth, _ = sums
     size, top = np.float64(block.size), np.uint32(_SIGN - 1)
