@@ -25,7 +25,7 @@ from ranktape.capture.staging.device import DeviceStage
 from ranktape.capture.staging.ring import NoRoomError, RingProducer
 from ranktape.capture.staging.ring_file import SlotKind
 from ranktape.capture.tensors.parts import PlainPart, UnrecordableError, take_apart
-from ranktape.capture.tensors.taking import StatisticsTaker, taken_nbytes
+from ranktape.capture.tensors.taking import StatisticsTaker
 from ranktape.errors import CaptureError, RanktapeError
 from ranktape.storage.format.record_info import Keep, Mode, Operation
 
@@ -370,15 +370,9 @@ class Recorder:
             tensor = narrow(whole, form.places, sample_dim=form.sample_dim)
         seconds = self.options.block_timeout_seconds
         if self._taker is not None and not tensor.is_cuda and (form.keep == Keep.STATISTICS or self._is_reduced):
+            taken = self._taker.take(tensor, sample_dim=form.sample_dim)
             header = self._header(form, call, tags, more=',"taken":1')
-            nbytes = taken_nbytes(tensor, sample_dim=form.sample_dim)
-            slot = _of_ring(self._ring.reserve, SlotKind.TENSOR, header, nbytes, timeout_seconds=seconds)
-            try:
-                self._taker.take(tensor, sample_dim=form.sample_dim, into=slot.payload)
-            except BaseException:
-                self._ring.cancel(slot)
-                raise
-            _of_ring(self._ring.publish, slot)
+            _of_ring(self._ring.put_whole, SlotKind.TENSOR, header, taken, timeout_seconds=seconds)
             return
         header = self._header(form, call, tags)
         slot = _of_ring(self._ring.reserve, SlotKind.TENSOR, header, form.nbytes, timeout_seconds=seconds)

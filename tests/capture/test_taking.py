@@ -8,7 +8,7 @@ import torch
 
 from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.analyze.numerics.histograms.moments import statistics_of
-from ranktape.capture.tensors.taking import StatisticsTaker, taken_nbytes
+from ranktape.capture.tensors.taking import StatisticsTaker
 from ranktape.capture.writing.counting import taken_from
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import Overflow
@@ -19,9 +19,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 
 def taken(tensor: torch.Tensor, *, sample_dim: int | None) -> tuple[Statistics, Overflow]:
-    payload = np.zeros(taken_nbytes(tensor, sample_dim=sample_dim) // 8)
-    TAKER.take(tensor, sample_dim=sample_dim, into=payload.data.cast("B"))
-    vector, overflow = taken_from(payload.data.cast("B"), per_sample=sample_dim is not None)
+    payload = TAKER.take(tensor, sample_dim=sample_dim)
+    vector, overflow = taken_from(memoryview(payload), per_sample=sample_dim is not None)
     return Statistics.from_vector(vector), overflow
 
 

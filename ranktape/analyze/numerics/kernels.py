@@ -157,8 +157,7 @@ _SIGN = 0x80000000
 """The pattern of a float32 of which the sign alone is set."""
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _use_wide_vectors(_: Any) -> Any:
+def _wide_vectors(_: Any) -> Any:
     """Have the function that calls it use all of a vector register: for some processors LLVM prefers half of one."""
 
     def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
@@ -167,6 +166,9 @@ def _use_wide_vectors(_: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), generate
+
+
+_use_wide_vectors: Any = intrinsic(_wide_vectors)
 
 
 @compiled_products
@@ -261,9 +263,10 @@ def summarise(  # noqa: PLR0917  (called from outside of Python)
 ) -> int:
     """Write what float32 values add up to, and per sample how many are subnormal and zero, in one pass over memory.
 
-    The summary is count, sum, the second to fourth moment about the mean, the sum of magnitudes, smallest, largest and
-    the largest magnitude. Of each sample there are so many kinds of counts: those that are below the pattern `normal`
-    and not zero, and the zeros, at these places. 0 where a value is not finite: what is written then means nothing.
+    The summary is count, count of finite values, sum, the second to fourth moment about the mean, the sum of
+    magnitudes, and twice smallest, largest and the largest magnitude. Of each sample there are so many kinds of counts:
+    those that are below the pattern `normal` and not zero, and the zeros, at these places. 0 where a value is not
+    finite: what is written then means nothing.
     """
     values_OSI = carray(values, (before, samples, after))
     sums, ends = np.zeros(_NUM_SUMS), np.array([-_SIGN, 0, _SIGN - 1])
@@ -289,9 +292,9 @@ def summarise(  # noqa: PLR0917  (called from outside of Python)
     extremes = keys.view(np.float32)
     if extremes[0] == extremes[1]:
         sums[2:5] = 0.0
-    summary[0], summary[1] = sums[0], sums[1] * sums[0]
+    summary[0], summary[1], summary[2] = sums[0], sums[0], sums[1] * sums[0]
     for place in range(2, _NUM_SUMS):
-        summary[place] = sums[place]
-    for place in range(3):
-        summary[_NUM_SUMS + place] = extremes[place]
+        summary[1 + place] = sums[place]
+    for place in range(6):
+        summary[1 + _NUM_SUMS + place] = extremes[place % 3]
     return 1

@@ -88,6 +88,10 @@ class PlanRing(RingProducer):
             return Slot(kind=kind, header={}, payload=memoryview(bytearray(payload_nbytes)), end=0)
         return super().reserve(kind, header, payload_nbytes, timeout_seconds=timeout_seconds)
 
+    def put_whole(self, kind: SlotKind, header: bytes, payload: bytes, *, timeout_seconds: float) -> None:
+        """Keep what is said of it."""
+        self.publish(self.reserve(kind, header, len(payload), timeout_seconds=timeout_seconds))
+
     def publish(self, slot: Slot) -> None:
         """Free the slot."""
         if slot.end:

@@ -101,20 +101,30 @@ class RingProducer(RingFile):
         """
         header_nbytes = aligned(PREFIX_NBYTES + len(header))
         total = header_nbytes + aligned(payload_nbytes)
-        if total > self.capacity:
-            raise CaptureError(
-                f"a tensor of {payload_nbytes} bytes does not fit into the host budget of {self.capacity} "
-                f"bytes: raise --host-budget-nbytes"
-            )
         with self._reserve_lock:
-            gap = self.capacity - self._reserved % self.capacity
-            if gap < total:
-                self._wait_for_room(gap, timeout_seconds=timeout_seconds)
-                # A gap has no header: its payload is the whole of it, its prefix included.
-                self.publish(self._append(SlotKind.GAP, b"", header_nbytes=0, payload_nbytes=gap, nbytes=gap))
-            if self._reserved + total > self._limit:
-                self._wait_for_room(total, timeout_seconds=timeout_seconds)
+            self._find_room(total, payload_nbytes=payload_nbytes, timeout_seconds=timeout_seconds)
             return self._append(kind, header, header_nbytes=header_nbytes, payload_nbytes=payload_nbytes, nbytes=total)
+
+    def put_whole(self, kind: SlotKind, header: bytes, payload: bytes, *, timeout_seconds: float) -> None:
+        """Publish a slot of which everything is there already.
+
+        Raises:
+            CaptureError: as `reserve`.
+        """
+        size = PREFIX_NBYTES + len(header)
+        head = (_PREFIX.pack(kind, len(header), len(payload)) + header).ljust(aligned(size) if payload else size, b"\0")
+        total = aligned(size) + aligned(len(payload))
+        with self._reserve_lock:
+            self._find_room(total, payload_nbytes=len(payload), timeout_seconds=timeout_seconds)
+            whole = head + payload
+            self.slots(self._reserved % self.capacity, len(whole))[:] = whole
+            end = self._reserved = self._reserved + total
+            with self._publish_lock:
+                if self._slots:  # of another thread, which publishes this one too, once its own is filled
+                    self._slots.append(Slot(kind=kind, header={}, payload=self.view[:0], end=end, is_done=True))
+                    return
+                self.set_counter(Counter.PUBLISHED, end)
+        self._wake_where_due()
 
     def publish(self, slot: Slot) -> None:
         """Give a filled slot to the writer, once all slots before it are filled too."""
@@ -126,9 +136,7 @@ class RingProducer(RingFile):
             if published is None:
                 return
             self.set_counter(Counter.PUBLISHED, published)
-        # A writer that is busy looks again before it sleeps. Should the two miss each other, it looks by itself soon.
-        if self.counter(Counter.ASLEEP) and not (self.is_patient and self.pending_nbytes < self.capacity // 4):
-            self._wake()
+        self._wake_where_due()
 
     def cancel(self, slot: Slot) -> None:
         """Give a slot that could not be filled back: the writer passes over it."""
@@ -183,6 +191,21 @@ class RingProducer(RingFile):
         self._limit = self.counter(Counter.FREED) + self.capacity
         return self._reserved + nbytes <= self._limit
 
+    def _find_room(self, nbytes: int, *, payload_nbytes: int, timeout_seconds: float) -> None:
+        """Wait until so many bytes are free in one piece."""
+        if nbytes > self.capacity:
+            raise CaptureError(
+                f"a tensor of {payload_nbytes} bytes does not fit into the host budget of {self.capacity} "
+                f"bytes: raise --host-budget-nbytes"
+            )
+        gap = self.capacity - self._reserved % self.capacity
+        if gap < nbytes:
+            self._wait_for_room(gap, timeout_seconds=timeout_seconds)
+            # A gap has no header: its payload is the whole of it, its prefix included.
+            self.publish(self._append(SlotKind.GAP, b"", header_nbytes=0, payload_nbytes=gap, nbytes=gap))
+        if self._reserved + nbytes > self._limit:
+            self._wait_for_room(nbytes, timeout_seconds=timeout_seconds)
+
     def _wait_for_room(self, nbytes: int, *, timeout_seconds: float) -> None:
         if self._has_room(nbytes):
             return
@@ -227,6 +250,11 @@ class RingProducer(RingFile):
         slot = Slot(kind=kind, header={}, payload=payload, end=self._reserved, nbytes=nbytes)
         self._slots.append(slot)  # in one step: who publishes meanwhile takes from the other end
         return slot
+
+    def _wake_where_due(self) -> None:
+        # A writer that is busy looks again before it sleeps. Should the two miss each other, it looks by itself soon.
+        if self.counter(Counter.ASLEEP) and not (self.is_patient and self.pending_nbytes < self.capacity // 4):
+            self._wake()
 
     def _wake(self) -> None:
         # One call wakes it, however many slots are published until it runs: what comes now need not call again.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +22,10 @@ from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS
 from ranktape.storage.format.statistics import STATISTICS
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 _NUM_HEAD = len(STATISTICS) + len(EXTREMES)
 _NUM_KINDS = len(TALLY_KINDS)
-_ENDS, _COUNTS = 8 * len(STATISTICS), 8 * _NUM_HEAD
-"""Where the extremes are once more, and where the counts of the samples begin."""
+_COUNTS = 8 * _NUM_HEAD
+"""Where the counts of the samples begin."""
 _UNDERFLOW, _ZERO = TALLY_KINDS.index("underflow"), TALLY_KINDS.index("zero")
 _MAX_KNOWN = 64
 """Tensors that are remembered, the last ones of an iteration."""
@@ -38,12 +35,6 @@ _NORMALS = {
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
 }
 """Of the dtypes whose values float32 holds: the pattern there of the smallest normal number."""
-
-
-def taken_nbytes(tensor: torch.Tensor, *, sample_dim: int | None) -> int:
-    """Bytes of what is taken of a tensor."""
-    num_samples = 1 if sample_dim is None else tensor.shape[sample_dim]
-    return 8 * (_NUM_HEAD + num_samples * _NUM_KINDS)
 
 
 class StatisticsTaker:
@@ -61,47 +52,43 @@ class StatisticsTaker:
         """An iteration begins."""
         self._known.clear()
 
-    def take(self, tensor: torch.Tensor, *, sample_dim: int | None, into: memoryview) -> None:
-        """Write the statistics of a tensor, its extremes, and for each sample its counts at the limits of the dtype."""
-        with self._lock:
-            self._take(tensor, sample_dim, into)
-
-    def _take(self, tensor: torch.Tensor, sample_dim: int | None, into: memoryview) -> None:
+    def take(self, tensor: torch.Tensor, *, sample_dim: int | None) -> bytes:
+        """The statistics of a tensor, its extremes, and for each sample its counts at the limits of the dtype."""
         num_samples, stride = 1, 0
         if sample_dim is not None:
             num_samples, stride = tensor.shape[sample_dim], tensor.stride(sample_dim)
         # What inference mode made counts no writes.
-        version = -1 if tensor.is_inference() else tensor._version  # noqa: SLF001  (torch has no public way)
+        is_counted = not tensor.is_inference()
+        version = tensor._version if is_counted else -1  # noqa: SLF001  (torch has no public way)
         key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, version, num_samples, stride)
-        known = None if version < 0 else self._known.get(key)
-        if known is not None and not known[0].expired():
-            into[:] = known[1]
-            return
-        if not self._take_fast(tensor, sample_dim, num_samples, into):
-            _take_slowly(tensor, sample_dim, np.frombuffer(into, dtype=np.float64))
-        while len(self._known) >= _MAX_KNOWN:
-            del self._known[next(iter(self._known))]
-        self._known[key] = StorageWeakRef(tensor.untyped_storage()), bytes(into)
+        with self._lock:
+            known = self._known.get(key)
+            if known is not None and not known[0].expired():
+                return known[1]
+            taken = self._take_fast(tensor, sample_dim, num_samples)
+            if taken is None:
+                taken = _take_slowly(tensor, sample_dim, num_samples)
+            if is_counted:
+                if len(self._known) >= _MAX_KNOWN:
+                    del self._known[next(iter(self._known))]
+                self._known[key] = StorageWeakRef(tensor.untyped_storage()), taken
+        return taken
 
-    def _take_fast(self, tensor: torch.Tensor, sample_dim: int | None, num_samples: int, into: memoryview) -> bool:
-        """Whether it could be: not for dtypes that float32 does not hold, and where a value is not finite."""
+    def _take_fast(self, tensor: torch.Tensor, sample_dim: int | None, num_samples: int) -> bytes | None:
+        """None where that cannot be: for dtypes that float32 does not hold, and where a value is not finite."""
         normal, size = _NORMALS.get(tensor.dtype), tensor.numel()
         if normal is None or size == 0 or tensor.is_conj() or tensor.is_neg():
-            return False
+            return None
         plain, dim = tensor, sample_dim
         if plain.dtype != torch.float32 or not plain.is_contiguous():
             plain, dim = self._widened(tensor.detach(), sample_dim)
-        if len(self._own) < len(into):
-            self._make_room(len(into))
-        own = self._own
-        before = 1 if dim is None else math.prod(plain.shape[:dim])
+        nbytes = 8 * (_NUM_HEAD + num_samples * _NUM_KINDS)
+        if len(self._own) < nbytes:
+            self._make_room(nbytes)
+        before = 1 if not dim else math.prod(plain.shape[:dim])
         sizes = before, num_samples, size // (before * num_samples), normal, _NUM_KINDS, _UNDERFLOW, _ZERO
-        if not self._summarise(plain.data_ptr(), self._address + 8, self._address + _COUNTS, *sizes):
-            return False
-        own[:8] = own[8:16]  # as many elements as finite ones
-        own[_ENDS:_COUNTS] = own[2 * _ENDS - _COUNTS : _ENDS]
-        into[:] = own[: len(into)]
-        return True
+        is_finite = self._summarise(plain.data_ptr(), self._address, self._address + _COUNTS, *sizes)
+        return bytes(self._own[:nbytes]) if is_finite else None
 
     def _make_room(self, nbytes: int) -> None:
         """For a summary of so many bytes, at an address that is known."""
@@ -125,8 +112,9 @@ def _in_memory_order(tensor: torch.Tensor, sample_dim: int | None) -> tuple[torc
     return tensor.permute(order), None if sample_dim is None else order.index(sample_dim)
 
 
-def _take_slowly(tensor: torch.Tensor, sample_dim: int | None, target: NDArray[np.float64]) -> None:
+def _take_slowly(tensor: torch.Tensor, sample_dim: int | None, num_samples: int) -> bytes:
     """The same for any tensor."""
+    target = np.zeros(_NUM_HEAD + num_samples * _NUM_KINDS)
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     flat = plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.zeros(0, dtype=torch.uint8)
     array = flat.numpy().view(numpy_dtype(dtype_name(tensor.dtype))).reshape(tuple(tensor.shape))
@@ -139,3 +127,4 @@ def _take_slowly(tensor: torch.Tensor, sample_dim: int | None, target: NDArray[n
     else:
         counts_KS = [overflow.per_sample[kind] for kind in TALLY_KINDS]
         target[_NUM_HEAD:] = np.array(counts_KS, dtype=np.float64).T.reshape(-1)
+    return target.tobytes()
