@@ -1,7 +1,7 @@
 """The iterations of a training, and what happens between two of them.
 
-At a boundary the hooks come off, the writer learns that the iteration is whole and is asked what is wanted; then the
-hooks go on again where the next iteration is. A capture that fails inside is disabled here, and the training goes on.
+At a boundary the writer learns that the iteration is whole and is asked what is wanted; the hooks come off, and go on
+where the next iteration is, or stay on for it. A capture that fails inside is disabled here, and the training goes on.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Iterations:
         if self._disabled is None:
             self._begin_iteration()
         if not self.is_recording:
-            self._hooks.put_functions_back()
+            self._hooks.put_back()
 
     def _settle(self, iteration: int) -> None:
         """The running iteration has ended, and another one is next."""
@@ -243,7 +243,7 @@ class Iterations:
         coverage = None
         with self._recorder.guarded():
             coverage = self._hooks.find_coverage()
-        self._hooks.detach(keeps_functions=True)
+        self._hooks.rest(stays=self._is_recorder and tally.is_staged and not self._clock.listens_to_forwards)
         if self._disabled is not None or self._is_lost(tally):
             return
         if not self._is_surveyed:

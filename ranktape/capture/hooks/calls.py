@@ -100,6 +100,11 @@ class Watch:
         self.handles: list[Any] = [self.leaves]
         """All that is to be removed after it, in this order."""
 
+    def renew(self) -> None:
+        """An iteration begins with the hooks of the last one."""
+        self.leaves.remove()
+        self.owners.met.clear()
+
     def remove(self) -> None:
         """Take everything off again."""
         for handle in self.handles:

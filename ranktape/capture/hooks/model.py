@@ -7,11 +7,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from ranktape.capture.hooks.attached import Attached
 from ranktape.capture.hooks.calls import Watch
 from ranktape.capture.hooks.compiled import (
     EagerMode,
@@ -23,20 +22,14 @@ from ranktape.capture.hooks.compiled import (
 )
 from ranktape.capture.hooks.coverage import Coverage, explain_silence, explain_unmatched, find_coverage
 from ranktape.capture.hooks.function_hooks import FunctionHooks
-from ranktape.capture.hooks.hook import Hook, Replacements, without_global_hooks
+from ranktape.capture.hooks.hook import Replacements, without_global_hooks
 from ranktape.capture.hooks.layers import LayerHooks, check_layers
-from ranktape.capture.hooks.module_hooks import ModuleHooks, MultiheadHooks, is_hidden, is_seen_inside
-from ranktape.capture.hooks.stacks import survey
-from ranktape.capture.hooks.stand_ins import StandIns
-from ranktape.capture.hooks.weights import Weights
+from ranktape.capture.hooks.module_hooks import MultiheadHooks
 from ranktape.capture.passes.frameworks import framework_replacements, is_rehearsing, stage_prefix
 from ranktape.capture.passes.passes import Arguments, Frame, in_backward, is_traced, keyword_arguments
 from ranktape.capture.rendezvous import keep_process_groups
 from ranktape.capture.roles.known import registered_roles, role_of
-from ranktape.capture.roles.table import FunctionRole, ModuleRole, ports_of
 from ranktape.capture.settings.rules import read_numbers
-from ranktape.capture.source import Source
-from ranktape.capture.tensors.placement import Placements
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +37,7 @@ if TYPE_CHECKING:
     from ranktape.capture.recorder import Recorder
 
 
-class ModelHooks:
+class ModelHooks(Attached):
     """Everything that is attached to the training while an iteration is captured, and nothing besides.
 
     The models are those given, or those found: the outermost module that a training forward enters.
@@ -52,34 +45,17 @@ class ModelHooks:
 
     def __init__(self, recorder: Recorder, *, is_given: bool) -> None:
         """Know no model yet; where it `is_given` it will be added, and no others are looked for."""
-        self._options = options = recorder.options
-        self._wants = options.wants_layer_type
-        self._is_wanted = options.wants_module
-        self._recorder = recorder
-        self._tracker = recorder.tracker
+        super().__init__(recorder)
         self._is_given = is_given
-        self._survey = functools.partial(survey, layer_offset=options.layer_offset)
-        self._roots: list[tuple[weakref.ref[nn.Module], str]] = []
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._attached: dict[nn.Module, Frame] = {}
         self.paths: set[str] = set()
-        self._modules: dict[nn.Module, ModuleHooks] = {}
-        self._inside: dict[nn.Module, Source] = {}
-        self._weights = Weights()
-        self.placements = Placements()
-        self._watch = Watch(recorder, weights=self._weights, placements=self.placements)
-        self._functions: FunctionHooks | None = None
-        self._stand_ins = StandIns()
-        self._multihead: MultiheadHooks | None = None
-        self._layers: LayerHooks | None = None
         self._regions: Regions | None = None
-        self._matched: set[ModuleRole | FunctionRole] = set()
-        self._wanted: dict[tuple[str, str], bool] = {}
+        self._eager: EagerMode | None = None
+        self._rests = False
         self._has_stack = False
         self._coverage: dict[tuple[int, ...], Coverage] = {}
         self._frameworks = Replacements(())
         self._is_rehearsing = False
-        self._stage_prefixes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._on_root: Callable[..., None] | None = None
         self.on_note: Callable[[str], None] = lambda _: None
         """Called with what a person should know of the names that are given."""
@@ -91,10 +67,6 @@ class ModelHooks:
         self._on_root = watch
         for root, _ in self._living():
             watch(root)
-
-    def _living(self) -> Iterator[tuple[nn.Module, str]]:
-        """The models that there still are, with what the paths of their modules begin with."""
-        yield from ((root, prefix) for reference, prefix in self._roots if (root := reference()) is not None)
 
     def add_root(self, root: nn.Module, *, is_running: bool = False) -> None:
         """Know a model, or what wraps a model that is known; `is_running` where this is found in a call of it.
@@ -145,6 +117,7 @@ class ModelHooks:
 
     def await_model(self) -> None:
         """Attach with the first module that runs, unless the training is compiled by then: no iteration is watched."""
+        self.put_back()
         self._watch.handles += [IgnoredWarning(), register_module_forward_pre_hook(self._meet_first)]
 
     def _meet_first(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
@@ -166,6 +139,13 @@ class ModelHooks:
         """Put the hooks on all known models, and wait for others; weights of earlier iterations may be relied on."""
         tracker = self._tracker
         self._weights.begin(keeps=keeps_weights)
+        if self._rests and self._may_stay():
+            self._rests = False
+            self._is_rehearsing = self._frameworks.refresh() and is_rehearsing()
+            self._renew()
+            self._watch_compiler()
+            return
+        self._take_off()
         self._watch = watch = Watch(self._recorder, weights=self._weights, placements=self.placements)
         self._frameworks = Replacements(framework_replacements(tracker, self._recorder.guarded(), self.meet_stage))
         watch.handles.append(self._frameworks)
@@ -176,11 +156,25 @@ class ModelHooks:
         self._functions = FunctionHooks(
             watch, self._stand_ins, is_wanted=self._is_wanted_kind, multihead=self._multihead
         )
-        begin = self._begin_regions if why_eager(self._options) is None else None
-        watch.handles += [self._functions, EagerMode(self._functions.originals, begin)]
+        watch.handles.append(self._functions)
+        self._watch_compiler()
         self._attach_known()
         if not self._is_given:
             watch.handles.append(register_module_forward_pre_hook(self._meet))
+        self._note_layout()
+
+    def _watch_compiler(self) -> None:
+        """Meet compiled code in this iteration."""
+        assert self._functions is not None, "only called while hooks are attached"
+        handles, before = self._watch.handles, self._eager
+        place = len(handles)
+        if before is not None:
+            place = handles.index(before)
+            handles.pop(place).remove()
+        self._regions = None
+        begin = self._begin_regions if why_eager(self._options) is None else None
+        self._eager = EagerMode(self._functions.originals, begin)
+        handles.insert(place, self._eager)
 
     def _begin_regions(self) -> Any:
         """Record compiled code inside of its graphs."""
@@ -222,21 +216,33 @@ class ModelHooks:
         self._tracker.enter(self._attached[module], args, kwargs)
         return self._modules[module].before(module, args, kwargs) if module in self._modules else None
 
-    def detach(self, *, keeps_functions: bool = False) -> None:
-        """Take everything off again, but what stands for functions where the next iteration may want it, too."""
+    def detach(self) -> None:
+        """Take everything off again."""
+        self._take_off()
+        self._stand_ins.remove()
+
+    def rest(self, *, stays: bool) -> None:
+        """The iteration has ended: leave on what the next one may want, too; where all that `stays`, the hooks."""
+        self._rests = stays and self._tracker.current() is None and not self._watch.running.entries
+        if not self._rests:
+            self._take_off()
+
+    def put_back(self) -> None:
+        """What was left on is not wanted in this iteration."""
+        if self._rests:
+            self._take_off()
+        self._stand_ins.remove()
+
+    def _take_off(self) -> None:
+        """All but what stands for functions."""
+        self._rests, self._is_refused, self._layout = False, False, []
         self._watch.remove()
         self._watch = Watch(self._recorder, weights=self._weights, placements=self.placements)
         self._modules.clear()
         self._inside.clear()
         self._attached.clear()
-        self._functions = self._multihead = self._layers = self._regions = None
-        if not keeps_functions:
-            self._stand_ins.remove()
+        self._functions = self._multihead = self._layers = self._regions = self._eager = None
         self._tracker.before_pass = None
-
-    def put_functions_back(self) -> None:
-        """What stood for functions in the last iteration is not wanted in this one."""
-        self._stand_ins.remove()
 
     def _meet(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """A global pre-hook: a module that is entered first and is not known is a model."""
@@ -285,13 +291,6 @@ class ModelHooks:
         for root, prefix in self._living():
             self._attach_to(root, prefix)
 
-    def weights(self) -> Iterator[tuple[Source, nn.Module, str, str]]:
-        """The parameters of the modules that hooks are on: source, module, name there, name in records."""
-        for module, hooks in self._modules.items():
-            yield from ((hooks.source, module, *names) for names in hooks.parameters.items())
-        for module, source in self._inside.items():
-            yield from ((source, module, name, name) for name in ("weight", "bias"))
-
     def find_coverage(self) -> Coverage | None:
         """What the hooks see of the models, where linear layers are recorded; asked before they are taken off."""
         # What a selection leaves out is left out on purpose.
@@ -318,83 +317,3 @@ class ModelHooks:
         kinds = {type(module) for root, _ in self._living() for module in root.modules()}
         missed = [role for role in registered_roles() if role not in self._matched and self._wants(role.layer_type)]
         return (explain_unmatched(role, kinds) for role in missed)
-
-    def _attach_to(self, root: nn.Module, prefix: str) -> None:
-        assert self._functions is not None, "only called while hooks are attached"
-        if dist.is_available() and dist.is_initialized():
-            self.placements.learn(root)
-        self._functions.learn(root)
-        self._matched |= self._stand_ins.ports.keys()
-        stage = self._stage_prefixes.get(root, "")
-        found = self._survey(root)
-        leave = Hook(self._on_leave)
-        for place in found.places:
-            module = place.module
-            if module in self._attached:
-                continue
-            before = self._stage_prefixes.get(module, "") + prefix
-            layer_stack = (before + place.layer_stack).rstrip(".") if place.layer_idx >= 0 else ""
-            frame = place._replace(path=(before + place.path).rstrip("."), layer_stack=layer_stack)
-            self._attached[module] = frame
-            if isinstance(module, torch.jit.ScriptModule):
-                continue  # takes no hooks; what it does inside is not Python either
-            self._watch.owners.add(frame)
-            enter = Hook(functools.partial(self._on_enter, frame))
-            self._watch.handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            self._watch.handles.append(module.register_forward_hook(leave, always_call=True))
-            with self._recorder.guarded(_source(frame, "module", "unknown")):
-                self._attach_role(frame)
-        if self._layers is not None and found.stacks:
-            self._layers.attach(root, found.stacks[0], prefix=stage + prefix)
-
-    def _attach_role(self, frame: Frame) -> None:
-        """Put hooks on a module that has a role."""
-        module, role = frame.module, role_of(type(frame.module))
-        if self._multihead is not None and isinstance(module, nn.MultiheadAttention) and self._is_wanted(frame.path):
-            self._multihead.attach(module, _source(frame, "attention", "FA"))
-        if role is None:
-            return
-        self._matched.add(role)
-        if not self._is_wanted_kind(role.layer_type, frame.path):
-            return
-        source = _source(frame, role.layer_type, role.component)
-        for attribute, port in ports_of(role).parameters:
-            if is_hidden(module, attribute):
-                reason = f"its {attribute} is not a plain parameter (parametrized, or not made yet)"
-                self._recorder.refuse(source, port.value, reason)
-                if not port.is_optional:
-                    return
-        if is_seen_inside(module, role):
-            self._inside[module] = source
-            return
-        self._modules[module] = ModuleHooks(module, role, source, self._watch)
-
-    def _on_enter(
-        self,
-        frame: Frame,
-        module: nn.Module,  # noqa: ARG002  (torch's signature)
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        # Without keywords: torch's word for a hook that was taken off while its module is called.
-        if kwargs is None or is_traced():
-            return
-        with self._recorder.guarded():
-            self._tracker.enter(frame, args, kwargs)
-
-    def _on_leave(self, module: nn.Module, _args: Any, output: Any) -> None:
-        if is_traced():
-            return
-        with self._recorder.guarded():
-            self._tracker.leave(module, output)
-
-    def _is_wanted_kind(self, layer_type: str, path: str) -> bool:
-        if (layer_type, path) not in self._wanted:
-            # What `layers` alone records of an embedding is what enters the stack.
-            is_named = not self._options.wants_layers or self._options.names_layer_type(layer_type)
-            self._wanted[layer_type, path] = is_named and self._wants(layer_type) and self._is_wanted(path)
-        return self._wanted[layer_type, path]
-
-
-def _source(frame: Frame, layer_type: str, component: str) -> Source:
-    return Source(frame.path, layer_type, frame.layer_idx, component, frame.layer_stack)

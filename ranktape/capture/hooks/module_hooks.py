@@ -57,12 +57,16 @@ class ModuleHooks:
             placement=own or watch.place(module, self._ports),
         )
         self._returned = frozenset({"bias"} if role.returned is not None and role.returned(module) else ())
-        self._recorder.attach(source, self._certain_roles(module))
+        self.begin(module)
         watch.handles += [
             # Appended last and first: innermost, so that wrappers' own hooks have done their part.
             module.register_forward_pre_hook(Hook(self.before), with_kwargs=True),
             module.register_forward_hook(Hook(self._after), with_kwargs=True, prepend=True, always_call=True),
         ]
+
+    def begin(self, module: nn.Module) -> None:
+        """An iteration begins with the hooks on the module."""
+        self._recorder.attach(self.source, self._certain_roles(module))
 
     @property
     def parameters(self) -> dict[str, str]:

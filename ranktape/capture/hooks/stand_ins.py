@@ -80,7 +80,7 @@ class StandIns:
 
     def put(self) -> None:
         """Put them in place, unless they are, and nothing was loaded or replaced since."""
-        if self._is_in_place():
+        if self.is_in_place:
             return
         self.remove()
         pairs = []
@@ -116,7 +116,8 @@ class StandIns:
         """Have the compiler know torch's own functions, should it have met these."""
         forget_replacements(new for _, new in self.table.values())
 
-    def _is_in_place(self) -> bool:
+    @property
+    def is_in_place(self) -> bool:
         """Whether a search through all modules would find nothing else."""
         return (
             self._roles == function_roles()

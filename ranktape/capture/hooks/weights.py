@@ -131,6 +131,7 @@ class Leaves:
             for handle in handles.values():
                 handle.remove()
         self._handles.clear()
+        self._calls.clear()
 
 
 @dataclass(frozen=True, slots=True)

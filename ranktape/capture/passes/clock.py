@@ -286,6 +286,11 @@ class Clock(OptimizerClock):
         self._is_counting = self._forwards is not None
 
     @property
+    def listens_to_forwards(self) -> bool:
+        """Whether a forward that begins may end an iteration."""
+        return self._forwards is not None
+
+    @property
     def ends_at_close(self) -> bool:
         """Whether the running iteration has all it will have: nothing but another forward would end it."""
         return self._is_counting and self._num_forwards > 0

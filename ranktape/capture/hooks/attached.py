@@ -1,0 +1,184 @@
+"""Puts hooks on the modules of known models, and leaves them on where the next iteration would put on the same."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ranktape.capture.hooks.calls import Watch
+from ranktape.capture.hooks.function_hooks import FunctionHooks
+from ranktape.capture.hooks.hook import Hook
+from ranktape.capture.hooks.layers import LayerHooks
+from ranktape.capture.hooks.module_hooks import ModuleHooks, MultiheadHooks, is_hidden, is_seen_inside
+from ranktape.capture.hooks.stacks import survey
+from ranktape.capture.hooks.stand_ins import StandIns
+from ranktape.capture.hooks.weights import Weights
+from ranktape.capture.passes.passes import Frame, is_traced
+from ranktape.capture.roles.known import registered_roles, role_of
+from ranktape.capture.roles.table import FunctionRole, ModuleRole, ports_of
+from ranktape.capture.source import Source
+from ranktape.capture.tensors.placement import Placements
+
+if TYPE_CHECKING:
+    from ranktape.capture.recorder import Recorder
+
+
+class Attached:
+    """The modules of known models that have hooks, the hooks, and what these share."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._options = options = recorder.options
+        self._wants = options.wants_layer_type
+        self._is_wanted = options.wants_module
+        self._recorder = recorder
+        self._tracker = recorder.tracker
+        self._survey = functools.partial(survey, layer_offset=options.layer_offset)
+        self._roots: list[tuple[weakref.ref[nn.Module], str]] = []
+        self._attached: dict[nn.Module, Frame] = {}
+        self._modules: dict[nn.Module, ModuleHooks] = {}
+        self._inside: dict[nn.Module, Source] = {}
+        self._weights = Weights()
+        self.placements = Placements()
+        self._watch = Watch(recorder, weights=self._weights, placements=self.placements)
+        self._functions: FunctionHooks | None = None
+        self._stand_ins = StandIns()
+        self._multihead: MultiheadHooks | None = None
+        self._layers: LayerHooks | None = None
+        self._matched: set[ModuleRole | FunctionRole] = set()
+        self._wanted: dict[tuple[str, str], bool] = {}
+        self._stage_prefixes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._is_refused = False
+        """Whether something was refused as the hooks were put on."""
+        self._layout: list[Any] = []
+        """What the models were when all hooks were on; empty where the hooks must not stay."""
+
+    def _living(self) -> Iterator[tuple[nn.Module, str]]:
+        """The models that there still are, with what the paths of their modules begin with."""
+        yield from ((root, prefix) for reference, prefix in self._roots if (root := reference()) is not None)
+
+    def weights(self) -> Iterator[tuple[Source, nn.Module, str, str]]:
+        """The parameters of the modules that hooks are on: source, module, name there, name in records."""
+        for module, hooks in self._modules.items():
+            yield from ((hooks.source, module, *names) for names in hooks.parameters.items())
+        for module, source in self._inside.items():
+            yield from ((source, module, name, name) for name in ("weight", "bias"))
+
+    def _note_layout(self) -> None:
+        """All hooks are on: they may stay for the next iteration, as far as nothing changes."""
+        is_plain = self._layers is None and not self._stage_prefixes and not self._is_refused
+        self._layout = self._present_layout() if is_plain else []
+
+    def _may_stay(self) -> bool:
+        """Whether all that is on is what would be put on now."""
+        return bool(self._layout) and self._stand_ins.is_in_place and self._layout == self._present_layout()
+
+    def _present_layout(self) -> list[Any]:
+        """All that decides which hooks are put on, and where: none may have come between ours and the module."""
+        hooks = tuple(torch.nn.modules.module._global_forward_pre_hooks)  # noqa: SLF001  (torch has no public way)
+        layout: list[Any] = [hooks, registered_roles(), dist.is_available() and dist.is_initialized()]
+        for root, prefix in self._living():
+            layout.append(prefix)
+            for name, module in root.named_modules():
+                own = module._forward_pre_hooks, module._forward_hooks  # noqa: SLF001  (as above)
+                parameters = tuple(map(id, module._parameters.values()))  # noqa: SLF001  (runs no parametrization)
+                layout.append((name, module, type(module), *map(tuple, own), parameters))
+        return layout
+
+    def _renew(self) -> None:
+        """Have the hooks that are on begin an iteration."""
+        assert self._functions is not None, "only called while hooks are attached"
+        self._watch.renew()
+        for root, _ in self._living():
+            if dist.is_available() and dist.is_initialized():
+                self.placements.learn(root)
+            self._functions.learn(root)
+        for module, hooks in self._modules.items():
+            with self._recorder.guarded(hooks.source):
+                hooks.begin(module)
+
+    def _attach_to(self, root: nn.Module, prefix: str) -> None:
+        assert self._functions is not None, "only called while hooks are attached"
+        if dist.is_available() and dist.is_initialized():
+            self.placements.learn(root)
+        self._functions.learn(root)
+        self._matched |= self._stand_ins.ports.keys()
+        stage = self._stage_prefixes.get(root, "")
+        found = self._survey(root)
+        leave = Hook(self._on_leave)
+        for place in found.places:
+            module = place.module
+            if module in self._attached:
+                continue
+            before = self._stage_prefixes.get(module, "") + prefix
+            layer_stack = (before + place.layer_stack).rstrip(".") if place.layer_idx >= 0 else ""
+            frame = place._replace(path=(before + place.path).rstrip("."), layer_stack=layer_stack)
+            self._attached[module] = frame
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # takes no hooks; what it does inside is not Python either
+            self._watch.owners.add(frame)
+            enter = Hook(functools.partial(self._on_enter, frame))
+            self._watch.handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            self._watch.handles.append(module.register_forward_hook(leave, always_call=True))
+            with self._recorder.guarded(_source(frame, "module", "unknown")):
+                self._attach_role(frame)
+        if self._layers is not None and found.stacks:
+            self._layers.attach(root, found.stacks[0], prefix=stage + prefix)
+
+    def _attach_role(self, frame: Frame) -> None:
+        """Put hooks on a module that has a role."""
+        module, role = frame.module, role_of(type(frame.module))
+        if self._multihead is not None and isinstance(module, nn.MultiheadAttention) and self._is_wanted(frame.path):
+            self._multihead.attach(module, _source(frame, "attention", "FA"))
+        if role is None:
+            return
+        self._matched.add(role)
+        if not self._is_wanted_kind(role.layer_type, frame.path):
+            return
+        source = _source(frame, role.layer_type, role.component)
+        for attribute, port in ports_of(role).parameters:
+            if is_hidden(module, attribute):
+                reason = f"its {attribute} is not a plain parameter (parametrized, or not made yet)"
+                self._recorder.refuse(source, port.value, reason)
+                self._is_refused = True
+                if not port.is_optional:
+                    return
+        if is_seen_inside(module, role):
+            self._inside[module] = source
+            return
+        self._modules[module] = ModuleHooks(module, role, source, self._watch)
+
+    def _on_enter(
+        self,
+        frame: Frame,
+        module: nn.Module,  # noqa: ARG002  (torch's signature)
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        # Without keywords: torch's word for a hook that was taken off while its module is called.
+        if kwargs is None or is_traced():
+            return
+        with self._recorder.guarded():
+            self._tracker.enter(frame, args, kwargs)
+
+    def _on_leave(self, module: nn.Module, _args: Any, output: Any) -> None:
+        if is_traced():
+            return
+        with self._recorder.guarded():
+            self._tracker.leave(module, output)
+
+    def _is_wanted_kind(self, layer_type: str, path: str) -> bool:
+        if (layer_type, path) not in self._wanted:
+            # What `layers` alone records of an embedding is what enters the stack.
+            is_named = not self._options.wants_layers or self._options.names_layer_type(layer_type)
+            self._wanted[layer_type, path] = is_named and self._wants(layer_type) and self._is_wanted(path)
+        return self._wanted[layer_type, path]
+
+
+def _source(frame: Frame, layer_type: str, component: str) -> Source:
+    return Source(frame.path, layer_type, frame.layer_idx, component, frame.layer_stack)
