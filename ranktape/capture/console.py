@@ -31,6 +31,7 @@ def write_line(text: str) -> None:
 
 _MAX_NAMED = 5
 _MAX_SITES = 8
+_MAX_UNMATCHED = 8
 """Disabled sites that are warned of one by one."""
 _DRAIN_INTERVAL = 5
 """Calls of `show_drain` between two lines."""
@@ -75,6 +76,13 @@ class Console:
         if self._num_sites <= _MAX_SITES + 1:
             is_named = self._num_sites <= _MAX_SITES
             self.warn_once(text if is_named else "further sites are disabled: 'ranktape status' names them")
+
+    def warn_of_unmatched(self, notes: Sequence[str]) -> None:
+        """Of names in the selection that match nothing; of the first ones one by one."""
+        for note in notes[:_MAX_UNMATCHED]:
+            self.warn_once(note)
+        if len(notes) > _MAX_UNMATCHED:
+            self.warn_once(f"{len(notes) - _MAX_UNMATCHED} more names of the selection match nothing")
 
     def warn_of(self, options: CaptureOptions) -> None:
         """Of settings that do not what they seem to do."""

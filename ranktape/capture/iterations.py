@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from ranktape.capture.tensors.master import MasterWeights
     from ranktape.storage.places.retry import RetryingBackend
 
-_MAX_NOTES = 8
-"""Names that match nothing and are warned of one by one."""
-
 _TRIGGER_SECONDS = 5.0
 """Longest wait for room for a word on what happened."""
 
@@ -289,10 +286,7 @@ class Iterations:
         """Warn of names in the selection that nothing has; of several ranks the last one to notice does."""
         notes = self._recorder.find_unmatched(self._hooks.paths)
         new = [note for note in notes if self._rendezvous.count(f"unmatched {note.partition(' matches ')[0]}")]
-        for note in new[:_MAX_NOTES]:
-            self._console.warn_once(note)
-        if len(new) > _MAX_NOTES:
-            self._console.warn_once(f"{len(new) - _MAX_NOTES} more names of the selection match nothing")
+        self._console.warn_of_unmatched(new)
 
     def _silence_of_all(self) -> CaptureError | None:
         """Warn that this rank has nothing to record, as a stage of a pipeline may; a mistake where now no rank has."""

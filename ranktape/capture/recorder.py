@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -21,15 +21,11 @@ from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.selecting import Selecting, find_unmatched
 from ranktape.capture.sites import IterationTally, RecordForm, form_of, ids_at, narrow, number_form
 from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole, site_name, source_name
-from ranktape.capture.staging.device import DeviceStage
+from ranktape.capture.stager import Stager
 from ranktape.capture.staging.ring import NoRoomError, RingProducer
-from ranktape.capture.staging.ring_file import SlotKind
 from ranktape.capture.tensors.parts import PlainPart, UnrecordableError, take_apart
-from ranktape.capture.tensors.taking import StatisticsTaker
 from ranktape.errors import CaptureError, RanktapeError
 from ranktape.storage.format.record_info import Keep, Mode, Operation
-
-_Answer = TypeVar("_Answer")
 
 MAX_PASSES = 4096
 """Forward passes of one iteration after which nobody will end it any more."""
@@ -49,7 +45,6 @@ class Recorder:
         on_site_failure: Callable[[str], None] = lambda _: None,
     ) -> None:
         """The functions get the reason where nothing more is recorded, of anything or of one site."""
-        self._ring = ring
         self.tracker = tracker
         self.options = options
         self._selecting = self._usual = selecting
@@ -58,7 +53,6 @@ class Recorder:
         self._guard = Guard(self._fail)
         self._may_train = Mode.TRAIN in options.wanted_modes
         self._owner = os.getpid()
-        self._device: DeviceStage | None = None
         self._counter = 0
         self.expected = Expected(self._fail)
         self.explain_endless: Callable[[], str] = lambda: "call capture.step() after each iteration"
@@ -66,7 +60,9 @@ class Recorder:
         self.tally: IterationTally | None = None
         self.num_left_out = 0
         # A capture that stores what it stages leaves the counting to its writer: it has a moment to do so.
-        self._taker = None if options.record_last is None else StatisticsTaker()
+        self._stager = Stager(
+            ring, takes_statistics=options.record_last is not None, timeout_seconds=options.block_timeout_seconds
+        )
         self._is_reduced = False
         self._num_numbers: Counter[tuple[str, int]] = Counter()
         self._number_forms: dict[Any, RecordForm] = {}
@@ -79,8 +75,7 @@ class Recorder:
         `is_reduced` where there is no room for values, but for what they add up to.
         """
         self._selecting = selecting or self._usual
-        if self._taker is not None:
-            self._taker.begin()
+        self._stager.begin()
         self._is_reduced = is_reduced
         self.tally = IterationTally(iteration=iteration, is_staged=is_staged)
         self.num_left_out = 0
@@ -283,13 +278,11 @@ class Recorder:
 
     def poll(self) -> None:
         """Publish what has arrived from a device; called once in each step."""
-        if self._device is not None:
-            self._device.poll()
+        self._stager.poll()
 
     def drain(self) -> None:
         """Wait for what is on its way from a device; called once at the end."""
-        if self._device is not None:
-            self._device.poll(waits=True)
+        self._stager.poll(waits=True)
 
     def refuse(self, source: Source, role: TensorRole, reason: str, *, call: Call | None = None) -> None:
         """Say of a tensor of the running iteration, or of one call in it, that it is not recorded, and why."""
@@ -306,7 +299,7 @@ class Recorder:
     def _fail(self, error: Exception, source: Source | None = None, role: TensorRole | None = None) -> None:
         """Disable what failed, or end the training with it where that was asked for."""
         text = failure_text(error)
-        if isinstance(error, NoRoomError) and self._taker is not None:
+        if isinstance(error, NoRoomError) and self.options.record_last is not None:
             if self.tally is not None and self.tally.is_staged:
                 # What a flight recorder holds waits for a store: it goes without this iteration.
                 self.tally.is_staged, self.tally.loss = False, text
@@ -368,26 +361,12 @@ class Recorder:
         tensor = whole
         if form.places is not None and form.sample_dim is not None:
             tensor = narrow(whole, form.places, sample_dim=form.sample_dim)
-        seconds = self.options.block_timeout_seconds
-        if self._taker is not None and not tensor.is_cuda and (form.keep == Keep.STATISTICS or self._is_reduced):
-            taken = self._taker.take(tensor, sample_dim=form.sample_dim)
-            header = self._header(form, call, tags, more=',"taken":1')
-            _of_ring(self._ring.put_whole, SlotKind.TENSOR, header, taken, timeout_seconds=seconds)
-            return
-        header = self._header(form, call, tags)
-        slot = _of_ring(self._ring.reserve, SlotKind.TENSOR, header, form.nbytes, timeout_seconds=seconds)
-        try:
-            if form.nbytes and tensor.is_cuda:
-                self._device = self._device or DeviceStage(self._ring)
-                self._device.copy(tensor, slot)  # publishes the slot when the copy has arrived
-                return
-            if form.nbytes:
-                _copy(tensor, slot.payload)
-        except BaseException:
-            # A slot that is never published would hold up all that come after it.
-            self._ring.cancel(slot)
-            raise
-        _of_ring(self._ring.publish, slot)
+        is_taken = self._stager.takes(tensor, is_reduced=self._is_reduced or form.keep == Keep.STATISTICS)
+        header = self._header(form, call, tags, more=',"taken":1' if is_taken else "")
+        if is_taken:
+            self._stager.put_statistics(tensor, header, sample_dim=form.sample_dim)
+        else:
+            self._stager.put_values(tensor, header, nbytes=form.nbytes)
 
     def _header(self, form: RecordForm, call: Call, tags: Tags, *, more: str = "") -> bytes:
         counter, self._counter = self._counter, self._counter + 1
@@ -398,27 +377,3 @@ class Recorder:
             f'"counter":{counter},"timestamp":{time.time()!r},"sample_ids":{ids},'
             f'"metadata":{tags.metadata}{more}}}'
         ).encode()
-
-
-def _of_ring(ask: Callable[..., _Answer], *args: Any, **kwargs: Any) -> _Answer:
-    """What the ring answers; all sites share it: its failure is not the site's.
-
-    Raises:
-        CaptureError: whatever failed in it.
-    """
-    try:
-        return ask(*args, **kwargs)
-    except RanktapeError:
-        raise
-    except Exception as error:
-        raise CaptureError(f"the ring failed: {failure_text(error)}") from error
-
-
-def _copy(tensor: torch.Tensor, payload: memoryview) -> None:
-    source = tensor.detach() if tensor.requires_grad else tensor
-    dtype = source.dtype
-    if dtype.itemsize == 1:
-        # Copying between 8-bit floats is not implemented for every layout; their bytes are.
-        dtype = torch.uint8
-        source = source.view(dtype)
-    torch.frombuffer(payload, dtype=dtype).view_as(source).copy_(source)
