@@ -1,9 +1,10 @@
 """How much longer is a training step in which a flight recorder holds every tensor, and nothing happens?
 
 One process, one thread for the training, the GPT of `captured_step.py` with 8 layers of width 384. Blocks of held steps
-and of plain ones take turns; a figure is the ratio of two neighbours. The last step of a block does not count: at its
-end the hooks go on or off for the next block. The training thread's own processor time tells what is done on it,
-whatever else the machine does; the clock, what the writer takes.
+and of plain ones take turns; a figure is the ratio of two neighbours. Between the held steps of a block the
+hooks stay on, as in a training of which each step is held; the last step of a block does not count: at its end they go
+on or off for the next block. The training thread's own processor time tells what is done on it, whatever else the
+machine does; the clock, what the writer takes.
 
     statistics    what each tensor adds up to (`--record-last 3 --keep statistics`)
     values        the values of each tensor, as far as the budget goes (`--record-last 3`)
