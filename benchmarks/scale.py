@@ -61,6 +61,7 @@ NO_COUNTS = {kind: [0] * 4 for kind in TALLY_KINDS}
 TENSORS = ("input", "weight", "output", "grad_output", "grad_input")
 SAME_TEXTS = {
     "layer_type": "linear",
+    "layer_stack": "",
     "operation": "forward",
     "phase": "pre",
     "component": "linear",
