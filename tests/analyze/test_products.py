@@ -107,6 +107,15 @@ def test_errors_are_those_of_the_twin(
             check(row.recorded, was, result, rel=rel)
 
 
+def test_tiles_that_are_no_squares_lie_along_the_sum_of_each_product() -> None:
+    row = OperandRecipe(scheme="mxfp4_e2m1")
+    of_tiles = products_of(row, weight=dataclasses.replace(row, block_size=(2, 32)))
+    recipe = Recipe(name="tiles", source="here", products=of_tiles)
+    operands = call()
+    for (product, _), found in by_name(replay_products(operands, [recipe])).items():
+        check(found.exact, twin(operands, product, None), twin(operands, product, recipe), rel=5e-4)
+
+
 @pytest.mark.parametrize("sample_dim", [0, 1])
 def test_errors_of_samples_are_those_of_their_rows(sample_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operand, "SMALL", 1 << 10)
