@@ -224,6 +224,18 @@ def test_operands_in_nvfp4_are_those_of_transformer_engine(recipe: str) -> None:
         assert 0.3 < (found.values == down)[down != up].double().mean() < 0.7
 
 
+def test_scales_of_blocks_on_a_tie_are_those_of_transformer_engine() -> None:
+    """Blocks whose scale lies halfway between two e4m3 numbers, but for what float32 made of it on the way."""
+    how = RECIPES["nvfp4"].products["output"]
+    for largest in range(28, 2800, 28):
+        x_RS = torch.outer(torch.arange(15.0, 28, 2), torch.full((16,), largest / 28))
+        x_RS[0] = largest
+        found = quantized_operands(how, x_RS, x_RS, seed=0)[0]
+        values, scale = nvfp4(x_RS)
+        assert found.factor == scale
+        assert torch.equal(found.values, values)
+
+
 def test_operands_of_four_over_six_are_those_of_its_authors() -> None:
     """Bit for bit; of stochastic blocks those of one of the two scales, drawn."""
     for product, name, matrix, found in operands("nvfp4_4over6", whole_numbers()):
