@@ -96,6 +96,14 @@ def test_groups_are_pooled_and_name_the_worst_call(replayed: Replayed) -> None:
         assert len(replayed.column(field)) == len(replayed.places)
 
 
+def test_a_product_that_lost_numbers_is_the_worst_of_its_group(replayed: Replayed) -> None:
+    fields = ["module", "product", "recipe"]
+    best = replayed.groups(fields)[1].rows[-1]
+    exact = replayed.exact.copy()
+    exact[best, ErrorSums.__slots__.index("num_lost")] = 1
+    assert dataclasses.replace(replayed, exact=exact).groups(fields)[1].worst == best
+
+
 def test_layers_that_a_recipe_leaves_are_in_bf16(plain: Run) -> None:
     (nvfp4,) = parse_recipes("nvfp4")
     recipe = Recipe(name="mine", source="test", products=nvfp4.products, high_precision=HighPrecision(last_layers=1))
