@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.finding import Mend
 from ranktape.storage.maintenance.outbox import find_spills, push_spill
 from ranktape.storage.maintenance.repair import repair_run
+from ranktape.storage.places.backend import Buffer
 from ranktape.storage.places.local import LocalBackend
 from tests.capture.light import check_arrays, tensors
 from tests.capture.test_storing import Bench
@@ -103,6 +104,38 @@ def test_the_store_is_used_again_when_it_answers_again(bench: Bench) -> None:
     bench.put(2, tensors(2))
     bench.close()
     bench.check(2, tensors(2))
+
+
+def test_after_a_flush_that_failed_the_store_is_flushed_before_the_commit(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, get, flush = bench.store.put, bench.store.get, bench.store.flush
+    done: list[str] = []
+    is_down = True
+
+    def noted_put(key: str, parts: Sequence[Buffer]) -> None:
+        done.append(key)
+        put(key, parts)
+
+    def get_again(key: str, *, max_nbytes: int | None = None) -> bytes | None:
+        nonlocal is_down
+        is_down = False
+        return get(key, max_nbytes=max_nbytes)
+
+    def flush_unless_down() -> None:
+        if is_down:
+            monkeypatch.setattr(bench.store, "get", get_again)
+            raise UnreachableError("the store has gone")
+        flush()
+        done.append("flushed")
+
+    monkeypatch.setattr(bench.store, "put", noted_put)
+    monkeypatch.setattr(bench.store, "flush", flush_unless_down)
+    bench.put(0, tensors(0))
+    bench.wait_for(lambda: bench.committer.num_committed == 1)
+    bench.close()
+    commit = done.index(f"{bench.attempt.path}/rank_00000/iter_00000000/zarr.json")
+    assert done[commit - 1] == "flushed"
 
 
 def test_keeping_repeating_and_interrupting_a_push(bench: Bench, tmp_path: Path) -> None:
