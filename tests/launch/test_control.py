@@ -16,14 +16,15 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from ranktape.errors import CaptureError, RunNotFoundError
+from ranktape.errors import CaptureError, RunNotFoundError, UsageError
 from ranktape.launch import stop, trigger
 from ranktape.launch.control import ControlReply
 from ranktape.storage import open_run
-from ranktape.storage.format.attempt import read_attempts
+from ranktape.storage.format.attempt import Launch, read_attempts
 from ranktape.storage.format.control import read_answer
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.places.urls import open_backend
+from ranktape.storage.recording.start import begin_attempt
 from tests.launch.processes import Ended, python, torchrun
 from tests.launch.test_runner import command
 from tests.s3 import S3Server
@@ -378,3 +379,13 @@ def test_a_flight_recorder_is_stopped(tmp_path: Path) -> None:
     assert f"the capture was stopped before iteration {first}" in run.verdict().ended
     with pytest.raises(CaptureError, match="has ended"):
         trigger(one.url)
+
+
+def test_a_capture_of_layers_alone_can_be_asked_for_nothing_else(tmp_path: Path) -> None:
+    launch = Launch(launch_id="launch", restart=0, world_size=1)
+    options = {"layers": "all", "min_iterations": 1}
+    backend = open_backend(tmp_path / "run")
+    begin_attempt(backend, launch=launch, options=options, environment={}, resume=False, overwrite=False)
+    assert trigger(tmp_path / "run", no_wait=True, layer_type="hidden").request
+    with pytest.raises(UsageError, match="attaches to embedding, hidden only: 'linear' cannot be asked for"):
+        trigger(tmp_path / "run", no_wait=True, layer_type="linear")
