@@ -24,9 +24,9 @@ from ranktape.storage.recording.writer import RankWriter
 from tests.storage.whole_run import LONG_NAME, record, tensors, whole_run
 
 
-def age(path: Path, *, seconds: float = 2 * MIN_AGE_SECONDS) -> None:
-    """Make everything in a run older."""
-    then = time.time() - seconds
+def age(path: Path, *, then: float | None = None) -> None:
+    """Make everything in a run older: of that time, or as old as a repair wants it."""
+    then = time.time() - 2 * MIN_AGE_SECONDS if then is None else then
     for one in path.rglob("*"):
         if one.is_file():
             os.utime(one, (then, then))
@@ -122,6 +122,8 @@ def test_debris_goes_when_it_is_old_and_what_was_committed_stays(tmp_path: Path)
     young = repair_run(backend)
     assert mends(young) == []
     assert {one.mend for one in young.young} == {Mend.REMOVE_OBJECTS, Mend.REMOVE_DEBRIS}
+    age(path, then=0)
+    assert mends(repair_run(backend)) == [], "what has no time is no older"
     age(path)
     report = repair_run(backend)
     assert sorted(mends(report), key=str) == [Mend.REMOVE_OBJECTS, Mend.REMOVE_OBJECTS, Mend.REMOVE_DEBRIS]
