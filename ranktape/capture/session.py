@@ -8,19 +8,20 @@ never ended by a capture that fails inside.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ranktape.capture.console import Console
+from ranktape.capture.ending import verdict_of
 from ranktape.capture.flight.logged import LoggedNumbers
 from ranktape.capture.flight.peers import Peers
 from ranktape.capture.flight.signals import Signals
 from ranktape.capture.guard import StrictCaptureError
 from ranktape.capture.hooks.model import ModelHooks
 from ranktape.capture.iterations import Iterations
+from ranktape.capture.no_capture import NoCapture
 from ranktape.capture.passes.clock import Clock
 from ranktape.capture.passes.passes import checked_sample_ids
 from ranktape.capture.recorder import Recorder
@@ -37,9 +38,8 @@ from ranktape.capture.staging.ring_file import Counter
 from ranktape.capture.starting import open_place, ring_path, start_writer
 from ranktape.capture.stopping import StopGate
 from ranktape.capture.tensors.master import MasterWeights
-from ranktape.errors import CaptureError, RanktapeError, UsageError
+from ranktape.errors import CaptureError, UsageError
 from ranktape.storage.format.layout import rank_iteration_path, site_path
-from ranktape.storage.format.progress import read_verdict
 from ranktape.storage.format.status import RunVerdict
 from ranktape.storage.format.triggers import TriggerKind
 
@@ -48,28 +48,6 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
-
-
-class NoCapture(contextlib.AbstractContextManager["NoCapture"]):
-    """Stands for a capture where none was asked for: nothing is attached, nothing is recorded."""
-
-    is_recording = False
-    """Always: nothing is stored."""
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing."""
-
-    def step(self, iteration: int | None = None) -> None:
-        """Nothing."""
-
-    def set_sample_ids(self, sample_ids: Any) -> None:
-        """Nothing."""
-
-    def trigger(self, why: str) -> None:
-        """Nothing."""
-
-    def log(self, **numbers: Any) -> None:
-        """Nothing."""
 
 
 ABORT_TIMEOUT_SECONDS = 10.0
@@ -404,34 +382,12 @@ class Capture(Iterations):
                     self._process.tell_of_given_up(ranks)
 
     def _judge(self, words: Mapping[str, Any], *, waited_seconds: float) -> RunVerdict:
-        """The writer's verdict on rank 0; elsewhere, and without one, what the store says and this rank knows."""
-        console = self._console
-        console.pass_on(words)
-        if "verdict" in words:
-            return RunVerdict(**words["verdict"])
-        state, ring = words.get("state"), self._process.ring.path
-        problem = words.get("error") or words.get("problem")
-        if state == "late":
-            problem = f"not everything was stored within {waited_seconds:g} s; the writer goes on"
-        elif state not in {"closed", "failed"}:
-            problem = f"the writer process ended: {self._process.ending()}"
-        if problem is not None:
-            console.warn_once(str(problem))
-        if ring is not None and state not in {"late", "closed"}:
-            console.warn_once(
-                f"what was staged and not stored is in {ring}: 'ranktape recover {ring.parent}' stores it"
-            )
-        missing = [] if problem is None else [f"rank {self.rank}: {problem}"]
-        # Only rank 0 has a coordinator; the others answer for what they stored themselves.
-        if self.rank == 0:
-            try:
-                judged = read_verdict(self._backend)
-            except RanktapeError as error:
-                judged = None
-                console.warn(str(error))
-            if judged is not None:
-                stored = judged[0]
-                return stored if stored.met else dataclasses.replace(stored, missing=[*stored.missing, *missing])
-        required = self.options.guaranteed_iterations
-        is_met = (self.rank != 0 or not required) and problem is None
-        return RunVerdict(met=is_met, required=required, complete=[], missing=missing, final=False)
+        return verdict_of(
+            words,
+            rank=self.rank,
+            backend=self._backend,
+            process=self._process,
+            console=self._console,
+            required=self.options.guaranteed_iterations,
+            waited_seconds=waited_seconds,
+        )
