@@ -316,6 +316,14 @@ def test_a_source_of_which_an_iteration_has_nothing_is_forgotten_and_what_is_dis
     }
 
 
+def test_what_is_disabled_is_missing_in_an_iteration_that_does_not_select_it_too() -> None:
+    expected, broken = Expected(), source("broken")
+    expected.begin()
+    expected.disable(broken, INPUT, "it broke")
+    expected.excuse(broken, INPUT)
+    assert expected.end()["silent_sites"] == {"broken forward pre input": "disabled after an error: it broke"}
+
+
 def test_the_forms_of_all_sites_together_are_bounded() -> None:
     expected = Expected()
     form = RecordForm(header="{", keep="values", nbytes=4, kept_nbytes=4, sample_dim=None, places=None)

@@ -75,6 +75,17 @@ def test_a_slot_is_published_only_after_those_before_it() -> None:
     assert [bytes(slot.payload) for slot in taken if slot is not None] == [bytes(8), bytes(8), b"third"]
 
 
+def test_the_end_of_an_iteration_is_remembered_until_it_is_settled() -> None:
+    producer, consumer = make(1 << 16)
+    for iteration in range(3):
+        producer.put(SlotKind.END, {"iteration": iteration}, timeout_seconds=1)
+    assert [header["iteration"] for *_, header in producer.unsettled()] == [0, 1, 2]
+    consumer.advance(Counter.SETTLED)
+    assert [header["iteration"] for *_, header in producer.unsettled()] == [1, 2]
+    producer.put(SlotKind.SKIP, {"iteration": 3}, timeout_seconds=1)
+    assert [header["iteration"] for *_, header in producer.unsettled()] == [1, 2, 3]
+
+
 def test_too_large_for_ever_is_refused_at_once() -> None:
     producer, _ = make(1 << 12)
     with pytest.raises(CaptureError, match="raise --host-budget-nbytes"):

@@ -250,6 +250,14 @@ def test_a_role_of_ones_own_is_recorded_as_all_others(
     assert reasons == {"kernel forward pre mask": "its argument 'mask' was not passed"}
 
 
+def test_a_role_that_is_taken_back_is_that_of_no_module_any_more() -> None:
+    role = ModuleRole(classes=(Kernel,), layer_type="linear")
+    register_role(role)
+    assert role_of(Kernel) is role
+    unregister_role(role)
+    assert role_of(Kernel) is None
+
+
 def scaled(first: torch.Tensor, second: torch.Tensor, *_window: object, **_options: object) -> torch.Tensor:
     return first * second
 

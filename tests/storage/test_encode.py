@@ -209,6 +209,13 @@ def test_tensorstore_and_plain_zarr_read_the_same_bits(tmp_path: Path, name: str
     assert read.attrs["tensor_name"] == "input"
 
 
+@pytest.mark.parametrize("compression", [Compression.NONE, Compression.ZSTD])
+def test_samples_of_an_array_that_is_not_read_at_once_are_its_own(tmp_path: Path, compression: Compression) -> None:
+    array = np.random.default_rng(0).standard_normal((5, 300_000), dtype=np.float32)  # three are one request
+    parts = list(store(tmp_path, array, compression, sample_dim=0).parts())
+    np.testing.assert_array_equal(np.concatenate(parts), array)
+
+
 @pytest.mark.parametrize("sample_dim", [None, 0])
 def test_large_objects_are_read_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample_dim: int | None
