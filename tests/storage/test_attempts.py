@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from ranktape.storage.format.progress import open_iteration, read_progress, writ
 from ranktape.storage.recording.start import join_attempt
 from tests.runs import complete, start
 from tests.storage.test_run import write_iterations, write_tensors
+from tests.storage.wrapped import wrapped
 
 
 @pytest.fixture
@@ -164,6 +167,31 @@ def test_looking_again_sees_what_looking_anew_sees(tmp_path: Path) -> None:
             finish_iteration(backend, attempt=attempt, iteration=ready)
     writers[0].close(reason="done")
     assert read_progress(backend, attempt, known=known) == read_progress(backend, attempt)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("num_before", range(4))
+def test_a_rank_that_is_seen_to_have_ended_is_seen_with_all_that_it_committed(
+    url: str, num_before: int, *, is_known: bool
+) -> None:
+    backend, attempt, [first, last] = start(url, world_size=2)
+    open_iteration(backend, attempt=attempt, iteration=0)
+    first.commit(0, expected=[], silent_sites={})
+    known = read_progress(backend, attempt) if is_known else None
+    asked: list[str] = []
+
+    def then(ask: Callable[[str], list[str]], path: str) -> list[str]:
+        """What the store answers; before one of its answers the other rank ends."""
+        if len(asked) == num_before:
+            last.commit(0, expected=[], silent_sites={})
+            last.close(reason="done")
+        asked.append(path)
+        return ask(path)
+
+    watched = wrapped(backend, list_keys=partial(then, backend.list_keys), list_names=partial(then, backend.list_names))
+    seen = read_progress(watched, attempt, known=known)
+    assert len(asked) > num_before
+    assert seen.ready() == [0] or not seen.closed
 
 
 @pytest.mark.parametrize("url", ["/" + "/".join(["d" * 200] * 19), "memory://bucket/" + "p" * 700])

@@ -75,8 +75,9 @@ def read_progress(backend: Backend, attempt: Attempt, *, known: Progress | None 
     What was seen before (`known`) is not looked at again where it is settled: only the markers of iterations are
     that some rank has not had its word on.
     """
+    # Before the markers: a rank that is seen to have closed is seen with every word that it had.
+    closed = [layout.parse_key(f"closed/{key}") for key in backend.list_keys(f"{attempt.path}/closed")]
     opened, marks = _read_marks(backend, attempt, known=known)
-    closed = (layout.parse_key(f"closed/{key}") for key in backend.list_keys(f"{attempt.path}/closed"))
     # In this order: what is removed in between is in the second list.
     committed = committed_iterations(backend, attempt)
     dropped = dropped_iterations(backend, attempt)

@@ -169,6 +169,8 @@ def main(out: Path, variants: list[str]) -> None:
         plain = train(recipe, capture=None)
         capture = Capture(out / f"{variant}.run", min_iterations=STEPS, master=True, **OPTIONS)
         captured = train(recipe, capture=capture)
+        if not (verdict := capture.close()).met:
+            sys.exit(f"{variant}: {verdict.message()}")
         (out / f"{variant}.rank{rank}.json").write_text(json.dumps({"plain": plain, "captured": captured}))
         dist.barrier()
     dist.destroy_process_group()
