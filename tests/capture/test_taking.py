@@ -75,6 +75,44 @@ def test_what_is_written_to_is_looked_at_again() -> None:
     assert sums == [100.0 * number for number in range(20)]
 
 
+def views() -> list[tuple[torch.Tensor, int | None]]:
+    """Tensors that begin at the same place, and have as many elements: some are the same ones, some are not."""
+    whole = torch.randn(8, 8, 8, generator=torch.Generator().manual_seed(0))
+    halves = [whole[:4], whole[:, :4], whole[:, :, :4], whole[::2], whole[:, ::2]]
+    same = [whole[:4].reshape(16, 16), whole[:4].transpose(1, 2), whole[:4].transpose(0, 1), whole[0].expand(4, 8, 8)]
+    both = torch.randn(4, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    parts = [both.imag, both.conj().imag, both, both.conj()]
+    return [(view, dim) for view in (*halves, *same, *parts) for dim in (None, 0, 1)]
+
+
+def test_what_begins_at_the_same_place_is_the_same_only_where_all_elements_are() -> None:
+    taker = StatisticsTaker()
+    for view, dim in views():
+        assert taker.take(view, sample_dim=dim) == StatisticsTaker().take(view, sample_dim=dim), (view.stride(), dim)
+
+
+def test_all_views_of_the_same_elements_are_looked_at_once() -> None:
+    taker = StatisticsTaker()
+    whole = torch.randn(4, 6, 8, 10)
+    first = taker.take(whole, sample_dim=0)
+    for view in (whole.detach(), whole.view(4, 48, 10), whole.transpose(1, 2), whole[None].squeeze(0)):
+        assert taker.take(view, sample_dim=0) is first
+    other = taker.take(whole[:, :3], sample_dim=0)
+    assert taker.take(whole[:, :3].transpose(1, 3), sample_dim=0) is other
+    assert other != first
+
+
+def test_another_storage_at_the_same_address_is_another_tensor() -> None:
+    # A sharded parameter lives on, with its memory given back to the allocator: the next one gets it.
+    memory = torch.ones(100)
+    kept = torch.frombuffer(memory.numpy(), dtype=torch.float32)
+    assert taken(kept, sample_dim=None)[0].sum == 100
+    memory.mul_(2)
+    again = torch.frombuffer(memory.numpy(), dtype=torch.float32)
+    assert (again.data_ptr(), again._version) == (kept.data_ptr(), kept._version)
+    assert taken(again, sample_dim=None)[0].sum == 200
+
+
 def test_a_large_mean_takes_nothing_from_small_differences() -> None:
     # Of the sum of cubes nothing but cancelling is left: it is 190 in place of 10^17.
     check(1e4 + torch.randn(64, 1000), sample_dim=0, tolerance=1e-7)

@@ -46,6 +46,8 @@ class StatisticsTaker:
         self._make_room(8 * (_NUM_HEAD + _NUM_KINDS))
         self._summarise = summariser()
         self._known: dict[Any, tuple[StorageWeakRef, bytes]] = {}
+        """By where the elements lie, and what torch counts of writes. No other storage has the identity of one that a
+        weak reference remembers; its address alone may be that of another one by now."""
         self._lock = threading.Lock()
 
     def begin(self) -> None:
@@ -60,10 +62,12 @@ class StatisticsTaker:
         # What inference mode made counts no writes.
         is_counted = not tensor.is_inference()
         version = tensor._version if is_counted else -1  # noqa: SLF001  (torch has no public way)
-        key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, version, num_samples, stride)
+        storage = tensor.untyped_storage()
+        place = storage._cdata, tensor.data_ptr(), _layout(tensor), num_samples, stride  # noqa: SLF001  (likewise)
+        key = place, tensor.dtype, tensor.is_neg(), tensor.is_conj(), version
         with self._lock:
             known = self._known.get(key)
-            if known is not None and not known[0].expired():
+            if known is not None:
                 return known[1]
             taken = self._take_fast(tensor, sample_dim, num_samples)
             if taken is None:
@@ -71,7 +75,7 @@ class StatisticsTaker:
             if is_counted:
                 if len(self._known) >= _MAX_KNOWN:
                     del self._known[next(iter(self._known))]
-                self._known[key] = StorageWeakRef(tensor.untyped_storage()), taken
+                self._known[key] = StorageWeakRef(storage), taken
         return taken
 
     def _take_fast(self, tensor: torch.Tensor, sample_dim: int | None, num_samples: int) -> bytes | None:
@@ -103,6 +107,19 @@ class StatisticsTaker:
         if self._scratch.numel() < plain.numel():
             self._scratch = torch.zeros(plain.numel())
         return self._scratch[: plain.numel()].view(plain.shape).copy_(plain), dim
+
+
+def _layout(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """Which elements of its storage a tensor has, from its first one on: the same for all views of the same ones."""
+    if tensor.is_contiguous():
+        return ((1, tensor.numel()),)
+    found: list[tuple[int, int]] = []
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True):
+        if found and found[-1][0] == stride * size:
+            found[-1] = stride, found[-1][1] * size
+        elif size != 1:
+            found.append((stride, size))
+    return tuple(found)
 
 
 def _in_memory_order(tensor: torch.Tensor, sample_dim: int | None) -> tuple[torch.Tensor, int | None]:
