@@ -9,7 +9,8 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from ranktape.capture import rendezvous
-from ranktape.capture.rendezvous import RankPlace, Rendezvous
+from ranktape.capture.rendezvous import RankPlace, Rendezvous, find_place
+from ranktape.capture.staging import process
 from ranktape.errors import CaptureError, FailedElsewhereError, LateElsewhereError, LateError
 
 Meet = Callable[[int], Rendezvous]
@@ -54,3 +55,20 @@ def test_what_another_rank_reports_ends_the_wait(kind: type[CaptureError], meet:
     error = raised(lambda: second.gather("place", seconds=60))
     assert type(error) is kind
     assert str(error) == "its writer was not ready"
+
+
+def test_a_rank_knows_its_place_among_those_of_its_host_and_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "2"}
+    for name, value in words.items():
+        monkeypatch.setenv(name, value)
+    assert find_place() == RankPlace(rank=5, world_size=8, num_local_ranks=4, restart=2)
+    for name in words:
+        monkeypatch.delenv(name)
+    assert find_place() == RankPlace(rank=0, world_size=1, num_local_ranks=1, restart=0)
+
+
+def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "MIN_DEFAULT_NBYTES", 1)
+    monkeypatch.setattr(process, "MAX_DEFAULT_NBYTES", 1 << 60)
+    alone, shared = (process.default_host_budget_nbytes(num_local_ranks=count) for count in (1, 8))
+    assert shared == pytest.approx(alone / 8, rel=0.3)  # what is free changes meanwhile

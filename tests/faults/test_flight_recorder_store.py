@@ -31,6 +31,7 @@ from tests.faults.programs import flight_apart
 from tests.faults.test_disk import disk as disk  # noqa: PLC0414  (a fixture)
 from tests.launch.processes import Ended, torchrun
 from tests.s3 import S3Server
+from tests.waiting import until
 
 SECONDS = 60.0
 APART = Path(flight_apart.__file__)
@@ -226,6 +227,15 @@ def test_values_are_given_up_where_the_ring_is_small_and_statistics_stay(tmp_pat
             else:
                 assert record.statistics().absmax == np.abs(values).max()
                 assert record.statistics().num_elements == values.size
+
+
+def test_room_for_the_next_iteration_is_made_before_it_comes(tmp_path: Path) -> None:
+    nbytes = sum(array.nbytes for array in tensors(0).values())
+    trainer = armed(tmp_path / "run", last=6, budget_nbytes=12 << 20)
+    for iteration in range(5):
+        stage(trainer, iteration)
+        until(lambda: trainer.process.ring.free_nbytes >= nbytes)
+    assert trainer.close()["state"] == "closed"
 
 
 def test_all_values_are_held_in_the_budget_that_a_plan_says(tmp_path: Path) -> None:
