@@ -21,6 +21,7 @@ from tests.browser import BrowserUnavailableError, start_browser
 from tests.ceph import CephServer, CephUnavailableError
 from tests.exhaustive import mark_combinations
 from tests.forking.forked import ForkedWriter
+from tests.launch.processes import CHECKOUT
 from tests.s3 import MotoServer, S3Server
 
 if TYPE_CHECKING:
@@ -31,6 +32,20 @@ OPT_IN = {
     "gpu": "needs a CUDA device",
 }
 """Markers whose tests run only when `--run-<marker>` is given."""
+
+LONGEST = (
+    "tests/faults/test_kill.py",
+    "tests/capture/test_compiled_graphs.py",
+    "tests/docs/test_tutorials.py",
+    "tests/capture/test_parallel.py",
+    "tests/capture/test_compiled_support.py",
+    "tests/capture/test_compiled_toggles.py",
+    "tests/docs/test_replay_page.py",
+    "tests/capture/test_compiled_ranks.py",
+    "tests/docs/test_quick_starts.py",
+    "tests/faults/test_damage.py",
+)
+"""The modules whose exhaustive tests take a minute or more, the longest first: `make test-all` begins with them."""
 
 OWN_VARIABLES = ("RANKTAPE_", "TENSOR_SAVE_", "TENSOR_SAVER_")
 """Prefixes of the environment variables that ranktape reads."""
@@ -62,9 +77,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if marker in item.keywords:
                 item.add_marker(skip)
-    # Modules with long tests first: in the end no worker is idle while one of them still runs (make test).
+    # Modules with long tests first: in the end no worker is idle while one of them still runs.
+    if gone := [name for name in LONGEST if not (CHECKOUT / name).exists()]:
+        raise pytest.UsageError(f"LONGEST of tests/conftest.py names what is not there: {gone}")
+    names = LONGEST if config.getoption("--run-exhaustive") else ()
+    first = {CHECKOUT / name: place - len(names) for place, name in enumerate(names)}
     long = {item.path for item in items if "slow" in item.keywords}
-    items.sort(key=lambda item: item.path not in long)
+    items.sort(key=lambda item: first.get(item.path, item.path not in long))
 
 
 @pytest.fixture(autouse=True)

@@ -43,8 +43,8 @@ Ended = subprocess.CompletedProcess[str]
 
 
 @functools.cache
-def _forking() -> dict[str, str]:
-    """The variables by which `tests/forking/python` reaches its server, which is started for this process."""
+def forking_variables() -> dict[str, str]:
+    """With these a torchrun forks its ranks where torch is imported: they lead `tests/forking/python` to its server."""
     return {
         "FORKING_SERVER": start_server("torch.distributed.launcher.api", "torch.utils.data", "torch._dynamo"),
         "FORKING_WRITERS": start_server(*WRITER),
@@ -68,7 +68,7 @@ def python(
 
     It is forked where torch is imported already, and so are the ranks of a torchrun, unless the import is what matters.
     """
-    forking = _forking() if is_forked else {}
+    forking = forking_variables() if is_forked else {}
     paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [forking.get("PYTHON_EXEC", sys.executable), *map(str, words)]
     process = subprocess.Popen(

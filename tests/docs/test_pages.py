@@ -5,9 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-import shutil
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -15,10 +13,11 @@ import pytest
 
 from ranktape.analyze.numerics.sweeps.metrics import Level
 from ranktape.analyze.numerics.sweeps.options import SweepMode
+from tests.docs.blocks import blocks_of, run_block
 from tests.exhaustive import exhaustive
 from tests.kernels import load
+from tests.launch.processes import CHECKOUT
 
-CHECKOUT = Path(__file__).parents[1]
 MAX_WORDS = 700
 README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted([*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/**/*.md"), *CHECKOUT.glob("benchmarks/*.md")])
@@ -69,57 +68,6 @@ def test_every_path_a_page_names_is_there(page: Path) -> None:
     assert [str(path) for path in [*links, *files] if not path.exists()] == []
 
 
-MODEL = """
-import torch
-from types import SimpleNamespace
-
-class Model(torch.nn.Linear):
-    def forward(self, batch):
-        return SimpleNamespace(loss=super().forward(batch).square().mean())
-
-model = torch.nn.Sequential(Model(8, 8))
-loader = [torch.ones(4, 8)] * 30
-optimizer = torch.optim.SGD(model.parameters())
-"""
-"""What the second quick start takes for granted."""
-
-
-@exhaustive("tests/launch runs each of these commands")
-@pytest.mark.distributed
-def test_the_quick_starts_run_as_they_stand(tmp_path: Path) -> None:
-    section = README.partition("## Quick starts")[2].partition("\n## ")[0]
-    blocks = re.findall(r"```(sh|python)\n(.*?)```", section, re.DOTALL)
-    assert [language for language, _ in blocks] == ["sh", "python", "sh", "python"]
-    shutil.copytree(CHECKOUT / "examples", tmp_path / "examples")
-    for language, block in blocks:
-        run_block(language, MODEL + block if "model=model" in block else block, folder=tmp_path)
-
-
-def run_block(language: str, source: str, *, folder: Path) -> subprocess.CompletedProcess[str]:
-    """An example of a page, which must succeed, in a process of its own."""
-    command = ["bash", "-euo", "pipefail", "-c"] if language == "sh" else [sys.executable, "-c"]
-    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        [*command, source], cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, f"{source}\n{done.stdout}{done.stderr}"
-    return done
-
-
-TUTORIALS = sorted(CHECKOUT.glob("docs/tutorials/*.md"))
-
-
-@exhaustive("tests/launch and tests/analyze run each of these commands")
-@pytest.mark.distributed
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: str(page.stem))
-def test_each_tutorial_runs_as_it_stands(tmp_path: Path, page: Path) -> None:
-    shutil.copytree(CHECKOUT / "examples", tmp_path / "examples")
-    blocks = re.findall(r"```(sh|python)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    assert blocks
-    for language, block in blocks:
-        run_block(language, block, folder=tmp_path)
-
-
 @exhaustive("the links of each page are tested without it")
 def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
     done = subprocess.run(
@@ -138,7 +86,7 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
 @exhaustive("each command and function of the page has tests of its own")
 def test_the_examples_of_sweeps_run(tmp_path: Path) -> None:
     page = (CHECKOUT / "docs" / "sweep.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```(sh|python)\n(.*?)```", page, re.DOTALL)
+    blocks = blocks_of(page)
     assert [language for language, _ in blocks] == ["python", "sh", "python", "python"]
     done = [run_block(language, block, folder=tmp_path) for language, block in blocks]
     assert [one.stderr for one in done] == [""] * 4
@@ -146,18 +94,6 @@ def test_the_examples_of_sweeps_run(tmp_path: Path) -> None:
     assert {entry.name for entry in (tmp_path / "results" / "weights").iterdir()} == tree
     assert "All tests completed successfully!" in done[1].stdout
     assert done[2].stdout.startswith("use scale exponent ")
-
-
-@exhaustive("tests/analyze and tests/launch run each of these commands")
-@pytest.mark.distributed
-def test_the_page_of_replay_runs_from_a_recording_to_a_training_by_the_plan(tmp_path: Path) -> None:
-    page = (CHECKOUT / "docs" / "replay.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```(sh|python)\n(.*?)```", page, re.DOTALL)
-    done = [run_block(language, block, folder=tmp_path) for language, block in blocks]
-    assert [language for language, _ in blocks] == [*["sh"] * 6, "python"]
-    # The figures of another processor differ in their last digits.
-    assert "0 disagreed, 0 unchecked" in done[-2].stdout
-    assert done[-1].stdout.startswith("head 1")
 
 
 def test_every_target_that_readme_names_is_in_the_makefile() -> None:

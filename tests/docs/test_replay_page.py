@@ -1,0 +1,23 @@
+"""Does the page of replay run as it stands?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import blocks_of, run_block
+from tests.exhaustive import exhaustive
+from tests.launch.processes import CHECKOUT
+
+
+@exhaustive("tests/analyze and tests/launch run each of these commands")
+@pytest.mark.distributed
+def test_the_page_of_replay_runs_from_a_recording_to_a_training_by_the_plan(tmp_path: Path) -> None:
+    page = (CHECKOUT / "docs" / "replay.md").read_text(encoding="utf-8")
+    blocks = blocks_of(page)
+    done = [run_block(language, block, folder=tmp_path) for language, block in blocks]
+    assert [language for language, _ in blocks] == [*["sh"] * 6, "python"]
+    # The figures of another processor differ in their last digits.
+    assert "0 disagreed, 0 unchecked" in done[-2].stdout
+    assert done[-1].stdout.startswith("head 1")
