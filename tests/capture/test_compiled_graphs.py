@@ -128,6 +128,15 @@ def test_low_precision_is_recorded_and_computed_as_without(dtype: torch.dtype, t
     assert tensors(tmp_path / "run").keys() == tensors(tmp_path / "eager").keys()
 
 
+def test_what_exists_only_unrounded_is_missing_with_that_reason(tmp_path: Path) -> None:
+    seen = train(whole, tmp_path / "run", dtype=torch.bfloat16, layer_type=("embedding",))
+    assert seen.equals(train(whole, dtype=torch.bfloat16))
+    # Also of the first captured iteration, whose backward pass is what has its graph compiled.
+    for status in open_run(tmp_path / "run").status()[1:]:
+        assert status.silent_sites
+        assert all("unrounded" in reason for reason in status.silent_sites[0].values())
+
+
 def test_a_model_that_runs_eagerly_where_that_was_asked_for(tmp_path: Path) -> None:
     seen = train(whole, tmp_path / "run", compiled="eager")
     assert seen.num_graphs == [1] * 4

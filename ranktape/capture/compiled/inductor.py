@@ -73,11 +73,12 @@ def compile_tapped(
     *,
     patches: Mapping[str, Any],
     name: str | None,
-    missing: dict[int, str],
+    miss: Callable[[int, str], None],
 ) -> Callable[..., Any]:
     """What inductor makes of a graph in which there are taps, with its settings changed by the patches of a mode.
 
-    Sites that cannot be recorded go into `missing`, each with the reason.
+    `miss` is called with each site that cannot be recorded, and the reason; of gradients when a first backward pass
+    compiles its graph.
 
     Raises:
         TapError: a tap cannot be put where it belongs.
@@ -87,7 +88,7 @@ def compile_tapped(
     def compile_one(module: fx.GraphModule, given: Sequence[Any], **kwargs: Any) -> Any:
         with (
             config.patch(dict(patches)),
-            config.patch(post_grad_custom_post_pass=_with_taps(module.graph, taps, missing)),
+            config.patch(post_grad_custom_post_pass=_with_taps(module.graph, taps, miss)),
         ):
             return compile_fx_inner(module, given, **kwargs)
 
@@ -115,19 +116,22 @@ FUSED = "the compiled code computes it within another operation, unrounded, and 
 """Why a tensor is not recorded."""
 
 
-def _with_taps(graph: fx.Graph, known: _Taps, missing: dict[int, str]) -> tuple[Any, ...]:
+def _with_taps(graph: fx.Graph, known: _Taps, miss: Callable[[int, str], None]) -> tuple[Any, ...]:
     """Inductor's last passes, and ours behind them; the taps that are in a graph, if any, are taken out of it.
 
     Of a graph without a backward pass they were before. To keep what is not kept would round it, in low precision:
-    other bits. So such a site is left out, and `missing` says so.
+    other bits. So such a site is left out, and `miss` is told.
     """
     taken, recipes = take_taps(graph) if _has_taps(graph) else (known.taken, _recipes(graph))
     nodes = {node.name: node for node in graph.nodes}
+    recorded = []
     for tap in taken:
         value = nodes.get(tap.value)
         if value is not None and is_rounded(value) and not is_kept(value):
-            missing[tap.site] = FUSED
-    own = _Replaced(_Taps([tap for tap in taken if tap.site not in missing], {**known.recipes, **recipes}))
+            miss(tap.site, FUSED)
+        else:
+            recorded.append(tap)
+    own = _Replaced(_Taps(recorded, {**known.recipes, **recipes}))
     return (*get_custom_graph_passes(config.post_grad_custom_post_pass), own)
 
 

@@ -267,7 +267,8 @@ class TappedBackend:
                 return self.own(graph, inputs)  # type: ignore[no-any-return]
             given = [*inputs, torch.tensor(0)]
             patches, name = self.own.config, self.own.name
-            compiled = compile_tapped(tapped, given, patches=patches, name=name, missing=plan.missing)
+            miss = functools.partial(_miss, plan)
+            compiled = compile_tapped(tapped, given, patches=patches, name=name, miss=miss)
             return TappedGraph(compiled, plan)
         except Exception as error:  # noqa: BLE001  (whatever fails in it, the training goes on)
             reason = f"its compiled graph takes no taps: {type(error).__name__}: {error}"[:_MAX_REASON]
@@ -279,6 +280,12 @@ class TappedBackend:
         """As the backend itself, when torch forgets what was compiled."""
         if hasattr(self.own, "reset"):
             self.own.reset()
+
+
+def _miss(plan: GraphPlan, number: int, reason: str) -> None:
+    plan.missing[number] = reason
+    if GraphCalls.current is not None:
+        GraphCalls.current.miss(number, reason)
 
 
 class TappedGraph:
