@@ -126,9 +126,7 @@ COMPILED = "compiled"
 
 COMPILED_PREFACE = """A small GPT, trained in each of these ways: how many tensors of a captured iteration each rank \
 recorded, of how many where nothing is compiled, each once. **unchanged**: the losses equal, bit for bit, those of the \
-same compiled training without a capture. All in float32; linear layers, attention and embeddings inside of graphs, \
-layer outputs in a captured iteration that runs eagerly, because a graph has the functions that layers call and not \
-the layers ([limits.md](limits.md))."""
+same compiled training without a capture. All in float32, inside of graphs ([limits.md](limits.md))."""
 
 YES = "yes"
 

@@ -24,10 +24,8 @@ from ranktape.capture import Capture
 from ranktape.storage import Record, open_run
 
 WIDTH, HEADS, VOCABULARY, LENGTH, NUM_STEPS, CAPTURED = 16, 2, 16, 4, 3, 1
-IN_GRAPHS: dict[str, Any] = {"layer_type": ("linear", "attention", "embedding")}
+RECORDED: dict[str, Any] = {"layer_type": ("linear", "attention", "embedding"), "layers": "all"}
 """What is recorded inside of compiled graphs."""
-EAGERLY: dict[str, Any] = {"layers": "all"}
-"""What has captured iterations run eagerly."""
 
 
 class Block(nn.Module):

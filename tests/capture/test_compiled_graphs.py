@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
+from ranktape.capture.hooks.states import get_layer_hidden_states
 from ranktape.storage import open_run
 from tests.capture.compiled_models import (
     WIDTH,
@@ -128,9 +129,13 @@ def test_low_precision_is_recorded_and_computed_as_without(dtype: torch.dtype, t
     assert tensors(tmp_path / "run").keys() == tensors(tmp_path / "eager").keys()
 
 
-def test_what_exists_only_unrounded_is_missing_with_that_reason(tmp_path: Path) -> None:
-    seen = train(whole, tmp_path / "run", dtype=torch.bfloat16, layer_type=("embedding",))
+@pytest.mark.parametrize("options", [{"layer_type": ("embedding",)}, {"layers": "all"}], ids=str)
+def test_what_exists_only_unrounded_is_missing_with_that_reason(options: dict[str, Any], tmp_path: Path) -> None:
+    seen = train(whole, tmp_path / "run", dtype=torch.bfloat16, **options)
     assert seen.equals(train(whole, dtype=torch.bfloat16))
+    if "layers" in options:
+        paths = {module for module, kind, *_ in tensors(tmp_path / "run") if kind == "hidden"}
+        assert paths == {"blocks.0", "blocks.1"}
     # Also of the first captured iteration, whose backward pass is what has its graph compiled.
     for status in open_run(tmp_path / "run").status()[1:]:
         assert status.silent_sites
@@ -191,21 +196,37 @@ def with_a_layer_of_its_own() -> Model:
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "said"),
-    [
-        pytest.param(with_a_layer_of_its_own, {}, "graphs do not show layers of the class Doubling", id="class"),
-        pytest.param(Model, {"layers": "all"}, "runs eagerly in the captured iterations", id="layers"),
-    ],
-)
-def test_what_graphs_do_not_show_is_recorded_eagerly(
-    make: Callable[[], Model], options: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen = train(whole, tmp_path / "run", make=make, **options)
+def test_what_graphs_do_not_show_is_recorded_eagerly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = train(whole, tmp_path / "run", make=with_a_layer_of_its_own)
     assert seen.num_graphs == [1] * 4
-    assert said in capsys.readouterr().err
-    train(as_written, tmp_path / "eager", make=make, **options)
+    assert "graphs do not show layers of the class Doubling" in capsys.readouterr().err
+    train(as_written, tmp_path / "eager", make=with_a_layer_of_its_own)
     assert tensors(tmp_path / "run").keys() == tensors(tmp_path / "eager").keys()
+
+
+@pytest.mark.parametrize("options", [{"layers": "all"}, {"layer_type": ("hidden",)}], ids=str)
+def test_what_layers_give_is_recorded_and_held_without_their_products(options: dict[str, Any], tmp_path: Path) -> None:
+    held: list[list[torch.Tensor] | None] = []
+
+    def holding(model: Model) -> Step:
+        step = whole(model)
+
+        def hold(ids: torch.Tensor) -> torch.Tensor:
+            loss = step(ids)
+            held.append(get_layer_hidden_states())
+            return loss
+
+        return hold
+
+    seen = train(holding, tmp_path / "run", **options)
+    assert seen.equals(train(whole))
+    assert seen.num_graphs == [1] + [2] * 3
+    train(as_written, tmp_path / "eager", **options)
+    found = tensors(tmp_path / "run")
+    assert found.keys() == tensors(tmp_path / "eager").keys()
+    given = [value for key, value in sorted(found.items(), key=lambda one: one[0][2]) if key[3] == "forward"]
+    assert held[1] is not None
+    assert all(np.array_equal(*pair) for pair in zip(held[1][-len(given) :], given, strict=True))
 
 
 def test_another_backend_runs_eagerly_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_rank_records_what_it_records_of_eager_code(way: str, trained: Path) -> None:
     tensors = {
         kind: Counter(
-            (one.rank, one.module, one.operation, one.phase, one.tensor_name, one.shape)
+            (one.rank, one.module, one.component, one.operation, one.phase, one.tensor_name, one.shape)
             for one in open_run(trained / way / kind).select()
         )
         for kind in ("eager", "compiled")

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from tests.capture.compiled_matrix import EAGERLY, IN_GRAPHS, WRAPPINGS, count_tensors, train
+from tests.capture.compiled_matrix import RECORDED, WRAPPINGS, count_tensors, train
 from tests.support import COMPILED, COMPILED_SITES, PAGE, WRITING, YES, compiled_cell, compiled_on
 
 pytestmark = [
@@ -37,12 +37,10 @@ def test_what_is_recorded_in_compiled_code_is_what_the_page_says(
     name: str, tmp_path: Path, record_property: Callable[[str, object], None], request: pytest.FixtureRequest
 ) -> None:
     wrapping = WRAPPINGS[name]
-    train(wrapping, tmp_path / "eager", is_compiled=False, **IN_GRAPHS, **EAGERLY)
-    train(wrapping, tmp_path / "layers", is_compiled=True, **EAGERLY)
-    losses = train(wrapping, tmp_path / "compiled", is_compiled=True, **IN_GRAPHS)
+    train(wrapping, tmp_path / "eager", is_compiled=False, **RECORDED)
+    losses = train(wrapping, tmp_path / "compiled", is_compiled=True, **RECORDED)
     unchanged = losses == train(wrapping, None, is_compiled=True)
     wanted, found = count_tensors(tmp_path / "eager"), count_tensors(tmp_path / "compiled")
-    found += count_tensors(tmp_path / "layers")
     assert set(wanted) == set(COMPILED_SITES)
     cells = {site: compiled_cell(found[site], wanted[site]) for site in COMPILED_SITES}
     cells["unchanged"] = YES if unchanged else "no"

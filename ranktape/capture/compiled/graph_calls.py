@@ -20,6 +20,8 @@ from torch import nn
 from ranktape.capture.compiled.graph_taps import SITES, GraphCall, GraphPlan
 from ranktape.capture.compiled.operator import TICKETS, is_of_gradient
 from ranktape.capture.hooks.calls import WITHOUT_BIAS, Taking, Watch
+from ranktape.capture.hooks.hook import Hook
+from ranktape.capture.hooks.layers import LayerHooks
 from ranktape.capture.hooks.stacks import module_path
 from ranktape.capture.hooks.weights import Owner
 from ranktape.capture.passes.passes import Call, Frame, in_backward
@@ -49,7 +51,12 @@ class GraphCalls:
     """Those of the iteration that is captured; None outside of one."""
 
     def __init__(
-        self, watch: Watch, *, frames: Mapping[nn.Module, Frame], is_wanted: Callable[[str, str], bool]
+        self,
+        watch: Watch,
+        *,
+        frames: Mapping[nn.Module, Frame],
+        is_wanted: Callable[[str, str], bool],
+        layers: LayerHooks | None,
     ) -> None:
         """Prepare; `is_wanted` says for a kind of layer and a module's path whether it is recorded."""
         self._watch = watch
@@ -57,6 +64,9 @@ class GraphCalls:
         self._tracker = watch.tracker
         self._frames = frames
         self._is_wanted = is_wanted
+        self._layers = layers
+        self.layer_hooks: Mapping[Hook, nn.Module] = {} if layers is None else layers.hooks
+        """The hooks on layers, and where they are."""
         self._owners: dict[int, list[tuple[Any, Owner]]] = {}
         self._takings: dict[Source, Taking] = {}
         self._awaited: dict[int, list[Callable[[str], None]]] = {}
@@ -100,9 +110,14 @@ class GraphCalls:
 
     def _begin(self, plan: GraphPlan, inputs: Sequence[Any]) -> dict[GraphCall, _Taken]:
         """Begin the calls in a graph, and record their parameters."""
-        owners = {call: self._owner(call, inputs) for call in plan.calls if call.owner is not None}
-        named = [(call.path, owner.frame.path) for call, owner in owners.items() if owner is not None]
+        owners = {
+            call: self._owner(call, inputs[at], call.path) for call in plan.calls if (at := call.owner) is not None
+        }
+        named = [(call.path, one.frame.path) for call, one in owners.items() if one is not None]
+        named += [pair for call in plan.calls if call.role is None for pair in self._named_in(call, inputs)]
         taken = {}
+        if self._layers is not None and any(call.is_first for call in plan.calls) and not in_backward():
+            self._layers.begin()
         for call in plan.calls:
             owner = owners.get(call)
             if call.owner is not None and owner is None:
@@ -122,7 +137,7 @@ class GraphCalls:
     ) -> _Taken:
         taking = self._takings.get(source)
         if taking is None:
-            place = None if frame is None else self._watch.place(frame.module, ports)
+            place = None if frame is None or call.role is None else self._watch.place(frame.module, ports)
             taking = self._takings[source] = Taking(watch=self._watch, source=source, ports=ports, placement=place)
         found = self._recorder.begin_call(source, torch.empty(0, dtype=call.dtype))
         by_name = {port.name: port for port in ports.all}
@@ -136,6 +151,7 @@ class GraphCalls:
             for port in (by_name.get(port.name, port) for port in site.ports):
                 if (reason := plan.missing.get(site.number)) is not None:
                     self._recorder.refuse(source, port.value, reason, call=found)
+                    self._hold(one, call, None)
                 if (reason := plan.missing.get(site.number + 1)) is not None:
                     self._recorder.refuse(source, port.grad, reason, call=found)
                 elif site.has_gradient:
@@ -165,12 +181,17 @@ class GraphCalls:
                 else:
                     tags, one.tags = one.tags, NO_TAGS
                 taken_value = port.take(value)
+                self._hold(one, site.call, taken_value)
                 if port.value.has_samples or port.is_optional:
                     recorder.record(source, port.value, taken_value, call=one.call, placement=place, tags=tags)
                 else:
                     self._watch.weights.record(
                         recorder, source, port.value, taken_value, call=one.call, placement=place, tags=tags
                     )
+
+    def _hold(self, one: _Taken, call: GraphCall, tensor: torch.Tensor | None) -> None:
+        if self._layers is not None and call.role is None and not one.is_repeated:
+            self._layers.hold(tensor)
 
     @staticmethod
     def _placement(one: _Taken, name: str, value: torch.Tensor) -> str | None:
@@ -179,6 +200,10 @@ class GraphCalls:
     def _source(self, call: GraphCall, owner: Owner | None, frame: Frame | None) -> tuple[Source | None, Ports]:
         """What a call's tensors come from, None where it is not wanted; and what they are."""
         path = owner.path if owner is not None else "" if frame is None else frame.path
+        if call.role is None:
+            if self._layers is None or frame is None:
+                return None, call.ports
+            return self._layers.source_in_graph(frame.path, is_first=call.is_first), call.ports
         ports, component = call.ports, call.role.component
         if frame is not None and owner is not None and path == frame.path:
             role = role_of(type(frame.module))
@@ -189,10 +214,10 @@ class GraphCalls:
         layer_idx, stack = (-1, "") if frame is None else (frame.layer_idx, frame.layer_stack)
         return Source(path, call.role.layer_type, layer_idx, component, stack), ports
 
-    def _owner(self, call: GraphCall, inputs: Sequence[Any]) -> Owner | None:
+    def _owner(self, call: GraphCall, weight: Any, path: str) -> Owner | None:
         """Of several modules with the same parameter the one that runs, by its name in the graph."""
-        found = self._known(inputs[call.owner])  # type: ignore[index]  # only asked of calls that have one
-        local = module_path(call.path).split(".")
+        found = self._known(weight)
+        local = module_path(path).split(".")
 
         def shared(one: tuple[Any, Owner]) -> int:
             path = one[1].frame.path.split(".")
@@ -204,6 +229,13 @@ class GraphCalls:
             return None
         first, last = call.rows or (None, None)
         return dataclasses.replace(max(found, key=shared)[1], first=first, last=last)
+
+    def _named_in(self, call: GraphCall, inputs: Sequence[Any]) -> Iterator[tuple[str, str]]:
+        """A module in a layer, as the graph names it and as it is."""
+        for at, local in call.within:
+            if isinstance(inputs[at], nn.Parameter) and (owner := self._owner(call, inputs[at], local)) is not None:
+                yield local, owner.frame.path
+                return
 
     def _known(self, weight: Any) -> Sequence[tuple[Any, Owner]]:
         """The modules that have a parameter; looked for in what runs, and in all that there are.

@@ -16,8 +16,10 @@ from torch import fx
 from torch.fx.node import has_side_effect
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ranktape.capture.compiled.layer_marks import mark_layer
 from ranktape.capture.compiled.operator import tap_operator
 from ranktape.capture.hooks.hook import Hook
+from ranktape.capture.hooks.layers import LAYER_PORTS
 from ranktape.capture.hooks.weights import rows_of
 from ranktape.capture.roles.table import Argument, FunctionRole, Port, Ports
 from ranktape.capture.tensors.placement import is_dtensor, shard_of
@@ -45,10 +47,10 @@ class GraphSite:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GraphCall:
-    """A call of a function with a role in a graph."""
+    """A call of a function with a role in a graph, or of a layer, of which only what it gives or is given is seen."""
 
-    role: FunctionRole
-    """Its role."""
+    role: FunctionRole | None
+    """Its role; None of a layer."""
     ports: Ports
     """Its tensors."""
     path: str
@@ -65,6 +67,10 @@ class GraphCall:
     """Its tensors, operands first."""
     dtype: torch.dtype = torch.float32
     """What it computes in."""
+    within: tuple[tuple[int, str], ...] = ()
+    """Of a layer: inputs of the graph that are used in it, and the modules that use them, as the graph names them."""
+    is_first: bool = False
+    """Of a layer: whether this is what the first one is given."""
     has_bias: bool = True
     """Whether it is given a bias, if it could be."""
 
@@ -152,6 +158,8 @@ def _tap_graph(
             continue
         if node.target is torch.ops.higher_order.tag_activation_checkpoint:
             _tap_segment(graph, node, ticket, targets, plan, inputs=inputs)
+        elif node.target is mark_layer:
+            _tap_layer(graph.graph, node, ticket, plan, inputs=inputs)
         elif node.target in targets:
             _tap_call(graph.graph, node, ticket, targets[node.target], plan, inputs=inputs)
 
@@ -215,6 +223,32 @@ def _tap_call(
     with graph.inserting_after(output):
         graph.call_function(_tap_result, (output, ticket, site.number))
     call.sites.reverse()
+
+
+def _tap_layer(
+    graph: fx.Graph, node: fx.Node, ticket: fx.Node, plan: GraphPlan, *, inputs: Mapping[fx.Node, int]
+) -> None:
+    """In the place of a mark."""
+    value: Any
+    value, is_first = node.args
+    path, dtype = _path(node), getattr(value.meta.get("example_value"), "dtype", torch.float32)
+    used = ((at, _path(user)) for one, at in inputs.items() for user in one.users)
+    call = GraphCall(
+        role=None,
+        ports=LAYER_PORTS,
+        path=path,
+        owner=None,
+        rows=None,
+        within=tuple((at, inner) for at, inner in used if f"{inner}.".startswith(f"{path}.")),
+        given=((), {}),
+        is_first=bool(is_first),
+        dtype=dtype,
+    )
+    plan.calls.append(call)
+    site = _site(call, value, (LAYER_PORTS.output,))
+    with graph.inserting_before(node):
+        graph.call_function(_tap_result, (value, ticket, site.number))
+    graph.erase_node(node)
 
 
 def _tap_operand(

@@ -24,6 +24,7 @@ from torch._dynamo.convert_frame import CatchErrorsWrapper
 
 from ranktape.capture.compiled.graph_calls import GraphCalls
 from ranktape.capture.compiled.graph_taps import GraphPlan, Target, put_taps_around
+from ranktape.capture.compiled.layer_marks import erase_marks, mark_given, mark_output
 from ranktape.capture.hooks.function_hooks import FunctionHooks
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.stand_ins import StandIn
@@ -63,6 +64,8 @@ class Regions:
         self._aside = aside
         self.modules = modules
         """As they were given."""
+        self.layer_hooks = calls.layer_hooks
+        """Those that record what layers give, or the first one is given, and where they are."""
         self.functions = functions
         """As they were given."""
         self.ways: dict[str, None] = {}
@@ -190,7 +193,7 @@ class TappedCallback:
         """What the region's own callback gives, with nothing of ours on the modules and in the places of functions."""
         _converting.is_on = True
         try:
-            with self.regions.functions.originals(), _without_hooks(self.regions.modules()):
+            with self.regions.functions.originals(), _without_hooks(self.regions.modules(), self.regions.layer_hooks):
                 return self._torchdynamo_orig_backend(*args, **kwargs)
         finally:
             _converting.is_on = False
@@ -263,6 +266,7 @@ class TappedBackend:
         plan = GraphPlan(calls=[])
         try:
             tapped = put_taps_around(graph, self.targets(), plan)
+            erase_marks(graph)
             if not plan.calls:
                 return self.own(graph, inputs)  # type: ignore[no-any-return]
             given = [*inputs, torch.tensor(0)]
@@ -274,6 +278,7 @@ class TappedBackend:
             reason = f"its compiled graph takes no taps: {type(error).__name__}: {error}"[:_MAX_REASON]
             self.tell(reason)
             plan.give_up(reason)
+            erase_marks(graph)
             return TappedGraph(self.own(graph, inputs), plan, takes_ticket=False)
 
     def reset(self) -> None:
@@ -309,15 +314,18 @@ class TappedGraph:
 
 
 @contextlib.contextmanager
-def _without_hooks(modules: Iterator[nn.Module]) -> Iterator[None]:
-    """Dynamo sees none of our hooks."""
-    taken = []
-    for module in modules:
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):  # noqa: SLF001
+def _without_hooks(modules: Iterator[nn.Module], layer_hooks: Mapping[Hook, nn.Module]) -> Iterator[None]:
+    """Dynamo sees none of our hooks, but in the places of those of layers what marks them."""
+    taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for module in {*modules, *layer_hooks.values()}:
+        for hooks, mark in ((module._forward_pre_hooks, mark_given), (module._forward_hooks, mark_output)):  # noqa: SLF001
             if any(isinstance(hook, Hook) for hook in hooks.values()):
                 taken.append((hooks, dict(hooks)))
-                for key in [key for key, hook in hooks.items() if isinstance(hook, Hook)]:
-                    del hooks[key]
+                for key, hook in list(hooks.items()):
+                    if isinstance(hook, Hook) and hook in layer_hooks:
+                        hooks[key] = mark
+                    elif isinstance(hook, Hook):
+                        del hooks[key]
     try:
         yield
     finally:

@@ -111,8 +111,6 @@ def why_eager(options: CaptureOptions) -> str | None:
     """Why compiled code runs eagerly where it is captured; None where it is recorded inside of its graphs."""
     if options.compiled == "eager":
         return "--compiled eager"
-    if options.wants_layers or options.wants_layer_type("hidden"):
-        return "graphs do not show layer outputs"
     return None if is_proven() else f"graphs of torch {torch.__version__} are not known"
 
 

@@ -66,8 +66,10 @@ class FunctionHooks:
     def in_graphs(self) -> dict[Any, tuple[FunctionRole, Ports, int | None]]:
         """What compiled graphs call for each function with a role, and which element of its result is the output."""
         found: dict[Any, tuple[FunctionRole, Ports, int | None]] = {}
+        options = self._recorder.options
         for role in function_roles():
-            is_wanted = self._recorder.options.wants_layer_type(role.layer_type) and not role.gives_function
+            is_named = not options.wants_layers or options.names_layer_type(role.layer_type)
+            is_wanted = is_named and options.wants_layer_type(role.layer_type) and not role.gives_function
             for name in role.functions if is_wanted else ():
                 holder = resolve(name)
                 if holder is not None and role in self._stand_ins.ports:

@@ -30,8 +30,8 @@ from ranktape.capture.settings.rules import Numbers, read_numbers
 from ranktape.capture.source import Source
 from ranktape.errors import UsageError
 
-_PORTS = Ports(output=port_of(OUTPUT, {}))
-_VALUE = _PORTS.output.value
+LAYER_PORTS = Ports(output=port_of(OUTPUT, {}))
+_VALUE = LAYER_PORTS.output.value
 
 
 class LayerHooks:
@@ -42,6 +42,9 @@ class LayerHooks:
         self._wanted = read_numbers("layers", options.layers) if options.wants_layers else None
         self._watch = watch
         self._firsts: list[weakref.ref[nn.Module]] = []
+        self.hooks: dict[Hook, nn.Module] = {}
+        """Those of layers, and where they are."""
+        self._sources: dict[tuple[str, bool], Source | None] = {}
         watch.handles.append(self)
 
     def attach(self, root: nn.Module, stack: Stack, *, prefix: str) -> None:
@@ -53,14 +56,18 @@ class LayerHooks:
             path = prefix + embedding_path(root, stack)
             source = Source(module=path, layer_type="embedding", layer_idx=-1, component="hidden")
             self._watch.recorder.attach(source, [_VALUE])
+        self._sources[prefix + first.path, True] = source
         enter = Hook(functools.partial(self._on_enter, source))
+        self.hooks[enter] = first.module
         self._watch.handles.append(first.module.register_forward_pre_hook(enter, with_kwargs=True))
         path = (prefix + module_path(stack.name)).rstrip(".")
         for layer in stack.layers:
             if self._wanted is None or self._wanted.holds(layer.idx):
                 source = Source(prefix + layer.path, "hidden", layer.idx, "hidden", path)
                 self._watch.recorder.attach(source, [_VALUE])
+                self._sources[source.module, False] = source
                 leave = Hook(functools.partial(self._on_leave, source))
+                self.hooks[leave] = layer.module
                 self._watch.handles.append(layer.module.register_forward_hook(leave, with_kwargs=True))
 
     def remove(self) -> None:
@@ -70,6 +77,19 @@ class LayerHooks:
             if module is not None and holding:
                 _release_at_next(module)
         self._firsts.clear()
+
+    def source_in_graph(self, path: str, *, is_first: bool) -> Source | None:
+        """What the layer of that path gives, or, of the first one, is given; None where that is not recorded."""
+        return self._sources.get((path, is_first))
+
+    def begin(self) -> None:
+        """A forward pass enters the first layer."""
+        states_here().begin(self, is_held=self._watch.tracker.is_active)
+
+    def hold(self, tensor: torch.Tensor | None) -> None:
+        """Hold what a layer gave, or what enters the first; None where that cannot be taken."""
+        states_here().hold(self, tensor)
+        holding.add(states_here())
 
     def _on_leave(self, source: Source, _: nn.Module, *called: Any) -> None:
         if is_traced():
@@ -87,7 +107,7 @@ class LayerHooks:
     def _on_enter(self, source: Source | None, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_traced() or in_backward():
             return
-        states_here().begin(self, is_held=self._watch.tracker.is_active)
+        self.begin()
         if source is None:
             return
         with self._watch.recorder.guarded(source):
@@ -107,10 +127,9 @@ class LayerHooks:
         if not recorder.follows(source):
             return
         call = recorder.begin_call(source, tensor)
-        Taking(watch=self._watch, source=source, ports=_PORTS).output(tensor, call, given=given)
+        Taking(watch=self._watch, source=source, ports=LAYER_PORTS).output(tensor, call, given=given)
         if not in_backward():
-            states_here().hold(self, tensor)
-            holding.add(states_here())
+            self.hold(tensor)
 
 
 def check_layers(wanted: Numbers, root: nn.Module, stack: Stack) -> None:

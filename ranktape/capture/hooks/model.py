@@ -183,7 +183,7 @@ class ModelHooks(Attached):
 
         assert self._functions is not None, "only called while hooks are attached"
         self._regions = Regions(
-            GraphCalls(self._watch, frames=self._attached, is_wanted=self._is_wanted_kind),
+            GraphCalls(self._watch, frames=self._attached, is_wanted=self._is_wanted_kind, layers=self._layers),
             targets=self._functions.in_graphs,
             modules=lambda: iter(self._attached),
             functions=self._functions,

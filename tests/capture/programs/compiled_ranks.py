@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.capture.compiled_matrix import IN_GRAPHS, WRAPPINGS, train
+from tests.capture.compiled_matrix import RECORDED, WRAPPINGS, train
 
 
 def main(out: Path, ways: list[str]) -> None:
@@ -20,9 +20,9 @@ def main(out: Path, ways: list[str]) -> None:
     dist.init_process_group("gloo")
     for way in ways:
         wrapping = WRAPPINGS[way]
-        train(wrapping, out / way / "eager", is_compiled=False, **IN_GRAPHS)
+        train(wrapping, out / way / "eager", is_compiled=False, **RECORDED)
         plain = train(wrapping, None, is_compiled=True)
-        captured = train(wrapping, out / way / "compiled", is_compiled=True, **IN_GRAPHS)
+        captured = train(wrapping, out / way / "compiled", is_compiled=True, **RECORDED)
         document = json.dumps({"plain": plain, "captured": captured})
         (out / f"{way}.rank{dist.get_rank()}.json").write_text(document)
     dist.destroy_process_group()
