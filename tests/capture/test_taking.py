@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -51,6 +54,25 @@ def test_they_are_those_of_the_values(
     if special is not None and tensor.numel() and dtype.is_floating_point:
         tensor.view(-1)[tensor.numel() // 2] = special
     check(tensor.to(dtype), sample_dim=sample_dim)
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 255, 256, 257, 4095, 4096, 4097, 4351, 4352, 4353, 12289])
+@pytest.mark.parametrize("place", [0, -1])
+def test_the_first_and_the_last_element_of_every_size(size: int, place: int) -> None:
+    tensor = torch.randn(2, size, generator=torch.Generator().manual_seed(0))
+    for special in (100.0, -100.0, 1e-39, 0.0, torch.inf):
+        tensor[1, place] = special
+        check(tensor, sample_dim=0)
+
+
+def test_nothing_is_read_beyond_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "memory"
+    path.write_bytes(np.ones(2 * mmap.PAGESIZE // 4, np.float32).tobytes())
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 2 * mmap.PAGESIZE) as memory:
+        file.truncate(mmap.PAGESIZE)  # to read from the second page ends the process now
+        tensor = torch.frombuffer(memory, dtype=torch.float32, count=mmap.PAGESIZE // 4)
+        assert taken(tensor, sample_dim=None)[0].sum == mmap.PAGESIZE // 4
+        del tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
