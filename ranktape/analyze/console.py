@@ -22,6 +22,17 @@ def say(text: str, *, err: bool = False) -> None:
     click.echo(encodable(printable_lines(text), sys.stderr if err else sys.stdout), err=err)
 
 
+@contextlib.contextmanager
+def passing_line(text: str) -> Iterator[None]:
+    """A line on a terminal's stderr, which is gone after the block."""
+    # The cursor goes back at once: a bar that begins meanwhile takes the line.
+    click.echo(f"{encodable(printable(text), sys.stderr)}\r", err=True, nl=False)
+    try:
+        yield
+    finally:
+        click.echo("\x1b[2K\r", err=True, nl=False)
+
+
 def say_json(document: Any) -> None:
     """Write one JSON document to stdout; what is not ASCII becomes escapes."""
     click.echo(json.dumps(document, indent=2, allow_nan=False))

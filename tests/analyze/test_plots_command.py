@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from ranktape.analyze.cli import cli
 from ranktape.analyze.commands import parse_kinds
 from ranktape.analyze.console import write_whole
+from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.views.plots.table import FOLDERS, PLOTS, REPLAYED
 from ranktape.analyze.views.plots.write import write_plots
 from ranktape.capture.writing.counting import reduce_to
@@ -23,6 +24,7 @@ from ranktape.storage import open_run
 from tests.analyze.runs import Tensor, describe_tensor, model_tensors, store
 from tests.exhaustive import exhaustive
 from tests.full_disk import file_size_limit
+from tests.terminal import Terminal
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +170,21 @@ def test_an_interruption_leaves_whole_plots(run: str, tmp_path: Path) -> None:
         write_plots(open_run(run).select(), folder=tmp_path, kinds=parse_kinds(["overflow_*"]), on_plot=interrupt)
     found = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path.name for path in found] == ["overflow_by_layer_type.png"]
+
+
+def test_a_terminal_says_which_plot_of_how_many_is_drawn(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    engine = Engine(show_progress=True)
+    kinds = parse_kinds(["overflow", "overflow_histogram"])
+    written = write_plots(open_run(run).select(), folder=tmp_path, kinds=kinds, engine=engine)
+    assert len(written.drawn) == len(kinds)
+    for number, kind in enumerate(written.drawn, 1):
+        assert f"{number} of {len(kinds)}: drawing {kind.name}\r" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\x1b[2K\r"), "the line is still there"
 
 
 def test_what_was_kept_instead_of_values_has_plots(tmp_path: Path) -> None:

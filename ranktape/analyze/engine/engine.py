@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from ranktape.analyze.console import say
+from ranktape.analyze.console import passing_line, say
 from ranktape.analyze.engine.cache import Cache
 from ranktape.analyze.engine.executors import Workers, in_order, workers_of
 from ranktape.analyze.engine.plan import BATCH_NBYTES, Calls, RecordSpan, WorkPlan, call_all, shares
@@ -209,6 +209,21 @@ def next_step() -> None:
     """Begin the next step of work that has several."""
     if (known := _steps.get()) is not None:
         known[0] += 1
+
+
+@contextlib.contextmanager
+def one_step(description: str, *, is_shown: bool) -> Iterator[None]:
+    """The next step of work that has several; a line says which, if stderr is a terminal and it is to be shown.
+
+    The line is gone when the step is over, so that what is printed then stands alone.
+    """
+    next_step()
+    known = _steps.get()
+    if known is None or not is_shown or not sys.stderr.isatty():
+        yield
+        return
+    with passing_line(f"{known[0]} of {known[1]}: {description}"):
+        yield
 
 
 @contextlib.contextmanager

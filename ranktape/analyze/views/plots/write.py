@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.console import write_whole, writing
+from ranktape.analyze.engine.engine import one_step, steps
 from ranktape.analyze.questions.overflow import overflow
 from ranktape.analyze.views.plots.data import PlotData, default_target
 from ranktape.analyze.views.plots.groups import subject_line
@@ -143,28 +144,34 @@ def write_plots(
     for name in FOLDERS if kinds is None else sorted({kind.folder for kind in wanted}):
         with writing(folder / name):
             (folder / name).mkdir(parents=True, exist_ok=True)
-    drawn: list[Plot] = []
-    left_out: list[tuple[Plot, str]] = []
+    reasons = _reasons(wanted, data)
+    drawn = tuple(kind for kind in wanted if not reasons[kind.name])
+    left_out = tuple((kind, reasons[kind.name]) for kind in wanted if reasons[kind.name])
+    for kind, _ in left_out:
+        with writing(folder / kind.path):
+            (folder / kind.path).unlink(missing_ok=True)
+    is_shown = engine is not None and engine.show_progress
+    with steps(len(drawn)):
+        for kind in drawn:
+            with one_step(f"drawing {kind.name}", is_shown=is_shown):
+                write_whole(folder / kind.path, plot_bytes(kind.draw(data)))
+            on_plot(folder / kind.path)
+    written = Written(drawn=drawn, left_out=left_out, notes=_notes(data, is_named=format is not None))
+    place = source or str(records[0].path).split("/attempt_", maxsplit=1)[0]
+    _write_index(written, folder, source=place, subject=subject_line(data))
+    return written
+
+
+def _reasons(wanted: Sequence[Plot], data: PlotData) -> dict[str, str]:
+    """Why each plot is left out, by its name; empty for one that is drawn."""
     reasons = {kind.name: kind.missing(data) for kind in wanted}
     # Of several that show the same the last: the later folders have the more special names.
     shown = {kind.content(data): kind.name for kind in wanted if not reasons[kind.name]}
     for kind in wanted:
-        path = folder / kind.path
-        reason, same = reasons[kind.name], kind.content(data)
-        if not reason and same is not None and shown[same] != kind.name:
-            reason = f"it shows the same groups as {shown[same]}"
-        if reason:
-            left_out.append((kind, reason))
-            with writing(path):
-                path.unlink(missing_ok=True)
-            continue
-        write_whole(path, plot_bytes(kind.draw(data)))
-        drawn.append(kind)
-        on_plot(path)
-    written = Written(drawn=tuple(drawn), left_out=tuple(left_out), notes=_notes(data, is_named=format is not None))
-    place = source or str(records[0].path).split("/attempt_", maxsplit=1)[0]
-    _write_index(written, folder, source=place, subject=subject_line(data))
-    return written
+        same = kind.content(data)
+        if not reasons[kind.name] and same is not None and shown[same] != kind.name:
+            reasons[kind.name] = f"it shows the same groups as {shown[same]}"
+    return reasons
 
 
 def _write_index(written: Written, folder: Path, *, source: str, subject: str) -> None:
