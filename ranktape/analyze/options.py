@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +112,8 @@ class Selection:
         for field, text in texts.items():
             found = records.select_text([(field, text)])
             if not len(found):
-                raise NoRecordsError(f"no records match {flag_of(field)} {text}: {_what_is_there(records, field)}")
+                there = _what_is_there(records, field, text)
+                raise NoRecordsError(f"no records match {flag_of(field)} {text}: {there}")
             records = found
         if self.where is None:
             return records
@@ -363,11 +365,14 @@ def say_what_is_left_out(run: RecordSource, *, with_unreadable: bool = True) -> 
             say(f"{len(names)} .pt files left out, {why}: {shown}{more}", err=True)
 
 
-def _what_is_there(records: Records, field: str) -> str:
+def _what_is_there(records: Records, field: str, text: str) -> str:
     counts = Counter(map(_text, records.column(field).tolist()))
     named = [f"{text} ({count} records)" for text, count in counts.most_common(8)]
     rest = len(counts) - len(named)
-    return f"{field} is " + ", ".join(named) + (f" and {rest} more" if rest else "")
+    # Numbers that look alike are not alike.
+    near = get_close_matches(text, counts, n=1) if any(map(str.isalpha, text)) else []
+    hint = "".join(f"; did you mean {one}?" for one in near)
+    return f"{field} is " + ", ".join(named) + (f" and {rest} more" if rest else "") + hint
 
 
 def _text(value: Any) -> str:

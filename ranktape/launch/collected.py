@@ -84,7 +84,7 @@ def write_comparison(done: Sequence[Collected], page: Path, *, storage_options: 
     write_report(
         unite(records) if len(records) > 1 else records[first],
         output=page,
-        url=" and ".join(one.url for one in done),
+        url=", ".join(one.url for one in done),
         summary=table,
     )
     say(f"open it in a browser: {page.resolve().as_uri()}")

@@ -47,7 +47,7 @@ class Script:
             raise UsageError(f"{self.name} is a folder: give the training script, such as {path / 'train.py'}")
         if not path.is_file():
             raise UsageError(
-                f"no script {self.name!r} in {Path.cwd()}: give the path of the training script after our options"
+                f"no script {self.name!r} in {Path.cwd()}: give the path of the training script after the options"
             )
 
     def enter(self) -> None:

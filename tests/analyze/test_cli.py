@@ -303,6 +303,7 @@ def test_plot_prints_its_path(run: str, tmp_path: Path) -> None:
             1,
             "no records match --layer-type attn: layer_type is linear (40 records), attention",
         ),
+        (["--tensor-name", "ouput"], 1, "; did you mean output?"),
         (["--batch-size", "8"], 1, "no records match --batch-size 8: batch_size is none (72 records)"),
         (["--iteration", "15"], 1, "no records match --iteration 15: complete iterations are 10, 20"),
         (["--where", "overflow.ratio > 0"], 1, "no records match --where 'overflow.ratio > 0': it leaves none of 72"),

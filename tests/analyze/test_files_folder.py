@@ -392,7 +392,7 @@ def test_a_folder_that_may_not_be_entered_is_named(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     words = [sys.executable, "-c", source, str(closed / "run")]
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
-    assert "cannot be looked at: Permission denied" in done.stdout, done.stderr
+    assert "cannot be looked at: Permission denied: mend the permissions" in done.stdout, done.stderr
 
 
 def test_a_link_to_itself_is_no_file(tmp_path: Path) -> None:

@@ -237,6 +237,7 @@ def test_what_lasts_fails_its_iteration_by_name_and_no_other(
     statuses = {status.iteration: status for status in open_run(bench.url).status()}
     assert statuses[1].state is IterationState.PARTIAL
     assert "the store is in a bad mood" in statuses[1].missing[0]
+    assert ("--spill-dir" in statuses[1].missing[0]) is (error is NoSpaceError)
     leftovers = list((bench.url / bench.attempt.path / "rank_00000").glob("iter_00000001/**/*.json"))
     assert error is not NoSpaceError or not leftovers, "what failed for lack of space still takes it"
 

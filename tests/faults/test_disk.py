@@ -54,6 +54,7 @@ def test_a_full_disk_costs_the_iteration_that_does_not_fit(disk: Path) -> None:
     problem = wait_for_problem(trainer, about="iteration 2 ")
     assert time.monotonic() - began < PROMPT_SECONDS
     assert url in problem
+    assert "--spill-dir" in problem
     ballast.unlink()
     stage(trainer, 3)
     trainer.close()

@@ -120,7 +120,11 @@ def test_a_module_behaves_as_under_python_alone(case: str, name: str, tmp_path: 
 @pytest.mark.parametrize(
     ("name", "is_module", "match"),
     [
-        ("missing.py", False, r"no script 'missing.py' in .*: give the path of the training script after our options"),
+        (
+            "missing.py",
+            False,
+            r"no script 'missing.py' in .*: give the path of the training script after the options",
+        ),
         (".", False, r"\. is a folder: give the training script, such as train\.py"),
         ("no_such_package.train", True, "no module named 'no_such_package': give an importable module"),
         (".train", True, "no module named ''"),

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ranktape.analyze.console import writing
 from ranktape.analyze.legacy.described import LAST_SECOND, RECORD_KEY
 from ranktape.analyze.legacy.payload import read_header, read_plain, read_values
 from ranktape.analyze.numerics.histograms.histogram import measure
@@ -274,10 +275,8 @@ class _Files:
         """What was done so far."""
         self._folder = folder
         self._overwrite = overwrite
-        try:
+        with writing(folder, what="folder", option="folder"):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"the folder {folder} cannot be made: {error.strerror or error}") from error
 
     def put(self, name: str, values: Any, *, record: Record, own: Mapping[str, Any] | None) -> None:
         """A file with a tensor; with what the legacy saver wrote beside it, `own` among it, unless that is None."""

@@ -135,8 +135,10 @@ def _mode(path: Path) -> int | None:
         shown = f"{str(path)[:MAX_SHOWN]!r}{'...' if len(str(path)) > MAX_SHOWN else ''}"
         if error.errno == errno.ENAMETOOLONG:
             raise UsageError(f"{shown} is not a path: {error.strerror}, at {len(str(path))} characters") from error
-        kind = AccessDeniedError if isinstance(error, PermissionError) else StorageError
-        raise kind(f"{shown} cannot be looked at: {error.strerror or error}") from error
+        is_refused = isinstance(error, PermissionError)
+        kind = AccessDeniedError if is_refused else StorageError
+        way_out = "mend the permissions" if is_refused else "check the disk or the file server"
+        raise kind(f"{shown} cannot be looked at: {error.strerror or error}: {way_out}") from error
 
 
 def _is_plain_folder(path: Path, mode: int) -> bool:

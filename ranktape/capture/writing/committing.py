@@ -128,6 +128,8 @@ class Committer:
             self._rank_writer.commit(staged.iteration, **expectations(header))
 
         failure, waits_in = self._storer.finish(staged, commit), None
+        if failure is not None and staged.lacks_space and self._spill is None:
+            failure = f"{failure}; --spill-dir DIR takes what the store has no room for, until 'ranktape push'"
         if failure is None and self._spill is not None:
             why = self._spill.why_spilled(staged.iteration)
             if why is not None:
