@@ -8,6 +8,7 @@ its own node.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import secrets
@@ -253,18 +254,19 @@ class Lease:
 
     def _without_holders(self) -> set[int]:
         """The leases that are there, once those of other launches have been seen not to change."""
-        until = time.monotonic() + EXPIRY_SECONDS
         first: dict[int, dict[str, Any]] | None = None
-        while True:
+        for num_looks in itertools.count():
             leases = {number: self._read(number) for number in _numbers(self._backend)}
             # One without a document is being written, or half of it was removed: a directory comes before its file.
             others = {number: said for number, said in leases.items() if said.get("launch_id") != self._launch_id}
             first = others if first is None else first
             if changed := {number for number, said in others.items() if said != first.get(number)}:
                 raise self._refusal(max(changed))
-            if not others or time.monotonic() > until:
+            # Looks are counted, and not seconds: while this machine stalls, a holder on it renews nothing either.
+            if not others or num_looks * _LOOK_SECONDS > EXPIRY_SECONDS:
                 return set(leases)
             time.sleep(_LOOK_SECONDS)
+        raise AssertionError("there is no last look")
 
     def _renew(self) -> None:
         backend = self._backend.with_deadline(timeout_seconds=RENEW_SECONDS)
