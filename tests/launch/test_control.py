@@ -46,11 +46,15 @@ if dist.is_initialized():
     model = DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 go_on = torch.ones(())
+step = 0
 while go_on:
     optimizer.zero_grad()
     model(torch.randn(4, 8)).square().mean().backward()  # what has no least value grows until it overflows
     time.sleep(0.01)
     optimizer.step()
+    step += 1
+    if step == 20:
+        end.with_name("twenty steps").touch()
     go_on = torch.tensor(0.0 if end.exists() else 1.0)
     if dist.is_initialized():
         dist.broadcast(go_on, 0)
@@ -318,8 +322,7 @@ def test_nobody_answers_whose_rank_0_is_gone(tmp_path: Path) -> None:
 def _armed(folder: Path, **more: Any) -> Training:
     """One with a flight recorder that holds some iterations."""
     one = Training(folder, "--record-last", "3", **more)
-    one.wait_for(lambda: bool(open_run(one.url).verdict()))
-    time.sleep(2)
+    one.wait_for(lambda: (folder / "twenty steps").exists() and bool(open_run(one.url).verdict()))
     return one
 
 

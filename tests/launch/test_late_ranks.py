@@ -16,6 +16,7 @@ from tests.launch.test_runner import LAUNCH
 pytestmark = pytest.mark.distributed
 
 SCRIPT = """
+    import pathlib
     import sys
     import time
     import torch
@@ -27,8 +28,13 @@ SCRIPT = """
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     late, seconds = sys.argv[1:]
+    begun = [pathlib.Path(f"forward_of_{other}") for other in range(3)]
+    model.module.register_forward_hook(lambda *_: begun[rank].touch())
     if rank == int(late):
-        time.sleep(float(seconds))
+        time.sleep(float(seconds or 0))
+        # While they wait for a capture to begin, they do not forward.
+        while not seconds and not all(path.exists() for path in begun if path != begun[rank]):
+            time.sleep(0.05)
     for _ in range(2):
         model(torch.ones(2, 4)).square().mean().backward()
         optimizer.step()
@@ -41,10 +47,14 @@ SCRIPT = """
 TOO_LATE = "waited 1 s for rank 0 to begin its capture, so no rank begins one"
 
 
-def train(folder: Path, *words: str, late: int, seconds: float, **env: str) -> Ended:
-    """Three ranks, one of them late."""
+def train(folder: Path, *words: str, late: int, seconds: float | None, **env: str) -> Ended:
+    """Three ranks, one of them late: by so much, or where that is None until the others wait for it no more."""
+    for path in folder.glob("forward_of_*"):
+        path.unlink()
     (folder / "train.py").write_text(textwrap.dedent(SCRIPT))
-    return torchrun(*words, "train.py", str(late), str(seconds), cwd=folder, num_ranks=3, env=env)
+    return torchrun(
+        *words, "train.py", str(late), "" if seconds is None else str(seconds), cwd=folder, num_ranks=3, env=env
+    )
 
 
 def trained(ended: Ended) -> list[str]:
@@ -60,7 +70,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_a_rank_0_that_is_too_late_costs_the_capture_and_not_the_training(plain: list[str], tmp_path: Path) -> None:
     timeout = "--begin-timeout-seconds=1"
-    launched = train(tmp_path, *LAUNCH, "--capture", "run", timeout, late=0, seconds=4)
+    launched = train(tmp_path, *LAUNCH, "--capture", "run", timeout, late=0, seconds=None)
     assert trained(launched) == plain
     # The training has ended well; that nothing is stored is an error of the launcher, as ever.
     assert launched.returncode == 1
@@ -74,12 +84,12 @@ def test_a_rank_0_that_is_too_late_costs_the_capture_and_not_the_training(plain:
     assert TOO_LATE in last
     assert not (tmp_path / "run").exists()
 
-    by_variable = train(tmp_path, late=0, seconds=4, **RUN, RANKTAPE_BEGIN_TIMEOUT_SECONDS="1")
+    by_variable = train(tmp_path, late=0, seconds=None, **RUN, RANKTAPE_BEGIN_TIMEOUT_SECONDS="1")
     assert (by_variable.returncode, trained(by_variable)) == (0, plain)
     assert len(errors(by_variable)) == 2
     assert all("RANKTAPE_BEGIN_TIMEOUT_SECONDS" in line for line in errors(by_variable))
 
-    strict = train(tmp_path, *LAUNCH, "--capture", "run", timeout, "--strict", late=0, seconds=4)
+    strict = train(tmp_path, *LAUNCH, "--capture", "run", timeout, "--strict", late=0, seconds=None)
     assert strict.returncode == 1
     assert strict.stdout == ""
     assert any(TOO_LATE in line for line in errors(strict))

@@ -5,20 +5,27 @@ flight_events.py URL
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
-import time
 
 import torch
 from torch import nn
 
 from ranktape.capture import Capture
+from ranktape.storage import open_run
+from tests.waiting import until
 
 LOSS, GRAD_NORM, LOGGED, LOGGED_NAN, USR1, TERM, USER = range(20, 90, 10)
 """The iterations in which they happen."""
 
 NUM_ITERATIONS = 90
+
+
+def is_known(url: str, iteration: int) -> bool:
+    """Whether the run says that something happened in an iteration."""
+    return any(one.iteration == iteration for one in open_run(url).triggers())
 
 
 def main(url: str) -> None:
@@ -42,7 +49,8 @@ def main(url: str) -> None:
             capture.log(reward=reward)
             if iteration in {USR1, TERM}:
                 os.kill(os.getpid(), signal.SIGUSR1 if iteration == USR1 else signal.SIGTERM)
-                time.sleep(1)  # the writer looks for signals a few times in a second
+                # The writer looks for signals a few times in a second, where the machine lets it.
+                until(functools.partial(is_known, url, iteration))
             if iteration == USER:
                 capture.trigger("the validation fell")
             optimizer.step()
