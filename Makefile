@@ -23,8 +23,9 @@ STAMP := $(VENV)/.ranktape-installed
 # More than cores: many tests wait, for a server that hangs or for a deadline.
 WORKERS ?= 4
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# Some tests at once; those that fail are named and run once more, alone: what a machine that stalls did is no defect.
-TESTS = $(BIN)/python -m pytest $(1) $(PARALLEL) $(TEST_OPTIONS) || { test $$? = 1; \
+# Those that fail are named and run once more, alone: what a machine that stalls did is no defect. The second argument is
+# for the first time only.
+TESTS = $(BIN)/python -m pytest $(1) $(2) $(TEST_OPTIONS) || { test $$? = 1; \
 	echo "== once more, alone: what fails only beside others is a race or a deadline to look into"; \
 	$(BIN)/python -m pytest $(1) $(TEST_OPTIONS) --last-failed --last-failed-no-failures none; }
 
@@ -44,12 +45,12 @@ unexport PYTHONDONTWRITEBYTECODE
 test: $(STAMP)
 	@# mypy takes one core: on another one the kernels are compiled meanwhile, once for all processes of the tests.
 	$(MAKE) --no-print-directory --jobs=2 lint kernels
-	$(call TESTS,-m 'not alone and not exhaustive')
+	$(call TESTS,-m 'not alone and not exhaustive',$(PARALLEL))
 	@# Only the files that have such tests: to look through all of them takes a quarter of a minute.
-	$(BIN)/python -m pytest -m 'alone' $(TEST_OPTIONS) $$(grep -rlE --include='*.py' 'mark\.alone' tests)
+	$(call TESTS,-m alone $$(grep -rlE --include='*.py' 'mark\.alone' tests))
 
 test-all: $(STAMP) kernels
-	$(call TESTS,--run-exhaustive -m exhaustive)
+	$(call TESTS,--run-exhaustive -m exhaustive,$(PARALLEL))
 
 # Where this fails, the tests compile what is missing. pytest keeps the modules of tests as it rewrites them.
 kernels: $(STAMP)
