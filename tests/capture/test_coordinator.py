@@ -165,7 +165,7 @@ def test_a_rank_that_does_not_come_is_looked_for_less_and_less_often(tmp_path: P
     waiting.start()
     waiting.finish()
     # Four in a second would be 17.
-    assert 2 < len(looks) < 10
+    assert 1 < len(looks) < 10
 
 
 def test_further_iterations_follow_the_rules_and_may_come_to_an_end(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_rank_that_never_reports_ends_the_wait(tmp_path: Path) -> None:
     watched.writers[0].close(reason="the training ended")
     began = time.monotonic()
     verdict = watched.coordinator.finish()
-    assert 0.5 <= time.monotonic() - began < 5
+    assert 0.5 <= time.monotonic() - began < 20
     assert "iteration 0 is partial (rank 1: never reported (its host may be lost))" in verdict.message()
 
 

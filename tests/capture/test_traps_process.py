@@ -115,13 +115,13 @@ def test_a_forked_process_changes_nothing_and_is_not_waited_for(tmp_path: Path) 
             child = os.fork()
         if child == 0:
             steps(model, 3)
-            time.sleep(30)
+            time.sleep(90)
             os._exit(0)
         model.zero_grad()
         steps(model, 1)
         began = time.monotonic()
         assert capture.close().met
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 45
     os.kill(child, 9)
     assert os.waitpid(child, 0)[1] == 9
     run = open_run(tmp_path / "run")

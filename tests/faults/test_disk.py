@@ -17,7 +17,8 @@ from ranktape.storage.format.status import IterationState
 from tests.capture.light import LightTrainer
 from tests.faults.recording import check_whole, stage, status_of, wait_for_commit, wait_for_problem
 
-PROMPT_SECONDS = 10.0
+PROMPT_SECONDS = 40.0
+"""Less than a store is waited for."""
 BALLAST_NBYTES = 7 << 20
 
 

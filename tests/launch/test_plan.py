@@ -184,8 +184,9 @@ def test_a_store_that_does_not_answer_is_not_waited_for_longer_than_asked(folder
     ended = python(*PLAN, *words, cwd=folder)
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
-    assert re.search(r"\(tried \d+ times in [0-4] s\)", ended.stderr), ended.stderr
-    assert time.monotonic() - began < 25
+    (seconds,) = re.findall(r"\(tried \d+ times in (\d+) s\)", ended.stderr)
+    assert int(seconds) < 20, "30 where nothing is asked"
+    assert time.monotonic() - began < 60
 
 
 MB = 1_000_000

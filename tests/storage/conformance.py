@@ -176,7 +176,7 @@ class BackendTests:
         assert in_fork(lambda: backend.put("child", [backend.get("parent") or b""])) == 0
         begin = time.monotonic()
         assert backend.get("child") == b"."
-        assert time.monotonic() - begin < 5  # the child did not take the parent's connection away
+        assert time.monotonic() - begin < 12  # the child did not take the parent's connection away
 
     def test_it_can_be_sent_to_another_process(self, backend: Backend) -> None:
         backend.put("a", [b"."])

@@ -30,7 +30,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def backend(root: Path) -> RetryingBackend:
-    backend = open_backend(root, timeout_seconds=5)
+    backend = open_backend(root, timeout_seconds=60)
     backend.put("a/b", [b"mine"])
     return backend
 
@@ -47,7 +47,7 @@ def in_time(work: Callable[[], object]) -> BaseException:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive(), "it hangs"
     return raised[0]
 
