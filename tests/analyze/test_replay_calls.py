@@ -49,6 +49,18 @@ def test_every_call_has_its_own_tensors_and_the_weight_of_its_iteration(plain: R
     assert calls.num_layers == {"": 0, "layers": 2}
 
 
+@pytest.mark.parametrize(("along", "mode"), [("call", "train"), ("iteration", "eval")])
+def test_a_call_without_a_weight_of_its_own_has_the_last_one_before(tmp_path: Path, along: str, mode: str) -> None:
+    arrays = call_arrays()
+    tensors = []
+    for number in range(3):
+        said = {name: {"counter": number * len(arrays) + place} for place, name in enumerate(arrays)}
+        without = {"weight"} if number == 2 else set()
+        tensors += call_tensors(arrays, without=without, said=said, mode=mode, **{along: number})
+    calls = calls_of(store(tmp_path / "run", tensors).select())
+    assert [getattr(calls.records[call.rows["weight"][0]], along) for call in calls.calls] == [0, 1, 1]
+
+
 def test_filters_choose_products_and_leave_their_operands(plain: Run) -> None:
     calls = calls_of(plain.select(microbatch=1, module="layers.0.up", operation="forward"))
     assert [set(call.products) for call in calls.calls] == [{"output"}] * 2
