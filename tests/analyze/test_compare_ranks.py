@@ -67,6 +67,8 @@ def test_tensor_parallel_shards_are_assembled(tmp_path: Path) -> None:
     assert sorted(rows(own, "tensor_name", "rank", "copies")) == [
         ("bias", 0, 2), ("output", 0, 1), ("output", 1, 1), ("weight", 0, 1), ("weight", 1, 1),
     ]  # fmt: skip
+    # Parts of one tensor are no copies of each other.
+    assert not any("other bits" in note for note in own.notes)
     with pytest.raises(IncompleteTensorError, match="missing"):
         compare(one, two.select(rank=1))
 

@@ -100,6 +100,8 @@ def test_an_adapter_begins_with_zeros(tmp_path: Path) -> None:
     later = found_in(tmp_path / "later", adapter(zero_in=(2,)))
     assert {one.kind for one in later} == {"zero", "gradient_underflow"}
     assert {one.severity for one in later} == {Severity.MEDIUM}
+    again = found_in(tmp_path / "again", adapter(zero_in=(0, 2)))
+    assert {one.severity for one in again if one.kind == "zero"} == {Severity.MEDIUM}
 
 
 def masked(*, layers: int = 3) -> list[Tensor]:

@@ -122,7 +122,9 @@ def test_what_was_kept(tmp_path: Path, keep: str, *, is_known: bool) -> None:
     array, info = describe_tensor(np.full((8, 8), 2.0**-20, dtype=ml_dtypes.bfloat16), tensor_name="grad_output")
     kept = reduce_to(keep, array, info=info)
     assert kept is not None
-    row = asked(store(tmp_path, [kept]), show="ranges").records()[0]
+    other = describe_tensor(np.ones((8, 8), dtype=np.float32), tensor_name="grad_input")
+    before, row = asked(store(tmp_path, [other, kept]), show="ranges").records()
+    assert (before["absmax"], before["flushed.fp8_e5m2"]) == (1, 0)
     assert row["absmax"] == 2.0**-20
     assert (row["flushed.fp8_e5m2"], row["flushed.fp8_e5m2.scaled"]) == ((1, 0) if is_known else (None, None))
 
