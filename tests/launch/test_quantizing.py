@@ -76,6 +76,8 @@ TRAIN = """
         model.compile(backend="eager")
     if kind == "alone":
         model = torch.nn.Linear(32, 32)
+    if kind == "bf16":
+        model, x = model.bfloat16(), x.bfloat16()
     if kind == "convolution":
         model = torch.nn.Sequential(torch.nn.Conv1d(16, 16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -163,6 +165,9 @@ def test_bf16_rounds_what_is_wider_and_leaves_the_rest(folder: Path, losses: dic
     # Of a training in bf16 only the pass before it, outside of autocast, would be rounded.
     ended = python(*LAUNCH, "--quant", "bf16", "train.py", "autocast", cwd=folder)
     assert ended.returncode == 0, ended.stderr
+    ended = python(*LAUNCH, "--quant", "bf16", "train.py", "bf16", cwd=folder)
+    assert "bf16: 2 linear layers of Sequential compute in it as they are" in ended.stderr
+    assert "are quantised" not in ended.stderr
 
 
 QUANT_ATTENTION = ("--quant", "mxfp4", "--quant-attention")

@@ -326,7 +326,7 @@ class Flight:
         del self._held[held.iteration]
         self._settled.add(held.iteration)
         if held.skip is not None:
-            self._committer.mark(held.iteration, Mark.FAILED, held.skip)
+            self._committer.mark(held.iteration, Mark.SKIPPED, held.skip)
             held.let_go(self._ring)
             return
         held.free_words(self._ring)
