@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ranktape.capture.settings.options import CaptureOptions
+from ranktape.capture.writing.requests import Requests
 from ranktape.storage.format.attempt import Asked, IterationPlan
 from ranktape.storage.format.control import Answer, Request, RequestKind, read_answer, write_request
 from ranktape.storage.format.documents import write_group
@@ -35,6 +37,24 @@ def test_iterations_that_a_rank_learned_of_too_late_are_made_up_for(tmp_path: Pa
     verdict = watched.coordinator.finish()
     assert verdict.complete == [first, last]
     assert not verdict.met  # what was planned did not come
+
+
+def test_each_time_that_a_rank_learned_too_late_the_notice_is_longer(tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "run", planned=(0,), target=1)
+    requests = Requests(
+        watched.backend,
+        attempt=watched.attempt,
+        options=CaptureOptions(),
+        first_unknown=lambda num_late: 10 << num_late,
+        announce=lambda _: None,
+        store_held=lambda _: None,
+    )
+    asked = Asked(name="mine", iterations=(10,), num_iterations=1)
+    plan = IterationPlan(iterations=(0, 10), is_done=False, asked=(asked,))
+    for _ in range(2):
+        plan = requests.replace(plan, settled=plan.iterations, complete={0})
+    assert plan.asked[0].iterations == (10, 20, 40)
+    watched.close()
 
 
 def test_a_coordinator_that_follows_a_killed_one_asks_for_nothing_twice(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ import pytest
 from click.testing import CliRunner
 
 from ranktape.capture.flight.held import ROOM_FOR_NEXT
-from ranktape.capture.staging.ring_file import Counter
+from ranktape.capture.flight.room import Room
+from ranktape.capture.staging.ring_file import Counter, SlotKind
 from ranktape.capture.writing.recover import find_rings
 from ranktape.errors import RunNotFoundError
 from ranktape.launch.exchange import push_command, recover_command
@@ -236,6 +237,25 @@ def test_room_for_the_next_iteration_is_made_before_it_comes(tmp_path: Path) -> 
         stage(trainer, iteration)
         until(lambda: trainer.process.ring.free_nbytes >= nbytes)
     assert trainer.close()["state"] == "closed"
+
+
+def test_an_iteration_that_found_no_room_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    trainer = armed(tmp_path / "run")
+    stage(trainer, 0)
+    trainer.process.ring.put(SlotKind.SKIP, {"iteration": 1, "reason": "no room"}, timeout_seconds=SECONDS)
+    stage(trainer, 2)
+    trainer.trigger(2)
+    assert trainer.close()["state"] == "closed"
+    run = open_run(tmp_path / "run")
+    assert run.iterations == [0, 2]
+    assert [(one.iteration, one.state) for one in run.status()][1] == (1, IterationState.SKIPPED)
+
+
+def test_more_room_than_was_too_little_is_tried_at_once() -> None:
+    room = Room()
+    assert room.may_suffice(10)
+    room.was_too_small()
+    assert [room.may_suffice(free_nbytes) for free_nbytes in (10, 9, 11)] == [False, False, True]
 
 
 def test_all_values_are_held_in_the_budget_that_a_plan_says(tmp_path: Path) -> None:

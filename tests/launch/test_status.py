@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
-from ranktape.launch.run_status import COUNTED, RunStatus, verdict_line
+from ranktape.launch.run_status import COUNTED, RunStatus, holdings_line, verdict_line
 from ranktape.storage import IterationState, IterationStatus, RunVerdict
+from ranktape.storage.format.memory import nbytes_text
 from ranktape.storage.format.status import judge
+from tests.storage.whole_run import record, tensors, whole_run
 
 
 def iteration_status(iteration: int, **fields: Any) -> IterationStatus:
@@ -126,3 +129,12 @@ def test_what_a_stranger_wrote_does_not_command_the_terminal() -> None:
     assert r"not recorded (b\x1b]0;owned\x07\n): a\x1b]0;owned\x07\n" in text
     assert verdict_line(verdict).isprintable()
     assert RunStatus(run="x", iterations=[status], verdict=verdict).to_json()["iterations"][0]["missing"] == {0: evil}
+
+
+def test_what_a_run_holds_is_what_is_complete(tmp_path: Path) -> None:
+    whole_run(tmp_path / "run", iterations=(0,), close=False)
+    # A training that was started once more takes an iteration once more.
+    backend, attempt, writers = whole_run(tmp_path / "run", iterations=(0,), close=False, restart=1)
+    record(backend, attempt, writers[:1], iteration=10, finish=False)
+    nbytes = sum(array.nbytes for rank in (0, 1) for array, _ in tensors(0, rank))
+    assert f"run holds 1 iteration of 2 ranks, {nbytes_text(nbytes)}: " in holdings_line(backend, url=backend.url)
