@@ -132,7 +132,7 @@ class TestServers:
     @pytest.mark.alone
     def test_a_server_that_is_gone_is_named(self, proxy: FlakyProxy, open_flaky: OpenFlaky) -> None:
         proxy.stop()
-        backend = open_flaky(timeout_seconds=2)
+        backend = open_flaky(timeout_seconds=6)
         said = r"cannot read s3://bucket/run-\d+/a: .*check the URL.*tried [2-9] times"
         begin = time.monotonic()
         with pytest.raises(UnreachableError, match=said):
