@@ -204,8 +204,31 @@ def test_what_graphs_do_not_show_is_recorded_eagerly(tmp_path: Path, capsys: pyt
     assert tensors(tmp_path / "run").keys() == tensors(tmp_path / "eager").keys()
 
 
-@pytest.mark.parametrize("options", [{"layers": "all"}, {"layer_type": ("hidden",)}], ids=str)
-def test_what_layers_give_is_recorded_and_held_without_their_products(options: dict[str, Any], tmp_path: Path) -> None:
+class PositionedBlock(Block):
+    """A decoder layer that is given the positions of the tokens before what it changes."""
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(hidden + positions[:, None])
+
+
+class AtPositions(Model):
+    """A GPT of such layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PositionedBlock() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden, positions = self.embedding(ids), torch.arange(ids.shape[1])
+        for block in self.blocks:
+            hidden = block(positions, hidden)
+        return self.head(self.norm(hidden))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("make", "options"), [(Model, {"layers": "all"}), (AtPositions, {"layer_type": ("hidden",)})])
+def test_what_layers_give_is_recorded_and_held_without_their_products(
+    make: Callable[[], Model], options: dict[str, Any], tmp_path: Path
+) -> None:
     held: list[list[torch.Tensor] | None] = []
 
     def holding(model: Model) -> Step:
@@ -218,14 +241,16 @@ def test_what_layers_give_is_recorded_and_held_without_their_products(options: d
 
         return hold
 
-    seen = train(holding, tmp_path / "run", **options)
-    assert seen.equals(train(whole))
+    seen = train(holding, tmp_path / "run", make=make, **options)
+    assert seen.equals(train(whole, make=make))
     assert seen.num_graphs == [1] + [2] * 3
-    train(as_written, tmp_path / "eager", **options)
+    train(as_written, tmp_path / "eager", make=make, **options)
     found = tensors(tmp_path / "run")
     assert found.keys() == tensors(tmp_path / "eager").keys()
     given = [value for key, value in sorted(found.items(), key=lambda one: one[0][2]) if key[3] == "forward"]
     assert held[1] is not None
+    # What enters the first layer is one of them.
+    assert [tuple(one.shape) for one in held[1]] == [given[0].shape] * 3
     assert all(np.array_equal(*pair) for pair in zip(held[1][-len(given) :], given, strict=True))
 
 
