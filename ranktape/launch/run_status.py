@@ -173,7 +173,7 @@ def _trigger_notes(triggers: Sequence[Trigger]) -> tuple[str, ...]:
     """What happened, the first things one line each."""
     shown_ones = [printable(f"{trigger.kind}: {trigger.message()}") for trigger in triggers[:MAX_NAMED]]
     rest = len(triggers) - len(shown_ones)
-    return (*shown_ones, *([f"and {count_text(rest, 'trigger')} more"] if rest else []))
+    return (*shown_ones, *([f"and {rest} more trigger{'s' * (rest > 1)}"] if rest else []))
 
 
 def _compiled_notes(statuses: Sequence[IterationStatus]) -> tuple[str, ...]:

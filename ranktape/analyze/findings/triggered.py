@@ -45,7 +45,7 @@ def _finding(records: Records, triggers: Sequence[Trigger]) -> Finding:
     where |= {"iteration": first.iteration, "rank": first.rank}
     following = [f"{one.kind}: {one.message()}" for one in others[:MAX_FOLLOWING]]
     if len(others) > MAX_FOLLOWING:
-        following.append(f"and {len(others) - MAX_FOLLOWING} triggers more")
+        following.append(f"and {len(others) - MAX_FOLLOWING} more triggers")
     place = f"iteration {first.iteration}, rank {first.rank}:"
     evidence = f"{first.kind}, for which the flight recorder stored what it held"
     if first.traceback:
