@@ -178,8 +178,8 @@ class GraphCalls:
                 tags = NO_TAGS
                 if port is one.taking.ports.output:
                     tags = NO_TAGS if site.call.has_bias else WITHOUT_BIAS
-                else:
-                    tags, one.tags = one.tags, NO_TAGS
+                elif own is site.call.ports.arguments[0].ports[0]:
+                    tags = one.tags
                 taken_value = port.take(value)
                 self._hold(one, site.call, taken_value)
                 if port.value.has_samples or port.is_optional:

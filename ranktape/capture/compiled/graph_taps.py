@@ -16,6 +16,7 @@ from torch import fx
 from torch.fx.node import has_side_effect
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ranktape.capture.compiled.function_marks import mark_call, mark_result
 from ranktape.capture.compiled.layer_marks import mark_layer
 from ranktape.capture.compiled.operator import tap_operator
 from ranktape.capture.hooks.hook import Hook
@@ -60,7 +61,7 @@ class GraphCall:
     rows: tuple[int, int | None] | None
     """Of a part: its first row and the one after it, or the only one and None; None for the whole input."""
     given: tuple[tuple[Any, ...], dict[str, Any]]
-    """Its arguments as far as they are no tensors."""
+    """Its arguments; of a tensor its class."""
     parameters: dict[str, int] = field(default_factory=dict)
     """By the names of ports: which inputs of the graph they are."""
     sites: list[GraphSite] = field(default_factory=list)
@@ -112,6 +113,16 @@ def put_taps_around(graph: fx.GraphModule, targets: Mapping[Any, Target], plan: 
     return copy
 
 
+def erase_marks(graph: fx.GraphModule) -> None:
+    """Take all marks out of a graph, and of those within it."""
+    for module in graph.modules():
+        if isinstance(module, fx.GraphModule):
+            for mark in (mark_layer, mark_call, mark_result):
+                for node in module.graph.find_nodes(op="call_function", target=mark):
+                    module.graph.erase_node(node)
+            module.recompile()
+
+
 def _copied(graph: fx.GraphModule) -> fx.GraphModule:
     new = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
@@ -153,14 +164,24 @@ def _tap_graph(
     *,
     inputs: Mapping[fx.Node, int],
 ) -> None:
-    for node in list(graph.graph.nodes):
+    within: dict[fx.Node, str] = {}
+    for node in (nodes := list(graph.graph.nodes)):
         if node.op not in {"call_function", "call_module"}:
             continue
-        if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+        if node.target is mark_call:
+            span = _span(nodes, node)
+            if span and node.args[0] in targets:
+                target = targets[node.args[0]]
+                within |= dict.fromkeys(span, target[0].layer_type)
+                _tap_call(graph.graph, node, ticket, target, plan, inputs=inputs, span=span)
+            graph.graph.erase_node(node)
+        elif node.target is mark_result:
+            graph.graph.erase_node(node)
+        elif node.target is torch.ops.higher_order.tag_activation_checkpoint:
             _tap_segment(graph, node, ticket, targets, plan, inputs=inputs)
         elif node.target is mark_layer:
             _tap_layer(graph.graph, node, ticket, plan, inputs=inputs)
-        elif node.target in targets:
+        elif node.target in targets and targets[node.target][0].layer_type != within.get(node):
             _tap_call(graph.graph, node, ticket, targets[node.target], plan, inputs=inputs)
 
 
@@ -183,6 +204,14 @@ def _tap_segment(
     segment.recompile()
 
 
+def _span(nodes: Sequence[fx.Node], mark: fx.Node) -> Sequence[fx.Node]:
+    """The nodes of a call that begins at a mark, with the mark at its end; none where the graph ends before."""
+    rest = itertools.islice(nodes, nodes.index(mark) + 1, None)
+    span = list(itertools.takewhile(lambda node: node.target is not mark_call, rest))
+    ends = [at for at, node in enumerate(span) if node.target is mark_result and node.args[0] == mark.args[0]]
+    return span[: ends[0] + 1] if ends else ()
+
+
 def _tap_call(
     graph: fx.Graph,
     node: fx.Node,
@@ -191,9 +220,12 @@ def _tap_call(
     plan: GraphPlan,
     *,
     inputs: Mapping[fx.Node, int],
+    span: Sequence[fx.Node] = (),
 ) -> None:
+    """Of one node, or of what lies between a mark, the node, and another one, which is the last of the span."""
     role, ports, element = target
-    args, kwargs = tuple(node.args), dict(node.kwargs)
+    given: Any = node.args[1:] if span else (node.args, node.kwargs)
+    args, kwargs = given
     values = [(argument, argument.find(args, kwargs)) for argument in ports.arguments]
     named = {port.name: value for argument, value in values for port in argument.ports}
     owner, rows = _owner(named[role.owner], inputs) if role.owner else (None, None)
@@ -205,20 +237,22 @@ def _tap_call(
         path=_path(node),
         owner=owner,
         rows=rows,
-        given=fx.node.map_aggregate((args, kwargs), lambda one: None if isinstance(one, fx.Node) else one),
+        given=fx.node.map_aggregate(given, _said),
         has_bias=named.get("bias", ...) is not None,
     )
     plan.calls.append(call)
     shared = {value for _, value in values if [one for _, one in values].count(value) > 1}
     for argument, value in reversed(values):
         if isinstance(value, fx.Node):
-            _tap_operand(
+            alias = _tap_operand(
                 graph, node, ticket, call, argument=argument, value=value, inputs=inputs, is_shared=value in shared
             )
-    site = _site(call, node, (ports.output,))
-    with graph.inserting_after(node):
-        output = node
-        if element is not None:
+            for user in span or (node,):
+                user.replace_input_with(value, alias)
+    output: Any = span[-1].args[1] if span else node
+    site = _site(call, output, (ports.output,))
+    if element is not None and not span:
+        with graph.inserting_after(node):
             output = graph.call_function(_element, (node, element))
     with graph.inserting_after(output):
         graph.call_function(_tap_result, (output, ticket, site.number))
@@ -261,7 +295,8 @@ def _tap_operand(
     value: fx.Node,
     inputs: Mapping[fx.Node, int],
     is_shared: bool,
-) -> None:
+) -> fx.Node:
+    """An alias of an operand, with taps."""
     is_parameter = value in inputs and not any(port.value.has_samples for port in argument.ports)
     if is_parameter:
         call.parameters.update({port.name: inputs[value] for port in argument.ports})
@@ -269,7 +304,14 @@ def _tap_operand(
     with graph.inserting_before(node):
         alias = graph.call_function(_tap_operand_value, (value, ticket, site.number, is_shared))
     alias.meta = {name: value.meta[name] for name in ("example_value",) if name in value.meta}
-    node.args, node.kwargs = argument.put(alias, tuple(node.args), dict(node.kwargs))
+    return alias
+
+
+def _said(given: Any) -> Any:
+    """What is said of an argument of a node."""
+    if not isinstance(given, fx.Node):
+        return given
+    return torch.Tensor.__name__ if isinstance(given.meta.get("example_value"), torch.Tensor) else None
 
 
 def _site(call: GraphCall, value: fx.Node, ports: tuple[Port, ...], *, is_parameter: bool = False) -> GraphSite:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch._dynamo import allow_in_graph
 from torch.fx.node import has_side_effect
 
@@ -35,12 +35,3 @@ def mark_output(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     tensor = tensor_in(output, None)
     if tensor is not None:
         mark_layer(tensor, False)  # noqa: FBT003
-
-
-def erase_marks(graph: fx.GraphModule) -> None:
-    """Take all marks out of a graph, and of those within it."""
-    for module in graph.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in module.graph.find_nodes(op="call_function", target=mark_layer):
-                module.graph.erase_node(node)
-            module.recompile()

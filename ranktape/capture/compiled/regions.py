@@ -22,9 +22,10 @@ from torch._C._dynamo import eval_frame as frames
 from torch._dynamo import eval_frame
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 
+from ranktape.capture.compiled.function_marks import marking
 from ranktape.capture.compiled.graph_calls import GraphCalls
-from ranktape.capture.compiled.graph_taps import GraphPlan, Target, put_taps_around
-from ranktape.capture.compiled.layer_marks import erase_marks, mark_given, mark_output
+from ranktape.capture.compiled.graph_taps import GraphPlan, Target, erase_marks, put_taps_around
+from ranktape.capture.compiled.layer_marks import mark_given, mark_output
 from ranktape.capture.hooks.function_hooks import FunctionHooks
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.stand_ins import StandIn
@@ -193,7 +194,9 @@ class TappedCallback:
         """What the region's own callback gives, with nothing of ours on the modules and in the places of functions."""
         _converting.is_on = True
         try:
-            with self.regions.functions.originals(), _without_hooks(self.regions.modules(), self.regions.layer_hooks):
+            functions, modules = self.regions.functions, self.regions.modules()
+            hidden = _without_hooks(modules, self.regions.layer_hooks)
+            with functions.originals(), functions.with_givers(marking), hidden:
                 return self._torchdynamo_orig_backend(*args, **kwargs)
         finally:
             _converting.is_on = False
@@ -202,19 +205,20 @@ class TappedCallback:
 def _kept_guards(hooks: Any, guards: Sequence[Any]) -> list[bool]:
     """Which guards are kept: not those of what is another when the region begins again, for what we put there.
 
-    That is functions, and the hooks of modules that have some of their own. Of modules that had none when they were
-    compiled torch does not ask either whether they have some.
+    That is functions, what registries' methods hold, and the hooks of modules that have some of their own. Of modules
+    that had none when they were compiled torch does not ask either whether they have some.
     """
     own = hooks.guard_filter_fn
     kept = [True] * len(guards) if own is None else own(guards)
-    is_replaced = TappedCallback.regions.functions.is_replaced
-    replaced = {guard.name for guard in guards if is_replaced(guard.value)}
+    functions = TappedCallback.regions.functions
+    replaced = {guard.name for guard in guards if functions.is_replaced(guard.value)}
     parts = tuple(f"{name}{after}" for name in replaced for after in (".", "["))
+    others = (*_HOOKS, *(f"[{name!r}]." for name in functions.givers))
     return [
         bool(keep)
         and guard.name not in replaced
         and not guard.name.startswith(parts)
-        and not any(name in guard.name for name in _HOOKS)
+        and not any(name in guard.name for name in others)
         for keep, guard in zip(kept, guards, strict=True)
     ]
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ranktape.capture.hooks.hook import Around
 from ranktape.storage.format.record_info import Mode
 
 if TYPE_CHECKING:
@@ -131,9 +132,12 @@ def hidden_in_graphs(
     kinds.update(kind for kind in types if issubclass(kind, torch.nn.MultiheadAttention))
     if kinds:
         return f"layers of the class {min(kind.__name__ for kind in kinds)}"
-    packages = {kind.__module__.partition(".")[0] for kind in types}
-    given = (role.name for role in found if role.gives_function)
-    return next((name for name in given if name.partition(".")[0] in packages), None)
+    attention: Any = torch.nn.functional.scaled_dot_product_attention
+    if isinstance(attention, Around):
+        packages = {kind.__module__.partition(".")[0] for kind in types}
+        given = (role.name for role in found if role.gives_function)
+        return next((name for name in given if name.partition(".")[0] in packages), None)
+    return None
 
 
 def is_left_compiled(options: CaptureOptions) -> bool:

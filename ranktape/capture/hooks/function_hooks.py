@@ -9,7 +9,7 @@ wrapped.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 from ranktape.capture.hooks.calls import RunningRole, Taking, Watch
 from ranktape.capture.hooks.hook import put_back, replace_in_model, resolve
 from ranktape.capture.hooks.module_hooks import MultiheadHooks
-from ranktape.capture.hooks.stand_ins import StandIn, StandIns
+from ranktape.capture.hooks.stand_ins import MakeGiver, StandIn, StandIns
 from ranktape.capture.hooks.weights import Owner, is_cached_by_autocast
 from ranktape.capture.passes.passes import Arguments
 from ranktape.capture.roles.known import ATTENTION, function_roles
@@ -59,20 +59,35 @@ class FunctionHooks:
         """For a moment have the functions themselves under the names of modules."""
         return put_back(self._stand_ins.places)
 
+    @property
+    def givers(self) -> Iterator[str]:
+        """The names of registries' methods, in their classes."""
+        return (name for _, name, *_ in self._stand_ins.givers)
+
+    def with_givers(self, make: MakeGiver) -> AbstractContextManager[None]:
+        """For a moment have in the places of registries' methods what is made of them."""
+        return self._stand_ins.with_givers(make)
+
     def is_replaced(self, value: Any) -> bool:
         """Whether something stands for a function."""
         return id(value) in self._stand_ins.table
 
     def in_graphs(self) -> dict[Any, tuple[FunctionRole, Ports, int | None]]:
-        """What compiled graphs call for each function with a role, and which element of its result is the output."""
+        """What compiled graphs call for each function with a role, and which element of its result is the output.
+
+        Of a registry's it is the name of the role: graphs have marks around them.
+        """
         found: dict[Any, tuple[FunctionRole, Ports, int | None]] = {}
         options = self._recorder.options
         for role in function_roles():
             is_named = not options.wants_layers or options.names_layer_type(role.layer_type)
-            is_wanted = is_named and options.wants_layer_type(role.layer_type) and not role.gives_function
+            is_wanted = is_named and options.wants_layer_type(role.layer_type)
             for name in role.functions if is_wanted else ():
                 holder = resolve(name)
                 if holder is not None and role in self._stand_ins.ports:
+                    if role.gives_function:
+                        found[role.name] = role, self._stand_ins.ports[role], None
+                        continue
                     function = getattr(*holder)
                     original = function.original if isinstance(function, StandIn) else function
                     element = role.output if isinstance(role.output, int) else None

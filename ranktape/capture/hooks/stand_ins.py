@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from torch.overrides import has_torch_function
@@ -24,6 +25,9 @@ from ranktape.capture.hooks.hook import (
 from ranktape.capture.passes.passes import is_traced
 from ranktape.capture.roles.known import function_roles
 from ranktape.capture.roles.table import FunctionRole, Ports, ports_of, resolved
+
+MakeGiver = Callable[[Callable[..., Any], FunctionRole], Callable[..., Any]]
+"""Makes from a registry's method, and the role of what it gives, what takes its place."""
 
 
 class StandIn:
@@ -74,8 +78,8 @@ class StandIns:
         self._loaded: frozenset[str] = frozenset()
         self._roles: tuple[FunctionRole, ...] | None = None
         """Those for which functions were looked for; None while nothing is in place."""
-        self._givers: list[tuple[Any, str, Any]] = []
-        """What registries give: where each one is, and what wraps it."""
+        self.givers: list[tuple[Any, str, Callable[..., Any], Callable[..., Any], FunctionRole]] = []
+        """The methods of registries: where each one is, itself, what wraps what it gives, and the role of that."""
         self._absent: list[str] = []
 
     def put(self) -> None:
@@ -108,9 +112,20 @@ class StandIns:
         # A module that was loaded meanwhile may have got hold of them.
         replace_names(table_of((new, old) for old, new in self.table.values()), but=self._loaded)
         self.forget()
-        for kept in (self._undo, self._givers, self._absent):
+        for kept in (self._undo, self.givers, self._absent):
             kept.clear()
         self.table, self.places = {}, ()
+
+    @contextlib.contextmanager
+    def with_givers(self, make: MakeGiver) -> Iterator[None]:
+        """For a moment have in the places of registries' methods what is made of them."""
+        for holder, name, original, _, role in self.givers:
+            setattr(holder, name, make(original, role))
+        try:
+            yield
+        finally:
+            for holder, name, _, give, _ in self.givers:
+                setattr(holder, name, give)
 
     def forget(self) -> None:
         """Have the compiler know torch's own functions, should it have met these."""
@@ -123,7 +138,7 @@ class StandIns:
             self._roles == function_roles()
             and sys.modules.keys() == self._loaded
             and all(namespace.get(name) is new for namespace, name, _, new in self.places)
-            and all(getattr(holder, name) is give for holder, name, give in self._givers)
+            and all(getattr(holder, name) is give for holder, name, _, give, _ in self.givers)
             and not any(map(resolve, self._absent))
         )
 
@@ -136,7 +151,7 @@ class StandIns:
             self._undo.append(functools.partial(setattr, holder, attribute, original))
             give = self._giver(original, role)
             setattr(holder, attribute, give)
-            self._givers.append((holder, attribute, give))
+            self.givers.append((holder, attribute, original, give, role))
             return []
         if isinstance(original, Around):
             self._stand_inside(original, role)
