@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,16 +68,10 @@ class GraphCalls:
         """The hooks on layers, and where they are."""
         self._owners: dict[int, list[tuple[Any, Owner]]] = {}
         self._takings: dict[Source, Taking] = {}
-        self._awaited: dict[int, list[Callable[[str], None]]] = {}
 
     def remove(self) -> None:
         """Record nothing more."""
         TICKETS.clear()
-
-    def miss(self, number: int, reason: str) -> None:
-        """A site of a graph that may run already is not recorded: backward graphs are compiled when they are needed."""
-        for refuse in self._awaited.pop(number, ()):
-            refuse(reason)
 
     @contextlib.contextmanager
     def running(self, plan: GraphPlan, inputs: Sequence[Any]) -> Iterator[int]:
@@ -156,8 +149,6 @@ class GraphCalls:
                     self._recorder.refuse(source, port.grad, reason, call=found)
                 elif site.has_gradient:
                     self._recorder.await_grad(source, port.grad, found)
-                    refuse = functools.partial(self._recorder.refuse, source, port.grad, call=found)
-                    self._awaited.setdefault(site.number + 1, []).append(refuse)
         return one
 
     def _take(self, taken: Mapping[GraphCall, _Taken], number: int, value: torch.Tensor) -> None:

@@ -1,13 +1,14 @@
 """Has inductor compile a graph with taps in it as it compiles the same graph without them.
 
 An operation whose result somebody else reads, too, is fused otherwise, kept for the backward pass otherwise, and not
-merged with the next one: other bits. So inductor's own passes do not see taps:
+merged with the next one: other bits. So neither inductor's own passes see taps, nor its code generation:
 
     joint graph      taps are taken out, and written down; the graph is what it is without a capture
     partition        into forward and backward; taps are put back, so that compiled autograd passes them on
-    each of the two  taps are taken out again, and put back behind the last pass, in front of code generation
+    each of the two  taps are taken out again, and put back behind the last pass, at the end, using nothing
 
-What a pass has replaced, as a product that is merged with a sum, is computed once more for the tap alone.
+What a pass has replaced, as a product that is merged with a sum, is computed once more for the tap alone, and so is
+what exists only within the operation that uses it: rounded to its dtype, as in eager code.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from torch._inductor.custom_graph_pass import (
     get_custom_graph_passes,
     get_hash_for_files,
 )
+from torch._inductor.lowering import fallback_handler
+from torch._inductor.virtualized import V
+from torch.fx.node import has_side_effect
 from torch.utils import _pytree as pytree
 
-from ranktape.capture.compiled.kept import is_kept, is_rounded
 from ranktape.capture.compiled.operator import is_of_gradient, tap_operator
 
 
@@ -73,12 +76,8 @@ def compile_tapped(
     *,
     patches: Mapping[str, Any],
     name: str | None,
-    miss: Callable[[int, str], None],
 ) -> Callable[..., Any]:
     """What inductor makes of a graph in which there are taps, with its settings changed by the patches of a mode.
-
-    `miss` is called with each site that cannot be recorded, and the reason; of gradients when a first backward pass
-    compiles its graph.
 
     Raises:
         TapError: a tap cannot be put where it belongs.
@@ -88,7 +87,7 @@ def compile_tapped(
     def compile_one(module: fx.GraphModule, given: Sequence[Any], **kwargs: Any) -> Any:
         with (
             config.patch(dict(patches)),
-            config.patch(post_grad_custom_post_pass=_with_taps(module.graph, taps, miss)),
+            config.patch(post_grad_custom_post_pass=_with_taps(module.graph, taps)),
         ):
             return compile_fx_inner(module, given, **kwargs)
 
@@ -112,26 +111,13 @@ class _Taps:
         return self
 
 
-FUSED = "the compiled code computes it within another operation, unrounded, and keeps it nowhere"
-"""Why a tensor is not recorded."""
-
-
-def _with_taps(graph: fx.Graph, known: _Taps, miss: Callable[[int, str], None]) -> tuple[Any, ...]:
+def _with_taps(graph: fx.Graph, known: _Taps) -> tuple[Any, ...]:
     """Inductor's last passes, and ours behind them; the taps that are in a graph, if any, are taken out of it.
 
-    Of a graph without a backward pass they were before. To keep what is not kept would round it, in low precision:
-    other bits. So such a site is left out, and `miss` is told.
+    Of a graph without a backward pass they were before.
     """
     taken, recipes = take_taps(graph) if _has_taps(graph) else (known.taken, _recipes(graph))
-    nodes = {node.name: node for node in graph.nodes}
-    recorded = []
-    for tap in taken:
-        value = nodes.get(tap.value)
-        if value is not None and is_rounded(value) and not is_kept(value):
-            miss(tap.site, FUSED)
-        else:
-            recorded.append(tap)
-    own = _Replaced(_Taps(recorded, {**known.recipes, **recipes}))
+    own = _Replaced(_Taps(taken, {**known.recipes, **recipes}))
     return (*get_custom_graph_passes(config.post_grad_custom_post_pass), own)
 
 
@@ -168,16 +154,45 @@ def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
         _erase_unused(graph, operand)
 
 
-def put_taps(graph: fx.Graph, taps: Sequence[Tapped], recipes: Origins, *, is_last: bool = False) -> None:
-    """Put taps into a graph; a value that it does not compute any more is computed for them.
+def put_last_taps(graph: fx.Graph, taps: Sequence[Tapped], recipes: Origins) -> None:
+    """Put taps into a graph that goes to code generation next.
 
-    With `is_last` so is one that code generation would not keep without them: in lower precision it is rounded where it
-    is kept.
+    It makes a value by what uses it: where that is a tap, too, it would be kept otherwise, and fused otherwise. So taps
+    use nothing in the graph. They stand at its end, and name what they record.
     """
     for tap in taps:
         value = _find(graph, tap.value, recipes)
-        if is_last and not is_kept(value):
-            value = _again(graph, value, {})
+        ticket = next(node for node in graph.nodes if node.name == tap.ticket)
+        with graph.inserting_before(graph.output_node()):
+            named = value.name if value.users else value
+            graph.call_function(_tap_at_end, (named, ticket, tap.site)).meta["val"] = None
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        graph.call_function(_keep_values, ()).meta["val"] = None
+
+
+@has_side_effect
+def _keep_values() -> None:
+    """Have code generation know each value until its end."""
+    V.graph.garbage_collect_values = False
+
+
+@has_side_effect
+def _tap_at_end(value: Any, ticket: Any, site: int) -> None:
+    """Generate a tap of a value, or of that of the name."""
+    if isinstance(value, str):
+        value = next(known for node, known in V.graph.env.items() if node.name == value)
+    fallback_handler(tap_operator(), add_to_fallback_set=False)(value, ticket, site)
+
+
+for _lowering in (_keep_values, _tap_at_end):
+    vars(_lowering)["_inductor_lowering_function"] = True  # torch's word for what generates code
+
+
+def put_taps(graph: fx.Graph, taps: Sequence[Tapped], recipes: Origins) -> None:
+    """Put taps into a graph; a value that it does not compute any more is computed for them."""
+    for tap in taps:
+        value = _find(graph, tap.value, recipes)
         ticket = next(node for node in graph.nodes if node.name == tap.ticket)
         with graph.inserting_after(_after(graph, value, ticket)):
             graph.call_function(tap_operator(), (value, ticket, tap.site)).meta["val"] = None
@@ -229,23 +244,6 @@ def _find(graph: fx.Graph, name: str, recipes: Origins) -> Any:
         made = graph.call_function(recipe.target, args, kwargs)
     made.meta["val"] = recipe.value
     return made
-
-
-def _again(graph: fx.Graph, node: Any, made: dict[fx.Node, fx.Node]) -> Any:
-    """The node computed once more, from what is kept."""
-    if is_kept(node) or len(made) >= _MAX_AGAIN:
-        return node
-    if node not in made:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: _again(graph, one, made))
-        needed = _nodes_in((args, kwargs))
-        with graph.inserting_after(_after(graph, *needed)):
-            made[node] = graph.call_function(node.target, args, kwargs)
-        made[node].meta = {"val": node.meta.get("val")}
-    return made[node]
-
-
-_MAX_AGAIN = 64
-"""Operations that are computed once more for one tap."""
 
 
 def _nodes_in(arguments: Any) -> list[fx.Node]:
@@ -321,7 +319,7 @@ class _Replaced(CustomGraphPass):
         """Into the graph, in place; those within its operators, as the mask of an attention, have no ticket."""
         inputs = {node.name for node in graph.find_nodes(op="placeholder")}
         if any(tap.ticket in inputs for tap in self._taps.taken):
-            put_taps(graph, self._taps.taken, self._taps.recipes, is_last=True)
+            put_last_taps(graph, self._taps.taken, self._taps.recipes)
 
     def uuid(self) -> Any:
         """What tells it from other passes."""

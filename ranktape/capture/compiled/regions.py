@@ -275,8 +275,7 @@ class TappedBackend:
                 return self.own(graph, inputs)  # type: ignore[no-any-return]
             given = [*inputs, torch.tensor(0)]
             patches, name = self.own.config, self.own.name
-            miss = functools.partial(_miss, plan)
-            compiled = compile_tapped(tapped, given, patches=patches, name=name, miss=miss)
+            compiled = compile_tapped(tapped, given, patches=patches, name=name)
             return TappedGraph(compiled, plan)
         except Exception as error:  # noqa: BLE001  (whatever fails in it, the training goes on)
             reason = f"its compiled graph takes no taps: {type(error).__name__}: {error}"[:_MAX_REASON]
@@ -289,12 +288,6 @@ class TappedBackend:
         """As the backend itself, when torch forgets what was compiled."""
         if hasattr(self.own, "reset"):
             self.own.reset()
-
-
-def _miss(plan: GraphPlan, number: int, reason: str) -> None:
-    plan.missing[number] = reason
-    if GraphCalls.current is not None:
-        GraphCalls.current.miss(number, reason)
 
 
 class TappedGraph:
