@@ -1,0 +1,74 @@
+"""Is a model of Hugging Face recorded inside of its compiled graphs, attention of its registry and all?"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.capture.compiled_models import VOCABULARY, Step, Trained, as_written, stepping, tensors, train
+from tests.capture.hugging_face import tiny
+from tests.optional import needs
+
+# dynamo meets deprecated parts of torch itself, and transformers warns of its own plans
+pytestmark = [needs("transformers"), pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(400)]
+
+_LONG = pytest.mark.exhaustive("as the other, with other functions, and compiled in other ways")
+
+
+class Logits(nn.Module):
+    """A language model that gives logits alone."""
+
+    def __init__(self, attention: str, *, is_checkpointed: bool = False) -> None:
+        super().__init__()
+        self.inner = tiny("Llama", attn_implementation=attention, vocab_size=VOCABULARY)
+        if is_checkpointed:
+            self.inner.activation_checkpointing_enable()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.inner(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]  # transformers'
+
+
+def whole(model: Any) -> Step:
+    return stepping(model, torch.compile(model, fullgraph=True))
+
+
+def by_layers(model: Any) -> Step:
+    for layer in model.inner.model.layers:
+        layer.compile(fullgraph=True)
+    return stepping(model)
+
+
+@pytest.mark.parametrize(
+    ("attention", "way", "recompute", "dtype"),
+    [
+        ("sdpa", whole, "none", torch.bfloat16),
+        pytest.param("eager", whole, "layers", torch.float32, marks=_LONG),
+        pytest.param("eager", by_layers, "none", torch.bfloat16, marks=_LONG),
+        pytest.param("sdpa", by_layers, "layers", torch.float32, marks=_LONG),
+    ],
+)
+def test_what_is_recorded_and_computed(
+    attention: str, way: Any, recompute: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    make: Any = functools.partial(Logits, attention, is_checkpointed=recompute == "layers")
+    shared: dict[str, Any] = {"make": make, "dtype": dtype}
+    train(as_written, tmp_path / "eager", **shared)
+    plain: Trained = train(way, **shared)
+    seen = train(way, tmp_path / "graph", **shared)
+    assert seen.equals(plain)
+    assert plain.num_graphs == plain.num_graphs[:1] * 4
+    assert seen.num_graphs == [plain.num_graphs[0], *[2 * plain.num_graphs[0]] * 3]
+    eager, graph = tensors(tmp_path / "eager"), tensors(tmp_path / "graph")
+    assert graph.keys() == eager.keys()
+    attended = {key[5] for key in graph if key[1] == "attention"}
+    assert attended == {prefix + name for prefix in ("", "grad_") for name in ("query", "key", "value", "output")}
+    tolerance = 1e-3 if dtype == torch.float32 else 0.1
+    for key, value in eager.items():
+        limit = tolerance * max(float(np.abs(value).max()), 1e-3)
+        np.testing.assert_allclose(graph[key].astype(np.float64), value.astype(np.float64), rtol=0, atol=limit)
