@@ -47,10 +47,10 @@ def by_layers(model: Any) -> Step:
 @pytest.mark.parametrize(
     ("attention", "way", "recompute", "dtype"),
     [
-        ("sdpa", whole, "none", torch.bfloat16),
+        ("sdpa", by_layers, "layers", torch.float32),
+        pytest.param("sdpa", whole, "none", torch.bfloat16, marks=_LONG),
         pytest.param("eager", whole, "layers", torch.float32, marks=_LONG),
         pytest.param("eager", by_layers, "none", torch.bfloat16, marks=_LONG),
-        pytest.param("sdpa", by_layers, "layers", torch.float32, marks=_LONG),
     ],
 )
 def test_what_is_recorded_and_computed(

@@ -40,6 +40,8 @@ SCRIPT = """
         optimizer.step()
         optimizer.zero_grad()
     sys.stdout.write(f"{rank} {sum(float(p.sum()) for p in model.parameters()).hex()}\\n")
+    sys.stdout.flush()
+    dist.barrier()  # torchrun ends all ranks with the first that has an exit status of its own
     del model
     dist.destroy_process_group()
 """
