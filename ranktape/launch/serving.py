@@ -12,7 +12,6 @@ from ranktape.analyze.command import describe
 from ranktape.analyze.console import say
 from ranktape.analyze.options import Selection
 from ranktape.errors import expect_least
-from ranktape.launch.page_server import ServedPage, serving
 from ranktape.launch.place import shown
 
 if TYPE_CHECKING:
@@ -59,6 +58,7 @@ def serve(
     """
     from ranktape.analyze.views.report.live import LivePage
     from ranktape.analyze.views.report.page import policy
+    from ranktape.launch.page_server import ServedPage, serving  # imports a server, which takes other commands 25 ms
     from ranktape.storage.maintenance.runs import suggest_nearest
 
     expect_least(_SHORTEST_SECONDS, interval=interval)
