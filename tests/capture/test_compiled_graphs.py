@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from ranktape.capture.hooks.states import get_layer_hidden_states
 from ranktape.storage import open_run
 from tests.capture.compiled_models import (
+    TOKENS,
     WIDTH,
     Block,
     Model,
@@ -74,11 +75,29 @@ class Broken(Rows):
         return super().forward(hidden)
 
 
+class Changing(Block):
+    """A decoder layer that changes in place what a product was given, or may be made to."""
+
+    state: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.zeros(2, TOKENS, WIDTH))
+        self.fixed = nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.fixed(self.state)
+        self.state.add_(1)
+        drawn = self.state.sin()
+        hidden = hidden + self.fixed(drawn)
+        return super().forward(hidden + drawn.index_put((torch.arange(1),), torch.zeros(1, TOKENS, WIDTH)))
+
+
 def odd() -> Model:
     model = Model()
     rows = Rows()
     rows.up.register_forward_hook(lambda _module, _given, output: output * 2)
-    model.blocks = nn.ModuleList([rows, Broken()])
+    model.blocks = nn.ModuleList([rows, Broken(), Changing()])
     return model
 
 
@@ -89,7 +108,7 @@ def in_parts(model: Model) -> Step:
 WAYS = {
     "torch.compile(model)": Way(whole),
     "blocks": Way(by_blocks),
-    "between graphs": Way(in_parts, odd, num_extra=2),
+    "between graphs": Way(in_parts, odd, num_extra=3),
     "a checkpoint inside": Way(whole, checkpointed),
     "in a checkpoint": Way(by_blocks, checkpointed),
     "model.compile()": Way(in_place),

@@ -30,6 +30,7 @@ from torch._inductor.custom_graph_pass import (
     get_custom_graph_passes,
     get_hash_for_files,
 )
+from torch._inductor.fx_passes.reinplace import inplaceable_ops
 from torch._inductor.lowering import fallback_handler
 from torch._inductor.virtualized import V
 from torch.fx.node import has_side_effect
@@ -158,17 +159,45 @@ def put_last_taps(graph: fx.Graph, taps: Sequence[Tapped], recipes: Origins) -> 
     """Put taps into a graph that goes to code generation next.
 
     It makes a value by what uses it: where that is a tap, too, it would be kept otherwise, and fused otherwise. So taps
-    use nothing in the graph. They stand at its end, and name what they record.
+    use nothing in the graph. They stand at its end, and name what they record; of memory that is changed in place they
+    stand before that, and where a last pass may change it they use it, which keeps it from that.
     """
     for tap in taps:
         value = _find(graph, tap.value, recipes)
         ticket = next(node for node in graph.nodes if node.name == tap.ticket)
-        with graph.inserting_before(graph.output_node()):
-            named = value.name if value.users else value
-            graph.call_function(_tap_at_end, (named, ticket, tap.site)).meta["val"] = None
+        uses = [use for use in _uses_of_memory(value) if isinstance(use.target, torch._ops.OperatorBase)]  # noqa: SLF001
+        changes = [use for use in uses if _is_mutable(use) and use > value]
+        with graph.inserting_before(min([*changes, graph.output_node()])):
+            is_used = not value.users or any(map(_may_change_in_place, uses))
+            graph.call_function(_tap_at_end, (value if is_used else value.name, ticket, tap.site)).meta["val"] = None
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
         graph.call_function(_keep_values, ()).meta["val"] = None
+
+
+def _uses_of_memory(node: fx.Node) -> set[fx.Node]:
+    """What uses a node, or another one that has the same memory."""
+    while _is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    known, waiting = set[fx.Node](), [node]
+    while waiting:
+        found = set(waiting.pop().users) - known
+        known |= found
+        waiting += filter(_is_view, found)
+    return known
+
+
+def _is_view(node: fx.Node) -> bool:
+    return node.op == "call_function" and (node.target in _views() or getattr(node.target, "is_view", False))
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable  # noqa: SLF001
+
+
+def _may_change_in_place(node: fx.Node) -> bool:
+    """Whether a pass behind ours may have the node write into an operand."""
+    return node.target in inplaceable_ops or not isinstance(node.target, torch._ops.OpOverload)  # noqa: SLF001
 
 
 @has_side_effect
