@@ -135,6 +135,17 @@ def test_another_storage_at_the_same_address_is_another_tensor() -> None:
     assert taken(again, sample_dim=None)[0].sum == 200
 
 
+def test_gradients_are_added_up_where_they_are_without_us() -> None:
+    hidden = torch.randn(8, 16, requires_grad=True) * 1
+    both = hidden + torch.nn.Linear(16, 16)(hidden)
+    places = []
+    for tensor in (both, hidden):
+        tensor.register_hook(lambda grad: places.append(grad.data_ptr()))
+    both.register_hook(lambda grad: TAKER.take(grad, sample_dim=0) and None)
+    both.square().sum().backward()
+    assert places[0] == places[1]
+
+
 def test_a_large_mean_takes_nothing_from_small_differences() -> None:
     # Of the sum of cubes nothing but cancelling is left: it is 190 in place of 10^17.
     check(1e4 + torch.randn(64, 1000), sample_dim=0, tolerance=1e-7)

@@ -1,7 +1,7 @@
 """Takes what a tensor on the CPU adds up to, on the training thread, in the place of a copy of its values.
 
 One pass over the memory in which the tensor lies, whatever the order of its dimensions, nearly as fast as memory is
-read at all. A tensor that is several operands is looked at once.
+read at all. A tensor of a forward pass that is several operands is looked at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.analyze.numerics.histograms.moments import statistics_of
 from ranktape.analyze.numerics.kernels import summariser
-from ranktape.capture.passes.passes import dtype_name
+from ranktape.capture.passes.passes import dtype_name, in_backward
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS
 from ranktape.storage.format.statistics import STATISTICS
@@ -38,7 +38,7 @@ _NORMALS = {
 
 
 class StatisticsTaker:
-    """Remembers what it has taken of the tensors of an iteration, as long as they live."""
+    """Remembers what it has taken of the tensors of an iteration's forward passes, as long as they live."""
 
     def __init__(self) -> None:
         """Compile the kernel, or load it from the cache: not in the middle of a step."""
@@ -56,27 +56,29 @@ class StatisticsTaker:
 
     def take(self, tensor: torch.Tensor, *, sample_dim: int | None) -> bytes:
         """The statistics of a tensor, its extremes, and for each sample its counts at the limits of the dtype."""
-        num_samples, stride = 1, 0
-        if sample_dim is not None:
-            num_samples, stride = tensor.shape[sample_dim], tensor.stride(sample_dim)
-        # What inference mode made counts no writes.
-        is_counted = not tensor.is_inference()
-        version = tensor._version if is_counted else -1  # noqa: SLF001  (torch has no public way)
+        if in_backward() or tensor.is_inference():
+            # Where torch adds gradients up in place, it does so only for those whose storage nobody has asked for. What
+            # inference mode made counts no writes.
+            with self._lock:
+                return self._look(tensor, sample_dim)
         storage = tensor.untyped_storage()
-        place = storage._cdata, tensor.data_ptr(), _layout(tensor), num_samples, stride  # noqa: SLF001  (likewise)
-        key = place, tensor.dtype, tensor.is_neg(), tensor.is_conj(), version
+        samples = (1, 0) if sample_dim is None else (tensor.shape[sample_dim], tensor.stride(sample_dim))
+        place = storage._cdata, tensor.data_ptr(), _layout(tensor), samples  # noqa: SLF001  (torch has no public way)
+        key = place, tensor.dtype, tensor.is_neg(), tensor.is_conj(), tensor._version  # noqa: SLF001  (likewise)
         with self._lock:
             known = self._known.get(key)
             if known is not None:
                 return known[1]
-            taken = self._take_fast(tensor, sample_dim, num_samples)
-            if taken is None:
-                taken = _take_slowly(tensor, sample_dim, num_samples)
-            if is_counted:
-                if len(self._known) >= _MAX_KNOWN:
-                    del self._known[next(iter(self._known))]
-                self._known[key] = StorageWeakRef(storage), taken
+            taken = self._look(tensor, sample_dim)
+            if len(self._known) >= _MAX_KNOWN:
+                del self._known[next(iter(self._known))]
+            self._known[key] = StorageWeakRef(storage), taken
         return taken
+
+    def _look(self, tensor: torch.Tensor, sample_dim: int | None) -> bytes:
+        num_samples = 1 if sample_dim is None else tensor.shape[sample_dim]
+        taken = self._take_fast(tensor, sample_dim, num_samples)
+        return _take_slowly(tensor, sample_dim, num_samples) if taken is None else taken
 
     def _take_fast(self, tensor: torch.Tensor, sample_dim: int | None, num_samples: int) -> bytes | None:
         """None where that cannot be: for dtypes that float32 does not hold, and where a value is not finite."""
