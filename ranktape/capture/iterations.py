@@ -107,6 +107,8 @@ class Iterations:
             self._advance(self._iteration + 1)
 
     def _on_skipped_step(self) -> None:
+        if self._recorder.tally is not None:
+            self._recorder.tally.step_skipped = True
         if self._master is not None:
             self._master.note_skip()
 
@@ -236,7 +238,7 @@ class Iterations:
         assert tally is not None, "only called while an iteration is watched"
         self._tell_of_compiled()
         summary = self._recorder.end()
-        summary["compiled"] = self._hooks.compiled_way()
+        summary |= {"compiled": self._hooks.compiled_way(), "step_skipped": tally.step_skipped}
         coverage = None
         with self._recorder.guarded():
             coverage = self._hooks.find_coverage()

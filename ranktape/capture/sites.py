@@ -213,6 +213,8 @@ class IterationTally:
     """How many of them are kept as `values`, `histogram` and `statistics`."""
     is_by_hand: bool = False
     """Whether the program has saved some of them by itself."""
+    step_skipped: bool = False
+    """Whether a gradient scaler skipped the step of the optimizer."""
     sources: set[Source] = field(default_factory=set)
     """What they came from."""
 

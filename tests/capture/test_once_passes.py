@@ -176,6 +176,7 @@ def test_a_step_that_a_scaler_skips_ends_an_iteration_that_says_so(tmp_path: Pat
     reasons = [set(status.silent_sites.get(0, {}).values()) for status in run.status()]
     assert reasons == [set(), {"the gradient scaler skipped the optimizer's step: a gradient was not finite"}, set()]
     assert set(run.select(tensor_name="master_weight").column("iteration")) == {0, 2}
+    assert [status.step_skipped_ranks for status in run.status()] == [[], [0], []]
 
 
 def gan(generator: nn.Module, judge: nn.Module) -> Iterator[None]:

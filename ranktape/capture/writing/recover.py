@@ -309,5 +309,5 @@ def site_of(slot: Slot) -> str:
 
 def expectations(header: Mapping[str, Any]) -> dict[str, Any]:
     """What the end of an iteration says of the tensors that it should have; arguments of `RankWriter.commit`."""
-    names = ("expected", "silent_sites", "num_expected", "num_missing", "compiled")
+    names = ("expected", "silent_sites", "num_expected", "num_missing", "compiled", "step_skipped")
     return {name: header[name] for name in names if name in header}

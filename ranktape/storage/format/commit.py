@@ -55,6 +55,8 @@ class RankCommit:
     """`num_expected` tensors, and `num_missing` of them that were not recorded; empty where it says nothing."""
     compiled: str
     """How compiled code was recorded; empty where none ran."""
+    step_skipped: bool
+    """Whether a gradient scaler skipped the step of the optimizer, because a gradient was not finite."""
 
 
 def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> None:
@@ -75,6 +77,7 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
     data = merge_catalogues([commit.catalogue.load for commit in commits])
     are_counted = all(commit.counts for commit in commits)
     compiled = "; ".join(dict.fromkeys(commit.compiled for commit in commits if commit.compiled))
+    skipped = [rank for rank, commit in zip(ranks, commits, strict=True) if commit.step_skipped]
     attributes = {
         "complete": True,
         "iteration": iteration,
@@ -87,6 +90,7 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
         },
         **({name: sum(commit.counts[name] for commit in commits) for name in _COUNTS} if are_counted else {}),
         **({"compiled": compiled} if compiled else {}),
+        **({"step_skipped_ranks": skipped} if skipped else {}),
         "commits": [commit.checksum for commit in commits],
         "committed": time.time(),
     }
@@ -145,6 +149,7 @@ def read_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> Ra
         checksum=fields.text("commit"),
         counts=_counts(fields),
         compiled=fields.text("compiled", default=""),
+        step_skipped=fields.flag("step_skipped", default=False),
     )
 
 
@@ -159,6 +164,25 @@ def open_catalogue(backend: Backend, attempt: str, iteration: int) -> Catalogue:
     return Catalogue(open_blob(backend, path), place=f"{backend.url}/{path}", attempt=attempt)
 
 
+def read_skipped_ranks(backend: Backend, attempt: str, iteration: int) -> tuple[int, ...]:
+    """The ranks of a complete iteration on which a gradient scaler skipped the step; `attempt` is the attempt's path.
+
+    Raises:
+        DataError: the iteration has no commit, or it is damaged.
+        RunFormatError: its document says what none does.
+    """
+    path = layout.iteration_path(attempt, iteration)
+    fields = read_attributes(backend, path)
+    if fields is None:
+        raise DataError(f"{backend.url}/{path} has no document; see 'ranktape check'")
+    return skipped_ranks(fields)
+
+
+def skipped_ranks(fields: Fields) -> tuple[int, ...]:
+    """The same, from the attributes of an iteration commit."""
+    return fields.integers("step_skipped_ranks") if "step_skipped_ranks" in fields else ()
+
+
 def mark_committed(backend: Backend, attempt: str, rank: int, iteration: int, *, commit: bytes) -> None:
     """Leave the marker of a commit that is stored, from its document, instead of any other word of the rank.
 
@@ -168,7 +192,7 @@ def mark_committed(backend: Backend, attempt: str, rank: int, iteration: int, *,
     group = layout.rank_iteration_path(attempt, rank, iteration)
     key = layout.document_key(group)
     attributes = decode_document(commit, place=f"{backend.url}/{key}", key=key)["attributes"]
-    names = ("num_records", "nbytes", "silent_sites", "num_expected", "num_missing", "compiled")
+    names = ("num_records", "nbytes", "silent_sites", "num_expected", "num_missing", "compiled", "step_skipped")
     words = {name: attributes[name] for name in names if name in attributes}
     others = (layout.marker_path(attempt, iteration, rank, mark) for mark in (Mark.FAILED, Mark.SKIPPED))
     backend.delete_keys([layout.document_key(path) for path in others])
@@ -220,6 +244,7 @@ def parse_commit(document: Mapping[str, Any], *, place: str, attempt: str) -> Ra
         checksum=fields.text(CHECKSUM_KEY, default="") or None,
         counts=_counts(fields),
         compiled=fields.text("compiled", default=""),
+        step_skipped=fields.flag("step_skipped", default=False),
     )
 
 

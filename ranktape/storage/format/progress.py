@@ -23,7 +23,7 @@ from ranktape.storage.format.attempt import (
     read_attempts,
     read_plan,
 )
-from ranktape.storage.format.commit import finish_iteration
+from ranktape.storage.format.commit import finish_iteration, skipped_ranks
 from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, for_each, read_attributes, write_group
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.status import DISABLED, IterationState, IterationStatus, RunVerdict, judge
@@ -289,6 +289,7 @@ def _summary(fields: Fields) -> dict[str, Any]:
         "num_expected": num_expected,
         "num_missing": num_missing,
         "compiled": fields.text("compiled", default=""),
+        "step_skipped_ranks": list(skipped_ranks(fields)),
         "num_recorded": None if num_expected is None or num_missing is None else num_expected - num_missing,
     }
 

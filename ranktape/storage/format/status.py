@@ -60,6 +60,8 @@ class IterationStatus:
     """Those of them that were not, or not whole; `silent_sites` has the reasons."""
     compiled: str = ""
     """How compiled code was recorded: inside of its graphs, or why it ran eagerly; empty where none ran."""
+    step_skipped_ranks: list[int] = field(default_factory=list)
+    """The ranks on which a gradient scaler skipped the step of the optimizer, because a gradient was not finite."""
 
     def lacks(self, *, max_named: int) -> str:
         """What it lacks to be complete, at most so many ranks named; empty where nothing is missing."""

@@ -182,6 +182,7 @@ class RankWriter:
         num_expected: int | None = None,
         num_missing: int | None = None,
         compiled: str = "",
+        step_skipped: bool = False,
     ) -> None:
         """Make everything written of the iteration durable and visible. Atomic.
 
@@ -193,6 +194,7 @@ class RankWriter:
                 where nobody counted.
             num_missing: How many of them were not recorded at all.
             compiled: How compiled code was recorded; empty where none ran.
+            step_skipped: Whether a gradient scaler skipped the step of the optimizer.
 
         Raises:
             CaptureError: it was committed or given up already.
@@ -214,6 +216,8 @@ class RankWriter:
             summary |= {"num_expected": num_expected, "num_missing": num_missing}
         if compiled:
             summary["compiled"] = compiled
+        if step_skipped:
+            summary["step_skipped"] = True
         attributes = {
             "complete": True,
             "iteration": iteration,
