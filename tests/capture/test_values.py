@@ -7,13 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 
 from ranktape.capture import Capture
 from ranktape.storage import Run, open_run
-from tests.capture.verify import verify_run
+from tests.capture.verify import recomputed, verify_run
 
 WIDTH = 16
 
@@ -141,6 +143,65 @@ def test_a_weight_is_recorded_again_when_it_changes_within_an_iteration(tmp_path
     assert not reasons_of(run)
 
 
+def fast_weights(model: nn.Module, place: int) -> None:
+    """MAML: the inner step computes weights, with which the same modules run again; two tasks."""
+    slow: dict[str, torch.Tensor] = dict(model.named_parameters())
+    losses = []
+    for task in range(2):
+        inner = functional_call(model, slow, (batch(place + 9 * task),)).square().mean()
+        slopes = torch.autograd.grad(inner, list(slow.values()), create_graph=True)
+        fast = {name: one - 0.5 * slope for (name, one), slope in zip(slow.items(), slopes, strict=True)}
+        losses.append(functional_call(model, fast, (batch(place + 20 + task),)).square().mean())
+    torch.stack(losses).sum().backward()
+
+
+def average_weights(model: nn.Module, place: int) -> None:
+    """A teacher's pass with other data in the same parameters, which counts no write, and back; a second of its own."""
+    own = [one.data for one in model.parameters()]
+    for scale in (0.9, 0.8):
+        for one in model.parameters():
+            one.data = one.data * scale  # the memory of the one before may be used again
+        model(batch(place)).detach()
+    for one, data in zip(model.parameters(), own, strict=True):
+        one.data = data
+    model(batch(place + 9)).square().mean().backward()
+
+
+def part_of_weights(model: nn.Module, place: int) -> None:
+    """The same storage read in another way."""
+    weight = model.get_parameter("0.weight")
+    model(batch(place)).square().mean().backward()
+    weight.data = weight.data.T
+    model(batch(place)).detach()
+    weight.data = weight.data.T
+
+
+@pytest.mark.parametrize(
+    ("step", "num_weights"), [(fast_weights, [4, 4]), (average_weights, [3, 3]), (part_of_weights, [2, 1])]
+)
+def test_weights_that_take_turns_are_each_recorded_before_their_call(
+    step: Callable[[nn.Module, int], None], num_weights: list[int], tmp_path: Path
+) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    run = both(make, step, tmp_path / "run")
+    outputs = run.select(tensor_name="output", operation="forward")
+    assert len(outputs) == 2 * 2 * len(run.select(iteration=0, module="0", tensor_name="output"))
+    for output in outputs:
+        same = run.select(iteration=output.iteration, module=output.module, operation="forward")
+        given = {
+            one.tensor_name: one.tensor()
+            for one in sorted(same, key=lambda one: one.counter)
+            if one.counter < output.counter
+        }
+        assert torch.equal(F.linear(given["input"], given["weight"], given["bias"]), output.tensor()), output
+    found = [len(run.select(iteration=0, module=name, tensor_name="weight")) for name in ("0", "2")]
+    assert found == num_weights
+    if step is not fast_weights:  # whose gradient of a gradient is another call
+        verify_run(run)
+
+
 class _Product(torch.autograd.Function):
     """A product with a backward pass of its own, as quantised layers have."""
 
@@ -264,6 +325,23 @@ def test_a_generation_stores_each_weight_and_each_bias_once(tmp_path: Path) -> N
     # What is not stored again is not missing.
     assert [status.num_missing for status in statuses] == [0] * 5
     assert not any(status.silent_sites for status in statuses)
+
+
+def test_a_generation_with_weights_that_take_turns_has_each_before_its_calls(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8)).eval()
+    first, second = model.get_parameter("0.weight").data, torch.randn(8, 8)
+    turns = [[first], [first, second, first], [first], [second]]
+    with Capture(tmp_path / "run", mode="eval", min_iterations=4, advance_on="step") as capture, torch.no_grad():
+        for weights in turns:
+            for weight in weights:
+                model.get_parameter("0.weight").data = weight
+                model(torch.randn(16, 8))
+            capture.step()
+    run = open_run(tmp_path / "run")
+    assert [one.iteration for one in run.select(tensor_name="weight")] == [0, 1, 1, 3]
+    verify_run(run)
+    assert recomputed(run) == {"agrees": 6}
+    assert not any(status.silent_sites for status in run.status())
 
 
 def test_where_iterations_are_removed_each_has_the_weights(tmp_path: Path) -> None:

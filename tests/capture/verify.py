@@ -83,11 +83,12 @@ class _Weights:
     def of(self, call: _Call, output: Record) -> Record | None:
         """The one that a call computed with; None where none was recorded."""
         known = [one for one in self._records[call.rank, call.module] if one.iteration <= call.iteration]
-        # In a generation a weight is stored once, with the first iteration.
-        found = [one for one in known if one.iteration == call.iteration] or known
-        found = [one for one in found if one.mode == call.mode] or found
-        before = [one for one in found if one.counter < output.counter]
-        return before[-1] if before else found[0] if found else None
+        same = [one for one in known if one.iteration == call.iteration]
+        same = [one for one in same if one.mode == call.mode] or same
+        # In a generation a weight is stored once, with the first iteration that has it.
+        earlier = [one for one in known if one.iteration < call.iteration]
+        before = [one for one in same if one.counter < output.counter] or earlier
+        return before[-1] if before else same[0] if same else None
 
 
 def _by_call(records: Records) -> dict[_Call, dict[str, Record]]:

@@ -108,11 +108,10 @@ class CallTensors:
         """The last weight that was recorded before; in a training, of the same iteration."""
         iteration, mode = (key[CALL_FIELDS.index(name)] for name in ("iteration", "mode"))
         same = [row for row in known if self._keys[row][0] == iteration]
-        if same:
-            before = [row for row in same if self._counters[row] <= last]
-            return before[-1] if before else same[0]
+        if before := [row for row in same if self._counters[row] <= last]:
+            return before[-1]
         earlier = [] if mode == Mode.TRAIN else [row for row in known if self._keys[row][0] < iteration]
-        return earlier[-1] if earlier else None
+        return earlier[-1] if earlier else next(iter(same), None)
 
 
 def _without(key: Key, fields: Collection[str]) -> Key:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ranktape.capture.hooks.weights import CACHED, Leaves, Owners, Weights, is_cached_by_autocast, is_lasting
+from ranktape.capture.hooks.weights import CACHED, Leaves, Owners, Weights, is_cached_by_autocast
 from ranktape.capture.passes.passes import Arguments, Call, in_backward
 from ranktape.capture.source import NO_TAGS, Source, Tags
 from ranktape.capture.tensors.placement import Placements, is_megatron, megatron_placement
@@ -257,9 +257,9 @@ class Taking:
             self.grad(port, seen, call, part=part, on_grad=on_grad)
 
     def record(self, port: Port, tensor: torch.Tensor, call: Call, *, tags: Tags = NO_TAGS) -> None:
-        """Record one tensor; a weight unless it was recorded as it is."""
+        """Record one tensor; a weight or bias unless it was recorded as it is."""
         place = None if self.placement is None else self.placement(port.name, tensor)
-        if port.value.has_samples or (port.is_optional and not is_lasting(tensor)):
+        if port.value.has_samples:
             self.recorder.record(self.source, port.value, tensor, call=call, placement=place, tags=tags)
         else:
             self.watch.weights.record(

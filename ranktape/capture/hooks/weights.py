@@ -1,7 +1,8 @@
 """Finds whose parameter a tensor is, records weights and biases once as they are, and sees their gradients.
 
-In one iteration a weight is recorded with its first call, and again when it was written to. Where nothing updates the
-weights, as in a generation of which each token is an iteration, one that is stored as it is is not stored again.
+In one iteration a weight is recorded with its first call, and again with each call that is given another one: written
+to since, or another tensor, as the fast weights of `torch.func.functional_call`. Where nothing updates the weights, as
+in a generation of which each token is an iteration, one that is stored as it is is not stored again.
 
 Autocast casts a parameter once for all its uses: their gradients are added up in the lower precision. An alias of the
 parameter would be cast anew with each use, and the sum be one of float32: other bits. The gradient of such a weight is
@@ -10,10 +11,12 @@ seen on the weight itself: what one graph adds up, under the last call of the ba
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.passes.passes import Call, Frame
@@ -32,23 +35,51 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types of weights whose alias is as good as they are, and that have an address."""
 
 
-def is_lasting(tensor: torch.Tensor) -> bool:
-    """Whether it is a parameter, or a part of one, and not computed for one call."""
-    return any(isinstance(one, torch.nn.Parameter) for one in (tensor, tensor._base))  # noqa: SLF001  (no public name)
+def _identity(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """What tells the values of a tensor from those of all others, and a weak reference that keeps that from reuse.
+
+    Of a plain tensor this is which part of which storage it is, and how often it was written to. The storage, not its
+    address: FSDP frees the memory of a weight and allocates it again, and `parameter.data = other` counts no write.
+    """
+    # Tensors of `inference_mode` do not count what is done to them.
+    version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  (torch has no public name for it)
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # noqa: SLF001  (likewise)
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or is_wrapped:
+        return weakref.ref(tensor), (id(tensor), version)
+    storage = tensor.untyped_storage()
+    part = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    return StorageWeakRef(storage), (storage._cdata, part, version)  # noqa: SLF001  (likewise)
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """The weight that was recorded last."""
+
+    identity: tuple[Any, ...]
+    """What tells it from all others."""
+    reference: Any
+    """Weak: while it is held, no other tensor has that identity."""
+    is_stored: bool
+    """Whether later iterations may rely on the record."""
+    is_current: bool = True
+    """Whether it was met in this iteration."""
 
 
 class Weights:
-    """Those that need not be recorded again."""
+    """The last weight and bias that was recorded of each source: one that is given again is not recorded again.
+
+    Of two weights that take turns each is recorded in its turn, so that the last record before a call is of the weight
+    that was given to it.
+    """
 
     def __init__(self) -> None:
-        self._seen: set[tuple[Source, str, str, int]] = set()
-        self._stored: set[tuple[Source, str, str, int, int]] = set()
+        self._last: dict[tuple[Source, str, str], _Recorded] = {}
 
     def begin(self, *, keeps: bool) -> None:
         """An iteration begins; whether it may rely on those before it."""
-        self._seen.clear()
-        if not keeps:
-            self._stored.clear()
+        self._last = {key: one for key, one in self._last.items() if keeps and one.is_stored}
+        for one in self._last.values():
+            one.is_current = False
 
     def record(
         self,
@@ -62,20 +93,17 @@ class Weights:
         tags: Tags = NO_TAGS,
     ) -> None:
         """Record one, unless it was."""
-        # Tensors of `inference_mode` do not count what is done to them.
-        is_counted = not tensor.is_inference()
-        version = tensor._version if is_counted else 0  # noqa: SLF001  (torch has no public name for it)
-        key = (source, role.tensor_name, call.mode, version)
-        if key in self._seen:
+        key = source, role.tensor_name, call.mode
+        reference, identity = _identity(tensor)
+        last = self._last.get(key)
+        if last is not None and last.identity == identity:
+            if not last.is_current:
+                last.is_current = True
+                recorder.expected.excuse(source, role, call)
             return
-        self._seen.add(key)
-        is_known = is_counted and type(tensor) in PLAIN
-        stored = (*key, tensor.data_ptr() if is_known else 0)
-        if is_known and stored in self._stored:
-            recorder.expected.excuse(source, role, call)
-            return
-        if recorder.record(source, role, tensor, call=call, placement=placement, tags=tags) and is_known:
-            self._stored.add(stored)
+        is_staged = recorder.record(source, role, tensor, call=call, placement=placement, tags=tags)
+        is_known = type(tensor) in PLAIN and not tensor.is_inference()
+        self._last[key] = _Recorded(identity, reference, is_stored=is_staged and is_known)
 
 
 CACHED = "autocast casts it once for all its uses: one gradient for all of them"
