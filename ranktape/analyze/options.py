@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +93,9 @@ class Selection:
             UsageError: a filter has a value that its field cannot have.
             StorageError: the store cannot be read.
         """
+        from ranktape.storage.query.filters import parse_filter
         from ranktape.storage.records.notebook import spans
+        from ranktape.storage.records.records import nothing_matches
         from ranktape.storage.records.run import Run
 
         if not run.iterations:
@@ -110,10 +109,9 @@ class Selection:
             given = " and ".join(f"--{field} {text}" for field, text in early.items())
             raise NoRecordsError(f"no records match {given}: complete iterations are {spans(run.iterations)}")
         for field, text in texts.items():
-            found = records.select_text([(field, text)])
+            found = records.fitting(parse_filter(field, text))
             if not len(found):
-                there = _what_is_there(records, field, text)
-                raise NoRecordsError(f"no records match {flag_of(field)} {text}: {there}")
+                raise nothing_matches(records, field, text, name=flag_of(field))
             records = found
         if self.where is None:
             return records
@@ -363,20 +361,3 @@ def say_what_is_left_out(run: RecordSource, *, with_unreadable: bool = True) -> 
             rest = len(names) - MAX_NAMED_FILES
             more = f"; and {rest} more" if rest > 0 else ""
             say(f"{len(names)} .pt files left out, {why}: {shown}{more}", err=True)
-
-
-def _what_is_there(records: Records, field: str, text: str) -> str:
-    counts = Counter(map(_text, records.column(field).tolist()))
-    named = [f"{text} ({count} records)" for text, count in counts.most_common(8)]
-    rest = len(counts) - len(named)
-    # Numbers that look alike are not alike.
-    near = get_close_matches(text, counts, n=1) if any(map(str.isalpha, text)) else []
-    hint = "".join(f"; did you mean {one}?" for one in near)
-    return f"{field} is " + ", ".join(named) + (f" and {rest} more" if rest else "") + hint
-
-
-def _text(value: Any) -> str:
-    """A value as a filter takes it: numbers that may be missing are floats in the catalogue, NaN where they are."""
-    if isinstance(value, float):
-        return "none" if math.isnan(value) else f"{value:g}"
-    return str(value)

@@ -120,8 +120,8 @@ def _differences(first: Records, records: Records) -> list[dict[str, Any]]:
     common = set(first.column("iteration").tolist()) & set(records.column("iteration").tolist())
     if not common:
         return []
-    wanted: dict[str, Any] = {"layer_type": "linear", "tensor_name": list(PRODUCTS), "iteration": min(common)}
-    sides = first.select(**wanted), records.select(**wanted)
+    wanted = f"iteration == {min(common)} and layer_type == 'linear' and tensor_name in {list(PRODUCTS)}"
+    sides = first.where(wanted), records.where(wanted)
     if not all(map(len, sides)):
         return []
     tags = [side.column("quant_type").tolist()[0] for side in sides]

@@ -207,7 +207,7 @@ def test_what_is_paired(records: Records, pair: str, num_pairs: int | None) -> N
         ({"pair": ["rank=0:1"], "margin": -1.0}, "margin -1.0 is not allowed"),
         ({"pair": ["iteration=*:*"]}, "they differ in iteration"),
         ({"pair": ["tensor_name=input:output"]}, "give --pair phase=pre:post"),
-        ({"pair": ["quant_type=hifp8:bf16"]}, "no record has quant_type hifp8: quant_type is bf16"),
+        ({"pair": ["quant_type=hifp8:bf16"]}, "no records match quant_type hifp8: quant_type is bf16"),
     ],
 )
 def test_a_mistake_is_told(records: Records, options: dict[str, Any], message: str) -> None:

@@ -228,7 +228,7 @@ def test_damaged_values_are_a_reason_and_no_end(tmp_path: Path) -> None:
 
 
 def test_nothing_gives_nothing(plain: Run) -> None:
-    assert list(recompute(plain.select(layer_type="none"))) == []
+    assert list(recompute(plain.select().where("layer_type == 'none'"))) == []
     assert list(recompute(plain.select(tensor_name="weight"))) == []
 
 

@@ -67,7 +67,7 @@ SAID = {
     "block_timeout_seconds": 10.0,
     "storage_options": {"anon": True, "retries": 5},
     "select": (
-        {"layer_type": ("attention",), "every": 100, "keep": "histogram"},
+        {"layer_type": "attention", "every": 100, "keep": "histogram"},
         "keep=statistics samples=0-3",
     ),
 }
@@ -88,7 +88,7 @@ def test_a_file_says_what_a_command_line_can(text: str, name: str, tmp_path: Pat
     url, settings = resolve({"capture_config": str(path)}, environment={})
     assert url == "s3://bucket/run"
     assert CaptureOptions(**settings).document()["select"] == [
-        {"layer_type": ["attention"], "every": 100, "keep": "histogram"},
+        {"layer_type": "attention", "every": 100, "keep": "histogram"},
         "keep=statistics samples=0-3",
     ]
     assert settings["capture_config"] == str(path)

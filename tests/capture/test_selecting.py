@@ -26,6 +26,7 @@ from ranktape.errors import UsageError
 from ranktape.storage.format.catalogue import Catalogue, CatalogueEntry, encode_catalogue
 from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.record_info import Mode, Operation, RecordInfo
+from ranktape.storage.query.filters import parse_filter
 from ranktape.storage.records.records import Records
 from tests.runs import describe
 from tests.strategies import AWKWARD_TERMS
@@ -118,7 +119,9 @@ def queried(records: list[RecordInfo], filters: dict[str, Any], where: str | Non
     ]
     catalogue = Catalogue.from_bytes(encode_catalogue(entries), place="here", attempt="attempt_000")
     reader: Any = Nowhere()
-    found = Records(reader, [catalogue], np.arange(len(records))).select(**filters)
+    found = Records(reader, [catalogue], np.arange(len(records)))
+    for name, value in filters.items():
+        found = found.fitting(parse_filter(name, value))
     return sorted((found if where is None else found.where(where)).column("counter").tolist())
 
 

@@ -104,6 +104,7 @@ def test_nothing_that_was_left_out_is_called_missing(chosen: tuple[Run, list[str
 QUERIES: list[dict[str, Any]] = [
     {"layer_type": "attention"},
     {"layer_type": ["linear"], "tensor_name": "grad_*", "iteration": "1:5:2"},
+    {"layer_type": "linear,attention", "tensor_name": ["grad_*, output", "weight"], "mode": "train,eval"},
     {"layer_idx": "0-0", "microbatch": 1, "phase": "pre"},
     {"layer_idx": -1},
     {"module": "layers.?.attention.*", "operation": "backward"},
@@ -121,7 +122,7 @@ def test_a_selection_takes_the_records_that_the_same_query_selects(
 ) -> None:
     filters = dict(query)
     where = filters.pop("where", None)
-    found = whole[0].select(**filters)
+    found = whole[0].select(**filters)  # a mode that no pass had is no mistake
     selected = {record.counter for record in (found if where is None else found.where(where))}
     selecting = Selecting(CaptureOptions(select=[query]), rank=0)
     taken = set()

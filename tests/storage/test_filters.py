@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ranktape.errors import UnknownFieldError, UsageError
 from ranktape.storage.query.columns import Column, StringColumn
-from ranktape.storage.query.filters import check_fields, filter_from_text, parse_filter
+from ranktape.storage.query.filters import check_fields, parse_filter
 from ranktape.storage.query.where import parse_where
 from tests.storage.test_where import FLOATS, INTS, ROWS, TEXTS, Row, source, texts
 
@@ -108,7 +108,10 @@ def test_negative_numbers_are_meant_as_they_stand(value: Any, expected: list[int
         ("", []),
         (None, [2]),
         (["layers.0.attn", None], [0, 2]),
-        ("layers.0.attn,layers.10.mlp", []),
+        ("layers.0.attn,layers.10.mlp", [0, 1]),
+        ("*.attn, *.mlp", [0, 1]),
+        (["layers.1.*,*.mlp", None], [1, 2]),
+        ("layers.[0,2].attn,x", [0]),
         ("LAYERS.*", []),
         ([], []),
     ],
@@ -122,12 +125,14 @@ def test_a_text_with_brackets_matches_itself() -> None:
     assert selected("module", "x[0]", rows=rows) == [0, 1]
     assert selected("module", "x[[]0]", rows=rows) == [0]
     assert selected("module", "a,b", rows=rows) == [2]
+    assert selected("module", "a[,]b", rows=rows) == [2]
+    assert selected("module", "a[,]b,x0", rows=rows) == [1, 2]
 
 
-def test_on_the_command_line_commas_separate_texts_as_well() -> None:
-    columns = source(ROWS, encoded=True)
-    assert filter_from_text("module", "layers.0.*, layers.10.mlp").mask(columns, 3).tolist() == [True, True, False]
-    assert filter_from_text("rank", "0,2").mask(columns, 3).tolist() == [True, False, True]
+@pytest.mark.parametrize("shape", ["[2,3]", "[2,3],[7]"])
+def test_a_comma_in_brackets_separates_nothing(shape: str) -> None:
+    rows = [row | {"module": module} for row, module in zip(ROWS, ["[2,3]", "[2", "3]"], strict=True)]
+    assert selected("module", shape, rows=rows) == [0]
 
 
 @settings(max_examples=300)
@@ -223,7 +228,6 @@ def test_an_unknown_field_is_named_with_the_nearest(name: str, match: str) -> No
     for refuse in (
         lambda: check_fields(["rank", name], known=known),
         lambda: parse_filter(name, 1, known=known),
-        lambda: filter_from_text(name, "1", known=known),
         lambda: check_fields(parse_where(f"{name} == 1").names, known=known),
     ):
         with pytest.raises(UnknownFieldError, match=match):

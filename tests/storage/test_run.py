@@ -16,6 +16,7 @@ import zarr
 
 from ranktape.errors import (
     DataError,
+    NoRecordsError,
     RunFormatError,
     RunNotFoundError,
     UnknownFieldError,
@@ -110,7 +111,10 @@ def test_selecting_opens_no_array(url: str, monkeypatch: pytest.MonkeyPatch) -> 
         ({"iteration": range(10, 21, 10)}, 12),
         ({"layer_type": "attention"}, 4),
         ({"module": "layers.*.query", "layer_idx": "0-1"}, 8),
-        ({"module": "layers.7*"}, 0),
+        ({"module": "layers.*.query,layers.*.nothing"}, 12),
+        ({"module": ["layers.0.*,layers.1.*", "layers.7*"]}, 8),
+        ({"mode": "eval", "operation": "backward"}, 0),
+        ({"layer_type": "attention", "layer_idx": 1}, 0),
         ({"overflow__nan__count": 0}, 12),
         ({"attempt": 0}, 12),
         ({"attempt": 1}, 0),
@@ -131,6 +135,31 @@ def test_filters_name_what_is_wrong(url: str) -> None:
         run.select().column("nope")
     with pytest.raises(UsageError, match="rank"):
         run.select(rank="zero")
+
+
+@pytest.mark.parametrize(
+    ("filters", "message"),
+    [
+        (
+            {"layer_type": "atention"},
+            r"no records match layer_type atention: layer_type is .*; did you mean attention\?",
+        ),
+        ({"layer_type": ["atention", "x"], "rank": 9}, "no records match layer_type atention,x: layer_type is "),
+        ({"tensor_name": "ouput, qury"}, "no records match tensor_name ouput, qury: tensor_name is "),
+        ({"module": "layers.7*"}, "no records match module layers.7"),
+        ({"mode": "evl"}, r"mode is train \(12 records\)$"),
+    ],
+)
+def test_a_text_that_no_record_has_is_answered_as_on_the_command_line(
+    url: str, filters: dict[str, Any], message: str
+) -> None:
+    run = open_run(url)
+    for records in (run, run.select(), run.select().where("layer_type == 'linear'")):
+        with pytest.raises(NoRecordsError, match=message):
+            records.select(**filters)
+    (name, value), *_ = filters.items()
+    text = value if isinstance(value, str) else value[0]
+    assert len(run.select().where(f"{name} like '{text}'")) == 0
 
 
 def test_selections_nest_slice_and_group(url: str) -> None:

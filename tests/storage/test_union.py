@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ranktape.errors import UnknownFieldError, UsageError
+from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError
 from ranktape.storage.records.records import Records
 from ranktape.storage.records.union import short_names, unite
 from tests.analyze.runs import model_tensors, store
@@ -53,7 +53,9 @@ def test_the_source_is_a_field_to_choose_and_group_by(parts: dict[str, Records],
     assert both.select(source="t*").sources == ("two",)
     assert parts["one"].sources == ("one",)
     assert len(parts["one"].select(source="one")) == len(parts["one"])
-    assert len(parts["one"].select(source="two")) == 0
+    assert len(parts["one"].where("source == 'two'")) == 0
+    with pytest.raises(NoRecordsError, match="no records match source two: source is one"):
+        parts["one"].select(source="two")
 
 
 def test_parts_are_runs_of_one_source(both: Records) -> None:

@@ -29,6 +29,8 @@ from typing import Any
 from ranktape.analyze.identity import role_of
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage import Records
+from ranktape.storage.query.filters import parse_filter
+from ranktape.storage.records.records import nothing_matches
 
 MATCHED = (
     "iteration",
@@ -69,7 +71,6 @@ _KIND = frozenset({"layer_type", "component"})
 _ENTERING = frozenset({"query", "key", "value"})
 _FLOWING = frozenset({"input", *_ENTERING, "output"})
 _STANDING = frozenset({"weight", "wide_weight", "bias"})
-_MAX_NAMED = 8
 
 Key = tuple[Any, ...]
 
@@ -131,9 +132,9 @@ class Pairing:
         for field, text in filters:
             if text == ANY:
                 continue
-            found = chosen.select_text([(field, text)])
+            found = chosen.fitting(parse_filter(field, text))
             if not len(found):
-                raise NoRecordsError(f"no record has {field} {text}: {field} is {_values_of(chosen, field)}")
+                raise nothing_matches(chosen, field, text)
             chosen = found
         if self.neighbours:
             chosen = chosen.where("layer_idx >= 0")
@@ -240,9 +241,3 @@ def _without_standing(records: Records) -> Records:
 
 def _different(records: Records, field: str) -> set[Any]:
     return set(records.column(field).tolist())
-
-
-def _values_of(records: Records, field: str) -> str:
-    values = sorted(_different(records, field))
-    rest = len(values) - _MAX_NAMED
-    return ", ".join(map(str, values[:_MAX_NAMED])) + (f" and {rest} more" if rest > 0 else "")

@@ -94,10 +94,10 @@ def export_records(
         StorageError: the folder cannot be written, or the store cannot be read.
     """
     for keep, verb in ((Keep.HISTOGRAM, "was"), (Keep.STATISTICS, "were")):
-        reduced = records.select(keep=keep.value) if len(records) else []
+        reduced = records.where(f"keep == '{keep}'")
         if len(reduced):
             way_out = "of no record the values were kept, so that there is nothing to export"
-            if len(records.select(keep=Keep.VALUES.value)):
+            if len(records.where(f"keep == '{Keep.VALUES}'")):
                 way_out = "leave them out with --where \"keep == 'values'\""
             raise UsageError(f"of {len(reduced)} records only the {keep} {verb} kept, as of {reduced[0]!r}: {way_out}")
     files = _Files(folder, overwrite=overwrite)
@@ -241,8 +241,8 @@ def _export_layers(records: Records, files: _Files, *, on_record: Callable[[], o
 
 def _layer_outputs(records: Records) -> dict[str, Record]:
     """The outputs of layers by the stem of the file of each."""
-    wanted = {"layer_type": ["embedding", "hidden"], "operation": "forward", "phase": "post"}
-    outputs = records.select(**wanted, tensor_name="output")
+    outputs = records.where("layer_type in ['embedding', 'hidden'] and operation == 'forward' and phase == 'post'")
+    outputs = outputs.where("tensor_name == 'output'")
     if not len(outputs):
         raise NoRecordsError(
             f"none of {len(records)} records is the output of an embedding or of a decoder layer "
@@ -250,7 +250,7 @@ def _layer_outputs(records: Records) -> dict[str, Record]:
         )
     chosen: dict[str, Record] = {}
     # What enters the first layer, where it is there; not the parts that a model may add up to it, such as positions.
-    enters = bool(len(outputs.select(layer_type="embedding", component="hidden")))
+    enters = bool(len(outputs.where("layer_type == 'embedding' and component == 'hidden'")))
     for record in outputs:
         if enters and record.layer_type == "embedding" and record.component != "hidden":
             continue

@@ -262,10 +262,6 @@ class FileRecords(Records):
         """As of a run; what names say is asked first."""
         return super().select(**dict(sorted(filters.items(), key=lambda item: self._cost(item[0].replace("__", ".")))))
 
-    def select_text(self, filters: Sequence[tuple[str, str]]) -> Records:
-        """As of a run; what names say is asked first."""
-        return super().select_text(sorted(filters, key=lambda item: self._cost(item[0])))
-
     def to_pandas(self) -> pd.DataFrame:
         """As of a run, and first the name of each file."""
         frame = super().to_pandas()

@@ -113,7 +113,7 @@ def distribution(
     look = Look(kind) if kind is not None else Look.LINEAR if bins is not None else Look.LOG2
     options = _options(look, bins=bins, per_binade=per_binade, points=points, formats=words(format))
     answer, seen = ANSWERS[look], view or View.COMPUTE
-    known = records.select(keep=[Keep.VALUES.value, Keep.HISTOGRAM.value])
+    known = records.where(f"keep != '{Keep.STATISTICS}'")
     if not len(known):
         raise NoRecordsError("of no record values were kept, nor how often each occurs: statistics say nothing of bins")
     groups = group_records(known, by=by)

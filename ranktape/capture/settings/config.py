@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ranktape.capture.settings.options import CaptureOptions
-from ranktape.capture.settings.rules import FIELDS
-from ranktape.capture.settings.setting import SWITCH_WORDS, Setting, is_given, shown, split_texts
+from ranktape.capture.settings.setting import SWITCH_WORDS, Setting, is_given, shown
 from ranktape.capture.settings.table import SETTINGS
 from ranktape.errors import UsageError, nearest
 from ranktape.storage.places.urls import parse_storage_options
+from ranktape.storage.query.filters import split_texts
 
 DEFAULT_SAVE_DIR = "./enhanced_tensor_logs"
 """Where the legacy tools saved where nothing said where to."""
@@ -112,16 +112,8 @@ def _in_python(setting: Setting, value: Any) -> Any:
     if setting.name == "storage_options" and isinstance(value, str):
         return parse_storage_options(value)
     if setting.name == "select":
-        return tuple(_rule_in_python(rule) if isinstance(rule, Mapping) else rule for rule in several)
+        return tuple(several)
     return split_texts(several) if setting.is_filter else value
-
-
-def _rule_in_python(rule: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {name for name, value in rule.items() if name.replace("-", "_") in FIELDS and value is not None}
-    return {
-        name: split_texts(value if isinstance(value, list) else [value]) if name in fields else value
-        for name, value in rule.items()
-    }
 
 
 def with_config(values: Mapping[str, Any]) -> dict[str, Any]:

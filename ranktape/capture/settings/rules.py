@@ -26,13 +26,13 @@ from typing import Any
 import numpy as np
 
 from ranktape.capture.settings.cadence import Beat, Cadence
-from ranktape.capture.settings.setting import COLLECTIONS, MAX_NUMBER, is_given, shown, split_texts
+from ranktape.capture.settings.setting import COLLECTIONS, MAX_NUMBER, is_given, shown
 from ranktape.capture.settings.table import SETTINGS, Settings
 from ranktape.errors import UnknownFieldError, UsageError, nearest
 from ranktape.fields import FieldKind, field_names
 from ranktape.storage.format.record_info import Keep, Mode, Operation
 from ranktape.storage.query.columns import Column, ColumnSource, Mask, NumberRange, StringColumn, glob
-from ranktape.storage.query.filters import Filter, parse_filter
+from ranktape.storage.query.filters import Filter, parse_filter, split_texts
 from ranktape.storage.query.where import Where, parse_where
 
 _TEXT_KINDS = (FieldKind.TEXT, FieldKind.JSON)
@@ -198,7 +198,7 @@ def parse_rules(text: str) -> list[dict[str, str]]:
 
 
 def rule_words(given: Any) -> list[dict[str, Any]]:
-    """What each rule says, by name; of texts each comma separates alternatives.
+    """What each rule says, by name.
 
     Raises:
         UsageError: they are not rules.
@@ -206,10 +206,7 @@ def rule_words(given: Any) -> list[dict[str, Any]]:
     rules: list[dict[str, Any]] = []
     for rule in (given if isinstance(given, list | tuple) else (given,)) if is_given(given) else ():
         if isinstance(rule, str):
-            rules += [
-                {name: split_texts([text]) if name in FIELDS else text for name, text in words.items()}
-                for words in parse_rules(rule)
-            ]
+            rules += parse_rules(rule)
             continue
         if not isinstance(rule, Mapping):
             raise UsageError(f"select: {shown(rule)} is no rule: give a mapping of fields, or a text for --select")
@@ -241,9 +238,9 @@ def read_numbers(name: str, value: Any) -> Numbers:
         return Numbers(filter=None)
     if value is False or not is_given(value):
         return Numbers(filter=Filter(field=name, alternatives=()))
-    chosen = parse_filter(name, split_texts(value if isinstance(value, COLLECTIONS) else [value]))
+    chosen = parse_filter(name, value)
     chosen.mask(lambda _: np.arange(1), 1)  # texts are read here, and refused
-    if not all(map(_counts_from_zero, chosen.alternatives)):
+    if not all(map(_counts_from_zero, chosen.parts)):
         raise UsageError(f"--{name} {shown(value)} is not allowed: give {_EXAMPLES[name]}, counted from 0")
     return Numbers(filter=chosen)
 
@@ -295,7 +292,7 @@ def _checked_filter(name: str, value: Any) -> Filter:
     _check_names([name], others=("where", "every", "samples", "keep"))
     found = parse_filter(name, value)
     found.mask(_no_rows, 0)
-    for text in found.alternatives if name in CLOSED else ():
+    for text in found.parts if name in CLOSED else ():
         allowed = CLOSED[name]
         if not any(map(glob(str(text)), allowed)):
             hint = nearest(str(text), allowed, otherwise="give one of", cutoff=0.6)
@@ -349,4 +346,4 @@ def fits(patterns: tuple[str, ...], text: str) -> bool:
 
 def listed(value: Any) -> list[str]:
     """The texts of a value that is one or several."""
-    return [value] if isinstance(value, str) else [str(one) for one in value]
+    return [str(one) for one in split_texts(value if isinstance(value, COLLECTIONS) else [value])]

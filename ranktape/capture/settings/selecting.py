@@ -81,14 +81,12 @@ def _unmatched_of(
     if chosen.field not in (*OF_SITES, *_OF_TENSORS, "rank"):
         return
     column = seen.column(chosen.field)
-    is_text = isinstance(column, StringColumn)
-    for given in chosen.alternatives:
-        for one in given.split(",") if isinstance(given, str) and not is_text else [given]:
-            alone = Filter(field=chosen.field, alternatives=(one,))
-            if one not in without and not alone.mask(lambda _: column, len(column)).any():
-                hint = _hint(str(one), column, paths=paths if chosen.field == "module" else ())
-                shown = f"{one!r:.60}" if isinstance(one, str) else str(one)
-                yield f"{shown} matches nothing of the first iteration{hint}"
+    for one in chosen.parts:
+        alone = Filter(field=chosen.field, alternatives=(one,))
+        if one not in without and not alone.mask(lambda _: column, len(column)).any():
+            hint = _hint(str(one), column, paths=paths if chosen.field == "module" else ())
+            shown = f"{one!r:.60}" if isinstance(one, str) else str(one)
+            yield f"{shown} matches nothing of the first iteration{hint}"
 
 
 def _hint(given: str, column: Column, *, paths: Collection[str]) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import numbers
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ranktape.errors import UsageError
+from ranktape.storage.query.filters import split_texts
 
 MAX_NUMBER = 2**53
 """Whole numbers above it are no number of anything: what is computed with them stays within 64 bits."""
@@ -77,7 +78,8 @@ class Setting:
         """
         if value is None or self.is_free or (self.is_filter and not self.choices):
             return
-        for item in value if self.takes_several and isinstance(value, COLLECTIONS) else (value,):
+        items = value if self.takes_several and isinstance(value, COLLECTIONS) else (value,)
+        for item in split_texts(items) if self.is_filter else items:
             if (allowed := self._allowed(item)) is not None:
                 text = item if self.choices and isinstance(item, str) else shown(item)
                 raise UsageError(f"{self.flag} {text} is not allowed: give {allowed}")
@@ -116,13 +118,6 @@ def shown(value: Any) -> str:
         # Python writes no number of thousands of digits.
         return f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
-
-
-def split_texts(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Alternatives of which each text may hold several, with commas between them."""
-    return tuple(
-        part for value in values for part in (map(str.strip, value.split(",")) if isinstance(value, str) else (value,))
-    )
 
 
 def is_given(value: Any) -> bool:

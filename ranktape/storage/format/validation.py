@@ -34,7 +34,7 @@ MAX_DIMENSIONS = 64
 _SHOWN = 60
 """Characters of a wrong value that are shown."""
 
-_WORDS = {
+WORDS = {
     "dtype": frozenset(DTYPES),
     "operation": frozenset(operation.value for operation in Operation),
     "keep": frozenset(keep.value for keep in Keep),
@@ -146,7 +146,7 @@ def check_records(source: ColumnSource) -> None:
     Raises:
         ValueError: one does not.
     """
-    for name, words in _WORDS.items():
+    for name, words in WORDS.items():
         if unknown := used_texts(source, name) - words:
             raise ValueError(f"{name} {min(unknown)!r:.{_SHOWN}}")
     for name in ("site", "stack"):

@@ -25,7 +25,7 @@ from ranktape.storage.format.documents import for_each, read_attributes, write_g
 from ranktape.storage.maintenance.work import OnProgress, Work
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.retry import RetryingBackend
-from ranktape.storage.query.filters import filter_from_text
+from ranktape.storage.query.filters import parse_filter
 from ranktape.storage.recording.start import Lease, delete_parts
 
 
@@ -120,7 +120,7 @@ def _chosen(complete: list[int], *, keep_last: int | None, iteration: str | None
     """Those of the complete iterations that are to be removed."""
     if keep_last is not None:
         return set(complete[: max(0, len(complete) - keep_last)])
-    wanted = filter_from_text("iteration", iteration or "")
+    wanted = parse_filter("iteration", iteration or "")
     mask = wanted.mask(lambda _: np.array(complete, dtype=np.int64), len(complete))
     removed = {one for one, is_wanted in zip(complete, mask, strict=True) if is_wanted}
     if not removed:

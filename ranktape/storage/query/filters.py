@@ -10,16 +10,18 @@ A filter is a field and what it may hold:
     range(4), slice(10, 20)     as in Python; what is left out has no limit
     "layers.*.attn"             for fields of text: `*` any text, `?` one character, `[...]` one of these; dots are
                                 ordinary characters, and a text with brackets also matches itself
+    "grad_*,output"             for fields of text: any of these; a comma in brackets separates nothing, and a text
+                                with commas also matches itself
 
-Negative numbers are meant as they stand (layer_idx -1 is outside of the stack), never counted from the end. On
-the command line a comma separates alternatives for fields of text too, which is `from_text`. The grammar of
-whole expressions is in `ranktape.storage.query.where`.
+A text means the same on the command line, in a file and in Python, alone or in a list. Negative numbers are meant as
+they stand (layer_idx -1 is outside of the stack), never counted from the end. The grammar of whole expressions is in
+`ranktape.storage.query.where`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
+import functools
 import math
 import re
 from collections.abc import Collection, Iterable
@@ -46,9 +48,12 @@ class Filter:
     field: str
     """Its name, with dots."""
     alternatives: tuple[Alternative, ...]
-    """Any of these; a text is read once it is known what the field holds."""
-    is_list: bool = False
-    """Whether a comma separates alternatives in fields of text as well."""
+    """Any of these as they were given; a text is read once it is known what the field holds."""
+
+    @property
+    def parts(self) -> tuple[Alternative, ...]:
+        """The alternatives, each part of a text between commas for itself."""
+        return split_texts(self.alternatives)
 
     def mask(self, source: ColumnSource, num_rows: int) -> Mask:
         """The rows of the field's column that hold one of the alternatives; none of them if there are none.
@@ -60,30 +65,24 @@ class Filter:
         assert len(column) == num_rows, f"column {self.field} has {len(column)} rows, not {num_rows}"
         if columns.is_text(column):
             return self._find_text(columns.encode(column))
-        parts = [part for one in self.alternatives for part in self._read_numbers(one)]
-        spans = [part for part in parts if isinstance(part, NumberRange)]
-        found = columns.one_of(column, [one for one in parts if not isinstance(one, NumberRange)], name=self.field)
+        numbers = [_read_number(one, field=self.field) if isinstance(one, str) else one for one in self.parts]
+        spans = [one for one in numbers if isinstance(one, NumberRange)]
+        found = columns.one_of(column, [one for one in numbers if not isinstance(one, NumberRange)], name=self.field)
         for span in spans:
             found |= columns.within(column, span, name=self.field)
         return found
 
     def _find_text(self, column: StringColumn) -> Mask:
-        texts = [text for text in self.alternatives if isinstance(text, str)]
-        if len(texts) + self.alternatives.count(None) < len(self.alternatives):
+        texts = [text for text in self.parts if isinstance(text, str)]
+        if not all(isinstance(one, str | None) for one in self.alternatives):
             raise UsageError(f"{self.field} holds text, not numbers: give it in quotes, such as {self.field}='0'")
-        if self.is_list:
-            texts = [part.strip() for text in texts for part in text.split(",")]
         globs = [columns.glob(text) for text in texts if _GLOB.search(text)]
-        whole = frozenset(texts)
+        whole = frozenset((*texts, *self.alternatives))
         found = columns.matching(column, lambda text: text in whole or any(matches(text) for matches in globs))
         return found | columns.missing(column) if None in self.alternatives else found
 
-    def _read_numbers(self, alternative: Alternative) -> list[Number | NumberRange | None]:
-        if not isinstance(alternative, str):
-            return [alternative]
-        return [_read_number(part.strip(), field=self.field) for part in alternative.split(",")]
 
-
+_COMMA = re.compile(r",(?![^\[\]]*\])")
 _GLOB = re.compile(r"[*?\[]")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?|[+-]?inf")
 _DASH = re.compile(r"([+-]?\d+)-([+-]?\d+)")
@@ -93,7 +92,7 @@ _EXPECTED = "give a number, a range such as 0-3 or 10:20:2, a list such as 0,2,5
 
 
 def parse_filter(field: str, value: Any, *, known: Collection[str] | None = None) -> Filter:
-    """The filter that a keyword argument means: a value, or alternatives, in the forms of this module.
+    """The filter that a value means, or several alternatives, in the forms of this module.
 
     A NaN is a missing value, as None is. An empty list selects nothing.
 
@@ -108,14 +107,14 @@ def parse_filter(field: str, value: Any, *, known: Collection[str] | None = None
     return Filter(field=field, alternatives=tuple(_alternative(entry, field=field) for entry in values))
 
 
-def filter_from_text(field: str, text: str, *, known: Collection[str] | None = None) -> Filter:
-    """The filter that a command line option means: as `parse_filter`, and commas separate alternatives of text too.
+def split_texts(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Alternatives of which each text may hold several, with commas between them; not those inside of brackets."""
+    return tuple(part for value in values for part in (_split(value) if isinstance(value, str) else (value,)))
 
-    Raises:
-        UnknownFieldError: the field is not among those known.
-        UsageError: the text is too long.
-    """
-    return dataclasses.replace(parse_filter(field, text, known=known), is_list=True)
+
+@functools.lru_cache(maxsize=1 << 10)
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in _COMMA.split(text))
 
 
 def check_fields(names: Iterable[str], *, known: Collection[str]) -> None:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from ranktape.errors import UsageError
+from ranktape.errors import NoRecordsError, UsageError
 from ranktape.fields import FieldKind
 from ranktape.storage.format.catalogue import COLUMNS, RecordTable, concatenate, read_rows
 from ranktape.storage.format.memory import nbytes_text
+from ranktape.storage.format.record_info import WIDE
+from ranktape.storage.format.validation import WORDS
 from ranktape.storage.places.failures import printable
-from ranktape.storage.query.columns import Column, StringColumn, equal_rows, rows_of
-from ranktape.storage.query.filters import Filter, check_fields, filter_from_text, parse_filter
+from ranktape.storage.query.columns import Column, StringColumn, encode, equal_rows, is_text, rows_of
+from ranktape.storage.query.filters import Filter, check_fields, parse_filter, split_texts
 from ranktape.storage.query.where import parse_where
 from ranktape.storage.records.notebook import MAX_SHOWN_ROWS, bars_html, clipped, html_table
 from ranktape.storage.records.record import Location, Record, RecordReader
@@ -42,6 +47,26 @@ _NUM_THREADS = 16
 
 _LISTED = ("iteration", "rank", "microbatch", "module", "operation", "phase", "tensor_name", "dtype", "shape", "nbytes")
 """Fields that a notebook shows."""
+
+_OPERANDS = ("query", "key", "value", "input", "weight", "bias", "output")
+
+_OWN_WORDS: Mapping[str, Collection[str]] = {
+    **WORDS,
+    "compute_dtype": WORDS["dtype"],
+    "layer_type": ("attention", "linear", "embedding", "hidden"),
+    "phase": ("pre", "post", "unknown"),
+    "component": ("FA", "linear", "embedding", "hidden", "unknown"),
+    "tensor_name": [
+        f"{before}{name}{after}"
+        for before in ("", "grad_", WIDE, "master_")
+        for name in _OPERANDS
+        for after in ("", "_codes", "_scales")
+    ],
+}
+"""By field, the words of a capture. A run may lack them: who asks for one has not misspelt it."""
+
+_MAX_NAMED = 8
+"""Values of a field that a message names before the rest is counted."""
 
 _ROWS_AT_ONCE = 1024
 """Records that are taken from the columns together, where one after the other is asked for."""
@@ -166,26 +191,38 @@ class Records(Sequence[Record]):
     def select(self, **filters: Any) -> Records:
         """The records whose fields have the values asked for.
 
-        A field takes one value, a list of alternatives, for numbers a range (`"0-3"`, `"10:20:2"`, `range`),
-        for text a glob. Fields inside of fields are written with two underscores: `overflow__ratio=0`.
+        A field takes one value, a list of alternatives, or a text as a command line takes it: `"0-3,7"`, `"10:20:2"`,
+        `"grad_*,output"`. Fields inside of fields are written with two underscores: `overflow__ratio=0`. A selection
+        may be empty. It is an error if a text is no word of a capture and no record of the run has it: it may be
+        misspelt. `where` has no such error.
 
         Raises:
+            NoRecordsError: a text may be misspelt; says which there are, and the nearest.
             UnknownFieldError: a filter names no field.
             UsageError: a field cannot have such a value.
         """
-        return self._fitting(
-            parse_filter(name.replace("__", "."), value, known=KNOWN_COLUMNS) for name, value in filters.items()
-        )
+        chosen = self
+        asked = [parse_filter(name.replace("__", "."), value, known=KNOWN_COLUMNS) for name, value in filters.items()]
+        for one in asked:
+            chosen = chosen.fitting(one)
+        if len(self) and not len(chosen):
+            every, _ = self.unfiltered()
+            for one in asked:
+                texts = [text for text in one.alternatives if isinstance(text, str)]
+                column = every.stored(one.field)
+                if texts and is_text(column):
+                    known = StringColumn.of({*encode(column).table, *_OWN_WORDS.get(one.field, ())})
+                    if not one.mask(lambda _, known=known: known, len(known)).any():
+                        raise nothing_matches(every, one.field, ",".join(texts))
+        return chosen
 
-    def select_text(self, filters: Sequence[tuple[str, str]]) -> Records:
-        """As `select`, with filters as a command line has them: texts, where commas separate alternatives."""
-        return self._fitting(filter_from_text(field, text, known=KNOWN_COLUMNS) for field, text in filters)
+    def fitting(self, asked: Filter) -> Records:
+        """The records that a filter lets pass.
 
-    def _fitting(self, filters: Iterable[Filter]) -> Records:
-        rows = self._rows
-        for one in filters:
-            rows = rows[one.mask(self._source(rows), len(rows))]
-        return self._take(rows)
+        Raises:
+            UsageError: the field cannot have such a value.
+        """
+        return self._take(self._rows[asked.mask(self._source(self._rows), len(self))])
 
     def where(self, expression: str) -> Records:
         """The records for which an expression holds: `overflow.ratio > 0 and layer_type == 'attention'`.
@@ -325,3 +362,32 @@ class Records(Sequence[Record]):
 
     def _own_source(self, count: int) -> StringColumn:
         return StringColumn(codes=np.zeros(count, dtype=np.uint32), table=list(self.sources))
+
+
+def nothing_matches(records: Records, field: str, text: str, *, name: str = "") -> NoRecordsError:
+    """The error of a filter that leaves none of the records: what their field holds, and what is nearest.
+
+    Args:
+        records: Those that were filtered.
+        field: Of which a value was asked for.
+        text: What was asked for.
+        name: What the field is called where it was asked for; its own name if empty.
+    """
+    counts = Counter(map(_shown, records.column(field).tolist()))
+    there = [f"{value} ({count} records)" for value, count in counts.most_common(_MAX_NAMED)]
+    rest = len(counts) - len(there)
+    # Numbers that look alike are not alike.
+    parts = [part for part in split_texts([text]) if any(map(str.isalpha, part))]
+    near = [one for part in parts for one in get_close_matches(part, counts, n=1)]
+    hint = f"; did you mean {','.join(near)}?" if near else ""
+    more = f" and {rest} more" if rest else ""
+    return NoRecordsError(
+        printable(f"no records match {name or field} {text}: {field} is {', '.join(there)}{more}{hint}")
+    )
+
+
+def _shown(value: Any) -> str:
+    """A value as a filter takes it: numbers that may be missing are floats in the catalogue, NaN where they are."""
+    if isinstance(value, float):
+        return "none" if math.isnan(value) else f"{value:g}"
+    return "none" if value is None else str(value)

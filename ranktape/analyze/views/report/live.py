@@ -51,7 +51,7 @@ class LivePage:
         parse_jobs(format or FORMATS)
         # What no record could answer is refused before there is one.
         empty = source.select().take([])
-        empty = empty.select_text([(field, ",".join(texts)) for field, texts in selection.filters.items()])
+        empty = empty.select(**selection.filters)
         if selection.where is not None:
             empty.where(selection.where)
         self._selection, self._run = selection, source
