@@ -55,6 +55,7 @@ test-all: $(STAMP) kernels
 # Where this fails, the tests compile what is missing. pytest keeps the modules of tests as it rewrites them.
 kernels: $(STAMP)
 	-PYTHONPATH=. $(BIN)/python tests/kernels.py
+	-$(BIN)/python tests/device/accelerator.py
 	-$(BIN)/python -m pytest --quiet --collect-only > $(VENV)/collected
 
 ceph:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,9 @@ LONGEST = (
 )
 """The modules whose exhaustive tests take a minute or more, the longest first: `make test-all` begins with them."""
 
+DEVICE_TESTS = CHECKOUT / "tests" / "device"
+"""Their process has a backend of its own registered with torch; no other test may run in it."""
+
 OWN_VARIABLES = ("RANKTAPE_", "TENSOR_SAVE_", "TENSOR_SAVER_")
 """Prefixes of the environment variables that ranktape reads."""
 
@@ -62,6 +66,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addoption(f"--run-{marker}", action="store_true", help=f"run the tests marked {marker}: {meaning}")
     parser.addoption("--require-s3", action="store_true", help="fail, do not skip, where Ceph's packages are missing")
     parser.addoption("--require-browser", action="store_true", help="fail, do not skip, where Chromium is missing")
+    parser.addoption(
+        "--require-simulator", action="store_true", help="fail, do not skip, where no C++ compiler is found"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave `tests/device` out unless it alone is asked for."""
+    if not collection_path.is_relative_to(DEVICE_TESTS):
+        return None
+    asked = [(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args]
+    return None if all(path.is_relative_to(DEVICE_TESTS) for path in asked) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
