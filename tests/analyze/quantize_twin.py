@@ -119,7 +119,7 @@ def _quantized(
         largest = np.abs(exact[place])
         if kind is not Scaling.BLOCK:
             largest = largest[np.isfinite(largest)]
-        amax, is_narrow = float(largest.max(initial=0.0)), kind is Scaling.BLOCK and not is_power
+        amax = float(largest.max(initial=0.0))
         tried: list[tuple[_Scale, FloatArray]] = []
         for stretch in (1.0, 1.5) if four_over_six else (1.0,):
             if shared is not None:
@@ -128,7 +128,7 @@ def _quantized(
                 scale = _power(amax, rule=scale_rule or "floor", element=element, offset=scale_offset, bits=scale_bits)
             else:
                 scale = _exact(amax, element=element, offset=scale_offset, stored_in=stored_in, stretch=stretch)
-            tried.append((scale, _divided(exact[place], scale, is_float32=is_narrow)))
+            tried.append((scale, _divided(exact[place], scale, is_float32=not is_power)))
         scale, scaled[place] = tried[0]
         if four_over_six:
             errors = []

@@ -1,12 +1,12 @@
-"""Loops that quantise float32 numbers in blocks and tiles, fast enough for a training, where values alone are asked.
+"""Loops that quantise float32 numbers, fast enough for a training, where values alone are asked.
 
 In place. Elements that round to even are scaled, rounded and scaled back in float32, which is exact: the scales of MX
 are powers of two, and all others are defined so. Rounding adds a power of two and takes it away again. What rounds
 otherwise does it in float64.
 """
 
-# Shapes: O = everything before the axis of blocks, L = elements along the axis, I = everything after; R = rows,
-# C = columns of a matrix.
+# Shapes: O = everything before the axis of blocks or channels, L = elements along the axis, I = everything after;
+# R = rows, C = columns of a matrix.
 
 from __future__ import annotations
 
@@ -121,6 +121,38 @@ def _round_row(  # noqa: PLR0917 - as above
         for column in range(row_C.size):
             scaled = np.int32(row_C[column]).view(np.float32) * before_C[column]
             row_C[column] = _rounded(scaled, after_C[column], scheme, zero)
+
+
+@compiled
+def round_channels(  # noqa: PLR0917 - as above
+    patterns_OLI: NDArray[np.int32],
+    befores_L: NDArray[np.float32],
+    afters_L: NDArray[np.float32],
+    scheme: BlockScheme,
+    zero: np.float32 | None,
+    first: int,
+) -> None:
+    """Quantise with the factors of each index along the second of three dimensions; NaN stays NaN.
+
+    The array is contiguous. Places in the tensor are `first` and those after it.
+    """
+    num_outer, length, width = patterns_OLI.shape
+    rows = patterns_OLI.reshape(num_outer, length * width)
+    scratch = _scratch(min(rows.shape[1], BLOCK), 0)
+    for start in range(0, rows.shape[1], BLOCK):
+        stop = min(start + BLOCK, rows.shape[1])
+        for channel in range(start // width, (stop - 1) // width + 1):
+            for column in range(max(channel * width, start), min((channel + 1) * width, stop)):
+                scratch.before[column - start] = befores_L[channel]
+                scratch.after[column - start] = afters_L[channel]
+        given = scratch.tried[: stop - start]
+        for outer in range(num_outer):
+            row = rows[outer, start:stop]
+            given[:] = row
+            _round_row(row, scheme, zero, first + outer * rows.shape[1] + start, 1, scratch)
+            for column in range(row.size):
+                pattern = given[column]
+                row[column] = pattern if np.int32(pattern & MAGNITUDE) > INFINITY else row[column]
 
 
 @compiled

@@ -1,7 +1,4 @@
-"""Loops over float32 numbers, in place: what quantises them with one scale, looks at them, and scales their blocks.
-
-Rounding is in float64, by the kernels of `formats`.
-"""
+"""Loops over float32 numbers that look at them, round them in float64, and find the factors of their blocks."""
 
 # Shapes: O = everything before the axis of channels, L = channels, I = everything after; N = numbers.
 
@@ -43,46 +40,9 @@ LOW_BITS = np.int32(0xFFFF)
 INFINITY = np.int32(0x7F800000)
 """The bits of an infinite float32."""
 
-SHORT = 256
-"""Runs with one scale that are shorter are quantised together with their neighbours."""
-
 
 @compiled
-def round_all(  # noqa: PLR0917 - numba knows no keyword-only arguments
-    patterns: NDArray[np.int32],
-    scales: NDArray[np.float64],
-    afters: NDArray[np.float64],
-    zero: float,
-    element: RoundingConstants,
-    state: int,
-    first: int,
-) -> None:
-    """Quantise float32 numbers, seen as integers, each with its scale or all with a single one: in float64.
-
-    They are divided by the scale, rounded, and multiplied by what is after it. `zero` is added to results: -0.0 keeps
-    the sign of a zero, 0.0 does not. Their places in the whole tensor are `first` and those after it.
-    """
-    scaled, rounded = np.empty((2, min(patterns.size, BLOCK)))
-    places = np.empty(scaled.size, dtype=np.int64)
-    step = 0 if scales.size == 1 else 1
-    for start in range(0, patterns.size, BLOCK):
-        part = patterns[start : start + BLOCK]
-        own_scales, own_afters = scales[step * start :], afters[step * start :]
-        if step:
-            for index in range(part.size):
-                scaled[index] = abs(np.float64(np.int32(part[index]).view(np.float32))) / own_scales[index]
-        else:
-            for index in range(part.size):
-                scaled[index] = abs(np.float64(np.int32(part[index]).view(np.float32))) / own_scales[0]
-        round_wide(scaled[: part.size], rounded[: part.size], element, state, first + start, 1, places)
-        for index in range(part.size):
-            value = np.float64(np.int32(part[index]).view(np.float32))
-            result = np.copysign(rounded[index] * own_afters[step * index], value) + zero
-            part[index] = np.float32(value if value != value else result).view(np.int32)  # noqa: PLR0124 - NaN stays
-
-
-@compiled
-def round_wide(  # noqa: PLR0917 - as above
+def round_wide(  # noqa: PLR0917 - numba knows no keyword-only arguments
     scaled_N: NDArray[np.float64],
     rounded_N: NDArray[np.float64],
     element: RoundingConstants,
@@ -125,31 +85,6 @@ def largest_of_channels(patterns_OLI: NDArray[np.int32], largest_L: NDArray[np.i
 
 
 @compiled
-def round_channels(  # noqa: PLR0917 - as above
-    patterns_OLI: NDArray[np.int32],
-    scales_L: NDArray[np.float64],
-    afters_L: NDArray[np.float64],
-    zero: float,
-    element: RoundingConstants,
-    state: int,
-    first: int,
-) -> None:
-    """`round_all` with a scale for each index along the second of three dimensions; the array is contiguous."""
-    num_outer, length, width = patterns_OLI.shape
-    if width >= SHORT:
-        for outer in range(num_outer):
-            for channel in range(length):
-                place = first + (outer * length + channel) * width
-                own = slice(channel, channel + 1)
-                round_all(patterns_OLI[outer, channel], scales_L[own], afters_L[own], zero, element, state, place)
-        return
-    scales, afters = np.repeat(scales_L, width), np.repeat(afters_L, width)
-    for outer in range(num_outer):
-        row = patterns_OLI[outer].reshape(length * width)
-        round_all(row, scales, afters, zero, element, state, first + outer * length * width)
-
-
-@compiled
 def has_low_bits(patterns: NDArray[np.int32]) -> bool:
     """Whether any of the float32 numbers, seen as integers, is none of bfloat16: has one of its last 16 bits. Not NaN.
 
@@ -182,7 +117,7 @@ NARROW_BITS = 8
 
 
 class BlockScheme(NamedTuple):
-    """What the kernels know of a scheme with blocks; a named tuple, because numba takes it apart by name."""
+    """What the kernels know of a scheme; a named tuple, because numba takes it apart by name."""
 
     lowest_field: np.int32
     """Exponent field, in its place, of the smallest normal element."""
@@ -217,9 +152,9 @@ class BlockScheme(NamedTuple):
 
 
 def block_scheme(plan: QuantizePlan, *, tensor: TensorScale | None, is_apart: bool) -> BlockScheme:
-    """What the kernels take of a plan with blocks, and of the scale of the tensor where there is one."""
+    """What the kernels take of a plan, and of the scale of the scales of NVFP4."""
     scheme, element = plan.scheme, plan.scheme.element
-    is_power = scheme.has_power_scales
+    is_power = plan.scale_rule is not None
     raised = raise_of(plan.scale_rule or ScaleRule.FLOOR, element=element)
     is_narrow = plan.rounding is Rounding.EVEN and not element.taper and element.num_bits <= NARROW_BITS
     return BlockScheme(

@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from ranktape.analyze.numerics.formats import Coding, Rounding
-from ranktape.analyze.numerics.formats.kernels import constants_of, state_of
 from ranktape.analyze.numerics.pieces import each
-from ranktape.analyze.numerics.quantization.block_kernels import round_columns, round_rows, round_tiles
+from ranktape.analyze.numerics.quantization.block_kernels import (
+    round_channels,
+    round_columns,
+    round_rows,
+    round_tiles,
+)
 from ranktape.analyze.numerics.quantization.fast_kernels import (
     block_scheme,
     has_low_bits,
     largest_finite,
     largest_of_channels,
-    round_all,
-    round_channels,
 )
 from ranktape.analyze.numerics.quantization.group_scales import group_scales, tensor_scale
 from ranktape.analyze.numerics.quantization.plan import QuantizePlan
@@ -121,9 +123,9 @@ def _largest_of(patterns: NDArray[np.int32]) -> float:
     return max(_each_part(patterns.size, lambda part: largest_finite(patterns[part])))
 
 
-def _zero(plan: QuantizePlan) -> float:
-    """What is added to results: -0.0 changes none, 0.0 takes the sign of a zero away."""
-    return -0.0 if plan.scheme.element.has_negative_zero else 0.0
+def _zero(plan: QuantizePlan) -> np.float32 | None:
+    """What is added to results, to take the sign of a zero away; None where it stays."""
+    return None if plan.scheme.element.has_negative_zero else np.float32(0.0)
 
 
 def _quantize_together(patterns: NDArray[np.int32], *, plan: QuantizePlan, is_apart: bool) -> float:
@@ -131,16 +133,16 @@ def _quantize_together(patterns: NDArray[np.int32], *, plan: QuantizePlan, is_ap
     scales = np.ones(1)
     if plan.scheme.scaling is Scaling.TENSOR:
         scales = group_scales(np.array([_largest_of(patterns)]), plan=plan, largest_of_all=0.0).values
-    how = _zero(plan), constants_of(plan.scheme.element, plan.rounding), state_of(plan.seed)
-    afters = np.ones(1) if is_apart else scales
-    _each_part(patterns.size, lambda part: round_all(patterns[part], scales, afters, *how, part.start))
+    how = *_factors(scales, plan=plan, is_apart=is_apart), block_scheme(plan, tensor=None, is_apart=is_apart)
+    zero = _zero(plan)
+    _each_part(patterns.size, lambda part: round_channels(patterns[part].reshape(1, 1, -1), *how, zero, part.start))
     return float(scales[0]) if is_apart else 1.0
 
 
 def _quantize_channels(patterns_OLI: NDArray[np.int32], *, plan: QuantizePlan, is_apart: bool) -> NDArray[np.float64]:
     """With one scale for each index along the axis; gives the scales."""
     num_outer, length, width = patterns_OLI.shape
-    how = _zero(plan), constants_of(plan.scheme.element, plan.rounding), state_of(plan.seed)
+    scheme, zero = block_scheme(plan, tensor=None, is_apart=is_apart), _zero(plan)
 
     def largest_in(part: slice) -> NDArray[np.int32]:
         piece = patterns_OLI[:, part] if num_outer == 1 else patterns_OLI[part]
@@ -150,18 +152,27 @@ def _quantize_channels(patterns_OLI: NDArray[np.int32], *, plan: QuantizePlan, i
 
     def round_part(part: slice) -> None:
         if num_outer == 1:
-            round_channels(patterns_OLI[:, part], scales[part], afters[part], *how, part.start * width)
+            own = befores[part], afters[part]
+            round_channels(patterns_OLI[:, part], *own, scheme, zero, part.start * width)
         else:
-            round_channels(patterns_OLI[part], scales, afters, *how, part.start * length * width)
+            round_channels(patterns_OLI[part], befores, afters, scheme, zero, part.start * length * width)
 
     # Pieces are contiguous: rows of channels, or channels of the one row there is.
     count, size = (length, width) if num_outer == 1 else (num_outer, length * width)
     found = _each_part(count, largest_in, size=size)
     largest = np.concatenate(found) if num_outer == 1 else np.max(found, axis=0)
     scales = group_scales(largest.view(np.float32).astype(np.float64), plan=plan, largest_of_all=0.0).values
-    afters = np.ones(length) if is_apart else scales
+    befores, afters = _factors(scales, plan=plan, is_apart=is_apart)
     _each_part(count, round_part, size=size)
     return scales
+
+
+def _factors(
+    scales: NDArray[np.float64], *, plan: QuantizePlan, is_apart: bool
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """What elements are multiplied by, or divided by unless scales are powers of two, and rounded ones after it."""
+    before, after = scales if plan.scale_rule is None else 1 / scales, np.ones_like(scales) if is_apart else scales
+    return before.astype(np.float32), after.astype(np.float32)
 
 
 def _quantize_blocks(patterns_OLI: NDArray[np.int32], *, num_rows: int, plan: QuantizePlan, is_apart: bool) -> float:
@@ -170,7 +181,7 @@ def _quantize_blocks(patterns_OLI: NDArray[np.int32], *, num_rows: int, plan: Qu
     tensor = tensor_scale(_largest_of(patterns_OLI.reshape(-1)) if needs_largest else 0.0, plan=plan)
     scheme = block_scheme(plan, tensor=tensor, is_apart=is_apart)
     num_outer, length, width = patterns_OLI.shape
-    zero = None if plan.scheme.element.has_negative_zero else np.float32(0.0)
+    zero = _zero(plan)
     block_size = plan.scheme.block_size
     factor = float(tensor.scale) if tensor is not None and is_apart else 1.0
     is_plain = not scheme.is_wide and not scheme.four_over_six

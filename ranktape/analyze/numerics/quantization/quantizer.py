@@ -288,7 +288,7 @@ class _Pieces:
             first, factor = map(self.moved, nvfp4_factors(own, scales.tensor))
         is_divided = scales.tensor is None or scales.tensor.recipe == ScaleRecipe.MODELOPT
         scaled = magnitudes / first if is_divided else magnitudes * first
-        if scheme.scaling is Scaling.BLOCK and not scheme.has_power_scales:  # whose programs compute in float32
+        if self._plan.scale_rule is None:  # scales that programs divide by in float32
             scaled = xp.asarray(xp.asarray(scaled, dtype=xp.float32), dtype=xp.float64)
         if is_apart:
             return scaled, scale, scale if scheme.scaling is Scaling.BLOCK else None

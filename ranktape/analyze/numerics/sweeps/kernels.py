@@ -355,11 +355,11 @@ def _scale_block(  # noqa: PLR0917 - as above
             for index in range(shape[1]):
                 y[row, index] = x[row, index] * before
                 s[row, index] = after
-        elif how.kind == FLOATS or how.kind == EXACT:  # noqa: PLR1714 - numba compares numbers
+        elif how.kind == EXACT:
             for index in range(shape[1]):
                 y[row, index] = np.divide(x[row, index], before)
                 s[row, index] = after
-        elif how.recipe == _MODELOPT:
+        elif how.kind == FLOATS or how.recipe == _MODELOPT:
             for index in range(shape[1]):
                 y[row, index] = np.float64(np.float32(np.divide(x[row, index], before)))
                 s[row, index] = after
