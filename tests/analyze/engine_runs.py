@@ -41,7 +41,7 @@ class FirstValue:
     @property
     def name(self) -> str:
         """What the cache knows it by."""
-        return "first_value_v1"
+        return "first_value"
 
     def __call__(self, record: Record) -> Payload:
         """The first value, and the layer."""

@@ -16,6 +16,7 @@ import pytest
 import zarr
 from numcodecs import zstd
 
+from ranktape.analyze.engine import cache
 from ranktape.analyze.engine import engine as engine_module
 from ranktape.analyze.engine.cache_object import CacheObject, DamagedObjectError, pack
 from ranktape.analyze.engine.digest_measure import DigestMeasure, digests
@@ -68,10 +69,20 @@ def ask(run: Run, measure: FirstValue, **filters: object) -> list[float]:
 
 def objects(run: Run) -> list[Path]:
     """What lies in the run's own cache."""
-    return sorted(Path(run.url).glob("analysis/first_value_v1/attempt_*/rank_*/iter_*/*.counts"))
+    return sorted(Path(run.url).glob(f"analysis/{cache.VERSION}/first_value/attempt_*/rank_*/iter_*/*.counts"))
 
 
 EXPECTED = [float(100 * rank + layer) for rank in (0, 1) for layer in range(10)]
+
+
+def test_what_another_version_counted_is_counted_again(
+    run: Run, measure: FirstValue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(run, measure)
+    monkeypatch.setattr(cache, "VERSION", f"{cache.VERSION}0")
+    assert ask(run, measure) == EXPECTED
+    assert measure.num_read() == 2 * len(EXPECTED)
+    assert len(objects(run)) == 2
 
 
 def test_the_second_question_reads_no_values(run: Run, measure: FirstValue) -> None:
@@ -104,7 +115,7 @@ def test_a_record_with_another_checksum_is_measured_again(tmp_path: Path, measur
     second = store(tmp_path / "second", [describe_tensor(np.full(4, 2, np.float32))])
     assert ask(first, measure) == [1]
     shutil.copytree(Path(first.url) / "analysis", Path(second.url) / "analysis")
-    (there,) = Path(second.url).glob("analysis/*/attempt_*")
+    (there,) = Path(second.url).glob("analysis/*/*/attempt_*")
     (attempt,) = Path(second.url).glob("attempt_*")
     there.rename(there.with_name(attempt.name))
     assert ask(second, measure) == [2]
@@ -157,7 +168,7 @@ def test_a_damaged_object_is_counted_again_and_replaced(
 
 def test_a_payload_that_nobody_measured_is_measured_again(run: Run) -> None:
     first = list(digests(run.select()))
-    (path, *_) = Path(run.url).glob(f"analysis/{DigestMeasure().name}/*/*/*/*.counts")
+    (path, *_) = Path(run.url).glob(f"analysis/*/{DigestMeasure().name}/*/*/*/*.counts")
     keys = CacheObject(path.read_bytes()).keys
     path.write_bytes(pack(keys, [{"codes": np.zeros(3)} for _ in keys]))
     assert_same_digests(first, list(digests(run.select())))
@@ -202,7 +213,7 @@ def test_a_run_that_cannot_be_written_has_its_cache_beside_it(tmp_path: Path, ru
     assert ask(run, measure) == EXPECTED
     assert ask(run, measure) == EXPECTED
     assert measure.num_read() == 20
-    assert (tmp_path / "run.analysis" / "first_value_v1").is_dir()
+    assert (tmp_path / "run.analysis" / cache.VERSION / "first_value").is_dir()
     # And that is no run, and none is looked for in it.
     assert [one.path for one in find_runs(tmp_path)] == ["run"]
 
@@ -213,7 +224,7 @@ def test_and_else_in_the_users_cache(tmp_path: Path, run: Run, measure: FirstVal
     assert ask(run, measure) == EXPECTED
     assert ask(run, measure) == EXPECTED
     assert measure.num_read() == 20
-    assert len(list(tmp_path.glob("user/ranktape/*/first_value_v1/**/*.counts"))) == 2
+    assert len(list(tmp_path.glob("user/ranktape/*/*/first_value/**/*.counts"))) == 2
 
 
 def test_where_nothing_can_be_kept_there_is_an_answer_and_one_line(
@@ -231,7 +242,7 @@ def test_a_place_that_fails_while_it_is_written_costs_one_line(
     run: Run, measure: FirstValue, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As a disk that fills up: the place was there when it was tried, and takes no object."""
-    folder = Path(run.url) / "analysis" / measure.name
+    folder = Path(run.url) / "analysis" / cache.VERSION / measure.name
     folder.mkdir(parents=True)
     (attempt,) = Path(run.url).glob("attempt_*")
     (folder / attempt.name).write_text("in the way")

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine import engine as engine_module
+from ranktape.analyze.engine.cache import VERSION
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sheet import NOTHING, SheetForm, SheetRow, answer_of, sheet_of
 from ranktape.analyze.metrics import gather
@@ -23,7 +24,7 @@ from ranktape.storage import Records, Run, open_run
 from ranktape.storage.format.layout import ANALYSIS
 from tests.analyze.runs import describe_tensor, store
 
-FORM = SheetForm(name="rows_v1", width=3, part_width=2)
+FORM = SheetForm(name="rows", width=3, part_width=2)
 
 
 @pytest.fixture(autouse=True)
@@ -105,9 +106,7 @@ def test_a_failure_is_not_kept(run: Run) -> None:
     assert maker.made == [12]
 
 
-@pytest.mark.parametrize(
-    "other", [SheetForm(name="rows_v1", width=2, part_width=2), SheetForm(name="rows_v1", width=3)]
-)
+@pytest.mark.parametrize("other", [SheetForm(name="rows", width=2, part_width=2), SheetForm(name="rows", width=3)])
 def test_rows_of_another_form_are_not_taken(run: Run, other: SheetForm) -> None:
     def compute(records: Records) -> Iterator[SheetRow]:
         yield from (SheetRow([1.0] * other.width) for _ in records)
@@ -159,7 +158,7 @@ def test_a_comparison_that_was_kept_is_the_same(tmp_path: Path, a: np.ndarray, b
     fresh = compare(*records, engine=Engine(use_cache=False))
     for _ in range(2):
         assert repr(compare(*records, engine=Engine()).rows) == repr(fresh.rows)
-    kept = list((Path(runs[0].url) / ANALYSIS / "pairs_v1").rglob("*.counts"))
+    kept = list((Path(runs[0].url) / ANALYSIS / VERSION / "pairs").rglob("*.counts"))
     assert bool(kept) != (a.dtype == np.float64 and bool((a == 1e-300).any()))
 
 
@@ -181,7 +180,7 @@ def test_what_is_known_of_groups_is_kept_and_the_same(tmp_path: Path, monkeypatc
     with monkeypatch.context() as changed:
         changed.setattr(gather, "merged_digests", lambda *_, **__: pytest.fail("it was kept"))
         assert ask(Engine()) == fresh
-    (damaged, *_) = (tmp_path / "run" / ANALYSIS).glob("groups_v1*/together/*/*.counts")
+    (damaged, *_) = (tmp_path / "run" / ANALYSIS).glob(f"{VERSION}/groups*/together/*/*.counts")
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert ask(Engine()) == fresh
 

@@ -202,9 +202,6 @@ def _tensors(records: Records, parts: Sequence[Parts]) -> list[ComparedTensor]:
     ]
 
 
-VERSION = 1
-"""Of what is kept; one more whenever metrics of differences or distances change."""
-
 _PLACE = "max_abs_at"
 _DIFFERENCES = tuple(field.name for field in dataclasses.fields(Differences) if field.name != _PLACE)
 _DISTANCES = tuple(field.name for field in dataclasses.fields(Distances))
@@ -243,7 +240,7 @@ def kept_apart(
     sides = [record_keys_of(records) for records in (matching.a, matching.b, noise) if records is not None]
     pairs = [str([(one.rows, one.is_assembled) for one in pair]) for pair in matching.pairs]
     known = [*about, *map(str, map(len, sides)), *(key for keys in sides for key in keys), *pairs]
-    form = SheetForm(name=f"pairs_v{VERSION}", width=_WIDTH, part_width=2)
+    form = SheetForm(name="pairs", width=_WIDTH, part_width=2)
     fresh: list[Apart] = []
 
     def rows() -> list[SheetRow]:

@@ -1,7 +1,7 @@
 """Keeps what was counted beside the run, and finds it again.
 
 In the run itself, below `layout.ANALYSIS`; of a run that cannot be written, beside it; else, and of files, in the
-user's cache directory. For each measure and each iteration of a rank there are objects of many payloads
+user's cache directory. For each version, each measure and each iteration of a rank there are objects of many payloads
 (`cache_object`), each named after the records in it: two processes that count the same write the same. What is read
 back is known by the record's identity and its checksum. Whatever goes wrong here costs time and no answer.
 """
@@ -27,11 +27,17 @@ from ranktape.analyze.engine.cache_object import (
     pack,
 )
 from ranktape.errors import ObjectTooLargeError, StorageError
+from ranktape.lazy_names import __version__
 from ranktape.storage.format import layout
 from ranktape.storage.format.blob import blob_document
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.records.record import RecordReader
+
+VERSION = f"{__version__}_1"
+"""Of all that is counted: that of the package, and a number that is one more whenever anything kept changes.
+
+What another version has kept is not found."""
 
 BESIDE = ".analysis"
 """Behind the path of a run that cannot be written: the directory beside it."""
@@ -120,7 +126,7 @@ class Cache:
             warn: Told in one line what keeps the cache from being read or written.
         """
         self._warn = warn
-        self._measure = _path_name(name)
+        self._measure = f"{VERSION}/{_path_name(name)}"
         self._places = list(_places(reader))
         self._target: CachePlace | None = None
         self._is_tried = False

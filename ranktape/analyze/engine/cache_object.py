@@ -34,7 +34,8 @@ class Measure(Protocol):
     def name(self) -> str:
         """What the cache knows it by: two measures of one name have the same payload of the same record.
 
-        It therefore holds a version and every parameter, in letters that a key of an object may have.
+        It therefore holds every parameter, in letters that a key of an object may have; of versions `cache.VERSION`
+        tells.
         """
         ...
 

@@ -30,9 +30,6 @@ from ranktape.storage.format.dtypes import HALF_NBYTES, numpy_dtype
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.format.statistics import STATISTICS, Statistics, merge_statistics
 
-VERSION = 3
-"""Of the payload; one more whenever what is in it changes."""
-
 ENDS = ("minimum", "maximum", "largest_finite", "smallest_nonzero")
 """The extremes in tallies."""
 
@@ -57,7 +54,7 @@ class DigestMeasure:
     @property
     def name(self) -> str:
         """What the cache knows it by."""
-        return f"digest_v{VERSION}_{self.view}"
+        return f"digest_{self.view}"
 
     def __call__(self, record: Record) -> Payload:
         """The digest of one record, as arrays.

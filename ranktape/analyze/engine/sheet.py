@@ -79,7 +79,7 @@ class SheetForm:
     """What rows are, and under which name they are kept."""
 
     name: str
-    """As that of a `Measure`: with a version, and every parameter."""
+    """As that of a `Measure`: with every parameter."""
     width: int
     """Numbers of a row."""
     part_width: int = 0

@@ -43,9 +43,6 @@ from ranktape.storage.format.block_counts import NUM_MAGNITUDES
 from ranktape.storage.format.dtypes import HALF_NBYTES, dtype_row, numpy_dtype
 from ranktape.storage.format.record_info import Keep
 
-VERSION = 1
-"""Of the payload; one more whenever what is in it changes."""
-
 Answer = TypeVar("Answer")
 
 Sweeps = tuple["ScaleSweep", ...]
@@ -117,7 +114,7 @@ class BlockMeasure:
     @property
     def name(self) -> str:
         """What the cache knows it by."""
-        return f"blocks_v{VERSION}_{self.axis}_{self.block_size}_{self.view}"
+        return f"blocks_{self.axis}_{self.block_size}_{self.view}"
 
     def __call__(self, record: Record) -> Payload:
         """The counts of one record, as arrays; none where there are too many of them."""

@@ -46,9 +46,6 @@ from ranktape.analyze.numerics.pieces import pieces
 from ranktape.storage import Record
 from ranktape.storage.format.record_info import Keep
 
-CHANNELS_VERSION = 1
-"""Of the payload; one more whenever what is in it changes."""
-
 MAX_OUTLYING_RATIO = 0.05
 """Where more of the channels are large, being so is ordinary."""
 
@@ -264,7 +261,7 @@ class ChannelMeasure:
     @property
     def name(self) -> str:
         """What the cache knows it by."""
-        return f"channels_v{CHANNELS_VERSION}_{self.view}"
+        return f"channels_{self.view}"
 
     def __call__(self, record: Record) -> Payload:
         """The largest magnitudes as `absmax`."""

@@ -218,7 +218,7 @@ class _CountedRecords:
         is_per_sample = self._sizes is not None
         measures = [LimitsMeasure(target=one, view=self._view, per_sample=is_per_sample) for one in targets]
         named = hashlib.blake2b("\0".join(one.name for one in measures).encode(), digest_size=8).hexdigest()
-        form = SheetForm(name=f"counts_v1_{named}", width=0, part_width=len(NAMES) * len(measures))
+        form = SheetForm(name=f"counts_{named}", width=0, part_width=len(NAMES) * len(measures))
         left = iter(range(len(self._records)))
         sheet = sheet_of(self._records, form, functools.partial(self._each, measures, left), engine=self._engine)
         for _ in left:  # those that are known

@@ -129,7 +129,7 @@ def group_digests(
         return
     measure = DigestMeasure(view=view)
     about = [*record_keys_of(records), *map(str, groups.numbers)]
-    kept = KeptAnswer(records.reader, about, name=f"groups_v1_{measure.name}")
+    kept = KeptAnswer(records.reader, about, name=f"groups_{measure.name}")
     dtypes: list[set[str]] = [set() for _ in groups.keys]
     for number, dtype in zip(groups.numbers, viewed_dtypes(records, view=view), strict=True):
         dtypes[number].add(dtype)

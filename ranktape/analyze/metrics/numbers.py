@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.engine.digest_measure import VERSION, digests
+from ranktape.analyze.engine.digest_measure import digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sheet import Sheet, SheetForm, SheetRow, answer_of, record_keys_of, sheet_of
 from ranktape.analyze.engine.values import View
@@ -109,10 +109,9 @@ class RecordNumbers:
         return found
 
 
-def form_of(view: View, *, about: str = "") -> SheetForm:
+def form_of(view: View) -> SheetForm:
     """What rows of `NUMBERS` are kept as."""
-    named = f"numbers_v1_{VERSION}{about}_{view}"
-    return SheetForm(name=named, width=len(NUMBERS), part_width=len(SAMPLE_METRICS))
+    return SheetForm(name=f"numbers_{view}", width=len(NUMBERS), part_width=len(SAMPLE_METRICS))
 
 
 def numbers_of(records: Records, *, view: View, engine: Engine | None = None) -> RecordNumbers:

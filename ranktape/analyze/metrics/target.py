@@ -35,9 +35,6 @@ from ranktape.storage import Record, Records
 from ranktape.storage.format.dtypes import HALF_NBYTES, dtype_row
 from ranktape.storage.format.record_info import EXTREMES, Keep
 
-VERSION = 2
-"""Of the payload; one more whenever what is in it changes."""
-
 KINDS = ("upper", "lower", "total", "underflow", "flushed", "nan", "inf", "zero", "spoiled")
 """What is counted: `total` is what overflows on either side; `spoiled` are finite values of blocks with NaN or Inf."""
 
@@ -99,7 +96,7 @@ class LimitsMeasure:
     def name(self) -> str:
         """What the cache knows it by."""
         whose = "sample_limits" if self.per_sample else "record_limits"
-        return f"{whose}_v{VERSION}_{self.target.name}_{self.target.scaling}_{self.view}"
+        return f"{whose}_{self.target.name}_{self.target.scaling}_{self.view}"
 
     def __call__(self, record: Record) -> Payload:
         """The counts of one record: a row of `NAMES` for it, or for each of its samples."""

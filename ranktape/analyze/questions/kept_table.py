@@ -19,7 +19,7 @@ class KeptTable:
     """A table of records: of text, numbers, None and lists of these. How its rows are sorted is not kept."""
 
     def __init__(self, records: Sequence[Records], about: Sequence[str], *, name: str, engine: Engine) -> None:
-        """Take what it is of, all that was asked, and its name, with a version."""
+        """Take what it is of, all that was asked, and its name."""
         self._answer: KeptAnswer | None = None
         if engine.use_cache and records:
             keys = [key for one in records for key in (str(len(one)), *record_keys_of(one))]

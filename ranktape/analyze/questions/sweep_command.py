@@ -153,9 +153,7 @@ class _SweepOfAll:
         """Sweep every tensor, and make the table that is asked for; one of groups that was kept is not made again."""
         by, selected = shape["by"], selections_of(self._tensors)
         about = [repr((self._jobs, self._view, shape["target_sqnr"], by)), *map(repr, _keys_of(selected, by))]
-        kept = KeptTable(
-            selected if by and not self._outputs else (), about, name="sweep_groups_v1", engine=self._engine
-        )
+        kept = KeptTable(selected if by and not self._outputs else (), about, name="sweep_groups", engine=self._engine)
         if (found := kept.find()) is not None:
             return found
         # One bar is enough.

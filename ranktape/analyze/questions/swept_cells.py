@@ -97,7 +97,7 @@ def kept_cells(
     """
     used = engine or Engine()
     asked = hashlib.blake2b(repr(tuple(jobs)).encode(), digest_size=8).hexdigest()
-    form = SheetForm(name=f"sweep_v1_{asked}_{view}", width=_WIDTH * len(jobs), part_width=2)
+    form = SheetForm(name=f"sweep_{asked}_{view}", width=_WIDTH * len(jobs), part_width=2)
     sheet = sheet_of(records, form, functools.partial(_rows, jobs=jobs, view=view, engine=used), engine=used)
     columns = [sheet.cells(place, is_whole=place % _WIDTH in _WHOLE) for place in range(form.width)]
     notes: dict[tuple[int, int], bytearray] = {}

@@ -204,9 +204,9 @@ class Replayed:
         )
 
 
-_FORM = SheetForm(name="replay_v3", width=0, part_width=2 + 2 * len(ErrorSums.__slots__), max_rows=512)
+_FORM = SheetForm(name="replay", width=0, part_width=2 + 2 * len(ErrorSums.__slots__), max_rows=512)
 """A row for each call and recipe, `recorded` among them; a part for each product and sample, by their places, with the
-sums against the exact product and the recorded one. The version is one more whenever a recipe gives other numbers."""
+sums against the exact product and the recorded one."""
 
 _COLUMNS = (*KEY_COLUMNS, "iteration", "rank", "layout", "placement", "metadata")
 """What tells a record from every other one, and from what it was before."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ranktape.analyze.engine.digest_measure import VERSION, digests
+from ranktape.analyze.engine.digest_measure import digests
 from ranktape.analyze.engine.sheet import SheetForm, SheetRow, sheet_of
 from ranktape.analyze.engine.sweep_measure import Job, sweep_one
 from ranktape.analyze.metrics.target import is_sweepable
@@ -95,7 +95,7 @@ class BlockSweepMeasure:
     @property
     def name(self) -> str:
         """What the cache knows it by."""
-        return f"report_sweep_v1_{self.view}_{'-'.join(job.scheme.name for job in self.jobs)}"
+        return f"report_sweep_{self.view}_{'-'.join(job.scheme.name for job in self.jobs)}"
 
     def __call__(self, record: Record) -> Payload:
         """The ratios of one record."""
@@ -132,7 +132,7 @@ class DigestDetails:
         """What the rows are kept as."""
         formats = hashlib.blake2b(repr(self.elements).encode(), digest_size=8).hexdigest()
         width = _NUM_FIRST + len(self.elements) * len(OFFSETS)
-        return SheetForm(name=f"report_details_v1_{VERSION}_{formats}_{self.view}", width=width, part_width=2)
+        return SheetForm(name=f"report_details_{formats}_{self.view}", width=width, part_width=2)
 
     def __call__(self, records: Records, *, engine: Engine) -> Iterator[SheetRow]:
         """The row of each record."""
