@@ -34,20 +34,12 @@ def gate(s3_server: S3Server) -> Iterator[Gate]:
     one.close()
 
 
-@pytest.fixture(params=["fsspec", "obstore"])
-def client(request: pytest.FixtureRequest) -> str:
-    """The client that the writer speaks through."""
-    if request.param == "obstore":
-        pytest.importorskip("obstore")
-    return str(request.param)
-
-
 @pytest.fixture
-def begin(gate: Gate, s3_server: S3Server, client: str) -> Callable[..., LightTrainer]:
+def begin(gate: Gate, s3_server: S3Server) -> Callable[..., LightTrainer]:
     """Starts a capture through the gate."""
 
     def make(**options: Any) -> LightTrainer:
-        storage_options = {**s3_server.storage_options, "endpoint_url": gate.endpoint_url, "client": client}
+        storage_options = {**s3_server.storage_options, "endpoint_url": gate.endpoint_url}
         return LightTrainer(s3_server.new_url(), storage_options=storage_options, **options)
 
     return make

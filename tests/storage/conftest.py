@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ranktape.storage.places import fsspec_backend, obstore_backend
+from ranktape.storage.places import remote
 from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.places.urls import open_backend
 from tests.s3 import S3Server
@@ -51,12 +51,12 @@ def proxy(s3_server: S3Server) -> Iterator[FlakyProxy]:
         yield proxy
 
 
-@pytest.fixture(params=["fsspec", "obstore"])
-def open_flaky(request: pytest.FixtureRequest, s3_server: S3Server, proxy: FlakyProxy) -> OpenFlaky:
-    """Opens a place behind the proxy, with each client."""
+@pytest.fixture
+def open_flaky(s3_server: S3Server, proxy: FlakyProxy) -> OpenFlaky:
+    """Opens a place behind the proxy."""
 
     def open_it(timeout_seconds: float = 20) -> RetryingBackend:
-        options = s3_server.storage_options | {"endpoint_url": proxy.endpoint_url, "client": request.param}
+        options = s3_server.storage_options | {"endpoint_url": proxy.endpoint_url}
         return open_backend(s3_server.new_url(), storage_options=options, timeout_seconds=timeout_seconds)
 
     return open_it
@@ -66,6 +66,5 @@ def open_flaky(request: pytest.FixtureRequest, s3_server: S3Server, proxy: Flaky
 def part_nbytes(monkeypatch: pytest.MonkeyPatch) -> int:
     """Large objects go to S3 in parts of the least size that it takes, which is given."""
     nbytes = 5 * 2**20
-    for client in (fsspec_backend, obstore_backend):
-        monkeypatch.setattr(client, "PART_NBYTES", nbytes)
+    monkeypatch.setattr(remote, "PART_NBYTES", nbytes)
     return nbytes

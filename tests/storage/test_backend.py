@@ -89,13 +89,11 @@ def bucket_of(backend: Backend) -> tuple[str, str]:
 
 
 class S3Tests(BackendTests):
-    """What holds for every S3 server and client; a subclass gives `server` and `client`."""
-
-    client = "fsspec"
+    """What holds for every S3 server; a subclass gives `server`."""
 
     @pytest.fixture
     def backend(self, server: S3Server) -> Backend:
-        return open_backend(server.new_url(), storage_options=server.storage_options | {"client": self.client})
+        return open_backend(server.new_url(), storage_options=server.storage_options)
 
     @pytest.fixture
     def raw(self, server: S3Server, backend: Backend) -> Callable[[str], bytes]:
@@ -106,8 +104,7 @@ class S3Tests(BackendTests):
         return read
 
     def test_a_bucket_that_is_not_there_is_named(self, server: S3Server) -> None:
-        options = server.storage_options | {"client": self.client}
-        backend = open_backend("s3://no-such-bucket/run", storage_options=options)
+        backend = open_backend("s3://no-such-bucket/run", storage_options=server.storage_options)
         for work in (
             lambda: backend.put("a", [b"."]),
             lambda: backend.create("a", b"."),
@@ -159,7 +156,7 @@ class S3Tests(BackendTests):
     def test_a_run_may_have_the_whole_bucket(self, server: S3Server) -> None:
         client = server.client()
         client.create_bucket(Bucket="whole")
-        backend = open_backend("s3://whole", storage_options=server.storage_options | {"client": self.client})
+        backend = open_backend("s3://whole", storage_options=server.storage_options)
         backend.put("a/b", [b"."])
         assert (backend.list_keys(""), backend.list_names(""), backend.get("a/b")) == (["a/b"], ["a"], b".")
         backend.delete("")
@@ -168,7 +165,7 @@ class S3Tests(BackendTests):
 
 
 @pytest.mark.s3
-class TestMotoFsspec(S3Tests):
+class TestMoto(S3Tests):
     @pytest.fixture
     def server(self, s3_server: S3Server) -> S3Server:
         return s3_server
@@ -177,20 +174,12 @@ class TestMotoFsspec(S3Tests):
     test_more_are_listed_than_fit_a_page = None  # type: ignore[assignment]
 
 
-class TestMotoObstore(TestMotoFsspec):
-    client = "obstore"
-
-
 @pytest.mark.ceph
 @exhaustive("make test has these over moto, and trainings over Ceph's gateway")
-class TestCephFsspec(S3Tests):
+class TestCeph(S3Tests):
     @pytest.fixture
     def server(self, ceph_server: S3Server) -> S3Server:
         return ceph_server
-
-
-class TestCephObstore(TestCephFsspec):
-    client = "obstore"
 
 
 @pytest.mark.parametrize(

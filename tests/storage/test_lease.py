@@ -38,14 +38,12 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "_LOOK_SECONDS", RENEW_SECONDS / 2)
 
 
-@pytest.fixture(
-    params=["local", pytest.param("fsspec", marks=pytest.mark.s3), pytest.param("obstore", marks=pytest.mark.s3)]
-)
+@pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.s3)])
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> RetryingBackend:
     if request.param == "local":
         return open_backend(tmp_path / "run")
     server: S3Server = request.getfixturevalue("s3_server")
-    return open_backend(server.new_url(), storage_options=server.storage_options | {"client": request.param})
+    return open_backend(server.new_url(), storage_options=server.storage_options)
 
 
 def launch(name: str, *, restart: int = 0) -> Launch:

@@ -22,7 +22,6 @@ from ranktape.storage.places.urls import open_backend
 from ranktape.storage.recording import start as lease
 from ranktape.storage.recording.start import Lease
 from ranktape.storage.records.run import open_run
-from tests.exhaustive import exhaustive
 from tests.s3 import BUCKET, S3Server
 from tests.storage.whole_run import whole_run
 
@@ -140,16 +139,11 @@ def test_what_cannot_be_pruned_is_said(path: Path, words: list[str], match: str)
         prune_run(open_backend(path), keep_last=-1)
 
 
-@pytest.mark.parametrize(
-    "client", [pytest.param("fsspec", marks=exhaustive("the other client is in make test")), "obstore"]
-)
-def test_in_a_bucket_a_run_is_copied_in_part_pruned_and_deleted(
-    tmp_path: Path, s3_server: S3Server, client: str
-) -> None:
+def test_in_a_bucket_a_run_is_copied_in_part_pruned_and_deleted(tmp_path: Path, s3_server: S3Server) -> None:
     path = tmp_path / "run"
     whole_run(path, min_iterations=2)
     url = s3_server.new_url()
-    options = s3_server.storage_options | {"client": client}
+    options = s3_server.storage_options
 
     def say(command: str, *words: str) -> str:
         done = CliRunner().invoke(cli, [command, *words], catch_exceptions=False)

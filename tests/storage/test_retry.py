@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ranktape.errors import AccessDeniedError, NoSpaceError, StorageError, UnreachableError
-from ranktape.storage.places import fsspec_backend, obstore_backend
+from ranktape.storage.places import remote
 from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.places.urls import open_backend
 from tests.s3 import S3Server
@@ -169,8 +169,7 @@ class TestServers:
 def test_an_upload_that_goes_on_is_not_silence(
     proxy: FlakyProxy, open_flaky: OpenFlaky, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(obstore_backend, "_SILENCE_SECONDS", 1.0)
-    monkeypatch.setitem(fsspec_backend._CONFIG, "read_timeout", 1)
+    monkeypatch.setitem(remote._CONFIG, "read_timeout", 1)
     backend = open_flaky()
     proxy.faults += [TRICKLE]
     begin = time.monotonic()
@@ -183,7 +182,7 @@ def test_an_upload_that_goes_on_is_not_silence(
 @pytest.mark.alone
 @pytest.mark.s3
 def test_many_requests_that_are_answered_have_the_time_that_they_need(s3_server: S3Server, proxy: FlakyProxy) -> None:
-    options = s3_server.storage_options | {"endpoint_url": proxy.endpoint_url, "client": "fsspec"}
+    options = s3_server.storage_options | {"endpoint_url": proxy.endpoint_url}
     backend = open_backend(s3_server.new_url(), storage_options=options, timeout_seconds=1.5)
     keys = [f"{number:04}" for number in range(3000)]
     backend.put(keys[0], [b"."])

@@ -14,7 +14,7 @@ from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.staging.process import WriterConfig
 from ranktape.errors import AccessDeniedError, RanktapeError, StorageError, UsageError
 from ranktape.storage.places.failures import Redactor, chain
-from ranktape.storage.places.store import StoreBackend
+from ranktape.storage.places.remote import RemoteBackend
 from ranktape.storage.places.urls import open_backend, parse_storage_options
 from ranktape.storage.places.zarr_store import BackendStore
 from tests.s3 import S3Server
@@ -24,8 +24,6 @@ SECRET = "canary/Secret+0123456789abcdef"
 KEY = "CANARYKEY01234567890"
 TOKEN = "canaryToken//abcdefghijklmnop=="
 CANARIES = (SECRET, KEY, TOKEN, "canary")
-
-CLIENTS = ("fsspec", "obstore")
 
 
 def refused(work: Callable[[], object]) -> RanktapeError:
@@ -42,12 +40,11 @@ def refused(work: Callable[[], object]) -> RanktapeError:
 
 
 @pytest.mark.ceph
-@pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("changed", [{"secret": SECRET}, {"key": KEY, "secret": SECRET}])
 def test_a_wrong_secret_is_named_403_and_not_shown(
-    ceph_server: S3Server, client: str, changed: dict[str, str], caplog: pytest.LogCaptureFixture
+    ceph_server: S3Server, changed: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = ceph_server.storage_options | changed | {"client": client}
+    options = ceph_server.storage_options | changed
     backend = open_backend(ceph_server.new_url(), storage_options=options)
     caplog.set_level(logging.INFO)
     works: list[Callable[[], object]] = [
@@ -69,10 +66,9 @@ def test_a_wrong_secret_is_named_403_and_not_shown(
 
 
 @pytest.mark.s3
-@pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("is_in_environment", [False, True])
 def test_a_server_that_repeats_the_request_is_not_quoted(
-    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, client: str, *, is_in_environment: bool
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, *, is_in_environment: bool
 ) -> None:
     given = {"key": KEY, "secret": SECRET, "token": TOKEN}
     if is_in_environment:
@@ -80,7 +76,7 @@ def test_a_server_that_repeats_the_request_is_not_quoted(
             monkeypatch.setenv(f"AWS_{name}", value)
         given = {}
     with flaky_proxy(s3_server.endpoint_url) as proxy:
-        options = {"endpoint_url": proxy.endpoint_url, "client": client, **given}
+        options = {"endpoint_url": proxy.endpoint_url, **given}
         backend = open_backend(s3_server.new_url(), storage_options=options)
         works: list[Callable[[], object]] = [
             lambda: backend.put("a", [b"."]),
@@ -100,8 +96,6 @@ def test_an_endpoint_with_a_password_is_not_shown(password: str) -> None:
     options = {"key": KEY, "secret": SECRET, "endpoint_url": f"http://me:{password}@127.0.0.1:9"}
     backend = open_backend("s3://bucket/run", storage_options=options, timeout_seconds=0.3)
     refused(lambda: backend.get("a"))
-    with pytest.raises(UsageError, match="client obstore: the endpoint is not a plain http"):
-        open_backend("s3://bucket/run", storage_options=options | {"client": "obstore"})
 
 
 @pytest.mark.parametrize(
@@ -127,11 +121,10 @@ def test_secrets_in_urls_are_refused_and_not_shown(url: str) -> None:
 def test_options_that_a_file_system_does_not_take_are_not_shown() -> None:
     options = {"key": KEY, "secrets": {"password": SECRET}}
     refused(lambda: open_backend("zip://x", storage_options=options))
-    refused(lambda: open_backend("s3://bucket/run", storage_options={"client": "obstore", "secret_key": SECRET}))
 
 
 def test_a_cause_that_repeats_a_secret_is_dropped_and_any_other_kept() -> None:
-    store = StoreBackend("s3://bucket/run", secrets={"secret": SECRET})
+    store = RemoteBackend("memory://bucket/run", storage_options={"secret": SECRET})
 
     def fail(first: str, second: str) -> None:
         try:
@@ -142,7 +135,7 @@ def test_a_cause_that_repeats_a_secret_is_dropped_and_any_other_kept() -> None:
     for words in ((SECRET, "clean"), ("clean", f"with {SECRET}")):
         error = refused(lambda words=words: store._call("read", "a", lambda: fail(*words)))  # type: ignore[misc]
         assert (error.__cause__, error.__context__) == (None, None)
-    with pytest.raises(StorageError, match="cannot read s3://bucket/run/a: ValueError: clean") as caught:
+    with pytest.raises(StorageError, match="cannot read memory://bucket/run/a: ValueError: clean") as caught:
         store._call("read", "a", lambda: fail("clean", "clean"))
     assert isinstance(caught.value.__cause__, ValueError)
 
@@ -188,7 +181,6 @@ def test_the_settings_of_a_capture_are_shown_without_secrets() -> None:
 
 def test_what_backends_are_made_of_is_not_shown() -> None:
     options: dict[str, Any] = {"key": KEY, "secret": SECRET, "endpoint_url": "http://127.0.0.1:9"}
-    for client in CLIENTS:
-        backend = open_backend("s3://bucket/run", storage_options=options | {"client": client})
-        for thing in (backend, vars(backend), BackendStore(backend), *vars(backend).values()):
-            assert not any(canary in repr(thing) for canary in CANARIES), thing
+    backend = open_backend("s3://bucket/run", storage_options=options)
+    for thing in (backend, vars(backend), BackendStore(backend), *vars(backend).values()):
+        assert not any(canary in repr(thing) for canary in CANARIES), thing

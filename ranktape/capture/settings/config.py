@@ -45,7 +45,7 @@ PREFIX = "RANKTAPE_"
 OTHER_VARIABLES = frozenset(
     PREFIX + name
     for name in (
-        *("CACHE_DIR", "CAPTURE", "LAUNCHED", "OWNER_PID", "STORAGE_CLIENT"),
+        *("CACHE_DIR", "CAPTURE", "LAUNCHED", "OWNER_PID"),
         *("QUANT", "QUANT_PLAN", "QUANT_ATTENTION"),
     )
 )

@@ -49,9 +49,6 @@ MODULE = "ranktape.capture.writer"
 _OURS = ("RANKTAPE_", "TENSOR_SAVE", "TORCH", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "PYTORCH")
 """Beginnings of variables that steer capture or a rank, and that the writer must not inherit."""
 
-_FOR_THE_STORE = "RANKTAPE_STORAGE_CLIENT"
-"""The variable that chooses how a store is spoken to: the writer must choose as the trainer does."""
-
 _SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 _PROGRESS_SECONDS = 1.0
@@ -309,11 +306,7 @@ class WriterProcess:
 
 def writer_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """What the writer inherits: no rank, no settings of a capture, one thread for each library."""
-    kept = {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(_FOR_THE_STORE) or not name.startswith(_OURS)
-    }
+    kept = {name: value for name, value in environment.items() if not name.startswith(_OURS)}
     root = str(Path(errors.__file__).parents[1])
     installed = {*site.getsitepackages(), site.getusersitepackages()}
     if root not in installed and root not in kept.get("PYTHONPATH", "").split(os.pathsep):

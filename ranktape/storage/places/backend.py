@@ -1,9 +1,8 @@
 """The protocol of a place that holds a run, and the deadlines of requests to it.
 
-`Backend` is the whole of it: a few verbs over keys. Below it are a local directory (`local.py`) and the clients of
-stores (`store.py`): any file system of fsspec and S3 through s3fs's client (`fsspec_backend.py`), and obstore
-(`obstore_backend.py`); everything above speaks only to this protocol. `open_backend` (`urls.py`) gives one that tries
-again what may succeed later (`retry.py`).
+`Backend` is the whole of it: a few verbs over keys. Its implementations are a local directory (`local.py`), and S3 and
+any other file system of fsspec (`remote.py`); everything above uses only this protocol. `open_backend` (`urls.py`)
+gives one that retries what may succeed later (`retry.py`).
 """
 
 from __future__ import annotations

@@ -45,7 +45,6 @@ _REFUSED_CODES = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch",
 _REFUSED_CLASSES = {
     *("PermissionError", "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"),
     *("NoAuthTokenError", "UnauthorizedSSOTokenError", "TokenRetrievalError"),
-    *("PermissionDeniedError", "UnauthenticatedError"),  # obstore's
 }
 _PASSING_CLASSES = {
     *("TimeoutError", "ConnectionError", "gaierror", "FSTimeoutError", "IncompleteRead", "ClientError"),
@@ -62,15 +61,6 @@ _HTTP_PASSING = {408, 409, 425, 429}
 _HTTP_FULL = 507
 _HTTP_SERVER_ERROR = 500
 _HTTP_NOT_IMPLEMENTED = 501
-
-_STATUS = re.compile(r"Server returned (?:non-2xx status code|error response|status code): (\d{3})")
-_XML_CODE = re.compile(r"<Code>(\w+)</Code>")
-_XML_MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
-_TRANSPORT = re.compile(r"HTTP error: |error sending request|error decoding response body|operation timed out")
-
-_OBSTORE_PREAMBLE = re.compile(
-    r"(Generic \w+ error: )?(Error performing list request: )?Error performing \w+ \S+ in \S+ - "
-)
 
 _MAX_DETAIL = 300
 """Characters of a client's own words; some clients repeat whole documents."""
@@ -163,11 +153,7 @@ def store_error(error: BaseException, *, verb: str, place: str, redact: Redactor
 
 
 def _text(error: BaseException) -> str:
-    # obstore writes how it is made inside below its message, and repeats the whole answer.
-    text = f"{type(error).__name__}: {str(error).partition('Debug source:')[0]}"
-    if (found := _XML_MESSAGE.search(text)) is not None:
-        text = text.partition("<")[0] + found[1]
-    text = _OBSTORE_PREAMBLE.sub("", text)
+    text = f"{type(error).__name__}: {error}"
     return text.removesuffix(": None").strip().rstrip(":")
 
 
@@ -200,7 +186,7 @@ def _kind(error: BaseException) -> tuple[type[StorageError], str]:
             "the server is not who it should be: check the endpoint and the certificates",
         ),
         (
-            numbers & _PASSING or classes & _PASSING_CLASSES or _TRANSPORT.search(text),
+            numbers & _PASSING or classes & _PASSING_CLASSES,
             UnreachableError,
             "check the URL and that the server answers, then try again",
         ),
@@ -214,9 +200,6 @@ def answer_of(error: BaseException) -> tuple[int | None, str]:
     for link in chain(error):
         if any(kind.__name__ == _NO_ANSWER_CLASS for kind in type(link).__mro__):
             continue
-        if (found := _STATUS.search(str(link))) is not None:
-            named = _XML_CODE.search(str(link))
-            return int(found[1]), named[1] if named else ""
         response = getattr(link, "response", None)
         if isinstance(response, dict) and "Error" in response:
             code = str(response["Error"].get("Code", ""))

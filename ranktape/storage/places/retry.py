@@ -9,11 +9,9 @@ object, what lies there tells whose it is.
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import time
 from collections.abc import Callable
-from typing import Any
 
 from ranktape.errors import StorageError
 from ranktape.storage.format.memory import available_nbytes, expect_memory
@@ -42,16 +40,12 @@ class RetryingBackend(ForwardingBackend):
         *,
         timeout_seconds: float = TIMEOUT_SECONDS,
         give_up: Callable[[], bool] | None = None,
-        reopen: Callable[[], Backend] | None = None,
     ) -> None:
-        """`reopen` makes the backend anew in a forked process, for one that does not survive a fork."""
         self.url = backend.url
         self.is_shared = backend.is_shared
         self.failing_since: float | None = None
         """When the first of the failures came that no success has followed yet, by `time.monotonic`."""
-        self._opened = backend
-        self._pid = os.getpid()
-        self._reopen = reopen
+        self._backend = backend
         self._timeout_seconds = timeout_seconds
         self._give_up = give_up
 
@@ -63,7 +57,6 @@ class RetryingBackend(ForwardingBackend):
             self._backend,
             timeout_seconds=self._timeout_seconds if timeout_seconds is None else timeout_seconds,
             give_up=give_up,
-            reopen=self._reopen,
         )
 
     def create(self, key: str, data: bytes) -> bool:
@@ -81,17 +74,6 @@ class RetryingBackend(ForwardingBackend):
         if nbytes > _LARGE_NBYTES:
             expect_memory(min(nbytes, self.size(key) or 0), place=f"{self.url}/{key}")
         return self.forward(lambda backend: backend.get_range(key, start, nbytes))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _pid=os.getpid())
-
-    @property
-    def _backend(self) -> Backend:
-        if os.getpid() != self._pid:
-            if self._reopen is not None:
-                self._opened = self._reopen()
-            self._pid = os.getpid()
-        return self._opened
 
     def forward(self, work: Callable[[Backend], Result]) -> Result:
         """What `work` makes of the backend below, tried until it succeeds, may not pass, or the deadline is over."""

@@ -1,17 +1,17 @@
-"""Keeps a run in any file system that fsspec knows, and in S3 through the client of s3fs.
+"""Keeps a run in any file system of fsspec, and in S3 through s3fs.
 
-In a file system objects are its files: as atomic as it makes them. Reads never trust a cached listing, and every
-request ends by the caller's deadline where the file system can be waited for with one (those with an event loop can).
-A process that was forked gets a file system of its own: connections do not survive a fork.
+In a file system, objects are its files: as atomic as it makes them. Reads never trust a cached listing, and every
+request ends by the caller's deadline where the file system has an event loop.
 
-In S3 the requests are S3's own, through the client that s3fs sets up from the storage options, the
-environment and the usual files: one request per verb, no HEAD before a GET, and a server's answer is seen as it is.
-A PUT is atomic; it is conditional (`If-None-Match: *`) where an object must not be replaced.
+In S3, `call_s3` of s3fs sends each request: one request for each verb, no HEAD before a GET. s3fs takes credentials
+from the storage options, the environment and AWS's files. A PUT is atomic; it is conditional (`If-None-Match: *`) where
+an object must not be replaced. Bodies are sent from the memory of the caller.
+
+A forked process gets a file system of its own: connections do not survive a fork.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import datetime as dt
@@ -21,24 +21,47 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem, sync
 from fsspec.core import url_to_fs
 
-from ranktape.errors import UsageError
-from ranktape.storage.places.backend import Backend, ObjectInfo, RangeFile, answered, range_within, seconds_left
-from ranktape.storage.places.failures import answer_of, store_error
-from ranktape.storage.places.store import PART_NBYTES, PARTS_AT_ONCE, StoreBackend
+from ranktape.errors import StorageError, UsageError
+from ranktape.storage.places.backend import (
+    Backend,
+    Buffer,
+    ObjectInfo,
+    RangeFile,
+    answered,
+    byte_view,
+    range_within,
+    refuse_escape,
+    seconds_left,
+    too_large,
+    without_credentials,
+)
+from ranktape.storage.places.failures import Redactor, answer_of, chain, store_error
+
+Result = TypeVar("Result")
+
+_HTTP_RANGE_NOT_SATISFIABLE = 416
+
+_NO_OBJECT = {"", "NoSuchKey", "BlobNotFound"}
+"""Codes of an answer that says that an object is not there; any other, such as a missing bucket, is a failure."""
 
 
-class RemoteBackend(StoreBackend):
-    """A run behind a URL; the `Backend` over fsspec."""
+class RemoteBackend(Backend):
+    """A run behind a URL; the `Backend` over fsspec.
+
+    Methods with an underscore make the requests, of whole paths, and raise what the client raises: `FileNotFoundError`
+    where an object is not there.
+    """
 
     def __init__(self, url: str, *, storage_options: Mapping[str, Any]) -> None:
-        super().__init__(url, secrets=storage_options)
+        self.url = without_credentials(url)
         self.is_shared = "memory" not in url.partition("://")[0].split("::")
+        self._redact = Redactor(url, storage_options)
         self._address = url
         self._options = dict(storage_options)
         failure = self._open()
@@ -51,15 +74,114 @@ class RemoteBackend(StoreBackend):
                 f"URL of a protocol that is installed (such as {known}), and storage options that it takes"
             )
 
+    def put(self, key: str, parts: Sequence[Buffer]) -> None:
+        """Write an object of the joined parts."""
+        views = [view for view in (byte_view(part) for part in parts) if view.nbytes]
+        try:
+            self._call("write", key, lambda: self._put(self._path(key), views))
+        finally:
+            # A request that timed out must not send what is written to this memory later.
+            views.clear()
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write an object if there is none; False if there was one."""
+        return self._call("write", key, lambda: self._create(self._path(key), data))
+
+    def get(self, key: str, *, max_nbytes: int | None = None) -> bytes | None:
+        """The bytes of an object; None where there is none."""
+
+        def check(nbytes: int) -> None:
+            if max_nbytes is not None and nbytes > max_nbytes:
+                raise too_large(f"{self.url}/{key}", max_nbytes)
+
+        return self._call("read", key, lambda: _found(lambda: self._get(self._path(key), check)))
+
+    def get_range(self, key: str, start: int, nbytes: int) -> bytes | None:
+        """Some bytes of an object, clipped to what it has; None where there is none."""
+        if nbytes <= 0:
+            return b"" if self.exists(key) else None
+
+        def work() -> bytes:
+            try:
+                return self._get_range(self._path(key), start, nbytes)
+            except Exception as error:
+                if answer_of(error)[0] != _HTTP_RANGE_NOT_SATISFIABLE:
+                    raise
+                return b""
+
+        return self._call("read", key, lambda: _found(work))
+
+    def size(self, key: str) -> int | None:
+        """The bytes that an object has; None where there is none."""
+
+        def work() -> int | None:
+            try:
+                return self._size(self._path(key))
+            except FileNotFoundError:
+                # An answer without a body does not say what is missing; a listing says it of the bucket.
+                next(iter(self._list(self._path(key))), None)
+                return None
+
+        return self._call("read", key, work)
+
+    def list_objects(self, prefix: str) -> list[ObjectInfo]:
+        """All objects below a prefix with size and time, sorted by key."""
+
+        def work() -> list[ObjectInfo]:
+            top = self._path(prefix)
+            found = (
+                ObjectInfo(key=path[len(top) :].removeprefix("/"), nbytes=nbytes, modified=modified)
+                for path, nbytes, modified in self._list(top)
+            )
+            return sorted((info for info in found if info.key), key=lambda info: info.key)
+
+        return self._call("list", prefix, lambda: _found(work)) or []
+
+    def list_names(self, prefix: str) -> list[str]:
+        """The first segments of all keys below a prefix, sorted."""
+
+        def work() -> list[str]:
+            top = self._path(prefix)
+            return sorted({path[len(top) :].strip("/") for path in self._list_level(top)} - {""})
+
+        return self._call("list", prefix, lambda: _found(work)) or []
+
     def delete(self, prefix: str) -> None:
         """Remove every object below a prefix."""
         self._call("delete", prefix, lambda: self._remove("rm", self._path(prefix), recursive=True))
+
+    def delete_keys(self, keys: Sequence[str]) -> None:
+        """Remove many objects, as many in a request as the store takes."""
+        if keys:
+            self._call("delete", keys[0], lambda: self._delete([self._path(key) for key in keys]))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"url": self._address, "storage_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["url"], storage_options=state["storage_options"])  # type: ignore[misc]
+
+    def _path(self, key: str) -> str:
+        refuse_escape(self.url, key)
+        return f"{self._root}{key}".rstrip("/")
+
+    def _call(self, verb: str, key: str, work: Callable[[], Result]) -> Result:
+        """What `work` returns.
+
+        Raises:
+            StorageError: it failed; the subclass says why.
+        """
+        try:
+            return work()
+        except StorageError:
+            raise
+        except Exception as error:  # noqa: BLE001  # each client raises classes of its own, botocore's are no OSError
+            place = f"{self.url}/{key}" if key else self.url
+            failure = store_error(error, verb=verb, place=place, redact=self._redact)
+            texts = (text for link in chain(error) for text in (str(link), repr(link.args)))
+            cause = error if all(self._redact(text) == text for text in texts) else None
+        # Raised out here, a cause that repeats a secret is not even the context of what the user is shown.
+        raise failure from cause
 
     def _put(self, path: str, views: list[memoryview]) -> None:
         self._run("pipe_file", path, b"".join(views))
@@ -72,6 +194,7 @@ class RemoteBackend(StoreBackend):
         return True
 
     def _get(self, path: str, check: Callable[[int], None]) -> bytes:
+        """The bytes, once `check` has raised nothing for their number."""
         check(self._size(path) or 0)
         return bytes(self._run("cat_file", path))
 
@@ -91,11 +214,13 @@ class RemoteBackend(StoreBackend):
         return int(info["size"]) if info["type"] == "file" else None
 
     def _list(self, path: str) -> Iterator[tuple[str, int, float]]:
+        """All paths below one, each with size and time."""
         self._file_system().invalidate_cache()
         for name, info in self._run("find", path, detail=True).items():
             yield str(name), int(info.get("size") or 0), _modified(info)
 
     def _list_level(self, path: str) -> list[str]:
+        """The objects and the folders right below a path."""
         self._file_system().invalidate_cache()
         return [str(name) for name in self._run("ls", path, detail=False)]
 
@@ -111,6 +236,7 @@ class RemoteBackend(StoreBackend):
         """What a method of the file system returns, waited for no longer than the caller's deadline."""
         file_system = self._file_system()
         if isinstance(file_system, AsyncFileSystem):
+            # The names with an underscore are fsspec's documented interface for callers with an event loop.
             coroutine = getattr(file_system, f"_{method}")
             return sync(file_system.loop, coroutine, *arguments, timeout=seconds_left(), **options)
         return getattr(file_system, method)(*arguments, **options)
@@ -131,7 +257,18 @@ class RemoteBackend(StoreBackend):
         return None
 
     def _set_root(self, root: str) -> None:
+        """`root` is what all paths begin with; it ends with a slash."""
         self._root = root
+
+
+def _found(work: Callable[[], Result]) -> Result | None:
+    """What `work` returns; None where it finds no object."""
+    try:
+        return work()
+    except FileNotFoundError as error:
+        if answer_of(error)[1] not in _NO_OBJECT:
+            raise
+        return None
 
 
 def _modified(info: Mapping[str, Any]) -> float:
@@ -144,8 +281,11 @@ def _modified(info: Mapping[str, Any]) -> float:
     return 0.0
 
 
+PART_NBYTES = 64 * 2**20
+"""An object of more than twice this size is sent in parts of this size."""
+
 _JOINED_NBYTES = 2**20
-"""Up to this an object is sent as one piece of memory; of a larger one neither we nor the client hold a copy."""
+"""Up to this size an object is sent as one piece of memory; of a larger one no copy is made."""
 
 _DELETE_AT_ONCE = 1000
 """Keys in one request: S3's limit."""
@@ -159,7 +299,7 @@ _CONFIG: dict[str, Any] = {
     # not AWS answer ranges with sums of the whole.
     "request_checksum_calculation": "when_required",
     "response_checksum_validation": "when_required",
-    # One who retries is enough: `retry.py`.
+    # `retry.py` alone retries.
     "retries": {"mode": "standard", "total_max_attempts": 1},
 }
 
@@ -192,14 +332,14 @@ class S3Backend(RemoteBackend):
     delete = Backend.delete
 
     def list_debris(self) -> list[ObjectInfo]:
-        """Multipart uploads that were begun and neither completed nor given up."""
+        """Multipart uploads that were begun and neither completed nor aborted."""
         found = self._call("list", "", lambda: list(self._uploads()))
         return sorted(found, key=lambda one: one.key)
 
     def remove_debris(self, debris: Sequence[ObjectInfo]) -> None:
-        """Give up multipart uploads."""
+        """Abort multipart uploads."""
         for one in debris:
-            self._call("delete", one.key.rpartition("?")[0], partial(self._give_up, one.key))
+            self._call("delete", one.key.rpartition("?")[0], partial(self._abort, one.key))
 
     def _open(self) -> Exception | None:
         failure = super()._open()
@@ -209,13 +349,13 @@ class S3Backend(RemoteBackend):
         return failure
 
     def _set_root(self, root: str) -> None:
-        # From what is given alone: several threads of a forked process may do it at once.
+        # From the argument alone: several threads of a forked process may do it at once.
         self._bucket, _, self._root = root.partition("/")
 
     def _put(self, path: str, views: list[memoryview]) -> None:
         nbytes = sum(view.nbytes for view in views)
         if nbytes > 2 * PART_NBYTES:
-            sync(self._file_system().loop, self._put_parts, path, views, nbytes, timeout=seconds_left())
+            self._put_parts(path, views, nbytes)
         else:
             body = b"".join(views) if nbytes <= _JOINED_NBYTES else _joined(views, 0, nbytes)
             self._ask("put_object", Key=path, Body=body)
@@ -274,7 +414,7 @@ class S3Backend(RemoteBackend):
                 return
             markers = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
-    def _give_up(self, name: str) -> None:
+    def _abort(self, name: str) -> None:
         key, _, upload = name.rpartition("?")
         try:
             self._ask("abort_multipart_upload", Key=self._path(key), UploadId=upload)
@@ -295,49 +435,39 @@ class S3Backend(RemoteBackend):
 
     def _ask(self, method: str, **arguments: Any) -> dict[str, Any]:
         """The answer to one request, which ends by the caller's deadline."""
-        loop = self._file_system().loop
-        answer: dict[str, Any] = sync(loop, self._request, method, timeout=seconds_left(), **arguments)
+        client = self._file_system()
+        answer: dict[str, Any] = client.call_s3(method, Bucket=self._bucket, timeout=seconds_left(), **arguments)
         return answer
 
     def _read(self, path: str, check: Callable[[int], None] | None, **arguments: Any) -> tuple[bytes, bool]:
         """The bytes of an object, and whether they are the whole of it."""
-
-        async def read() -> tuple[bytes, bool]:
-            answer = await self._request("get_object", Key=path, **arguments)
-            async with answer["Body"] as body:
-                if check is not None:
-                    check(answer["ContentLength"])
-                return await body.read(), "ContentRange" not in answer
-
-        result: tuple[bytes, bool] = sync(self._file_system().loop, read, timeout=seconds_left())
-        return result
-
-    async def _request(self, method: str, **arguments: Any) -> dict[str, Any]:
-        answer: dict[str, Any] = await self._fs._call_s3(method, Bucket=self._bucket, **arguments)  # noqa: SLF001  # its public form blocks the loop
-        return answer
-
-    async def _put_parts(self, key: str, views: list[memoryview], nbytes: int) -> None:
-        upload = (await self._request("create_multipart_upload", Key=key))["UploadId"]
-        gate = asyncio.Semaphore(PARTS_AT_ONCE)
-
-        async def send(number: int) -> dict[str, Any]:
-            async with gate:
-                part = _joined(views, (number - 1) * PART_NBYTES, min(number * PART_NBYTES, nbytes))
-                answer = await self._request("upload_part", Key=key, UploadId=upload, PartNumber=number, Body=part)
-                return {"PartNumber": number, "ETag": answer["ETag"]}
-
+        answer = self._ask("get_object", Key=path, **arguments)
+        body, loop = answer["Body"], self._file_system().loop
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(send(number)) for number in range(1, -(-nbytes // PART_NBYTES) + 1)]
-            parts = {"Parts": [task.result() for task in tasks]}
-            await self._request("complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload=parts)
+            if check is not None:
+                check(answer["ContentLength"])
+            data: bytes = sync(loop, body.read, timeout=seconds_left())
+        finally:
+            loop.call_soon_threadsafe(body.close)
+        return data, "ContentRange" not in answer
+
+    def _put_parts(self, key: str, views: list[memoryview], nbytes: int) -> None:
+        upload = self._ask("create_multipart_upload", Key=key)["UploadId"]
+        parts: list[dict[str, Any]] = []
+        try:
+            for start in range(0, nbytes, PART_NBYTES):
+                body = _joined(views, start, min(start + PART_NBYTES, nbytes))
+                number = len(parts) + 1
+                answer = self._ask("upload_part", Key=key, UploadId=upload, PartNumber=number, Body=body)
+                parts.append({"PartNumber": number, "ETag": answer["ETag"]})
+                answered()
+            self._ask("complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload={"Parts": parts})
         except BaseException as error:
-            # Its parts would be paid for until somebody looks; where this fails too, `repair` finds them.
-            with contextlib.suppress(Exception):
-                await asyncio.shield(self._request("abort_multipart_upload", Key=key, UploadId=upload))
-            if isinstance(error, ExceptionGroup):
-                # What the first part that failed was answered, which is its cause, says whether to try again.
-                raise error.exceptions[0] from error.exceptions[0].__cause__
+            # The store charges for the parts until the upload is aborted; where this fails too, `repair` finds them.
+            try:
+                self._ask("abort_multipart_upload", Key=key, UploadId=upload)
+            except Exception as failure:  # noqa: BLE001  # as many classes as there are clients
+                error.add_note(f"the parts that were sent remain in the store: {type(failure).__name__}")
             raise
 
 
