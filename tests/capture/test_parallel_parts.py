@@ -102,7 +102,30 @@ def test_two_4_bit_floats_in_a_byte_are_stored_as_the_byte() -> None:
 
 def test_a_quantised_operand_in_a_quantised_operand_is_taken_apart_to_the_end() -> None:
     nested = Quantised((2, 32), tensor_impl=mx())
-    assert [part.suffix for part in take_apart(nested)] == ["_tensor_impl_codes", "_tensor_impl_scales"]
+    assert [part.suffix for part in take_apart(nested)] == ["_codes", "_scales"]
+    beside = Quantised((2, 32), tensor_impl=mx(), other=torch.ones(2))
+    assert [part.suffix for part in take_apart(beside)] == ["_tensor_impl_codes", "_tensor_impl_scales", "_other"]
+
+
+def test_a_wrapper_around_one_tensor_of_its_shape_and_dtype_is_that_tensor() -> None:
+    wide = torch.randn(2, 32).bfloat16()
+    for attribute in ("_data", "anything"):
+        [part] = take_apart(Quantised((2, 32), **{attribute: wide}))
+        assert (part.suffix, part.tensor is wide) == ("", True)
+    # Of another dtype, or with scales beside it, it holds codes.
+    assert [part.suffix for part in take_apart(Quantised((2, 32), _data=wide.float()))] == ["_codes"]
+    assert [part.suffix for part in take_apart(Quantised((2, 32), qdata=wide, scale=wide[:, :1]))] == [
+        "_codes",
+        "_scales",
+    ]
+
+
+@pytest.mark.parametrize("name", ["MXFP8TrainingWeightWrapperTensor", "Float8TrainingWeightWrapperTensor"])
+def test_the_weights_of_torchaos_training_are_wide(name: str) -> None:
+    wrappers = pytest.importorskip("torchao.prototype.moe_training.tensor", reason="torchao is not installed")
+    wide = torch.randn(2, 32).bfloat16()
+    [part] = take_apart(getattr(wrappers, name)(wide, None))
+    assert (part.suffix, torch.equal(part.tensor, wide)) == ("", True)
 
 
 def test_a_tensor_with_a_class_of_its_own_is_recorded_as_it_is() -> None:

@@ -2,13 +2,13 @@
 
 A plain tensor is one part. A DTensor is this rank's shard of it, with its placement. The result of a collective that
 is still on its way is what arrives: it is waited for where the operation that follows would wait for it. A quantised
-operand is its codes and its scales. What has no values, or none that can be read without changing the training, is
+operand is its codes and its scales; a wrapper around one tensor of its own shape and dtype is that tensor. What has no values, or none that can be read without changing the training, is
 refused with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,8 +87,9 @@ def _apart(tensor: torch.Tensor, *, suffix: str, placement: str | None) -> Itera
     elif torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001
         yield from _apart(_unwrapped(tensor), suffix=suffix, placement=placement)
     elif inner := _inner(tensor):
+        is_wide = _is_wide(tensor, list(inner.values()))
         for attribute, part in inner.items():
-            name = SUFFIXES.get(attribute, f"_{attribute.strip('_')}")
+            name = "" if is_wide else SUFFIXES.get(attribute, f"_{attribute.strip('_')}")
             where = None if placement is None else scale_placement(placement, tuple(tensor.shape), tuple(part.shape))
             if placement is not None and where is None:
                 raise UnrecordableError(f"its {attribute} of shape {tuple(part.shape)} has no known place in the whole")
@@ -120,6 +121,11 @@ def _inner(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     attributes = SUFFIXES if flatten is None and _has_dispatch(tensor) else flatten()[0] if flatten else ()
     found = {attribute: getattr(tensor, attribute, None) for attribute in attributes}
     return {attribute: part for attribute, part in found.items() if isinstance(part, torch.Tensor)}
+
+
+def _is_wide(tensor: torch.Tensor, inner: Sequence[torch.Tensor]) -> bool:
+    """Whether a wrapper only holds another tensor, as weights do that are quantised inside of the product."""
+    return len(inner) == 1 and inner[0].shape == tensor.shape and inner[0].dtype == tensor.dtype
 
 
 def _has_dispatch(tensor: torch.Tensor) -> bool:
