@@ -20,7 +20,7 @@ from ranktape.capture.passes.tracker import Tracker
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.selecting import Selecting, find_unmatched
 from ranktape.capture.sites import IterationTally, RecordForm, form_of, ids_at, narrow, number_form
-from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole, site_name, source_name
+from ranktape.capture.source import DIFFERENTIABLE, NO_TAGS, Source, Tags, TensorRole, site_name, source_name
 from ranktape.capture.stager import Stager
 from ranktape.capture.staging.ring import NoRoomError, RingProducer
 from ranktape.capture.tensors.parts import PlainPart, UnrecordableError, take_apart
@@ -220,13 +220,14 @@ class Recorder:
         part: Callable[[torch.Tensor], torch.Tensor] | None = None,
         placement: str | None = None,
         on_grad: Callable[[Call], None] | None = None,
+        tags: Tags = NO_TAGS,
     ) -> None:
         """Take the gradient of the tensor when a backward pass reaches it, as a tensor of that role and call.
 
         With `part`, what that makes of the gradient is recorded: another shape, or one of several operands in it.
         """
         site = self.expected.site(source, role)
-        tensor.register_hook(Hook(partial(self._on_grad, site, call, part, placement, on_grad)))
+        tensor.register_hook(Hook(partial(self._on_grad, site, call, part, placement, on_grad, tags)))
         self.await_grad(source, role, call)
 
     def await_grad(self, source: Source, role: TensorRole, call: Call) -> None:
@@ -246,7 +247,7 @@ class Recorder:
         on_grad: Callable[[Call], None] | None = None,
     ) -> None:
         """Take a gradient that has come, as `record_grad` would."""
-        self._on_grad(self.expected.site(source, role), call, part, placement, on_grad, grad)
+        self._on_grad(self.expected.site(source, role), call, part, placement, on_grad, NO_TAGS, grad)
 
     def _on_grad(  # noqa: PLR0917  (bound to each gradient, on the training thread)
         self,
@@ -255,6 +256,7 @@ class Recorder:
         part: Callable[[torch.Tensor], torch.Tensor] | None,
         placement: str | None,
         on_grad: Callable[[Call], None] | None,
+        tags: Tags,
         grad: torch.Tensor,
     ) -> None:
         self.tracker.note_backward()
@@ -263,7 +265,8 @@ class Recorder:
                 on_grad(call)
             if self.tracker.is_adding_weights and call.index in site.taken.get((call.mode, call.microbatch), ()):
                 return  # it came with the gradients of the inputs
-            self._take(site, grad if part is None else part(grad), call=call, placement=placement)
+            own = DIFFERENTIABLE if torch.is_grad_enabled() else tags
+            self._take(site, grad if part is None else part(grad), call=call, placement=placement, tags=own)
 
     def wants(self, source: Source, role: TensorRole, call: Call) -> bool:
         """Whether a tensor of that source, role and call may be taken in this iteration, before it is seen."""

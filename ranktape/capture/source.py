@@ -58,6 +58,9 @@ class Tags:
 NO_TAGS = Tags()
 """Of a tensor that a hook recorded."""
 
+DIFFERENTIABLE = Tags(metadata='{"create_graph": true}')
+"""Of the gradients of a backward pass with `create_graph`: a backward pass through them adds to the same call."""
+
 
 def site_of(source: Source, role: TensorRole, *, call: Call, quant_type: str | None) -> TensorSite:
     """The place of a tensor in its iteration; what it was computed in is the call's where no other is given."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from ranktape.analyze import fake_quantize
 from ranktape.analyze.numerics.attention import ATTENTION_PRODUCTS
@@ -216,6 +217,67 @@ def test_what_a_layer_quantises_inside_of_itself_is_no_fault_if_it_says_so(
     [found] = (one for one in recompute(run.select()) if one.product == "output")
     assert found.reason == reason
     assert reason or (found.agreement is not None and not found.agreement.is_agreed)
+
+
+def with_penalty(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A gradient penalty: the backward pass of the loss also goes through that of the slope."""
+    given = batch.clone().requires_grad_()
+    [slope] = torch.autograd.grad(model(given).sum(), given, create_graph=True)
+    loss: torch.Tensor = model(batch).mean() + (slope.norm(dim=1) - 1).pow(2).mean()
+    return loss
+
+
+def packed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """What autograd saves is kept in bfloat16."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: one.bfloat16(), lambda one: one.float()):
+        return model(batch).pow(2).mean()  # type: ignore[no-any-return]
+
+
+def on_cpu(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Hooks of torch itself, which give back the same values."""
+    with torch.autograd.graph.save_on_cpu():
+        return model(batch).pow(2).mean()  # type: ignore[no-any-return]
+
+
+OF_GRAPH = "a backward pass over gradients (create_graph=True) adds to those of its calls"
+PACKED = "its backward pass computes with what saved_tensors_hooks of the training packed and unpacked"
+
+
+@pytest.mark.parametrize(("loss_of", "reason"), [(with_penalty, OF_GRAPH), (packed, PACKED), (on_cpu, "")])
+def test_what_a_training_computes_otherwise_is_unchecked_and_real_errors_are_found(
+    tmp_path: Path, loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor], reason: str
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Capture(tmp_path / "run", model=model, min_iterations=2, max_iterations=2):
+        for _ in range(2):
+            loss_of(model, torch.randn(20, 8)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    run = open_run(tmp_path / "run")
+    assert wrong(run) == set()
+    assert {OF_GRAPH, PACKED} & set(reasons(run)) == {reason} - {""}
+
+    def doubled(name: str) -> set[tuple[str, str, int, int]]:
+        is_one = at(module="0", microbatch=0, tensor_name=name)
+        tensors = [(2 * array if is_one(info) else array, info) for array, info in tensors_of(run)]
+        return wrong(store(tmp_path / name, tensors))
+
+    assert ("0", "output", 1, 0) in doubled("output")
+    # Without hooks of its own the training has gradients of its recorded operands, and nothing else.
+    assert (("0", "grad_weight", 1, 0) in doubled("grad_weight")) == (not reason)
+
+
+def test_a_mask_that_several_forms_give_where_nothing_is_finite_is_not_guessed(plain: Run, tmp_path: Path) -> None:
+    tensors = [
+        (np.full_like(array, np.nan) if is_nan else array, dataclasses.replace(info, metadata=None))
+        for array, info in tensors_of(plain)
+        for is_nan in [info.layer_type == "attention" and info.tensor_name != "grad_output"]
+    ]
+    run = store(tmp_path / "run", tensors)
+    assert not {one for one in wrong(run) if one[0] == ATTENTION}
+    assert "several masks give what is finite of its output, and its mask was not recorded" in reasons(run)
 
 
 def test_damaged_values_are_a_reason_and_no_end(tmp_path: Path) -> None:

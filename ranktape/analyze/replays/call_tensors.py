@@ -41,6 +41,9 @@ Rows = Mapping[str, tuple[int, ...]]
 STANDING = ("weight", "wide_weight", "bias")
 """What is recorded once for several calls."""
 
+CREATE_GRAPH = '"create_graph"'
+"""The word in the metadata of gradients that are part of a graph themselves, as JSON."""
+
 _OF_ONE_CALL = frozenset({"iteration", "microbatch", "call", "quant_type"})
 """The fields in which a weight and a call that it serves may differ."""
 
@@ -61,9 +64,13 @@ class CallTensors:
         self._samples = sample_names(records)
         self._standing: defaultdict[Key, list[int]] = defaultdict(list)
         self._num_calls: Counter[Key] = Counter()
+        self._differentiable: set[Key] = set()
         self._found: dict[Key, Rows] = {}
         self.names: dict[Key, dict[str, list[int]]] = {}
         """Of each call, in the order of the records, the rows of its own tensors by their names."""
+        for row, text in enumerate(records.column("metadata").tolist()):
+            if CREATE_GRAPH in text:
+                self._differentiable.add(_without(self._keys[row], {"call"}))
         for row, (key, name) in enumerate(zip(self._keys, self._names, strict=True)):
             self.names.setdefault(key, {}).setdefault(name, []).append(row)
             self._num_calls[name, *_without(key, {"call"})] += 1
@@ -77,6 +84,10 @@ class CallTensors:
     def num_calls(self, key: Key, name: str) -> int:
         """How many calls of the layer in that microbatch have such a tensor."""
         return self._num_calls[name, *_without(key, {"call"})]
+
+    def is_differentiable(self, key: Key) -> bool:
+        """Whether gradients of the layer in that microbatch came of a backward pass that is part of a graph itself."""
+        return _without(key, {"call"}) in self._differentiable
 
     def of(self, key: Key) -> Rows:
         """The tensors of a call by name, with its weight and bias."""

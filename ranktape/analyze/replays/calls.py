@@ -39,6 +39,8 @@ class RecordedCall:
     """Where its operands are among the records, the results that are compared, and `bias` and `offsets`."""
     products: Mapping[str, str]
     """By name, why what was recorded of it is not what the operands give; empty where it is."""
+    doubts: Mapping[str, str]
+    """By name, why a difference is no error of the capture; empty where it is one."""
     is_assembled: bool
     """Whether its tensors are put together from those of all ranks of a mesh."""
     is_bias_known: bool
@@ -146,7 +148,11 @@ class _Found:
     sample: SampleName | None
     rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
     products: dict[str, str] = field(default_factory=dict)
+    doubts: dict[str, str] = field(default_factory=dict)
     is_bias_known: bool = True
+
+
+_OF_GRAPH = "a backward pass over gradients (create_graph=True) adds to those of its calls"
 
 
 class _Finder:
@@ -218,6 +224,8 @@ class _Finder:
         why = kind.why_not_compared(rows, product, *counts)
         self._found[place, not is_local] = found
         found.products[product] = why
+        is_shared = product != "output" and self._calls.is_differentiable(key)
+        found.doubts[product] = _OF_GRAPH if is_shared else kind.doubt(rows, product)
         found.rows |= operands
         if product in rows and not why:
             found.rows[product] = rows[product]

@@ -73,6 +73,12 @@ class RecordedTensors:
         text = self.column("metadata")[row]
         return text != WHOLE and json.loads(text).get(word) is True
 
+    def doubt(self, rows: Rows, product: str) -> str:
+        """Why a call may have computed a product from others than its recorded operands; empty where it did not."""
+        if product != "output" and self.metadata(rows["grad_output"][0], "saved_tensors_hooks"):
+            return "its backward pass computes with what saved_tensors_hooks of the training packed and unpacked"
+        return ""
+
     def ranks(self, rows: Rows, product: str) -> tuple[int, ...]:
         """The ranks of the mesh over which the operands are spread; none where that is not known."""
         flowing = [name for name in self.products[product] if name not in self.standing]

@@ -61,7 +61,9 @@ def recompute(
     """Each recorded product of linear layers and of attention, computed again in float32 from its recorded operands.
 
     What cannot be compared comes with the reason: a missing operand, a mask that was not recorded, operands that are
-    quantised inside of the layer. Memory: the tensors of one call for each worker. `on_progress` is told of each call.
+    quantised inside of the layer. So does a product that differs because the training computes it otherwise: gradients
+    of gradients, tensors that hooks pack for the backward pass. Memory: the tensors of one call for each worker.
+    `on_progress` is told of each call.
 
     Raises:
         StorageError: the store cannot be read.
@@ -102,12 +104,11 @@ def compare_call(task: CallTask) -> list[Recomputed]:
         return found + [told(product=product, **unknown) for product, why in asked.items() if not why]
     quant_type = call.field("quant_type")
     for product, agreement in worst.items():
+        reason = "" if agreement.is_agreed else call.doubts[product]
         is_inside = not agreement.is_agreed and agreement.relative_error < NARROW_ERROR
-        if is_inside and quant_type not in WIDE_TYPES:
+        if not reason and is_inside and quant_type not in WIDE_TYPES:
             reason = f"its operands are quantised inside of the layer ({quant_type})"
-            found.append(told(product=product, agreement=None, reason=reason))
-        else:
-            found.append(told(product=product, agreement=agreement))
+        found.append(told(product=product, agreement=None if reason else agreement, reason=reason))
     return found
 
 

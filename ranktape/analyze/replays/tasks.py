@@ -222,11 +222,19 @@ def find_form(
         off = attention_products(own, form=form)["output"] - seen
         return float(off.nan_to_num(0.0).double().norm())
 
+    def gives(form: AttentionForm) -> bool:
+        known = {name: operands[name] for name in own}
+        [agreement] = attention_agreements(known, {"output": output}, form=form, compute_dtype=compute_dtype)
+        return agreement.is_agreed
+
     best = min(forms, key=distance)
-    known = {name: operands[name] for name in own}
-    [agreement] = attention_agreements(known, {"output": output}, form=best, compute_dtype=compute_dtype)
-    if is_sure or agreement.is_agreed:
+    if is_sure:
         return best
+    if gives(best):
+        # NaN and Inf agree with one another, whatever the mask.
+        if seen.isfinite().all() or not any(gives(form) for form in forms if form != best):
+            return best
+        raise UnknownFormError("several masks give what is finite of its output, and its mask was not recorded")
     passed = ", ".join(word for word in _NOT_NUMBERS if word in said) or "a mask, a bias, dropout or another scale"
     raise UnknownFormError(
         f"neither causal attention nor attention to all keys gives its output: {passed} was not recorded"

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ranktape.capture.hooks.weights import CACHED, Leaves, Owners, Weights, is_cached_by_autocast
 from ranktape.capture.passes.passes import Arguments, Call, in_backward
-from ranktape.capture.source import NO_TAGS, Source, Tags
+from ranktape.capture.source import DIFFERENTIABLE, NO_TAGS, Source, Tags
 from ranktape.capture.tensors.placement import Placements, is_megatron, megatron_placement
 
 if TYPE_CHECKING:
@@ -39,6 +39,16 @@ Placement = Callable[[str, torch.Tensor], str | None]
 
 WITHOUT_BIAS = Tags(metadata='{"without_bias": true}')
 """Of the output of a call that could have been given a bias, and was given none."""
+
+PACKED = Tags(metadata='{"saved_tensors_hooks": true}')
+"""Of the gradient of an output: the backward pass computes with tensors that hooks of the training packed."""
+
+
+def packs_tensors() -> bool:
+    """Whether hooks pack what autograd saves: others than torch's own, which give back the same values."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # noqa: SLF001  (no public name)
+    hooks = None if top is None else top(False)  # noqa: FBT003  (its signature)
+    return hooks is not None and not str(getattr(hooks[0], "__module__", "")).startswith("torch.")
 
 
 @dataclass(slots=True)
@@ -254,7 +264,8 @@ class Taking:
         if output.requires_grad and (on_grad is not None or self.recorder.wants(self.source, port.grad, call)):
             seen = before_views(output, given=given)
             part = None if seen is output else functools.partial(torch.Tensor.reshape, shape=output.shape)
-            self.grad(port, seen, call, part=part, on_grad=on_grad)
+            tags = PACKED if packs_tensors() else NO_TAGS
+            self.grad(port, seen, call, part=part, on_grad=on_grad, tags=tags)
 
     def record(self, port: Port, tensor: torch.Tensor, call: Call, *, tags: Tags = NO_TAGS) -> None:
         """Record one tensor; a weight or bias unless it was recorded as it is."""
@@ -269,7 +280,8 @@ class Taking:
     def record_grad_now(self, port: Port, grad: torch.Tensor, call: Call) -> None:
         """Record a gradient that is there."""
         placement = None if self.placement is None else self.placement(port.grad.tensor_name, grad)
-        self.recorder.record(self.source, port.grad, grad, call=call, placement=placement)
+        tags = DIFFERENTIABLE if torch.is_grad_enabled() else NO_TAGS
+        self.recorder.record(self.source, port.grad, grad, call=call, placement=placement, tags=tags)
 
     def grad(
         self,
@@ -279,6 +291,7 @@ class Taking:
         *,
         part: Callable[[torch.Tensor], torch.Tensor] | None = None,
         on_grad: Callable[[Call], None] | None = None,
+        tags: Tags = NO_TAGS,
     ) -> None:
         """Record the gradient of a tensor when it comes, or what `part` makes of it."""
         placement = None
@@ -286,7 +299,7 @@ class Taking:
             # Of what is recorded, which may have another shape than what the hook is on.
             placement = self.placement(port.grad.tensor_name, tensor if part is None else part(tensor.detach()))
         self.recorder.record_grad(
-            self.source, port.grad, tensor, call=call, part=part, placement=placement, on_grad=on_grad
+            self.source, port.grad, tensor, call=call, part=part, placement=placement, on_grad=on_grad, tags=tags
         )
 
 

@@ -2,8 +2,8 @@
 
 A plain tensor is one part. A DTensor is this rank's shard of it, with its placement. The result of a collective that
 is still on its way is what arrives: it is waited for where the operation that follows would wait for it. A quantised
-operand is its codes and its scales; a wrapper around one tensor of its own shape and dtype is that tensor. What has no values, or none that can be read without changing the training, is
-refused with the reason.
+operand is its codes and its scales; a wrapper around one tensor of its own shape and dtype is that tensor. What has no
+values, or none that can be read without changing the training, is refused with the reason.
 """
 
 from __future__ import annotations
