@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from ranktape.errors import ObjectTooLargeError
 
 
-def available_nbytes() -> int:
-    """Bytes of memory that can still be taken: by the machine's count, and by the cgroup's where there is one."""
+def available_nbytes(*, root: Path = Path("/")) -> int:
+    """Bytes of memory that can still be taken, on the machine and in each memory cgroup that holds this process.
+
+    Page cache that the kernel can drop (`inactive_file`) counts as available. `root` is where `/proc` and `/sys` are.
+    """
     amounts = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    lines = _read(Path("/proc/meminfo")).splitlines()
+    lines = _read(root / "proc/meminfo").splitlines()
     amounts += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    group = Path("/sys/fs/cgroup")
-    pairs = (
-        (group / "memory.max", group / "memory.current"),
-        (group / "memory/memory.limit_in_bytes", group / "memory/memory.usage_in_bytes"),
-    )
-    for limit, usage in pairs:
-        values = _read(limit).strip(), _read(usage).strip()
-        if all(value.isdigit() for value in values):
-            amounts.append(max(0, int(values[0]) - int(values[1])))
+    for group, names in _memory_cgroups(root):
+        limit = _read(group / names.limit).strip()
+        if not limit.isdigit() or int(limit) >= amounts[0]:
+            continue
+        rows = (line.split() for line in _read(group / "memory.stat").splitlines())
+        droppable = sum(int(row[1]) for row in rows if row[0] == names.droppable)
+        amounts.append(max(0, int(limit) - max(0, int(_read(group / names.usage) or 0) - droppable)))
     return min(amounts)
+
+
+class _CgroupFiles(NamedTuple):
+    """Names of the files of a memory cgroup, in one version of the interface."""
+
+    limit: str
+    usage: str
+    droppable: str
+    """The row of `memory.stat` with the page cache that the kernel drops first."""
+
+
+_VERSION_2 = _CgroupFiles("memory.max", "memory.current", "inactive_file")
+_VERSION_1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+@functools.cache
+def _memory_cgroups(root: Path) -> list[tuple[Path, _CgroupFiles]]:
+    """The cgroups that limit this process, the innermost first: its own and those around it."""
+    found = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            top, names = root / "sys/fs/cgroup", _VERSION_2
+        elif "memory" in controllers.split(","):
+            top, names = root / "sys/fs/cgroup/memory", _VERSION_1
+        else:
+            continue
+        # A container that sees only its own part of the tree has its limits at the top, whatever the path says.
+        inner = PurePosixPath(path.removeprefix("/"))
+        found += [(top / part, names) for part in (inner, *inner.parents) if ".." not in part.parts]
+    return found
 
 
 def expect_memory(nbytes: int, *, place: str) -> None:
