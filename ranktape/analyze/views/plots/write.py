@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 INDEX, README = "index.json", "README.txt"
 """What lists the plots, for programs and for people."""
 
+OLDER = "; the file of that name is older, and not of this selection"
+"""What the index adds about a plot that is left out, where a file has its name."""
+
 OTHER_FORMS = ("jpg", "jpeg", "gif", "bmp", "tif", "tiff", "webp", "eps", "ps")
 """Ends of names that would promise what is not written."""
 
@@ -128,10 +131,10 @@ def write_plots(
 
     Every record is read once; a few once more, whose values are drawn one against the other or swept; and operands, for
     plots of `recipes`, once for each of the products that they are computed in. A plot that
-    the selection has nothing for, or that shows the same as another one, is left out, and one of an earlier time under
-    its name is removed; others are replaced. Without a format, overflow and underflow are those of fp8_e4m3, and the
-    plots say so. Each file appears whole or not at all. `on_plot` is called with the path of each plot that
-    was written.
+    the selection has nothing for, or that shows the same as another one, is left out. A file under the name of a plot
+    that is drawn is replaced; no other file is touched, and the index says of which names there is an older one.
+    Without a format, overflow and underflow are those of fp8_e4m3, and the plots say so. Each file appears whole or not
+    at all. `on_plot` is called with the path of each plot that was written.
 
     Raises:
         NoRecordsError: no record holds floating-point or complex numbers.
@@ -146,10 +149,11 @@ def write_plots(
             (folder / name).mkdir(parents=True, exist_ok=True)
     reasons = _reasons(wanted, data)
     drawn = tuple(kind for kind in wanted if not reasons[kind.name])
-    left_out = tuple((kind, reasons[kind.name]) for kind in wanted if reasons[kind.name])
-    for kind, _ in left_out:
-        with writing(folder / kind.path):
-            (folder / kind.path).unlink(missing_ok=True)
+    left_out = tuple(
+        (kind, reasons[kind.name] + (OLDER if (folder / kind.path).exists() else ""))
+        for kind in wanted
+        if reasons[kind.name]
+    )
     is_shown = engine is not None and engine.show_progress
     with steps(len(drawn)):
         for kind in drawn:
