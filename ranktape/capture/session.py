@@ -186,7 +186,7 @@ class Capture(Iterations):
         self._tell_of_trigger(TriggerKind.USER, why)
 
     def log(self, **numbers: float | torch.Tensor) -> None:
-        """Record numbers that say how the training goes, such as `grad_norm=norm`: a spike in one is a trigger.
+        """Record numbers that say how the training goes, such as `grad_norm=norm`; `trigger` may set limits for them.
 
         Each is a number or a tensor of one element, which nobody waits for. The loss from which a backward pass begins
         and what `clip_grad_norm_` returns are recorded without being logged. Without `record_last` that is nothing.

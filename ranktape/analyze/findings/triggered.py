@@ -61,7 +61,6 @@ def _finding(records: Records, triggers: Sequence[Trigger]) -> Finding:
         place=place,
         metric=first.metric,
         value=first.value,
-        expected=first.expected,
         consequences=tuple(following),
         command=f"ranktape analyze trace RUN --iteration {first.iteration} --rank {first.rank}",
     )

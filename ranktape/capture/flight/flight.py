@@ -18,12 +18,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.flight.held import ROOM_FOR_NEXT, HeldIteration, TensorInFlight, cut_off
-from ranktape.capture.flight.rules import Hit, SiteRules, site_text, where_of
-from ranktape.capture.flight.spikes import Series
+from ranktape.capture.flight.rules import Hit, SiteRules
 from ranktape.capture.flight.watch import TriggerWatch
 from ranktape.capture.settings.triggers import read_site_triggers
 from ranktape.capture.staging.ring_file import Counter, Slot, SlotKind, iteration_of, noted
-from ranktape.capture.writing.counting import LOGGED, staged_record, statistics_in
+from ranktape.capture.writing.counting import staged_record, statistics_in
 from ranktape.capture.writing.storing import HELD_NBYTES
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.triggers import MAX_TEXT, Trigger, TriggerKind
@@ -87,7 +86,6 @@ class Flight:
         self._held: dict[int, HeldIteration] = {}
         self._queue: deque[tuple[HeldIteration, TensorInFlight]] = deque()
         """Tensors that are being judged, in the order in which they came."""
-        self._series: dict[str, Series] = {}
         self._said: dict[str, int] = {}
         """By rule the last iteration in which it had something to say."""
         self._wanted: set[int] = set()
@@ -222,54 +220,21 @@ class Flight:
 
     def _hits(self, slot: Slot) -> list[Hit]:
         array, info = staged_record(slot, rank=self._config.rank, attempt=self._attempt.number)
-        found = self._rules.judge(info, lambda: statistics_in(slot, array))
-        is_number = info.layer_type == LOGGED and array.size == 1 and not info.tensor_name.startswith("scaled_")
-        return [_logged(info, float(array.reshape(())))] if is_number and not found else found
+        return self._rules.judge(info, lambda: statistics_in(slot, array))
 
     def _read_judged(self) -> None:
         """Take over what tensors show, in the order in which they came."""
         while self._queue and self._queue[0][1].judged.done():
             held, tensor = self._queue.popleft()
             for hit in tensor.judged.result():
-                if hit.kind is not TriggerKind.SPIKE:
-                    self._on_hit(held.iteration, hit)
-                elif (found := self._spike(hit)) is not None:
-                    self._on_hit(held.iteration, found)
-
-    def _spike(self, hit: Hit) -> Hit | None:
-        assert hit.value is not None
-        known = self._series.setdefault(hit.rule, Series()).add(hit.value)
-        if known is None:
-            return None
-        median, deviations = known
-        text = (
-            f"{hit.text} is {hit.value:.6g}: the median of the iterations before it is {median:.6g}, from which it is "
-            f"{deviations:.3g} robust deviations away"
-        )
-        return Hit(
-            kind=TriggerKind.SPIKE,
-            text=text,
-            where=hit.where,
-            metric=hit.metric,
-            value=hit.value,
-            rule=hit.rule,
-            expected=median,
-        )
+                self._on_hit(held.iteration, hit)
 
     def _on_hit(self, iteration: int, hit: Hit) -> None:
         last = self._said.get(hit.rule)
         self._said[hit.rule] = iteration
         if last is not None and (last == iteration or last in self._previous(iteration, count=1)):
             return  # it goes on
-        self._happened(
-            hit.kind,
-            iteration,
-            hit.text,
-            where={**hit.where},
-            metric=hit.metric,
-            value=hit.value,
-            expected=hit.expected,
-        )
+        self._happened(hit.kind, iteration, hit.text, where={**hit.where}, metric=hit.metric, value=hit.value)
 
     def _happened(
         self, kind: TriggerKind, iteration: int, text: str, *, signal_name: str = "", **evidence: Any
@@ -392,11 +357,3 @@ class Flight:
             one.reduced_nbytes += taken
             held += taken
             is_waiting = is_waiting and self._ring.counter(Counter.WAITING) == 1
-
-
-def _logged(info: Any, value: float) -> Hit:
-    """A number that was logged, to be compared with those before it."""
-    where = where_of(info)
-    return Hit(
-        kind=TriggerKind.SPIKE, text=site_text(where), where=where, metric="value", value=value, rule=site_text(where)
-    )

@@ -2,7 +2,7 @@
 
 The loss is the single number from which a backward pass begins; the norm is what `clip_grad_norm_` returns. Neither
 asks for a change of the script, and each is staged like a tensor: nobody waits for a device. What a gradient scaler
-has scaled is called `scaled_loss`, and its jumps mean nothing.
+has scaled is called `scaled_loss`.
 """
 
 from __future__ import annotations

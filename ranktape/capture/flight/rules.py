@@ -51,8 +51,6 @@ class Hit:
     """How large it was; None where it is not finite."""
     rule: str
     """Tells what is judged: of one rule the first tensor of an iteration counts."""
-    expected: float | None = None
-    """What it had been before."""
 
 
 def site_text(where: Mapping[str, Any]) -> str:

@@ -180,7 +180,7 @@ class Settings:
     trigger: Any = option(
         (),
         "With --record-last: a metric's limit, as in \"absmax > 448 where tensor_name == 'input'\"; besides it NaN, "
-        "infinities, spikes, errors and crashes always count.",
+        "infinities, errors and crashes always count.",
         is_multiple=True,
         metavar="RULE",
     )

@@ -29,8 +29,6 @@ class TriggerKind(enum.StrEnum):
     """A recorded tensor held an infinity."""
     METRIC = "metric"
     """A metric of a recorded tensor was beyond a limit that was given (`--trigger`)."""
-    SPIKE = "spike"
-    """The loss, a gradient norm or another logged number was far from what it had been."""
     USER = "user"
     """The program said so (`capture.trigger`)."""
     SIGNAL = "signal"
@@ -63,8 +61,6 @@ class Trigger:
     """The metric that was judged; empty where none was."""
     value: float | None = None
     """That metric; None where there is none, and where it is not finite."""
-    expected: float | None = None
-    """What the metric had been before, where that is known."""
     signal: str = ""
     """The signal that ended the process or asked for it; empty where none did, or it is not known."""
     traceback: str = ""
@@ -146,7 +142,6 @@ def _parse(fields: Fields, attempt: Attempt) -> Trigger:
         where={**fields.inner("where")},
         metric=fields.text("metric", default=""),
         value=fields.number("value"),
-        expected=fields.number("expected"),
         signal=fields.text("signal", default=""),
         traceback=fields.text("traceback", default=""),
         time=fields.number("time") or 0.0,
