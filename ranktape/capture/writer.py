@@ -129,9 +129,9 @@ class Writer:
         # Not the thread that takes slots: a store may be long in answering.
         threading.Thread(target=self._watch_plan, name="ranktape-plan", daemon=True).start()
 
-    def _store_held(self, by: str) -> int | None:
+    def _store_held(self, by: str) -> int | str:
         assert self._flight is not None, "only asked of a flight recorder"
-        return self._ring.counter(Counter.STEP) if self._flight.ask(by) else None
+        return self._flight.ask(by) or self._ring.counter(Counter.STEP)
 
     def _start_flight(self) -> Flight | None:
         if self._config.options.record_last is None:

@@ -170,9 +170,12 @@ def _rank_notes(reasons: Mapping[int, str]) -> tuple[str, ...]:
 
 
 def _trigger_notes(triggers: Sequence[Trigger]) -> tuple[str, ...]:
-    """What happened, the first things one line each."""
-    shown_ones = [printable(f"{trigger.kind}: {trigger.message()}") for trigger in triggers[:MAX_NAMED]]
-    rest = len(triggers) - len(shown_ones)
+    """What happened, the first things one line each, with how often they were repeated."""
+    from ranktape.storage.format.triggers import merge_repeated
+
+    events = merge_repeated(triggers)
+    shown_ones = [printable(f"{trigger.kind}: {trigger.message()}") for trigger in events[:MAX_NAMED]]
+    rest = len(events) - len(shown_ones)
     return (*shown_ones, *([f"and {rest} more trigger{'s' * (rest > 1)}"] if rest else []))
 
 

@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from ranktape.launch.run_status import status
 from ranktape.storage import Run, open_run
-from ranktape.storage.format.triggers import TriggerKind
-from tests.faults.programs.flight import FAULTY_ITERATION, FAULTY_RANK, LAST, NUM_ITERATIONS
+from ranktape.storage.format.triggers import MAX_STORED, TriggerKind
+from tests.faults.programs.flight import (
+    FAULTY_ITERATION,
+    FAULTY_RANK,
+    LAST,
+    NUM_BEFORE_DEATH,
+    NUM_IN_FLOOD,
+    NUM_ITERATIONS,
+)
 from tests.launch.processes import torchrun
 
 NUM_RANKS = 4
@@ -96,6 +104,26 @@ def test_a_nan_on_one_rank_stores_the_iterations_around_it_on_all(tmp_path: Path
     first = run.triggers()[0]
     assert (first.kind, first.rank, first.iteration) == (TriggerKind.NAN, FAULTY_RANK, FAULTY_ITERATION)
     assert (first.where["module"], first.where["tensor_name"], first.value) == ("0", "input", 1.0)
+
+
+def test_a_flood_of_triggers_stores_a_bounded_number_of_iterations_and_hides_nothing(tmp_path: Path) -> None:
+    ended = torchrun(PROGRAM, tmp_path / "run", "flood", cwd=tmp_path, num_ranks=NUM_RANKS)
+    assert ended.returncode != 0
+    run = closed(tmp_path / "run")
+    *first, repeated, death = (one for one in run.triggers() if one.rank == FAULTY_RANK)
+    assert [one.iteration for one in first] == list(range(MAX_STORED))
+    # What is not stored is told: one trigger counts them all.
+    assert not repeated.is_stored
+    assert (repeated.iteration, repeated.last_iteration) == (MAX_STORED, NUM_IN_FLOOD - 1)
+    assert repeated.count == NUM_IN_FLOOD - MAX_STORED
+    # Another kind of trigger is stored by all ranks all the same.
+    assert (death.kind, death.iteration) == (TriggerKind.DEATH, NUM_BEFORE_DEATH)
+    begun = [one.iteration for one in run.status()]
+    assert begun == [*range(MAX_STORED + 1), *range(NUM_BEFORE_DEATH - LAST, NUM_BEFORE_DEATH + 1)]
+    assert set(begun[:-1]) <= set(run.iterations), run.status()
+    note = f"user: {first[0].message()}, and {MAX_STORED - 1} more until iteration {MAX_STORED - 1}"
+    assert note in status(str(tmp_path / "run")).table().notes
+    assert run.verdict().num_triggers == sum(one.count for one in run.triggers()) >= NUM_IN_FLOOD + 1
 
 
 @pytest.mark.parametrize("fault", ["user", "none"])

@@ -9,10 +9,11 @@ Every rank commits the same window, each from what it holds. What a rank does no
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,10 @@ from ranktape.capture.flight.watch import TriggerWatch
 from ranktape.capture.settings.triggers import read_site_triggers
 from ranktape.capture.staging.ring_file import Counter, Slot, SlotKind, iteration_of, noted
 from ranktape.capture.writing.counting import staged_record, statistics_in
+from ranktape.capture.writing.requests import ENDED
 from ranktape.capture.writing.storing import HELD_NBYTES
 from ranktape.storage.format.layout import Mark
-from ranktape.storage.format.triggers import MAX_TEXT, Trigger, TriggerKind
+from ranktape.storage.format.triggers import MAX_STORED, MAX_TEXT, Trigger, TriggerKind
 
 if TYPE_CHECKING:
     from ranktape.capture.staging.process import WriterConfig
@@ -33,9 +35,6 @@ if TYPE_CHECKING:
     from ranktape.capture.writing.committing import Committer
     from ranktape.capture.writing.storing import Storer
     from ranktape.storage.format.attempt import Attempt
-
-MAX_TRIGGERS = 100
-"""Things that happened on one rank that are told of: a rule that speaks all the time must not fill the store."""
 
 _LOOKS_HELD = 4
 """Looks for triggers of other ranks during which an iteration is held at least, however fast the training steps."""
@@ -92,7 +91,13 @@ class Flight:
         self._settled: set[int] = set()
         self._last_end: dict[str, Any] = {}
         self._newest = self._gone_until = -1
-        self._num_triggers = 0
+        self._stored_for: defaultdict[TriggerKind, set[int]] = defaultdict(set)
+        """By kind, the iterations of triggers, of all ranks, for which is stored what is held."""
+        self._num_posted: defaultdict[TriggerKind, int] = defaultdict(int)
+        """By kind, the triggers of this rank that have a document each."""
+        self._repeated: dict[TriggerKind, Trigger] = {}
+        """By kind, the trigger of this rank that counts the later ones."""
+        self._iterations_said: set[int] = set()
         self._iteration_nbytes = 0
         self._elsewhere = 0
         self._num_signals = ring.counter(Counter.SIGNALS)
@@ -105,6 +110,7 @@ class Flight:
         iteration = int(slot.header["iteration"])
         if slot.kind is SlotKind.TRIGGER:
             header = slot.header
+            self._wait_for_judged()  # what a program met may follow from what its tensors show
             self._happened(
                 TriggerKind(header["kind"]),
                 iteration,
@@ -134,12 +140,15 @@ class Flight:
             return
         self._read_judged()
 
-    def ask(self, by: str) -> bool:
-        """Have what is held stored soon, as somebody asked; False where it is over. Called by any thread."""
+    def ask(self, by: str) -> str | None:
+        """Have what is held stored soon, as somebody asked; the refusal, where it is not. Called by any thread."""
         with self._asking:
-            if self._may_ask:
-                self._asked.append(by)
-            return self._may_ask
+            if not self._may_ask:
+                return ENDED
+            if len(self._stored_for[TriggerKind.USER]) + len(self._asked) >= MAX_STORED:
+                return f"it was stored for {MAX_STORED} triggers of the kind {TriggerKind.USER}, which is the most"
+            self._asked.append(by)
+            return None
 
     def tick(self) -> None:
         """Called again and again: learn what happened elsewhere, commit what is due, make room."""
@@ -162,9 +171,7 @@ class Flight:
             reason: Why the capture is over.
             death: How the process died that said nothing any more; None for one that ended the capture.
         """
-        for _, tensor in self._queue:
-            tensor.judged.exception()  # wait for it
-        self._read_judged()
+        self._wait_for_judged()
         with self._asking:
             self._may_ask = False
         self._read_asked()
@@ -173,7 +180,7 @@ class Flight:
             self._happened(TriggerKind.DEATH, self._step, text, signal_name=death.rpartition(" ")[2])
         if self._attempt.launch.world_size > 1:
             time.sleep(max(_QUIET_SECONDS, 2 * self._watch.seconds))
-        self._watch.last_look(seconds=_LAST_LOOK_SECONDS if self._num_triggers else _QUIET_SECONDS)
+        self._watch.last_look(seconds=_LAST_LOOK_SECONDS if self._num_posted else _QUIET_SECONDS)
         self._read_elsewhere()
         self._watch.stop()
         for held in sorted(self._held.values(), key=lambda one: one.iteration):
@@ -203,8 +210,12 @@ class Flight:
             self._elsewhere = elsewhere
             self._want(iteration_of(elsewhere))
         for trigger in self._watch.found():
+            if not trigger.is_stored:
+                continue
+            self._stored_for[trigger.kind].add(trigger.iteration)
+            self._num_posted[trigger.kind] += trigger.rank == self._config.rank
             self._want(trigger.iteration)
-            self._say(notice=f"stored for what happened in {trigger.message()}")
+            self._say_first(trigger.iteration, f"stored for what happened in {trigger.message()}")
 
     def _read_asked(self) -> None:
         while self._asked:
@@ -221,6 +232,11 @@ class Flight:
     def _hits(self, slot: Slot) -> list[Hit]:
         array, info = staged_record(slot, rank=self._config.rank, attempt=self._attempt.number)
         return self._rules.judge(info, lambda: statistics_in(slot, array))
+
+    def _wait_for_judged(self) -> None:
+        for _, tensor in self._queue:
+            tensor.judged.exception()  # returns once it is judged
+        self._read_judged()
 
     def _read_judged(self) -> None:
         """Take over what tensors show, in the order in which they came."""
@@ -239,10 +255,11 @@ class Flight:
     def _happened(
         self, kind: TriggerKind, iteration: int, text: str, *, signal_name: str = "", **evidence: Any
     ) -> None:
-        self._want(iteration)
-        self._num_triggers += 1
-        if self._num_triggers > MAX_TRIGGERS:
-            return
+        known = self._stored_for[kind]
+        is_stored = iteration in known or len(known) < MAX_STORED
+        if is_stored:
+            known.add(iteration)
+            self._want(iteration)
         trigger = Trigger(
             kind=kind,
             iteration=iteration,
@@ -253,9 +270,30 @@ class Flight:
             attempt=self._attempt.number,
             **evidence,
         )
+        if not is_stored or self._num_posted[kind] == MAX_STORED:
+            self._repeat(trigger)
+            return
+        self._num_posted[kind] += 1
         self._watch.post(trigger)
         self._ring.set_counter(Counter.HAPPENED, noted(self._ring.counter(Counter.HAPPENED), iteration))
-        self._say(notice=f"what is held is stored: {trigger.message()}")
+        self._say_first(iteration, f"what is held is stored: {trigger.message()}")
+
+    def _repeat(self, trigger: Trigger) -> None:
+        """Count a trigger of a kind that repeats in the one document of those for which nothing is stored."""
+        first = self._repeated.get(trigger.kind)
+        if first is None:
+            repeated = dataclasses.replace(trigger, is_stored=False)
+            self._say(notice=f"{repeated.message()}; further triggers of this kind are counted")
+        else:
+            repeated = dataclasses.replace(first, count=first.count + 1, last_iteration=trigger.iteration)
+        self._repeated[trigger.kind] = repeated
+        self._watch.post(repeated)
+
+    def _say_first(self, iteration: int, text: str) -> None:
+        """Tell the trainer's console what came first in an iteration: what follows from it would hide it."""
+        if iteration not in self._iterations_said:
+            self._iterations_said.add(iteration)
+            self._say(notice=text)
 
     def _want(self, iteration: int) -> None:
         """Have the window around an iteration committed."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ranktape.errors import RanktapeError, StorageError
 from ranktape.storage.format.layout import trigger_path
-from ranktape.storage.format.triggers import MAX_PER_ITERATION, Trigger, list_triggers, read_triggers, write_trigger
+from ranktape.storage.format.triggers import Trigger, TriggerKind, list_triggers, read_triggers, write_trigger
 
 if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt
@@ -57,8 +57,11 @@ class TriggerWatch:
         """Between two looks, as the store answers now."""
         self._is_alone = size == 1
         self._forgets_own = not is_successor
-        self._outbox: deque[tuple[Trigger, int]] = deque()
-        self._counts: dict[int, int] = {}
+        self._outbox: dict[str, tuple[Trigger, int]] = {}
+        """What is to be written, by the names of the documents."""
+        self._is_due = False
+        self._num_in: defaultdict[int, int] = defaultdict(int)
+        self._numbers: dict[TriggerKind, int] = {}
         self._known: set[str] = set()
         self._found: deque[Trigger] = deque()
         self._changed = threading.Condition()
@@ -68,14 +71,21 @@ class TriggerWatch:
         self._thread.start()
 
     def post(self, trigger: Trigger) -> None:
-        """Say to all ranks what happened on this one; written in the background."""
-        number = self._counts.get(trigger.iteration, 0)
-        if number >= MAX_PER_ITERATION:
-            return
-        self._counts[trigger.iteration] = number + 1
-        self._known.add(trigger_path("", trigger.iteration, trigger.rank, number=number).rpartition("/")[2])
+        """Say to all ranks what happened on this one; written in the background.
+
+        A trigger for which nothing is stored takes the place of the one before it of its kind, at the next look.
+        """
+        number = None if trigger.is_stored else self._numbers.get(trigger.kind)
+        if number is None:
+            number = self._num_in[trigger.iteration]
+            self._num_in[trigger.iteration] += 1
+        if not trigger.is_stored:
+            self._numbers[trigger.kind] = number
+        name = trigger_path("", trigger.iteration, trigger.rank, number=number).rpartition("/")[2]
+        self._known.add(name)
         with self._changed:
-            self._outbox.append((trigger, number))
+            self._outbox[name] = trigger, number
+            self._is_due |= trigger.is_stored
             self._changed.notify_all()
 
     def found(self) -> list[Trigger]:
@@ -101,7 +111,7 @@ class TriggerWatch:
     def _watch(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_over or self._outbox, timeout=self.seconds)
+                self._changed.wait_for(lambda: self._is_over or self._is_due, timeout=self.seconds)
                 if self._is_over:
                     return
             began = time.monotonic()
@@ -118,9 +128,13 @@ class TriggerWatch:
         with self._looking:
             try:
                 while self._outbox:
-                    trigger, number = self._outbox[0]
+                    name, (trigger, number) = next(iter(self._outbox.items()))
                     write_trigger(self._backend, attempt=self._attempt, trigger=trigger, number=number)
-                    self._outbox.popleft()
+                    with self._changed:
+                        if self._outbox[name][0] is trigger:
+                            del self._outbox[name]
+                with self._changed:
+                    self._is_due = any(trigger.is_stored for trigger, _ in self._outbox.values())
                 if not (self._is_alone and self._forgets_own):
                     names = list_triggers(self._backend, self._attempt) - self._known
                     found = read_triggers(self._backend, self._attempt, names)

@@ -69,7 +69,7 @@ class Coordinator:
         step: Callable[[], int],
         given_up: Callable[[], Mapping[int, str]] = dict,
         lost: Callable[[], str | None] = lambda: None,
-        store_held: Callable[[str], int | None] = lambda _: None,
+        store_held: Callable[[str], int | str] = lambda _: ENDED,
         is_successor: bool = False,
     ) -> None:
         """Prepare to watch.

@@ -46,7 +46,7 @@ class Requests:
         options: CaptureOptions,
         first_unknown: Callable[[int], int],
         announce: Callable[[IterationPlan], None],
-        store_held: Callable[[str], int | None],
+        store_held: Callable[[str], int | str],
     ) -> None:
         """Know none yet.
 
@@ -58,7 +58,7 @@ class Requests:
                 ranks knew too late.
             announce: Tells all ranks of a plan.
             store_held: Has all ranks of a flight recorder store what they hold, because somebody asked; the iteration
-                that the training is in, None where it has ended.
+                that the training is in, or the refusal.
         """
         self._backend = backend
         self._attempt = attempt
@@ -132,8 +132,8 @@ class Requests:
             assert plan.stops_at is not None, "it was set"
             return plan, Answer(iterations=(plan.stops_at,))
         if self._options.record_last is not None:
-            iteration = self._store_held(request.by)
-            return plan, Answer(refusal=ENDED) if iteration is None else Answer(iterations=(iteration,), is_held=True)
+            held = self._store_held(request.by)
+            return plan, Answer(refusal=held) if isinstance(held, str) else Answer(iterations=(held,), is_held=True)
         iterations = self._free(plan, count=request.num_iterations)
         own = Asked(
             name=name, iterations=iterations, num_iterations=request.num_iterations, settings=dict(request.settings)

@@ -27,7 +27,7 @@ from ranktape.storage.format.commit import finish_iteration, skipped_ranks
 from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, for_each, read_attributes, write_group
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.status import DISABLED, IterationState, IterationStatus, RunVerdict, judge
-from ranktape.storage.format.triggers import list_triggers
+from ranktape.storage.format.triggers import count_triggers
 from ranktape.storage.format.validation import Fields
 from ranktape.storage.places.backend import Backend
 
@@ -166,7 +166,7 @@ def read_verdict(backend: Backend) -> tuple[RunVerdict, list[IterationStatus]] |
         problems={**problems, **({"the verdict": damage} if damage else {})},
         ended=ended,
         # What guarantees nothing is a flight recorder; its launch may have had several attempts.
-        num_triggers=None if last.min_iterations else sum(len(list_triggers(backend, one)) for one in attempts),
+        num_triggers=None if last.min_iterations else sum(count_triggers(backend, one) for one in attempts),
     )
     return verdict, statuses
 

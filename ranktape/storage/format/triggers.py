@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,12 @@ class Trigger:
     """When it was noticed, in seconds since 1970."""
     attempt: int = 0
     """Number of the attempt."""
+    is_stored: bool = True
+    """Whether the iterations around it are stored; not where iterations of many triggers of its kind are."""
+    count: int = 1
+    """How many triggers of its kind and rank it stands for, this one and later ones."""
+    last_iteration: int | None = None
+    """The iteration of the last of them; None where it stands for itself alone."""
 
     @property
     def order(self) -> tuple[int, int, int, int, float]:
@@ -83,18 +89,20 @@ class Trigger:
 
     def message(self) -> str:
         """One line for a person."""
-        return f"iteration {self.iteration}, rank {self.rank}: {self.text}"
+        repeated = "" if self.count == 1 else f", and {self.count - 1} more until iteration {self.last_iteration}"
+        noted = "" if self.is_stored else "; nothing is stored for it, as this kind of trigger happened too often"
+        return f"iteration {self.iteration}, rank {self.rank}: {self.text}{repeated}{noted}"
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary for JSON and for Zarr attributes."""
         return {**dataclasses.asdict(self), "kind": self.kind.value, "where": dict(self.where)}
 
 
+MAX_STORED = 100
+"""Iterations of triggers of one kind for which all ranks store what they hold; later triggers are counted."""
+
 MAX_TEXT = 2000
 """Characters of a text in a trigger."""
-
-MAX_PER_ITERATION = 16
-"""Triggers of one rank in one iteration."""
 
 
 def write_trigger(backend: Backend, *, attempt: Attempt, trigger: Trigger, number: int = 0) -> None:
@@ -115,11 +123,31 @@ def list_triggers(backend: Backend, attempt: Attempt) -> set[str]:
     return {name for name in backend.list_names(layout.triggers_path(attempt.path)) if layout.is_trigger(name)}
 
 
+def count_triggers(backend: Backend, attempt: Attempt) -> int:
+    """How many triggers an attempt had; their documents are read only where one may count several."""
+    names = list_triggers(backend, attempt)
+    if len(names) <= MAX_STORED:
+        return len(names)
+    return sum(one.count for one in read_triggers(backend, attempt, names))
+
+
 def read_triggers(backend: Backend, attempt: Attempt, names: Collection[str] | None = None) -> list[Trigger]:
     """An attempt's triggers, or those of these names, what came first before; damaged ones are passed over."""
     chosen = sorted(list_triggers(backend, attempt) if names is None else names)
     found = for_each(lambda name: _read(backend, attempt, name), chosen)
     return sorted((one for one in found if one is not None), key=lambda one: one.order)
+
+
+def merge_repeated(triggers: Iterable[Trigger]) -> list[Trigger]:
+    """One trigger, the first, for those of one rank and kind that say the same, with their count."""
+    merged: dict[tuple[Any, ...], Trigger] = {}
+    for one in triggers:
+        key = one.attempt, one.rank, one.kind, one.metric or one.text, one.is_stored
+        first = merged.setdefault(key, one)
+        if first is not one:
+            last = one.iteration if one.last_iteration is None else one.last_iteration
+            merged[key] = dataclasses.replace(first, count=first.count + one.count, last_iteration=last)
+    return list(merged.values())
 
 
 def _read(backend: Backend, attempt: Attempt, name: str) -> Trigger | None:
@@ -146,4 +174,7 @@ def _parse(fields: Fields, attempt: Attempt) -> Trigger:
         traceback=fields.text("traceback", default=""),
         time=fields.number("time") or 0.0,
         attempt=attempt.number,
+        is_stored=fields.flag("is_stored", default=True),
+        count=fields.integer("count", default=1),
+        last_iteration=None if fields.get("last_iteration") is None else fields.integer("last_iteration"),
     )

@@ -1,6 +1,6 @@
 """A training of some ranks with a flight recorder, on one of which something goes wrong in an iteration.
 
-flight.py URL FAULT: `nan`, `exception`, `sigterm`, `sigkill`, `segfault`, `hang`, `user` or `none`.
+flight.py URL FAULT: `nan`, `exception`, `sigterm`, `sigkill`, `segfault`, `hang`, `user`, `flood` or `none`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,21 @@ from ranktape.capture import Capture
 
 FAULTY_RANK, FAULTY_ITERATION, NUM_ITERATIONS = 2, 20, 24
 LAST = 3
+NUM_IN_FLOOD, NUM_BEFORE_DEATH = 120, 130
+"""Iterations of a flood of triggers, and iterations before the rank is killed that sent them."""
+
 TIMEOUT_SECONDS = {"hang": 15.0}
 """Of a collective, where one is waited for in vain."""
 
 _SIGNALS = {"sigterm": signal.SIGTERM, "sigkill": signal.SIGKILL, "segfault": signal.SIGSEGV}
+
+
+def flood(capture: Capture, iteration: int) -> None:
+    """Trigger in each iteration, and end the process some iterations after that."""
+    if iteration < NUM_IN_FLOOD:
+        capture.trigger("the reward is low")
+    elif iteration == NUM_BEFORE_DEATH:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(url: str, fault: str) -> None:
@@ -36,7 +47,7 @@ def main(url: str, fault: str) -> None:
     model = DistributedDataParallel(layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Capture(url, model=model, record_last=LAST, host_budget_nbytes=4 << 20) as capture:
-        for iteration in range(NUM_ITERATIONS):
+        for iteration in range(NUM_ITERATIONS if fault != "flood" else NUM_BEFORE_DEATH + 1):
             batch = torch.randn(4, 16)
             optimizer.zero_grad()
             if rank == FAULTY_RANK and iteration == FAULTY_ITERATION:
@@ -44,6 +55,8 @@ def main(url: str, fault: str) -> None:
                     batch[1, 3] = torch.nan
                 elif fault == "user":
                     capture.trigger("the validation fell")
+            if fault == "flood" and rank == FAULTY_RANK:
+                flood(capture, iteration)
             hidden = model(batch)
             if rank == FAULTY_RANK and iteration == FAULTY_ITERATION:
                 if fault == "exception":
