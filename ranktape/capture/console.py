@@ -60,9 +60,9 @@ class Console:
 
     def pass_on(self, words: Mapping[str, Any]) -> None:
         """What the writer of this rank has to say, each thing once."""
-        for name in ("notice", "problem"):
-            if words.get(name) is not None:
-                self.warn_once(str(words[name]))
+        for text in (*words.get("notices", ()), words.get("problem")):
+            if text is not None:
+                self.warn_once(str(text))
 
     def warn_once(self, text: str) -> None:
         """A line of a warning of this rank, unless it was there before."""

@@ -44,6 +44,9 @@ NICENESS = 19
 """Added to the process's niceness: the training comes first."""
 
 _IDLE_SECONDS = 0.2
+_MAX_NOTICES = 16
+"""Notices that the trainer can still read, the last ones."""
+
 _OUTAGE_SECONDS = 3.0
 """A store that has not answered for so long is spoken of."""
 
@@ -351,6 +354,9 @@ class Writer:
 
     def _say(self, **changes: Any) -> None:
         with self._words_lock:
+            if (notice := changes.pop("notice", None)) is not None:
+                # The trainer looks now and then: the last notice alone would hide its cause.
+                changes["notices"] = [*self._words.get("notices", ()), notice][-_MAX_NOTICES:]
             self._words |= changes
             self._ring.say(self._words)
 

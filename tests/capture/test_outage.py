@@ -127,7 +127,7 @@ def test_with_histograms_the_training_goes_on_at_its_pace(
     gate.is_refusing = False
     words = trainer.close()
     assert words["verdict"]["complete"] == [0, 1, 2, 3], words
-    assert "are kept as histograms" in words["notice"]
+    assert "are kept as histograms" in words["notices"][-1]
     records = stored(trainer, s3_server).select(iteration=3)
     assert len(records) == 14
     assert set(records.column("keep")) == {"values", "histogram"}

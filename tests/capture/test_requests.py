@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ranktape.capture.settings.options import CaptureOptions
-from ranktape.capture.writing.requests import Requests
+from ranktape.capture.writing.requests import ENDED, Requests
 from ranktape.storage.format.attempt import Asked, IterationPlan
 from ranktape.storage.format.control import Answer, Request, RequestKind, read_answer, write_request
 from ranktape.storage.format.documents import write_group
@@ -47,7 +47,7 @@ def test_each_time_that_a_rank_learned_too_late_the_notice_is_longer(tmp_path: P
         options=CaptureOptions(),
         first_unknown=lambda num_late: 10 << num_late,
         announce=lambda _: None,
-        store_held=lambda _: None,
+        store_held=lambda _: ENDED,
     )
     asked = Asked(name="mine", iterations=(10,), num_iterations=1)
     plan = IterationPlan(iterations=(0, 10), is_done=False, asked=(asked,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,29 @@ def test_an_armed_training_has_the_bits_of_an_unarmed_one(tmp_path: Path, *, com
         for one, other in zip(found, expected, strict=True):
             assert one.numpy().tobytes() == other.numpy().tobytes(), keep
         assert open_run(tmp_path / keep).status() == []
+
+
+def test_the_first_line_names_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layers = [nn.Linear(8, 8) for _ in range(3)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    with Capture(tmp_path / "run", model=model, record_last=2) as capture:
+        for iteration in range(12):
+            if iteration == 8:
+                with torch.no_grad():
+                    layers[0].weight.mul_(1e39)
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 8)).square().mean()
+            loss.backward()
+            if iteration == 8:
+                capture.trigger("the loss is no number")
+            optimizer.step()
+    lines = [line for line in capsys.readouterr().err.splitlines() if "what is held is stored" in line]
+    # A NaN in the next layer, one in the loss and the program's own word follow from it.
+    assert re.search(r"iteration 8, rank 0: \d+ of 64 values of 0 forward pre weight are infinite", lines[0]), lines
+    assert sum("iteration 8" in line for line in lines) == 1
+    run = open_run(tmp_path / "run")
+    assert {one.kind for one in run.triggers()} == {TriggerKind.INF, TriggerKind.NAN, TriggerKind.USER}
 
 
 @pytest.mark.s3
