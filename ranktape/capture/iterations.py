@@ -156,7 +156,6 @@ class Iterations:
             self._skip(passed, f"the training went from iteration {self._iteration} to {iteration}")
         self._iteration = iteration
         self._clock.begin_iteration()
-        self._recorder.poll()
         try:
             # One that was killed is started again, also while nothing is captured: others may wait for it.
             self._process.keep_alive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -127,6 +128,7 @@ class Recorder:
             return False
         try:
             parts = take_apart(tensor, placement=placement)
+            self._stager.check(parts[0].tensor)
         except UnrecordableError as error:
             self.refuse(site.source, site.role, str(error), call=call)
             return False
@@ -159,8 +161,9 @@ class Recorder:
         tally = self.tally
         if tally is None or not tally.is_staged or os.getpid() != self._owner or tensor.numel() != 1:
             return
-        with self._guard:
+        with self._guard, contextlib.suppress(UnrecordableError):
             part = take_apart(tensor)[0]
+            self._stager.check(part.tensor)
             key = name, tensor.dtype, tensor.shape, part.placement, self.tracker.mode
             index = self._num_numbers[name, self.tracker.microbatch]
             self._num_numbers[name, self.tracker.microbatch] += 1
@@ -279,13 +282,9 @@ class Recorder:
         seen, self._selecting.sightings = self._selecting.sightings, None
         return [] if seen is None else list(find_unmatched(self.options, seen, paths=paths))
 
-    def poll(self) -> None:
-        """Publish what has arrived from a device; called once in each step."""
-        self._stager.poll()
-
-    def drain(self) -> None:
-        """Wait for what is on its way from a device; called once at the end."""
-        self._stager.poll(waits=True)
+    def close(self, *, timeout_seconds: float) -> None:
+        """Nothing more is recorded; wait for what is on its way from a device."""
+        self._stager.close(timeout_seconds=timeout_seconds)
 
     def refuse(self, source: Source, role: TensorRole, reason: str, *, call: Call | None = None) -> None:
         """Say of a tensor of the running iteration, or of one call in it, that it is not recorded, and why."""

@@ -53,6 +53,9 @@ if TYPE_CHECKING:
 ABORT_TIMEOUT_SECONDS = 10.0
 """Longest wait at the end of a training that failed: torchrun kills what lingers for 30 s."""
 
+HANG_SECONDS = 5.0
+"""Longest wait for the device at the end of a training that failed."""
+
 VERDICT_SECONDS = 10.0
 """Added to each wait at the end: what the coordinator needs to write its verdict once it has waited."""
 
@@ -214,6 +217,10 @@ class Capture(Iterations):
         self._take_off()
         if reason is not None:
             self._tell_of_trigger(TriggerKind.EXCEPTION, reason, error)
+        # Only now: a device that hangs must not keep the writer from learning why.
+        self._recorder.close(
+            timeout_seconds=HANG_SECONDS if reason is not None else self.options.finish_timeout_seconds
+        )
         ending = self._schedule.describe_end(
             iteration=self._iteration,
             num_steps=self._iteration - self.options.first_iteration,
@@ -256,11 +263,11 @@ class Capture(Iterations):
             index=self._recorder.next_index(source, role), dtype=tensor.dtype, device_type=tensor.device.type
         )
         tags = Tags(quant_type=quant_type, sample_ids=None if sample_idx is None else (sample_idx,), metadata=metadata)
-        self._recorder.record(source, role, tensor, call=call, tags=tags)
-        tally = self._recorder.tally
-        if tally is None or not tally.is_staged:
+        is_stored = self._recorder.record(source, role, tensor, call=call, tags=tags)
+        if (tally := self._recorder.tally) is not None:
+            tally.is_by_hand |= tally.is_staged
+        if not is_stored:
             return None
-        tally.is_by_hand = True
         site = site_of(source, role, call=call, quant_type=tags.quant_type or self.options.quant_type)
         return f"{self._backend.url}/{rank_iteration_path(self._attempt, self.rank, self._iteration)}/{site_path(site)}"
 
@@ -348,7 +355,6 @@ class Capture(Iterations):
             self._numbers.stop()
         if self._signals is not None:
             self._signals.stop()
-        self._recorder.drain()
         Capture.current = None
         self._is_closing = True
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
 from ranktape.capture.guard import failure_text
-from ranktape.capture.staging.device import DeviceStage
+from ranktape.capture.staging.device import DeviceStage, driver_of
 from ranktape.capture.staging.ring import RingProducer
 from ranktape.capture.staging.ring_file import SlotKind
+from ranktape.capture.tensors.parts import UnrecordableError
 from ranktape.capture.tensors.taking import StatisticsTaker
 from ranktape.errors import CaptureError, RanktapeError
 
 _Answer = TypeVar("_Answer")
+
+CAPTURING = "a graph is being captured on its device: what it computes has no values yet"
+"""Why nothing is copied meanwhile."""
 
 
 class Stager:
@@ -26,11 +31,36 @@ class Stager:
         self._taker = StatisticsTaker() if takes_statistics else None
         self._timeout_seconds = timeout_seconds
         self._device: DeviceStage | None = None
+        self._refusal: str | None = None
+        self._lock = threading.Lock()
 
     def begin(self) -> None:
         """An iteration begins."""
         if self._taker is not None:
             self._taker.begin()
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """Pass a tensor that can be copied off its device now; asked before anything is allocated for it.
+
+        Raises:
+            UnrecordableError: it cannot.
+        """
+        if not tensor.is_cpu and (reason := self._why_not(tensor)) is not None:
+            raise UnrecordableError(reason)
+
+    def _why_not(self, tensor: torch.Tensor) -> str | None:
+        try:
+            if driver_of(tensor.device).is_capturing(tensor.device):
+                return CAPTURING
+        except (RuntimeError, AttributeError) as error:
+            return f"torch has no streams for {tensor.device.type}: {failure_text(error)}"
+        with self._lock:
+            if self._device is None and self._refusal is None:
+                try:
+                    self._device = DeviceStage(self._ring, device=tensor.device, timeout_seconds=self._timeout_seconds)
+                except RuntimeError as error:
+                    self._refusal = f"no pinned memory for copies off {tensor.device.type}: {failure_text(error)}"
+        return self._refusal if self._device is None else self._device.failure
 
     def takes(self, tensor: torch.Tensor, *, is_reduced: bool) -> bool:
         """Whether of a tensor of which statistics are kept they are put in, and not its values."""
@@ -55,8 +85,8 @@ class Stager:
         seconds = self._timeout_seconds
         slot = _of_ring(self._ring.reserve, SlotKind.TENSOR, header, nbytes, timeout_seconds=seconds)
         try:
-            if nbytes and tensor.is_cuda:
-                self._device = self._device or DeviceStage(self._ring)
+            if nbytes and not tensor.is_cpu:
+                assert self._device is not None, "only called after `check`"
                 self._device.copy(tensor, slot)  # publishes the slot when the copy has arrived
                 return
             if nbytes:
@@ -67,10 +97,12 @@ class Stager:
             raise
         _of_ring(self._ring.publish, slot)
 
-    def poll(self, *, waits: bool = False) -> None:
-        """Publish what has arrived from a device; where it `waits`, everything that is on its way."""
-        if self._device is not None:
-            self._device.poll(waits=waits)
+    def close(self, *, timeout_seconds: float) -> None:
+        """Nothing more is put in; wait for what is on its way from a device."""
+        with self._lock:
+            if self._device is not None:
+                self._device.close(timeout_seconds=timeout_seconds)
+            self._device, self._refusal = None, "the capture has ended"
 
 
 def _of_ring(ask: Callable[..., _Answer], *args: Any, **kwargs: Any) -> _Answer:

@@ -208,6 +208,8 @@ class Writer:
                 mark = Mark.FAILED if left.skip is None else Mark.SKIPPED
                 self._committer.mark(iteration, mark, left.skip or self._given_up)
             stored = set() if left.is_over else self._begin_again(iteration)
+            for header in () if left.is_over else left.lost:
+                self._storer.lose(header, self._iterations[iteration])
             for slot in (*left.words, *left.tensors):
                 if left.is_over or slot.kind is not SlotKind.TENSOR or site_of(slot) in stored:
                     self._ring.free(slot)
@@ -271,10 +273,13 @@ class Writer:
             self._flight.handle(slot)
             return
         iteration = int(slot.header["iteration"])
-        if slot.kind in {SlotKind.TENSOR, SlotKind.END} and iteration not in self._iterations:
+        if slot.kind in {SlotKind.TENSOR, SlotKind.LOST, SlotKind.END} and iteration not in self._iterations:
             self._begin_again(iteration)
         if slot.kind is SlotKind.TENSOR:
             self._storer.submit(slot, self._iterations[iteration])
+        elif slot.kind is SlotKind.LOST:
+            self._storer.lose(slot.header, self._iterations[iteration])
+            self._ring.free(slot)
         elif slot.kind is SlotKind.BEGIN:
             self._begin(iteration)
             self._ring.free(slot)

@@ -188,3 +188,26 @@ def test_a_sleeping_consumer_is_woken_and_a_busy_one_is_left_alone() -> None:
     assert consumer.take() is not None
     assert time.monotonic() - began < 30
     assert os.read(producer.wake_read, 100) == b"\0"
+
+
+@pytest.mark.parametrize("payload_nbytes", [1, 64, 100, 20_000])
+@pytest.mark.parametrize("reason", [None, 'it "failed" \\ for a reason', "x" * 1000])
+def test_a_lost_slot_tells_what_it_was_and_why(payload_nbytes: int, reason: str | None) -> None:
+    producer, consumer = make(1 << 16)
+    put(producer, 0, b"before")
+    slot = producer.reserve(SlotKind.TENSOR, b'{"index":1}', payload_nbytes, timeout_seconds=1)
+    put(producer, 2, b"after")
+    producer.lose(slot, reason)
+    found = []
+    while (read := consumer.take()) is not None:
+        found.append((read.kind, read.header["index"], read.header.get("lost", "")))
+        consumer.free(read)
+    assert [(kind, index) for kind, index, _ in found] == [
+        (SlotKind.TENSOR, 0),
+        (SlotKind.LOST, 1),
+        (SlotKind.TENSOR, 2),
+    ]
+    shown = "" if reason is None else reason.replace('"', "'").replace("\\", "/")
+    assert shown.startswith(found[1][2])
+    assert len(found[1][2]) >= min(len(shown), 26)
+    assert producer.pending_nbytes == 0

@@ -11,7 +11,29 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from ranktape.capture.staging.device import DRIVERS, Driver
 from tests.device.accelerator import Accelerator, NoCompilerError, load
+
+
+class SimDriver(Driver):
+    """Registers host memory with the simulated accelerator, as `CudaDriver` does with CUDA."""
+
+    def __init__(self, sim: Accelerator) -> None:
+        self.sim = sim
+
+    def register(self, memory: torch.Tensor, device: torch.device) -> bool:
+        if self.sim.host_register(memory.data_ptr(), memory.nbytes) == 0:
+            return True
+        with pytest.raises(torch.AcceleratorError, match="left by an earlier call"):
+            torch.empty(1, device=device).zero_()
+        return False
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        assert self.sim.host_unregister(memory.data_ptr()) == 0
+
+    def relax_capture_mode(self) -> None:
+        self.sim.relax()
+
 
 _accelerator = pytest.StashKey[Accelerator]()
 _refusal = pytest.StashKey[str]()
@@ -55,3 +77,14 @@ def device(request: pytest.FixtureRequest) -> torch.device:
         return torch.device("cuda:0")
     request.getfixturevalue("sim")
     return torch.device("sim:0")
+
+
+@pytest.fixture(params=["registered", "pool"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How copies reach the ring: straight into its registered memory, or through a pool of pinned blocks."""
+    if _accelerator not in request.config.stash:
+        if request.param == "pool":
+            monkeypatch.setitem(DRIVERS, "cuda", Driver())
+    elif request.param == "registered":
+        monkeypatch.setitem(DRIVERS, "sim", SimDriver(request.config.stash[_accelerator]))
+    return str(request.param)

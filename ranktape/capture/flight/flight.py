@@ -128,6 +128,9 @@ class Flight:
             held.tensors.append(tensor)
             held.nbytes += slot.payload.nbytes
             self._queue.append((held, tensor))
+        elif slot.kind is SlotKind.LOST:
+            held.lost.append(slot.header)
+            self._ring.free(slot)
         elif slot.kind is SlotKind.BEGIN:
             held.words.append(slot)
         else:
@@ -336,6 +339,8 @@ class Flight:
         staged = self._storer.begin(held.iteration, may_degrade=False)
         if self._config.is_first:
             self._storer.run(staged, self._opener(held.iteration))
+        for lost in held.lost:
+            self._storer.lose(lost, staged)
         for tensor in held.tensors:
             if tensor.slot is not None:
                 self._storer.submit(tensor.slot, staged)

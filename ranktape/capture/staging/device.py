@@ -1,92 +1,284 @@
-"""Copies tensors off a CUDA device without the training waiting for it.
+"""Copies tensors off an accelerator while the training goes on.
 
-    compute stream   a clone: from here on nothing that the training does changes what is recorded
-    side stream      the clone's copy into the ring, which is pinned memory
-    host             publishes the slot once the copy's event has passed; looks at each call, waits at none
+    compute stream   clones the tensor: later changes do not reach the record
+    side stream      copies the clone into pinned memory: the ring itself where the backend registers its memory (CUDA),
+                     else a block of a pool, which the publisher copies into the ring
+    publisher        a thread that waits for the copy, without the GIL, and publishes its slot
 
-The clones that are under way are bounded: beyond the bound the oldest copy is waited for.
+The training thread queries no event and waits for no stream. A tensor beyond the budget of clones is copied on the
+compute stream without a clone, which delays the device and not the host. A device error costs the tensors that it hits:
+their slots are published as lost.
 """
 
 from __future__ import annotations
 
+import ctypes
+import queue
 import threading
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from ranktape.capture.guard import failure_text
 from ranktape.capture.staging.ring import RingProducer
 from ranktape.capture.staging.ring_file import Slot
 from ranktape.errors import CaptureError
 
-DEVICE_BUDGET_NBYTES = 256 << 20
-"""Device memory that clones under way may take, on each device's process."""
+CLONE_BUDGET_NBYTES = 256 << 20
+"""Device memory that clones under way may take, on each device."""
+
+POOL_NBYTES = 256 << 20
+"""Pinned memory, where the ring itself cannot be registered; never more than the ring."""
+
+_NUM_TRIES = 3
+"""A device has failed for good once so many waits in a row raise."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _DeviceCopy:
+class Driver:
+    """What `torch.accelerator` does not offer; the base class serves backends that do not register host memory."""
+
+    def register(self, memory: torch.Tensor, device: torch.device) -> bool:  # noqa: ARG002  (for subclasses)
+        """Pin memory that is allocated already, for all devices; whether the driver did."""
+        return False
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        """Undo `register`."""
+
+    def relax_capture_mode(self) -> None:
+        """Let waits of this thread not invalidate a graph that another thread captures."""
+
+    def is_capturing(self, device: torch.device) -> bool:
+        """Whether the current stream of a device captures a graph."""
+        return bool(torch.accelerator.current_stream(device).is_capturing())
+
+    def record(self, stream: torch.Stream) -> torch.Event:
+        """An event at the end of what the stream has to do now."""
+        return stream.record_event()
+
+
+class CudaDriver(Driver):
+    """CUDA, and ROCm under its name."""
+
+    def register(self, memory: torch.Tensor, device: torch.device) -> bool:
+        """Pin memory that is allocated already, for all devices; whether the driver did."""
+        portable = 1
+        with torch.cuda.device(device):  # else this would create a context on the current device
+            if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, portable)) == 0:
+                return True
+            try:
+                # A refusal stays as CUDA's last error; the next launch raises it, and should be ours.
+                torch.empty(1, device=device).zero_()
+            except torch.AcceleratorError:
+                return False
+        return False
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        """Undo `register`."""
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+    def relax_capture_mode(self) -> None:
+        """Let waits of this thread not invalidate a graph that another thread captures."""
+        name, function = ("libcudart", "cuda") if torch.version.hip is None else ("libamdhip64", "hip")
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        # torch has no binding for it: the library is the one that torch has loaded.
+        for path in {line.split()[-1] for line in maps if name in line}:
+            relaxed = ctypes.byref(ctypes.c_int(2))
+            getattr(ctypes.CDLL(path), f"{function}ThreadExchangeStreamCaptureMode")(relaxed)
+
+    def record(self, stream: torch.Stream) -> torch.Event:
+        """An event at the end of what the stream has to do now."""
+        event = torch.cuda.Event(blocking=True)  # `torch.Event` ignores the flag, and waiting would spin
+        # It takes streams of `torch.cuda` only.
+        event.record(
+            torch.cuda.Stream(
+                stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+            )
+        )
+        return event
+
+
+DRIVERS: dict[str, Driver] = {"cuda": CudaDriver()}
+"""By type of device; others have the base class."""
+
+
+def driver_of(device: torch.device) -> Driver:
+    """The driver of a device."""
+    return DRIVERS.get(device.type) or Driver()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Copy:
     """A copy that is under way."""
 
-    event: torch.cuda.Event
-    """Passes when the copy is done."""
     slot: Slot
     """Where it goes."""
-    clone: torch.Tensor
-    """Kept until then."""
+    device: torch.device
+    """Where it comes from."""
+    clone: torch.Tensor | None = None
+    """The source; None for a tensor that is copied without a clone."""
+    block: torch.Tensor | None = None
+    """The pinned memory in between; None for a ring that is registered."""
+    block_end: int = 0
+    """The bytes of the pool ever taken, once this block was; 0 for a block outside of it."""
+    stream: torch.Stream | None = None
+    """The stream that copies; None before anything was submitted."""
+    event: torch.Event | None = None
+    """Recorded after the copy; None where that failed."""
+    error: str | None = None
+    """Why the tensor is lost."""
 
 
 class DeviceStage:
-    """Copies from CUDA devices into a ring; made when the first CUDA tensor comes. Safe for several threads."""
+    """Copies from the accelerators of this process into a ring; safe for several threads."""
 
-    def __init__(self, ring: RingProducer) -> None:
-        """Pin the ring's memory.
+    def __init__(self, ring: RingProducer, *, device: torch.device, timeout_seconds: float) -> None:
+        """Register the ring, or allocate the pool; `timeout_seconds` is the longest wait for room in the pool.
 
         Raises:
-            CaptureError: the driver does not pin it.
+            RuntimeError: the backend allocates no pinned memory.
         """
         self._ring = ring
-        self._copies: deque[_DeviceCopy] = deque()
-        self._nbytes = 0
-        self._sides: dict[torch.device, torch.cuda.Stream] = {}
-        self._lock = threading.RLock()
-        # Who waits for room may be waiting for what is still on its way.
-        ring.on_wait = self.poll
-        memory = torch.frombuffer(ring.view, dtype=torch.uint8)
-        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-        if status != 0:
-            raise CaptureError(
-                f"the driver cannot pin the {memory.nbytes} bytes of the ring (cudaHostRegister gives {status}): "
-                f"lower --host-budget-nbytes, or raise the limit of locked memory"
-            )
+        self._timeout_seconds = timeout_seconds
+        self._driver = driver_of(device)
+        self._memory = torch.frombuffer(ring.view, dtype=torch.uint8)
+        self._is_registered = self._driver.register(self._memory, device)
+        pool_nbytes = 0 if self._is_registered else min(POOL_NBYTES, ring.capacity)
+        # A first pinned allocation in a captured step would stop the device.
+        self._pool = torch.empty(pool_nbytes, dtype=torch.uint8, pin_memory=not self._is_registered)
+        self._pool_taken = self._pool_freed = 0
+        self._clone_nbytes: Counter[torch.device] = Counter()
+        self._sides: dict[torch.device, torch.Stream] = {}
+        self._failure: str | None = None
+        self._is_abandoned = False
+        self._open: deque[_Copy] = deque()
+        self._changed = threading.Condition()
+        # Blocks of the pool are freed in the order in which they are taken: one thread at a time submits.
+        self._submitting = threading.Lock()
+        self._queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
+        self._publisher = threading.Thread(target=self._publish, name="ranktape-publisher", daemon=True)
+        self._publisher.start()
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing can be copied any more."""
+        return self._failure
 
     def copy(self, tensor: torch.Tensor, slot: Slot) -> None:
-        """Copy a tensor into its slot and publish that when the copy is done; returns before it is."""
-        with self._lock:
-            # Asked for before the stream changes: inside of the block it would be the side stream itself.
-            compute = torch.cuda.current_stream(tensor.device)
-            clone = tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
-            if tensor.device not in self._sides:
-                self._sides[tensor.device] = torch.cuda.Stream(tensor.device)
-            side = self._sides[tensor.device]
-            side.wait_stream(compute)
-            target = torch.frombuffer(slot.payload, dtype=torch.uint8)
-            with torch.cuda.stream(side):
-                target.copy_(clone.view(-1).view(torch.uint8), non_blocking=True)
-                event = torch.cuda.Event()
-                event.record(side)
-            self._copies.append(_DeviceCopy(event=event, slot=slot, clone=clone))
-            self._nbytes += clone.nbytes
-            while self._nbytes > DEVICE_BUDGET_NBYTES:
-                self._copies[0].event.synchronize()
-                self.poll()
-            self.poll()
+        """Submit the copy of a tensor into its slot. Raises nothing: where the device does, the tensor is lost."""
+        copy = _Copy(slot=slot, device=tensor.device, error="interrupted")
+        with self._submitting:
+            try:
+                self._submit(tensor.detach(), copy)
+                copy.error = None
+            except Exception as error:  # noqa: BLE001  # a device may fail with anything
+                copy.error = failure_text(error)
+            finally:
+                with self._changed:
+                    self._open.append(copy)
+                self._queue.put(copy)
 
-    def poll(self, *, waits: bool = False) -> None:
-        """Publish what has arrived; where it `waits`, everything that is under way, as it arrives."""
-        with self._lock:
-            while self._copies and (waits or self._copies[0].event.query()):
-                if waits:
-                    self._copies[0].event.synchronize()
-                copy = self._copies.popleft()
-                self._nbytes -= copy.clone.nbytes
-                self._ring.publish(copy.slot)
+    def _submit(self, tensor: torch.Tensor, copy: _Copy) -> None:
+        target = torch.frombuffer(copy.slot.payload, dtype=torch.uint8)
+        if not self._is_registered:
+            target = copy.block = self._take_block(copy, target.numel())
+        compute = torch.accelerator.current_stream(copy.device)
+        with self._changed:
+            is_cloned = self._clone_nbytes[copy.device] + tensor.nbytes <= CLONE_BUDGET_NBYTES
+        if is_cloned:
+            source = copy.clone = _plain(tensor.clone(memory_format=torch.contiguous_format))
+            with self._changed:
+                self._clone_nbytes[copy.device] += source.nbytes
+            copy.stream = self._side(copy.device)
+            copy.stream.wait_stream(compute)
+        else:
+            # The memory of the source is reused by this stream only, after the copy.
+            source, copy.stream = _plain(tensor.contiguous()), compute
+        with copy.stream:
+            target.copy_(source.view(-1).view(torch.uint8), non_blocking=True)
+        copy.event = self._driver.record(copy.stream)
+
+    def _side(self, device: torch.device) -> torch.Stream:
+        if device not in self._sides:
+            self._sides[device] = torch.Stream(device)
+        return self._sides[device]
+
+    def _take_block(self, copy: _Copy, nbytes: int) -> torch.Tensor:
+        """Pinned memory for a copy, waited for until earlier copies are published.
+
+        Raises:
+            CaptureError: the pool had no room in time.
+        """
+        size = self._pool.numel()
+        if nbytes > size:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        with self._changed:
+            rest = size - self._pool_taken % size
+            start = self._pool_taken + (rest if rest < nbytes else 0)
+            if not self._changed.wait_for(
+                lambda: self._pool_freed == self._pool_taken or start + nbytes <= self._pool_freed + size,
+                self._timeout_seconds,
+            ):
+                raise CaptureError(f"{size} bytes of pinned memory had no room for it: raise --host-budget-nbytes")
+            copy.block_end = self._pool_taken = start + nbytes
+        return self._pool[start % size :][:nbytes]
+
+    def _publish(self) -> None:
+        self._driver.relax_capture_mode()
+        while (copy := self._queue.get()) is not None:
+            self._wait_for(copy)
+            with self._changed:
+                if self._is_abandoned:
+                    return
+            if copy.error is None and copy.block is not None:
+                torch.frombuffer(copy.slot.payload, dtype=torch.uint8).copy_(copy.block)
+            with self._changed:
+                self._open.popleft()
+                if copy.clone is not None:
+                    self._clone_nbytes[copy.device] -= copy.clone.nbytes
+                copy.clone = copy.block = None
+                self._pool_freed = max(self._pool_freed, copy.block_end)
+                if copy.error is None:
+                    self._ring.publish(copy.slot)
+                else:
+                    self._ring.lose(copy.slot, copy.error)
+                self._changed.notify_all()
+
+    def _wait_for(self, copy: _Copy) -> None:
+        """Wait until nothing writes into the slot any more, whatever fails: only then may its memory be reused."""
+        if copy.stream is None:
+            return
+        for _ in range(_NUM_TRIES):
+            try:
+                (copy.stream if copy.event is None else copy.event).synchronize()
+            except Exception as error:  # noqa: BLE001  # a device may fail with anything
+                copy.error = copy.error or failure_text(error)
+                copy.event = None
+            else:
+                return
+        self._failure = f"the device failed: {copy.error}"
+
+    def close(self, *, timeout_seconds: float) -> None:
+        """Publish all that is under way, end the publisher and unregister the ring; before the ring is unmapped.
+
+        What a device that hangs does not bring in time is lost; its memory stays registered.
+        """
+        with self._changed:
+            is_done = self._changed.wait_for(lambda: not self._open, timeout_seconds)
+            if not is_done:
+                self._is_abandoned = True
+                while self._open:
+                    self._ring.lose(self._open.popleft().slot)
+        self._queue.put(None)
+        if not is_done:
+            return
+        self._publisher.join()
+        if self._is_registered:
+            self._driver.unregister(self._memory)
+        self._is_registered = False
+        self._memory = self._pool = torch.empty(0)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg()

@@ -71,8 +71,6 @@ class RingProducer(RingFile):
         self.wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._keep_alive = keep_alive
-        self.on_wait: Callable[[], None] = lambda: None
-        """Called again and again while somebody waits for room."""
         self.on_long_wait: Callable[[], None] = lambda: None
         """Called once in a wait that is long."""
         self.is_patient = False
@@ -142,6 +140,27 @@ class RingProducer(RingFile):
         """Give a slot that could not be filled back: the writer passes over it."""
         prefix = self.slots((slot.end - slot.nbytes) % self.capacity, PREFIX_NBYTES)
         prefix[:] = _PREFIX.pack(SlotKind.GAP, 0, slot.nbytes)
+        self.publish(slot)
+
+    def lose(self, slot: Slot, reason: str | None = None) -> None:
+        """Publish a slot without its values: the iteration goes on without that tensor, and its commit says so.
+
+        Without a reason the payload stays as it is: a copy into it may be under way.
+        """
+        start = (slot.end - slot.nbytes) % self.capacity
+        _, header_nbytes, payload_nbytes = _PREFIX.unpack(self.slots(start, PREFIX_NBYTES))
+        header = bytes(self.slots(start + PREFIX_NBYTES, header_nbytes)) if reason is not None else b""
+        if reason is not None:
+            text = reason.encode("ascii", "replace").replace(b"\\", b"/").replace(b'"', b"'")
+            room = slot.nbytes - PREFIX_NBYTES - header_nbytes - len(b',"lost":""')
+            header = header[:-1] + b',"lost":"' + text[:room] + b'"}'
+            header_nbytes, payload_nbytes = len(header), 0
+            rest = slot.nbytes - aligned(PREFIX_NBYTES + header_nbytes)
+            if rest:
+                gap = self.slots(start + slot.nbytes - rest, PREFIX_NBYTES)
+                gap[:] = _PREFIX.pack(SlotKind.GAP, 0, rest)
+        words = _PREFIX.pack(SlotKind.LOST, header_nbytes, payload_nbytes) + header
+        self.slots(start, len(words))[:] = words
         self.publish(slot)
 
     def put(self, kind: SlotKind, header: dict[str, Any], *, timeout_seconds: float) -> None:
@@ -219,7 +238,6 @@ class RingProducer(RingFile):
         try:
             while not self._has_room(nbytes):
                 time.sleep(_WAIT_SECONDS)
-                self.on_wait()
                 now = time.monotonic()
                 if now - start > LONG_WAIT_SECONDS and not is_told:
                     is_told = True
@@ -267,7 +285,7 @@ class RingProducer(RingFile):
         """Close the wake-up pipe and the file; nothing can be reserved after it."""
         os.close(self._wake_write)
         os.close(self.wake_read)
-        self.on_wait = self.on_long_wait = lambda: None
+        self.on_long_wait = lambda: None
         super().close()
 
 

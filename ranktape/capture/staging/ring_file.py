@@ -37,7 +37,7 @@ _PAGE = 4096
 _WORDS_NBYTES = 256 * _PAGE
 _SLOTS = _PAGE + 3 * _WORDS_NBYTES
 _ALIGNMENT = 64
-_FORMAT = int.from_bytes(b"rtring2\0", "little")
+_FORMAT = int.from_bytes(b"rtring3\0", "little")
 
 
 class Counter(IntEnum):
@@ -109,6 +109,8 @@ class SlotKind(IntEnum):
     """The rank does not take an iteration."""
     TRIGGER = 5
     """Something happened: what a flight recorder holds is to be stored."""
+    LOST = 6
+    """A tensor whose values did not come off its device; its identity, and `lost`, the reason where it is known."""
 
 
 @dataclass(slots=True)

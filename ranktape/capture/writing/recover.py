@@ -8,11 +8,13 @@ is committed as the writer would have; of any other a marker says how much is lo
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ranktape.capture.expected import MAX_PLACES
+from ranktape.capture.flight.rules import site_text
 from ranktape.capture.staging.ring import RingConsumer
 from ranktape.capture.staging.ring_file import RING_SUFFIX, Counter, Slot, SlotKind, Words, boot_id, lock_ring
 from ranktape.capture.writing.counting import reduce_to, staged_record
@@ -31,6 +33,9 @@ from ranktape.storage.format.layout import Mark, TensorSite, site_path
 from ranktape.storage.format.progress import finish_ready, judge_again, open_iteration, read_progress
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.recording.writer import RankWriter
+
+NEVER_CAME = "the device had not copied it when the capture ended"
+"""The reason of a lost slot that has none."""
 
 
 @dataclass(slots=True)
@@ -67,6 +72,11 @@ class Left:
     """What it said when it had ended it."""
     skip: str | None = None
     """Why the rank did not take it."""
+
+    @property
+    def lost(self) -> list[Mapping[str, Any]]:
+        """Headers of the tensors whose values did not come off their device."""
+        return [slot.header for slot in self.words if slot.kind is SlotKind.LOST]
 
     @property
     def is_over(self) -> bool:
@@ -255,7 +265,7 @@ class Recovery:
         header = left.end
         stored = self.adopt(iteration)
         missing = [slot for slot in left.tensors if site_of(slot) not in stored]
-        num_found, num_tensors = len(stored) + len(missing), int(header["num_tensors"])
+        num_found, num_tensors = len(stored) + len(missing) + len(left.lost), int(header["num_tensors"])
         if num_found != num_tensors:
             raise CaptureError(
                 f"{num_tensors - num_found} of {num_tensors} tensors are neither stored nor in the ring: they were on "
@@ -265,7 +275,7 @@ class Recovery:
             array, info = staged_record(slot, rank=self._rank, attempt=self._attempt.number)
             kept, kept_info = reduce_to(slot.header.get("keep", ""), array, info=info) or (array, info)
             self._rank_writer.write(kept, info=kept_info)
-        self._rank_writer.commit(iteration, **expectations(header))
+        self._rank_writer.commit(iteration, **expectations(header, lost=left.lost))
         self.num_tensors += len(missing)
 
     def adopt(self, iteration: int) -> set[str]:
@@ -307,7 +317,18 @@ def site_of(slot: Slot) -> str:
     return site_path(TensorSite(**{name: header[name] for name in TensorSite.__dataclass_fields__ if name in header}))
 
 
-def expectations(header: Mapping[str, Any]) -> dict[str, Any]:
-    """What the end of an iteration says of the tensors that it should have; arguments of `RankWriter.commit`."""
+def expectations(header: Mapping[str, Any], *, lost: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """What the end of an iteration says of the tensors that it should have; arguments of `RankWriter.commit`.
+
+    The tensors that are `lost`, given by their headers, are missing too: the trainer had counted them.
+    """
     names = ("expected", "silent_sites", "num_expected", "num_missing", "compiled", "step_skipped")
-    return {name: header[name] for name in names if name in header}
+    known = {name: header[name] for name in names if name in header}
+    silent = header.get("silent_sites", {})
+    new = {site_text(one): str(one.get("lost", NEVER_CAME)) for one in lost if site_text(one) not in silent}
+    if new:
+        shown = dict(list(new.items())[:MAX_PLACES])
+        if len(new) > MAX_PLACES:
+            shown[f"and {len(new) - MAX_PLACES} more"] = next(iter(new.values()))
+        known |= {"silent_sites": {**silent, **shown}, "num_missing": header.get("num_missing", 0) + len(new)}
+    return known

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -80,6 +80,8 @@ class Staged:
     """Why it will not be committed."""
     lacks_space: bool = False
     """Whether that is because the store is full."""
+    lost: list[Mapping[str, Any]] = field(default_factory=list)
+    """Headers of the tensors whose values did not come off their device."""
 
     def has_failed(self) -> bool:
         """Whether there is such a reason."""
@@ -152,6 +154,11 @@ class Storer:
         """Store the tensor in a slot, and free the slot, in one of the threads."""
         staged.num_tensors += 1
         staged.futures.append(self._pool.submit(self.store, slot, staged))
+
+    def lose(self, header: Mapping[str, Any], staged: Staged) -> None:
+        """The iteration goes without a tensor."""
+        staged.num_tensors += 1
+        staged.lost.append(header)
 
     def submit_reduced(self, kept: np.ndarray[Any, Any], info: RecordInfo, staged: Staged) -> None:
         """Store what stands for a tensor that is in the ring no more."""
