@@ -7,6 +7,7 @@ import json
 import math
 import shlex
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import ml_dtypes
@@ -81,13 +82,13 @@ def expected(array: Array) -> Row:
     }
 
 
-def percentile_of(array: Array, percent: float) -> float | None:
-    """As numpy has it; infinities are numbers there, between which it cannot interpolate."""
-    numbers = np.clip(numbers_of(array), -1e300, 1e300)
+def percentile_of(array: Array, percent: str) -> float | None:
+    """The smallest number at or below which so many per cent lie, counted in whole numbers."""
+    numbers = np.sort(numbers_of(array).reshape(-1))
     if not numbers.size or array.dtype.kind == "c":
         return None
-    found = float(np.quantile(numbers, percent / 100, method="inverted_cdf"))
-    return math.copysign(math.inf, found) if abs(found) == 1e300 else found
+    wanted = Fraction(percent) * numbers.size
+    return next(float(one) for place, one in enumerate(numbers, start=1) if 100 * place >= wanted)
 
 
 def assert_figures(row: Row, array: Array) -> None:
@@ -97,7 +98,7 @@ def assert_figures(row: Row, array: Array) -> None:
         tolerance = 1e-9 if name in {"skewness", "kurtosis"} else 1e-12 * scale ** (1 + (name == "variance"))
         assert row[name] == (None if value is None else pytest.approx(value, rel=1e-9, abs=tolerance)), name
     for percent in PERCENTILES:
-        assert row[f"p{percent:g}"] == percentile_of(array, percent), percent
+        assert row[f"p{percent}"] == percentile_of(array, percent), percent
     assert row["percentiles"] == ("unknown" if array.dtype.kind == "c" else "exact")
 
 
@@ -136,16 +137,43 @@ def test_percentiles_of_many_wide_values_say_how_near_they_are() -> None:
     assert row["percentiles"] == "within 2^-8"
     assert any("ranks within 2^-10" in note for note in table.notes)
     for percent in PERCENTILES:
-        ranks = [np.quantile(values, percent / 100 + slack).item() for slack in (0, 2.0**-10)] if percent < 99.9 else []
-        assert not ranks or ranks[0] <= row[f"p{percent:g}"] <= ranks[1], percent
+        if percent != "99.9":
+            low, high = (np.quantile(values, float(percent) / 100 + slack).item() for slack in (0, 2.0**-10))
+            assert low <= row[f"p{percent}"] <= high, percent
 
 
-def test_of_the_largest_float64_percentiles_are_known() -> None:
-    array = np.array([1e300, 2.0, 3.0, -1e300])
-    (row,) = stats(stored(array)).records()
-    assert [row[name] for name in ("p0.1", "p50", "p99.9")] == [-1e300, 2.0, 1e300]
-    assert (row["maximum"], row["overflow.absmax"]) == (1e300, 1e300)
-    assert (row["std"], row["kurtosis"]) == (None, None)
+def test_percentiles_are_exact_at_every_size() -> None:
+    """As p99.9 of 1,000 values, which is the 999th: 0.999 times 1,000 is above 999 in float64."""
+    sizes = [*range(1, 130), 1000, 2000, 4000]
+    percents = ["99.9", "99.99999", "0.1", *map(str, range(101))]
+    arrays = [np.arange(1, size + 1, dtype=np.float32) for size in sizes]
+    rows = stats(stored(*arrays), metric=[f"p{percent}" for percent in percents]).records()
+    for row, array in zip(rows, arrays, strict=True):
+        for percent in percents:
+            assert row[f"p{percent}"] == max(1, math.ceil(Fraction(percent) * array.size / 100)), (percent, array.size)
+    assert stats(stored(arrays[0]), metric=["p50.00"]).columns[-2].name == "p50"
+
+
+@pytest.mark.parametrize("factor", [1e-300, 1e-170, 1e160, 1e300])
+def test_magnitudes_at_the_ends_of_float64_have_every_metric(factor: float) -> None:
+    array = np.array([[8.0, 2.0, 3.0, -7.0], [1.0, -1.0, 5.0, 0.5]])
+    (plain,), (row,) = (stats(stored(one)).records() for one in (array, array * factor))
+    for name in ("mean", "std", "absmax", "mean_magnitude", "rms", "norm", "p50"):
+        assert row[name] == pytest.approx(plain[name] * factor), name
+    for name in ("skewness", "kurtosis", "crest_factor"):
+        assert row[name] == pytest.approx(plain[name]), name
+    # No float64 holds its square.
+    assert row["variance"] is None
+    samples = stats(records_of([describe_tensor(array * factor, sample_dim=0)]), per_sample=True).records()
+    assert [one["std"] for one in samples] == pytest.approx((array.std(axis=1) * factor).tolist())
+    together = stats(records_of([describe_tensor(array * factor, sample_dim=1)]), by=["sample", "rank"]).records()
+    assert [one["norm"] for one in together] == pytest.approx((np.linalg.norm(array, axis=0) * factor).tolist())
+
+
+def test_the_mean_of_the_largest_float64_is_known() -> None:
+    largest = float(np.finfo(np.float64).max)
+    (row,) = stats(stored(np.full(100, largest))).records()
+    assert (row["mean"], row["rms"], row["std"], row["norm"]) == (largest, largest, 0.0, None)
 
 
 def test_values_are_those_that_were_computed_with_unless_said_otherwise() -> None:

@@ -7,6 +7,8 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from ranktape.analyze.table import Column, Kind
@@ -15,7 +17,7 @@ from ranktape.errors import UsageError
 if TYPE_CHECKING:
     from ranktape.analyze.numerics.digest import Digest
 
-PERCENTILES = (0.1, 1.0, 5.0, 25.0, 50.0, 75.0, 95.0, 99.0, 99.9)
+PERCENTILES = ("0.1", "1", "5", "25", "50", "75", "95", "99", "99.9")
 """The percentiles that have a name."""
 
 
@@ -47,7 +49,7 @@ def parse_metric(name: str) -> Metric:
         return METRICS[name]
     percent = re.fullmatch(r"p(\d+(?:\.\d+)?)", name)
     if percent is not None and float(percent[1]) <= 100:  # noqa: PLR2004 - percent
-        return _percentile(float(percent[1]))
+        return _percentile(percent[1])
     nearest = difflib.get_close_matches(name, METRICS, n=3) or [one for one in METRICS if name and name in one]
     hint = f"use {' or '.join(nearest)}" if nearest else f"use one of {', '.join(METRICS)}, or any percentile as p99.5"
     raise UsageError(f"no metric {name!r}: {hint}")
@@ -62,14 +64,16 @@ def _statistic(name: str, *, head: str = "") -> Metric:
     return Metric(name=name, kind=Kind.FLOAT, head=head or name, of=lambda digest: getattr(digest.statistics, name))
 
 
-def _percentile(percent: float) -> Metric:
+def _percentile(percent: str) -> Metric:
+    name = f"p{Decimal(percent).normalize():f}"
+
     def quantile(digest: Digest) -> float | None:
         # Of complex values single parts are known, and of statistics that were kept nothing.
         if not digest.has_values or "complex" in digest.dtype:
             return None
-        return digest.quantiles([percent / 100])[0]
+        return digest.quantiles([Fraction(percent) / 100])[0]
 
-    return Metric(name=f"p{percent:g}", kind=Kind.FLOAT, head=f"p{percent:g}", of=quantile)
+    return Metric(name=name, kind=Kind.FLOAT, head=name, of=quantile)
 
 
 def count_names(kind: str) -> tuple[str, str]:

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ def _flushed(digest: Digest) -> float:
     return digest.count(target.limits(largest=tallies.largest_finite)).flushed / nonzero
 
 
-_QUANTILES = {f"p{percent:g}": percent / 100 for percent in PERCENTILES}
+_QUANTILES = {f"p{percent}": Fraction(percent) / 100 for percent in PERCENTILES}
 
 _OF: dict[str, Callable[[Digest], float | None]] = {
     **{name: one.of for name, one in METRICS.items() if name not in _QUANTILES},

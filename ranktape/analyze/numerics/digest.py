@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -79,16 +80,17 @@ class Digest:
             per_sample=None,
         )
 
-    def quantiles(self, probabilities: Sequence[float]) -> list[float | None]:
+    def quantiles(self, probabilities: Sequence[float | Fraction]) -> list[float | None]:
         """The smallest numbers below or at which such a part of all numbers lies; None where there is no number.
 
-        NaN is no number, infinities are. As `numpy.quantile(..., method="inverted_cdf")`.
+        NaN is no number, infinities are. A float is the decimal number as which it is written: 0.999 of 1,000 are 999.
+        As `numpy.quantile(..., method="inverted_cdf")`, which does without exact parts.
         """
         if not self.counts.size:
             return [None] * len(probabilities)
         ends = np.cumsum(self.counts)
         total = int(ends[-1])
-        places = [min(max(math.ceil(part * total), 1), total) for part in probabilities]
+        places = [min(max(math.ceil(Fraction(str(part)) * total), 1), total) for part in probabilities]
         return [float(self.values[index]) for index in np.searchsorted(ends, places)]
 
 

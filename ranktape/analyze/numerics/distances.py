@@ -169,11 +169,12 @@ def fit_normal(digest: Digest, *, num_points: int = 101) -> NormalFit:
     mean, std = _moments(digest, numbers)
     if not numbers.values.size or mean is None or not std:
         return NormalFit(num_values=numbers.num_values, mean=mean, std=std)
-    probabilities = (np.arange(num_points) + 0.5) / num_points
+    odd = 2 * np.arange(num_points) + 1
+    probabilities = odd / (2 * num_points)
     normal = NormalDist(mean, std)
     distance = _ks_distance(numbers, normal)
     ends = np.cumsum(numbers.counts)
-    places = np.searchsorted(ends, np.ceil(probabilities * ends[-1]))
+    places = np.searchsorted(ends, -(-odd * ends[-1] // (2 * num_points)))
     return NormalFit(
         num_values=numbers.num_values,
         mean=mean,

@@ -38,8 +38,8 @@ class Sample:
     """Of elements, of finite ones, and of each of `TALLY_KINDS`."""
     mean: float
     """Of the finite values, as everything that follows."""
-    moment_2: float
-    """Sum of (x - mean)^2."""
+    spread: float
+    """The Euclidean norm of x - mean."""
     norm: float
     """The Euclidean norm."""
     minimum: float
@@ -54,17 +54,17 @@ class Sample:
         ours, theirs = self.counts[1], other.counts[1]
         apart = other if not ours else self if not theirs else None
         if apart is not None:
-            mean, moment_2 = apart.mean, apart.moment_2
+            mean, spread = apart.mean, apart.spread
         else:
             # Chan, Golub, LeVeque 1979: from two means to one.
             shift = other.mean - self.mean
             mean = self.mean + shift * theirs / (ours + theirs)
-            moment_2 = self.moment_2 + other.moment_2 + shift * shift * ours * theirs / (ours + theirs)
+            spread = math.hypot(self.spread, other.spread, shift * math.sqrt(ours * theirs / (ours + theirs)))
         return Sample(
             num_records=self.num_records + other.num_records,
             counts=tuple(map(sum, zip(self.counts, other.counts, strict=True))),
             mean=mean,
-            moment_2=moment_2,
+            spread=spread,
             norm=math.hypot(self.norm, other.norm),
             minimum=float(np.fmin(self.minimum, other.minimum)),
             maximum=float(np.fmax(self.maximum, other.maximum)),
@@ -74,10 +74,10 @@ class Sample:
     def metrics(self) -> dict[str, float | None]:
         """What is known of it, under the names of `METRICS`."""
         elements, num_finite, *tallies = self.counts
-        variance = self.moment_2 / num_finite if num_finite else math.nan
-        rms = self.norm / math.sqrt(num_finite) if num_finite else math.nan
+        root = math.sqrt(num_finite) or math.nan
+        std, rms = self.spread / root, self.norm / root
         numbers = {name: getattr(self, name) for name in ("mean", "minimum", "maximum", "absmax", "norm")}
-        numbers |= {"std": math.sqrt(variance), "variance": variance, "rms": rms}
+        numbers |= {"std": std, "variance": std * std, "rms": rms}
         numbers["crest_factor"] = self.absmax / rms if rms else math.nan
         by_kind = dict(zip(TALLY_KINDS, tallies, strict=True))
         by_kind["total"] = by_kind["upper"] + by_kind["lower"]
@@ -87,7 +87,7 @@ class Sample:
         return counts | {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
-_UNKNOWN = dict.fromkeys(("mean", "moment_2", "minimum", "maximum", "absmax"), math.nan)
+_UNKNOWN = dict.fromkeys(("mean", "spread", "minimum", "maximum", "absmax"), math.nan)
 _NOTHING = Sample(num_records=0, counts=(0,) * (2 + len(TALLY_KINDS)), norm=0.0, **_UNKNOWN)
 
 SAMPLE_NAMES = tuple(name for name in METRICS if name in _NOTHING.metrics())
@@ -166,7 +166,7 @@ def sample_of(known: Mapping[str, Any], index: int) -> Sample:
     return Sample(
         num_records=1,
         counts=counts,
-        moment_2=float(known["std"][index]) ** 2 * counts[1],
+        spread=float(known["std"][index]) * math.sqrt(counts[1]),
         **{name: float(known[name][index]) for name in ("mean", "norm", "minimum", "maximum", "absmax")},
     )
 

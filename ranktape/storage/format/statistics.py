@@ -22,9 +22,7 @@ from ranktape.errors import DataError
 class Statistics:
     """What the finite values of a tensor add up to; NaN and infinities are in `num_elements` alone.
 
-    Of complex values the magnitudes are meant. Of 64-bit floats beyond 1e77 in magnitude the higher moments are
-    infinite or NaN, and of those within 1e-73 of each other they are too small to be held: what follows from them is
-    None.
+    Of complex values the magnitudes are meant. Sums and moments are those of values divided by 2**`exponent`.
     """
 
     num_elements: int
@@ -32,7 +30,7 @@ class Statistics:
     num_finite: int
     """Those that are neither NaN nor infinite: n, over which everything else is."""
     sum: float
-    """Sum of x; 0 where nothing is finite."""
+    """Sum of x, divided as said above; 0 where nothing is finite."""
     moment_2: float
     """Sum of (x - mean)^2; exactly 0 where all values are equal, or nothing is finite. So are the next two."""
     moment_3: float
@@ -49,62 +47,76 @@ class Statistics:
     """Largest finite magnitude; None where nothing is finite."""
 
     @property
+    def exponent(self) -> int:
+        """0, unless `absmax` is below 2**-180 or above 2**180, as float64 may be: then that of `absmax`."""
+        return exponent_of(self.absmax)
+
+    @property
     def mean(self) -> float | None:
-        """`sum` / n."""
-        return self.sum / self.num_finite if self.num_finite else None
+        """Of x: `sum` / n times 2**`exponent`."""
+        if self.minimum is None or self.maximum is None or not math.isfinite(self.sum):
+            return None
+        return min(max(self._times(self.sum / self.num_finite), self.minimum), self.maximum)
 
     @property
     def mean_magnitude(self) -> float | None:
-        """`sum_magnitudes` / n."""
-        return self.sum_magnitudes / self.num_finite if self.num_finite else None
+        """Of |x|: `sum_magnitudes` / n times 2**`exponent`."""
+        return self._size(self.sum_magnitudes / max(1, self.num_finite))
 
     @property
     def variance(self) -> float | None:
-        """`moment_2` / n: of the values themselves, not of what they would be a sample of."""
-        return self._mean_of(self.moment_2, power=2)
+        """Of the values themselves, not of what they would be a sample of; None where float64 does not hold it."""
+        mean = self._times(self.moment_2 / max(1, self.num_finite), power=2)
+        is_held = math.isfinite(mean) and (mean >= _MIN_NORMAL or not self.moment_2)
+        return mean if is_held and self.num_finite else None
 
     @property
     def std(self) -> float | None:
-        """The square root of `variance`."""
-        return None if self.variance is None else math.sqrt(self.variance)
+        """The square root of the variance."""
+        return self._size(self._divided_std)
 
     @property
     def rms(self) -> float | None:
         """The square root of the mean of x^2."""
-        if self.variance is None or self.mean is None:
-            return None
-        return math.hypot(math.sqrt(self.variance), self.mean)
+        return self._size(math.hypot(self._divided_std, self.sum / max(1, self.num_finite)))
 
     @property
     def norm(self) -> float | None:
         """The Euclidean norm: the square root of the sum of x^2; 0 where nothing is finite."""
         if not self.num_finite:
             return 0.0
-        return None if self.rms is None else self.rms * math.sqrt(self.num_finite)
+        return None if self.rms is None else _known(self.rms * math.sqrt(self.num_finite))
 
     @property
     def skewness(self) -> float | None:
-        """(`moment_3` / n) / `std`^3; None where all values are equal."""
+        """(`moment_3` / n) / (`moment_2` / n)^1.5; None where all values are equal."""
         return self._standardised(self.moment_3, power=3)
 
     @property
     def kurtosis(self) -> float | None:
-        """(`moment_4` / n) / `std`^4, which is 3 for a normal distribution; None where all values are equal."""
+        """(`moment_4` / n) / (`moment_2` / n)^2: 3 for a normal distribution; None where all values are equal."""
         return self._standardised(self.moment_4, power=4)
 
-    def _standardised(self, moment: float, *, power: int) -> float | None:
-        mean = self._mean_of(moment, power=power)
-        if mean is None or not self.std:
-            return None
-        return _known(mean / self.std / self.std**2 / self.std ** (power - 3))
+    @property
+    def _divided_std(self) -> float:
+        return math.sqrt(self.moment_2 / max(1, self.num_finite))
 
-    def _mean_of(self, moment: float, *, power: int) -> float | None:
-        """The moment over n; None where it is beyond float64, or below the numbers that have all digits."""
-        if self.minimum is None or self.maximum is None:
+    def _standardised(self, moment: float, *, power: int) -> float | None:
+        std = self._divided_std
+        return _known(moment / self.num_finite / std / std**2 / std ** (power - 3)) if std else None
+
+    def _size(self, divided: float) -> float | None:
+        """What is no larger than the largest magnitude, of that divided by 2**`exponent`; None where nothing is."""
+        if self.absmax is None or not math.isfinite(divided):
             return None
-        # The largest difference from the mean is half of that at least.
-        is_lost = 0 < self.maximum - self.minimum < 2.0 ** (_LEAST_EXPONENT / power)
-        return None if is_lost else _known(moment / self.num_finite)
+        return min(self._times(divided), self.absmax)
+
+    def _times(self, value: float, *, power: int = 1) -> float:
+        """The value times 2**`exponent` to a power; infinite beyond float64."""
+        try:
+            return math.ldexp(value, power * self.exponent)
+        except OverflowError:
+            return math.copysign(math.inf, value)
 
     def merge(self, other: Statistics) -> Statistics:
         """The statistics of both parts together."""
@@ -134,6 +146,10 @@ class Statistics:
             raise DataError(
                 f"statistics of {values['num_finite']} finite values of {values['num_elements']} are damaged"
             )
+        exponent = exponent_of(values["absmax"])
+        if exponent and not 1 / 2 <= values["sum_magnitudes"] <= _MAX_COUNT:
+            # Runs that were recorded earlier have undivided sums.
+            values |= {name: float(np.ldexp(values[name], -power * exponent)) for name, power in _POWERS.items()}
         return cls(**values | (dict.fromkeys(_ENDS) if has_none else {}))
 
 
@@ -142,22 +158,35 @@ STATISTICS = tuple(field.name for field in dataclasses.fields(Statistics))
 
 _COUNTS = STATISTICS[:2]
 _MOMENTS = STATISTICS[3:6]
+_POWERS = {"sum": 1, "moment_2": 2, "moment_3": 3, "moment_4": 4, "sum_magnitudes": 1}
+"""Of which power of x each is a sum."""
+
 _ENDS: dict[str, Callable[..., Any]] = {"minimum": min, "maximum": max, "absmax": max}
 _MAX_COUNT = 2.0**53
-_LEAST_EXPONENT = -1022 + 53 + 4
-"""Of a power of the spread, so that powers half of it have all digits, and what is lost below them does not matter."""
+_MIN_NORMAL = 2.0**-1022
+
+MAX_EXPONENT = 180
+"""Fourth powers of what is that far from 1, and of its last digit, are float64 numbers with all digits."""
+
+
+def exponent_of(absmax: float | None) -> int:
+    """`Statistics.exponent` of values with that largest magnitude."""
+    exponent = math.frexp(absmax or 0.0)[1]
+    return exponent if abs(exponent) > MAX_EXPONENT else 0
 
 
 def merge_statistics(parts: Sequence[Statistics]) -> Statistics:
     """The statistics of all parts together; of no elements where there is no part."""
-    total, moments = merge_moments(
-        np.array([part.num_finite for part in parts], dtype=np.float64),
-        np.array([part.sum for part in parts], dtype=np.float64),
-        [np.array([getattr(part, name) for part in parts], dtype=np.float64) for name in _MOMENTS],
-    )
     finite = [part for part in parts if part.num_finite]
     # None of the three is None there.
     ends = {name: choose((getattr(part, name) for part in finite), default=None) for name, choose in _ENDS.items()}
+    steps = np.array([part.exponent for part in parts], dtype=np.int64) - exponent_of(ends["absmax"])
+    sums = {
+        name: np.ldexp(np.array([getattr(part, name) for part in parts], dtype=np.float64), power * steps)
+        for name, power in _POWERS.items()
+    }
+    counts = np.array([part.num_finite for part in parts], dtype=np.float64)
+    total, moments = merge_moments(counts, sums["sum"], [sums[name] for name in _MOMENTS])
     if ends["minimum"] == ends["maximum"]:
         # One value: what is left of it is what rounding left of its mean.
         moments = [0.0, 0.0, 0.0]
@@ -166,7 +195,7 @@ def merge_statistics(parts: Sequence[Statistics]) -> Statistics:
         num_finite=sum(part.num_finite for part in parts),
         sum=total,
         **dict(zip(_MOMENTS, moments, strict=True)),
-        sum_magnitudes=math.fsum(part.sum_magnitudes for part in parts),
+        sum_magnitudes=math.fsum(sums["sum_magnitudes"].tolist()),
         **ends,
     )
 
@@ -181,7 +210,7 @@ def merge_moments(
         sums: Their sums.
         moments: The three moments of each part, about the part's own mean.
     """
-    # What the largest float64 give is infinite or NaN, and said to be unknown by whoever asks for it.
+    # What was stored before sums were divided may be infinite, and is said to be unknown by whoever asks for it.
     with np.errstate(over="ignore", invalid="ignore"):
         total = float(sums.sum())
         # From one mean to another: (x - m) = (x - m') + (m' - m), and the sum of the first is 0 in each part.

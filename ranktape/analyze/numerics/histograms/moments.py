@@ -20,7 +20,7 @@ from ranktape.analyze.numerics.histograms.histogram import Histogram, count_valu
 from ranktape.analyze.numerics.kernels import BLOCK, sum_powers
 from ranktape.analyze.numerics.pieces import frozen
 from ranktape.storage.format.dtypes import HALF_NBYTES, dtype_name, dtype_row
-from ranktape.storage.format.statistics import Statistics, merge_moments, merge_statistics
+from ranktape.storage.format.statistics import Statistics, exponent_of, merge_moments, merge_statistics
 
 _COUNTED_FROM = 1 << 16
 """Elements from which on counting is worth its 65,536 counts."""
@@ -94,6 +94,8 @@ def _of_floats(values: NDArray[Any]) -> Statistics:
     sum_powers(frozen(values, shape=(values.size,)), sums_BM)
     is_all_finite = sums_BM[:, 0].sum() == values.size
     finite = values if is_all_finite else values[np.isfinite(values)]
+    if finite.size and (exponent := exponent_of(float(max(-finite.min(), finite.max())))):
+        sum_powers(frozen(np.ldexp(finite, -exponent), shape=finite.shape), sums_BM)
     return _statistics(sums_BM.T, finite=finite, num_elements=values.size)
 
 

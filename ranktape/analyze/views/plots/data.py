@@ -66,10 +66,8 @@ OF_DIGEST: Mapping[str, Callable[[Digest], float | None]] = {
     **{name: METRICS[name].of for name in ("skewness", "kurtosis", "log2_range")},
     # With infinities.
     "extreme": METRICS["overflow.absmax"].of,
-    # What the deviation of several records together follows from.
+    # The deviation of several records together follows from it.
     "num_finite": lambda digest: digest.statistics.num_finite,
-    "sum": lambda digest: digest.statistics.sum,
-    "moment_2": lambda digest: digest.statistics.moment_2,
 }
 """Metrics that each row has, and how they follow from a digest."""
 

@@ -185,12 +185,12 @@ def pooled(data: PlotData, name: str, groups: NDArray[np.int64], *, num_groups: 
         known = np.bincount(places, weights=is_known[inside], minlength=num_groups)
         return np.where(known > 0, total(counted) / np.maximum(1, elements), np.nan)
     if name == "std":
-        count = total(data.metric("num_finite"))
-        mean = total(data.metric("sum")) / np.maximum(1, count)
+        sizes, own = data.metric("num_finite"), data.metric("mean")
+        count = total(sizes)
         with np.errstate(over="ignore", invalid="ignore"):
-            own = data.metric("sum") / np.maximum(1, data.metric("num_finite"))
+            mean = total(sizes * own) / np.maximum(1, count)
             shifts = np.where(inside, own - mean[np.maximum(groups, 0)], 0.0)
-            moment = total(data.metric("moment_2") + data.metric("num_finite") * shifts**2)
+            moment = total(sizes * (data.metric("std") ** 2 + shifts**2))
             return np.where(count > 0, np.sqrt(moment / np.maximum(1, count)), np.nan)
     found = np.full(num_groups, np.nan)
     np.fmax.at(found, places, data.metric(name)[inside])
