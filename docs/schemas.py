@@ -30,7 +30,6 @@ from ranktape.analyze.cli import cli as analyze
 from ranktape.analyze.legacy import export_records
 from ranktape.analyze.metrics.metric import METRICS
 from ranktape.analyze.table import Kind
-from ranktape.capture.plans.forecast import Forecast, RankPlan
 from ranktape.capture.writing.recover import RingReport
 from ranktape.fields import FieldKind
 from ranktape.launch.control import ControlReply
@@ -126,7 +125,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
 NO_TABLE = {"plot", "report"}
 """Commands of `ranktape analyze` that write no JSON."""
 
-NAMED = {"RankPlan": RankPlan, "Trigger": Trigger}
+NAMED = {"Trigger": Trigger}
 """Types of fields that their modules import for type checkers alone."""
 
 PERCENTILE = r"p\d+(\.\d+)?"
@@ -341,7 +340,6 @@ def other_schemas() -> dict[str, Schema]:
         "trigger": dataclass_schema(ControlReply),
         "stop": dataclass_schema(ControlReply),
         "runs": closed(url=TEXT, runs=array_of(dataclass_schema(RunSummary))),
-        "plan": dataclass_schema(Forecast),
         "cp": {
             "anyOf": [
                 closed(run=TEXT, url=TEXT, **dataclass_schema(report)["properties"])

@@ -11,7 +11,6 @@ from ranktape.lazy_names import __version__
 COMMANDS = {
     "demo": "ranktape.launch.demo:command",
     "collect": "ranktape.launch.collect:command",
-    "plan": "ranktape.launch.plan:command",
     "status": "ranktape.launch.run_status:status_command",
     "watch": "ranktape.launch.watching:command",
     "trigger": "ranktape.launch.control:trigger_command",

@@ -62,8 +62,8 @@ COLLECTIVES |= {"barrier", "monitored_barrier", "send", "recv", "isend", "irecv"
 COLLECTIVES |= {"redistribute", "new_group", "wait_tensor", "synchronize", "item"}
 """What talks to other ranks, or waits for a device."""
 
-MAY_CALL = {"device.py": {"synchronize"}, "parts.py": {"wait_tensor"}, "planning.py": {"gather", "synchronize"}}
-"""Copies from a device wait for their own events; a training has begun a reduction itself; a plan is no training."""
+MAY_CALL = {"device.py": {"synchronize"}, "parts.py": {"wait_tensor"}}
+"""Copies from a device wait for their own events; a training has begun a reduction itself."""
 
 
 def test_no_module_of_the_training_process_talks_to_other_ranks() -> None:

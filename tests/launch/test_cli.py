@@ -50,7 +50,6 @@ OPTIONS = {
     "collect": {"quant", "quant_attention", "output", "timeout", "min_records", "words"}
     | (CAPTURE - {"capture_config", "stop_when_stored", "resume", "add", "quant_type", "first_iteration"})
     - {"record_last", "record_after", "trigger"},
-    "plan": {"url", "as_json", "verbose", "is_module", "script", "arguments", "num_ranks", "num_hosts"} | CAPTURE,
     "status": {"run", "as_json", "require_minimum", "storage_options"},
     "watch": {"run", "until_complete", "min_records", "timeout", "interval", "findings", "storage_options"},
     "trigger": {

@@ -71,7 +71,7 @@ def find_unmatched(options: CaptureOptions, seen: Sightings, *, paths: Collectio
     for number, rule in enumerate(rules, start=1):
         found = [f"{one.field} {text}" for one in rule.filters for text in _unmatched_of(one, seen, paths=paths)]
         if not found and not rule.can_hold(seen.column, known=OF_SITES, num_rows=len(seen.sites)).any():
-            found = ["matches nothing of the first iteration: check it against what 'ranktape plan' shows"]
+            found = ["matches nothing of the first iteration: see what 'ranktape analyze ls' shows without it"]
         yield from (f"--select, rule {number}: {text}" for text in found)
 
 

@@ -1,1 +1,0 @@
-"""Tells what a capture would cost, before it is made."""
