@@ -24,6 +24,7 @@ import pytest
 from packaging.metadata import Metadata
 
 import ranktape
+from tests.exhaustive import exhaustive
 
 CHECKOUT = Path(__file__).parents[1]
 AUTOLOAD = "ranktape_autoload.py"
@@ -160,6 +161,33 @@ def test_every_module_of_the_wheel_imports_and_does_nothing_else(wheel: Path, in
 def test_what_a_module_does_at_import_is_noticed(tmp_path: Path, planted: str) -> None:
     (tmp_path / "ranktape_planted.py").write_text(planted + "\n", encoding="utf-8")
     assert _watch(Path(sys.executable), ["ranktape_planted"], cwd=tmp_path)["did"]
+
+
+FIRST = """
+import importlib, os, sys, warnings
+import click, fsspec, ml_dtypes, numba, numpy, rich, torch, yaml
+for name in sys.argv[1:]:
+    sys.stdout.flush()
+    if os.fork() == 0:
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+        os.dup2(1, 2)
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            print(name, type(error).__name__, error, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+"""Imports each module in a process that has imported none of ours, and not zarr, for which ours wait."""
+
+
+@exhaustive("zarr's imports, in which order matters, are in make test; this takes a minute and a half")
+def test_each_module_can_be_imported_first_without_a_warning(tmp_path: Path) -> None:
+    paths = [path.relative_to(CHECKOUT).with_suffix("") for path in (CHECKOUT / "ranktape").rglob("*.py")]
+    names = sorted(".".join(path.parts).removesuffix(".__init__") for path in paths if path.name != "__main__")
+    environment = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(CHECKOUT)}
+    assert _run(sys.executable, "-c", FIRST, *names, cwd=tmp_path, **environment) == ""
 
 
 def test_torch_calls_what_is_installed(installed: Path, tmp_path: Path) -> None:

@@ -48,6 +48,8 @@ ORDERS = {
     "zarr first": "import zarr\nimport ranktape.storage",
     "zarr's parts": "import ranktape.storage\nimport zarr.core.group\nimport zarr",
     "from": "import ranktape.storage\nfrom zarr import open_group\nimport zarr",
+    "our classes": "import ranktape.storage.format.zarr_floats\nimport zarr",
+    "a module of ours": "import ranktape.storage.places.zarr_store\nimport zarr",
     "looked for": "import ranktape.storage, importlib.util\nassert importlib.util.find_spec('zarr')\nimport zarr",
     "xarray": "import ranktape.storage\ntry:\n import xarray\nexcept ImportError: pass\nimport zarr",
 }

@@ -1,8 +1,8 @@
 """Teaches zarr the small floats: bfloat16 and the 8-, 6- and 4-bit ones.
 
 One class of Zarr v3 data type for each row of `ranktape.storage.format.dtypes` that numpy knows only through
-ml_dtypes, under the name that tensorstore reads. Importing this module imports zarr and registers nothing;
-`ranktape.storage.format.zarr_types` does that.
+ml_dtypes, under the name that tensorstore reads. Importing this module imports zarr and registers the types;
+`ranktape.storage.format.zarr_types` decides when.
 
 Fill values in JSON follow Zarr v3: a number, "NaN", "Infinity", "-Infinity", or the bits as "0x7fc1". What
 tensorstore writes is read; what is written names every bit pattern, because a NaN has many.
@@ -18,7 +18,7 @@ import numpy as np
 import zarr.errors
 from zarr.core.dtype import common as zarr_common
 from zarr.core.dtype.common import DTypeJSON, DTypeSpec_V2, DTypeSpec_V3, HasEndianness, HasItemSize
-from zarr.dtype import ZDType
+from zarr.dtype import ZDType, data_type_registry
 
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import DTYPES
@@ -193,6 +193,11 @@ def _make(name: str) -> type[SmallFloat]:
 
 DATA_TYPES: dict[str, type[SmallFloat]] = {row.name: _make(row.name) for row in DTYPES.values() if row.is_ml_dtype}
 """The classes by the name they have in a `zarr.json`."""
+
+for _name, _data_type in DATA_TYPES.items():
+    # One that somebody else has registered under the same name, such as a later zarr, is kept.
+    if _name not in data_type_registry.contents:
+        data_type_registry.register(_name, _data_type)
 
 
 def data_type(name: str) -> SmallFloat:

@@ -34,13 +34,9 @@ def register() -> None:
     # First the whole of zarr: where another thread is in the middle of importing it, this waits for its end, which
     # an import of a part of it would not, and would break both.
     import zarr  # noqa: F401
-    from zarr.dtype import data_type_registry
 
-    from ranktape.storage.format.zarr_floats import DATA_TYPES
-
-    for name, data_type in DATA_TYPES.items():
-        if name not in data_type_registry.contents:
-            data_type_registry.register(name, data_type)
+    # No name of it is asked for: where its import is what imports zarr, it goes on and registers when this returns.
+    import ranktape.storage.format.zarr_floats  # noqa: F401
 
 
 def register_on_import() -> None:
