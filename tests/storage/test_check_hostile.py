@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ranktape.errors import ObjectTooLargeError
+from ranktape.errors import ObjectTooLargeError, RunFormatError
 from ranktape.storage.format.validation import MAX_WORLD_SIZE
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.copy import copy_run
@@ -52,6 +52,24 @@ def test_documents_of_a_stranger_are_findings_and_never_a_traceback(short_path: 
         repair_run(backend, dry_run=True)
         (short_path / key).write_bytes(old)
     assert check_run(backend).findings == []
+
+
+@pytest.mark.parametrize("depth", [200, 100_000])
+def test_a_document_that_is_nested_deep_is_refused_by_name(depth: int, short_path: Path) -> None:
+    deep = "[" * depth + "]" * depth
+    text = f'{{"zarr_format":3,"node_type":"group","attributes":{{"launch_id":{deep},"options":{deep}}}}}'
+    refused = set()
+    documents = keys_of(short_path, "**/zarr.json")
+    for key in documents:
+        old = (short_path / key).read_bytes()
+        (short_path / key).write_text(text)
+        found = check_run(open_backend(short_path), deep=True).errors
+        refused |= {key for one in found if "nested deeper than 128" in one.message}
+        (short_path / key).write_bytes(old)
+    assert {*documents} - refused == {*keys_of(short_path, "attempt*/commits/*/rank*/zarr.json")}
+    (short_path / "zarr.json").write_text(text)
+    with pytest.raises(RunFormatError, match=r"is not JSON that can be read .lists and dictionaries nested"):
+        open_run(short_path)
 
 
 @pytest.mark.parametrize("commit", [[], {}, 5])

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from ranktape.errors import RunFormatError
+from ranktape.fields import FieldKind
 from ranktape.storage.format.catalogue import COLUMNS, Catalogue, CatalogueEntry, encode_catalogue
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.query.columns import Column
@@ -86,12 +87,14 @@ HEADERS = [
     b"",
 ]
 WRONG_TABLES = (b"{}", b"null", b"[1]", b"[null]", b"[" * 10_000, b'["a"', b'["a"]x', b"\xff", b'["a", []]', b"")
+DEEP = ["[" * depth + "]" * depth for depth in (200, 100_000)]
+DEEP_IN_A_DICTIONARY = [f'{{"a": {text}}}' for text in DEEP]
 WRONG_TEXTS = {
-    "shape": ['"x"', "5", "null", "{}", "[-1]", "[1e400]", '["a"]', str([1] * 65), str([2**62, 9])],
-    "sample_ids": ["{}", "[1.5]", "[true]", "[NaN]", "5"],
-    "placement": ["[]", "5"],
-    "metadata": ["[]", '"a"', "[" * 3000 + "]" * 3000, "1" * 5000, "x", ""],
-    "overflow.per_sample": ['{"upper": "x"}', "[]", "{}"],
+    "shape": [*DEEP, '"x"', "5", "null", "{}", "[-1]", "[1e400]", '["a"]', str([1] * 65), str([2**62, 9])],
+    "sample_ids": ["{}", "[1.5]", "[true]", "[NaN]", "5", *DEEP],
+    "placement": ["[]", "5", *DEEP_IN_A_DICTIONARY],
+    "metadata": ["[]", '"a"', *DEEP, *DEEP_IN_A_DICTIONARY, "1" * 5000, "x", ""],
+    "overflow.per_sample": ['{"upper": "x"}', "[]", "{}", *DEEP_IN_A_DICTIONARY],
     "dtype": ["", "float5", "\ud800"],
     "keep": ["x"],
     "operation": ["x"],
@@ -119,6 +122,14 @@ def test_a_catalogue_is_what_it_can_be(member: str, wrong: list[bytes]) -> None:
         with pytest.raises(RunFormatError, match="is damaged: "):
             read_all(packed(content | {member: data}))
     assert read_all(packed(members())) == 2
+
+
+@pytest.mark.parametrize("name", [name for name, kind in COLUMNS.items() if kind is FieldKind.JSON])
+def test_what_json_in_a_column_says_is_looked_at_when_the_column_is_asked_for(name: str) -> None:
+    for text in WRONG_TEXTS[name]:
+        content = members() | {f"codes:{name}.npy": npy(np.zeros(2, np.uint8)), f"table:{name}.npy": table(text)}
+        with pytest.raises(RunFormatError, match=f"column {name} of the catalogue x is damaged: "):
+            Catalogue.from_bytes(packed(content), place="x", attempt="a").column(name)
 
 
 def flagged(data: bytes, *, flag: int = 0, compression: int = 0, size: int | None = None) -> bytes:

@@ -268,6 +268,12 @@ def test_metadata_that_json_cannot_hold_are_refused_at_once(tmp_path: Path) -> N
     _, _, [writer] = start(tmp_path / "run")
     with pytest.raises(UsageError, match="no form in JSON"):
         writer.write(small(0), info=describe(small(0), metadata={"x": math.nan}))
+    deep: list[Any] = []
+    for depth in range(200):
+        if depth in {61, 199}:
+            with pytest.raises(UsageError, match="nested deeper than 64"):
+                writer.write(small(0), info=describe(small(0), metadata={"x": [deep]}))
+        deep = [deep, deep]
     writer.commit(0, expected=[], silent_sites={})
 
 

@@ -13,6 +13,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sheet import KeptAnswer, record_keys_of
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.storage import Records
+from ranktape.storage.format.validation import parse_json
 
 
 class KeptTable:
@@ -48,7 +49,7 @@ def _is_one(payload: Payload) -> bool:
     if set(payload) != {"json"} or payload["json"].dtype != np.uint8:
         return False
     try:
-        known = json.loads(payload["json"].tobytes())
+        known = parse_json(payload["json"].tobytes())
         columns = [Column(**one | {"kind": Kind(one["kind"])}) for one in known["columns"]]
         is_table = set(known) == {"title", "rows", "notes", "is_verdict", "is_whole", "columns"}
         return is_table and all(len(row) == len(columns) for row in known["rows"])

@@ -26,7 +26,7 @@ from ranktape.storage.format.archive import ARCHIVE_DAMAGE, ColumnArchive, pack_
 from ranktape.storage.format.encode import crc_of
 from ranktape.storage.format.layout import rank_iteration_path
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, ElementTally, Overflow, RecordInfo
-from ranktape.storage.format.validation import check_document, check_numbers, check_records, parse_shape
+from ranktape.storage.format.validation import check_document, check_numbers, check_records, parse_json, parse_shape
 from ranktape.storage.query.columns import Column, ColumnSource, StringColumn, narrowed, rows_of, values_of, widened
 
 
@@ -205,18 +205,26 @@ class Catalogue:
             RunFormatError: it is missing or damaged.
         """
         if name not in self._columns:
-            self._columns[name] = self.load(name)
+            self._columns[name] = self._load(name, is_parsed=True)
         return self._columns[name]
 
     def load(self, name: str) -> Column:
-        """As `column`, without remembering it: for who needs each column once."""
+        """As `column`, without remembering it, and without a look at what JSON in it says: for who passes it on."""
+        return self._load(name, is_parsed=False)
+
+    def _load(self, name: str, *, is_parsed: bool) -> Column:
         if name in _DERIVED:
             return self._derive(name)
         try:
-            return self._checked(name) if KINDS[name] in _DTYPES else self._archive.text(name)
+            if KINDS[name] in _DTYPES:
+                return self._checked(name)
+            texts = self._archive.text(name)
+            for text in texts.table if is_parsed and KINDS[name] is FieldKind.JSON else ():
+                _parsed(name, str(text))
         except ARCHIVE_DAMAGE as error:
             message = f"column {name} of the catalogue {self._place} is damaged: {error}: see 'ranktape check'"
             raise RunFormatError(message) from error
+        return texts
 
     def group_of(self, row: int) -> str:
         """The path, below the run, of the group that a record is in."""
@@ -283,7 +291,7 @@ def read_rows(table: RecordTable, rows: np.ndarray[Any, Any], *, place: str) -> 
         overflows = _frozen(Overflow, {**tallies, **others}, len(rows))
         fields = {field.name: values[field.name] for field in RECORD_FIELDS}
         infos = _frozen(RecordInfo, {**fields, "overflow": overflows}, len(rows))
-    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise RunFormatError(f"a catalogue of {place} is damaged: {error}: see 'ranktape check'") from error
     for info, site, stack, index in zip(infos, *(values[name] for name in ("site", "stack", "index")), strict=True):
         yield CatalogueEntry(info=info, site=site, stack=stack, index=index)
@@ -292,8 +300,6 @@ def read_rows(table: RecordTable, rows: np.ndarray[Any, Any], *, place: str) -> 
 def _restored(name: str, column: Column) -> Iterable[Any]:
     """The values of a column as a record has them."""
     values = values_of(column)
-    if name == "shape":
-        return map(parse_shape, values)
     match KINDS[name]:
         case FieldKind.OPTIONAL_INTEGER:
             return (None if math.isnan(value) else int(value) for value in values)
@@ -303,8 +309,19 @@ def _restored(name: str, column: Column) -> Iterable[Any]:
             return (f"crc32c:{value:08x}" for value in values)
         case FieldKind.JSON:
             # Made anew for each record: whoever changes what one of them says changes no other.
-            return (None if text == "null" else check_document(name, json.loads(text)) for text in values)
+            return (_parsed(name, text) for text in values)
     return values
+
+
+def _parsed(name: str, text: str) -> Any:
+    """What JSON in a column says.
+
+    Raises:
+        TypeError, ValueError: no record says it.
+    """
+    if name == "shape":
+        return parse_shape(text)
+    return None if text == "null" else check_document(name, parse_json(text))
 
 
 def _tally(count: int, size: int) -> ElementTally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from ranktape.storage.format.documents import (
 )
 from ranktape.storage.format.layout import SITE_FIELDS, Mark, TensorSite, site_path
 from ranktape.storage.format.record_info import EXTREMES, RecordInfo
-from ranktape.storage.format.validation import Fields, check_document, check_records, used_texts
+from ranktape.storage.format.validation import Fields, check_document, check_records, parse_json, used_texts
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.query.columns import values_of
 
@@ -231,8 +230,8 @@ def parse_commit(document: Mapping[str, Any], *, place: str, attempt: str) -> Ra
         for name, kind in KINDS.items():
             if kind is FieldKind.JSON and name != "shape":
                 for text in used_texts(columns.__getitem__, name):
-                    check_document(name, json.loads(text))
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+                    check_document(name, parse_json(text))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise DataError(f"{place} is damaged: {error!r}: see 'ranktape check'") from error
     num_records = fields.integer("num_records")
     if num_records != catalogue.num_rows:

@@ -22,7 +22,7 @@ from ranktape.errors import DataError, ObjectTooLargeError, RunFormatError
 from ranktape.storage.format.dtypes import DtypeRow
 from ranktape.storage.format.layout import document_key
 from ranktape.storage.format.record_info import Compression, spelled
-from ranktape.storage.format.validation import Fields
+from ranktape.storage.format.validation import Fields, parse_json
 from ranktape.storage.places.backend import Backend
 
 SCHEMA_VERSION = 1
@@ -84,9 +84,11 @@ def decode_document(data: bytes, *, place: str, key: str | None = None) -> dict[
     if data.count(b"[") + data.count(b"{") > _MAX_CONTAINERS:
         raise RunFormatError(f"{place} holds more than {_MAX_CONTAINERS:,} lists and dictionaries: it is not read")
     try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise RunFormatError(f"{place} is not JSON ({error}): the store is damaged or is not a run") from error
+        document = parse_json(data)
+    except ValueError as error:
+        raise RunFormatError(
+            f"{place} is not JSON that can be read ({error}): the store is damaged or is not a run"
+        ) from error
     is_zarr = isinstance(document, dict) and document.get("zarr_format") == 3  # noqa: PLR2004
     if not is_zarr or "node_type" not in document or not isinstance(document.get("attributes", {}), dict):
         raise RunFormatError(f"{place} is not a Zarr v3 document: the store is damaged or is not a run")

@@ -25,6 +25,7 @@ from ranktape.storage.format.documents import MAX_PACKED_NBYTES, array_document,
 from ranktape.storage.format.dtypes import DTYPES, DtypeRow
 from ranktape.storage.format.record_info import Compression, Keep, RecordInfo
 from ranktape.storage.format.statistics import STATISTICS
+from ranktape.storage.format.validation import MAX_SAID_NESTING, check_nesting
 from ranktape.storage.places.backend import Buffer
 
 MIN_SAMPLE_NBYTES = 1024
@@ -199,8 +200,9 @@ def check_form(array: np.ndarray[Any, Any], *, info: RecordInfo) -> None:
     if not free:
         return
     try:
+        check_nesting(free, limit=MAX_SAID_NESTING)
         json.dumps(free, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError) as error:
         raise UsageError(
             f"what is said of a tensor has no form in JSON ({error}): give text and finite numbers"
         ) from error

@@ -31,6 +31,14 @@ MAX_WORLD_SIZE = 1 << 17
 MAX_DIMENSIONS = 64
 """Of a tensor: numpy and torch have no more."""
 
+MAX_NESTING = 128
+"""Lists and dictionaries inside of one another in a document: Python fails at some hundreds when it copies them."""
+
+MAX_SAID_NESTING = 64
+"""The same in what is said of a tensor, which is written inside of a document."""
+
+_NESTED = (dict, list, tuple)
+
 _SHOWN = 60
 """Characters of a wrong value that are shown."""
 
@@ -111,12 +119,37 @@ class Fields(dict[str, Any]):
         return value
 
     def _refuse(self, name: str, value: Any, expected: str) -> NoReturn:
-        try:
-            shown = repr(value)[:_SHOWN]
-        except (ValueError, RecursionError):
-            # Python writes no number of thousands of digits, and nothing that is nested as deep as it can be read.
-            shown = f"a {type(value).__name__}"
+        shown = repr(value)[:_SHOWN]
         raise RunFormatError(f"{self._place} is damaged: its {name} is {shown}, not {expected}; see 'ranktape check'")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a text in JSON says.
+
+    Raises:
+        ValueError: it is not JSON, or nested deeper than `MAX_NESTING`.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"lists and dictionaries nested deeper than {MAX_NESTING}") from error
+    check_nesting(value)
+    return value
+
+
+def check_nesting(value: Any, *, limit: int = MAX_NESTING) -> None:
+    """Make sure that a value can be written, copied and shown.
+
+    Raises:
+        ValueError: it is nested deeper than the limit.
+    """
+    level = [value] if isinstance(value, _NESTED) else []
+    for _ in range(limit):
+        inner = (one for outer in level for one in (outer.values() if isinstance(outer, dict) else outer))
+        level = list({id(one): one for one in inner if isinstance(one, _NESTED)}.values())
+        if not level:
+            return
+    raise ValueError(f"lists and dictionaries nested deeper than {limit}")
 
 
 def check_numbers(values: np.ndarray[Any, Any], kind: FieldKind, *, low: int = 0, high: int = MAX_INTEGER) -> None:
@@ -187,7 +220,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
     Raises:
         ValueError: no tensor has such a shape.
     """
-    shape = json.loads(text)
+    shape = parse_json(text)
     if not isinstance(shape, list):
         raise TypeError(f"shape {text[:_SHOWN]}")
     check_shape(shape)

@@ -27,6 +27,7 @@ from ranktape.storage.format.decode import open_stored, read_stored
 from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, decode_document, for_each, read_document
 from ranktape.storage.format.layout import Mark, document_key
 from ranktape.storage.format.progress import finish_ready, judge_again
+from ranktape.storage.format.validation import parse_json
 from ranktape.storage.places.backend import Backend, Buffer, ForwardingBackend, Result
 from ranktape.storage.places.local import LocalBackend
 from ranktape.storage.places.retry import RetryingBackend
@@ -80,7 +81,7 @@ def find_spills(directory: Path) -> list[Spill]:
 
 def _read_manifest(path: Path) -> Spill:
     try:
-        fields = json.loads(path.read_text())
+        fields = parse_json(path.read_text())
         spill = Spill(manifest=path, url=str(fields["url"]), attempt=str(fields["attempt"]), rank=int(fields["rank"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StorageError(
