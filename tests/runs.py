@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,8 @@ def start(
     return backend, attempt, writers
 
 
-def write_run(url: str | Path, iterations: dict[int, Sequence[Tensors]]) -> Run:
-    """A run in which each iteration is complete: for each rank its tensors."""
+def write_run(url: str | Path, iterations: dict[int, Sequence[Tensors]], *, skipped_steps: Collection[int] = ()) -> Run:
+    """A run in which each iteration is complete: for each rank its tensors; the steps of some iterations skipped."""
     world_size = max(len(ranks) for ranks in iterations.values())
     backend, attempt, writers = start(url, world_size=world_size)
     for iteration, ranks in iterations.items():
@@ -92,7 +92,7 @@ def write_run(url: str | Path, iterations: dict[int, Sequence[Tensors]]) -> Run:
         for writer, tensors in zip(writers, ranks, strict=True):
             for array, info in tensors:
                 writer.write(array, info=info)
-            writer.commit(iteration, expected=[], silent_sites={})
+            writer.commit(iteration, expected=[], silent_sites={}, step_skipped=iteration in skipped_steps)
         finish_iteration(backend, attempt=attempt, iteration=iteration)
     return open_run(url)
 

@@ -73,18 +73,25 @@ def everywhere(layer: int, *, name: str = "weight", factor: float) -> Fault:
     return fault
 
 
-def faulty_run(folder: Path, fault: Fault = healthy, *, sizes: Sizes | None = None, seed: int = 0) -> Run:
-    """A run of data parallel ranks: weights are copies, batches are not."""
+def faulty_run(
+    folder: Path,
+    fault: Fault = healthy,
+    *,
+    sizes: Sizes | None = None,
+    seed: int = 0,
+    skipped_steps: Collection[int] = (),
+) -> Run:
+    """A run of data parallel ranks: weights are copies, batches are not; a scaler skipped the steps of iterations."""
     chosen = sizes or Sizes()
     tensors: list[Tensor] = []
     for iteration in chosen.iterations:
         for rank in range(chosen.num_ranks):
             tensors += _iteration(iteration, rank, fault, sizes=chosen, seed=seed)
-    return store(folder, tensors)
+    return store(folder, tensors, skipped_steps=skipped_steps)
 
 
 def _iteration(iteration: int, rank: int, fault: Fault, *, sizes: Sizes, seed: int) -> list[Tensor]:
-    """Forward and backward through layers x + tanh(norm(x) W); gradients do not go through the norm."""
+    """What one rank records of one iteration."""
     found: list[Tensor] = []
 
     def seen(layer: int, name: str, values: Array) -> Array:
@@ -104,7 +111,20 @@ def _iteration(iteration: int, rank: int, fault: Fault, *, sizes: Sizes, seed: i
         found.append((array, info))
         return changed.astype(np.float64)
 
-    batch = np.random.default_rng((seed, iteration, rank))
+    with np.errstate(invalid="ignore"):  # of infinities that were planted
+        _passes(seen, batch=np.random.default_rng((seed, iteration, rank)), iteration=iteration, sizes=sizes, seed=seed)
+    return found
+
+
+def _passes(
+    seen: Callable[[int, str, Array], Array],
+    *,
+    batch: np.random.Generator,
+    iteration: int,
+    sizes: Sizes,
+    seed: int,
+) -> None:
+    """Forward and backward through layers x + tanh(norm(x) W); gradients do not go through the norm."""
     model = np.random.default_rng(seed)
     x = batch.standard_normal((NUM_SAMPLES, NUM_TOKENS, NUM_CHANNELS))
     kept = []
@@ -121,4 +141,3 @@ def _iteration(iteration: int, rank: int, fault: Fault, *, sizes: Sizes, seed: i
         tokens, grads = (one.reshape(-1, NUM_CHANNELS) for one in (inner, grad_output))
         seen(layer, "grad_weight", tokens.T @ grads)
         grad = grad + seen(layer, "grad_input", grad_output @ weight.T)
-    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ SITES = (
 """What a layer leaves behind, and how large it is: type, operation, phase, name, standard deviation."""
 
 
-def store(folder: Path, tensors: Sequence[Tensor]) -> Run:
-    """A run of those tensors, every iteration complete."""
+def store(folder: Path, tensors: Sequence[Tensor], *, skipped_steps: Collection[int] = ()) -> Run:
+    """A run of those tensors, every iteration complete; the steps of some iterations skipped."""
     num_ranks = 1 + max(info.rank for _, info in tensors)
     iterations = sorted({info.iteration for _, info in tensors})
     write_run(
@@ -42,6 +42,7 @@ def store(folder: Path, tensors: Sequence[Tensor]) -> Run:
             ]
             for iteration in iterations
         },
+        skipped_steps=skipped_steps,
     )
     return open_run(folder)
 

@@ -14,7 +14,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ranktape.analyze.cli import cli
-from ranktape.analyze.findings.find import KINDS, find
+from ranktape.analyze.findings.find import find
+from ranktape.analyze.findings.finding import KINDS
 from ranktape.analyze.questions.findings import NUM_FIRST, findings
 from ranktape.analyze.rules.gate import gate
 from ranktape.errors import UsageError

@@ -148,7 +148,7 @@ def one_sample(place: Place, tensor: Array) -> Array:
 @pytest.mark.parametrize(
     ("fault", "kind", "where"),
     [
-        (spoil, "nan", "layers.0.linear weight on all ranks"),
+        (spoil, "nan", "layers.0.linear input on all ranks"),
         (
             cast(ml_dtypes.float8_e5m2, layers=range(4)),
             "gradient_underflow",
@@ -169,9 +169,9 @@ def test_what_the_report_says(tmp_path: Path, fault: Fault, kind: str, where: st
     assert (causes[0]["kind"], causes[0]["where"]) == (kind, where)
     assert table.notes[-2:] == (
         f"worst: {findings[0].title}; {table.records()[0]['evidence']}",
-        f"look closer: {findings[0].command}",
+        f"look closer: {findings[0].command_in(run.url)}",
     )
-    words = shlex.split(findings[0].command.replace("RUN", run.url))
+    words = shlex.split(table.notes[-1].removeprefix("look closer: "))
     assert words[:2] == ["ranktape", "analyze"]
     answer = CliRunner().invoke(cli, words[2:], catch_exceptions=False)
     assert answer.exit_code == 0, answer.output
@@ -181,7 +181,7 @@ def test_what_the_report_says(tmp_path: Path, fault: Fault, kind: str, where: st
 def test_nan_comes_first_whatever_is_compared(tmp_path: Path, across: list[str]) -> None:
     run = faulty_run(tmp_path, spoil, sizes=Sizes(iterations=(10,)))
     found = rows(run, across=across)
-    assert (found[0]["kind"], found[0]["where"]) == ("nan", "layers.0.linear weight on all ranks")
+    assert (found[0]["kind"], found[0]["where"]) == ("nan", "layers.0.linear input on all ranks")
     assert {row["severity"] for row in found if row["kind"] == "nan"} == {"high"}
 
 

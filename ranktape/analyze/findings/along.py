@@ -76,7 +76,9 @@ def _layers(survey: Survey, name: str) -> Iterator[Course]:
 def _iterations(survey: Survey, values: Floats) -> Iterator[Course]:
     """A metric of one place over the iterations."""
     groups, steps = codes_of(survey.sites, survey.codes("attempt")), survey.fields["iteration"]
-    yield from courses_of(groups, steps, values, known=survey.is_floating, min_steps=limit.MIN_ITERATIONS_OF_JUMP)
+    # A gradient of a skipped step is scaled by another loss scale than those after it.
+    known = survey.is_floating & ~(survey.is_gradient & survey.skipped_times[survey.times])
+    yield from courses_of(groups, steps, values, known=known, min_steps=limit.MIN_ITERATIONS_OF_JUMP)
 
 
 def differing_layers(

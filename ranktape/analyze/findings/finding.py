@@ -21,6 +21,28 @@ if TYPE_CHECKING:
     from ranktape.storage.records.records import SourcePart
 
 
+KINDS = (
+    "triggered",
+    "nan",
+    "inf",
+    "overflow",
+    "gradient_underflow",
+    "sample_outlier",
+    "rank_differs",
+    "replica_differs",
+    "gradient_exploding",
+    "gradient_vanishing",
+    "layer_differs",
+    "trend",
+    "recipe_outlier",
+    "channel_outlier",
+    "zero",
+    "constant",
+    "placement_unknown",
+)
+"""Every kind of finding. Of two at the same place the first says more, and is the title."""
+
+
 class Severity(enum.StrEnum):
     """How bad something is, the worst first."""
 
@@ -57,7 +79,7 @@ class Finding:
     where: Mapping[str, Any]
     """The fields of records, and `sample` or `channel`, that name the place."""
     places: tuple[int, ...]
-    """Where in the selection the records are that show it, the worst first."""
+    """Where in the selection the records are that show it, the worst first; of NaN and infinities the earliest."""
     place: str = ""
     """Where, in the words that begin the title."""
     metric: str = ""
@@ -74,8 +96,10 @@ class Finding:
     """Whether it came from one captured iteration to the next."""
     consequences: tuple[str, ...] = ()
     """The titles of all else that was found and follows from this one, the nearest first."""
+    alike: tuple[str, ...] = ()
+    """The titles of findings of the same kind at other places, which none of them explains."""
     followed_by: tuple[int, ...] = ()
-    """Of each of these the record that shows it worst; none where they are not seen in records."""
+    """Of each consequence the record that shows it worst; none where they are not seen in records."""
     command: str = ""
     """The command that looks closer, with RUN for the run."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -32,7 +33,8 @@ def spoiled(survey: Survey) -> Iterator[Finding]:
     counts = survey.counts["saturated"]
     mask = (survey.shares(counts) > limit.MIN_SATURATED_RATIO) & (counts > 1)
     cut_off = "values cut off at the largest number of {seen}"
-    yield from _counted(survey, counts, mask, "overflow", cut_off, severity=Severity.MEDIUM)
+    for places in survey.by_site(mask, survey.shares(counts)):
+        yield _counted(survey, counts, places, "overflow", cut_off, severity=Severity.MEDIUM)
     yield from _zero(survey)
     yield from _constant(survey)
 
@@ -40,10 +42,22 @@ def spoiled(survey: Survey) -> Iterator[Finding]:
 def lost(survey: Survey) -> Iterator[Finding]:
     """What no metric of finite values shows: NaN, infinities, and what the type that was computed with made so."""
     nan, inf, captured = (survey.counts[name] for name in ("nan", "inf", "captured_inf"))
-    yield from _counted(survey, nan, nan > 0, "nan", "NaN")
-    yield from _counted(survey, captured, (captured > 0) & survey.is_floating, "inf", "Inf")
     is_new = (inf > captured) & (survey.fields["dtype"] != survey.dtypes) & survey.is_floating
-    yield from _counted(survey, inf - captured, is_new, "overflow", "values beyond {seen}, which it was computed in")
+    is_captured = (captured > 0) & survey.is_floating
+    for places in survey.by_site(is_captured, survey.shares(captured)):
+        if _is_mask(survey, places):
+            is_captured[places] = False
+            yield _counted(survey, captured, places, "inf", "-Inf, as masks do", severity=Severity.LOW)
+    # One finding for each place and each time that it began: after an iteration in which all is finite it is another.
+    episodes = survey.episodes((nan > 0) | is_captured | is_new)[survey.times]
+    for counts, mask, kind, what in (
+        (nan, nan > 0, "nan", "NaN"),
+        (captured, is_captured, "inf", "Inf"),
+        (inf - captured, is_new, "overflow", "values beyond {seen}, which it was computed in"),
+    ):
+        for places in survey.by_site(mask, survey.shares(counts)):
+            for number in np.unique(episodes[places]):
+                yield _counted(survey, counts, places[episodes[places] == number], kind, what)
 
 
 def _is_mask(survey: Survey, places: Codes) -> bool:
@@ -61,34 +75,38 @@ def _is_mask(survey: Survey, places: Codes) -> bool:
 
 
 def _counted(
-    survey: Survey, counts: Codes, mask: Mask, kind: str, what: str, *, severity: Severity = Severity.HIGH
-) -> Iterator[Finding]:
-    """One for each place of a mask, by the part of its elements that is counted."""
-    for places in survey.by_site(mask, survey.shares(counts)):
-        iterations = survey.fields["iteration"][places]
-        # What is lost spreads: where it begins is the place, and all others are counted.
-        beginning = places[iterations == iterations.min()]
-        worst = int(beginning[0])
-        elements = int(survey.metrics["elements"][worst])
-        ratio = float(counts[worst] / max(1, elements))
-        is_mask = kind == "inf" and _is_mask(survey, places)
-        more = f"; beyond the largest number of {survey.fields['dtype'][places[0]]}" if kind == "inf" else ""
-        ranks = named_numbers("rank", survey.fields["rank"][beginning].tolist())
-        yield finding_of(
-            survey,
-            places=beginning,
-            kind=kind,
-            severity=Severity.LOW if is_mask else severity,
-            score=ratio,
-            text=f"has {'-Inf, as masks do' if is_mask else what.format(seen=survey.dtypes[places[0]])}",
-            evidence=(
-                f"{int(counts[worst])} of {elements} elements ({percent_text(ratio)}) at worst"
-                f"{'' if is_mask else more}; first in iteration {int(iterations.min())} on {ranks}, "
-                f"in {records_text(len(places))} in all"
-            ),
-            metric=f"overflow.{'nan.' if kind == 'nan' else ''}ratio",
-            value=ratio,
-        )
+    survey: Survey, counts: Codes, places: Codes, kind: str, what: str, *, severity: Severity = Severity.HIGH
+) -> Finding:
+    """Records of one place, by the part of its elements that is counted."""
+    times = survey.times[places]
+    # What is lost spreads: where it begins is the place, and all others are counted.
+    is_first = times == times.min()
+    beginning = places[is_first]
+    worst = int(beginning[0])
+    elements = int(survey.metrics["elements"][worst])
+    ratio = float(counts[worst] / max(1, elements))
+    is_beyond = kind == "inf" and severity is Severity.HIGH
+    more = f"; beyond the largest number of {survey.fields['dtype'][worst]}" if is_beyond else ""
+    ranks = named_numbers("rank", survey.fields["rank"][beginning].tolist())
+    skipped = set(survey.fields["iteration"][places[survey.skipped_times[times]]].tolist())
+    if skipped:
+        steps = "the step" if len(skipped) == 1 else "the steps"
+        more += f"; the gradient scaler skipped {steps} of {named_numbers('iteration', skipped)}"
+    found = finding_of(
+        survey,
+        places=beginning,
+        kind=kind,
+        severity=severity,
+        score=ratio,
+        text=f"has {what.format(seen=survey.dtypes[worst])}",
+        evidence=(
+            f"{int(counts[worst])} of {elements} elements ({percent_text(ratio)}) at worst{more}; first in iteration "
+            f"{int(survey.fields['iteration'][worst])} on {ranks}, in {records_text(len(places))} in all"
+        ),
+        metric=f"overflow.{'nan.' if kind == 'nan' else ''}ratio",
+        value=ratio,
+    )
+    return dataclasses.replace(found, places=(*found.places, *places[~is_first].tolist()))
 
 
 def _zero(survey: Survey) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ for each value, and values with the same one are peers. Values are finite.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,8 +21,10 @@ from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.identity import IDENTITY, role_of, stacks_of
 from ranktape.analyze.metrics.numbers import NUMBERS, numbers_of
 from ranktape.storage import Records
+from ranktape.storage.format.commit import read_skipped_ranks
 from ranktape.storage.format.dtypes import dtype_row
 from ranktape.storage.format.record_info import is_parameter
+from ranktape.storage.records.reader import RunReader
 
 Floats = NDArray[np.float64]
 Codes = NDArray[np.int64]
@@ -84,6 +87,8 @@ class Survey:
         """The same number for records of one place of the model."""
         self.roles = _roles(self.fields)
         """The same number for records of places that differ in the layer alone."""
+        self.times, self._captured = _times(self.fields)
+        """Number of the captured iteration, in order of attempts and iterations."""
         self.order = _order(self.fields)
         """The order of execution within the rank's iteration, from 0."""
         self.num_ranks = _num_ranks(self.sites, self.fields["rank"])
@@ -114,6 +119,32 @@ class Survey:
     def codes(self, *names: str) -> Codes:
         """The same number for records that agree in those fields."""
         return codes_of(*(self.fields[name] for name in names))
+
+    def episodes(self, mask: Mask) -> Codes:
+        """For each captured iteration with a record in the mask a number, equal where none without one is between.
+
+        -1 for iterations without one.
+        """
+        has_some = np.zeros(len(self._captured), dtype=bool)
+        has_some[self.times[mask]] = True
+        begins = has_some & ~np.concatenate(([False], has_some[:-1]))
+        return np.where(has_some, np.cumsum(begins) - 1, -1)
+
+    @functools.cached_property
+    def skipped_times(self) -> Mask:
+        """For each captured iteration whether a gradient scaler skipped its step; of those alone with what is lost.
+
+        Raises:
+            StorageError: the store cannot be read.
+        """
+        found, reader = np.zeros(len(self._captured), dtype=bool), self.records.reader
+        lost = (self.counts["nan"] > 0) | (self.counts["inf"] > 0) | (self.counts["captured_inf"] > 0)
+        if isinstance(reader, RunReader):
+            for place in np.flatnonzero(lost)[np.unique(self.times[lost], return_index=True)[1]].tolist():
+                attempt = self.records[place].location.group.partition("/")[0]
+                iteration = int(self.fields["iteration"][place])
+                found[self.times[place]] = bool(read_skipped_ranks(reader.backend, attempt, iteration))
+        return found
 
     def when(self, place: int) -> tuple[int, int, int]:
         """When a record was made: its attempt, its iteration, and the order within its rank."""
@@ -178,6 +209,12 @@ def _mask(names: NDArray[Any], is_so: Callable[[str], bool]) -> Mask:
 def _num_ranks(sites: Codes, ranks: NDArray[Any]) -> Codes:
     pairs = np.unique(np.column_stack((sites, ranks)), axis=0)
     return np.bincount(pairs[:, 0].astype(np.int64), minlength=1)[sites] if len(sites) else sites
+
+
+def _times(fields: dict[str, NDArray[Any]]) -> tuple[Codes, NDArray[Any]]:
+    pairs = np.column_stack((fields["attempt"], fields["iteration"])).astype(np.int64)
+    captured, times = np.unique(pairs, axis=0, return_inverse=True)
+    return times.reshape(-1), captured
 
 
 def _order(fields: dict[str, NDArray[Any]]) -> Codes:

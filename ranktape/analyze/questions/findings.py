@@ -13,8 +13,8 @@ from ranktape.analyze.console import encodable
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings import rows
-from ranktape.analyze.findings.find import KINDS, find
-from ranktape.analyze.findings.finding import Finding, Severity, headline
+from ranktape.analyze.findings.find import find
+from ranktape.analyze.findings.finding import KINDS, Finding, Severity, headline
 from ranktape.analyze.identity import words
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import UsageError, nearest
@@ -28,7 +28,7 @@ NUM_FIRST = 5
 """Findings that a terminal shows before the rest is asked for: as many as a screen holds."""
 
 MAX_FOLLOWING = 3
-"""Consequences that text names, unless everything is asked for."""
+"""Consequences, and findings alike, that text names, unless everything is asked for."""
 
 _COLORS = {Severity.HIGH: "bold red", Severity.MEDIUM: "bold yellow", Severity.LOW: "bold blue"}
 
@@ -44,6 +44,7 @@ _COLUMNS = (
     Column(name="title", kind=Kind.TEXT, is_detail=True),
     Column(name="reason", kind=Kind.TEXT, is_detail=True),
     Column(name="consequences", kind=Kind.LIST, is_detail=True),
+    Column(name="alike", kind=Kind.LIST, is_detail=True),
     Column(name="command", kind=Kind.TEXT, is_detail=True),
 )
 
@@ -88,12 +89,12 @@ class FindingsTable(Table):
         for row in self.records():
             yield row["severity"], printable(row["title"]), _COLORS[Severity(row["severity"])]
             yield "", printable(row["evidence"]), ""
-            following = row["consequences"]
-            shown = following if wide else following[:MAX_FOLLOWING]
-            for number, text in enumerate(shown):
-                yield "follows" if not number else "", printable(text), "dim"
-            if len(following) > len(shown):
-                yield "", f"and {len(following) - len(shown)} more: --wide names them", "dim"
+            for head, titles in (("alike", row["alike"]), ("follows", row["consequences"])):
+                shown = titles if wide else titles[:MAX_FOLLOWING]
+                for number, text in enumerate(shown):
+                    yield head if not number else "", printable(text), "dim"
+                if len(titles) > len(shown):
+                    yield "", f"and {len(titles) - len(shown)} more: --wide names them", "dim"
             if row["command"]:
                 # A command is pasted: it is not cut into lines.
                 yield "next", row["command"], "cyan"
@@ -126,9 +127,10 @@ def findings(
     """Say what is wrong in a run, and where: the first screen of the report.
 
     One finding for each cause, the worst first: how bad it is, what and where, the numbers that say so beside those of
-    the peers, what follows from it, and the command that looks closer. The last line counts them. A terminal shows the
-    first 5. What is found of a selection is found among its records alone: peers that a filter leaves out are missing.
-    To fail where something is found, give a rule to 'ranktape analyze gate': "findings.high == 0".
+    the peers, what is alike at other places, what follows from it, and the command that looks closer. The last line
+    counts them. A terminal shows the first 5. What is found of a selection is found among its records alone: peers that
+    a filter leaves out are missing. To fail where something is found, give a rule to 'ranktape analyze gate':
+    "findings.high == 0".
 
     Args:
         severity (LEVEL): Only what is so bad, or worse: high, medium, low.
@@ -165,7 +167,13 @@ def findings_table(found: Sequence[Finding], *, num_records: int, url: str) -> F
 
 
 def _row(one: Finding, url: str) -> tuple[Any, ...]:
-    said = (one.title, one.reason, list(one.consequences), one.command_in(url) if one.command else None)
+    said = (
+        one.title,
+        one.reason,
+        list(one.consequences),
+        list(one.alike),
+        one.command_in(url) if one.command else None,
+    )
     return (one.severity.value, *rows.cells(one), *said)
 
 

@@ -16,7 +16,8 @@ from ranktape.analyze.engine.engine import Engine, next_step, steps
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings import rows
 from ranktape.analyze.findings.apart import outlying_channels
-from ranktape.analyze.findings.find import KINDS, Family, all_findings, families_of
+from ranktape.analyze.findings.causes import Family, families_of
+from ranktape.analyze.findings.find import all_findings
 from ranktape.analyze.findings.survey import Survey
 from ranktape.analyze.findings.thresholds import ROBUST_Z
 from ranktape.analyze.identity import words
@@ -49,12 +50,12 @@ def outliers(
 ) -> Table:
     """Name the ranks, layers, samples and channels of a run that stand out from their peers.
 
-    Each cause is followed by what follows from it: what is later in execution order, on the same ranks or in the same
-    sample. Copies that differ between ranks are told by their checksums. Causes come worst first; notes say the first
-    in words, and how to go on. NaN and infinities are told whatever is compared; metrics are those of finite values.
-    What has no size (zero, nothing finite) is compared with nothing. A run of one rank has no rank that differs, one of
-    two layers no layer, and of records without samples, or whose values were not kept, no sample and no channel is
-    known.
+    Each cause is followed by what is alike at other places, and by its consequences: what was computed from it, with
+    nothing clean between. Copies that differ between ranks are told by their checksums. Causes come worst first; notes
+    say the first in words, and how to go on. NaN and infinities are told whatever is compared; metrics are those of
+    finite values. What has no size (zero, nothing finite) is compared with nothing. A run of one rank has no rank that
+    differs, one of two layers no layer, and of records without samples, or whose values were not kept, no sample and no
+    channel is known.
 
     Args:
         across (WHAT): Only these: rank, layer, sample, channel; repeatable.
@@ -87,32 +88,33 @@ def outliers(
                 next_step()
                 found.extend(outlying_channels(known, view=view, engine=engine, threshold=threshold))
             here = families_of(known, found)
-            for one in (one for family in here for one in (family.root, *family.following)):
+            for one in (one for family in here for one in family.members):
                 one.finding = one.finding.in_source(part) if len(records.sources) > 1 else one.finding
             families += here
-    families.sort(key=lambda one: (one.severity.order, KINDS.index(one.root.kind), -one.root.finding.score))
+    families.sort(key=lambda one: one.order)
     return Table(
         title=f"what is wrong, and what stands out from its peers by a robust z of {threshold:g} and more",
         columns=_COLUMNS,
         rows=tuple(_rows(families)),
-        notes=(*notes, *_said(families)),
+        notes=(*notes, *_said(families, records.reader.url)),
     )
 
 
 def _rows(families: Sequence[Family]) -> Iterator[tuple[Any, ...]]:
-    """A row for each cause, and below it one for each thing that follows."""
+    """A row for each cause, and below it one for each finding that is alike or follows."""
     for number, family in enumerate(families, start=1):
         yield (number, "", family.severity.value, *rows.cells(family.root.finding))
-        for one in (follower.finding for follower in family.following):
-            yield (number, "follows", one.severity.value, *rows.cells(one))
+        for word, others in (("alike", family.alike), ("follows", family.following)):
+            for one in others:
+                yield (number, word, one.finding.severity.value, *rows.cells(one.finding))
 
 
-def _said(families: Sequence[Family]) -> tuple[str, ...]:
+def _said(families: Sequence[Family], url: str) -> tuple[str, ...]:
     """The worst in words, and how to go on."""
     if not families:
         return ("nothing stands out",)
     worst = families[0].root.finding
-    return f"worst: {worst.title}; {worst.evidence}", f"look closer: {worst.command}"
+    return f"worst: {worst.title}; {worst.evidence}", f"look closer: {worst.command_in(url)}"
 
 
 def _checked(across: Sequence[str], metric: str | None) -> tuple[str, ...]:

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sweep_measure import Asked, sweep_records
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.findings.find import KINDS as FINDING_KINDS
 from ranktape.analyze.findings.find import find
+from ranktape.analyze.findings.finding import KINDS as FINDING_KINDS
 from ranktape.analyze.findings.finding import Finding, Severity
 from ranktape.analyze.findings.replicas import parse_placements, placed_copies
 from ranktape.analyze.identity import SAMPLE
