@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -13,7 +14,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.finding import Finding, Severity
 from tests.analyze.compared import normal
-from tests.analyze.faulty_runs import Fault, Place, Sizes, faulty_run
+from tests.analyze.faulty_runs import Fault, Place, Sizes, cast, faulty_run
 from tests.analyze.runs import Tensor, describe_tensor, store
 
 Array = np.ndarray[Any, Any]
@@ -28,7 +29,7 @@ def found_in(folder: Path, tensors: list[Tensor]) -> list[Finding]:
 
 
 def _identity(info: Any, **fields: Any) -> dict[str, Any]:
-    names = ("iteration", "rank", "layer_idx", "module", "operation", "tensor_name", "placement")
+    names = ("iteration", "rank", "microbatch", "layer_idx", "module", "operation", "tensor_name", "placement")
     return {name: getattr(info, name) for name in names} | fields
 
 
@@ -69,13 +70,73 @@ def experts(*, tokens: tuple[int, int]) -> list[Tensor]:
 
 def test_an_expert_without_tokens_has_no_gradient(tmp_path: Path) -> None:
     assert found_in(tmp_path / "one", experts(tokens=(0, 8))) == []
-    assert found_in(tmp_path / "none", experts(tokens=(0, 0))) == []
+    (unused,) = found_in(tmp_path / "none", experts(tokens=(0, 0)))
+    assert (unused.kind, unused.severity, unused.where["module"]) == ("zero", Severity.LOW, "layers.1.experts.0")
+    assert "no token was sent to this module" in unused.title
     # It had tokens, and its gradient is lost all the same.
     lost = [
         (array * np.float32(0) if info.tensor_name == "grad_weight" and info.layer_idx == 1 else array, info)
         for array, info in experts(tokens=(8, 8))
     ]
     assert [one.kind for one in found_in(tmp_path / "lost", lost)] == ["gradient_underflow"]
+
+
+def mixture(*, sent: tuple[int, int, int]) -> list[Tensor]:
+    """Three experts of one layer, which are sent so many tokens in each of two iterations."""
+    return [
+        describe_tensor(
+            array,
+            iteration=iteration,
+            layer_idx=0,
+            module=f"layers.0.experts.{number}",
+            tensor_name=name,
+            operation="backward" if name == "grad_weight" else "forward",
+        )
+        for iteration in range(2)
+        for number, count in enumerate(sent)
+        for name, array in (
+            ("input", normal(count, 16, seed=number)),
+            ("output", normal(count, 16, seed=number)),
+            ("grad_weight", normal(count, 16, seed=number).T @ normal(count, 16, seed=9)),
+        )
+    ]
+
+
+def test_one_expert_of_several_without_tokens(tmp_path: Path) -> None:
+    """The other experts of its layer have values, and its gradient is zero: it computed nothing."""
+    assert found_in(tmp_path / "all", mixture(sent=(5, 6, 7))) == []
+    (finding,) = found_in(tmp_path / "two", mixture(sent=(5, 0, 7)))
+    assert (finding.kind, finding.severity, finding.where["module"]) == ("zero", Severity.LOW, "layers.0.experts.1")
+    assert finding.evidence == "2 records of iterations 0, 1, all of them empty"
+
+
+def test_a_microbatch_without_labels_has_no_gradient(tmp_path: Path) -> None:
+    def passes(*silent: tuple[int, int]) -> list[Tensor]:
+        """Two iterations of two microbatches, of which some have no gradient in any layer."""
+        return [
+            describe_tensor(
+                normal(8, 16, seed=layer) * np.float32(name == "input" or (iteration, microbatch) not in silent),
+                iteration=iteration,
+                microbatch=microbatch,
+                layer_idx=layer,
+                tensor_name=name,
+                operation="backward" if name == "grad_output" else "forward",
+            )
+            for iteration in range(2)
+            for microbatch in range(2)
+            for name in ("input", "grad_output")
+            for layer in range(3)
+        ]
+
+    (finding,) = found_in(tmp_path / "one", passes((1, 0)))
+    assert (finding.kind, finding.severity) == ("zero", Severity.LOW)
+    assert "are all zero in 1 of 4 backward passes: no loss reached any layer there" in finding.title
+    assert finding.evidence.endswith("microbatch 0, iteration 1, rank 0")
+    # Where no pass of an iteration has a gradient, nobody learned from it.
+    (finding,) = found_in(tmp_path / "iteration", passes((1, 0), (1, 1)))
+    assert (finding.kind, finding.severity) == ("gradient_underflow", Severity.MEDIUM)
+    assert "as every gradient of iteration 1: no loss reached them, or all underflowed" in finding.title
+    assert "other layers is not" not in " ".join((finding.title, *finding.alike, *finding.consequences))
 
 
 def adapter(*, zero_in: tuple[int, ...]) -> list[Tensor]:
@@ -201,7 +262,51 @@ def test_tokens_without_a_loss_have_no_gradient(tmp_path: Path) -> None:
 
     findings = found_by(tmp_path, fault, num_layers=4)
     assert [(one.kind, one.severity) for one in findings] == [("zero", Severity.LOW)]
-    assert findings[0].title.startswith("layers.3.linear grad_output on all ranks is 87.5 % zeros, none by rounding")
+    assert findings[0].title.startswith(
+        "layers.3.linear grad_output on all ranks is 87.5 % zeros without a mark of rounding"
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "severity"),
+    [(ml_dtypes.float8_e5m2, 1.0, Severity.HIGH), (ml_dtypes.float8_e4m3fn, 150.0, Severity.MEDIUM)],
+)
+def test_what_a_format_flushed_but_for_a_few_is_no_matter_of_tokens(
+    tmp_path: Path, dtype: Any, scale: float, severity: Severity
+) -> None:
+    """The smallest number of a format says so; that of one with a scale of its own may be any."""
+    findings = found_by(tmp_path, cast(dtype, layers=[3], scale=scale), num_layers=6, gradient=1e-6, num_ranks=1)
+    assert [(one.kind, one.severity) for one in findings] == [("gradient_underflow", severity)]
+    assert "without a mark of rounding" not in " ".join((findings[0].title, *findings[0].consequences))
+
+
+def test_what_a_block_format_flushed_may_be_rounding(tmp_path: Path) -> None:
+    """Each block of 32 has a scale of its own, so that no smallest number is common to them."""
+
+    def fault(place: Place, tensor: Array) -> Array:
+        if place[2:] != (3, "grad_output"):
+            return tensor
+        values = tensor.astype(np.float64) * 2.0 ** (np.arange(8)[:, None] % 8 * 3)
+        values *= np.where(np.random.default_rng(1).random(values.shape) < 0.8, 2.0**-20, 1.0)
+        scales = 2.0 ** np.floor(np.log2(abs(values).max(axis=-1, keepdims=True)))
+        rounded = (values / scales).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        return np.asarray(rounded * scales).astype(tensor.dtype)
+
+    findings = found_by(tmp_path, fault, num_layers=6, num_ranks=1, iterations=(0,))
+    first = next(one for one in findings if one.where["layer_idx"] == 3)
+    assert (first.kind, first.severity) == ("gradient_underflow", Severity.MEDIUM)
+    assert "all else has 4 significant bits at most: rounding to 8 bits may have made them" in first.title
+
+
+@pytest.mark.parametrize(("num_dead", "severity"), [(11, Severity.HIGH), (6, Severity.HIGH), (1, Severity.MEDIUM)])
+def test_a_layer_without_a_gradient_in_most_iterations(tmp_path: Path, num_dead: int, severity: Severity) -> None:
+    def fault(place: Place, tensor: Array) -> Array:
+        is_dead = place[2] == 2 and place[3].startswith("grad") and place[0] < num_dead
+        return np.zeros_like(tensor) if is_dead else tensor
+
+    findings = found_by(tmp_path, fault, num_layers=5, iterations=range(12), num_ranks=1)
+    assert [one.severity for one in findings] == [severity]
+    assert f"is all zero in {num_dead} of 12 records, and that of other layers is not" in findings[0].title
 
 
 def test_a_head_that_begins_with_zeros_has_one_number_in_its_gradient(tmp_path: Path) -> None:

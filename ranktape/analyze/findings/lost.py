@@ -19,9 +19,10 @@ from ranktape.analyze.findings.finding import (
     percent_text,
     records_text,
 )
-from ranktape.analyze.findings.survey import Codes, Floats, Mask, Survey, codes_of, medians_of
+from ranktape.analyze.findings.survey import Codes, Floats, Mask, Survey, codes_of, medians_of, members_of
 from ranktape.analyze.metrics.numbers import NARROW_FORMAT
 from ranktape.analyze.numerics.formats import FORMATS
+from ranktape.storage.format.dtypes import dtype_row
 
 _SMALLEST = {row.min_subnormal: row.name for row in reversed(FORMATS.values())}
 """Formats by their smallest number; of those that share it the best known."""
@@ -36,6 +37,7 @@ def spoiled(survey: Survey) -> Iterator[Finding]:
     for places in survey.by_site(mask, survey.shares(counts)):
         yield _counted(survey, counts, places, "overflow", cut_off, severity=Severity.MEDIUM)
     yield from _zero(survey)
+    yield from _unused(survey)
     yield from _constant(survey)
 
 
@@ -132,6 +134,32 @@ def _zero(survey: Survey) -> Iterator[Finding]:
         )
 
 
+def _unused(survey: Survey) -> Iterator[Finding]:
+    """Modules that were given tensors without elements in all of their calls, as experts without a token."""
+    is_activation = (survey.fields["operation"] == "forward") & survey.is_floating & ~survey.is_weight
+    has_none = is_activation & (survey.metrics["elements"] == 0)
+    modules = survey.codes("module")
+    never = is_activation & has_none & ~np.isin(modules, modules[is_activation & ~has_none])
+    if not (is_activation & ~has_none).any():
+        return
+    chosen = np.flatnonzero(never)
+    for part in members_of(modules[chosen], survey.times[chosen], survey.order[chosen]):
+        places = chosen[part]
+        first = places[survey.sites[places] == survey.sites[places[0]]]
+        iterations = named_numbers("iteration", survey.fields["iteration"][first].tolist())
+        yield finding_of(
+            survey,
+            places=first,
+            kind="zero",
+            severity=Severity.LOW,
+            score=len(first),
+            text="has no element in any record: no token was sent to this module",
+            evidence=f"{records_text(len(first))} of {iterations}, all of them empty",
+            metric="elements",
+            value=0.0,
+        )
+
+
 def _constant(survey: Survey) -> Iterator[Finding]:
     low, high, elements = (survey.metrics[name] for name in ("minimum", "maximum", "elements"))
     is_same = (low == high) & (low != 0) & (elements >= limit.MIN_CONSTANT_ELEMENTS)
@@ -156,10 +184,13 @@ def underflowing(survey: Survey) -> Iterator[Finding]:
     """One for each place whose gradient underflows in its own type, and for each kind that 8 bits would flush.
 
     What was flushed already is zero. Rounding made the zeros where many of the other values are just above a smallest
-    one; else masks, ReLU or tokens without a loss did. A gradient that is nothing but zeros is lost if the layer's
-    tensors of the forward pass are not, or the same gradient of other layers.
+    one; else masks, ReLU or tokens without a loss may have. A gradient that is nothing but zeros is lost if the layer's
+    tensors of the forward pass are not, or the same gradient of other layers; that of a module without tokens is empty,
+    and where all gradients of a backward pass are zero, it had no loss.
     """
-    yield from _Underflow(survey).findings()
+    underflow = _Underflow(survey)
+    yield from underflow.silent_passes()
+    yield from underflow.findings()
     yield from _too_wide(survey)
 
 
@@ -170,38 +201,83 @@ class _Underflow:
         self._survey = survey
         self._subnormal = survey.shares(survey.counts["underflow"])
         self._zeros = survey.shares(survey.counts["zero"])
-        self._is_judged = survey.is_gradient & survey.is_floating
+        is_judged = survey.is_gradient & survey.is_floating & ~_is_unreached(survey) & (survey.metrics["elements"] > 0)
+        self._passes = survey.codes("attempt", "iteration", "rank", "microbatch")
+        self._is_silent = is_judged & self._are_silent(is_judged, self._passes)
+        self._is_judged = is_judged & (~self._is_silent | self._are_silent(is_judged, survey.times))
         # Zeros in that layer of the same kind which has the fewest, up to the iteration of the record.
         self._by_peers = _least_of_layers(survey, self._zeros, self._is_judged)
         # Zeros in that tensor of the forward pass of the same layer which has the most; NaN where none is known.
         self._by_forward = _most_of_forward(survey, self._zeros)
 
+    def _are_silent(self, is_judged: Mask, groups: Codes) -> Mask:
+        """Of passes, or iterations, whether all gradients of several modules are zero."""
+        chosen = np.flatnonzero(is_judged)
+        size = int(groups.max(initial=0)) + 1
+        has_value = np.bincount(groups[chosen], weights=self._zeros[chosen] < 1, minlength=size) > 0
+        modules = np.unique(np.column_stack((groups, self._survey.codes("module")))[chosen], axis=0)[:, 0]
+        has_several = np.bincount(modules.astype(np.int64), minlength=size) > 1
+        return (~has_value & has_several)[groups]
+
+    def silent_passes(self) -> Iterator[Finding]:
+        """One for all backward passes without a gradient in iterations in which others have some."""
+        survey, silent = self._survey, np.flatnonzero(self._is_silent & ~self._is_judged)
+        if not silent.size:
+            return
+        num_silent, num_passes = (len(np.unique(self._passes[one])) for one in (silent, survey.is_gradient))
+        fields = {name: survey.fields[name][silent].tolist() for name in ("microbatch", "iteration", "rank")}
+        where = ", ".join(named_numbers(name, values) for name, values in fields.items())
+        yield finding_of(
+            survey,
+            places=silent,
+            kind="zero",
+            severity=Severity.LOW,
+            score=num_silent,
+            text=f"are all zero in {num_silent} of {num_passes} backward passes: no loss reached any layer there",
+            evidence=f"every gradient of these passes is zero, as of microbatches without labels; {where}",
+            metric="silent passes",
+            value=float(num_silent),
+        )
+
     def findings(self) -> Iterator[Finding]:
         """Values that are subnormal, or zero by rounding; then gradients that are nothing else, or more than others."""
         survey, zeros, is_judged = self._survey, self._zeros, self._is_judged
-        excess = np.where(_is_unreached(survey), 0.0, zeros - self._by_peers)
-        is_rounded = is_judged & _is_floored(survey) & (zeros - np.nan_to_num(self._by_forward) > limit.FLUSHED_RATIO)
-        is_alone = (excess > limit.ZERO_EXCESS) | (zeros - self._by_forward > limit.ZERO_EXCESS)
-        is_empty = is_judged & (zeros == 1) & is_alone
+        is_more = is_judged & (zeros - self._by_peers > limit.ZERO_EXCESS)
+        beyond_forward = zeros - self._by_forward
+        is_beyond = zeros - np.nan_to_num(self._by_forward) > limit.FLUSHED_RATIO
+        is_rounded = is_judged & _is_floored(survey, is_more) & is_beyond
+        is_empty = is_judged & (zeros == 1) & (is_more | (beyond_forward > limit.ZERO_EXCESS))
         is_small = is_judged & (self._subnormal > limit.LOST_RATIO)
-        is_sparse = is_judged & (excess > limit.ZERO_EXCESS) & ~is_rounded & ~is_empty & ~is_small
-        parts = self._subnormal + np.where(is_rounded, zeros, 0.0)
-        for places in survey.by_site(is_small | is_rounded, parts):
-            yield self._rounded(places, part=float(parts[places[0]]), is_zero=bool(is_rounded[places[0]]))
-        for places in survey.by_site(is_empty, zeros):
-            others = (
-                "that of other layers" if self._by_peers[places[0]] < limit.ZERO_EXCESS else "what its layer computed"
+        is_sparse = is_more & ~is_rounded & ~is_empty & ~is_small
+        # Where nothing is left of other records of the place, or rounding made their zeros, it made these, too.
+        is_of_lost = is_sparse & np.isin(survey.sites, survey.sites[is_rounded | is_empty])
+        parts = self._subnormal + np.where(is_rounded | is_empty | is_of_lost, zeros, 0.0)
+        for places in survey.by_site(is_small | is_rounded | is_empty | is_of_lost, parts):
+            marked = places[(is_rounded | is_small)[places]]
+            empty = places[is_empty[places]]
+            # In one iteration all layers alike may begin with zeros.
+            is_alone = bool((is_more & ~self._is_silent)[empty].any()) or np.unique(survey.times[empty]).size > 1
+            is_often = is_alone and 2 * len(empty) >= self._num_records(places)
+            is_serious = bool(marked.size) and parts[marked[0]] >= limit.LOST_RATIO_SERIOUS
+            is_zero = not marked.size or bool(is_rounded[marked[0]])
+            yield self._finding(
+                places,
+                "gradient_underflow",
+                Severity.HIGH if is_serious or is_often else Severity.MEDIUM,
+                self._rounded(int(marked[0]), empty, is_zero=is_zero) if marked.size else self._empty(empty),
+                score=float(parts[places[0]]),
+                is_subnormal=not is_zero,
             )
-            text = f"is all zero, and {others} is not: it underflowed, or nothing reached it"
-            yield self._finding(places, "gradient_underflow", Severity.MEDIUM, text)
-        for places in survey.by_site(is_sparse, zeros):
-            part = percent_text(float(zeros[places[0]]))
-            text = f"is {part} zeros, none by rounding: tokens without a loss and ReLU have such gradients"
-            yield self._finding(places, "zero", Severity.LOW, text)
+        for places in survey.by_site(is_sparse & ~is_of_lost, zeros):
+            yield self._sparse(places)
 
-    def _rounded(self, places: Codes, *, part: float, is_zero: bool) -> Finding:
-        survey, worst = self._survey, int(places[0])
-        subnormal, said = float(self._subnormal[worst]), []
+    def _num_records(self, places: Codes) -> int:
+        return int((self._is_judged & (self._survey.sites == self._survey.sites[places[0]])).sum())
+
+    def _rounded(self, worst: int, empty: Codes, *, is_zero: bool) -> str:
+        """What is said of records of which rounding left something, beside those of which it left nothing."""
+        survey, said = self._survey, []
+        subnormal = float(self._subnormal[worst])
         if is_zero:
             floor = float(survey.metrics["smallest_nonzero"][worst])
             of_format = f", the smallest number of {_SMALLEST[floor]}" if floor in _SMALLEST else ""
@@ -211,9 +287,38 @@ class _Underflow:
             said.append(
                 f"{percent_text(subnormal)} of it is below the smallest normal number of {survey.dtypes[worst]}"
             )
-        severity = Severity.HIGH if part >= limit.LOST_RATIO_SERIOUS else Severity.MEDIUM
-        text = "underflows: " + "; ".join(said)
-        return self._finding(places, "gradient_underflow", severity, text, score=part, is_subnormal=not is_zero)
+        if empty.size:
+            said.append(f"nothing is left of it in {len(empty)} of {records_text(self._num_records(empty))}")
+        return "underflows: " + "; ".join(said)
+
+    def _empty(self, places: Codes) -> str:
+        """What is said of records that are nothing but zeros."""
+        survey, worst = self._survey, int(places[0])
+        num_records = self._num_records(places)
+        often = "" if len(places) == num_records else f" in {len(places)} of {records_text(num_records)}"
+        if self._is_silent[places].all():
+            iterations = named_numbers("iteration", survey.fields["iteration"][places].tolist())
+            return f"is all zero{often}, as every gradient of {iterations}: no loss reached them, or all underflowed"
+        other = "that of other layers" if self._by_peers[worst] < limit.ZERO_EXCESS else "what its layer computed"
+        return f"is all zero{often}, and {other} is not: it underflowed, or nothing reached it"
+
+    def _sparse(self, places: Codes) -> Finding:
+        """A gradient with far more zeros than in other layers, of which rounding made some, or none."""
+        survey, worst = self._survey, int(places[0])
+        part = percent_text(float(self._zeros[worst]))
+        num_left = int(survey.metrics["elements"][worst] - survey.counts["zero"][worst])
+        is_wide = dtype_row(str(survey.dtypes[worst])).itemsize > 1
+        by_right = "tokens without a loss and ReLU have such gradients"
+        if num_left * limit.FLOOR_RATIO < limit.MIN_FLOOR_ELEMENTS:
+            text = f"is {part} zeros, and {num_left} other values do not tell whether rounding made them"
+            return self._finding(places, "gradient_underflow", Severity.MEDIUM, f"{text}: {by_right}, too")
+        if survey.counts["coarse"][worst] >= limit.COARSE_RATIO * num_left and is_wide:
+            text = (
+                f"is {part} zeros, and all else has 4 significant bits at most: rounding to 8 bits may have made them"
+            )
+            return self._finding(places, "gradient_underflow", Severity.MEDIUM, f"{text}, or {by_right}")
+        text = f"is {part} zeros without a mark of rounding: {by_right}"
+        return self._finding(places, "zero", Severity.LOW, text)
 
     def _finding(
         self,
@@ -254,14 +359,18 @@ class _Underflow:
         )
 
 
-def _is_floored(survey: Survey) -> Mask:
-    """Whether values end at a smallest one, as those do that rounding did not make zero."""
+def _is_floored(survey: Survey, is_more: Mask) -> Mask:
+    """Whether values end at a smallest one, as those do that rounding did not make zero.
+
+    A few are enough where there are far more zeros than in other layers, and the smallest one is that of a format.
+    """
     floored = survey.counts["floored"]
     nonzero = survey.metrics["elements"] - survey.counts["zero"] - survey.counts["nan"]
-    is_many = (floored >= limit.MIN_FLOOR_ELEMENTS) & (floored >= limit.FLOOR_RATIO * nonzero)
+    is_of_format = np.isin(survey.metrics["smallest_nonzero"], list(_SMALLEST))
+    is_enough = (floored >= limit.MIN_FLOOR_ELEMENTS) | (is_more & is_of_format & (floored > 0))
     # One number beside zero may be anything: a mean has such a gradient.
-    is_grid: Mask = (floored < nonzero) | np.isin(survey.metrics["smallest_nonzero"], list(_SMALLEST))
-    return is_many & is_grid
+    is_grid: Mask = (floored < nonzero) | is_of_format
+    return is_enough & (floored >= limit.FLOOR_RATIO * nonzero) & is_grid
 
 
 def _most_of_forward(survey: Survey, zeros: Floats) -> Floats:

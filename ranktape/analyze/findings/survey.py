@@ -102,13 +102,13 @@ class Survey:
         known = numbers_of(records, view=view, engine=engine)
         self.metrics = {name: known.column(name) for name in NUMBERS}
         """Every one of `NUMBERS`; NaN where there is none."""
-        counted = COUNTS | {name: name for name in ("saturated", "floored")}
+        counted = COUNTS | {name: name for name in ("saturated", "floored", "coarse")}
         self.counts = {name: self.metrics[metric].astype(np.int64) for name, metric in counted.items()}
         self.counts["captured_inf"] = records.column("overflow.inf.count").astype(np.int64)
         """Those of `COUNTS`; `captured_inf`: infinities before values were rounded to what was computed with;
         `saturated`: elements that are exactly the largest number of a type without infinities; and `floored`: elements
         whose magnitude is the smallest that is not zero, if the next one is twice as large, as on the grid of a format,
-        or there is no other."""
+        or there is no other; `coarse`: elements that have 4 significant bits at most, if their magnitudes differ."""
         self.samples = Samples(known.sheet.owners, known.sheet.places, known.of_samples("absmax"))
         """Samples of all records."""
 

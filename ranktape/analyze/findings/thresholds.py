@@ -86,6 +86,10 @@ that were just large enough. Of one that is zero in places (masks, ReLU, tokens 
 MIN_FLOOR_ELEMENTS = 4
 """So many elements at the least: among a few dozen, one is 5 %."""
 
+COARSE_RATIO = 0.95
+"""Of a tensor that went through an 8-bit format with power-of-two scales, all elements have 4 significant bits; of
+other bf16 numbers one in 16 has."""
+
 VANISHING_BINADES = 12.0
 """Over all layers the norm of a gradient changes by a factor of 4,096. Normal numbers of fp16 below 1 span 14."""
 

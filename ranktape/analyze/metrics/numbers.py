@@ -31,6 +31,12 @@ NARROW_FORMAT = "fp8_e5m2"
 _GRID_TOLERANCE = 2.0**-6
 """What rounding after a scale may take from the ratio of two numbers."""
 
+_COARSE_BITS = 4
+"""Significant bits of fp8_e4m3, the most that an 8-bit floating-point format has."""
+
+_MIN_COARSE = 8
+"""Magnitudes of so few bits that differ: fewer may come from a loss, as the multiples of 1/16 of a mean."""
+
 _SATURATING = {"float8_e4m3fn": "fp8_e4m3"}
 """Types whose conversions end at the largest number, and the formats that say which that is."""
 
@@ -50,6 +56,14 @@ def _floored(digest: Digest) -> float:
     return float(digest.counts[magnitudes == floor].sum()) if is_grid else 0.0
 
 
+def _coarse(digest: Digest) -> float:
+    magnitudes = np.abs(digest.values).astype(np.float64)
+    mantissas = np.frexp(magnitudes)[0] * 2**_COARSE_BITS
+    is_coarse = (mantissas == np.floor(mantissas)) & np.isfinite(magnitudes) & (magnitudes > 0)
+    is_varied = np.unique(magnitudes[is_coarse]).size >= _MIN_COARSE
+    return float(digest.counts[is_coarse].sum()) if is_varied else 0.0
+
+
 def _flushed(digest: Digest) -> float:
     """The part of nonzero values that is zero in the format when the largest one is scaled to its largest number."""
     if not digest.has_values:
@@ -66,6 +80,7 @@ _OF: dict[str, Callable[[Digest], float | None]] = {
     **{name: one.of for name, one in METRICS.items() if name not in _QUANTILES},
     "saturated": _saturated,
     "floored": _floored,
+    "coarse": _coarse,
     "flushed": _flushed,
     "is_exact": lambda digest: digest.is_exact,
     "has_percentiles": lambda digest: digest.has_values and "complex" not in digest.dtype,
