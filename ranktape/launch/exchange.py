@@ -222,7 +222,7 @@ def export(
     records: Records,
     target: str,
     *,
-    to: Literal["pt", "tensorboard", "wandb", "parquet"] = "pt",
+    to: Literal["pt", "tensorboard", "parquet"] = "pt",
     metric: Sequence[str] = (),
     kind: Sequence[str] = (),
     no_histograms: bool = False,
@@ -237,17 +237,16 @@ def export(
     """Give what RUN holds to other programs.
 
     As .pt files: the tensors, under the names of the legacy tools, and `ranktape import` makes the same run of them. To
-    tensorboard and wandb: metrics and histograms of each place of the model (or of each group of --by) over the
-    iterations, all ranks together, and plots as pictures; histograms are counted from all values. As parquet: the
-    catalogue, one row for each record, which DuckDB, pandas and polars open. Filters are those of the analyze commands.
-    Files that are there and hold the same are left as they are.
+    tensorboard: metrics and histograms of each place of the model (or of each group of --by) over the iterations, all
+    ranks together, and plots as pictures; histograms are counted from all values; 'wandb sync' uploads them to W&B. As
+    parquet: the catalogue, one row for each record, which DuckDB, pandas and polars open. Filters are those of the
+    analyze commands. Files that are there and hold the same are left as they are.
 
     Args:
-        target (DIR|PROJECT): The folder; of wandb the PROJECT or ENTITY/PROJECT, where WANDB_MODE=offline writes a
-            folder.
+        target (DIR): The folder.
         to: Which program.
-        metric (NAME): Which metrics: absmax, std, p99.9, overflow.ratio; repeatable. Of tensorboard and wandb absmax,
-            rms, std and parts beyond limits by default; of parquet none, as values are read for them.
+        metric (NAME): Which metrics: absmax, std, p99.9, overflow.ratio; repeatable. Of tensorboard absmax, rms, std
+            and parts beyond limits by default; of parquet none, as values are read for them.
         kind (NAME): Plots that go along as pictures, as of 'ranktape analyze plot', or none; repeatable. overflow and
             layer_binades by default.
         no_histograms: Metrics and pictures alone.
@@ -259,7 +258,7 @@ def export(
     from ranktape.analyze.views.exports.export import export_view, refuse_strangers
 
     if not target:
-        raise UsageError("an empty name is not allowed: give a folder, or of --to wandb a project")
+        raise UsageError("an empty name is not allowed: give a folder")
     viewed: dict[str, Any] = {"metric": tuple(metric), "kind": tuple(kind), "no_histograms": no_histograms}
     viewed |= {"overwrite": overwrite, "view": view, "by": tuple(by)}
     refuse_strangers(to, form=form, per_sample=per_sample, **viewed)

@@ -27,7 +27,7 @@ from ranktape.storage.format.memory import available_nbytes, nbytes_text
 COMPILE_SECONDS = 60
 """Longer than a C++ compiler takes for a line on a loaded machine."""
 
-USERS_EXTRAS = ("dask", "notebook", "tensorboard", "wandb", "parquet", "fast")
+USERS_EXTRAS = ("dask", "notebook", "tensorboard", "parquet")
 """The extras that users ask for; the others are for those who work on ranktape."""
 
 

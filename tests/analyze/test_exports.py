@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,80 +173,6 @@ def test_histograms_are_those_of_distribution(run: Run) -> None:
         assert point.binades.counts.tolist() == [row["count"] for row in rows if row["iteration"] == point.iteration]
 
 
-@needs("wandb")
-def test_wandb_takes_a_run_offline(run: Run, tmp_path: Path) -> None:
-    words = ("--to", "wandb", "team/project", "--layer-idx", "0", "--metric", "absmax,std")
-    command = ("-m", "ranktape.launch.cli", "export", run.url, *words)
-    ended = _python(*command, folder=tmp_path, WANDB_MODE="offline")
-    assert ended.returncode == 0, ended.stderr
-    place, _, rest = ended.stdout.partition(": ")
-    assert rest.startswith("54 scalars, 54 histograms, 2 pictures\nsend it: wandb sync ")
-    header, rows = _logged(Path(place))
-    assert (header.entity, header.project, header.display_name) == ("team", "project", "run")
-    assert [row["_step",] for row in rows] == list(ITERATIONS)
-    chosen = run.select(module="layers.0.linear", tensor_name="weight")
-    wanted = [point for point in points(chosen) if point.values is not None and point.binades is not None]
-    for row, point in zip(rows, wanted, strict=True):
-        assert row["absmax/layers.0.linear/weight",] == point.metrics["absmax"]
-        for kind, counted in (("values", point.values), ("binades", point.binades)):
-            assert counted is not None
-            found = (kind + "/layers.0.linear/weight", "values"), (kind + "/layers.0.linear/weight", "bins")
-            assert [row[key] for key in found] == [counted.counts.tolist(), counted.edges.tolist()]
-    assert rows[-1]["plots/overflow", "format"] == "png"
-
-
-REFUSED = """import os, wandb
-from ranktape.analyze.views.exports.wandb_run import log_run
-from ranktape.errors import UsageError
-for mode in ("online", "disabled", "offlin"):
-    os.environ["WANDB_MODE"] = mode
-    try:
-        log_run([], {}, project="project", name="run", config={})
-    except UsageError as error:
-        print(mode, str(error))
-    wandb.teardown()
-"""
-
-
-@needs("wandb")
-def test_what_wandb_refuses_is_one_line(tmp_path: Path) -> None:
-    ended = _python("-c", REFUSED, folder=tmp_path)
-    online, disabled, offlin = ended.stdout.splitlines()
-    assert online.endswith("say 'wandb login', or set WANDB_MODE=offline to write a folder")
-    assert disabled == "disabled W&B is switched off by WANDB_MODE=disabled: set WANDB_MODE=offline to write a folder"
-    assert offlin.startswith("offlin W&B refuses its settings: ")
-    assert offlin.endswith("mend its variables (WANDB_...)")
-
-
-def _python(*words: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own: W&B keeps a service and what it knows for the whole of one."""
-    environment = {"WANDB_DIR": str(folder), "HOME": str(folder), "PATH": "/usr/bin:/bin"} | variables
-    return subprocess.run(
-        [sys.executable, *words], env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=120
-    )
-
-
-def _logged(folder: Path) -> tuple[Any, list[dict[tuple[str, ...], Any]]]:
-    """The run and the rows of history that W&B's own reader finds in the folder of an offline run."""
-    from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
-
-    (path,) = folder.glob("*.wandb")
-    reader = DataStore()
-    reader.open_for_scan(str(path))
-    header, rows = None, []
-    while (data := reader.scan_data()) is not None:
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "run":
-            header = record.run
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            rows.append({tuple(item.nested_key) or (item.key,): json.loads(item.value_json) for item in items})
-    reader.close()
-    return header, rows
-
-
 PARQUET = ("--to", "parquet")
 
 
@@ -319,7 +243,7 @@ def test_polars_opens_it(run: Run, parquet: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--to tensorbord DIR", "'tensorbord' is not one of 'pt', 'tensorboard', 'wandb', 'parquet'"),
+        ("--to tensorbord DIR", "'tensorbord' is not one of 'pt', 'tensorboard', 'parquet'"),
         ("--to tensorboard DIR --metric absmx", "no metric 'absmx': use absmax"),
         ("--to tensorboard DIR --kind overflw", "--kind 'overflw' names no plot: did you mean overflow"),
         ("--to tensorboard DIR --kind rank_binades --rank 0", "--kind rank_binades cannot be drawn: there is one rank"),
@@ -327,12 +251,10 @@ def test_polars_opens_it(run: Run, parquet: Path) -> None:
         ("--to tensorboard DIR --by layer", "layer"),
         ("--to tensorboard FILE", "is a file: name a folder"),
         ("--to parquet s3://bucket/x", "is a URL"),
-        ("--to parquet DIR --kind overflow", "--kind is for --to tensorboard or --to wandb, and not for --to parquet"),
-        ("--to parquet DIR --no-histograms", "--no-histograms is for --to tensorboard or --to wandb"),
-        ("--to wandb a/b/c", "'a/b/c' names no project of W&B"),
-        ("--to wandb project --overwrite", "--overwrite is for --to pt or --to tensorboard or --to parquet"),
+        ("--to parquet DIR --kind overflow", "--kind is for --to tensorboard, and not for --to parquet"),
+        ("--to parquet DIR --no-histograms", "--no-histograms is for --to tensorboard"),
         ("--to tensorboard DIR --form layers", "--form is for --to pt, and not for --to tensorboard"),
-        ("DIR --metric absmax", "--metric is for --to tensorboard or --to wandb or --to parquet, and not for --to pt"),
+        ("DIR --metric absmax", "--metric is for --to tensorboard or --to parquet, and not for --to pt"),
         ("DIR --by rank", "--by is for"),
         ("--to parquet ''", "an empty name is not allowed"),
     ],
@@ -346,9 +268,7 @@ def test_a_mistake_is_one_line_before_anything_is_written(run: Run, tmp_path: Pa
     assert not (tmp_path / "dir").exists()
 
 
-@pytest.mark.parametrize(
-    ("to", "package"), [("tensorboard", "TensorBoard"), ("wandb", "Weights & Biases"), ("parquet", "pyarrow")]
-)
+@pytest.mark.parametrize(("to", "package"), [("tensorboard", "TensorBoard"), ("parquet", "pyarrow")])
 def test_a_library_that_is_not_installed_is_named_with_the_way_to_get_it(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, package: str
 ) -> None:

@@ -90,7 +90,7 @@ def test_an_object_store_is_written_to_and_left_as_it_was(s3_server: S3Server) -
 def test_packages_that_are_missing_or_old_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "ranktape-9.0.dist-info"
     folder.mkdir()
-    needs = ("nowhere-such>=1", "numpy>=99", 'nothing-such>=2; extra == "wandb"', 'ruff>=99; extra == "test"')
+    needs = ("nowhere-such>=1", "numpy>=99", 'nothing-such>=2; extra == "parquet"', 'ruff>=99; extra == "test"')
     lines = ["Metadata-Version: 2.4", "Name: ranktape", "Version: 9.0", *(f"Requires-Dist: {one}" for one in needs)]
     (folder / "METADATA").write_text("\n".join(lines) + "\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -100,7 +100,7 @@ def test_packages_that_are_missing_or_old_are_told_apart(tmp_path: Path, monkeyp
     assert found["numpy"]["found"] == f"{np.__version__}, and >=99 is needed"
     assert found["numpy"]["way_out"] == "pip install --upgrade 'numpy>=99'"
     assert found["nothing-such"]["state"] == "optional"
-    assert found["nothing-such"]["way_out"].startswith("pip install 'ranktape[wandb]'")
+    assert found["nothing-such"]["way_out"].startswith("pip install 'ranktape[parquet]'")
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,6 @@ from ranktape.analyze.identity import words
 from ranktape.analyze.metrics.metric import parse_metric
 from ranktape.analyze.views.exports.files import Exported, check_folder
 from ranktape.errors import UsageError
-from ranktape.lazy_names import __version__
-from ranktape.storage.places.backend import without_credentials
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
@@ -34,7 +32,7 @@ def export_view(
     by: Sequence[str] = (),
     engine: Engine | None = None,
 ) -> Exported:
-    """Give a selection to TensorBoard, W&B or readers of Parquet; `target` is the folder or the project.
+    """Write a selection for TensorBoard, or as Parquet; `target` is the folder.
 
     What is missing, the library or a name, is said before anything is read.
 
@@ -52,32 +50,24 @@ def export_view(
 
         return write_parquet(records, folder=target, metrics=metrics, overwrite=overwrite, view=view, engine=engine)
     from ranktape.analyze.commands import parse_kinds
-    from ranktape.analyze.views.exports import event_file, wandb_run
+    from ranktape.analyze.views.exports.event_file import check_tensorboard, write_events
     from ranktape.analyze.views.exports.series import PICTURES, pictures, points
 
     named = words(kind)
     kinds = [] if named == (NO_PICTURES,) else parse_kinds(named or PICTURES)
-    if to == "tensorboard":
-        event_file.check_tensorboard()
-        check_folder(target)
-    else:
-        wandb_run.check_wandb(target)
+    check_tensorboard()
+    check_folder(target)
     found = points(records, metrics=metrics, has_histograms=not no_histograms, by=by, view=view, engine=engine)
     drawn = pictures(records, kinds=kinds, must_be_there=bool(named), view=view, engine=engine)
-    if to == "tensorboard":
-        return event_file.write_events(found, drawn, folder=target, overwrite=overwrite)
-    place = without_credentials(records.reader.url)
-    config = {"ranktape": {"run": place, "version": __version__, "records": len(records)}}
-    name = place.rstrip("/").rpartition("/")[2]
-    return wandb_run.log_run(found, drawn, project=target, name=name, config=config)
+    return write_events(found, drawn, folder=target, overwrite=overwrite)
 
 
 OWNERS = {
-    "metric": ("tensorboard", "wandb", "parquet"),
-    "kind": ("tensorboard", "wandb"),
-    "no_histograms": ("tensorboard", "wandb"),
-    "by": ("tensorboard", "wandb"),
-    "view": ("tensorboard", "wandb", "parquet"),
+    "metric": ("tensorboard", "parquet"),
+    "kind": ("tensorboard",),
+    "no_histograms": ("tensorboard",),
+    "by": ("tensorboard",),
+    "view": ("tensorboard", "parquet"),
     "overwrite": ("pt", "tensorboard", "parquet"),
     "form": ("pt",),
     "per_sample": ("pt",),

@@ -19,7 +19,7 @@ class Exported:
     """What an export gave to another program."""
 
     place: str
-    """The file, or the address of what was made."""
+    """The file."""
     what: str
     """How much of what was exported, in words."""
     is_kept: bool = False

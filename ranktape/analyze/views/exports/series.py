@@ -43,7 +43,7 @@ NUM_BINS = 64
 """Bins of equal width."""
 
 MAX_BINS = 512
-"""Bins at most: more than that W&B refuses. Only float64 has so many binades; they are then counted together."""
+"""Bins at most: W&B refuses more. Only float64 has so many binades; they are then counted together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
