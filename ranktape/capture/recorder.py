@@ -340,7 +340,7 @@ class Recorder:
             call.compute_dtype,
             call.batch_size,
             call.mode,
-            tags.quant_type,
+            tags.quant_type or call.quantised_to,
         )
         form = site.forms.get(key)
         if form is not None:

@@ -127,20 +127,18 @@ def test_a_bias_can_be_left_out(tmp_path: Path) -> None:
     assert named(run, "0")["output"].metadata is None
 
 
-def test_a_bias_that_is_computed_when_it_is_read_is_left_out_alone(tmp_path: Path) -> None:
+def test_a_bias_that_is_computed_when_it_is_read_is_the_one_that_was_added(tmp_path: Path) -> None:
     class Doubled(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * 2
 
     model = nn.Sequential(nn.Linear(8, 8))
+    own = model.get_parameter("0.bias").detach().clone()
     parametrize.register_parametrization(model[0], "bias", Doubled())
-    run = captured(model, tmp_path / "run", shape=(2, 8))
-    assert set(named(run, "0")) == {"input", "weight", "output", "grad_output", "grad_weight"}
-    assert named(run, "0")["output"].metadata is None
-    [status] = run.status()
-    reasons = status.silent_sites[0]
-    assert list(reasons) == ["0 forward pre bias"]
-    assert "its bias is not a plain parameter" in reasons["0 forward pre bias"]
+    run = capture(model, tmp_path / "run", layer_type="linear")
+    assert set(named(run, "0")) == {"input", "weight", "bias", "output", "grad_output", "grad_weight", "grad_bias"}
+    assert torch.equal(named(run, "0")["bias"].tensor(), 2 * own)
+    assert verify_run(run)["output"] == 1
 
 
 @pytest.mark.parametrize("is_autocast", [False, True])

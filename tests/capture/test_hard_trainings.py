@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as attend
-from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils import weight_norm as old_weight_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from ranktape.capture import Capture
 from ranktape.errors import CaptureError
 from ranktape.storage import open_run
 from tests.capture.models import Net, captured, steps
 from tests.capture.role_models import Task, train_twice
+from tests.capture.verify import verify_run
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -77,14 +80,21 @@ def test_a_gradient_that_comes_after_its_iteration_is_named_and_not_mixed_in(tmp
         assert "it belongs to iteration 0, and came after that had ended" in reasons
 
 
-def test_parametrized_weights_are_left_alone(tmp_path: Path) -> None:
-    task = Task(make=lambda: nn.Sequential(spectral_norm(nn.Linear(16, 16)), nn.Linear(16, 16)))
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "parametrized", [spectral_norm, weight_norm, old_weight_norm], ids=["spectral", "weight", "old"]
+)
+def test_parametrized_weights_are_recorded_as_computed(
+    parametrized: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
+    task = Task(make=lambda: nn.Sequential(parametrized(nn.Linear(16, 16)), nn.Linear(16, 16)))
     trained = train_twice(task, tmp_path / "run", steps=3)
     assert trained.is_equal
     run = trained.run
     assert run.iterations == [0, 1, 2]
-    assert any("parametrized" in reason for reason in run.status()[0].silent_sites[0].values())
-    assert set(run.select().column("module")) == {"1"}
+    assert verify_run(run)["output"] == 2 * 3
+    assert len(run.select(module="0", tensor_name=["weight", "grad_weight"])) == 2 * 3
+    assert not any(any(status.silent_sites.values()) for status in run.status())
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and models still hold it

@@ -12,6 +12,7 @@ import types
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +22,11 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from ranktape.capture import CallOption, Capture, FunctionRole, ModuleRole, register_role, unregister_role
 from ranktape.capture.hooks.calls import tensor_in
-from ranktape.capture.roles.known import registered_roles, role_of
+from ranktape.capture.roles.known import quantising, registered_roles, role_of
 from ranktape.errors import UsageError
 from ranktape.storage import open_run
 from tests.capture.role_models import BATCH, LENGTH, WIDTH, Adapted, Bare, Experts, Multihead, Task, train_twice
-from tests.capture.verify import verify_run
+from tests.capture.verify import recomputed, verify_run
 
 ATTENTION = ("attention output", "attention grad_query", "attention grad_key", "attention grad_value")
 
@@ -412,6 +413,73 @@ def test_a_role_is_found_by_the_dotted_name_of_a_base() -> None:
     assert role_of(engine) is not None
     assert role_of(nn.LayerNorm) is None
     assert role_of(type("Sub", (nn.Linear,), {})) is role_of(nn.Linear)
+
+
+def named(module: str, name: str, base: type = nn.Linear) -> type[Any]:
+    """A class as a package has it."""
+    return type(name, (base,), {"__module__": module})
+
+
+def test_classes_that_quantise_inside_are_known_by_name() -> None:
+    float8 = named("torchao.float8.float8_linear", "Float8Linear")
+    for kind in (float8, type("Derived", (float8,), {})):
+        known = quantising(kind(2, 2))
+        assert known is not None
+        assert (known.kind, known.to()) == ("Float8Linear", "fp8")
+    layer = nn.Linear(2, 2)
+    assert quantising(layer) is None
+    weight = named("torchao.prototype.moe_training.tensor", "MXFP8TrainingWeightWrapperTensor", torch.Tensor)
+    layer.weight = nn.Parameter(torch.randn(2, 2).as_subclass(weight))
+    known = quantising(layer)
+    assert known is not None
+    assert (known.kind, known.to()) == ("MXFP8TrainingWeightWrapperTensor", "mxfp8")
+
+
+@pytest.mark.parametrize(
+    ("module", "recipe", "word"),
+    [
+        ("quantization", "MXFP8BlockScaling", "mxfp8"),
+        ("quantization", "NVFP4BlockScaling", "nvfp4"),
+        ("fp8", "DelayedScaling", "fp8"),
+        ("fp8", None, ""),
+    ],
+)
+def test_transformer_engine_says_for_each_call_to_what_it_quantises(
+    module: str, recipe: str | None, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = named("transformer_engine.pytorch.module.linear", "Linear", nn.Module)()
+    known = quantising(layer)
+    assert known is not None
+    assert not known.to()
+    state = types.SimpleNamespace(
+        is_fp8_enabled=lambda: recipe is not None, get_fp8_recipe=type(recipe or "DelayedScaling", (), {})
+    )
+    monkeypatch.setitem(
+        sys.modules, f"transformer_engine.pytorch.{module}", types.SimpleNamespace(FP8GlobalStateManager=state)
+    )
+    assert known.to() == word
+
+
+def test_the_float8_training_of_torchao_has_its_own_quant_type(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32), nn.Linear(32, 20)).bfloat16()
+    config = float8.Float8LinearConfig(emulate=True)
+    float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "3")
+    for folder, options in (("own", {}), ("given", {"quant_type": "mine"})):
+        with Capture(tmp_path / folder, model=model, **options) as capturing:
+            model(torch.randn(32, 64).bfloat16()).square().mean().backward()
+            capturing.step()
+    run = open_run(tmp_path / "own")
+    types = {(one.module, one.quant_type) for one in run.select()}
+    assert types == {("0", "fp8"), ("2", "fp8"), ("3", "bf16")}
+    assert len(run.select(tensor_name="grad_input")) == 2
+    assert {one.quant_type for one in open_run(tmp_path / "given").select()} == {"mine"}
+    assert capsys.readouterr().err.count("Float8Linear quantises operands inside of the product (fp8)") == 2
+    for name in ("own", "given"):
+        recomputed(open_run(tmp_path / name))
 
 
 def test_the_gradient_that_a_layer_adds_up_itself_is_recorded_and_said_to_be_so(

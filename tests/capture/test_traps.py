@@ -79,7 +79,7 @@ def test_losses_and_gradients_are_the_same_bit_for_bit(
     assert found[name] == plain[name]
 
 
-@pytest.mark.parametrize("name", sorted(set(TRAININGS) - {"writes_its_input", "traced", "gradient_of_a_gradient"}))
+@pytest.mark.parametrize("name", sorted(set(TRAININGS) - {"traced", "gradient_of_a_gradient"}))
 def test_nothing_is_missing(name: str, reasons_of: Reasons) -> None:
     assert reasons_of(name) == {}
 
@@ -105,16 +105,12 @@ def test_layers_compute_again_to_what_was_recorded(name: str, of: Of) -> None:
     assert verify_run(of(name)) == COUNTS[name]
 
 
-def test_a_layer_that_writes_its_input_in_place_is_told_of(of: Of, reasons_of: Reasons) -> None:
+def test_a_layer_that_writes_its_input_in_place_has_what_was_multiplied(of: Of) -> None:
     records = of("writes_its_input")
     [passed] = records.select(module="0", tensor_name="output")
     [taken] = records.select(module="1", tensor_name="input")
-    assert torch.equal(passed.tensor(), taken.tensor())  # as they were before the layer changed them
-    [weight] = records.select(module="1", tensor_name="weight")
-    [output] = records.select(module="1", tensor_name="output")
-    left = output.tensor() - F.linear(2 * taken.tensor(), weight.tensor())
-    torch.testing.assert_close(left, left[:1].expand_as(left))
-    assert set(reasons_of("writes_its_input")) == {"1 backward post grad_input"}
+    assert torch.equal(2 * passed.tensor(), taken.tensor())
+    assert verify_run(records)["grad_input"] == 1
 
 
 def test_views_are_stored_as_what_they_show(of: Of) -> None:

@@ -13,8 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
+from ranktape.analyze.replays.recomputed import recompute
+from ranktape.analyze.replays.replayed import replay_calls
 from ranktape.capture import Capture
 from ranktape.storage import Run, open_run
+from tests.analyze.replay_runs import recorded_sqnr
 from tests.capture.verify import recomputed, verify_run
 
 WIDTH = 16
@@ -259,6 +262,190 @@ def test_layers_that_treat_their_operands_unusually_are_recorded_as_they_compute
     reasons = reasons_of(run)
     assert set(reasons) == {f"{module} grad_key, grad_value" for module in ("biased", "both")}
     assert all("a row is appended" in reason for reason in reasons.values())
+
+
+class Merged(nn.Linear):
+    """An adapter that is merged into the weight in each forward; the weight itself is frozen."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__(num_in, num_out)
+        self.down, self.up = nn.Parameter(torch.randn(2, num_in) * 0.3), nn.Parameter(torch.randn(num_out, 2) * 0.3)
+        self.weight.requires_grad = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight + self.up @ self.down, self.bias)
+
+
+class Beside(Merged):
+    """An adapter whose product is added to that of the layer: the input has three uses."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (
+            F.linear(x, self.weight, self.bias)
+            + F.linear(F.linear(x, self.down), self.up)
+            + x @ self.down.T @ self.up.T
+        )
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2 + F.linear(x, self.weight * self.in_features**-0.5, self.bias * 2)
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    step = x.detach().abs().amax(-1, keepdim=True) / 7
+    return x + ((x / step).round() * step - x).detach()
+
+
+class Rounded(nn.Linear):
+    """Operands are rounded before the product, as in quantisation-aware training."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  (torch's name)
+        return F.linear(rounded(input), rounded(self.weight), self.bias)
+
+
+class Replaced(nn.Linear):
+    """A forward that is put on the module, as accelerate does."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__(num_in, num_out)
+        usual = self.forward
+        self.forward = lambda x: usual(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)  # type: ignore[assignment,method-assign]
+
+
+OWN = {
+    Merged: {"weight", "wide_weight"},
+    Beside: {"weight"},
+    Scaled: {"weight", "wide_weight"},
+    Rounded: {"weight", "wide_weight", "input", "wide_input"},
+    Replaced: {"weight"},
+}
+"""Classes with a forward of their own, and what is recorded of their first operands."""
+
+
+class Three(nn.Module):
+    """Layers that have one input, so that it matters in which order its gradients are added up."""
+
+    def __init__(self, kind: type[nn.Linear]) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.query, self.key, self.value = (kind(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.before(x)
+        return self.query(hidden) * self.key(hidden) + self.value(hidden)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_of_layers_with_a_forward_of_their_own_what_multiplied_is_recorded(
+    kind: type[nn.Linear], tmp_path: Path
+) -> None:
+    def make() -> nn.Module:
+        return Three(kind)
+
+    def step(model: nn.Module, place: int) -> None:
+        for microbatch in range(2):
+            model(batch(place + 9 * microbatch)).square().mean().backward()
+
+    run = both(make, step, tmp_path / "run")
+    assert not reasons_of(run)
+    counts = verify_run(run)
+    num_calls = 2 if kind is Scaled else 1
+    assert counts["output"] >= 2 * 2 * (1 + 3 * num_calls)
+    own = {one for one in recompute(run.select()) if not (one.agreement and one.agreement.is_agreed)}
+    assert not own
+    first = run.select(iteration=0, module="query", microbatch=0, operation="forward")
+    assert {one.tensor_name for one in first} - {"bias", "output"} >= OWN[kind]
+    true = dict(make_of(kind).named_parameters())
+    for record in first:
+        if record.tensor_name == "wide_weight":
+            assert torch.equal(record.tensor(), true["query.weight"])
+            assert record.metadata == {"own_forward": True}
+    # What replay computes with is what was multiplied.
+    replayed = replay_calls(run.select(), [])
+    assert min(recorded_sqnr(replayed).values()) > 100
+
+
+def make_of(kind: type[nn.Linear]) -> nn.Module:
+    torch.manual_seed(0)
+    return Three(kind)
+
+
+class Multiplied(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T + self.bias
+
+
+class Doubled(nn.Linear):
+    """Multiplies with another tensor than its weight, and calls no function that is known."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (2 * self.weight).T + self.bias
+
+
+class Coded(nn.Linear):
+    """Codes, and their scales in a buffer."""
+
+    weight_scale: torch.Tensor
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__(num_in, num_out)
+        codes = self.weight.detach().to(torch.float8_e4m3fn)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.register_buffer("weight_scale", torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.weight.float() * self.weight_scale).T + self.bias
+
+
+@pytest.mark.parametrize(("kind", "is_agreed"), [(Multiplied, True), (Doubled, False), (Coded, False)])
+def test_of_layers_that_show_no_product_the_class_is_named_and_what_disagrees_is_unchecked(
+    kind: type[nn.Linear], *, is_agreed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), kind(WIDTH, WIDTH), kind(WIDTH, WIDTH))
+
+    def step(model: nn.Module, place: int) -> None:
+        model(batch(place)).square().mean().backward()
+
+    run = both(make, step, tmp_path / "run")
+    assert (
+        capsys.readouterr().err.count(f"{kind.__name__} computes in a forward of its own that calls no F.linear") == 1
+    )
+    assert all(one.metadata == {"own_forward": True} for one in run.select(module="1", tensor_name="output"))
+    assert len(run.select(tensor_name="grad_input")) == 2 * 2
+    found = {
+        (one.field("module"), one.reason) for one in recompute(run.select(tensor_name="output", operation="forward"))
+    }
+    reason = "" if is_agreed else "the class of the layer computes in a forward of its own, perhaps with other operands"
+    assert found == {("0", ""), ("1", reason), ("2", reason)}
+    reasons = reasons_of(run)
+    if kind is Coded:
+        assert "(weight_scale), and only the codes are recorded" in reasons.pop("1 forward pre weight_scales")
+        del reasons["2 forward pre weight_scales"]
+    assert not reasons
+
+
+def test_a_forward_that_seemed_to_call_a_linear_function_lacks_one_gradient(tmp_path: Path) -> None:
+    class Seeming(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.aten.linear(x, self.weight, self.bias)  # type: ignore[no-any-return]
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Seeming(WIDTH, WIDTH))
+
+    def step(model: nn.Module, place: int) -> None:
+        for microbatch in range(2):
+            model(batch(place + 9 * microbatch)).square().mean().backward()
+
+    run = both(make, step, tmp_path / "run")
+    verify_run(run)
+    grads = [(one.iteration, one.microbatch) for one in run.select(module="1", tensor_name="grad_input")]
+    assert grads == [(0, 1), (1, 0), (1, 1)]
+    assert len(run.select(module="1", tensor_name="grad_weight")) == 2 * 2
+    [(name, reason)] = reasons_of(run).items()
+    assert name == "1 backward post grad_input"
+    assert "calls no F.linear: later calls have it" in reason
 
 
 class Viewing(nn.Module):

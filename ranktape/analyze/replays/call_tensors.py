@@ -44,6 +44,9 @@ STANDING = ("weight", "wide_weight", "bias")
 CREATE_GRAPH = '"create_graph"'
 """The word in the metadata of gradients that are part of a graph themselves, as JSON."""
 
+OWN_FORWARD = '"own_forward"'
+"""The word in the metadata of what a layer's own forward computes an operand from, as JSON."""
+
 _OF_ONE_CALL = frozenset({"iteration", "microbatch", "call", "quant_type"})
 """The fields in which a weight and a call that it serves may differ."""
 
@@ -68,9 +71,12 @@ class CallTensors:
         self._found: dict[Key, Rows] = {}
         self.names: dict[Key, dict[str, list[int]]] = {}
         """Of each call, in the order of the records, the rows of its own tensors by their names."""
+        self._own_forward: set[int] = set()
         for row, text in enumerate(records.column("metadata").tolist()):
             if CREATE_GRAPH in text:
                 self._differentiable.add(_without(self._keys[row], {"call"}))
+            if OWN_FORWARD in text:
+                self._own_forward.add(row)
         for row, (key, name) in enumerate(zip(self._keys, self._names, strict=True)):
             self.names.setdefault(key, {}).setdefault(name, []).append(row)
             self._num_calls[name, *_without(key, {"call"})] += 1
@@ -99,6 +105,9 @@ class CallTensors:
                 row = None if name in own else self._before(known, key, max(forward, default=math.inf))
                 if row is not None:
                     own[name] = (row,)
+            # A forward of its own may compute operands that no quantised form of these are: merged adapters.
+            others = {name for name, (row,) in own.items() if name.startswith(WIDE) and row in self._own_forward}
+            own = {name: rows for name, rows in own.items() if name not in others}
             wide = {name.removeprefix(WIDE): rows for name, rows in own.items() if name.startswith(WIDE)}
             self._found[key] = own | (wide if self.is_wide else {})
         return self._found[key]

@@ -75,7 +75,10 @@ class RecordedTensors:
 
     def doubt(self, rows: Rows, product: str) -> str:
         """Why a call may have computed a product from others than its recorded operands; empty where it did not."""
-        if product != "output" and self.metadata(rows["grad_output"][0], "saved_tensors_hooks"):
+        told = rows["output" if product == "output" else "grad_output"][0]
+        if self.metadata(told, "own_forward"):
+            return "the class of the layer computes in a forward of its own, perhaps with other operands"
+        if self.metadata(told, "saved_tensors_hooks"):
             return "its backward pass computes with what saved_tensors_hooks of the training packed and unpacked"
         return ""
 

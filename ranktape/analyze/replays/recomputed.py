@@ -106,7 +106,7 @@ def compare_call(task: CallTask) -> list[Recomputed]:
     for product, agreement in worst.items():
         reason = "" if agreement.is_agreed else call.doubts[product]
         is_inside = not agreement.is_agreed and agreement.relative_error < NARROW_ERROR
-        if not reason and is_inside and quant_type not in WIDE_TYPES:
+        if is_inside and quant_type not in WIDE_TYPES:
             reason = f"its operands are quantised inside of the layer ({quant_type})"
         found.append(told(product=product, agreement=None if reason else agreement, reason=reason))
     return found

@@ -18,7 +18,7 @@ from torch import nn
 
 from ranktape.capture.compiled.graph_taps import SITES, GraphCall, GraphPlan
 from ranktape.capture.compiled.operator import TICKETS, is_of_gradient
-from ranktape.capture.hooks.calls import WITHOUT_BIAS, Taking, Watch
+from ranktape.capture.hooks.calls import WITHOUT_BIAS, Taking, Watch, tags_of
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.layers import LayerHooks
 from ranktape.capture.hooks.stacks import module_path
@@ -168,7 +168,7 @@ class GraphCalls:
                 place = site.placement or self._placement(one, port.name, value)
                 tags = NO_TAGS
                 if port is one.taking.ports.output:
-                    tags = NO_TAGS if site.call.has_bias else WITHOUT_BIAS
+                    tags = NO_TAGS if site.call.has_bias else tags_of(WITHOUT_BIAS)
                 elif own is site.call.ports.arguments[0].ports[0]:
                     tags = one.tags
                 taken_value = port.take(value)

@@ -15,7 +15,7 @@ from ranktape.capture.hooks.calls import Watch
 from ranktape.capture.hooks.function_hooks import FunctionHooks
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.layers import LayerHooks
-from ranktape.capture.hooks.module_hooks import ModuleHooks, MultiheadHooks, is_hidden, is_seen_inside
+from ranktape.capture.hooks.module_hooks import ModuleHooks, MultiheadHooks, is_hidden, is_seen_inside, may_open
 from ranktape.capture.hooks.stacks import survey
 from ranktape.capture.hooks.stand_ins import StandIns
 from ranktape.capture.hooks.weights import Weights
@@ -142,7 +142,7 @@ class Attached:
             return
         source = _source(frame, role.layer_type, role.component)
         for attribute, port in ports_of(role).parameters:
-            if is_hidden(module, attribute):
+            if is_hidden(module, attribute) and not may_open(module, role):
                 reason = f"its {attribute} is not a plain parameter (parametrized, or not made yet)"
                 self._recorder.refuse(source, port.value, reason)
                 self._is_refused = True

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,10 +23,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ranktape.capture.hooks.weights import CACHED, Leaves, Owners, Weights, is_cached_by_autocast
+from ranktape.capture.hooks.weights import (
+    CACHED,
+    Leaves,
+    Owners,
+    Weights,
+    has_same_values,
+    is_cached_by_autocast,
+    version_of,
+)
 from ranktape.capture.passes.passes import Arguments, Call, in_backward
+from ranktape.capture.roles.table import port_of
 from ranktape.capture.source import DIFFERENTIABLE, NO_TAGS, Source, Tags
 from ranktape.capture.tensors.placement import Placements, is_megatron, megatron_placement
+from ranktape.storage.format.record_info import WIDE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,10 +48,20 @@ Placement = Callable[[str, torch.Tensor], str | None]
 """Gives for a tensor name and a tensor where in a whole it lies, as JSON."""
 
 
-WITHOUT_BIAS = Tags(metadata='{"without_bias": true}')
+@functools.lru_cache
+def tags_of(*words: str) -> Tags:
+    """Tags whose metadata says these words of a record."""
+    return Tags(metadata=json.dumps(dict.fromkeys(words, True))) if words else NO_TAGS
+
+
+WITHOUT_BIAS = "without_bias"
 """Of the output of a call that could have been given a bias, and was given none."""
 
-PACKED = Tags(metadata='{"saved_tensors_hooks": true}')
+OWN_FORWARD = "own_forward"
+"""Of the output of a layer, and of its gradient, that computes in a forward of its own, which shows no product; and of
+what a layer was given or has, where its own forward computed the operand of the product."""
+
+PACKED = "saved_tensors_hooks"
 """Of the gradient of an output: the backward pass computes with tensors that hooks of the training packed."""
 
 
@@ -49,6 +70,25 @@ def packs_tensors() -> bool:
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # noqa: SLF001  (no public name)
     hooks = None if top is None else top(False)  # noqa: FBT003  (its signature)
     return hooks is not None and not str(getattr(hooks[0], "__module__", "")).startswith("torch.")
+
+
+@dataclass(slots=True)
+class Opened:
+    """The call of a linear layer with a forward of its own, until that calls `F.linear`."""
+
+    given: torch.Tensor | None
+    """Its input."""
+    version: int
+    """How often that had been written to."""
+    has_gradients: bool
+    """Whether gradients were enabled."""
+    num_products: int = 0
+    """Calls of `F.linear` that were recorded as those of the layer."""
+
+    @property
+    def is_written(self) -> bool:
+        """Whether its input has been written to since."""
+        return self.given is not None and version_of(self.given) != self.version
 
 
 @dataclass(slots=True)
@@ -69,8 +109,10 @@ class RunningRole:
     """Samples in an attention of several heads."""
     written: tuple[torch.Tensor, Port] | None = None
     """The parameter that the call itself writes to, and what it is recorded as: read after it."""
-    about_output: Tags = NO_TAGS
-    """What is said of the output."""
+    words: tuple[str, ...] = ()
+    """What the metadata of the output says."""
+    opened: Opened | None = None
+    """The call of a module whose products are recorded where its own forward computes them; None in all others."""
 
 
 class Running(threading.local):
@@ -96,12 +138,20 @@ class Running(threading.local):
 class Watch:
     """What all hooks share that are on the training while one iteration is captured."""
 
-    def __init__(self, recorder: Recorder, *, weights: Weights, placements: Placements) -> None:
-        """Put nothing on yet; the placements know where the shards of a training lie."""
+    def __init__(
+        self,
+        recorder: Recorder,
+        *,
+        weights: Weights,
+        placements: Placements,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Put nothing on yet; the placements know where shards lie, `tell` gets notes, which are printed once."""
         self.recorder = recorder
         self.tracker = recorder.tracker
         self.weights = weights
         self._placements = placements
+        self.tell = tell
         self.running = Running()
         self.owners = Owners()
         """Whose parameter is a tensor?"""
@@ -138,6 +188,9 @@ class Watch:
         return placement
 
 
+_BESIDE = port_of(f"{WIDE}input", {}), port_of(f"{WIDE}weight", {})
+"""What a layer was given and has, where it multiplies with others."""
+
 _SHARED = "its tensor is another operand, too: one gradient for both"
 
 
@@ -154,23 +207,32 @@ class Taking:
     """Says of shards where they lie."""
     is_one_node: Callable[[Sequence[Any], Mapping[str, Any]], bool] | None = None
     """Says of operands and named arguments whether autograd knows their call as one node; None where it never does."""
+    quantised_to: Callable[[], str] | None = None
+    """Gives the `quant_type` of a call of a layer that quantises its operands itself; None where none is known."""
     recorder: Recorder = field(init=False)
     """At hand: each tensor asks."""
 
     def __post_init__(self) -> None:
         self.recorder = self.watch.recorder
 
-    def begin(self, entry: RunningRole, args: tuple[Any, ...], kwargs: dict[str, Any], *more: Any) -> Arguments:
+    def begin(
+        self,
+        entry: RunningRole,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *more: Any,
+        is_aliased: bool = True,
+    ) -> Arguments:
         """Record the operands of a call that begins; the arguments to go on with.
 
         The first operand of real numbers, else of any, says what is computed in. Where neither the operands nor what
-        else is given hold a tensor, they are refused, and it is no call.
+        else is given hold a tensor, they are refused, and it is no call. Unless it `is_aliased`, the arguments stay.
         """
         values = [argument.find(args, kwargs) for argument in self.ports.arguments]
         tensors = [one for one in (*values, *more) if isinstance(one, torch.Tensor)]
         if tensors:
             sample = next((one for one in tensors if one.is_floating_point()), tensors[0])
-            entry.call = self.recorder.begin_call(self.source, sample)
+            entry.call = self._begin_call(sample)
         call, is_repeated = entry.call, in_backward()
         tags = Tags(metadata=self.ports.said(args, kwargs)) if self.ports.options else NO_TAGS
         for argument, value in zip(self.ports.arguments, values, strict=True):
@@ -180,7 +242,7 @@ class Taking:
                 for port in argument.ports:
                     self.record(port, port.take(value), call, tags=tags)
                     tags = NO_TAGS
-        if call is None:
+        if call is None or not is_aliased:
             return args, kwargs
         twice = self._given_twice(values, kwargs) if len(values) > 1 else ()
         for argument, value in zip(reversed(self.ports.arguments), reversed(values), strict=True):
@@ -190,6 +252,36 @@ class Taking:
             if seen is not value:
                 args, kwargs = argument.put(seen, args, kwargs)
         return args, kwargs
+
+    def _begin_call(self, sample: torch.Tensor) -> Call:
+        call = self.recorder.begin_call(self.source, sample)
+        return call if self.quantised_to is None else dataclasses.replace(call, quantised_to=self.quantised_to())
+
+    def beside(self, layer: RunningRole, call: Call, operands: Sequence[Any]) -> None:
+        """Record what a linear layer was given and has, where its own forward multiplies with other tensors.
+
+        The layer is running, and the first two operands are those of its product, which begins.
+        """
+        opened, module = layer.opened, layer.owner
+        assert opened is not None, "only asked of such layers"
+        opened.num_products += 1
+        if "weight" not in module._parameters:  # noqa: SLF001  (as below)
+            # It is computed from those of a parametrization.
+            parts = ((part, name) for part in module.modules() for name in part._parameters)  # noqa: SLF001
+            self.watch.owners.met.update(parts)
+        wide = opened.given, module._parameters.get("weight")  # noqa: SLF001  (runs no parametrization)
+        for port, own, operand in zip(_BESIDE, wide, operands, strict=False):
+            if own is None or in_backward() or has_same_values(own, operand):
+                continue
+            if own.dtype.itemsize == 1:
+                reason = "the layer multiplies with what it dequantises: its codes and scales are not recorded"
+            elif own is opened.given and opened.is_written:
+                reason = "the forward of the layer wrote to it"
+            else:
+                place = None if self.placement is None else self.placement(port.name.removeprefix(WIDE), own)
+                self.record(port, own, call, tags=tags_of(OWN_FORWARD), placement=place)
+                continue
+            self.recorder.refuse(self.source, port.value, reason, call=call)
 
     def _given_twice(self, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Collection[int]:
         """By identity the tensors that are passed as several operands, and of which no operand may be replaced.
@@ -206,7 +298,7 @@ class Taking:
         """Say of an argument that is no tensor why it is not recorded, or of the output that there is no bias in it."""
         if value is None and argument.is_optional:
             if any(port.is_optional for port in argument.ports):
-                entry.about_output = WITHOUT_BIAS
+                entry.words = (*entry.words, WITHOUT_BIAS)
             return
         what = f"its argument {argument.keyword or argument.position!r}"
         reason = f"{what} was not passed" if value is None else f"{what} is a {type(value).__name__} and no tensor"
@@ -253,23 +345,25 @@ class Taking:
             reason = f"{of} gave a {type(gives).__name__} without a tensor at {at!r}"
             self.recorder.refuse(self.source, self.ports.output.value, reason, call=call)
             return
-        self.output(found, call, given=given, tags=entry.about_output)
+        self.output(found, call, given=given, words=entry.words)
 
-    def output(self, output: torch.Tensor, call: Call, *, given: Any, tags: Tags = NO_TAGS) -> None:
+    def output(self, output: torch.Tensor, call: Call, *, given: Any, words: tuple[str, ...] = ()) -> None:
         """Record the result of what was given, and its gradient when it comes."""
         port = self.ports.output
         on_grad = self.watch.leaves.on_grad_output(self.source)
         if not in_backward():
-            self.record(port, output, call, tags=tags)
+            self.record(port, output, call, tags=tags_of(*words))
         if output.requires_grad and (on_grad is not None or self.recorder.wants(self.source, port.grad, call)):
             seen = before_views(output, given=given)
             part = None if seen is output else functools.partial(torch.Tensor.reshape, shape=output.shape)
-            tags = PACKED if packs_tensors() else NO_TAGS
-            self.grad(port, seen, call, part=part, on_grad=on_grad, tags=tags)
+            about = (OWN_FORWARD,) if OWN_FORWARD in words else (PACKED,) if packs_tensors() else ()
+            self.grad(port, seen, call, part=part, on_grad=on_grad, tags=tags_of(*about))
 
-    def record(self, port: Port, tensor: torch.Tensor, call: Call, *, tags: Tags = NO_TAGS) -> None:
+    def record(
+        self, port: Port, tensor: torch.Tensor, call: Call, *, tags: Tags = NO_TAGS, placement: str | None = None
+    ) -> None:
         """Record one tensor; a weight or bias unless it was recorded as it is."""
-        place = None if self.placement is None else self.placement(port.name, tensor)
+        place = self.placement(port.name, tensor) if placement is None and self.placement is not None else placement
         if port.value.has_samples:
             self.recorder.record(self.source, port.value, tensor, call=call, placement=place, tags=tags)
         else:

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 
 from ranktape.capture.hooks.hook import Around
 from ranktape.storage.format.record_info import Mode
@@ -126,7 +127,11 @@ def hidden_in_graphs(
 
     Asked of the modules that are recorded themselves, of all that have hooks, and of the roles that functions have.
     """
-    kinds = {type(module) for module in recorded if type(module).forward not in _SHOWN_IN_GRAPHS}
+    kinds = {
+        type(module)
+        for module in recorded
+        if type(module).forward not in _SHOWN_IN_GRAPHS or is_parametrized(module, "weight")
+    }
     types = set(map(type, attached))
     # One operator in graphs, products and attention and all.
     kinds.update(kind for kind in types if issubclass(kind, torch.nn.MultiheadAttention))

@@ -22,7 +22,7 @@ from ranktape.capture.hooks.module_hooks import MultiheadHooks
 from ranktape.capture.hooks.stand_ins import MakeGiver, StandIn, StandIns
 from ranktape.capture.hooks.weights import Owner, is_cached_by_autocast
 from ranktape.capture.passes.passes import Arguments
-from ranktape.capture.roles.known import ATTENTION, function_roles
+from ranktape.capture.roles.known import ATTENTION, LINEAR, function_roles
 from ranktape.capture.roles.table import Argument, FunctionRole, Ports, ports_of
 from ranktape.capture.source import Source
 
@@ -136,8 +136,17 @@ class FunctionHooks:
             return original(*args, **kwargs)
         # A sparse gradient cannot pass through the alias of a weight.
         is_sparse = kwargs.get("sparse", any(args[_SPARSE : _SPARSE + 1]))
-        if is_sparse or self._running.has(role.layer_type) or not isinstance(weight, torch.Tensor):
+        layer = entries[-1] if entries and entries[-1].opened is not None else None
+        is_part = layer is None and self._running.has(role.layer_type)
+        if is_sparse or is_part or not isinstance(weight, torch.Tensor):
             return original(*args, **kwargs)
+        if layer is not None and role is LINEAR and _is_of_layer(weight, layer.owner):
+            assert layer.opened is not None, "it is open"
+            assert layer.taking is not None, "what is open is recorded"
+            # Inside of an `autograd.Function` it has no gradients: those of the module are recorded.
+            is_hidden = layer.opened.has_gradients and not torch.is_grad_enabled()
+            source = None if is_hidden else layer.taking.source
+            return self._recorded(role, original, source, args, kwargs, layer=layer)
         owner = None
         with self._recorder.guarded():
             owner = self._owners.find(weight, self._tracker.current(), is_grouped=role.is_grouped)
@@ -171,22 +180,31 @@ class FunctionHooks:
         source: Source | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
+        layer: RunningRole | None = None,
     ) -> Any:
+        """What the function gives, recorded; with `layer` as what that module computes in its own forward."""
         ports = self._stand_ins.ports[role]
         if source is not None and not self._recorder.follows(source, (port.value for port in ports.all)):
             return original(*args, **kwargs)
         entry = RunningRole(role.layer_type, role)
         if source is not None:
             frame = self._tracker.current()
+            place = None if role.owner or frame is None else self._watch.place(frame.module, ports_of(role))
+            within = None if layer is None else layer.taking
             entry.taking = taking = Taking(
                 watch=self._watch,
                 source=source,
                 ports=ports,
-                placement=None if role.owner or frame is None else self._watch.place(frame.module, ports_of(role)),
+                placement=place if within is None else within.placement,
                 is_one_node=_is_fused if role is ATTENTION else None,
+                quantised_to=None if within is None else within.quantised_to,
             )
             with self._recorder.guarded(source):
+                operands = [argument.find(args, kwargs) for argument in ports.arguments]
                 args, kwargs = taking.begin(entry, args, kwargs)
+                if layer is not None and entry.call is not None:
+                    taking.beside(layer, entry.call, operands)
         self._running.entries.append(entry)
         try:
             output = original(*args, **kwargs)
@@ -206,6 +224,17 @@ class FunctionHooks:
             return None
         layer_idx, stack = (-1, "") if of is None else (of.layer_idx, of.layer_stack)
         return Source(path, role.layer_type, layer_idx, role.component, stack)
+
+
+def _is_of_layer(weight: torch.Tensor, module: nn.Linear) -> bool:
+    """Whether a product in the forward of a linear layer is that of the layer: with its weight or a computed one."""
+    own, base = module._parameters.get("weight"), weight._base  # noqa: SLF001  (there is no public name)
+    if weight is own:
+        return True
+    if own is None:  # parametrized
+        return tuple(weight.shape) == (module.out_features, module.in_features)
+    is_other = isinstance(weight, nn.Parameter) or (isinstance(base, nn.Parameter) and base is not own)
+    return not is_other and tuple(weight.shape) == (module.out_features, module.in_features)
 
 
 def _is_fused(operands: Sequence[Any], named: Mapping[str, Any]) -> bool:

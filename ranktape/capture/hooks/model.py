@@ -146,7 +146,9 @@ class ModelHooks(Attached):
             self._watch_compiler()
             return
         self._take_off()
-        self._watch = watch = Watch(self._recorder, weights=self._weights, placements=self.placements)
+        self._watch = watch = Watch(
+            self._recorder, weights=self._weights, placements=self.placements, tell=self.on_note
+        )
         self._frameworks = Replacements(framework_replacements(tracker, self._recorder.guarded(), self.meet_stage))
         watch.handles.append(self._frameworks)
         self._is_rehearsing = self._frameworks.refresh() and is_rehearsing()

@@ -5,6 +5,10 @@ weight, bias                     with the first call of the iteration, read when
 grad_weight, grad_bias           a tensor hook on an alias of the parameter where `F.linear` or `F.embedding` takes
                                  it: this call's share alone; else on itself: what one graph adds up
 
+A class derived from `nn.Linear` may compute with other tensors in a forward of its own: merge adapters, round operands.
+Of such a module, the calls of `F.linear` inside of it are recorded, and nothing before them. If there are none, the
+module is recorded after the call, and later calls as any other module, with `own_forward` in the metadata.
+
 Of `nn.MultiheadAttention` that is asked for its weights, and calls no function for its attention, the query, key and
 value are what its input projections give, and the output is what enters the output projection. All of these are bare
 products with parameters of the module, which `function_hooks.py` sees.
@@ -13,27 +17,47 @@ products with parameters of the module, which `function_hooks.py` sees.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ranktape.capture.hooks.calls import WITHOUT_BIAS, RunningRole, Taking, Watch, before_views
+from ranktape.capture.hooks.calls import (
+    OWN_FORWARD,
+    WITHOUT_BIAS,
+    Opened,
+    RunningRole,
+    Taking,
+    Watch,
+    before_views,
+    tags_of,
+)
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.hooks.weights import PLAIN, Owner, is_cached_by_autocast
+from ranktape.capture.hooks.weights import PLAIN, Owner, is_cached_by_autocast, version_of
 from ranktape.capture.passes.passes import Arguments, Call, in_backward, is_traced
-from ranktape.capture.roles.known import MULTIHEAD, PRODUCTS
+from ranktape.capture.roles.known import MULTIHEAD, PRODUCTS, class_of, quantising
 from ranktape.capture.roles.table import ModuleRole, Port, ports_of, resolved
-from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole
+from ranktape.capture.source import NO_TAGS, Source, TensorRole
 from ranktape.capture.tensors.placement import is_dtensor
+from ranktape.storage.format.record_info import Operation
 
-ACCUMULATED = Tags(metadata='{"accumulated": true}')
+ACCUMULATED = tags_of("accumulated")
 """Of the gradient of a weight that the layer itself adds up: it holds that of the microbatches before, too."""
 
-RETURNED = Tags(metadata='{"returned": true}')
+RETURNED = tags_of("returned")
 """Of a bias that the layer returns beside its output: it is not in the output."""
+
+_OPEN = "products of a linear layer"
+"""What is running; no kind of layer, so that the products inside of it are recorded."""
+
+_calls_linear: MutableMapping[Callable[..., Any], bool] = weakref.WeakKeyDictionary()
+"""Whether forwards of classes derived from `nn.Linear` call `F.linear`, as far as they have run."""
+
+_UNKNOWN = "its forward had not run yet, and calls no F.linear: later calls have it"
+"""Why the first call has no gradient of its input."""
 
 
 class ModuleHooks:
@@ -48,6 +72,11 @@ class ModuleHooks:
         self._running = watch.running
         self._ports = resolved(ports_of(role), type(module).forward, num_bound=1)
         own = None if role.placement is None else functools.partial(role.placement, module)
+        base = class_of(type(module), role)
+        self._is_own = role.component in PRODUCTS and computes_itself(module, base)
+        self._may_open = may_open(module, role)
+        self._quantising = quantising(module)
+        self._tell = watch.tell
         self._leaves = watch.leaves
         self._taking = Taking(
             watch=watch,
@@ -55,6 +84,7 @@ class ModuleHooks:
             ports=self._ports,
             is_aliased=role.is_aliased,
             placement=own or watch.place(module, self._ports),
+            quantised_to=None if self._quantising is None else self._quantising.to,
         )
         self._returned = frozenset({"bias"} if role.returned is not None and role.returned(module) else ())
         self.begin(module)
@@ -84,12 +114,36 @@ class ModuleHooks:
         self._running.entries.append(entry)
         with self._recorder.guarded(self.source):
             if self._recorder.follows(self.source):
+                if self._may_open and _calls_linear.setdefault(type(module).forward, _names_linear(module)):
+                    given = self._ports.arguments[0].find(args, kwargs)
+                    tensor = given if isinstance(given, torch.Tensor) else None
+                    version = 0 if tensor is None else version_of(tensor)
+                    entry.layer_type, entry.opened = _OPEN, Opened(tensor, version, torch.is_grad_enabled())
+                    return None
+                self._note_own(entry, module)
                 parameters = (_own(module, attribute) for attribute, _ in self._ports.parameters)
                 seen_args, seen_kwargs = self._taking.begin(entry, args, kwargs, *parameters)
                 for attribute, port in self._ports.parameters if entry.call is not None else ():
                     seen_kwargs = self._take_parameter(entry, module, attribute, port, seen_kwargs)
                 return seen_args, seen_kwargs
         return args, kwargs
+
+    def _note_own(self, entry: RunningRole, module: nn.Module) -> None:
+        """Say of a call that the module computes it in its own forward, or quantises its operands itself."""
+        if self._is_own:
+            entry.words = (OWN_FORWARD,)
+            self._refuse_scales(module)
+        quant_type = "" if self._quantising is None else self._quantising.to()
+        if self._quantising is not None and quant_type:
+            self._tell(
+                f"{self._quantising.kind} quantises operands inside of the product ({quant_type}): "
+                f"input and weight are recorded as they were before"
+            )
+        elif self._is_own:
+            self._tell(
+                f"{type(module).__name__} computes in a forward of its own that calls no F.linear: "
+                f"input, weight and output of the module are recorded, which may not be what was multiplied"
+            )
 
     def _certain_roles(self, module: nn.Module) -> Iterator[TensorRole]:
         """What a call with gradients shows in any case: of operands nobody knows whether they need gradients."""
@@ -117,7 +171,7 @@ class ModuleHooks:
             if not port.is_optional:
                 self._recorder.refuse(self.source, port.value, f"the module has no tensor {attribute!r}", call=call)
             elif not is_hidden(module, attribute):
-                entry.about_output = WITHOUT_BIAS
+                entry.words = (*entry.words, WITHOUT_BIAS)
             return kwargs
         is_returned = port.name in self._returned
         # An embedding with `max_norm` writes to its weight before it computes with it.
@@ -142,20 +196,54 @@ class ModuleHooks:
             self._watch_leaf(module, weight, port)
         return kwargs
 
+    def _refuse_scales(self, module: nn.Module) -> None:
+        """Say of a weight of codes that its scales, which the module holds beside it, are not recorded."""
+        weight = _own(module, "weight")
+        if weight is None or weight.dtype.itemsize > 1:
+            return
+        names = [name for name in (*module._buffers, *module._parameters) if "scale" in name.lower()]  # noqa: SLF001
+        if names:
+            role = TensorRole(Operation.FORWARD, "pre", "weight_scales", has_samples=False)
+            reason = f"the module holds them beside the codes ({', '.join(names)}), and only the codes are recorded"
+            self._recorder.refuse(self.source, role, reason)
+
     def _after(self, module: nn.Module, *called: Any) -> None:
         if is_traced():
             return
         output = called[-1]
         entry = self._running.leave(module)
-        if entry is None or entry.call is None or output is None:
+        if entry is None or output is None:
             return
         with self._recorder.guarded(self.source):
+            if entry.opened is not None and not entry.opened.num_products:
+                self._take_late(entry, entry.opened, module, called[0], called[1])
+            if entry.call is None:
+                return
             for weight, port in entry.awaited:
                 self._watch_leaf(module, weight, port)
             if entry.written is not None and not in_backward():
                 weight, port = entry.written
                 self._taking.record(port, weight, entry.call)
             self._taking.result(called[:-1], output, entry, at=self._role.output, of="forward")
+
+    def _take_late(
+        self, entry: RunningRole, opened: Opened, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Record the operands of a module whose forward has called no `F.linear`."""
+        _calls_linear[type(module).forward] = False
+        [port] = self._ports.arguments[0].ports
+        if opened.is_written:
+            self._recorder.refuse(self.source, port.value, "its forward wrote to it before it was recorded")
+            return
+        self._note_own(entry, module)
+        parameters = (_own(module, attribute) for attribute, _ in self._ports.parameters)
+        self._taking.begin(entry, args, kwargs, *parameters, is_aliased=False)
+        if entry.call is None:
+            return
+        if opened.given is not None and opened.given.requires_grad and torch.is_grad_enabled():
+            self._recorder.refuse(self.source, port.grad, _UNKNOWN, call=entry.call)
+        for attribute, own in self._ports.parameters:
+            self._take_parameter(entry, module, attribute, own, kwargs)
 
     def _watch_leaf(self, module: nn.Module, weight: torch.Tensor, port: Port) -> None:
         """See the gradient of a weight on the weight itself."""
@@ -168,6 +256,33 @@ class ModuleHooks:
                 self._taking.record_grad_now(port, grad, call)
 
         self._leaves.watch(self.source, port, weight, take=take)
+
+
+def computes_itself(module: nn.Module, base: type) -> bool:
+    """Whether a module has another forward than the class that its role is about."""
+    return type(module).forward is not base.forward or "forward" in vars(module)  # type: ignore[attr-defined]
+
+
+def may_open(module: nn.Module, role: ModuleRole) -> bool:
+    """Whether products in the forward of a module are recorded, not the module: it may multiply with other tensors.
+
+    A linear layer with a forward of its own, or of which a parameter is computed when it is read.
+    """
+    if class_of(type(module), role) is not nn.Linear:
+        return False
+    own = [_own(module, attribute) for attribute in role.parameters.values()]
+    if any(one is not None and is_lazy(one) for one in own):
+        return False
+    return computes_itself(module, nn.Linear) or any(is_hidden(module, name) for name in role.parameters.values())
+
+
+def _names_linear(module: nn.Module) -> bool:
+    """Whether the forward of a module seems to call `F.linear`, or the forward of its base."""
+    code = getattr(type(module).forward, "__code__", None)
+    return code is None or "forward" in vars(module) or not _LINEAR.isdisjoint(code.co_names)
+
+
+_LINEAR = frozenset({"linear", "forward"})
 
 
 def is_seen_inside(module: nn.Module, role: ModuleRole) -> bool:

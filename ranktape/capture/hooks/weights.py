@@ -35,15 +35,34 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types of weights whose alias is as good as they are, and that have an address."""
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to; 0 for those of `inference_mode`, which do not count it."""
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  (torch has no public name for it)
+
+
+def has_same_values(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether one is the other, or the same elements of its storage in another shape."""
+    if tensor is other:
+        return True
+    if type(tensor) not in PLAIN or type(other) not in PLAIN or tensor.layout is not torch.strided:
+        return False
+    if (tensor.dtype, tensor.numel(), tensor.storage_offset()) != (other.dtype, other.numel(), other.storage_offset()):
+        return False
+    is_alike = (tensor.shape, tensor.stride()) == (other.shape, other.stride())
+    if not is_alike and not (tensor.is_contiguous() and other.is_contiguous()):
+        return False
+    storages = tensor.untyped_storage(), other.untyped_storage()
+    return bool(storages[0]._cdata == storages[1]._cdata)  # noqa: SLF001  (torch has no public name for it)
+
+
 def _identity(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
     """What tells the values of a tensor from those of all others, and a weak reference that keeps that from reuse.
 
     Of a plain tensor this is which part of which storage it is, and how often it was written to. The storage, not its
     address: FSDP frees the memory of a weight and allocates it again, and `parameter.data = other` counts no write.
     """
-    # Tensors of `inference_mode` do not count what is done to them.
-    version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  (torch has no public name for it)
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # noqa: SLF001  (likewise)
+    version = version_of(tensor)
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # noqa: SLF001  (torch has no public name for it)
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided or is_wrapped:
         return weakref.ref(tensor), (id(tensor), version)
     storage = tensor.untyped_storage()

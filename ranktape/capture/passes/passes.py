@@ -42,6 +42,8 @@ class Call:
     """The user's identifiers of the samples; None where none were given."""
     mode: Mode = Mode.TRAIN
     """Whether it was a training pass."""
+    quantised_to: str = ""
+    """The `quant_type` of a layer that quantises its operands itself; empty where that is not known of it."""
     key: tuple[Mode, int, int] = field(init=False, repr=False, compare=False)
     """Mode, microbatch and index: what it is counted by among the calls of its module in the iteration."""
 
@@ -52,7 +54,7 @@ class Call:
     @property
     def quant_type(self) -> str:
         """The tag of a run that names none: what the operation computes in."""
-        return QUANT_TYPES.get(self.compute_dtype, self.compute_dtype)
+        return self.quantised_to or QUANT_TYPES.get(self.compute_dtype, self.compute_dtype)
 
 
 QUANT_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}

@@ -8,8 +8,10 @@ is one of `F.scaled_dot_product_attention`, or, when it is asked for the weights
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -114,6 +116,18 @@ ATTENTION = _attention(
 MULTIHEAD = _attention("torch.nn.functional.multi_head_attention_forward", layout="TBHD")
 """The attention inside of `nn.MultiheadAttention` that is asked for its weights; `module_hooks.py` sees it."""
 
+LINEAR = FunctionRole(
+    functions=("torch.nn.functional.linear",),
+    layer_type="linear",
+    component="linear",
+    operands={
+        "input": (0, "input"),
+        "weight": (1, "weight"),
+        "bias": Operand(position=2, keyword="bias", is_optional=True),
+    },
+    owner="weight",
+)
+
 _PYTORCH_FUNCTIONS = (
     ATTENTION,
     _attention(
@@ -124,17 +138,7 @@ _PYTORCH_FUNCTIONS = (
             "scale": CallOption(position=5, keyword="scale"),
         },
     ),
-    FunctionRole(
-        functions=("torch.nn.functional.linear",),
-        layer_type="linear",
-        component="linear",
-        operands={
-            "input": (0, "input"),
-            "weight": (1, "weight"),
-            "bias": Operand(position=2, keyword="bias", is_optional=True),
-        },
-        owner="weight",
-    ),
+    LINEAR,
     FunctionRole(
         functions=("torch.nn.functional.embedding",),
         layer_type="embedding",
@@ -278,6 +282,60 @@ MODULE_ROLES: tuple[ModuleRole, ...] = (
 )
 """Our own roles of modules."""
 
+# Classes that quantise operands inside of themselves. What is recorded of them is wide, and tagged with this type.
+
+_QUANTISED_TO = {
+    "torchao.float8.float8_linear.Float8Linear": "fp8",
+    "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": "fp8",
+    "torchao.prototype.float8nocompile.float8nocompile_linear.Float8LinearNoCompile": "fp8",
+    "torchao.prototype.blockwise_fp8_training.linear.Float8BlockwiseLinear": "fp8",
+    "torchao.prototype.moe_training.tensor.Float8TrainingWeightWrapperTensor": "fp8",
+    "torchao.prototype.moe_training.tensor.MXFP8TrainingWeightWrapperTensor": "mxfp8",
+    "torchao.prototype.moe_training.mxfp8_linear.MXFP8Linear": "mxfp8",
+    "torchao.prototype.moe_training.nvfp4_training.nvfp4_training.NVFP4Linear": "nvfp4",
+    "torchao.prototype.qat.nvfp4.NVFP4FakeQuantizedLinear": "nvfp4",
+    "torchao.prototype.quantized_training.int8_mixed_precision.Int8MixedPrecisionTrainingLinear": "int8",
+    "torchao.prototype.quantized_training.int8_mixed_precision.Int8MixedPrecisionTrainingLinearWeight": "int8",
+    "bitsandbytes.nn.modules.Linear8bitLt": "int8",
+}
+"""The `quant_type` by the class of the layer, or of its weight."""
+
+_TE_RECIPES = {"MXFP8": "mxfp8", "NVFP4": "nvfp4"}
+"""The `quant_type` by the beginning of the class of a recipe of TransformerEngine; `fp8` of all others."""
+
+
+class Quantising(NamedTuple):
+    """A class that quantises operands inside of itself."""
+
+    kind: str
+    """Its name."""
+    to: Callable[[], str]
+    """Gives the `quant_type`; empty while it quantises nothing, as TransformerEngine with fp8 off."""
+
+
+def quantising(module: nn.Module) -> Quantising | None:
+    """The class of a layer, or of its weight, that quantises operands inside of itself; None without one."""
+    kinds = (*type(module).__mro__, type(module._parameters.get("weight")))  # noqa: SLF001  (runs no parametrization)
+    for kind in kinds:
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        if name.startswith("transformer_engine.pytorch."):
+            return Quantising(kind.__name__, _te_quant_type)
+        if name in _QUANTISED_TO:
+            return Quantising(kind.__name__, functools.partial(str, _QUANTISED_TO[name]))
+    return None
+
+
+def _te_quant_type() -> str:
+    """What TransformerEngine quantises to at the moment; written from its documentation."""
+    for name in ("quantization", "fp8"):
+        state = getattr(sys.modules.get(f"transformer_engine.pytorch.{name}"), "FP8GlobalStateManager", None)
+        if state is not None:
+            recipe = type(state.get_fp8_recipe()).__name__
+            own = next((word for start, word in _TE_RECIPES.items() if recipe.startswith(start)), "fp8")
+            return own if state.is_fp8_enabled() else ""
+    return ""
+
+
 FUNCTION_ROLES: tuple[FunctionRole, ...] = (*_PYTORCH_FUNCTIONS, *_HUGGING_FACE_FUNCTIONS, *_FLASH_FUNCTIONS)
 """Our own roles of functions."""
 
@@ -326,6 +384,11 @@ def role_of(kind: type) -> ModuleRole | None:
         hits = (role for base in kind.__mro__ for role in roles if _matches(base, role))
         _found[kind] = next(hits, None)
     return _found[kind]
+
+
+def class_of(kind: type, role: ModuleRole) -> type:
+    """The base of a class, or the class itself, that its role is about."""
+    return next((base for base in kind.__mro__ if _matches(base, role)), kind)
 
 
 def known_layer_types() -> tuple[str, ...]:
