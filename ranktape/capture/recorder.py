@@ -364,7 +364,7 @@ class Recorder:
         if form.places is not None and form.sample_dim is not None:
             tensor = narrow(whole, form.places, sample_dim=form.sample_dim)
         is_taken = self._stager.takes(tensor, is_reduced=self._is_reduced or form.keep == Keep.STATISTICS)
-        header = self._header(form, call, tags, more=',"taken":1' if is_taken else "")
+        header = self._header(form, call, tags, more=f',"taken":"{is_taken}"' if is_taken else "")
         if is_taken:
             self._stager.put_statistics(tensor, header, sample_dim=form.sample_dim)
         else:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from ranktape.capture.guard import failure_text
-from ranktape.capture.staging.device import DeviceStage, driver_of
+from ranktape.capture.staging.device import DeviceStage, Reduction, driver_of
 from ranktape.capture.staging.ring import RingProducer
 from ranktape.capture.staging.ring_file import SlotKind
 from ranktape.capture.tensors.parts import UnrecordableError
-from ranktape.capture.tensors.taking import StatisticsTaker
+from ranktape.capture.tensors.taking import StatisticsTaker, is_summable, take_on_device
+from ranktape.capture.writing.counting import device_nbytes
 from ranktape.errors import CaptureError, RanktapeError
 
 _Answer = TypeVar("_Answer")
@@ -62,9 +64,16 @@ class Stager:
                     self._refusal = f"no pinned memory for copies off {tensor.device.type}: {failure_text(error)}"
         return self._refusal if self._device is None else self._device.failure
 
-    def takes(self, tensor: torch.Tensor, *, is_reduced: bool) -> bool:
-        """Whether of a tensor of which statistics are kept they are put in, and not its values."""
-        return is_reduced and self._taker is not None and not tensor.is_cuda
+    def takes(self, tensor: torch.Tensor, *, is_reduced: bool) -> str:
+        """Where statistics are taken that are put in, and not the values: on the `host`, the `device`; or nowhere.
+
+        A flight recorder takes those of a device's tensor also if its values would leave little room in the ring.
+        """
+        if tensor.is_cpu:
+            return "host" if is_reduced and self._taker is not None else ""
+        spare_nbytes = self._ring.free_nbytes // 2 - self._ring.capacity // 8
+        is_short = self._taker is not None and tensor.nbytes > spare_nbytes
+        return "device" if (is_reduced or is_short) and is_summable(tensor) else ""
 
     def put_statistics(self, tensor: torch.Tensor, header: bytes, *, sample_dim: int | None) -> None:
         """What the values add up to.
@@ -72,12 +81,16 @@ class Stager:
         Raises:
             CaptureError: as `RingProducer.reserve`.
         """
+        if not tensor.is_cpu:
+            nbytes = device_nbytes(1 if sample_dim is None else tensor.shape[sample_dim])
+            self.put_values(tensor, header, nbytes=nbytes, reduce=partial(take_on_device, sample_dim=sample_dim))
+            return
         assert self._taker is not None, "only called where `takes` says so"
         taken = self._taker.take(tensor, sample_dim=sample_dim)
         _of_ring(self._ring.put_whole, SlotKind.TENSOR, header, taken, timeout_seconds=self._timeout_seconds)
 
-    def put_values(self, tensor: torch.Tensor, header: bytes, *, nbytes: int) -> None:
-        """The values, which take so many bytes.
+    def put_values(self, tensor: torch.Tensor, header: bytes, *, nbytes: int, reduce: Reduction | None = None) -> None:
+        """The values, which take so many bytes; with `reduce`, what that makes of them on their device.
 
         Raises:
             CaptureError: as `RingProducer.reserve`.
@@ -87,7 +100,7 @@ class Stager:
         try:
             if nbytes and not tensor.is_cpu:
                 assert self._device is not None, "only called after `check`"
-                self._device.copy(tensor, slot)  # publishes the slot when the copy has arrived
+                self._device.copy(tensor, slot, reduce=reduce)  # publishes the slot when the copy has arrived
                 return
             if nbytes:
                 _copy(tensor, slot.payload)

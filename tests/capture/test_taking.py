@@ -23,7 +23,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 def taken(tensor: torch.Tensor, *, sample_dim: int | None) -> tuple[Statistics, Overflow]:
     payload = TAKER.take(tensor, sample_dim=sample_dim)
-    vector, overflow = taken_from(memoryview(payload), per_sample=sample_dim is not None)
+    words = np.frombuffer(payload, dtype="<f8")
+    vector, overflow = taken_from(words, per_sample=sample_dim is not None)
     return Statistics.from_vector(vector), overflow
 
 

@@ -43,10 +43,10 @@ class Transformer(nn.Module):
 class Training:
     """Made on the CPU from one seed, then moved; only `begin` waits for the device."""
 
-    def __init__(self, device: torch.device | str, *, num_steps: int = NUM_STEPS, optimizer: str = "AdamW") -> None:
+    def __init__(self, device: torch.device | str, *, batch: int = 2, optimizer: str = "AdamW") -> None:
         torch.manual_seed(0)
         self.model = Transformer()
-        self.ids = torch.randint(0, 20, (num_steps, 2, 7)).to(device)
+        self.ids = torch.randint(0, 20, (NUM_STEPS, batch, 7)).to(device)
         self.model.to(device)
         # With foreach, accelerators have another loop over the weights than the CPU, which rounds differently.
         self.optimizer = getattr(torch.optim, optimizer)(self.model.parameters(), lr=0.05, foreach=False)

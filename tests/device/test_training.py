@@ -86,11 +86,11 @@ def test_a_device_error_costs_one_record_and_the_commit_names_it(
 ) -> None:
     original, copies = DeviceStage.copy, []
 
-    def copy(self: DeviceStage, tensor: torch.Tensor, slot: Any) -> None:
+    def copy(self: DeviceStage, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         copies.append(tensor.shape)
         if len(copies) == 20:
             sim.fail_next(kind)
-        original(self, tensor, slot)
+        original(self, tensor, *args, **kwargs)
 
     monkeypatch.setattr(DeviceStage, "copy", copy)
     losses = captured(tmp_path / "run", "sim:0", every=2, min_iterations=2)

@@ -390,8 +390,8 @@ class Flight:
             due = one.in_ring
             if not due:
                 continue
-            if one.is_over:
-                one.free_words(self._ring)
+            # Slots are freed in order: the word that began an iteration holds up its tensors.
+            one.free_words(self._ring)
             room = max(0, HELD_NBYTES - held) // len(due)
             reduce = lambda tensor, room=room: tensor.reduce(  # noqa: E731
                 self._ring, rank=self._config.rank, attempt=self._attempt.number, room_nbytes=room

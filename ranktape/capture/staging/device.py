@@ -16,6 +16,7 @@ import ctypes
 import queue
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,6 +109,10 @@ def driver_of(device: torch.device) -> Driver:
     return DRIVERS.get(device.type) or Driver()
 
 
+Reduction = Callable[[torch.Tensor], torch.Tensor]
+"""Makes a small tensor of one, on its device and without waiting for it."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Copy:
     """A copy that is under way."""
@@ -165,12 +170,15 @@ class DeviceStage:
         """Why nothing can be copied any more."""
         return self._failure
 
-    def copy(self, tensor: torch.Tensor, slot: Slot) -> None:
-        """Submit the copy of a tensor into its slot. Raises nothing: where the device does, the tensor is lost."""
+    def copy(self, tensor: torch.Tensor, slot: Slot, *, reduce: Reduction | None = None) -> None:
+        """Submit the copy of a tensor, or of what `reduce` makes of it, into its slot.
+
+        Raises nothing: where the device does, the tensor is lost.
+        """
         copy = _Copy(slot=slot, device=tensor.device, error="interrupted")
         with self._submitting:
             try:
-                self._submit(tensor.detach(), copy)
+                self._submit(tensor.detach() if reduce is None else reduce(tensor), copy)
                 copy.error = None
             except Exception as error:  # noqa: BLE001  # a device may fail with anything
                 copy.error = failure_text(error)

@@ -1,4 +1,4 @@
-"""Takes what a tensor on the CPU adds up to, on the training thread, in the place of a copy of its values.
+"""Takes what a tensor adds up to in the place of a copy of its values: on the training thread, or on its device.
 
 One pass over the memory in which the tensor lies, whatever the order of its dimensions, nearly as fast as memory is
 read at all. A tensor of a forward pass that is several operands is looked at once.
@@ -35,6 +35,41 @@ _NORMALS = {
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
 }
 """Of the dtypes whose values float32 holds: the pattern there of the smallest normal number."""
+
+
+def is_summable(tensor: torch.Tensor) -> bool:
+    """Whether `take_on_device` is defined for a tensor: its values are those of float32."""
+    return tensor.dtype in _NORMALS and tensor.numel() > 0
+
+
+def take_on_device(tensor: torch.Tensor, *, sample_dim: int | None) -> torch.Tensor:
+    """What a tensor adds up to, on its device and without waiting for it: 64 bytes, and 40 for each further sample.
+
+    For each sample five int64: NaN, inf, -inf, zeros, and magnitudes below the smallest normal number of the dtype,
+    zeros among them. Then six float32: the smallest and the largest finite value; the mean and the variance, with 0 in
+    the place of what is not finite; the sum of finite magnitudes; the largest of them.
+    """
+    wide = tensor.detach().float()
+    rows = (
+        wide.reshape(1, -1) if sample_dim is None else wide.movedim(sample_dim, 0).reshape(wide.shape[sample_dim], -1)
+    )
+    tiny = torch.finfo(tensor.dtype).tiny
+    flags = (rows.isnan(), rows == math.inf, rows == -math.inf, rows == 0, rows.abs() < tiny)
+    counts = torch.stack([flag.sum(dim=1) for flag in flags], dim=1)
+    finite = rows.nan_to_num(0.0, 0.0, 0.0)
+    variance, mean = torch.var_mean(finite, correction=0)
+    magnitudes = finite.abs_()
+    values = torch.stack(
+        [
+            rows.nan_to_num(math.inf, math.inf, math.inf).amin(),
+            rows.nan_to_num(-math.inf, -math.inf, -math.inf).amax(),
+            mean,
+            variance,
+            magnitudes.sum(),
+            magnitudes.amax(),
+        ]
+    )
+    return torch.cat([counts.view(-1).view(torch.uint8), values.view(torch.uint8)])
 
 
 class StatisticsTaker:

@@ -79,7 +79,10 @@ def statistics_in(slot: Slot, array: np.ndarray[Any, Any]) -> Statistics:
 def _taken_record(slot: Slot, *, rank: int, attempt: int) -> tuple[np.ndarray[Any, Any], RecordInfo]:
     """The statistics in a slot, and what is known of the tensor that they are of."""
     header = {name: value for name, value in slot.header.items() if name != "taken"}
-    vector, overflow = taken_from(slot.payload, per_sample=header["sample_dim"] is not None)
+    words = np.frombuffer(slot.payload, dtype="<f8")
+    if slot.header["taken"] == "device":
+        words = _words_of_device(slot.payload, num_elements=math.prod(header["shape"]))
+    vector, overflow = taken_from(words, per_sample=header["sample_dim"] is not None)
     info = RecordInfo(
         **{**header, "shape": tuple(header["shape"]), "keep": Keep.STATISTICS.value},
         rank=rank,
@@ -91,9 +94,36 @@ def _taken_record(slot: Slot, *, rank: int, attempt: int) -> tuple[np.ndarray[An
     return vector, info
 
 
-def taken_from(payload: memoryview, *, per_sample: bool) -> tuple[np.ndarray[Any, Any], Overflow]:
+def device_nbytes(num_samples: int) -> int:
+    """Bytes of what `take_on_device` makes of a tensor."""
+    return 40 * num_samples + 24
+
+
+def _words_of_device(payload: memoryview, *, num_elements: int) -> np.ndarray[Any, Any]:
+    """What `take_on_device` made of a tensor, in the form that `taken_from` reads; NaN for the moments 3 and 4."""
+    counts_SK = np.frombuffer(payload[:-24], dtype="<i8").reshape(-1, 5).astype(np.float64)
+    low, high, mean, variance, magnitudes, absmax = (
+        np.frombuffer(payload[-24:], dtype="<f4").astype(np.float64).tolist()
+    )
+    nan_S, upper_S, lower_S, zero_S, small_S = counts_SK.T
+    num_finite = num_elements - float((nan_S + upper_S + lower_S).sum())
+    moment_2 = num_elements * variance
+    if num_finite < num_elements and num_finite:
+        # The zeros that stood for what is not finite are none of the values.
+        moment_2 = max(0.0, moment_2 + num_elements * mean**2 * (1 - num_elements / num_finite))
+    if low >= high:
+        moment_2 = 0.0
+    ends = [low, high, absmax] if num_finite else [math.nan] * 3
+    statistics = [num_elements, num_finite, num_elements * mean, moment_2, math.nan, math.nan, magnitudes, *ends]
+    infinite = [end for end, is_there in ((-math.inf, lower_S.any()), (math.inf, upper_S.any())) if is_there]
+    present = [*infinite, *(end for end in ends[:2] if not math.isnan(end))]
+    extremes = [min(present), max(present), max(map(abs, present))] if present else ends
+    counts = np.stack([upper_S, lower_S, small_S - zero_S, nan_S, upper_S + lower_S, zero_S], axis=1)
+    return np.concatenate([statistics, extremes, counts.reshape(-1)])
+
+
+def taken_from(words: np.ndarray[Any, Any], *, per_sample: bool) -> tuple[np.ndarray[Any, Any], Overflow]:
     """The statistics that a trainer has staged, and the counts at the limits of the dtype."""
-    words = np.frombuffer(payload, dtype="<f8")
     vector, ends = words[: len(STATISTICS)], words[len(STATISTICS) : len(STATISTICS) + len(EXTREMES)].tolist()
     counts_SK = words[len(STATISTICS) + len(EXTREMES) :].astype(np.int64).reshape(-1, len(TALLY_KINDS))
     total = max(1, int(vector[0]))
