@@ -116,8 +116,8 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             name="nvfp4_4over6",
-            source="arXiv 2512.02010: as nvfp4_nvidia, each block with the better of two scales; the last 4 of 24 "
-            "layers and the head in bf16",
+            source="arXiv 2512.02010: each block of nvfp4_nvidia with the better of two scales; the last 4 of 24 "
+            "layers and the head in bf16 as in the 340M configuration of its authors' program fouroversix",
             products=_nvidia(four_over_six=True),
             high_precision=HighPrecision(last_layers=0.167, outside=True),
         ),
