@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pickle
 import sys
 from collections.abc import Callable
@@ -12,11 +13,12 @@ import numpy as np
 import pytest
 import rich.console
 
+from ranktape.analyze.engine import engine as engine_module
 from ranktape.analyze.engine.engine import Engine, bytes_left, next_step, steps
-from ranktape.analyze.engine.plan import BATCH_NBYTES, BATCH_RECORDS, shares
+from ranktape.analyze.engine.plan import BATCH_NBYTES, BATCH_RECORDS, WorkPlan, shares
 from ranktape.analyze.legacy.open import open_folder
-from ranktape.errors import UsageError
-from ranktape.storage import Run, open_run
+from ranktape.errors import DataError, UsageError
+from ranktape.storage import Records, Run, open_run
 from tests.analyze.engine_runs import FirstValue, square
 from tests.analyze.pt_files import legacy_file
 from tests.analyze.runs import describe_tensor, store
@@ -58,6 +60,30 @@ def test_of_no_records_there_is_nothing(run: Run, measure: FirstValue) -> None:
     assert list(Engine().measure(run.select(layer_idx=99), measure)) == []
     assert list(Engine().map(square, [])) == []
     assert not (Path(run.url) / "analysis").exists()
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_records_that_fail_cost_one_plan_and_no_other_record(
+    run: Run, measure: FirstValue, monkeypatch: pytest.MonkeyPatch, *, use_cache: bool
+) -> None:
+    plans = []
+
+    class Counted(WorkPlan):
+        def __init__(self, records: Records) -> None:
+            plans.append(len(records))
+            super().__init__(records)
+
+    monkeypatch.setattr(engine_module, "WorkPlan", Counted)
+    failing, engine = dataclasses.replace(measure, fails_at=3), Engine(use_cache=use_cache)
+    records = run.select()
+    layers = records.column("layer_idx").tolist()
+    for question in (1, 2):
+        found = list(engine.measure_each(records, failing))
+        assert [isinstance(one, DataError) for one in found] == [layer == 3 for layer in layers]
+        assert plans == [len(records)] * question
+        assert measure.num_read() == (1 if use_cache else question) * (len(layers) - layers.count(3))
+    with pytest.raises(DataError, match="layer 3 is damaged"):
+        list(engine.measure(records, failing))
 
 
 def test_who_stops_asking_has_nothing_more_read(run: Run, measure: FirstValue) -> None:

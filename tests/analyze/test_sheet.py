@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,6 +105,19 @@ def test_a_failure_is_not_kept(run: Run) -> None:
     maker = Maker()
     assert len(values_of(run, maker)) == 10
     assert maker.made == [12]
+
+
+@pytest.mark.parametrize("command", ["overflow", "sweep"])
+def test_formats_in_another_order_are_not_counted_again(run: Run, command: str) -> None:
+    rows, kept = [], []
+    for formats in ("fp8_e4m3,mxfp4,nvfp4", "nvfp4,fp8_e4m3,mxfp4"):
+        result = CliRunner().invoke(cli, [command, run.url, "--format", formats, "--json"])
+        assert result.exit_code == 0, result.output
+        rows.append(json.loads(result.stdout)["rows"])
+        kept.append(sorted(Path(run.url, ANALYSIS).rglob("*.counts")))
+    assert kept[0] == kept[1]
+    assert sorted(map(str, rows[0])) == sorted(map(str, rows[1]))
+    assert rows[0] != rows[1]
 
 
 @pytest.mark.parametrize("other", [SheetForm(name="rows", width=2, part_width=2), SheetForm(name="rows", width=3)])

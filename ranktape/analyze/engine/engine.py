@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, TypeVar
 from ranktape.analyze.console import passing_line, say
 from ranktape.analyze.engine.cache import Cache
 from ranktape.analyze.engine.executors import Workers, in_order, workers_of
-from ranktape.analyze.engine.plan import BATCH_NBYTES, Calls, RecordSpan, WorkPlan, call_all, shares
+from ranktape.analyze.engine.plan import BATCH_NBYTES, Calls, RecordSpan, WorkPlan, call_all, shares, unless_failed
+from ranktape.errors import RanktapeError
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
@@ -46,6 +47,13 @@ def _spans(parts: Sequence[tuple[Records, WorkPlan]], caches: Sequence[Cache | N
             for span in spans:
                 nbytes = sum(plan.sizes[span.places.start : span.places.stop])
                 yield _Piece(span=span, records=records, cache=cache, nbytes=nbytes)
+
+
+def _measured(measure: Measure, records: Records, place: int) -> Payload | RanktapeError:
+    try:
+        return measure(records[place])
+    except RanktapeError as error:
+        return error
 
 
 PARTS_IN_TURN = 4
@@ -80,6 +88,18 @@ class Engine:
                 `workers_of` says.
             WorkersError: the processes or the cluster cannot be had, or were lost.
         """
+        yield from map(unless_failed, self._measure(records, measure, raises=True))
+
+    def measure_each(self, records: Records, measure: Measure) -> Iterator[Payload | RanktapeError]:
+        """The same; in the place of a record that fails the reason, and the rest goes on.
+
+        Raises:
+            UsageError: of the engine itself, as `workers_of` says.
+            WorkersError: the processes or the cluster cannot be had, or were lost.
+        """
+        return self._measure(records, measure, raises=False)
+
+    def _measure(self, records: Records, measure: Measure, *, raises: bool) -> Iterator[Payload | RanktapeError]:
         if not len(records):
             return
         parts = [(part.records, WorkPlan(part.records)) for part in records.parts()]
@@ -90,7 +110,7 @@ class Engine:
             bytes_left(total, is_shown=self.show_progress, description="counting") as advance,
             closing(_spans(parts, caches)) as spans,
         ):
-            works = ((one, one.span.work(one.records, measure, one.cache)) for one in spans)
+            works = ((one, one.span.work(one.records, measure, one.cache, raises=raises)) for one in spans)
             for one, measured in in_order(works, start=self._workers):
                 span, cache = one.span, one.cache
                 advance(one.nbytes)
@@ -98,10 +118,13 @@ class Engine:
                     cache.give_up(measured.failure)
                 fresh = iter(() if measured is None else measured.payloads)
                 for place in span.places:
-                    payload = span.payload(place) if place in span.known else next(fresh)
+                    if place not in span.known:
+                        yield next(fresh)
+                        continue
+                    payload = span.payload(place)
                     # One that nobody can have measured is measured again.
-                    is_good = payload is not None and (place not in span.known or accepts(payload))
-                    yield payload if payload is not None and is_good else measure(one.records[place])
+                    is_good = payload is not None and accepts(payload)
+                    yield payload if payload is not None and is_good else _measured(measure, one.records, place)
 
     def _caches(self, parts: Sequence[tuple[Records, WorkPlan]], measure: Measure) -> list[Cache | None]:
         """For each part what is known of its source: of one that comes in several parts it is looked up once."""

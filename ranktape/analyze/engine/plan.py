@@ -7,16 +7,16 @@ import functools
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ranktape.analyze.engine.cache import Cache, Found, Shelf, record_keys
 from ranktape.analyze.engine.cache_object import CacheObject, DamagedObjectError, Measure, Payload
 from ranktape.analyze.engine.executors import no_leaving
-from ranktape.errors import StorageError
+from ranktape.errors import RanktapeError, StorageError
 from ranktape.storage import Record, Records
 
 BATCH_NBYTES = 128 << 20
@@ -28,6 +28,8 @@ BATCH_RECORDS = 1024
 KEPT_NBYTES = 64 << 20
 """Freed memory is kept up to here, in blocks of at most half of it: more glibc does not take."""
 
+Answer = TypeVar("Answer")
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """From <malloc.h>."""
 
@@ -36,14 +38,16 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 class Batch:
     """Records of one iteration of one rank, measured by one worker."""
 
-    records: tuple[Iterable[Record], ...]
-    """The records, in parts that follow one another."""
+    records: tuple[Sequence[Record | RanktapeError], ...]
+    """The records, in parts that follow one another; in the place of one that could not be looked at the reason."""
     keys: tuple[str, ...]
     """What they are known by."""
     measure: Measure
     """What is measured of each."""
     shelf: Shelf | None
     """Where the payloads are kept; None where they are not."""
+    raises: bool
+    """Whether the first record that fails ends the batch."""
 
     @property
     def module(self) -> str:
@@ -55,8 +59,8 @@ class Batch:
 class Measured:
     """What came of a batch."""
 
-    payloads: list[Payload]
-    """One for each record."""
+    payloads: list[Payload | RanktapeError]
+    """One for each record, or why it failed."""
     failure: str = ""
     """Why they could not be kept; empty where they were, or were not to be."""
 
@@ -65,18 +69,52 @@ def measure_batch(batch: Batch) -> Measured:
     """Measure the records of a batch, and keep what came of it.
 
     Raises:
-        RanktapeError: what the measure raises.
+        RanktapeError: what the measure raises, if the batch `raises`.
     """
     keep_freed_memory()
-    payloads = [batch.measure(record) for record in itertools.chain.from_iterable(batch.records)]
-    if batch.shelf is None:
+    payloads: list[Payload | RanktapeError] = []
+    for record in itertools.chain.from_iterable(map(each_record, batch.records)):
+        try:
+            payloads.append(batch.measure(unless_failed(record)))
+        except RanktapeError as error:
+            if batch.raises:
+                raise
+            payloads.append(error)
+    kept = {key: one for key, one in zip(batch.keys, payloads, strict=True) if not isinstance(one, RanktapeError)}
+    if batch.shelf is None or not kept:
         return Measured(payloads=payloads)
     try:
         with no_leaving():
-            batch.shelf.put(batch.keys, payloads)
+            batch.shelf.put(list(kept), list(kept.values()))
     except StorageError as error:
         return Measured(payloads=payloads, failure=str(error))
     return Measured(payloads=payloads)
+
+
+def each_record(records: Sequence[Record | RanktapeError]) -> Iterator[Record | RanktapeError]:
+    """The records, one after the other; in the place of one that cannot be looked at the reason."""
+    done = 0
+    try:
+        for record in records:
+            yield record
+            done += 1
+    except RanktapeError:
+        for place in range(done, len(records)):
+            try:
+                yield records[place]
+            except RanktapeError as error:
+                yield error
+
+
+def unless_failed(found: Answer | RanktapeError) -> Answer:
+    """What was found.
+
+    Raises:
+        RanktapeError: it is the reason why there is nothing.
+    """
+    if isinstance(found, RanktapeError):
+        raise found
+    return found
 
 
 @functools.cache
@@ -163,7 +201,7 @@ class RecordSpan:
             return None
 
     def work(
-        self, records: Records, measure: Measure, cache: Cache | None
+        self, records: Records, measure: Measure, cache: Cache | None, *, raises: bool
     ) -> tuple[Callable[[Any], Any], Batch] | None:
         """The measuring of the records that are not known; None where all are."""
         missing = [place for place in self.places if place not in self.known]
@@ -174,10 +212,11 @@ class RecordSpan:
         runs = [records[start:stop] for start, stop in zip(starts, stops, strict=True)]
         return measure_batch, Batch(
             # To look at the records of files is to read them.
-            records=tuple(run if run.is_costly else list(run) for run in runs),
+            records=tuple(run if run.is_costly else list(each_record(run)) for run in runs),
             keys=tuple(self.keys[place - self.places.start] for place in missing),
             measure=measure,
             shelf=None if cache is None else cache.shelf(self.group, damaged=self.damaged),
+            raises=raises,
         )
 
 

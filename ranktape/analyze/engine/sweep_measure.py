@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ranktape.analyze.engine.cache_object import Measure, Payload
 from ranktape.analyze.engine.digest_measure import DigestMeasure, digest_of
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.plan import each_record, unless_failed
 from ranktape.analyze.engine.values import (
     View,
     pick,
@@ -37,13 +38,11 @@ from ranktape.analyze.numerics.quantization.schemes import Scheme
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.population import population_of_histogram
 from ranktape.analyze.numerics.sweeps.sweep import MAX_CELLS, ScaleSweep, sweep_schemes
-from ranktape.errors import RanktapeError, UsageError, WorkersError
+from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage import Record, Records
 from ranktape.storage.format.block_counts import NUM_MAGNITUDES
 from ranktape.storage.format.dtypes import HALF_NBYTES, dtype_row, numpy_dtype
 from ranktape.storage.format.record_info import Keep
-
-Answer = TypeVar("Answer")
 
 Sweeps = tuple["ScaleSweep", ...]
 """One for each job."""
@@ -197,16 +196,16 @@ def sweep_records(
     sizes = [0 if isinstance(record, RanktapeError) else record.nbytes for record, _, _ in tasks]
     mapped = used.map(_sweep_values, tasks, sizes=sizes)
     firsts = {job.block_key: job for one in asked for job in one.get(None, ()) if job.is_counted}
-    measured = {key: _measured(narrow, job.measure(view), used) for key, job in firsts.items()}
+    measured = {key: used.measure_each(narrow, job.measure(view)) for key, job in firsts.items()}
     for position, dtype in enumerate(viewed_dtypes(records, view=view)):
         from_values = next(mapped) if wanted[position] else {}
         payloads = {key: next(iterator) for key, iterator in measured.items()} if is_kept[position] else {}
         jobs = asked[position].get(None, ())
         try:
-            found = dict(_checked(from_values))
+            found = dict(unless_failed(from_values))
             if is_kept[position] and jobs:
                 keys = {job.block_key for job in jobs if job.is_counted}
-                counted = {key: firsts[key].counted(_checked(payloads[key]), dtype=dtype) for key in keys}
+                counted = {key: firsts[key].counted(unless_failed(payloads[key]), dtype=dtype) for key in keys}
                 record = functools.partial(records.__getitem__, position)
                 found[None] = _put_together(record, jobs, counted, found.get(None, ()), view=view)
             yield found
@@ -228,12 +227,6 @@ def _put_together(
     unanswered = [job for job, sweep in zip(jobs, found, strict=True) if sweep is None]
     again = iter(sweep_one(record(), unanswered, view=view) if unanswered else ())
     return tuple(next(again) if sweep is None else sweep for sweep in found)
-
-
-def _checked(found: Answer | RanktapeError) -> Answer:
-    if isinstance(found, RanktapeError):
-        raise found
-    return found
 
 
 def sweep_one(record: Record, jobs: Sequence[Job], *, view: View) -> Sweeps:
@@ -269,49 +262,17 @@ def is_narrow(dtype: str, *, compute_dtype: str, keep: str, view: View) -> bool:
     return keep == Keep.VALUES and row.is_floating and row.itemsize <= HALF_NBYTES
 
 
-def _measured(records: Records, measure: Measure, engine: Engine) -> Iterator[Payload | RanktapeError]:
-    """What is measured of each record; a failure takes its place, and does not end the rest."""
-    done = 0
-    while done < len(records):
-        try:
-            for payload in engine.measure(records[done:], measure):
-                done += 1
-                yield payload
-        except WorkersError:
-            raise  # no record's fault
-        except RanktapeError:
-            # Where several work, another record may be the one that failed.
-            try:
-                found: Payload | RanktapeError = next(iter(engine.measure(records[done : done + 1], measure)))
-            except RanktapeError as error:
-                found = error
-            done += 1
-            yield found
-
-
 def _tasks(records: Records, asked: Sequence[Asked], *, view: View) -> list[tuple[Record | RanktapeError, Asked, View]]:
     """What is to be done of each record with a job."""
     if not any(asked):
         return []
-    found: list[Record | RanktapeError] = []
-    try:
-        found += records
-    except RanktapeError:
-        found = [_record(records, position) for position in range(len(records))]
-    return [(record, jobs, view) for record, jobs in zip(found, asked, strict=True) if jobs]
-
-
-def _record(records: Records, position: int) -> Record | RanktapeError:
-    try:
-        return records[position]
-    except RanktapeError as error:
-        return error
+    return [(record, jobs, view) for record, jobs in zip(each_record(records), asked, strict=True) if jobs]
 
 
 def _sweep_values(task: tuple[Record | RanktapeError, Asked, View]) -> Found | RanktapeError:
     record, asked, view = task
     try:
-        checked = _checked(record)
+        checked = unless_failed(record)
         samples = {part: jobs for part, jobs in asked.items() if part is not None}
         values = samples_of(checked, view=view) if samples else []
         found: Found = {part: sweep_numbers(values[part], jobs) for part, jobs in samples.items()}

@@ -216,7 +216,9 @@ class _CountedRecords:
         """For each target the counts of all records or samples; each digest is looked at once."""
         self._refuse(self._records)
         is_per_sample = self._sizes is not None
-        measures = [LimitsMeasure(target=one, view=self._view, per_sample=is_per_sample) for one in targets]
+        # In whatever order targets are given, the rows that are kept are the same.
+        ordered = sorted(set(targets), key=lambda one: (one.name, one.scaling))
+        measures = [LimitsMeasure(target=one, view=self._view, per_sample=is_per_sample) for one in ordered]
         named = hashlib.blake2b("\0".join(one.name for one in measures).encode(), digest_size=8).hexdigest()
         form = SheetForm(name=f"counts_{named}", width=0, part_width=len(NAMES) * len(measures))
         left = iter(range(len(self._records)))
@@ -225,7 +227,7 @@ class _CountedRecords:
             self._on_record()
         columns = np.split(sheet.parts, len(measures), axis=1)
         counts = [{name: table[:, place] for place, name in enumerate(NAMES)} for table in columns]
-        return [one | self._extremes(target) for one, target in zip(counts, targets, strict=True)]
+        return [counts[ordered.index(target)] | self._extremes(target) for target in targets]
 
     def _each(self, measures: Sequence[LimitsMeasure], left: Iterator[int], records: Records) -> Iterator[SheetRow]:
         """Of each record the rows of all measures, side by side."""

@@ -96,13 +96,16 @@ def kept_cells(
         WorkersError: the processes or the cluster cannot be had, or were lost.
     """
     used = engine or Engine()
-    asked = hashlib.blake2b(repr(tuple(jobs)).encode(), digest_size=8).hexdigest()
-    form = SheetForm(name=f"sweep_{asked}_{view}", width=_WIDTH * len(jobs), part_width=2)
-    sheet = sheet_of(records, form, functools.partial(_rows, jobs=jobs, view=view, engine=used), engine=used)
+    # In whatever order formats are given, the rows that are kept are the same.
+    ordered = sorted(set(jobs), key=repr)
+    asked = hashlib.blake2b(repr(ordered).encode(), digest_size=8).hexdigest()
+    form = SheetForm(name=f"sweep_{asked}_{view}", width=_WIDTH * len(ordered), part_width=2)
+    sheet = sheet_of(records, form, functools.partial(_rows, jobs=ordered, view=view, engine=used), engine=used)
     columns = [sheet.cells(place, is_whole=place % _WIDTH in _WHOLE) for place in range(form.width)]
     notes: dict[tuple[int, int], bytearray] = {}
     for owner, (job, letter) in zip(sheet.owners.tolist(), sheet.parts.astype(np.int64).tolist(), strict=True):
         notes.setdefault((owner, job), bytearray()).append(letter)
+    numbered = [(job, ordered.index(job), ordered.index(job) * _WIDTH) for job in jobs]
     for place, row in enumerate(zip(*columns, strict=True)):
         if place in sheet.errors:
             yield sheet.errors[place]
@@ -117,7 +120,7 @@ def kept_cells(
                 best_sqnr=row[start + _WIDTH - 1],
                 note=notes.get((place, number), b"").decode(),
             )
-            for number, (job, start) in enumerate(zip(jobs, range(0, form.width, _WIDTH), strict=True))
+            for job, number, start in numbered
         )
 
 

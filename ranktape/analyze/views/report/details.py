@@ -217,15 +217,16 @@ class Details:
             DataError: a record's bytes are missing or damaged.
             StorageError: the store cannot be read.
         """
-        tensor = [(number, job) for number, job in enumerate(self.targets) if job.mode is SweepMode.TENSOR]
-        measure = DigestDetails(elements=tuple(job.scheme.element for _, job in tensor), view=self.view)
+        tensor = self._in_order(with_blocks=False)
+        elements = tuple(self.targets[number].scheme.element for number in tensor)
+        measure = DigestDetails(elements=elements, view=self.view)
         sheet = sheet_of(records, measure.form, functools.partial(measure, engine=engine), engine=engine)
         has_values, is_exact, self._log2_energy = (sheet.numbers[:, place] for place in range(_NUM_FIRST))
         self.num_without_values, self.num_rounded = int((has_values == 0).sum()), int((is_exact == 0).sum())
         exponents, counts = sheet.parts.T
         self._binades = _Binades.of(self.bundles.of[sheet.owners], exponents, counts, num=self.bundles.num)
         places = np.flatnonzero(np.isfinite(self._log2_energy))
-        for place, (number, _) in enumerate(tensor):
+        for place, number in enumerate(tensor):
             first = _NUM_FIRST + place * len(OFFSETS)
             self._take(number, places, sheet.numbers[places, first : first + len(OFFSETS)])
 
@@ -236,7 +237,7 @@ class Details:
             DataError: a record's bytes are missing or damaged.
             StorageError: the store cannot be read.
         """
-        with_blocks = [number for number, (_, mode, _) in enumerate(self.targets) if mode is not SweepMode.TENSOR]
+        with_blocks = self._in_order(with_blocks=True)
         places = np.flatnonzero([is_sweepable(dtype) for dtype in records.column("dtype").tolist()])
         if not with_blocks or not places.size:
             return
@@ -262,6 +263,11 @@ class Details:
             is_known = ~np.isnan(ratios).any(axis=1) & np.isfinite(self._log2_energy[places])
             self._take(number, places[is_known], ratios[is_known])
         self.num_not_read = int(np.isfinite(self._log2_energy).sum() - np.isfinite(self._log2_energy[places]).sum())
+
+    def _in_order(self, *, with_blocks: bool) -> list[int]:
+        """The places of the formats with blocks or without, in an order in which they need not be given."""
+        meant = [number for number, job in enumerate(self.targets) if (job.mode is not SweepMode.TENSOR) is with_blocks]
+        return sorted(meant, key=lambda number: repr(self.targets[number]))
 
     def _take(self, number: int, places: NDArray[np.int64], ratios: NDArray[Any]) -> None:
         """Add the ratios in dB of records in a format to those of their bundles, in the order of the records."""
