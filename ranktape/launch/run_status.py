@@ -99,9 +99,9 @@ class RunStatus:
 def status(run: str, *, require_minimum: bool = False, storage_options: Mapping[str, Any] | None = None) -> RunStatus:
     """Show how far each iteration of RUN is, and what is missing.
 
-    RUN is a URL or a path. An iteration is complete (every rank has it), partial (a rank is missing and will
-    not come), skipped (a rank could not take it), dropped (it was complete, and removed to keep the run small) or
-    open. Sizes are before compression, which leaves little of kept histograms.
+    RUN is a URL or a path. An iteration is complete (every rank has it), partial (a rank is missing or was cut off,
+    and what is missing will not come), skipped (a rank could not take it), dropped (it was complete, and removed to
+    keep the run small) or open. Sizes are before compression, which leaves little of kept histograms.
 
     Args:
         require_minimum: Exit with 3 unless the guaranteed minimum is stored complete.

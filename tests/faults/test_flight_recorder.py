@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
 import pytest
 
 from ranktape.launch.run_status import status
-from ranktape.storage import Run, open_run
+from ranktape.storage import IterationState, Run, open_run
 from ranktape.storage.format.triggers import MAX_STORED, TriggerKind
 from tests.faults.programs.flight import (
     FAULTY_ITERATION,
@@ -68,8 +69,13 @@ def test_the_last_iterations_of_all_ranks_are_stored_when_one_dies(
     last = values_per_rank(run, FAULTY_ITERATION)
     assert 0 < last[FAULTY_RANK] < whole[0]
     statuses = {one.iteration: one for one in run.status()}
-    assert "cut off" in str(statuses[FAULTY_ITERATION].silent_sites[FAULTY_RANK])
-    assert statuses[FAULTY_ITERATION].num_missing
+    cut_off = statuses[FAULTY_ITERATION]
+    assert cut_off.state is IterationState.PARTIAL
+    assert "cut off" in str(cut_off.silent_sites[FAULTY_RANK])
+    assert re.fullmatch(r"cut off: .+, after 12 of 23 expected tensors", cut_off.missing[FAULTY_RANK])
+    assert cut_off.num_missing
+    assert all(statuses[iteration].state is IterationState.COMPLETE for iteration in BEFORE)
+    assert run.verdict().complete == BEFORE
     assert all(statuses[iteration].num_missing == 0 for iteration in BEFORE)
     triggers = [one for one in run.triggers() if one.rank == FAULTY_RANK]
     assert [(one.kind, one.iteration) for one in triggers] == [(kind, FAULTY_ITERATION)]

@@ -26,6 +26,7 @@ def test_the_story_of_the_page(tmp_path: Path) -> None:
     closed(tmp_path / "runs" / "story")
     run = open_run(tmp_path / "runs" / "story")
     assert run.iterations == list(range(OVERFLOW - 4, DEATH + 1))
+    assert run.verdict().complete == list(range(OVERFLOW - 4, DEATH))
     first, *others = run.triggers()
     assert (first.kind, first.iteration, first.rank) == (TriggerKind.INF, OVERFLOW, 1)
     assert f"FloatingPointError: the loss is nan in step {DEATH}" in {one.text for one in others}

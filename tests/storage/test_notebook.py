@@ -163,7 +163,7 @@ def test_a_notebook_shows_them_and_runs_nothing_of_them(run: Run) -> None:
 
 
 def test_reprs_say_what_is_there(run: Run) -> None:
-    assert repr(run) == f"<Run {run.url}: complete iterations 5>"
+    assert repr(run) == f"<Run {run.url}: iterations 5>"
     assert repr(run.select()) == f"<Records: 8 in {run.url}>"
 
 

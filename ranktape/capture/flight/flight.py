@@ -98,6 +98,7 @@ class Flight:
         self._repeated: dict[TriggerKind, Trigger] = {}
         """By kind, the trigger of this rank that counts the later ones."""
         self._iterations_said: set[int] = set()
+        self._has_failed = False
         self._iteration_nbytes = 0
         self._elsewhere = 0
         self._num_signals = ring.counter(Counter.SIGNALS)
@@ -187,8 +188,13 @@ class Flight:
         self._read_elsewhere()
         self._watch.stop()
         for held in sorted(self._held.values(), key=lambda one: one.iteration):
-            if not held.is_over and held.iteration in self._wanted:
+            if held.is_over or held.iteration not in self._wanted:
+                continue
+            if held.tensors or self._has_failed:
                 self._commit(held, cut_off(held, like=self._last_end, reason=f"cut off: {death or reason}"))
+            else:
+                self._settled.add(held.iteration)
+                self._committer.mark(held.iteration, Mark.FAILED, f"nothing of it was recorded: {reason}")
         self._commit_due()
         for iteration in sorted(self._wanted - self._settled - self._held.keys()):
             if iteration < self._step:
@@ -258,8 +264,10 @@ class Flight:
     def _happened(
         self, kind: TriggerKind, iteration: int, text: str, *, signal_name: str = "", **evidence: Any
     ) -> None:
+        self._has_failed |= kind in {TriggerKind.EXCEPTION, TriggerKind.DEATH}
         known = self._stored_for[kind]
-        is_stored = iteration in known or len(known) < MAX_STORED
+        is_new = iteration not in known
+        is_stored = not is_new or len(known) < MAX_STORED
         if is_stored:
             known.add(iteration)
             self._want(iteration)
@@ -273,7 +281,8 @@ class Flight:
             attempt=self._attempt.number,
             **evidence,
         )
-        if not is_stored or self._num_posted[kind] == MAX_STORED:
+        # Where others know of the iteration already, one of many triggers in it need not be told apart.
+        if not is_stored or (self._num_posted[kind] >= MAX_STORED and not is_new):
             self._repeat(trigger)
             return
         self._num_posted[kind] += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -186,12 +185,14 @@ def cut_off(held: HeldIteration, *, like: Mapping[str, Any], reason: str) -> dic
             num_expected += 1
             if (module, name) not in came:
                 missing.setdefault(place, []).append(name)
-    num_missing = Counter({place: len(names) for place, names in missing.items()}).total()
+    num_missing = sum(map(len, missing.values()))
     silent = {f"{place} {', '.join(names)}": reason for place, names in list(missing.items())[:MAX_PLACES]}
     if len(missing) > MAX_PLACES:
         silent[f"and {len(missing) - MAX_PLACES} more"] = reason
     # Where nothing is known of what should have come, the reason is all that can be said.
     silent = silent or {"the end of the iteration": reason}
     counts = {"num_expected": num_expected, "num_missing": num_missing} if lines else {}
+    recorded = f"{num_expected - num_missing} of {num_expected} expected tensors" if lines else f"{len(came)} tensors"
     # What came of an iteration that was cut off may be nothing: nothing was due then.
-    return {"expected": list(lines) if held.tensors else [], "silent_sites": silent, **counts}
+    expected = list(lines) if held.tensors else []
+    return {"expected": expected, "silent_sites": silent, "cut_off": f"{reason}, after {recorded}", **counts}

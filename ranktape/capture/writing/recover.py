@@ -322,7 +322,7 @@ def expectations(header: Mapping[str, Any], *, lost: Sequence[Mapping[str, Any]]
 
     The tensors that are `lost`, given by their headers, are missing too: the trainer had counted them.
     """
-    names = ("expected", "silent_sites", "num_expected", "num_missing", "compiled", "step_skipped")
+    names = ("expected", "silent_sites", "num_expected", "num_missing", "compiled", "step_skipped", "cut_off")
     known = {name: header[name] for name in names if name in header}
     silent = header.get("silent_sites", {})
     new = {site_text(one): str(one.get("lost", NEVER_CAME)) for one in lost if site_text(one) not in silent}

@@ -56,6 +56,8 @@ class RankCommit:
     """How compiled code was recorded; empty where none ran."""
     step_skipped: bool
     """Whether a gradient scaler skipped the step of the optimizer, because a gradient was not finite."""
+    cut_off: str
+    """Why the rank did not end the iteration; empty where it did."""
 
 
 def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> None:
@@ -76,6 +78,7 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
     data = merge_catalogues([commit.catalogue.load for commit in commits])
     are_counted = all(commit.counts for commit in commits)
     compiled = "; ".join(dict.fromkeys(commit.compiled for commit in commits if commit.compiled))
+    cut_off = {str(rank): commit.cut_off for rank, commit in zip(ranks, commits, strict=True) if commit.cut_off}
     skipped = [rank for rank, commit in zip(ranks, commits, strict=True) if commit.step_skipped]
     attributes = {
         "complete": True,
@@ -90,6 +93,7 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
         **({name: sum(commit.counts[name] for commit in commits) for name in _COUNTS} if are_counted else {}),
         **({"compiled": compiled} if compiled else {}),
         **({"step_skipped_ranks": skipped} if skipped else {}),
+        **({"cut_off": cut_off} if cut_off else {}),
         "commits": [commit.checksum for commit in commits],
         "committed": time.time(),
     }
@@ -149,6 +153,7 @@ def read_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> Ra
         counts=_counts(fields),
         compiled=fields.text("compiled", default=""),
         step_skipped=fields.flag("step_skipped", default=False),
+        cut_off=fields.text("cut_off", default=""),
     )
 
 
@@ -191,7 +196,7 @@ def mark_committed(backend: Backend, attempt: str, rank: int, iteration: int, *,
     group = layout.rank_iteration_path(attempt, rank, iteration)
     key = layout.document_key(group)
     attributes = decode_document(commit, place=f"{backend.url}/{key}", key=key)["attributes"]
-    names = ("num_records", "nbytes", "silent_sites", "num_expected", "num_missing", "compiled", "step_skipped")
+    names = ("num_records", "nbytes", "silent_sites", *_COUNTS, "compiled", "step_skipped", "cut_off")
     words = {name: attributes[name] for name in names if name in attributes}
     others = (layout.marker_path(attempt, iteration, rank, mark) for mark in (Mark.FAILED, Mark.SKIPPED))
     backend.delete_keys([layout.document_key(path) for path in others])
@@ -244,6 +249,7 @@ def parse_commit(document: Mapping[str, Any], *, place: str, attempt: str) -> Ra
         counts=_counts(fields),
         compiled=fields.text("compiled", default=""),
         step_skipped=fields.flag("step_skipped", default=False),
+        cut_off=fields.text("cut_off", default=""),
     )
 
 

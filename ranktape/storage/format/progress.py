@@ -258,9 +258,10 @@ def _status(
     if iteration in progress.dropped:
         state = IterationState.DROPPED
     elif iteration in progress.complete:
-        state = IterationState.COMPLETE
         path = layout.iteration_path(attempt.path, iteration)
         summary, damage = _read_or_damage(backend, path, _summary, default=summary)
+        missing = summary.pop("cut_off", missing)
+        state = IterationState.PARTIAL if missing else IterationState.COMPLETE
     elif Mark.SKIPPED in marks.values():
         state = IterationState.SKIPPED
     elif final or Mark.FAILED in marks.values() or absent & progress.closed:
@@ -289,6 +290,7 @@ def _summary(fields: Fields) -> dict[str, Any]:
         "num_expected": num_expected,
         "num_missing": num_missing,
         "compiled": fields.text("compiled", default=""),
+        "cut_off": {int(rank): reason for rank, reason in fields.texts("cut_off", default={}).items()},
         "step_skipped_ranks": list(skipped_ranks(fields)),
         "num_recorded": None if num_expected is None or num_missing is None else num_expected - num_missing,
     }

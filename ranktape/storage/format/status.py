@@ -16,9 +16,9 @@ class IterationState(enum.StrEnum):
     """How far one iteration is."""
 
     COMPLETE = "complete"
-    """Every expected rank has committed it, and so has the coordinator."""
+    """Every expected rank has committed it, and so has the coordinator: each expected tensor, or the reason why not."""
     PARTIAL = "partial"
-    """Some rank did not commit it, and will not."""
+    """Some rank did not commit it, or was cut off in it, and will not complete it."""
     SKIPPED = "skipped"
     """Some rank could not take it; readers hide it."""
     DROPPED = "dropped"
@@ -42,7 +42,7 @@ class IterationStatus:
     committed_ranks: list[int]
     """The ranks that have committed it."""
     missing: dict[int, str]
-    """For each rank that has not committed it, the first 1,000 of them: why, as far as is known."""
+    """For each rank that has not committed it, the first 1,000 of them, or was cut off in it: why, as far as known."""
     silent_sites: dict[int, dict[str, str]] = field(default_factory=dict)
     """For each rank that committed: the tensors that were expected and not recorded, each with the reason."""
     num_records: int = 0
@@ -70,7 +70,8 @@ class IterationStatus:
         if not self.missing:
             return "every rank has committed it, its iteration commit is not written yet"
         words = [f"rank {rank}: {reason}" for rank, reason in list(self.missing.items())[:max_named]]
-        rest = len(self.expected_ranks) - len(self.committed_ranks) - len(words)
+        num_missing = max(len(self.missing), len(self.expected_ranks) - len(self.committed_ranks))
+        rest = num_missing - len(words)
         return "; ".join(words) + (f"; and {rest} more" if rest > 0 else "")
 
 

@@ -183,6 +183,7 @@ class RankWriter:
         num_missing: int | None = None,
         compiled: str = "",
         step_skipped: bool = False,
+        cut_off: str = "",
     ) -> None:
         """Make everything written of the iteration durable and visible. Atomic.
 
@@ -195,6 +196,7 @@ class RankWriter:
             num_missing: How many of them were not recorded at all.
             compiled: How compiled code was recorded; empty where none ran.
             step_skipped: Whether a gradient scaler skipped the step of the optimizer.
+            cut_off: Why the rank did not end the iteration, which is partial then; empty where it did.
 
         Raises:
             CaptureError: it was committed or given up already.
@@ -218,6 +220,8 @@ class RankWriter:
             summary["compiled"] = compiled
         if step_skipped:
             summary["step_skipped"] = True
+        if cut_off:
+            summary["cut_off"] = cut_off
         attributes = {
             "complete": True,
             "iteration": iteration,

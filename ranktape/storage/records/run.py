@@ -34,7 +34,7 @@ from ranktape.storage.records.records import Records
 
 
 class Run:
-    """A recorded training; shows complete iterations only. `refresh` shows what was committed since."""
+    """A recorded training; shows iterations that all ranks have committed. `refresh` shows what was committed since."""
 
     def __init__(self, backend: Backend) -> None:
         """Read the run's document and the names of its commits.
@@ -53,13 +53,13 @@ class Run:
         self.refresh()
 
     def __repr__(self) -> str:
-        return f"<Run {printable(self.url)}: complete iterations {spans(self.iterations)}>"
+        return f"<Run {printable(self.url)}: iterations {spans(self.iterations)}>"
 
     def _repr_html_(self) -> str:
         environment, options = (self.attributes.get(name) for name in ("environment", "options"))
         shown = {
             "url": self.url,
-            "complete iterations": spans(self.iterations),
+            "iterations": spans(self.iterations),
             "schema": self.attributes.get("ranktape_schema"),
             "quant_type": options.get("quant_type") if isinstance(options, dict) else None,
         }
@@ -73,7 +73,10 @@ class Run:
 
     @property
     def iterations(self) -> list[int]:
-        """The iterations that are stored complete, ascending."""
+        """The iterations that can be read, ascending: those that all ranks have committed.
+
+        They are complete, but for those of a flight recorder in which a rank was cut off: `status` tells.
+        """
         return sorted(self._attempts_of)
 
     def refresh(self) -> list[int]:
