@@ -135,8 +135,8 @@ class Console:
             )
         if coverage is not None:
             self.say(coverage.text())
-            for place, reason in list(coverage.unseen.items())[:_MAX_NAMED]:
-                self.warn(f"not recorded: {place}: {reason}")
+            for line in coverage.lines(count=_MAX_NAMED):
+                self.warn(f"not recorded: {line}")
 
     def tell_of_compiled(self, iterations: Sequence[int], *, why_eager: str | None) -> None:
         """How compiled code is recorded, in which iterations."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SILENT = "its hook did not fire"
 NOT_CALLED = "its module was not called"
+USED_WITHOUT_CALL = "its module was not called, and its weight was used without it"
 FUNCTION_NOT_CALLED = "its function was not called"
 NOT_RECORDED_PASS = "it ran only in passes that are not recorded"  # noqa: S105  # no password
 WITHOUT_GRADIENTS = "it ran without gradients, as under torch.no_grad"
@@ -125,6 +126,8 @@ class _Watched:
         """Whether it ran in a pass that is recorded."""
         self.is_passed = False
         """Whether it ran in another one."""
+        self.is_used = False
+        """Whether a gradient of its weight came, though it did not run."""
         self.has_gradients = False
         """Whether one of its calls ran with gradients."""
         self.is_training = False
@@ -186,7 +189,10 @@ class _Watched:
     def _silence(self, role: TensorRole) -> str:
         sites = list(self.sites.values())
         if not self.is_called and not any(site.seen for site in sites):
-            return NOT_RECORDED_PASS if self.is_passed else NOT_CALLED if self.attached else FUNCTION_NOT_CALLED
+            if self.is_passed:
+                return NOT_RECORDED_PASS
+            not_called = NOT_CALLED if self.attached else FUNCTION_NOT_CALLED
+            return USED_WITHOUT_CALL if self.is_used else not_called
         if role.operation != Operation.BACKWARD:
             return SILENT
         # Of the gradient of a weight the hook is on the weight, not on a call.
@@ -259,6 +265,19 @@ class Expected:
     def passed(self, source: Source) -> None:
         """The module or function ran in a pass that is not recorded."""
         self._of(source).is_passed = True
+
+    def used(self, source: Source) -> None:
+        """A gradient of the module's weight came, though the module did not run."""
+        self._of(source).is_used = True
+
+    def is_used(self, source: Source) -> bool:
+        """Whether that was so."""
+        return self._of(source).is_used
+
+    def is_idle(self, source: Source) -> bool:
+        """Whether the module or function ran in no pass at all."""
+        watched = self._of(source)
+        return not (watched.is_called or watched.is_passed)
 
     def ran(self) -> set[Source]:
         """The sources that ran in a pass that is recorded, whatever was selected of them."""

@@ -61,6 +61,47 @@ class Model(nn.Module):
         return self.head(hidden)  # type: ignore[no-any-return]
 
 
+class ConvAttention(nn.Module):
+    """Attention as diffusion models write it, with convolutions of width 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.Conv1d(WIDTH, 3 * WIDTH, 1)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.attend(hidden.transpose(-2, -1)).chunk(3, dim=1)
+        return torch.softmax(query.transpose(-2, -1) @ key, dim=-1) @ value.transpose(-2, -1)  # type: ignore[no-any-return]
+
+
+class Uncalled(nn.Module):
+    """Layers that are called, used without a call, tied to one that is called, and not used at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.used, self.tied, self.unused = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.tied.weight = self.called.weight
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = self.called(hidden) @ self.used.weight
+        return product
+
+
+class Parts(nn.Module):
+    """Seven products with parameters, of different sizes, beside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        for number in range(7):
+            setattr(self, f"part_{chr(ord('a') + number)}", nn.Parameter(torch.randn(WIDTH, WIDTH)))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(hidden)
+        for number in range(7):
+            hidden = hidden @ getattr(self, f"part_{chr(ord('a') + number)}")
+        return hidden
+
+
 class Grouped(nn.Module):
     """Experts in one product, with weights in another dtype, as large trainings compute them."""
 
@@ -92,6 +133,70 @@ def test_what_no_hook_sees_is_named_with_its_share(tmp_path: Path, capsys: pytes
     text = capsys.readouterr().err
     assert f"hooks see {100 * (attend + head) // total} % of the model's weights (2 % are left out by" in text
     assert "warning: not recorded: layers.*.gate (Mixed)" in text
+
+
+def test_a_layer_that_is_not_called_does_not_count_as_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained = train_twice(Task(make=Uncalled), tmp_path / "run")
+    assert trained.is_equal
+    text = capsys.readouterr().err
+    assert "hooks see 33 % of the model's weights (33 % are in modules that were not called)" in text
+    used = "no hook sees it: its module was not called, and its weight was used without it: 33 % of the model's weights"
+    assert [line for line in text.splitlines() if "warning" in line] == [
+        f"ranktape: warning: not recorded: used.weight (Linear): {used}"
+    ]
+    not_called = "its module was not called"
+    for status in trained.run.status():
+        assert status.silent_sites == {
+            0: {
+                "used": "its module was not called, and its weight was used without it",
+                "tied": not_called,
+                "unused": not_called,
+                "used.weight (Linear)": used,
+            }
+        }
+
+
+def test_the_hooks_that_notice_it_go_with_the_iteration(tmp_path: Path) -> None:
+    model = Uncalled()
+    with Capture(tmp_path / "run", model=model, min_iterations=1, advance_on="step") as capture:
+        model(torch.randn(BATCH, LENGTH, WIDTH)).sum().backward()
+        assert model.used.weight._backward_hooks
+        capture.step()
+        assert not any(one._backward_hooks for one in model.parameters())
+
+
+def test_attention_among_convolutions_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), ConvAttention(), ConvAttention())  # noqa: E731
+    trained = train_twice(Task(make=make), tmp_path / "run")
+    [(part, reason)] = ((part, reason) for part, reason in said_of(trained).items() if "(ConvAttention)" in part)
+    assert part == "* (ConvAttention)"
+    assert "docs/roles.md" in reason
+    assert f"not recorded: {part}: {reason}" in capsys.readouterr().err
+
+
+def test_attention_that_did_not_run_is_not_named(tmp_path: Path) -> None:
+    class Idle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.attention = nn.Linear(WIDTH, WIDTH), ConvAttention()
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.first(hidden)  # type: ignore[no-any-return]
+
+    assert not any("ConvAttention" in part for part in said_of(train_twice(Task(make=Idle), tmp_path / "run")))
+
+
+def test_a_list_of_parts_that_is_cut_says_how_many_more_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = train_twice(Task(make=Parts), tmp_path / "run")
+    warned = [line for line in capsys.readouterr().err.splitlines() if "warning: not recorded" in line]
+    assert len(warned) == 5 + 1
+    assert warned[-1] == (
+        "ranktape: warning: not recorded: 2 more parts of the model, which hold 25 % of the model's weights: "
+        "'ranktape status' lists them"
+    )
+    assert len(said_of(trained)) == 7
 
 
 def test_of_attention_that_is_seen_or_not_asked_for_nothing_is_said(tmp_path: Path) -> None:

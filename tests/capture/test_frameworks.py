@@ -172,7 +172,9 @@ def test_a_framework_trains_as_it_does_without_a_capture(
     assert captured == plain
     run = open_run(url)
     assert run.iterations == list(range(STEPS))
-    said = {} if num_products >= LINEARS else {0: {"lm_head": "its module was not called"}}
+    used = "its module was not called, and its weight was used without it"
+    unseen = {"lm_head": used, "lm_head.weight (Linear)": f"no hook sees it: {used}: 12 % of the model's weights"}
+    said = {} if num_products >= LINEARS else {0: unseen}
     assert [status.silent_sites for status in run.status()] == [said] * STEPS
     counts = verify_run(run)
     assert counts["output"] == STEPS * num_products

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ranktape.capture.hooks.calls import Watch
+from ranktape.capture.hooks.coverage import is_attention
 from ranktape.capture.hooks.function_hooks import FunctionHooks
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.layers import LayerHooks
@@ -19,7 +21,7 @@ from ranktape.capture.hooks.module_hooks import ModuleHooks, MultiheadHooks, is_
 from ranktape.capture.hooks.stacks import survey
 from ranktape.capture.hooks.stand_ins import StandIns
 from ranktape.capture.hooks.weights import Weights
-from ranktape.capture.passes.passes import Frame, is_traced
+from ranktape.capture.passes.passes import Frame, in_backward, is_traced
 from ranktape.capture.roles.known import registered_roles, role_of
 from ranktape.capture.roles.table import FunctionRole, ModuleRole, ports_of
 from ranktape.capture.source import Source
@@ -43,6 +45,12 @@ class Attached:
         self._attached: dict[nn.Module, Frame] = {}
         self._modules: dict[nn.Module, ModuleHooks] = {}
         self._inside: dict[nn.Module, Source] = {}
+        self._unasked: list[nn.Module] = []
+        """Modules that are recorded and were not in `_modules` yet when the last pass ended."""
+        self._idle: list[Any] = []
+        """The hooks on the weights of modules that no pass had called when it ended."""
+        self._attending: dict[nn.Module, Frame] = {}
+        """The modules that compute attention, as their classes are called, and were called."""
         self._weights = Weights()
         self.placements = Placements()
         self._watch = Watch(recorder, weights=self._weights, placements=self.placements)
@@ -94,6 +102,7 @@ class Attached:
         """Have the hooks that are on begin an iteration."""
         assert self._functions is not None, "only called while hooks are attached"
         self._watch.renew()
+        self._watch_idle_again()
         for root, _ in self._living():
             if dist.is_available() and dist.is_initialized():
                 self.placements.learn(root)
@@ -127,6 +136,8 @@ class Attached:
             self._watch.handles.append(module.register_forward_hook(leave, always_call=True))
             with self._recorder.guarded(_source(frame, "module", "unknown")):
                 self._attach_role(frame)
+            if module in self._modules:
+                self._unasked.append(module)
         if self._layers is not None and found.stacks:
             self._layers.attach(root, found.stacks[0], prefix=stage + prefix)
 
@@ -156,7 +167,7 @@ class Attached:
     def _on_enter(
         self,
         frame: Frame,
-        module: nn.Module,  # noqa: ARG002  (torch's signature)
+        module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None = None,
     ) -> None:
@@ -165,12 +176,41 @@ class Attached:
             return
         with self._recorder.guarded():
             self._tracker.enter(frame, args, kwargs)
+            if is_attention(module) and self._tracker.is_active:
+                self._attending[module] = frame
 
     def _on_leave(self, module: nn.Module, _args: Any, output: Any) -> None:
         if is_traced():
             return
         with self._recorder.guarded():
+            is_recorded = bool(self._unasked) and self._tracker.is_active
             self._tracker.leave(module, output)
+            if is_recorded and self._tracker.current() is None and not in_backward():
+                self._watch_idle()
+
+    def _watch_idle(self) -> None:
+        """A pass has ended: notice the gradients of weights whose modules it has not called, as these were used.
+
+        Not of a weight that several modules have.
+        """
+        unasked, self._unasked = self._unasked, []
+        expected, met = self._recorder.expected, self._watch.owners.met
+        idle = [module for module in unasked if expected.is_idle(self._modules[module].source)]
+        counts = Counter(id(one) for module in self._attached if idle for one in _parameters(module).values())
+        for module in idle:
+            note = functools.partial(expected.used, self._modules[module].source)
+            for name, weight in _parameters(module).items():
+                is_own = weight is not None and counts[id(weight)] == 1 and (module, name) not in met
+                if is_own and weight.ndim > 1 and weight.requires_grad:
+                    self._idle.append(weight.register_hook(Hook(lambda _, note=note: note())))
+
+    def _watch_idle_again(self) -> None:
+        """An iteration begins: every module may be one that is not called."""
+        for handle in self._idle:
+            handle.remove()
+        self._idle.clear()
+        self._attending.clear()
+        self._unasked = list(self._modules)
 
     def _is_wanted_kind(self, layer_type: str, path: str) -> bool:
         if (layer_type, path) not in self._wanted:
@@ -178,6 +218,10 @@ class Attached:
             is_named = not self._options.wants_layers or self._options.names_layer_type(layer_type)
             self._wanted[layer_type, path] = is_named and self._wants(layer_type) and self._is_wanted(path)
         return self._wanted[layer_type, path]
+
+
+def _parameters(module: nn.Module) -> dict[str, Any]:
+    return module._parameters  # noqa: SLF001  (runs no parametrization)
 
 
 def _source(frame: Frame, layer_type: str, component: str) -> Source:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from ranktape.capture.roles.table import FunctionRole, ModuleRole
@@ -34,6 +36,27 @@ _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 _BY_HAND = "its attention calls no function that is known: add a role for it (docs/roles.md)"
 
 
+class Sight(StrEnum):
+    """What hooks see of a weight, best first."""
+
+    SEEN = "seen"
+    """It is an operand of something recorded."""
+    LEFT_OUT = "left out"
+    """The selection leaves it out."""
+    UNSEEN = "unseen"
+    """No hook is on what computes with it."""
+    USED = "used"
+    """The module that has it was not called, and its gradient came all the same."""
+    IDLE = "idle"
+    """The module that has it was not called, and no gradient of it was seen."""
+
+
+_REASONS = {
+    Sight.UNSEEN: "no hook sees it",
+    Sight.USED: "no hook sees it: its module was not called, and its weight was used without it",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
     """What hooks see of a model."""
@@ -42,20 +65,39 @@ class Coverage:
     """The share of the weights, by number of values, that are an operand of something recorded."""
     left_out: float
     """The share that the selection leaves out."""
+    idle: float
+    """The share in modules that were not called."""
     unseen: dict[str, str]
     """The parts of the model that no hook sees, layers written as `*`, each with the reason."""
+    shares: dict[str, float]
+    """The share of the weights in each part that no hook sees, the largest first; also of those too small to name."""
 
     def text(self) -> str:
         """One line for a person."""
-        chosen = f" ({_percent(self.left_out)} are left out by the selection)" if self.left_out else ""
-        return f"hooks see {_percent(self.seen)} of the model's weights{chosen}"
+        notes = (
+            (self.left_out, "are left out by the selection"),
+            (self.idle, "are in modules that were not called"),
+        )
+        rest = "; ".join(f"{_percent(share)} {what}" for share, what in notes if share)
+        return f"hooks see {_percent(self.seen)} of the model's weights{rest and f' ({rest})'}"
+
+    def lines(self, *, count: int) -> Iterator[str]:
+        """The parts that no hook sees, that many at most one by one, and a line that sums up the others."""
+        named = dict(itertools.islice(self.unseen.items(), count))
+        yield from (f"{part}: {reason}" for part, reason in named.items())
+        others = (self.shares.keys() | self.unseen.keys()) - named.keys()
+        share = sum(self.shares.get(part, 0.0) for part in others)
+        is_listed = len(named) < len(self.unseen)
+        if is_listed or share >= MIN_SHARE:
+            where = ": 'ranktape status' lists them" if is_listed else ""
+            held = f", which hold {_percent(share)} of the model's weights" if share else ""
+            yield f"{len(others)}{' more' if named else ''} parts of the model{held}{where}"
 
 
 def find_coverage(
     frames: Iterable[Frame],
     *,
-    is_seen: Callable[[nn.Module, str], bool],
-    is_left_out: Callable[[Frame], bool],
+    sight: Callable[[Frame, str], Sight],
     attending: Iterable[Frame],
     sources: Collection[Source],
 ) -> Coverage:
@@ -63,57 +105,60 @@ def find_coverage(
 
     Args:
         frames: The model's modules.
-        is_seen: Says of a module and its name of a parameter whether what computes with it is recorded.
-        is_left_out: Says of a module whether it is not to be recorded.
-        attending: The modules whose attention is to be recorded, where they have any.
-        sources: What ran.
+        sight: Says of a module and its name of a parameter what hooks see of it.
+        attending: The modules that compute attention, as their classes are called, and ran.
+        sources: What was recorded, or would have been.
     """
-    weights: dict[int, tuple[str, int, str]] = {}
+    weights: dict[int, tuple[Sight, int, str]] = {}
     for frame in frames:
         for name, weight in frame.module._parameters.items():  # noqa: SLF001  (runs no parametrization)
             if weight is None or weight.ndim < _MIN_DIMS:
                 continue
-            kind = "seen" if is_seen(frame.module, name) else "left out" if is_left_out(frame) else "unseen"
-            own = kind, weight.numel(), _label(f"{frame.path}.{name}", frame.module)
+            own = sight(frame, name), weight.numel(), _label(f"{frame.path}.{name}", frame.module)
             known, num_values, label = weights.get(id(weight), own)
             # One that several modules have is seen where any of them is.
-            weights[id(weight)] = min(kind, known, key=_KINDS.index), num_values, label
-    counts: Counter[str] = Counter()
+            weights[id(weight)] = min(own[0], known, key=list(Sight).index), num_values, label
+    counts: Counter[Sight] = Counter()
     unseen: Counter[str] = Counter()
+    reasons: dict[str, str] = {}
     for kind, num_values, label in weights.values():
         counts[kind] += num_values
-        if kind == "unseen":
+        if kind in _REASONS:
             unseen[label] += num_values
+            reasons[label] = _REASONS[kind]
     total = counts.total() or math.nan
+    shares = {label: num / total for label, num in unseen.most_common()}
     named = {
-        label: f"no hook sees it: {_percent(num / total)} of the model's weights"
-        for label, num in unseen.most_common()
-        if num >= MIN_SHARE * total
+        label: f"{reasons[label]}: {_percent(share)} of the model's weights"
+        for label, share in shares.items()
+        if share >= MIN_SHARE
     }
     return Coverage(
-        seen=counts["seen"] / total if weights else 1.0,
-        left_out=counts["left out"] / total if weights else 0.0,
+        seen=counts[Sight.SEEN] / total if weights else 1.0,
+        left_out=counts[Sight.LEFT_OUT] / total if weights else 0.0,
+        idle=counts[Sight.IDLE] / total if weights else 0.0,
         unseen=named | _attention_by_hand(attending, sources=sources),
+        shares=shares,
     )
 
 
-_KINDS = ("seen", "left out", "unseen")
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module computes attention, as its class is called."""
+    return _ATTENTION.search(type(module).__name__) is not None
 
 
 def _attention_by_hand(frames: Iterable[Frame], *, sources: Collection[Source]) -> dict[str, str]:
-    """The modules of attention that ran, and none of whose attention hooks saw; `sources` are what they saw run."""
+    """The modules of attention none of whose attention hooks saw; `sources` are what they saw run."""
     attended = {source.module for source in sources if source.layer_type == "attention"}
-    ran = {source.module for source in sources if source.layer_type != "attention"}
     return {
         _label(frame.path, frame.module): _BY_HAND
         for frame in frames
-        if _ATTENTION.search(type(frame.module).__name__)
-        and any(_is_within(path, frame.path) for path in ran)
-        and not any(_is_within(path, frame.path) or _is_within(frame.path, path) for path in attended)
+        if not any(is_within(path, frame.path) or is_within(frame.path, path) for path in attended)
     }
 
 
-def _is_within(path: str, outer: str) -> bool:
+def is_within(path: str, outer: str) -> bool:
+    """Whether a dotted path is that of a module, or of something in it."""
     return not outer or path == outer or path.startswith(f"{outer}.")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -20,7 +20,15 @@ from ranktape.capture.hooks.compiled import (
     is_left_compiled,
     why_eager,
 )
-from ranktape.capture.hooks.coverage import Coverage, explain_silence, explain_unmatched, find_coverage
+from ranktape.capture.hooks.coverage import (
+    Coverage,
+    Sight,
+    explain_silence,
+    explain_unmatched,
+    find_coverage,
+    is_attention,
+    is_within,
+)
 from ranktape.capture.hooks.function_hooks import FunctionHooks
 from ranktape.capture.hooks.hook import Replacements, without_global_hooks
 from ranktape.capture.hooks.layers import LayerHooks, check_layers
@@ -30,6 +38,7 @@ from ranktape.capture.passes.passes import Arguments, Frame, in_backward, is_tra
 from ranktape.capture.rendezvous import keep_process_groups
 from ranktape.capture.roles.known import registered_roles, role_of
 from ranktape.capture.settings.rules import read_numbers
+from ranktape.capture.source import Source
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,7 +62,8 @@ class ModelHooks(Attached):
         self._eager: EagerMode | None = None
         self._rests = False
         self._has_stack = False
-        self._coverage: dict[tuple[int, ...], Coverage] = {}
+        self._coverage: tuple[Any, Coverage] | None = None
+        """What the last iteration saw of the models, and what that depends on."""
         self._frameworks = Replacements(())
         self._is_rehearsing = False
         self._on_root: Callable[..., None] | None = None
@@ -243,6 +253,7 @@ class ModelHooks(Attached):
         self._modules.clear()
         self._inside.clear()
         self._attached.clear()
+        self._watch_idle_again()
         self._functions = self._multihead = self._layers = self._regions = self._eager = None
         self._tracker.before_pass = None
 
@@ -299,20 +310,43 @@ class ModelHooks(Attached):
         if not self._attached or not self._wants("linear") or self._options.selection_flags:
             return None
         # To walk through all parameters takes the training's time: once, and again where something else is seen.
-        key = (len(self._roots), len(self._attached), len(self._modules), len(self._watch.owners.met))
-        if key not in self._coverage:
-            self._coverage[key] = find_coverage(
-                self._attached.values(),
-                is_seen=lambda module, name: module in self._modules or (module, name) in self._watch.owners.met,
-                is_left_out=self._is_left_out,
-                attending=[f for f in self._attached.values() if self._wants("attention") and self._is_wanted(f.path)],
-                sources=self._recorder.expected.ran(),
+        expected = self._recorder.expected
+        sights = {module: self._sight_of(hooks.source) for module, hooks in self._modules.items()}
+        others = frozenset((module, sight) for module, sight in sights.items() if sight is not Sight.SEEN)
+        key = (len(self._roots), len(self._attached), len(self._modules), len(self._watch.owners.met), others)
+        if self._coverage is None or self._coverage[0] != key:
+            ran = expected.ran()
+            self._coverage = (
+                key,
+                find_coverage(
+                    self._attached.values(),
+                    sight=lambda frame, name: self._sight(frame, name, sights.get(frame.module)),
+                    attending=self._attention_that_ran({one.module for one in ran}) if self._wants("attention") else (),
+                    sources=ran,
+                ),
             )
-        return self._coverage[key]
+        return self._coverage[1]
 
-    def _is_left_out(self, frame: Frame) -> bool:
+    def _attention_that_ran(self, paths: Collection[str]) -> Iterator[Frame]:
+        """The modules of attention in which something ran that is recorded, or that were called themselves."""
+        for module, frame in self._attached.items():
+            is_wanted = is_attention(module) and self._is_wanted(frame.path)
+            if is_wanted and (module in self._attending or any(is_within(path, frame.path) for path in paths)):
+                yield frame
+
+    def _sight_of(self, source: Source) -> Sight:
+        expected = self._recorder.expected
+        return Sight.SEEN if not expected.is_idle(source) else Sight.USED if expected.is_used(source) else Sight.IDLE
+
+    def _sight(self, frame: Frame, name: str, of_module: Sight | None) -> Sight:
+        """What hooks see of a parameter; `of_module` is what they see of its module, where that is recorded."""
+        if (frame.module, name) in self._watch.owners.met:
+            return Sight.SEEN
+        if of_module is not None:
+            return of_module
         role = role_of(type(frame.module))
-        return not (self._is_wanted(frame.path) if role is None else self._is_wanted_kind(role.layer_type, frame.path))
+        is_wanted = self._is_wanted(frame.path) if role is None else self._is_wanted_kind(role.layer_type, frame.path)
+        return Sight.UNSEEN if is_wanted else Sight.LEFT_OUT
 
     def unmatched_roles(self) -> Iterator[str]:
         """The messages about registered roles that have matched nothing."""
