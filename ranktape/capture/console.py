@@ -44,6 +44,8 @@ class Console:
         self.rank = rank
         self._wording = wording
         self._told: set[str] = set()
+        self._ways: set[str | None] = set()
+        """How compiled code is recorded, as far as that was said."""
         self._num_drains = 0
         self._num_sites = 0
 
@@ -139,17 +141,16 @@ class Console:
                 self.warn(f"not recorded: {line}")
 
     def tell_of_compiled(self, iterations: Sequence[int], *, why_eager: str | None) -> None:
-        """How compiled code is recorded, in which iterations."""
-        if why_eager is None:
-            self.say(
-                f"what the training compiles is recorded inside of its graphs ({_shown(iterations)}): each is compiled "
-                f"once more for that"
-            )
+        """How compiled code is recorded, in which iterations; each way once."""
+        if why_eager in self._ways:
             return
-        self.say(
-            f"what the training compiles runs eagerly in the captured iterations ({_shown(iterations)}), where results "
-            f"may differ in the last bits, and compiled in all others: {why_eager}"
-        )
+        what = "another part of what the training compiles" if self._ways else "what the training compiles"
+        self._ways.add(why_eager)
+        if why_eager is None:
+            how = "is recorded inside of its graphs ({}): each is compiled once more for that"
+        else:
+            how = "runs eagerly in captured iterations ({}), where results may differ in the last bits: "
+        self.say(f"{what} {how.format(_shown(iterations))}{why_eager or ''}")
 
     def show_drain(self, pending_nbytes: int, state: str) -> None:
         """How far the storing of what was staged is; called about each second."""

@@ -73,7 +73,9 @@ class Iterations:
         self._iteration = options.first_iteration
         self._num_empty_steps = 0
         self._is_surveyed = False
-        self._is_compiled_known = False
+        self._usual_passes: tuple[int, int] | None = None
+        """The first iteration whose passes were counted, and how many of a training it had; None before one was."""
+        self._is_merge_told = False
         self._silence: str | None = None
         self._num_recorded = 0
         self._keeps_weights = False
@@ -216,7 +218,7 @@ class Iterations:
             if not self.is_watching:
                 self._hooks.detach()  # attaching failed, and disabled the capture
         if is_wanted or not self._is_surveyed:
-            self._tell_of_compiled()
+            self._tell_of_eager()
 
     def _selecting_of_asked(self) -> Selecting | None:
         """What decides in an iteration that somebody asked for while the training ran; None in others."""
@@ -227,15 +229,35 @@ class Iterations:
             return Selecting(self.options.asked(settings), rank=self._rendezvous.rank, is_always_due=True)
         return None
 
-    def _tell_of_compiled(self) -> None:
-        if not self._is_compiled_known and has_compiled():
-            self._is_compiled_known = True
-            self._console.tell_of_compiled(self._schedule.iterations, why_eager=why_eager(self.options))
+    def _tell_of_eager(self) -> None:
+        """Say of a training that compiles, and whose graphs are never asked, that it runs eagerly."""
+        if has_compiled() and (why := why_eager(self.options)) is not None:
+            self._tell_of_compiled(why)
+
+    def _tell_of_compiled(self, why: str | None) -> None:
+        """Say how compiled code is recorded that runs now: eagerly, and why, or with None inside of its graphs."""
+        self._console.tell_of_compiled(self._schedule.iterations, why_eager=why)
+
+    def _tell_of_merged(self, iteration: int) -> None:
+        """Say once that an iteration has the training passes of several, as its script skips steps."""
+        num_passes = self._tracker.num_train_passes
+        if self._is_merge_told or not num_passes or not self._clock.has_ticked or not self._clock.is_single_step:
+            return
+        if self._usual_passes is None:
+            self._usual_passes = iteration, num_passes
+        other, usual = self._usual_passes
+        if num_passes > usual and not num_passes % usual:
+            self._is_merge_told = True
+            self._console.say(
+                f"iteration {iteration} has {num_passes} training passes, where iteration {other} had {usual}: no "
+                f"optimizer stepped between them, as where a script skips its step; the iteration holds them all"
+            )
 
     def _end_iteration(self) -> None:
         tally = self._recorder.tally
         assert tally is not None, "only called while an iteration is watched"
-        self._tell_of_compiled()
+        self._tell_of_eager()
+        self._tell_of_merged(tally.iteration)
         summary = self._recorder.end()
         summary |= {"compiled": self._hooks.compiled_way(), "step_skipped": tally.step_skipped}
         coverage = None

@@ -19,6 +19,7 @@ from ranktape.capture.flight.logged import LoggedNumbers
 from ranktape.capture.flight.peers import Peers
 from ranktape.capture.flight.signals import Signals
 from ranktape.capture.guard import StrictCaptureError
+from ranktape.capture.hooks.compiled import has_compiled
 from ranktape.capture.hooks.model import ModelHooks
 from ranktape.capture.iterations import Iterations
 from ranktape.capture.no_capture import NoCapture
@@ -226,9 +227,8 @@ class Capture(Iterations):
             num_steps=self._iteration - self.options.first_iteration,
             num_recorded=self._num_recorded,
             is_interrupted=is_interrupted,
+            why_unended=self._why_unended(),
         )
-        if is_interrupted and self.options.advance_on != "optimizer" and not self._clock.has_ticked:
-            ending = f"the training ended in iteration {self._iteration}: {self._clock.explain()}"
         timeout_seconds = self.options.finish_timeout_seconds
         if reason is not None:
             timeout_seconds = min(timeout_seconds, ABORT_TIMEOUT_SECONDS)
@@ -286,6 +286,14 @@ class Capture(Iterations):
         is_by_hand = tally is not None and tally.is_by_hand
         return (is_by_hand and self.options.manual) or (reason is None and (is_by_hand or self._clock.ends_at_close))
 
+    def _why_unended(self) -> str | None:
+        """Why no iteration has ended, though the training ran, and what to do; None where one has, or nothing ran."""
+        if self._clock.has_ticked or self._iteration > self.options.first_iteration:
+            return None
+        num_passes = self._tracker.num_train_passes
+        # The passes of a compiled training are not counted before an iteration is captured.
+        return self._clock.explain(num_passes) if num_passes or has_compiled() else None
+
     def _find_place(self) -> None:
         """Where the run is, and which rank this is of how many.
 
@@ -329,9 +337,11 @@ class Capture(Iterations):
             on_skip=self._on_skipped_step,
             on_forward=self._on_forward,
             on_late=self._on_late_forward,
+            on_note=self._console.say,
         )
         self._recorder.explain_endless = self._clock.explain
         self._hooks.on_note = self._console.warn_once
+        self._hooks.on_compiled = self._tell_of_compiled
         self._hooks.on_mistake = self._report_mistake
         self._hooks.tell_of_roots(self._clock.watch)
         if self._is_recorder:

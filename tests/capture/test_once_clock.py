@@ -204,7 +204,99 @@ def test_an_optimizer_that_never_steps_is_named_with_those_that_do(model: nn.Mod
             "optimizer:0 is SGD, optimizer:1 is AdamW: name one of them, or call capture.step() after each iteration"
         )
     with Counter(sgd(model)) as counter:
-        assert counter.clock.explain() == "no optimizer stepped: call capture.step() after each iteration"
+        way_out = (
+            "give --advance-on forward, which ends one with each forward, or call capture.step() after each iteration"
+        )
+        assert counter.clock.explain() == f"no optimizer stepped: {way_out}"
+        assert counter.clock.explain(1) == f"no optimizer stepped in 1 training pass: {way_out}"
+
+
+@pytest.mark.parametrize("options", [{}, {"start": 1}, {"start": 3, "every": 2}])
+def test_where_nobody_steps_the_message_says_so_whichever_iteration_is_the_first(
+    options: dict[str, Any], model: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Capture(tmp_path / "run", min_iterations=2, **options):
+        for _ in range(6):
+            backward(model)
+    text = capsys.readouterr().err
+    assert "the training ended in iteration 0: no optimizer stepped in 6 training passes: give --advance-on" in text
+    assert "--start-at" not in text
+
+
+def test_a_training_that_never_runs_is_told_so_whichever_iteration_is_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Capture(tmp_path / "run", start=1):
+        pass
+    assert "the training ended before its first pass in training mode" in capsys.readouterr().err
+
+
+def test_an_optimizer_that_steps_beside_another_in_each_iteration_is_named_once(
+    model: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = model.children()
+    first, second = sgd(one), torch.optim.AdamW(other.parameters())
+    with Capture(tmp_path / "run", min_iterations=2, max_iterations=4):
+        for _ in range(4):
+            backward(model)
+            first.step()
+            second.step()
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "optimizer:1" in line]
+    assert line == (
+        "ranktape: AdamW (optimizer:1) steps, too: SGD (optimizer:0) ends the iteration, and what runs after its step "
+        "belongs to the next one; --advance-on optimizer:1 lets the other one end it"
+    )
+
+
+def test_an_optimizer_that_takes_the_place_of_another_is_not_named() -> None:
+    notes: list[str] = []
+    clock = OptimizerClock(lambda: None, on_note=notes.append)
+    for _ in gan_steps():
+        pass
+    clock.stop()
+    one, other = sgd(nn.Linear(4, 4)), sgd(nn.Linear(4, 4))
+    clock = OptimizerClock(lambda: None, on_note=notes.append)
+    for optimizer in [one] * 5 + [other] * 5:
+        optimizer.step()
+    clock.stop()
+    assert len(notes) == 1
+    assert "SGD (optimizer:1) steps, too" in notes[0]
+
+
+@pytest.mark.parametrize("skipped", ["step", "backward and step"])
+def test_passes_that_merge_as_the_script_skips_its_step_are_told_of_once(
+    skipped: str, model: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    optimizer = sgd(model)
+    with Capture(tmp_path / "run", min_iterations=4):
+        for is_bad in (False, False, True, False, True, False):
+            loss = model(torch.ones(2, 4)).sum()
+            if skipped == "step" or not is_bad:
+                loss.backward()
+            if not is_bad:
+                optimizer.step()
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "training passes" in line]
+    assert line == (
+        "ranktape: iteration 2 has 2 training passes, where iteration 0 had 1: no optimizer stepped between them, as "
+        "where a script skips its step; the iteration holds them all"
+    )
+
+
+def test_of_accumulation_with_a_rest_and_of_an_optimizer_in_between_nothing_is_said(
+    model: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    optimizer, other = sgd(model), sgd(model)
+    with Capture(tmp_path / "run", min_iterations=5):
+        for num_passes in (4, 4, 2, 4):
+            for _ in range(num_passes):
+                backward(model)
+            optimizer.step()
+        for _ in range(2):
+            for _ in range(4):
+                backward(model)
+            other.step()
+        optimizer.step()
+    assert "training passes" not in capsys.readouterr().err
 
 
 def test_one_step_without_a_pass_before_it_ends_no_iteration_and_a_second_one_does(

@@ -158,6 +158,39 @@ def test_a_compiled_training_is_quantised(kind: str, folder: Path, losses: dict[
     assert "mxfp4: nothing is recorded (--capture URL would)" in ended.stderr
 
 
+DEEP = """
+import torch
+from torch import nn
+
+model = torch.compile(nn.Sequential(*[nn.Linear(32, 32) for _ in range(10)]), backend="eager")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(3):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.randn(64, 32)).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_deep_compiled_training_is_told_once_how_it_is_recorded_and_quantised_without_a_warning(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text(DEEP)
+    options = ("--capture", "run", "--quant", "mxfp8", "--start-at", "1")
+    ended = python(*LAUNCH, *options, "train.py", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    [line] = [line for line in ended.stderr.splitlines() if "the training compiles" in line]
+    assert line == (
+        "ranktape: what the training compiles runs eagerly in captured iterations (1), where results may differ in the "
+        "last bits: graphs do not show layers of the class QuantizedLinear"
+    )
+    # With a recompilation of what quantises for each layer dynamo would reach its limit.
+    assert "recompile_limit" not in ended.stderr
+    [status] = open_run(tmp_path / "run").status()
+    assert status.num_missing == 0
+
+
 def test_bf16_rounds_what_is_wider_and_leaves_the_rest(folder: Path, losses: dict[str, str]) -> None:
     rounded = python(*LAUNCH, "--quant", "bf16", "train.py", "plain", cwd=folder)
     assert _loss(rounded) not in losses.values()

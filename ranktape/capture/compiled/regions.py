@@ -48,6 +48,7 @@ class Regions:
         meet: Callable[[nn.Module], None],
         hidden: Callable[[], str | None],
         tell: Callable[[str], None],
+        begins: Callable[[str | None], None],
     ) -> None:
         """Begin.
 
@@ -60,6 +61,7 @@ class Regions:
             meet: Called with the modules that a region is seen to run.
             hidden: Gives what of the models that are known no graph shows; None where graphs show all.
             tell: Called with what a person should know.
+            begins: Called when a region begins: with why it runs eagerly, or with None where its graphs are recorded.
         """
         self._calls = calls
         self._aside = aside
@@ -74,7 +76,7 @@ class Regions:
         self._meet = meet
         self._hidden = hidden
         self._thread = threading.local()
-        self._tell = tell
+        self._begins = begins
         TappedBackend.targets = staticmethod(targets)
         TappedBackend.tell = staticmethod(tell)
         TappedCallback.regions = self
@@ -112,10 +114,12 @@ class Regions:
             name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__)
             why = f"graphs do not show {hidden}" if hidden else f"the backend is {name!r}"
             self.ways[f"eagerly: {why}"] = None
-            self._tell(f"what the training compiles runs eagerly in captured iterations: {why}")
+            self._begins(why)
             _forced.is_entered = False
             return None
-        self.ways["in its graphs"] = None
+        if _IN_GRAPHS not in self.ways:
+            self.ways[_IN_GRAPHS] = None
+            self._begins(None)
         own_id = frames.get_eval_frame_isolate_recompiles_id()
         frames.set_eval_frame_isolate_recompiles_id(_isolated(own_id))
         return tapped
@@ -142,6 +146,9 @@ class Regions:
         if context is not None:
             self._thread.context = None
             context.__exit__(None, None, None)
+
+
+_IN_GRAPHS = "in its graphs"
 
 
 def _modules_of(frame: FrameType) -> Iterator[nn.Module]:

@@ -69,6 +69,8 @@ class ModelHooks(Attached):
         self._on_root: Callable[..., None] | None = None
         self.on_note: Callable[[str], None] = lambda _: None
         """Called with what a person should know of the names that are given."""
+        self.on_compiled: Callable[[str | None], None] = lambda _: None
+        """Called when compiled code begins: with why it runs eagerly, or with None where its graphs are recorded."""
         self.on_mistake: Callable[[UsageError], None]
         """Called with a mistake of the user's that a model shows; set by the capture, before one is met."""
 
@@ -203,6 +205,7 @@ class ModelHooks(Attached):
             meet=self._meet_in_region,
             hidden=lambda: hidden_in_graphs(self._modules, self._attached, self._stand_ins.ports),
             tell=self.on_note,
+            begins=self.on_compiled,
         )
         return self._regions
 

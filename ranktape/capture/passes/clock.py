@@ -18,6 +18,7 @@ import functools
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +123,12 @@ class OptimizerClock:
     """Calls back when an iteration has ended, as far as optimizers end it."""
 
     def __init__(
-        self, on_tick: Callable[[], None], *, advance_on: Any = "optimizer", on_skip: Callable[[], None] = lambda: None
+        self,
+        on_tick: Callable[[], None],
+        *,
+        advance_on: Any = "optimizer",
+        on_skip: Callable[[], None] = lambda: None,
+        on_note: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Listen to every optimizer of the process from now on.
 
@@ -131,15 +137,22 @@ class OptimizerClock:
             advance_on: `optimizer` for the first that steps, `optimizer:N` for the N-th, an optimizer, or the
                 name of another event: then no step ends an iteration.
             on_skip: Called when a gradient scaler has skipped a step, before the iteration ends.
+            on_note: Called with what a person should know of the optimizers.
         """
         self._on_tick = on_tick
         self._on_skip = on_skip
+        self._on_note = on_note
         self._advance_on = advance_on
         self._owner = os.getpid()
         self._order: list[tuple[weakref.ref[Any], str]] = []
         """The optimizers, in the order of their first steps, with their names."""
         self._leader: weakref.ref[Any] | None = None
         self._followers: set[int] = set()
+        self._num_followed: Counter[int] = Counter()
+        """By number of an optimizer: in how many iterations it stepped and another one led."""
+        self._num_since_tick = 0
+        self.is_single_step = True
+        """Whether the last iteration that ended had no step but the one that ended it."""
         self._num_steps = 0
         self._waiting: set[int] = set()
         """Optimizers that have stepped in a backward pass that has not ended yet; as one they are this clock."""
@@ -160,19 +173,23 @@ class OptimizerClock:
         if self._put_back is not None:
             self._put_back()
 
-    def explain(self) -> str:
-        """Why no iteration ends, and the way out."""
-        way_out = "call capture.step() after each iteration"
-        if self._advance_on in ("step", "forward"):
-            return way_out
+    def explain(self, num_passes: int = 0) -> str:
+        """Why no iteration ends after that many training passes, 0 where they were not counted, and what to do."""
+        passes = f" in {num_passes} training pass{'es' * (num_passes > 1)}" if num_passes else ""
+        by_hand = "call capture.step() after each iteration"
+        if self._advance_on == "step":
+            return f"capture.step() was not called{passes}: call it after each iteration"
+        if self._advance_on == "forward":
+            return f"no call of a model ended one{passes}: call the model, not its forward(), or {by_hand}"
+        way_out = f"give --advance-on forward, which ends one with each forward, or {by_hand}"
         if self._advance_on == "optimizer" or not self._order or self.has_ticked:
-            return f"no optimizer stepped: {way_out}"
+            return f"no optimizer stepped{passes}: {way_out}"
         known = enumerate(self._order[:_MAX_NAMED])
         named = ", ".join(f"optimizer:{number} is {name}" for number, (_, name) in known)
         wanted = self._advance_on if isinstance(self._advance_on, str) else f"the {type(self._advance_on).__name__}"
         return (
             f"{wanted}, which --advance-on names, never stepped; in the order of their first steps {named}: "
-            f"name one of them, or {way_out}"
+            f"name one of them, or {by_hand}"
         )
 
     def _around_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,21 +219,31 @@ class OptimizerClock:
         if self._waiting:
             self._finish_backward()
         number = self._number(optimizer)
+        self._num_since_tick += 1
         event = self._advance_on
         if event == "optimizer":
-            is_over = self._leads(optimizer)
+            is_over = self._leads(optimizer, number)
         elif isinstance(event, str):
             is_over = event == f"optimizer:{number}"
         else:
             is_over = optimizer in (event, getattr(event, "optimizer", None)) or id(event) in meant
         if is_over:
             self.has_ticked = True
+            self.is_single_step, self._num_since_tick = self._num_since_tick == 1, 0
             self._on_tick()
 
-    def _leads(self, optimizer: Any) -> bool:
+    def _leads(self, optimizer: Any, number: int) -> bool:
         leader = None if self._leader is None else self._leader()
         if leader is not None and leader is not optimizer and id(optimizer) not in self._followers:
             self._followers.add(id(optimizer))
+            self._num_followed[number] += 1
+            if self._num_followed[number] == _MIN_FOLLOWED:
+                first = self._number(leader)
+                self._on_note(
+                    f"{self._order[number][1]} (optimizer:{number}) steps, too: "
+                    f"{self._order[first][1]} (optimizer:{first}) ends the iteration, and what runs after its step "
+                    f"belongs to the next one; --advance-on optimizer:{number} lets the other one end it"
+                )
             return False
         self._leader = weakref.ref(optimizer)
         self._followers.clear()
@@ -252,6 +279,8 @@ class OptimizerClock:
 
 
 _MAX_NAMED = 5
+_MIN_FOLLOWED = 2
+"""Iterations in which an optimizer stepped beside the one that ends them, before it is named."""
 
 
 class Clock(OptimizerClock):
@@ -265,11 +294,12 @@ class Clock(OptimizerClock):
         on_skip: Callable[[], None],
         on_forward: OnForward,
         on_late: OnForward,
+        on_note: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Listen from now on; the iteration has ended with `on_step`, or with an `on_forward` that another one began.
 
         `on_skip` is called before that where a gradient scaler has skipped the step; `on_late` in a forward that began
-        before the hooks of its iteration were put on.
+        before the hooks of its iteration were put on; `on_note` with what a person should know of the optimizers.
         """
         self._modes = options.wanted_modes
         self._is_by_forward = options.advance_on == "forward"
@@ -277,7 +307,7 @@ class Clock(OptimizerClock):
         self._is_over_training = is_asked and Mode.TRAIN in self._modes
         self._on_forward = on_forward
         self._num_forwards = 0
-        super().__init__(on_step, advance_on=options.advance_on, on_skip=on_skip)
+        super().__init__(on_step, advance_on=options.advance_on, on_skip=on_skip, on_note=on_note)
         self._forwards: ForwardClock | None = None
         # Without a training there is no optimizer; one that was asked for will have one.
         is_inference = options.advance_on == "optimizer" and Mode.EVAL in self._modes and not self._is_over_training

@@ -171,7 +171,9 @@ class Schedule:
         self._asked |= {iteration: one["settings"] for one in words.get("asked", ()) for iteration in one["iterations"]}
         return late
 
-    def describe_end(self, *, iteration: int, num_steps: int, num_recorded: int, is_interrupted: bool) -> str:
+    def describe_end(
+        self, *, iteration: int, num_steps: int, num_recorded: int, is_interrupted: bool, why_unended: str | None
+    ) -> str:
         """How the training ended, as far as the wanted iterations are concerned.
 
         Args:
@@ -179,13 +181,16 @@ class Schedule:
             num_steps: Iterations that the training had ended.
             num_recorded: Those of them that were captured.
             is_interrupted: The training ended in the middle of a captured one.
+            why_unended: Why no iteration has ended, though the training ran; None where one has, or nothing ran.
         """
         left = [wanted for wanted in self.iterations if wanted >= iteration and not self._is_past_stop(wanted)]
         if self.is_done or not left:
             return "the training ended"
+        if why_unended is not None:
+            return f"the training ended in iteration {iteration}: {why_unended}"
         if is_interrupted:
             return f"the training ended in iteration {iteration}, before its optimizer stepped"
-        if num_steps == 0 and left[0] == iteration:
+        if num_steps == 0:
             return "the training ended before its first pass in training mode (--mode=eval records inference)"
         named = ", ".join(str(wanted) for wanted in left[:_MAX_NAMED]) + (", ..." if len(left) > _MAX_NAMED else "")
         first = "the first captured iteration" if num_recorded == 0 else "the captured iteration"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ranktape.analyze.numerics.quantization.quantized_product import (
     Draws,
     LinearOperands,
+    as_written,
     fake_quantized,
     linear_operands,
     linear_product,
@@ -81,6 +82,8 @@ def become_quantized(linear: nn.Module, *, recipe: Recipe, stream: int = 0) -> N
     linear.register_forward_pre_hook(_quantize, with_kwargs=True)
 
 
+# Not compiled: each layer has a recipe and draws of its own, and would be a recompilation of it.
+@as_written
 def _quantize(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
