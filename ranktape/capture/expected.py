@@ -28,8 +28,9 @@ NOT_CALLED = "its module was not called"
 USED_WITHOUT_CALL = "its module was not called, and its weight was used without it"
 FUNCTION_NOT_CALLED = "its function was not called"
 NOT_RECORDED_PASS = "it ran only in passes that are not recorded"  # noqa: S105  # no password
-WITHOUT_GRADIENTS = "it ran without gradients, as under torch.no_grad"
+WITHOUT_GRADIENTS = "it ran without gradients, as under torch.no_grad or in an autograd.Function"
 NO_BACKWARD = "no backward pass reached it"
+OTHER_CALLS = "other calls of it are recorded"
 DISABLED = "disabled after an error: {error}"
 """The reasons that a tensor is missing, besides those that `refuse` gives."""
 
@@ -82,6 +83,11 @@ class Site:
     def is_met(self) -> bool:
         """Whether the iteration has brought it, or a reason why it is not there."""
         return bool(self.seen) or self.refused is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it was taken of a call, and of all that have a gradient hook, but for what was not selected."""
+        return bool(self.seen) and self.seen >= self.hooked - (self.excused or set())
 
     def begin(self) -> None:
         """An iteration begins."""
@@ -178,13 +184,18 @@ class _Watched:
         if site is None:
             return self._silence(role)
         if site.refused is not None:
-            return site.refused
+            return f"{site.refused} ({OTHER_CALLS})" if site.is_whole else site.refused
         hooked = site.hooked - site.excused if site.excused else site.hooked
-        if site.seen and site.seen >= hooked:
+        if site.is_whole:
             return None
         if site.seen:
             return f"no backward pass reached {len(hooked - site.seen)} of its {len(hooked)} calls"
         return NO_BACKWARD if hooked else self._silence(role)
+
+    def is_whole(self, role: TensorRole | None) -> bool:
+        """Whether a role is recorded, though perhaps not of a call that was refused."""
+        site = None if role is None else self.sites.get(role)
+        return site is not None and site.is_whole and not self.is_disabled(site.role)
 
     def _silence(self, role: TensorRole) -> str:
         sites = list(self.sites.values())
@@ -341,7 +352,11 @@ class Expected:
             "expected": lines if rest <= 0 else [*lines[:MAX_EXPECTED], f"and {rest} more"],
             "silent_sites": _grouped([(names[one.source], reasons) for one, reasons in missing.items()]),
             "num_expected": sum(map(len, expected.values())),
-            "num_missing": sum(reason is not None for reasons in missing.values() for reason in reasons.values()),
+            "num_missing": sum(
+                reason is not None and not one.is_whole(role)
+                for one, reasons in missing.items()
+                for role, reason in reasons.items()
+            ),
         }
 
     def _of(self, source: Source) -> _Watched:

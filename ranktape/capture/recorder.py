@@ -196,6 +196,7 @@ class Recorder:
             self.expected.passed(source)
             return False
         if is_transformed():
+            self.expected.passed(source)
             for role in dict.fromkeys((*self.expected.known(source), *roles)):
                 self.refuse(source, role, TRANSFORMED)
             return False

@@ -16,6 +16,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("ForCausalLM", GROUPED),
     "Mixtral": ("ForCausalLM", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "Qwen3Moe": ("ForCausalLM", GROUPED | EXPERTS | {"num_experts": 4, "head_dim": 8}),
+    "GptOss": (
+        "ForCausalLM",
+        GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    ),
     "DeepseekV3": (
         "ForCausalLM",
         GROUPED

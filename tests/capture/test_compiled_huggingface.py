@@ -15,6 +15,8 @@ from tests.capture.compiled_models import VOCABULARY, Step, Trained, as_written,
 from tests.capture.hugging_face import tiny
 from tests.optional import needs
 
+Tensors = dict[Any, "np.ndarray[Any, Any]"]
+
 # dynamo meets deprecated parts of torch itself, and transformers warns of its own plans
 pytestmark = [needs("transformers"), pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(400)]
 
@@ -24,9 +26,9 @@ _LONG = pytest.mark.exhaustive("as the other, with other functions, and compiled
 class Logits(nn.Module):
     """A language model that gives logits alone."""
 
-    def __init__(self, attention: str, *, is_checkpointed: bool = False) -> None:
+    def __init__(self, attention: str, *, name: str = "Llama", is_checkpointed: bool = False, **sizes: Any) -> None:
         super().__init__()
-        self.inner = tiny("Llama", attn_implementation=attention, vocab_size=VOCABULARY)
+        self.inner = tiny(name, attn_implementation=attention, vocab_size=VOCABULARY, **sizes)
         if is_checkpointed:
             self.inner.activation_checkpointing_enable()
 
@@ -68,7 +70,39 @@ def test_what_is_recorded_and_computed(
     assert graph.keys() == eager.keys()
     attended = {key[5] for key in graph if key[1] == "attention"}
     assert attended == {prefix + name for prefix in ("", "grad_") for name in ("query", "key", "value", "output")}
-    tolerance = 1e-3 if dtype == torch.float32 else 0.1
+    expect_close(graph, eager, tolerance=1e-3 if dtype == torch.float32 else 0.1)
+
+
+def expect_close(graph: Tensors, eager: Tensors, *, tolerance: float) -> None:
     for key, value in eager.items():
         limit = tolerance * max(float(np.abs(value).max()), 1e-3)
         np.testing.assert_allclose(graph[key].astype(np.float64), value.astype(np.float64), rtol=0, atol=limit)
+
+
+def by_layers_with_breaks(model: Any) -> Step:
+    for layer in model.inner.model.layers:
+        layer.compile()
+    return stepping(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        # Its weights of experts are transposed for the product; in float32 that is an operator of transformers.
+        ("Qwen3Moe", torch.float32),
+        pytest.param("Qwen3Moe", torch.bfloat16, marks=_LONG),
+        pytest.param("GptOss", torch.float32, marks=_LONG),
+    ],
+)
+def test_experts_are_recorded_in_graphs(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    make: Any = functools.partial(Logits, "eager", name=name, num_hidden_layers=1)
+    shared: dict[str, Any] = {"make": make, "dtype": dtype}
+    train(as_written, tmp_path / "eager", **shared)
+    plain = train(by_layers_with_breaks, **shared)
+    seen = train(by_layers_with_breaks, tmp_path / "graph", **shared)
+    assert seen.equals(plain)
+    eager, graph = tensors(tmp_path / "eager"), tensors(tmp_path / "graph")
+    assert graph.keys() == eager.keys()
+    experts = {key for key in graph if "experts" in str(key)}
+    assert {key[5] for key in experts} >= {"weight", "output", "grad_weight", "grad_output"}
+    expect_close(graph, eager, tolerance=1e-3 if dtype == torch.float32 else 0.1)

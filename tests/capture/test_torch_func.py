@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -185,3 +186,108 @@ def test_a_transform_around_the_whole_model_records_nothing_and_breaks_nothing(t
         capture.step()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert open_run(tmp_path / "run").select().column("module").size == 0
+
+
+@pytest.mark.parametrize("order", ["plain first", "transform first"])
+def test_a_plain_pass_beside_a_transform_is_whole(order: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+    hidden = torch.randn(4, WIDTH)
+    with Capture(tmp_path / "run", model=model, advance_on="step", min_iterations=1) as capture:
+        if order == "plain first":
+            outputs = [model(hidden), vmap(model)(hidden)]
+        else:
+            outputs = [vmap(model)(hidden), model(hidden)]
+        torch.stack(outputs).square().mean().backward()
+        capture.step()
+    [status] = open_run(tmp_path / "run").status()
+    assert (status.num_expected, status.num_recorded, status.num_missing) == (15, 15, 0)
+    assert set(status.silent_sites[0].values()) == {f"{REASON} (other calls of it are recorded)"}
+
+
+class Tied(nn.Module):
+    """A language model whose output layer shares the embedding's weight, and is used in pieces by the loss."""
+
+    def __init__(self, loss: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(16, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.loss = loss
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(self.embed(ids)).flatten(0, 1)
+        pieces = zip(hidden.split(2), ids.flatten().split(2), strict=True)
+        return torch.stack([self.loss(one, self.head.weight, targets) for one, targets in pieces]).sum()
+
+
+def piece(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(nn.functional.linear(hidden, weight), ids)
+
+
+class Fused(torch.autograd.Function):
+    """Computes its gradients in the forward pass, as fused losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        (ctx.of_hidden, ctx.of_weight), loss = grad_and_value(piece, argnums=(0, 1))(hidden, weight, ids)
+        return loss  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return grads[0] * ctx.of_hidden, grads[0] * ctx.of_weight, None
+
+
+class ByHand(torch.autograd.Function):
+    """Computes its product in its forward pass, in which torch follows no gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, ids)
+        return piece(hidden, weight, ids)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        hidden, weight, ids = ctx.saved_tensors
+        logits = hidden @ weight.t()
+        logits_grad = grads[0] * (logits.softmax(-1) - nn.functional.one_hot(ids, logits.shape[-1])) / len(ids)
+        return logits_grad @ weight, logits_grad.t() @ hidden, None
+
+
+def in_checkpoint(*operands: torch.Tensor) -> torch.Tensor:
+    """The weight is an argument, of which a reentrant checkpoint makes another tensor in the backward pass."""
+    return torch.utils.checkpoint.checkpoint(piece, *operands, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+WITHOUT_GRADIENTS = "it ran without gradients, as under torch.no_grad or in an autograd.Function"
+
+
+@pytest.mark.parametrize(
+    ("loss", "silent"),
+    [
+        (piece, {}),
+        (in_checkpoint, {}),
+        (Fused.apply, {"head": REASON}),
+        (ByHand.apply, {"head grad_weight, grad_output": WITHOUT_GRADIENTS}),
+    ],
+    ids=["plain", "reentrant checkpoint", "torch.func in a function", "function"],
+)
+def test_a_tied_output_layer_that_a_loss_uses_in_pieces_is_recorded_as_itself_or_has_its_reason(
+    loss: Any, silent: dict[str, str], tmp_path: Path
+) -> None:
+    found = []
+    for url in (None, tmp_path / "run"):
+        torch.manual_seed(0)
+        model, ids = Tied(loss), torch.randint(0, 16, (2, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with contextlib.nullcontext() if url is None else Capture(url, model=model, strict=True, min_iterations=1):
+            model(ids).backward()
+            optimizer.step()
+        found.append([one.detach() for one in model.parameters()])
+    assert is_equal(*found)
+    run = open_run(tmp_path / "run")
+    [status] = run.status()
+    assert status.silent_sites.get(0, {}) == silent
+    names = [record.tensor_name for record in run.select() if record.module == "head"]
+    values, gradients = ["input", "weight", "output"], ["grad_input", "grad_weight", "grad_output"]
+    assert set(names) == {*([] if silent.get("head") == REASON else values), *([] if silent else gradients)}
+    assert names.count("grad_weight") == (0 if silent else 3)

@@ -219,7 +219,9 @@ class GraphCalls:
         if not found:
             return None
         first, last = call.rows or (None, None)
-        return dataclasses.replace(max(found, key=shared)[1], first=first, last=last)
+        kind = "" if call.role is None else call.role.layer_type
+        best = max(found, key=lambda one: (shared(one), _is_layer(one[1].frame.module, kind)))
+        return dataclasses.replace(best[1], first=first, last=last)
 
     def _named_in(self, call: GraphCall, inputs: Sequence[Any]) -> Iterator[tuple[str, str]]:
         """A module in a layer, as the graph names it and as it is."""
@@ -257,6 +259,11 @@ class GraphCalls:
         if known is not None:
             return next((frame for frame in self._frames.values() if frame.path == known), None)
         return self._tracker.current()
+
+
+def _is_layer(module: nn.Module, kind: str) -> bool:
+    role = role_of(type(module))
+    return role is not None and role.layer_type == kind
 
 
 def _owners(frames: Iterable[Frame]) -> dict[int, list[tuple[Any, Owner]]]:

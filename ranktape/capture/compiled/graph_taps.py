@@ -228,7 +228,10 @@ def _tap_call(
     args, kwargs = given
     values = [(argument, argument.find(args, kwargs)) for argument in ports.arguments]
     named = {port.name: value for argument, value in values for port in argument.ports}
-    owner, rows = _owner(named[role.owner], inputs) if role.owner else (None, None)
+    owner, rows = None, None
+    if role.owner:
+        weight = named[role.owner]
+        owner, rows = _owner(_origin(weight) if role.is_grouped else weight, inputs)
     if role.owner and owner is None:
         return  # its weight is computed, and no parameter
     call = GraphCall(
@@ -333,6 +336,24 @@ def _owner(weight: Any, inputs: Mapping[fx.Node, int]) -> tuple[int | None, tupl
     at = next((at for node, at in inputs.items() if base is not None and node.meta.get("example_value") is base), None)
     rows = None if base is None or at is None else rows_of(weight.meta["example_value"], base)
     return (None, None) if rows is None else (at, rows)
+
+
+_SAME_VALUES = frozenset({"transpose", "permute", "to", "bfloat16", "half", "float", "mT", "t"})
+"""What is called of a tensor that has the same values then, in another order or dtype."""
+
+
+def _origin(weight: Any) -> Any:
+    """What a weight is, transposed or in another dtype."""
+    node = weight
+    while isinstance(node, fx.Node) and node.args and _name_of(node) in _SAME_VALUES:
+        node = node.args[0]
+    return node
+
+
+def _name_of(node: fx.Node) -> str:
+    is_attribute = node.op == "call_function" and node.target is getattr
+    name = node.args[1] if is_attribute else getattr(node.target, "__name__", node.target)
+    return str(name)
 
 
 def _path(node: fx.Node) -> str:

@@ -21,13 +21,16 @@ from ranktape.capture.hooks.hook import put_back, replace_in_model, resolve
 from ranktape.capture.hooks.module_hooks import MultiheadHooks
 from ranktape.capture.hooks.stand_ins import MakeGiver, StandIn, StandIns
 from ranktape.capture.hooks.weights import Owner, is_cached_by_autocast
-from ranktape.capture.passes.passes import Arguments
+from ranktape.capture.passes.passes import Arguments, is_transformed, without_transforms
 from ranktape.capture.roles.known import ATTENTION, LINEAR, function_roles
 from ranktape.capture.roles.table import Argument, FunctionRole, Ports, ports_of
 from ranktape.capture.source import Source
 
-_FLEX = "torch.nn.attention.flex_attention.flex_attention"
-"""Stands in graphs as an operator of its own, which gives more than the output."""
+_OPERATORS = {
+    "torch.nn.attention.flex_attention.flex_attention": ("higher_order.flex_attention", 0),
+    "transformers.integrations.moe._grouped_mm": ("transformers.grouped_mm_fallback", None),
+}
+"""Functions that stand in graphs as operators of their own, and which element of these results is the output."""
 
 _SPARSE = 6
 """Place of `sparse` among the arguments of an embedding; a linear product has fewer."""
@@ -92,8 +95,8 @@ class FunctionHooks:
                     original = function.original if isinstance(function, StandIn) else function
                     element = role.output if isinstance(role.output, int) else None
                     found[original] = role, self._stand_ins.ports[role], element
-                    if name == _FLEX:
-                        found[torch.ops.higher_order.flex_attention] = role, self._stand_ins.ports[role], 0
+                    for operator, at in _operators(name):
+                        found[operator] = role, self._stand_ins.ports[role], at
         return found
 
     def learn(self, root: nn.Module) -> None:
@@ -149,7 +152,10 @@ class FunctionHooks:
             return self._recorded(role, original, source, args, kwargs, layer=layer)
         owner = None
         with self._recorder.guarded():
-            owner = self._owners.find(weight, self._tracker.current(), is_grouped=role.is_grouped)
+            frame = self._tracker.current()
+            owner = self._owners.find(weight, frame, role=role)
+            if owner is None and is_transformed():
+                owner = self._owners.find(without_transforms(weight), frame, role=role)
         if owner is None:
             return original(*args, **kwargs)
         source = self._source(role, owner)
@@ -235,6 +241,18 @@ def _is_of_layer(weight: torch.Tensor, module: nn.Linear) -> bool:
         return tuple(weight.shape) == (module.out_features, module.in_features)
     is_other = isinstance(weight, nn.Parameter) or (isinstance(base, nn.Parameter) and base is not own)
     return not is_other and tuple(weight.shape) == (module.out_features, module.in_features)
+
+
+def _operators(name: str) -> Iterator[tuple[Any, int | None]]:
+    """What stands in graphs for the function of that name, if it is an operator; each as graphs may call it."""
+    if name in _OPERATORS:
+        path, element = _OPERATORS[name]
+        operator = resolve(f"torch.ops.{path}")
+        if operator is not None:
+            yield getattr(*operator), element
+            default = getattr(getattr(*operator), "default", None)
+            if default is not None:
+                yield default, element
 
 
 def _is_fused(operands: Sequence[Any], named: Mapping[str, Any]) -> bool:

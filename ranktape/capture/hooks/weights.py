@@ -19,7 +19,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.passes.passes import Call, Frame
+from ranktape.capture.passes.passes import Call, Frame, in_backward
+from ranktape.capture.roles.known import role_of
 from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ranktape.capture.recorder import Recorder
-    from ranktape.capture.roles.table import Port
+    from ranktape.capture.roles.table import FunctionRole, Port
 
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -202,40 +203,56 @@ class Owner:
         return f"{self.frame.path}{name}{rows}".lstrip(".")
 
 
+ANY_KIND = ""
+"""Of layers."""
+
+_Owned = tuple[torch.Tensor, Frame, str]
+"""A parameter, the module that has it, and its name there."""
+
+
 class Owners:
     """The parameters of all modules that are known, for one iteration."""
 
     def __init__(self) -> None:
         # The tensors are held too: another one could get the identity of one that is gone.
-        self._owners: dict[int, tuple[torch.Tensor, Frame, str]] = {}
+        self._owners: dict[tuple[int, str], _Owned] = {}
+        self._addresses: dict[tuple[int, torch.Size, str], _Owned] | None = None
+        """By the address and shape of a parameter; None before a recomputation asks."""
         self._frames: dict[nn.Module, Frame] = {}
         self.met: set[tuple[nn.Module, str]] = set()
         """The modules and their names of the parameters with which a product was recorded."""
 
     def add(self, frame: Frame) -> None:
-        """Know a module's own parameters; of one that several have, the first is the owner."""
+        """Know a module's own parameters; of one that several have, the first is the owner, of each kind of layer."""
         self._frames[frame.module] = frame
+        self._addresses = None
+        role = role_of(type(frame.module))
         for name, parameter in frame.module._parameters.items():  # noqa: SLF001  (runs no parametrization)
             if parameter is not None:
-                self._owners.setdefault(id(parameter), (parameter, frame, name))
+                for kind in {ANY_KIND, ANY_KIND if role is None else role.layer_type}:
+                    self._owners.setdefault((id(parameter), kind), (parameter, frame, name))
 
-    def find(self, weight: torch.Tensor, frame: Frame | None, *, is_grouped: bool = False) -> Owner | None:
+    def find(self, weight: torch.Tensor, frame: Frame | None, *, role: FunctionRole) -> Owner | None:
         """The owner of a weight or of some rows of one; None where it is no known parameter, or a transposed one.
 
-        With `is_grouped`, of a transposed one too, and of its copy in another dtype. The module that is running is
-        asked too: under FSDP2 it computes with other tensors than it has at rest.
+        Of several owners it is a layer of the kind of the function's role: a product with a weight that an embedding
+        and an output layer share is that of the output layer. In a grouped product, a transposed weight has an owner,
+        too, and so does its copy in another dtype. The module that is running is asked as well: under FSDP2 it computes
+        with other tensors than it has at rest.
         """
-        found = self._lookup(_origin(weight) if is_grouped else weight, frame)
+        found = self._lookup(_origin(weight) if role.is_grouped else weight, frame, kind=role.layer_type)
         if found is not None:
             return Owner(found[1], found[2])
         base = weight._base  # noqa: SLF001  (torch has no public name for it)
-        found = None if base is None else self._lookup(base, frame)
+        found = None if base is None else self._lookup(base, frame, kind=role.layer_type)
         rows = None if base is None or found is None else rows_of(weight, base)
         return None if rows is None or found is None else Owner(found[1], found[2], *rows)
 
-    def _lookup(self, weight: torch.Tensor, frame: Frame | None) -> tuple[torch.Tensor, Frame, str] | None:
-        found = self._owners.get(id(weight))
+    def _lookup(self, weight: torch.Tensor, frame: Frame | None, *, kind: str) -> _Owned | None:
+        found = self._owners.get((id(weight), kind)) or self._owners.get((id(weight), ANY_KIND))
         if found is not None and found[0] is weight:
+            return found
+        if in_backward() and (found := self._at_address(weight, kind=kind)) is not None:
             return found
         if frame is None:
             return None
@@ -244,6 +261,17 @@ class Owners:
                 if parameter is weight:
                     return weight, self._frames.get(module, frame), name
         return None
+
+    def _at_address(self, weight: torch.Tensor, *, kind: str) -> _Owned | None:
+        """The owner of a parameter that a recomputation has detached: a reentrant checkpoint does that to arguments."""
+        is_detached = weight.is_leaf and not isinstance(weight, torch.nn.Parameter) and type(weight) in PLAIN
+        if not is_detached or not weight.numel():
+            return None
+        if self._addresses is None:
+            known = ((owned[0], key[1], owned) for key, owned in self._owners.items() if type(owned[0]) in PLAIN)
+            self._addresses = {(one.data_ptr(), one.shape, kind): owned for one, kind, owned in known if one.numel()}
+        place = weight.data_ptr(), weight.shape
+        return self._addresses.get((*place, kind)) or self._addresses.get((*place, ANY_KIND))
 
 
 def rows_of(weight: torch.Tensor, base: torch.Tensor) -> tuple[int, int | None] | None:

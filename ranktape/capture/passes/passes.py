@@ -134,6 +134,8 @@ _current_graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
 _get_dispatch_mode = torch._C._get_dispatch_mode  # noqa: SLF001
 _get_tracing_state = torch._C._get_tracing_state  # noqa: SLF001
 _maybe_current_level = torch._C._functorch.maybe_current_level  # noqa: SLF001
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001
+_get_unwrapped = torch._C._functorch.get_unwrapped  # noqa: SLF001
 _FAKE = torch._C._TorchDispatchModeKey.FAKE  # noqa: SLF001
 
 untraced = _disable_dynamo
@@ -160,6 +162,14 @@ def is_jit_traced() -> bool:
 def is_transformed() -> bool:
     """Whether what runs is inside of a transform of `torch.func`: its tensors are no values that could be stored."""
     return _maybe_current_level() is not None
+
+
+def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor of a transform of `torch.func` stands for; another one itself."""
+    inner = tensor
+    while _is_wrapped(inner):
+        inner = _get_unwrapped(inner)
+    return inner
 
 
 TRANSFORMED = "it ran inside of a transform of torch.func, whose tensors are not recorded"
