@@ -211,6 +211,13 @@ def test_an_optimizer_that_never_steps_is_named_with_those_that_do(model: nn.Mod
         assert counter.clock.explain(1) == f"no optimizer stepped in 1 training pass: {way_out}"
 
 
+@pytest.fixture
+def _nothing_compiled() -> None:
+    """Where something was compiled, no pass is counted before an iteration is captured."""
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("_nothing_compiled")
 @pytest.mark.parametrize("options", [{}, {"start": 1}, {"start": 3, "every": 2}])
 def test_where_nobody_steps_the_message_says_so_whichever_iteration_is_the_first(
     options: dict[str, Any], model: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -223,6 +230,7 @@ def test_where_nobody_steps_the_message_says_so_whichever_iteration_is_the_first
     assert "--start-at" not in text
 
 
+@pytest.mark.usefixtures("_nothing_compiled")
 def test_a_training_that_never_runs_is_told_so_whichever_iteration_is_the_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
