@@ -1,7 +1,7 @@
 """`ranktape collect`: trains a script once in each precision, ends each training when enough is stored, and compares.
 
-One torchrun after the other on this machine, each recorded into a run of its own below one place; what the trainings
-print is in a log beside each run.
+One training after the other on this machine, by torchrun or as one process, each recorded into a run of its own below
+one place; what the trainings print is in a log beside each run.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 DEMO = ("--nproc-per-node", "2", "-m", "ranktape.launch.demo_train")
 """What is trained where no script is given."""
+
+PYTHON = "python"
+"""First word of the command line of a training in one process, without torchrun."""
 
 NUM_ITERATIONS = 3
 """Iterations that each run guarantees."""
@@ -80,7 +83,7 @@ _OWN = (
     "--min-records", type=click.IntRange(min=1), default=10, show_default=True, help="Records that each run must have."
 )
 @click.option("--overwrite", is_flag=True, help="Train those again that are stored already.")
-@click.argument("words", metavar="[-- TORCHRUN_OPTIONS SCRIPT ARGUMENTS]", nargs=-1, type=click.UNPROCESSED)
+@click.argument("words", metavar="[-- TORCHRUN_OPTIONS | python SCRIPT ARGUMENTS]", nargs=-1, type=click.UNPROCESSED)
 @capture_options(without=_OWN, defaults={"min_iterations": NUM_ITERATIONS})
 def command(
     quant: str,
@@ -95,9 +98,10 @@ def command(
 ) -> None:
     """Train a script, unmodified, once in each precision, and compare what was recorded.
 
-    What stands behind -- is what torchrun would be given: its options, the script, the script's arguments. Without it
-    the demo is trained. A training ends as soon as its guaranteed iterations are stored. Called again, only those
-    trainings are done that are missing. Exit code 3: not everything was stored that was asked for.
+    What stands behind -- is what torchrun would be given: its options, the script, the script's arguments; or 'python',
+    the script and its arguments, for one process without torchrun. Without it the demo is trained. A training ends as
+    soon as its guaranteed iterations are stored. If the first training fails, the others are not begun. Called again,
+    only those trainings are done that are missing. Exit code 3: not everything was stored that was asked for.
     """
     plan = _Plan.of(quant, has_attention=quant_attention, output=output, words=words, values=values)
     plan.check(overwrite=overwrite)
@@ -105,6 +109,11 @@ def command(
     for number, quantization in enumerate(plan.quantizations, start=1):
         head = f"[{quantization.tag}, {number} of {len(plan.quantizations)}]"
         done.append(plan.collect(quantization, head=head, timeout=timeout, overwrite=overwrite))
+        if number == 1 and done[0].has_failed:
+            # A mistake of the script fails in every precision; and there is nothing to compare the others with.
+            if rest := plan.quantizations[1:]:
+                say(f"{', '.join(one.tag for one in rest)}: not trained, because the first training failed")
+            break
     done = [_judged(one, min_records=min_records, options=plan.options) for one in done]
     _finish(done, plan)
 
@@ -116,7 +125,7 @@ class _Plan:
     quantizations: tuple[Quantization, ...]
     output: str
     before: tuple[str, ...]
-    """The options of torchrun."""
+    """The options of torchrun; `python` and its options for one process without torchrun."""
     script: tuple[str, ...]
     """The script and its arguments, or -m and a module."""
     values: dict[str, Any]
@@ -246,10 +255,14 @@ class _Plan:
 
     def _command(self, quantization: Quantization, *, overwrite: bool) -> list[str]:
         before = list(self.before)
-        if not any(word.startswith(("--standalone", "--rdzv", "--nnodes", "--master")) for word in before):
-            before.insert(0, "--standalone")
+        if before[:1] == [PYTHON]:
+            launcher = before[1:]
+        else:
+            launcher = ["-m", "torch.distributed.run", *before]
+            if not any(word.startswith(("--standalone", "--rdzv", "--nnodes", "--master")) for word in before):
+                launcher.insert(2, "--standalone")
         return [
-            *(sys.executable, "-m", "torch.distributed.run", *before, "-m", "ranktape.launch"),
+            *(sys.executable, *launcher, "-m", "ranktape.launch"),
             *("--capture", self.url_of(quantization), *quantization.options, "--stop-when-stored"),
             *(["--overwrite"] if overwrite else []),
             *capture_arguments(self.values),
@@ -302,12 +315,16 @@ def _training(command: Sequence[str], output: IO[bytes]) -> Iterator[subprocess.
 def split_words(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The options of torchrun, and the script with its arguments (-m before a module), of one command line.
 
+    Of `python [options] script` the first part is `python` and its options.
+
     Raises:
-        UsageError: torchrun would not take it.
+        UsageError: torchrun, or Python, would not take it.
     """
     given = list(words[1:] if words[0] == "torchrun" else words)
-    if not given or Path(given[0]).name.startswith("python"):
+    if not given:
         raise UsageError("behind -- stands what torchrun would be given: its options, the script and its arguments")
+    if re.fullmatch(r"python[\d.]*", Path(given[0]).name):
+        return _split_python(given)
     from torch.distributed.run import get_args_parser
 
     def fail(message: str) -> NoReturn:
@@ -322,6 +339,19 @@ def split_words(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]
     if parsed.module:
         before = [word for word in before if word not in {"-m", "--module"}]
     return tuple(before), (*(["-m"] if parsed.module else []), parsed.training_script, *parsed.training_script_args)
+
+
+def _split_python(given: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """As `split_words`, of a command line of Python itself."""
+    start = 1
+    while start < len(given) and given[start].startswith("-") and given[start] != "-m":
+        start += 2 if given[start] in {"-X", "-W"} else 1
+    script = tuple(given[start:])
+    if "-c" in given[:start] or not script or script == ("-m",):
+        raise UsageError(
+            f"{shlex.join(given):.200} runs no script: give python, a script or -m and a module, its arguments"
+        )
+    return (PYTHON, *given[1:start]), script
 
 
 def _command_in(record: bytes | None) -> list[str] | None:

@@ -39,7 +39,7 @@ TRAIN = """
         optimizer.step()
         optimizer.zero_grad()
         print(f"step {step} loss {loss.item():.4f}", flush=True)
-        if "fail" in sys.argv:
+        if "fail" in sys.argv or ("fail-in-mxfp8" in sys.argv and "mxfp8" in repr(model)):
             raise ValueError("no more data")
         if "wait" in sys.argv and step == 1:
             with open("waiting", "w") as file:
@@ -131,10 +131,35 @@ def test_a_training_that_is_late_or_fails_is_said_and_the_others_go_on(folder: P
     assert late.returncode == 3, late.stderr
     assert "mxfp8: after 20 s the training was ended; what was stored is kept" in late.stderr
     assert len(open_run(folder / "runs" / "mxfp8").iterations) >= 1
-    failed = _collect("--quant", "bf16,mxfp8", "--overwrite", "--", "train.py", "fail", cwd=folder)
+    # mxfp8 fails after its first iteration: the last is trained all the same, and what is stored is compared.
+    words = ("--min-iterations", "2", "--overwrite", "--", "--nproc-per-node", "1", "train.py", "fail-in-mxfp8")
+    failed = _collect("--quant", "bf16,mxfp8,mxfp4", *words, cwd=folder)
     assert failed.returncode == 1
-    assert "bf16: the training ended with exit code 1; mxfp8: the training ended with exit code 1" in failed.stderr
+    assert failed.stderr.endswith("Error: mxfp8: the training ended with exit code 1\n")
     assert "ValueError: no more data" in failed.stdout
+    rows = [line.split()[0] for line in failed.stdout.splitlines() if line.startswith(("bf16 ", "mxfp8 ", "mxfp4 "))]
+    assert rows == ["bf16", "mxfp8", "mxfp4"]
+
+
+def test_a_script_whose_first_training_fails_is_not_trained_in_the_other_precisions(folder: Path) -> None:
+    failed = _collect("--quant", "bf16,mxfp8,mxfp4", "--", "train.py", "fail", cwd=folder)
+    assert failed.returncode == 1
+    assert "ValueError: no more data" in failed.stdout
+    assert "mxfp8, mxfp4: not trained, because the first training failed" in failed.stdout
+    assert failed.stderr.endswith("Error: bf16: the training ended with exit code 1\n")
+    assert not (folder / "runs" / "mxfp8.log").exists()
+
+
+def test_a_script_for_one_process_is_started_without_torchrun(folder: Path) -> None:
+    alone = TRAIN.replace('torch.distributed.init_process_group("gloo")', 'assert "RANK" not in os.environ, os.environ')
+    (folder / "alone.py").write_text(textwrap.dedent(alone))
+    words = ("--min-iterations", "2", "--", "python", "-u", "alone.py", "--lr", "1")
+    ended = _collect("--quant", "bf16,mxfp8", *words, cwd=folder)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for quant_type in ("bf16", "mxfp8"):
+        run = open_run(folder / "runs" / quant_type)
+        assert len(run.iterations) == 2
+        assert {(record.quant_type, record.rank) for record in run.select()} == {(quant_type, 0)}
 
 
 @pytest.mark.parametrize(
@@ -167,7 +192,8 @@ def test_a_collection_that_is_told_to_end_ends_its_training(number: int, code: i
         pytest.param(("--quant", "bf16,"), "names nothing at one place", marks=exhaustive("as the others")),
         (("--quant", "mxfp8,mxfp8"), "names mxfp8 twice"),
         (("--quant", "bf16", "--", "missing.py"), "no script 'missing.py'"),
-        (("--quant", "bf16", "--", "python", "train.py"), "what torchrun would be given"),
+        (("--quant", "bf16", "--", "python", "missing.py"), "no script 'missing.py'"),
+        (("--quant", "bf16", "--", "python", "-c", "1"), "python -c 1 runs no script"),
         (("--quant", "bf16", "--", "--nproc", "1"), "torchrun would not take"),
     ],
 )
@@ -191,5 +217,7 @@ def test_the_words_of_torchrun_end_at_the_script() -> None:
     ours = ("--nproc-per-node", "2", "--max-restarts=1")
     assert split_words(("torchrun", *ours, "train.py", "-m", "x")) == (ours, ("train.py", "-m", "x"))
     assert split_words((*ours, "-m", "package.train", "--lr", "1")) == (ours, ("-m", "package.train", "--lr", "1"))
+    assert split_words(("python3", "train.py", "-m")) == (("python",), ("train.py", "-m"))
+    assert split_words(("python", "-u", "-X", "dev", "-m", "a.b")) == (("python", "-u", "-X", "dev"), ("-m", "a.b"))
     with pytest.raises(UsageError, match="--no-python is not for what is recorded"):
         split_words(("--no-python", "train.sh"))
