@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ranktape.storage.format.memory import nbytes_text
+from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.capture.hooks.coverage import Coverage
@@ -20,12 +21,13 @@ if TYPE_CHECKING:
 
 
 def write_line(text: str) -> None:
-    """One line; a progress bar of the training stands below it then, and not before it."""
+    """One line, control characters escaped; a progress bar of the training stands below it then, not before it."""
+    line = f"ranktape: {printable(text)}"
     tqdm = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
     if tqdm is None:
-        sys.stderr.write(f"ranktape: {text}\n")
+        sys.stderr.write(f"{line}\n")
     else:
-        tqdm.write(f"ranktape: {text}", file=sys.stderr)
+        tqdm.write(line, file=sys.stderr)
     sys.stderr.flush()
 
 
@@ -66,11 +68,11 @@ class Console:
             if text is not None:
                 self.warn_once(str(text))
 
-    def warn_once(self, text: str) -> None:
-        """A line of a warning of this rank, unless it was there before."""
+    def warn_once(self, text: str, *, is_for_all_ranks: bool = True) -> None:
+        """A line of a warning of this rank, or of rank 0 for all, unless it was there before."""
         if text not in self._told:
             self._told.add(text)
-            self.warn(text, is_for_all_ranks=True)
+            self.warn(text, is_for_all_ranks=is_for_all_ranks)
 
     def warn_of_site(self, text: str) -> None:
         """Of a site of this rank that is disabled; of the first ones only, where it is many."""

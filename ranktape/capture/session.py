@@ -33,6 +33,7 @@ from ranktape.capture.settings.config import given_arguments, resolve, stray_var
 from ranktape.capture.settings.options import CaptureOptions, check_layer_types
 from ranktape.capture.settings.rules import cadence_of
 from ranktape.capture.settings.selecting import Selecting
+from ranktape.capture.settings.setting import MAX_NUMBER
 from ranktape.capture.source import Source, Tags, TensorRole, site_of
 from ranktape.capture.staging.process import WriterProcess, default_host_budget_nbytes
 from ranktape.capture.staging.ring_file import Counter
@@ -41,6 +42,7 @@ from ranktape.capture.stopping import StopGate
 from ranktape.capture.tensors.master import MasterWeights
 from ranktape.errors import CaptureError, UsageError
 from ranktape.storage.format.layout import rank_iteration_path, site_path
+from ranktape.storage.format.memory import available_nbytes
 from ranktape.storage.format.status import RunVerdict
 from ranktape.storage.format.triggers import TriggerKind
 
@@ -171,14 +173,24 @@ class Capture(Iterations):
     def step(self, iteration: int | None = None) -> None:
         """Advance the iteration by one, or to the number given; for trainings without an optimizer.
 
+        Where an optimizer advances the iteration already, a call without a number is ignored, with one warning.
+
         Raises:
-            UsageError: an optimizer advances the iteration already, or the number is not above the running one.
+            UsageError: the number is not above the running one, or too large.
         """
         if iteration is None and self._clock.has_ticked:
-            raise UsageError("the optimizer's step advances the iteration already: remove the call of capture.step()")
+            self._console.warn_once(
+                "capture.step() is ignored, because the optimizer's step advances the iteration: remove the call, or "
+                "give --advance-on step to count by it alone",
+                is_for_all_ranks=False,
+            )
+            return
         following = self._iteration + 1 if iteration is None else int(iteration)
-        if following <= self._iteration:
-            raise UsageError(f"iteration {following} is not after the running one, {self._iteration}: give a later one")
+        if not self._iteration < following <= MAX_NUMBER:
+            raise UsageError(
+                f"iteration {following} is not allowed: give one after the running one, {self._iteration}, and "
+                f"{MAX_NUMBER} at most"
+            )
         self._clock.step_by_hand()
         self._advance(following)
 
@@ -313,6 +325,11 @@ class Capture(Iterations):
         """The writer's process, the recorder that it is fed by, and what finds tensors in the models."""
         num_ranks = self._place.num_local_ranks
         budget = self.options.host_budget_nbytes or default_host_budget_nbytes(num_local_ranks=num_ranks)
+        if self.options.host_budget_nbytes is not None and budget > (available := available_nbytes()):
+            raise CaptureError(
+                f"--host-budget-nbytes {budget} is more than the memory that is available on this host, {available} "
+                f"bytes: give {available // num_ranks} or less for each of {num_ranks} ranks"
+            )
         self._process = self._new_process(budget)
         self._process.ring.set_counter(Counter.STEP, self._iteration)
         self._process.on_restart = self._console.warn_once

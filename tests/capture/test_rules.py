@@ -127,6 +127,8 @@ def test_what_a_rule_leaves_out_is_what_holds_for_all() -> None:
         ({"mode": "test"}, "--mode test is not allowed: give one of train, eval"),
         ({"start": -1}, "--start-at -1 is not allowed: give 0 or more"),
         ({"every": 0}, "--every 0 is not allowed: give 1 or more"),
+        ({"min_iterations": 10**15}, "--min-iterations 1000000000000000 is not allowed: give 100000 or less"),
+        ({"max_iterations": 100_001}, "--max-iterations 100001 is not allowed: give 100000 or less"),
         ({"min_iterations": 3, "max_iterations": 2}, "--max-iterations 2 is below --min-iterations 3"),
         ({"policy": "drop"}, "--policy drop is not allowed: give one of block, skip, histogram"),
         ({"compression": "gzip"}, "--compression gzip is not allowed: give one of none, zstd"),

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,14 +94,43 @@ def test_iterations_without_an_optimizer(tmp_path: Path) -> None:
             model(torch.randn(2, 4, 16)).sum().backward()
             capture.step()
         capture.step(11)
-        for earlier in (3, 11):
-            with pytest.raises(UsageError, match=f"iteration {earlier} is not after the running one, 11: give a later"):
-                capture.step(earlier)
+        for wrong in (3, 11, 2**100):
+            with pytest.raises(UsageError, match=f"iteration {wrong} is not allowed: give one after the running one"):
+                capture.step(wrong)
     assert open_run(tmp_path / "run").iterations == [0, 5]
-    with Capture(tmp_path / "other") as capture:
-        steps(model, 1)
-        with pytest.raises(UsageError, match=r"remove the call of capture\.step"):
+
+
+def test_a_host_budget_that_the_host_does_not_have_is_refused_with_what_is_allowed(tmp_path: Path) -> None:
+    capture = Capture(tmp_path / "run", host_budget_nbytes=10**15)
+    with pytest.raises(CaptureError, match=r"--host-budget-nbytes 10{15} is more than .* give \d+ or less for each"):
+        capture.__enter__()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_step_beside_an_optimizer_that_advances_the_iteration_is_ignored_with_one_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Net()
+    with Capture(tmp_path / "run", min_iterations=3) as capture:
+        for number in (1, 2, 3):
+            steps(model, 1)
             capture.step()
+            assert capture.iteration == number
+    assert open_run(tmp_path / "run").iterations == [0, 1, 2]
+    assert capsys.readouterr().err.count("capture.step() is ignored, because the optimizer's step advances") == 1
+
+
+def test_the_line_of_what_is_captured_has_no_control_characters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds: list[dict[str, Any]] = [{}, {"record_last": 1}]
+    for settings in kinds:
+        with Capture(tmp_path / "a\x1b[2Jb\nc" / f"{len(settings)}", **settings):
+            steps(Net(), 1)
+    said = capsys.readouterr().err
+    assert said.count(r"a\x1b[2Jb\nc") >= 2
+    assert "\x1b" not in said
+    assert all(line.startswith("ranktape: ") for line in said.splitlines()), said
 
 
 def test_passes_without_training_are_not_recorded(tmp_path: Path) -> None:

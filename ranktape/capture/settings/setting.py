@@ -44,6 +44,8 @@ class Setting:
     """The allowed values; empty where any is."""
     least: float | None = None
     """The smallest number allowed; None where any is, and for text."""
+    most: float = MAX_NUMBER
+    """The largest number allowed."""
     is_filter: bool = False
     """Whether it filters that field of a record, in the forms of a query; it may be given several times then."""
     is_multiple: bool = False
@@ -89,11 +91,11 @@ class Setting:
         types, wanted = _KINDS[self.kind]
         if not isinstance(item, types) or (isinstance(item, bool) and self.kind is not bool):
             return wanted
-        if self.kind is int and abs(item) > MAX_NUMBER:
-            return f"{MAX_NUMBER} or less"
-        if self.kind is float and not abs(item) <= MAX_NUMBER:
+        if self.kind is int and abs(item) > self.most:
+            return f"{self.most} or less"
+        if self.kind is float and not abs(item) <= self.most:
             # Documents in JSON have no word for infinity.
-            return "a number" if math.isnan(item) else f"a finite number, {MAX_NUMBER} or less"
+            return "a number" if math.isnan(item) else f"a finite number, {self.most} or less"
         if self.least is not None and not item >= self.least:
             return f"{self.least} or more"
         return f"one of {', '.join(self.choices)}" if self.choices and item not in self.choices else None

@@ -17,6 +17,9 @@ from ranktape.errors import UsageError
 from ranktape.storage.format.record_info import Compression, Keep, Mode, check_term
 from ranktape.storage.recording.stack import STORE_CONCURRENCY
 
+MAX_ITERATIONS = 100_000
+"""Iterations that a capture may guarantee or go on to: the list of them is told to every rank as a whole."""
+
 
 class Policy(enum.StrEnum):
     """What happens when an iteration does not fit into the host budget, because the store is slow or does not answer.
@@ -43,9 +46,15 @@ class Settings:
     # torchrun takes --start, wherever it stands, for an abbreviation of two options of its own.
     start: int = option(0, "First iteration to capture, counted from 0.", least=0, long_name="start_at")
     every: int = option(1, "Capture each N-th iteration from the first one on.", least=1)
-    min_iterations: int = option(1, "Iterations guaranteed to be stored complete from all ranks.", least=1)
+    min_iterations: int = option(
+        1, "Iterations guaranteed to be stored complete from all ranks.", least=1, most=MAX_ITERATIONS
+    )
     max_iterations: int | None = option(
-        None, "Go on to this many complete iterations; the guaranteed minimum by default.", kind=int, least=1
+        None,
+        "Go on to this many complete iterations; the guaranteed minimum by default.",
+        kind=int,
+        least=1,
+        most=MAX_ITERATIONS,
     )
     first_iteration: int = option(
         0, "Number of the first training step, after a checkpoint; none before it is captured.", least=0

@@ -152,7 +152,13 @@ class RingFile:
             raise CaptureError(f"the file has {size} bytes, and a ring has more than {_SLOTS}")
         # The first touch of a page costs the training thread twenty times the copy: touch all of them now.
         flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
-        self._map = mmap.mmap(descriptor, size, flags=flags)
+        try:
+            self._map = mmap.mmap(descriptor, size, flags=flags)
+        except OSError as error:
+            raise CaptureError(
+                f"cannot map a ring of {size} bytes ({error.strerror}): lower --host-budget-nbytes, or raise the "
+                f"limit of address space (ulimit -v)"
+            ) from error
         self.view = memoryview(self._map)
         self._counters = self.view[:_PAGE].cast("Q")
         self.capacity = size - _SLOTS
