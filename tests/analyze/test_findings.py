@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.finding import Finding, Severity
@@ -266,6 +270,7 @@ def test_one_bit(tmp_path: Path, num_ranks: int) -> None:
     assert len(findings) == 1
     found = findings[0]
     assert (found.kind, found.severity) == ("replica_differs", Severity.HIGH)
+    assert "1 of 1,024 elements differ, by " in found.evidence
     assert "norm " in found.evidence
     assert "checksum" not in found.evidence
     assert (found.where["layer_idx"], found.where["tensor_name"]) == (2, "weight")
@@ -275,8 +280,26 @@ def test_one_bit(tmp_path: Path, num_ranks: int) -> None:
 
 def test_a_bit_that_falls_over_during_the_run(tmp_path: Path) -> None:
     """With two ranks and one layer, what was equal before tells that copies should be."""
-    found = first(tmp_path, bit(0, 0, since=20), num_ranks=2, num_layers=1)
+    run = faulty_run(tmp_path, bit(0, 0, since=20), sizes=Sizes(num_ranks=2, num_layers=1))
+    (found,) = find(run.select(), engine=Engine(use_cache=False))
     assert (found.kind, found.where["iteration"]) == ("replica_differs", 20)
+    weights = [record.read() for record in run.select(tensor_name="weight", iteration=20)]
+    apart = abs(weights[0][3, 5].astype(np.float64) - weights[1][3, 5].astype(np.float64))
+    assert found.evidence.startswith(
+        "since iteration 20, equal until iteration 10; 2 of 2 copies differ; "
+        f"in iteration 20: 1 of 1,024 elements differ, by {apart:.4g} at most; norm "
+    )
+
+
+def test_copies_that_differ_are_compared_by_the_command_that_is_named(tmp_path: Path) -> None:
+    run = faulty_run(tmp_path, bit(1, 2, since=10), sizes=Sizes(num_ranks=4))
+    (found,) = find(run.select(), engine=Engine(use_cache=False))
+    assert found.command == (
+        "ranktape analyze compare RUN --in-order --module layers.2.linear --tensor-name weight --pair rank=0:1"
+    )
+    words = shlex.split(found.command_in(run.url))
+    rows = json.loads(CliRunner().invoke(cli, [*words[2:], "--json"], catch_exceptions=False).stdout)["rows"]
+    assert [(row["iteration"], row["differing.count"]) for row in rows] == [(0, 0), (10, 1), (20, 1)]
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)

@@ -225,6 +225,7 @@ _COMMANDS = {
     **dict.fromkeys(("nan", "inf", "overflow"), ("trace RUN", ("iteration", "rank"))),
     "sample_outlier": ("trace RUN", ("sample", "iteration", "rank")),
     "gradient_underflow": ("distribution RUN --kind formats", (*_SITE, "iteration")),
+    "replica_differs": ("compare RUN --in-order", _SITE),
     "rank_differs": ("stats RUN --by iteration,rank", _SITE),
     **dict.fromkeys(
         ("layer_differs", "gradient_exploding", "gradient_vanishing"),

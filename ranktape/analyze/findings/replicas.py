@@ -1,8 +1,9 @@
 """Finds tensors that ranks hold copies of and that are not the same bits on all of them.
 
-The catalogue has a checksum of every record, so that nothing is read. Where a placement says `replicate`, it says which
-ranks have copies. Where no placement is known, as under DDP, weights are copies that are equal bit for bit in most
-comparable places: at the same place in other iterations, and in other layers.
+The catalogue has a checksum of every record, which finds them; values are read only to say by how much they differ.
+Where a placement says `replicate`, it says which ranks have copies. Where no placement is known, as under DDP, weights
+are copies that are equal bit for bit in most comparable places: at the same place in other iterations, and in other
+layers.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ranktape.analyze.comparison.tensors import ComparedTensor, compare_tensors
 from ranktape.analyze.findings import thresholds as limit
-from ranktape.analyze.findings.finding import Finding, Severity, finding_of, named_numbers, records_text
+from ranktape.analyze.findings.finding import Finding, Severity, finding_of, named_numbers, number_text, records_text
 from ranktape.analyze.findings.survey import SITE, Survey, codes_of, members_of
 from ranktape.errors import DataError
 from ranktape.storage import Records
 from ranktape.storage.records.placement import AxisKind, Placement, parse_placement
+
+_MAX_MEASURED = 8
+"""Places whose copies are read and compared element by element."""
 
 Partition = tuple[int, ...]
 """For each rank of a place, in ascending order, the number of the first one that has the same bits."""
@@ -69,6 +74,7 @@ def differing_replicas(survey: Survey) -> Iterator[Finding]:
     parsed, failure = parse_placements(survey.records)
     bits = list(zip(survey.records.column("checksum").tolist(), survey.fields["shape"].tolist(), strict=True))
     found: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)
+    equal: dict[int, list[int]] = defaultdict(list)
     # Whole tensors alone: a shard of an unknown placement is no copy of anything.
     unplaced = _unplaced_copies(survey, (placements == "null") & survey.is_weight)
     for copies in (*placed_copies(survey.records, parsed), *unplaced):
@@ -78,8 +84,14 @@ def differing_replicas(survey: Survey) -> Iterator[Finding]:
             is_tie = counts[0][1] == counts[1][1]
             odd = copies if is_tie else [place for place in copies if bits[place] != counts[0][0]]
             found[int(survey.sites[copies[0]])].append((odd, copies))
+        else:
+            equal[int(survey.sites[copies[0]])].append(copies[0])
     for differing in found.values():
-        yield _finding(survey, differing)
+        differing.sort(key=lambda one: survey.when(one[0][0]))
+    # Values are read of those that a person sees: those that began first.
+    ordered = sorted(found.items(), key=lambda item: survey.when(item[1][0][0][0]))
+    for number, (site, differing) in enumerate(ordered):
+        yield _finding(survey, differing, equal=equal[site], is_measured=number < _MAX_MEASURED)
     if failure is not None:
         places = [place for place, text in enumerate(placements.tolist()) if parsed.get(text, 0) is None]
         yield finding_of(
@@ -94,7 +106,7 @@ def differing_replicas(survey: Survey) -> Iterator[Finding]:
 
 
 def _unplaced_copies(survey: Survey, mask: NDArray[np.bool_]) -> Iterator[list[int]]:
-    """Weights of one place and moment that should be equal, as others of their kind are, and are not."""
+    """Weights of one place and moment that should be equal, as others of their kind are."""
     places = np.flatnonzero(mask)
     moments = codes_of(survey.codes(*_MOMENT, "shape", "dtype"), survey.sites)
     # What is one value everywhere is equal on all ranks, shards or not.
@@ -118,7 +130,7 @@ def _unplaced_copies(survey: Survey, mask: NDArray[np.bool_]) -> Iterator[list[i
             usual = (0,) * len(group)
         for label in sorted(set(usual)):
             alike = [place for place, one in zip(group, usual, strict=True) if one == label]
-            if len(set(crcs[alike].tolist())) > 1:
+            if len(alike) > 1:
                 yield alike
 
 
@@ -142,14 +154,27 @@ def _partition(values: Sequence[int]) -> Partition:
     return tuple(firsts.setdefault(value, place) for place, value in enumerate(values))
 
 
-def _finding(survey: Survey, differing: Sequence[tuple[list[int], list[int]]]) -> Finding:
+def _finding(
+    survey: Survey, differing: Sequence[tuple[list[int], list[int]]], *, equal: Sequence[int], is_measured: bool
+) -> Finding:
+    """Of one place all copies that differ, in order; `equal` has one record of each moment at which none does."""
     places = [place for odd, _ in differing for place in odd]
     odd, copies = differing[0]
     alike = [place for place in copies if place not in set(odd)]
-    iterations, ranks = (named_numbers(name, survey.fields[name][places].tolist()) for name in ("iteration", "rank"))
+    # Of copies among which there is no majority the first two that differ.
+    first = alike[0] if alike else odd[0]
+    other = odd[0] if alike else _other_bits(survey, odd)
+    pair = [int(survey.fields["rank"][place]) for place in (first, other)]
     others = f"the copies of {len(alike)} other ranks" if len(alike) > 1 else "the copy of the other rank"
     unsure = "differs in bits between copies, any of which may be wrong"
-    peer = f", on its peers {_sizes(survey, alike[0])}" if alike else ""
+    since = [
+        _since(survey, differing, equal),
+        f"{len(places)} of {sum(len(one) for _, one in differing)} copies differ",
+    ]
+    iteration = int(survey.fields["iteration"][other])
+    apart = _apart(survey, first, other) if is_measured else []
+    sizes = (f"{_sizes(survey, place)} on rank {rank}" for place, rank in zip((first, other), pair, strict=True))
+    by = f"in iteration {iteration}: {'; '.join([*apart, *sizes])}"
     return finding_of(
         survey,
         places=places,
@@ -157,12 +182,43 @@ def _finding(survey: Survey, differing: Sequence[tuple[list[int], list[int]]]) -
         severity=Severity.HIGH,
         score=len(places),
         text=f"differs in bits from {others}" if alike else unsure,
-        evidence=(
-            f"{_sizes(survey, odd[0])} on {ranks}{peer}; "
-            f"{len(places)} of {sum(len(one) for _, one in differing)} copies differ, in {iterations}; "
-            f"'ranktape analyze compare' shows the elements"
-        ),
+        evidence="; ".join([*since, by]),
+        options={"pair": f"rank={pair[0]}:{pair[1]}"},
     )
+
+
+def _other_bits(survey: Survey, copies: Sequence[int]) -> int:
+    crcs = survey.records.column("checksum")
+    return next(place for place in copies if crcs[place] != crcs[copies[0]])
+
+
+def _since(survey: Survey, differing: Sequence[tuple[list[int], list[int]]], equal: Sequence[int]) -> str:
+    """In which iteration copies differ first, and in which they were equal before and are again."""
+    iterations = survey.fields["iteration"]
+    first = differing[0][0][0]
+    said = f"since iteration {int(iterations[first])}"
+    before = [place for place in equal if survey.times[place] < survey.times[first]]
+    if before:
+        said += f", equal until iteration {int(iterations[max(before, key=survey.when)])}"
+    apart = {int(survey.times[odd[0]]) for odd, _ in differing}
+    after = [place for place in equal if survey.times[place] > survey.times[first] and survey.times[place] not in apart]
+    if after:
+        said += f", equal again in {named_numbers('iteration', iterations[after].tolist())}"
+    return said
+
+
+def _apart(survey: Survey, first: int, other: int) -> list[str]:
+    """In how many elements two copies differ, and by how much; nothing where values of one were not kept."""
+    a, b = (ComparedTensor(records=(survey.records[place],)) for place in (first, other))
+    known = compare_tensors(a, b)
+    if known is None:
+        return []
+    said = [f"{known.num_differing:,} of {known.num_elements:,} elements differ"]
+    if known.max_abs is not None:
+        said.append(f"by {number_text(known.max_abs)} at most")
+    if known.num_apart:
+        said.append(f"{known.num_apart:,} are NaN or infinite in one alone")
+    return [", ".join(said)]
 
 
 def _sizes(survey: Survey, place: int) -> str:
