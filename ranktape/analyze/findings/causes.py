@@ -182,6 +182,8 @@ class Flow:
 
     def _is_downstream(self, cause: Seen, one: Seen) -> bool:
         """Whether the cause was in what the other thing was computed from in the same passes."""
+        if one.time not in cause.times:
+            return False
         if cause.sample is not None:
             if one.sample not in {None, cause.sample} or not one.moments.keys() <= cause.moments.keys():
                 return False
@@ -218,9 +220,9 @@ class Flow:
 
     def _is_carried(self, cause: Seen, one: Seen) -> bool:
         """Whether lost numbers of an iteration before reach another one by a step, and all between is lost, too."""
-        before = [time for time in cause.times if time < one.time]
-        if not before or self._episodes[max(before)] != self.episode(one):
+        if cause.time >= one.time or self.episode(cause) != self.episode(one):
             return False
+        before = [time for time in cause.times if time < one.time]
         if all(self._survey.skipped_times[time] for time in before):
             return False
         if one.is_weight:
