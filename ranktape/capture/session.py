@@ -247,10 +247,15 @@ class Capture(Iterations):
         words = self._process.finish(
             reason=self._disabled or reason or self._ended or self._silence or ending,
             ended=self._ended,
+            has_failed=reason is not None,
             # The coordinator waits for the other ranks that long, and then has still to say so.
             timeout_seconds=timeout_seconds + VERDICT_SECONDS,
             on_progress=self._show_end,
         )
+        if words.get("state") not in {"closed", "late"}:
+            # The rank will not be closed; the place where the ranks have met may be gone with the process group.
+            with contextlib.suppress(Exception):
+                self._rendezvous.give_up(f"its writer process ended: {words.get('error') or self._process.ending()}")
         self._console.end_drain()
         if self._peers is not None:
             self._peers.stop()

@@ -335,6 +335,7 @@ class Writer:
     def _end(self, reason: str) -> None:
         self._has_ended.set()
         self._storer.trainer_is_gone = True
+        self._has_failed()
         self._storer.give_up_at = time.monotonic() + self._config.options.finish_timeout_seconds
         if self._flight is not None:
             self._flight.end(reason, death=self._death)
@@ -350,12 +351,21 @@ class Writer:
             self._storer.rank_writer.close(reason=reason)
         if self._coordinator is not None:
             self._say(state="waiting")
-            verdict = self._coordinator.finish(ended=str((self._ring.hear() or {}).get("ended", "")))
+            ended = str((self._ring.hear() or {}).get("ended", ""))
+            verdict = self._coordinator.finish(ended=ended, has_failed=self._has_failed)
             self._say(verdict=verdict.to_json())
         if self._config.ring_path is not None and not self._committer.owes:
             # Nothing is left in it that anybody could want.
             self._config.ring_path.unlink(missing_ok=True)
         self._say(state="closed")
+
+    def _has_failed(self) -> bool:
+        """Whether the training has failed; another launch is told then that it may wait for the lease."""
+        is_killed = self._death is not None or (self._trainer.has_ended() and self._trainer.ending() is not None)
+        has_failed = is_killed or bool((self._ring.hear() or {}).get("has_failed"))
+        if has_failed and self._lease is not None:
+            self._lease.announce_end()
+        return has_failed
 
     def _say(self, **changes: Any) -> None:
         with self._words_lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from ranktape.capture.settings.cadence import Cadence
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.rules import cadence_of
-from ranktape.capture.writing.coordinator import Coordinator
+from ranktape.capture.writing.coordinator import QUIET_SECONDS, Coordinator
 from ranktape.storage import IterationState, open_run
 from ranktape.storage.format.attempt import IterationPlan, read_plan
 from ranktape.storage.format.layout import Mark
@@ -224,6 +225,28 @@ def test_a_rank_that_never_reports_ends_the_wait(tmp_path: Path) -> None:
     verdict = watched.coordinator.finish()
     assert 0.5 <= time.monotonic() - began < 20
     assert "iteration 0 is partial (rank 1: never reported (its host may be lost))" in verdict.message()
+
+
+def test_of_a_failed_training_ranks_are_waited_for_while_something_arrives(tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "run", planned=(0,), target=1, timeout_seconds=300)
+    open_iteration(watched.backend, attempt=watched.attempt, iteration=0)
+    alive, dead = watched.writers
+    alive.commit(0, expected=[], silent_sites={})
+    alive.close(reason="the training failed")
+    began = time.monotonic()
+
+    def write() -> None:
+        for number in range(3):
+            time.sleep(2)
+            array = np.zeros((512, 1024), dtype=np.float32)
+            dead.write(array, info=describe(array, iteration=0, rank=1, module=f"layers.{number}"))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    verdict = watched.coordinator.finish(has_failed=lambda: True)
+    thread.join()
+    assert QUIET_SECONDS + 5 < time.monotonic() - began < QUIET_SECONDS + 60
+    assert "rank 1: never reported" in verdict.message()
 
 
 def test_the_last_commit_may_come_after_the_training(tmp_path: Path) -> None:

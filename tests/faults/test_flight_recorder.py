@@ -112,6 +112,18 @@ def test_a_nan_on_one_rank_stores_the_iterations_around_it_on_all(tmp_path: Path
     assert (first.where["module"], first.where["tensor_name"], first.value) == ("0", "input", 1.0)
 
 
+def test_a_run_is_continued_at_once_where_a_rank_died_with_its_writer(tmp_path: Path) -> None:
+    ended = torchrun(PROGRAM, tmp_path / "run", "both", cwd=tmp_path, num_ranks=NUM_RANKS)
+    assert ended.returncode != 0
+    began = time.monotonic()
+    ended = torchrun(PROGRAM, tmp_path / "run", "nan", "resume", cwd=tmp_path, num_ranks=NUM_RANKS)
+    assert ended.returncode == 0, ended.stderr
+    assert time.monotonic() - began < 120  # far less than --finish-timeout-seconds
+    first, second = (status for status in closed(tmp_path / "run").status() if status.iteration == FAULTY_ITERATION)
+    assert f"rank {FAULTY_RANK}" in first.lacks(max_named=NUM_RANKS)
+    assert (second.attempt, second.state) == (1, IterationState.COMPLETE)
+
+
 def test_a_flood_of_triggers_stores_a_bounded_number_of_iterations_and_hides_nothing(tmp_path: Path) -> None:
     ended = torchrun(PROGRAM, tmp_path / "run", "flood", cwd=tmp_path, num_ranks=NUM_RANKS)
     assert ended.returncode != 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import pickle
@@ -249,7 +248,13 @@ class WriterProcess:
         return lines[-1] if lines else f"exit code {code}"
 
     def finish(
-        self, *, reason: str, timeout_seconds: float, on_progress: Callable[[int, str], None], ended: str = ""
+        self,
+        *,
+        reason: str,
+        timeout_seconds: float,
+        on_progress: Callable[[int, str], None],
+        ended: str = "",
+        has_failed: bool = False,
     ) -> dict[str, Any]:
         """Say that the capture is over and wait until the writer has stored everything; its last words.
 
@@ -258,18 +263,21 @@ class WriterProcess:
             timeout_seconds: Longest wait; the writer goes on without us after it.
             on_progress: Called about each second with the bytes still to store and the writer's state.
             ended: What has ended the training, where that was asked for; the verdict says so.
+            has_failed: Whether the training has failed: other ranks may then come no more.
         """
-        self._last_words = {"reason": reason, "ended": ended}
+        self._last_words = {"reason": reason, "ended": ended, "has_failed": has_failed}
         self.ring.finish(self._last_words)
         deadline = time.monotonic() + timeout_seconds
         next_progress = time.monotonic() + _PROGRESS_SECONDS
         words: dict[str, Any] = {}
         while True:
-            with contextlib.suppress(CaptureError):
+            is_gone = False
+            try:
                 self.keep_alive()
-            alive = self.is_alive()  # before the words: what it said last is heard then
+            except CaptureError:
+                is_gone = not self.is_alive()  # before the words: what it said last is heard then
             words = self.ring.hear() or words
-            if words.get("state") in _LAST or not alive:
+            if words.get("state") in _LAST or is_gone:
                 return words
             now = time.monotonic()
             if now > deadline:

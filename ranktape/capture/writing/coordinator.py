@@ -18,6 +18,7 @@ from ranktape.capture.settings.cadence import Cadence
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.writing.requests import ENDED, Requests
 from ranktape.errors import RanktapeError, StorageError
+from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import (
     Attempt,
     IterationPlan,
@@ -27,6 +28,7 @@ from ranktape.storage.format.attempt import (
     write_plan,
 )
 from ranktape.storage.format.commit import finish_iteration
+from ranktape.storage.format.documents import for_each
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import Progress, read_progress, write_verdict
 from ranktape.storage.format.status import RunVerdict
@@ -51,6 +53,12 @@ def max_ask_seconds(world_size: int) -> float:
 
 
 _POLL_SECONDS = 0.25
+
+QUIET_SECONDS = 20.0
+"""Longest wait, once the training has failed, for ranks of which nothing arrives in the store."""
+
+_MAX_LOOKED_AT = 64
+"""Ranks of which is looked at what arrives."""
 
 _MAX_POLL_SECONDS = 5.0
 
@@ -130,11 +138,13 @@ class Coordinator:
             # At once, and before the rank commits another one: no more are to be there than are kept.
             self._look()
 
-    def finish(self, *, ended: str = "") -> RunVerdict:
+    def finish(self, *, ended: str = "", has_failed: Callable[[], bool] = lambda: False) -> RunVerdict:
         """Stop watching; wait for the other ranks, at most `finish_timeout_seconds`; write and return the verdict.
 
         Args:
             ended: What has ended the training or the capture, where it was asked for.
+            has_failed: Says whether the training has failed: other ranks are then waited for only as long as something
+                of them arrives in the store.
 
         Raises:
             StorageError: the verdict cannot be written.
@@ -145,6 +155,7 @@ class Coordinator:
         self._next_look = 0.0
         size = self._attempt.launch.world_size
         pause, seen = _POLL_SECONDS, None
+        arrived, arrived_at = None, time.monotonic()
         while True:
             self._answer(refusal=ENDED)
             progress = self._look()
@@ -159,13 +170,36 @@ class Coordinator:
                 is_enough = is_planned and len(had | set(self._attempt.completed)) >= self._options.target_iterations
                 if all_closed or (progress.opened <= had and is_enough):
                     break
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            found = self._arrived(progress) if has_failed() else None
+            if found is None or found != arrived:
+                arrived, arrived_at = found, now
+            if now > deadline or now - arrived_at > QUIET_SECONDS:
                 break
             pause, seen = _pause_after(pause, is_news=progress != seen), progress
             time.sleep(pause)
         if self._plan.stops_at is not None and not ended:
             ended = f"the capture was stopped before iteration {self._plan.stops_at}, as {self._plan.stopped_by} asked"
         return write_verdict(self._backend, attempt=self._attempt, problems=self.problems, ended=ended)
+
+    def _arrived(self, progress: Progress | None) -> list[int] | None:
+        """How much is stored by ranks that have not closed; None where the store does not answer."""
+        if progress is None:
+            return None
+        ranks = sorted(set(self._attempt.launch.ranks) - progress.closed)[:_MAX_LOOKED_AT]
+        try:
+            keys = for_each(lambda rank: self._keys_of(progress, rank), ranks)
+        except StorageError:
+            return None
+        return [*ranks, *keys, sum(map(len, progress.marks.values()))]
+
+    def _keys_of(self, progress: Progress, rank: int) -> int:
+        """The number of keys of the iterations on which a rank has not had its word."""
+        path = self._attempt.path
+        begun = layout.iterations_named(self._backend.list_names(layout.rank_path(path, rank)))
+        unsettled = [one for one in begun if rank not in progress.marks.get(one, {})]
+        groups = [layout.rank_iteration_path(path, rank, one) for one in unsettled]
+        return sum(len(self._backend.list_keys(group)) for group in groups)
 
     def _watch(self) -> None:
         pause = _POLL_SECONDS

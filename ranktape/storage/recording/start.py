@@ -210,6 +210,9 @@ RENEW_SECONDS = 5.0
 EXPIRY_SECONDS = 20.0
 """A lease that has not changed for so long has no holder any more."""
 
+ENDING_SECONDS = 45.0
+"""Longest wait for a holder whose training has failed."""
+
 _LOOK_SECONDS = 0.5
 
 
@@ -225,6 +228,7 @@ class Lease:
         """
         self._backend = backend
         self._launch_id = launch.launch_id
+        self._is_ending = False
         self.lost: str | None = None
         """Why the launch must not go on: another one has taken over the run."""
         known = self._without_holders()
@@ -240,6 +244,13 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="ranktape-lease", daemon=True)
         self._thread.start()
 
+    def announce_end(self) -> None:
+        """Say, once, that the training has failed: who wants the lease may wait for it."""
+        if not self._is_ending:
+            self._is_ending = True
+            with contextlib.suppress(StorageError):  # the next renewal says so
+                write_group(self._backend, layout.lease_path(self._number), self._attributes())
+
     def release(self) -> None:
         """Give it back: another launch may have the run at once."""
         self._is_over.set()
@@ -253,17 +264,24 @@ class Lease:
         self.release()
 
     def _without_holders(self) -> set[int]:
-        """The leases that are there, once those of other launches have been seen not to change."""
+        """The leases that are there, once those of other launches have been seen not to change.
+
+        A holder whose training has failed, and that stores what is left, is waited for.
+        """
         first: dict[int, dict[str, Any]] | None = None
+        num_still = -1
         for num_looks in itertools.count():
             leases = {number: self._read(number) for number in _numbers(self._backend)}
             # One without a document is being written, or half of it was removed: a directory comes before its file.
             others = {number: said for number, said in leases.items() if said.get("launch_id") != self._launch_id}
             first = others if first is None else first
-            if changed := {number for number, said in others.items() if said != first.get(number)}:
+            changed = {number for number, said in others.items() if said != first.get(number)}
+            is_ending = all(others[number].get("is_ending") for number in changed)
+            if changed and not (is_ending and num_looks * _LOOK_SECONDS < ENDING_SECONDS):
                 raise self._refusal(max(changed))
+            first, num_still = (others, 0) if changed else (first, num_still + 1)
             # Looks are counted, and not seconds: while this machine stalls, a holder on it renews nothing either.
-            if not others or num_looks * _LOOK_SECONDS > EXPIRY_SECONDS:
+            if not others or num_still * _LOOK_SECONDS > EXPIRY_SECONDS:
                 return set(leases)
             time.sleep(_LOOK_SECONDS)
         raise AssertionError("there is no last look")
@@ -285,7 +303,7 @@ class Lease:
 
     def _attributes(self) -> dict[str, Any]:
         about = {"launch_id": self._launch_id, "host": socket.gethostname(), "process": os.getpid()}
-        return {**about, "renewed": time.time()}
+        return {**about, "renewed": time.time(), "is_ending": self._is_ending}
 
     def _read(self, number: int) -> dict[str, Any]:
         return read_attributes(self._backend, layout.lease_path(number)) or {}

@@ -1,6 +1,7 @@
 """A training of some ranks with a flight recorder, on one of which something goes wrong in an iteration.
 
-flight.py URL FAULT: `nan`, `exception`, `sigterm`, `sigkill`, `segfault`, `hang`, `user`, `flood` or `none`.
+flight.py URL FAULT: `nan`, `exception`, `sigterm`, `sigkill`, `segfault`, `hang`, `user`, `flood`, `none`, or
+`both` (the rank and its writer are killed). With `resume` after it the run is continued.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ NUM_IN_FLOOD, NUM_BEFORE_DEATH = 120, 130
 TIMEOUT_SECONDS = {"hang": 15.0}
 """Of a collective, where one is waited for in vain."""
 
-_SIGNALS = {"sigterm": signal.SIGTERM, "sigkill": signal.SIGKILL, "segfault": signal.SIGSEGV}
+_SIGNALS = {"both": signal.SIGKILL, "sigterm": signal.SIGTERM, "sigkill": signal.SIGKILL, "segfault": signal.SIGSEGV}
+
+
+def end(capture: Capture, fault: str) -> None:
+    """End the process by a signal, and before it its writer where both are to end."""
+    writer = capture._process._process
+    if fault == "both" and writer is not None:
+        os.kill(writer.pid, signal.SIGKILL)
+    os.kill(os.getpid(), _SIGNALS[fault])
 
 
 def flood(capture: Capture, iteration: int) -> None:
@@ -37,7 +46,7 @@ def flood(capture: Capture, iteration: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(url: str, fault: str) -> None:
+def main(url: str, fault: str, *resume: str) -> None:
     """Train."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=dt.timedelta(seconds=TIMEOUT_SECONDS.get(fault, 120.0)))
@@ -46,7 +55,7 @@ def main(url: str, fault: str) -> None:
     layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
     model = DistributedDataParallel(layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Capture(url, model=model, record_last=LAST, host_budget_nbytes=4 << 20) as capture:
+    with Capture(url, model=model, record_last=LAST, host_budget_nbytes=4 << 20, resume=bool(resume)) as capture:
         for iteration in range(NUM_ITERATIONS if fault != "flood" else NUM_BEFORE_DEATH + 1):
             batch = torch.randn(4, 16)
             optimizer.zero_grad()
@@ -62,7 +71,7 @@ def main(url: str, fault: str) -> None:
                 if fault == "exception":
                     raise ValueError("the data are wrong")
                 if fault in _SIGNALS:
-                    os.kill(os.getpid(), _SIGNALS[fault])
+                    end(capture, fault)
                 if fault == "hang":
                     time.sleep(3600)
             loss = hidden.square().mean()
