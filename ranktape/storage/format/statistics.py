@@ -177,6 +177,8 @@ def exponent_of(absmax: float | None) -> int:
 
 def merge_statistics(parts: Sequence[Statistics]) -> Statistics:
     """The statistics of all parts together; of no elements where there is no part."""
+    if len(parts) == 1:
+        return parts[0]
     finite = [part for part in parts if part.num_finite]
     # None of the three is None there.
     ends = {name: choose((getattr(part, name) for part in finite), default=None) for name, choose in _ENDS.items()}

@@ -62,7 +62,7 @@ def statistics_of_pairs(values: NDArray[np.float64], counts: NDArray[np.int64], 
     occurring, weights = values[is_finite], counts[is_finite].astype(np.float64)
     none = np.zeros(occurring.size)
     sums = weights, occurring * weights, none, none, none, np.abs(occurring) * weights
-    return _statistics(sums, finite=occurring, num_elements=num_elements)
+    return _statistics(sums, ends=_ends(occurring), num_elements=num_elements)
 
 
 def warm_up() -> None:
@@ -94,16 +94,27 @@ def _of_floats(values: NDArray[Any]) -> Statistics:
     sum_powers(frozen(values, shape=(values.size,)), sums_BM)
     is_all_finite = sums_BM[:, 0].sum() == values.size
     finite = values if is_all_finite else values[np.isfinite(values)]
-    if finite.size and (exponent := exponent_of(float(max(-finite.min(), finite.max())))):
+    ends = _ends(finite)
+    if exponent := exponent_of(ends[2]):
         sum_powers(frozen(np.ldexp(finite, -exponent), shape=finite.shape), sums_BM)
-    return _statistics(sums_BM.T, finite=finite, num_elements=values.size)
+    return _statistics(sums_BM.T, ends=ends, num_elements=values.size)
 
 
-def _statistics(sums: Iterable[NDArray[np.float64]], *, finite: NDArray[Any], num_elements: int) -> Statistics:
+Ends = tuple[float | None, float | None, float | None]
+"""The smallest and the largest of finite values, and the largest magnitude; None of none."""
+
+
+def _ends(finite: NDArray[Any]) -> Ends:
+    if not finite.size:
+        return None, None, None
+    minimum, maximum = float(finite.min()), float(finite.max())
+    return minimum, maximum, max(abs(minimum), abs(maximum))
+
+
+def _statistics(sums: Iterable[NDArray[np.float64]], *, ends: Ends, num_elements: int) -> Statistics:
     """What parts add up to, of whose finite values the counts, the sums and so on are given in columns."""
     counts, totals, second, third, fourth, magnitudes = sums
     total, moments = merge_moments(counts, totals, [second, third, fourth])
-    ends = (float(finite.min()), float(finite.max())) if finite.size else (None, None)
     if ends[0] == ends[1]:
         moments = [0.0, 0.0, 0.0]
     return Statistics(
@@ -116,5 +127,5 @@ def _statistics(sums: Iterable[NDArray[np.float64]], *, finite: NDArray[Any], nu
         sum_magnitudes=float(magnitudes.sum()),
         minimum=ends[0],
         maximum=ends[1],
-        absmax=None if ends[0] is None or ends[1] is None else max(abs(ends[0]), abs(ends[1])),
+        absmax=ends[2],
     )
