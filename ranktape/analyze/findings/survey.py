@@ -22,6 +22,7 @@ from ranktape.analyze.identity import IDENTITY, role_of, stacks_of
 from ranktape.analyze.metrics.numbers import NUMBERS, numbers_of
 from ranktape.storage import Records
 from ranktape.storage.format.commit import read_skipped_ranks
+from ranktape.storage.format.documents import for_each
 from ranktape.storage.format.dtypes import dtype_row
 from ranktape.storage.format.record_info import is_parameter
 from ranktape.storage.records.reader import RunReader
@@ -138,12 +139,17 @@ class Survey:
             StorageError: the store cannot be read.
         """
         found, reader = np.zeros(len(self._captured), dtype=bool), self.records.reader
-        lost = (self.counts["nan"] > 0) | (self.counts["inf"] > 0) | (self.counts["captured_inf"] > 0)
-        if isinstance(reader, RunReader):
-            for place in np.flatnonzero(lost)[np.unique(self.times[lost], return_index=True)[1]].tolist():
-                attempt = self.records[place].location.group.partition("/")[0]
-                iteration = int(self.fields["iteration"][place])
-                found[self.times[place]] = bool(read_skipped_ranks(reader.backend, attempt, iteration))
+        nan, inf, lower = (self.counts[name] for name in ("nan", "inf", "lower"))
+        # A mask of -Inf in the forward pass is nothing that a scaler looks at.
+        lost = (nan > 0) | ((inf > 0) & ((lower != inf) | (self.fields["operation"] == "backward")))
+        if not isinstance(reader, RunReader) or not lost.any():
+            return found
+        times, firsts = np.unique(self.times[lost], return_index=True)
+        places = [
+            (self.records[place].location.group.partition("/")[0], int(self.fields["iteration"][place]))
+            for place in np.flatnonzero(lost)[firsts].tolist()
+        ]
+        found[times] = [bool(ranks) for ranks in for_each(lambda one: read_skipped_ranks(reader.backend, *one), places)]
         return found
 
     def when(self, place: int) -> tuple[int, int, int]:
