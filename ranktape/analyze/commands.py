@@ -17,7 +17,7 @@ from ranktape.errors import UsageError
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.engine.values import View
-    from ranktape.analyze.numerics.formats import Format
+    from ranktape.analyze.metrics.target import Target
     from ranktape.analyze.numerics.recipes.recipe import Recipe
     from ranktape.analyze.views.plots.plot import Plot
 
@@ -96,7 +96,7 @@ def plot(
         kinds = None if all else wanted
         source = " and ".join((selection.run, *selection.more))
         written = write.write_plots(
-            records, folder=path, kinds=kinds, format=target, recipes=recipes, source=source, on_plot=_say_path, **look
+            records, folder=path, kinds=kinds, target=target, recipes=recipes, source=source, on_plot=_say_path, **look
         )
         rest = f", {len(written.left_out)} left out" if written.left_out else ""
         say(f"{len(written.drawn)} plots{rest}: see {path / write.README}", err=True)
@@ -106,7 +106,7 @@ def plot(
         if said:
             say(said, err=True)
     else:
-        write.write_one(wanted[0], records, path=path, format=target, recipes=recipes, **look)
+        write.write_one(wanted[0], records, path=path, target=target, recipes=recipes, **look)
     say(str(path))
 
 
@@ -142,8 +142,8 @@ def _parse_recipes(texts: Sequence[str], wanted: Sequence[Plot], *, is_all: bool
     return parse_recipes(named) if named else []
 
 
-def _parse_target(name: str | None) -> Format | None:
-    """The format whose limits count, if it has limits without a scale; None for those of the captured dtype."""
+def _parse_target(name: str | None) -> Target | None:
+    """The format whose limits count, if it has no blocks, and its scale; None for those of the captured dtype."""
     from ranktape.analyze.metrics.target import one_target
     from ranktape.analyze.numerics.quantization.schemes import Scaling, parse_scheme
 
@@ -154,8 +154,7 @@ def _parse_target(name: str | None) -> Format | None:
                 f"--format {name} is one of blocks with scales, of elements of {scheme.element.name}: give --format "
                 f"{scheme.element.name}, or ask 'ranktape analyze overflow --format {name} --scaling block'"
             )
-    target = one_target(name, None if name is None else "none")
-    return None if target is None else target.element
+    return one_target(name)
 
 
 def report(

@@ -226,7 +226,7 @@ def test_ls_counts_by_fields(run: str) -> None:
 
 
 def test_answers_are_json_csv_and_text_of_the_same_rows(run: str) -> None:
-    words = ("overflow", run, "--by", "layer_type", "--format", "fp8_e4m3")
+    words = ("overflow", run, "--by", "layer_type", "--format", "fp8_e4m3", "--scaling", "none")
     rows = json.loads(answer(*words, "--json"))["rows"]
     lines = list(csv.DictReader(io.StringIO(answer(*words, "--csv"))))
     assert [float(line["overflow.underflow.ratio"]) for line in lines] == [
@@ -249,8 +249,8 @@ def test_sweep_recommends_a_scale(run: str) -> None:
 
 
 def test_rows_are_sorted_and_limited(run: str) -> None:
-    words = ("overflow", run, "--format", "fp8_e4m3", "--sort", "overflow.underflow.ratio", "--limit", "3", "--json")
-    document = json.loads(answer(*words))
+    words = ("overflow", run, "--format", "fp8_e4m3", "--scaling", "none")
+    document = json.loads(answer(*words, "--sort", "overflow.underflow.ratio", "--limit", "3", "--json"))
     assert [row["overflow.underflow.ratio"] for row in document["rows"]] == [1.0, 1.0, 1.0]
     assert document["notes"][0] == "the first 3 of 72 rows"
 
@@ -270,15 +270,16 @@ def test_a_terminal_shows_as_many_rows_as_people_read(run: str, tmp_path: Path) 
 
 
 def test_the_rows_that_a_terminal_shows_are_the_worst(run: str) -> None:
-    lines = answered("overflow", run, "--format", "fp8_e4m3", columns=200)
+    words = ("overflow", run, "--format", "fp8_e4m3", "--scaling", "none")
+    lines = answered(*words, columns=200)
     assert lines[-2] == "52 more; these are the worst: --limit 0 shows all"
-    assert lines[-1].startswith("verdict: 54 high, 10 moderate, 8 none; worst: ")
+    assert lines[-1].startswith("verdict: 32 high, 40 none; worst: ")
     severities = [line.split()[-1] for line in lines[3:-2]]
-    assert severities == sorted(severities, key=["high", "moderate", "none"].index)
-    rows = json.loads(answer("overflow", run, "--format", "fp8_e4m3", "--json"))["rows"]
+    assert severities == sorted(severities, key=["high", "medium", "none"].index)
+    rows = json.loads(answer(*words, "--json"))["rows"]
     known = [row["severity"] for row in rows]
     assert severities.count("high") == min(20, known.count("high"))
-    assert known != sorted(known, key=["high", "moderate", "none"].index)
+    assert known != sorted(known, key=["high", "medium", "none"].index)
 
 
 @pytest.mark.parametrize(("name", "start"), [("a.json", "{"), ("a.csv", "iteration,"), ("a.txt", "all rows: ")])

@@ -272,7 +272,9 @@ def test_samples_are_checked(tmp_path: Path) -> None:
     values = np.ones((3, 40), dtype=np.float32)
     values[1, :4] = 1000.0
     run = store(tmp_path, [describe_tensor(values, sample_dim=0, sample_ids=["x", "y", "z"])])
-    (outcome,) = gate(run.select(), rule=["overflow.ratio == 0"], by=["sample"], format="fp8_e4m3").outcomes
+    (outcome,) = gate(
+        run.select(), rule=["overflow.ratio == 0"], by=["sample"], format="fp8_e4m3", scaling="none"
+    ).outcomes
     assert [(one.identity, one.value) for one in outcome.offenders] == [({"sample": "y"}, 0.1)]
     without_ids = store(tmp_path / "plain", [describe_tensor(values, sample_dim=0)])
     (outcome,) = gate(without_ids.select(), rule=["sample in ['0', '2']"], by=["sample"]).outcomes

@@ -29,7 +29,7 @@ from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.finding import Severity, finding_of
 from ranktape.analyze.findings.survey import Survey
 from ranktape.analyze.identity import layer_places, short_names, with_stacks
-from ranktape.analyze.numerics.formats import FORMATS
+from ranktape.analyze.metrics.target import one_target
 from ranktape.analyze.table import Table
 from ranktape.analyze.views.plots.data import PlotData
 from ranktape.analyze.views.plots.heat_maps import grid_of, layer_names
@@ -160,12 +160,12 @@ def test_what_all_stacks_are_called_is_left_out(stacks: list[str], names: list[s
 
 
 def alone(run: Run, stack: str) -> PlotData:
-    return PlotData(run.select(layer_stack=stack), target=FORMATS["fp8_e4m3"])
+    return PlotData(run.select(layer_stack=stack), target=one_target("fp8_e4m3"))
 
 
 @pytest.fixture(scope="module")
 def survey(run: Run) -> PlotData:
-    return PlotData(run.select(), target=FORMATS["fp8_e4m3"])
+    return PlotData(run.select(), target=one_target("fp8_e4m3"))
 
 
 @pytest.mark.parametrize("name", ["overflow", "extreme"])

@@ -138,20 +138,44 @@ def test_a_kept_histogram_knows_its_blocks(tmp_path: Path) -> None:
         overflow(pair[1].select(), format="fp8_e4m3", per_sample=True)
 
 
+def severity_of_one(folder: Path, values: Array, **options: Any) -> tuple[str, str, str]:
+    """The severity of a tensor, of its overflow, and of its underflow."""
+    (row,) = overflow(store(folder, [describe_tensor(values)]).select(), **options).records()
+    return row["severity"], row["overflow.severity"], row["overflow.underflow.severity"]
+
+
 @pytest.mark.parametrize(
-    ("ratio", "severity"), [(0.0, "none"), (0.001, "none"), (0.0011, "moderate"), (0.01, "moderate"), (0.0101, "high")]
+    ("ratio", "severity"), [(0.0, "none"), (0.001, "none"), (0.0011, "medium"), (0.01, "medium"), (0.0101, "high")]
 )
-def test_severity_is_that_of_the_legacy_tool(tmp_path: Path, ratio: float, severity: str) -> None:
+def test_overflow_without_a_scale_is_severe_from_a_thousandth_on(tmp_path: Path, ratio: float, severity: str) -> None:
     values = np.ones(10_000, dtype=np.float32)
     values[: round(ratio * 10_000)] = 1000.0
-    table = overflow(store(tmp_path, [describe_tensor(values)]).select(), format="fp8_e4m3")
-    row = table.records()[0]
-    assert (row["severity"], row["overflow.severity"], row["overflow.underflow.severity"]) == (
-        severity,
-        severity,
-        "none",
-    )
-    assert "high above 1% or with any NaN or Inf, moderate above 0.1%" in table.title
+    found = severity_of_one(tmp_path / "none", values, format="fp8_e4m3", scaling="none")
+    assert found == (severity, severity, "none")
+    assert severity_of_one(tmp_path / "tensor", values, format="fp8_e4m3") == ("none", "none", "none")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "in_dtype", "in_format"),
+    [(0.01, "none", "none"), (0.1, "medium", "none"), (0.11, "medium", "medium"), (0.26, "high", "high")],
+)
+def test_underflow_is_what_is_subnormal_in_the_dtype_and_becomes_zero_in_a_format(
+    tmp_path: Path, ratio: float, in_dtype: str, in_format: str
+) -> None:
+    """As `findings` judges gradients; what is subnormal in a format, and kept, is not severe."""
+    values = np.ones(1000, dtype=np.float16)
+    values[: round(ratio * 1000)] = 1e-6
+    assert severity_of_one(tmp_path / "own", values) == (in_dtype, "none", in_dtype)
+    assert severity_of_one(tmp_path / "zero", values, format="fp8_e4m3") == (in_format, "none", in_format)
+    values[values < 1] = 2.0**-16
+    assert severity_of_one(tmp_path / "kept", values, format="fp8_e4m3") == ("none", "none", "none")
+
+
+def test_what_the_rule_of_a_block_cuts_off_is_not_severe(tmp_path: Path) -> None:
+    """OCP's rule takes 511 to 448, the largest value of fp8_e4m3."""
+    records = store(tmp_path, [describe_tensor(np.full(64, 511.0, dtype=np.float32))]).select()
+    (row,) = overflow(records, format="mxfp8").records()
+    assert (row["overflow.ratio"], row["severity"], row["overflow.severity"]) == (1.0, "none", "none")
 
 
 @pytest.mark.parametrize(
@@ -200,10 +224,13 @@ def test_every_format_has_the_scalings_that_it_can_have() -> None:
 def test_a_format_with_blocks_has_their_scales_unless_another_scaling_is_given(run: Run) -> None:
     records = run.select()
     assert [target.scaling.value for target in parse_targets("fp8_e4m3,mxfp8,nvfp4,hif8")] == [
-        "none",
+        "tensor",
         "block",
         "block",
-        "none",
+        "tensor",
+    ]
+    assert [target.scaling.value for target in parse_targets("int8,fp4_e2m1,bf16,fp16")] == 2 * ["tensor"] + 2 * [
+        "none"
     ]
     assert overflow(records, format="mxfp8").rows == overflow(records, format="mxfp8", scaling="block").rows
     assert [target.scaling.value for target in parse_targets("nvfp4", "none")] == ["none"]
@@ -281,7 +308,10 @@ def test_where_it_begins(tmp_path: Path) -> None:
         (array, describe_tensor(array, iteration=i, rank=r, counter=c, layer_idx=9 - c)[1])
         for (array, _), (i, r, c) in zip(tensors, places, strict=True)
     ]
-    rows = {row["kind"]: row for row in overflow(_store(tmp_path, tensors), format="fp8_e4m3", first=True).records()}
+    rows = {
+        row["kind"]: row
+        for row in overflow(_store(tmp_path, tensors), format="fp8_e4m3", scaling="none", first=True).records()
+    }
     assert list(rows) == ["nan", "overflow", "underflow", "flushed"]
     for kind, ratio in (("overflow", 1 / 2000), ("underflow", 10 / 2000), ("flushed", 10 / 2000)):
         found = rows[kind]

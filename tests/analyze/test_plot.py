@@ -93,7 +93,10 @@ def test_lines_are_the_ratios_of_the_table(records: Records) -> None:
 
 
 def test_panels_say_what_they_count(records: Records) -> None:
-    shown = [text.get_text() for text in texts(draw_overflow(overflow(records, format="fp8_e4m3")))]
+    scaled = [text.get_text() for text in texts(draw_overflow(overflow(records, format="fp8_e4m3")))]
+    assert "underflow\n0 < |x / scale| < 0.0156" in scaled
+    assert any(one.startswith("fp8_e4m3 with one scale for each tensor: largest value 448") for one in scaled)
+    shown = [text.get_text() for text in texts(draw_overflow(overflow(records, format="fp8_e4m3", scaling="none")))]
     for words in (
         "overflow\n|x| rounds beyond 448",
         "underflow\n0 < |x| < 0.0156",
@@ -155,11 +158,11 @@ def layers_table(num_layers: int, *, layer_types: list[str], ratios: Any) -> Any
     """An overflow table of so many layers, made by hand."""
     from ranktape.analyze.table import Column, Kind, Table
 
-    names = ("iteration", "rank", "operation", "layer_type", "layer_idx", "limits_of", "elements")
+    names = ("iteration", "rank", "operation", "layer_type", "layer_idx", "limits_of", "scaling", "elements")
     counts = ("overflow.total", "overflow.underflow.count", "overflow.flushed.count")
     cycle = itertools.cycle(ratios)
     rows = tuple(
-        (0, 0, operation, layer_type, layer, "fp8_e4m3", 10**12, *(int(next(cycle) * 10**12) for _ in counts))
+        (0, 0, operation, layer_type, layer, "fp8_e4m3", "none", 10**12, *(int(next(cycle) * 10**12) for _ in counts))
         for operation in ("forward", "backward")
         for layer_type in layer_types
         for layer in range(-1, num_layers)
@@ -187,7 +190,9 @@ def test_the_element_type_int8_is_not_taken_for_the_format_of_that_name(tmp_path
         for name in (None, "int8")
     )
     assert "int8: largest value" not in own
-    assert "int8: largest value 1.984, smallest normal 0.0156" in against
+    assert "int8 with one scale for each tensor: largest value 1.984, smallest normal 0.0156" in against.replace(
+        "\n", " "
+    )
 
 
 def test_a_png_is_written_and_folders_are_made(records: Records, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from matplotlib.container import BarContainer
 
+from ranktape.analyze.metrics.target import one_target
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.views.plots import boxes
 from ranktape.analyze.views.plots.data import PlotData
@@ -60,9 +61,9 @@ TENSORS = model()
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> PlotData:
-    """The model, against fp8_e4m3."""
+    """The model, against fp8_e4m3 without a scale."""
     records = store(tmp_path_factory.mktemp("run"), TENSORS).select()
-    return PlotData(records, target=FORMATS["fp8_e4m3"])
+    return PlotData(records, target=one_target("fp8_e4m3", "none"))
 
 
 def arrays(**fields: Any) -> list[np.ndarray[Any, Any]]:

@@ -94,7 +94,7 @@ def test_all_plots_fill_the_folders_of_the_legacy_tool(tmp_path: Path) -> None:
 
 def test_without_a_format_one_is_chosen_and_named(run: str, tmp_path: Path) -> None:
     assert invoke(run, "--kind", "overflow_histogram,overflow", "-o", str(tmp_path)).exit_code == 0
-    said = "No format was named: overflow and underflow are those of fp8_e4m3 without a scale."
+    said = "No format was named: overflow and underflow are those of fp8_e4m3 with one scale for each tensor."
     assert json.loads((tmp_path / "index.json").read_text())["notes"] == [said]
 
 

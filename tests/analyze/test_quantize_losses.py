@@ -42,8 +42,8 @@ def test_losses_are_counted_after_division_by_the_scale() -> None:
     [
         (0, LossSeverity.NONE),
         (1, LossSeverity.NONE),
-        (2, LossSeverity.MODERATE),
-        (10, LossSeverity.MODERATE),
+        (2, LossSeverity.MEDIUM),
+        (10, LossSeverity.MEDIUM),
         (11, LossSeverity.HIGH),
     ],
 )
@@ -55,7 +55,7 @@ def test_levels_begin_above_a_thousandth_and_a_hundredth(count: int, level: Loss
 
 def test_losses_are_one_line_for_people() -> None:
     assert str(losses(underflow=20, flushed=5, overflow=2)) == (
-        "of 1000 elements: underflow 2.00% (high), 0.50% become zero; overflow 0.20% (moderate)"
+        "of 1000 elements: underflow 2.00% (high), 0.50% become zero; overflow 0.20% (medium)"
     )
     spoiled = Losses(num_elements=100, underflow=0, flushed=0, overflow=0, spoiled=31, nan=1, inf=0)
     assert str(spoiled).endswith("; 1 NaN, 0 Inf, 31 others in their blocks")
@@ -64,7 +64,7 @@ def test_losses_are_one_line_for_people() -> None:
 def test_underflow_above_a_thousandth_is_warned_of_and_changes_nothing() -> None:
     x = np.ones(1000, dtype=np.float32)
     x[:2] = 2.0**-7
-    with pytest.warns(QuantizationWarning, match=r"fp8_e4m3: of 1000 elements: underflow 0.20% \(moderate\)") as caught:
+    with pytest.warns(QuantizationWarning, match=r"fp8_e4m3: of 1000 elements: underflow 0.20% \(medium\)") as caught:
         found = quantize(x, "fp8_e4m3")
     assert caught[0].filename == __file__
     silent = quantize(x, "fp8_e4m3", warn=False)

@@ -87,15 +87,13 @@ def test_the_first_of_equally_good_levels_is_taken() -> None:
     [
         (0.0, LossSeverity.NONE),
         (0.001, LossSeverity.NONE),
-        (0.00101, LossSeverity.MODERATE),
-        (0.01, LossSeverity.MODERATE),
+        (0.00101, LossSeverity.MEDIUM),
+        (0.01, LossSeverity.MEDIUM),
         (0.0101, LossSeverity.HIGH),
         (1.0, LossSeverity.HIGH),
     ],
 )
-def test_severity_is_moderate_above_a_thousandth_and_high_above_a_hundredth(
-    ratio: float, severity: LossSeverity
-) -> None:
+def test_severity_is_medium_above_a_thousandth_and_high_above_a_hundredth(ratio: float, severity: LossSeverity) -> None:
     for kind, other in (("overflow", "underflow"), ("underflow", "overflow")):
         (verdict,) = judged(level(0.0, **{f"{kind}_ratio": ratio})).verdicts
         assert (verdict.severity_by(kind), verdict.severity_by(other)) == (severity, LossSeverity.NONE)

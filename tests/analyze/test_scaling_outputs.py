@@ -156,7 +156,7 @@ def test_the_report_lists_the_levels_that_lose_more_than_a_thousandth() -> None:
     assert len(listed) == sum(level.overflow_ratio > 0.001 for level in sweep.levels) > 0
     severities = [line.split()[-1] for line in lines if line.startswith("    Severity: ")]
     ratios = [level.overflow_ratio for level in sweep.levels if level.overflow_ratio > 0.001]
-    assert severities[: len(ratios)] == ["HIGH" if ratio > 0.01 else "MODERATE" for ratio in ratios]
+    assert severities[: len(ratios)] == ["HIGH" if ratio > 0.01 else "MEDIUM" for ratio in ratios]
 
 
 def test_offsets_are_called_offsets() -> None:

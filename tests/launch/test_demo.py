@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,12 @@ def test_the_demo_learns_records_and_answers(tmp_path: Path) -> None:
     ]
     assert asked[1:] == ["status", *(f"analyze {name}" for name in ("overflow", "sweep", "findings", "plot", "report"))]
     assert "minimum met" in ended.stdout
+    # A healthy training: both questions say so.
+    assert "verdict: 4 none" in ended.stdout
+    assert "Nothing stands out in " in ended.stdout
+    for words_of in (["--format", "fp8_e4m3"], ["--format", "fp8_e5m2,hif8,mxfp8"], []):
+        said = python("-m", "ranktape.launch.cli", "analyze", "overflow", "run", *words_of, cwd=tmp_path).stdout
+        assert re.fullmatch(r"verdict: \d+ none", said.splitlines()[-1]), said
     (plot,) = tmp_path.rglob("*.png")
     assert str(plot.relative_to(tmp_path)) in ended.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")

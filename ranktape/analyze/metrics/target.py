@@ -198,13 +198,28 @@ def row_of_sweep(sweep: ScaleSweep) -> Row:
     return unknown_row(sweep.num_elements) | found | {"total": found["total"] + found["inf"]}
 
 
+def usual_scaling(name: str) -> Scaling:
+    """The scales that a format is used with: those of its blocks, one for each tensor up to 8 bits, none above.
+
+    Raises:
+        UsageError: the format is not known.
+    """
+    scheme = parse_scheme(name)
+    if scheme.scaling is Scaling.BLOCK:
+        return Scaling.BLOCK
+    return Scaling.TENSOR if scheme.element.num_bits <= _MAX_SCALED_BITS else Scaling.NONE
+
+
+_MAX_SCALED_BITS = 8
+"""Wider formats have the range of what a training computes with."""
+
+
 def parse_targets(
     formats: str | Sequence[str] | None, scalings: str | Sequence[str] | None = None
 ) -> tuple[Target, ...]:
     """The targets for names as people write them: one, several, or several with commas in between; none for none.
 
-    Every format is meant with every scaling of those that it can have; without any, one with blocks is meant with the
-    scales of those, any other without a scale.
+    Every format is meant with every scaling of those that it can have; without any, with its `usual_scaling`.
 
     Raises:
         UsageError: a name is not known; a scaling has no format, or a format none of the scalings.
@@ -221,7 +236,7 @@ def parse_targets(
     used: set[Scaling] = set()
     for name in names:
         targets, mistakes = [], []
-        for kind in kinds or [parse_scheme(name).scaling]:
+        for kind in kinds or [usual_scaling(name)]:
             try:
                 targets.append(_target(name, kind))
             except UsageError as error:

@@ -6,7 +6,7 @@ no value is read. Against another format, the digest of each record answers, whi
 A value overflows in a format if rounding to nearest takes it beyond the largest value: from half a step above
 it on. (The legacy tool counts everything above the largest value, also what rounds back to it: for
 fp8_e4m3 that is from 448 to 464.) It underflows if it is not zero and below the smallest normal value, and is
-flushed if it rounds to zero. With a scale it is divided by that first.
+flushed if it rounds to zero. With a scale it is divided by that first. `severity_cells` says what is how bad.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
+from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.identity import NUMBER_FIELDS, SAMPLE, are_files, source_fields
 from ranktape.analyze.json_text import json_value
 from ranktape.analyze.metrics.counts import Places, find_places
 from ranktape.analyze.metrics.metric import count_names
 from ranktape.analyze.metrics.target import KINDS, Target, largest_value, parse_targets
-from ranktape.analyze.numerics.quantization.encoded import HIGH_RATIO, MODERATE_RATIO, LossSeverity, severity_of
+from ranktape.analyze.numerics.quantization.encoded import HIGH_RATIO, MEDIUM_RATIO, LossSeverity, severity_of
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import UsageError
@@ -42,8 +43,8 @@ SEVERITY_COLUMNS = (
 
 
 NEXT_FORMAT = (
-    "little or nothing is beyond the limits of the dtype: --format fp8_e4m3 says what an 8-bit format would lose, with "
-    "--scaling tensor given a scale"
+    "little or nothing is beyond the limits of the dtype: --format fp8_e4m3 says what an 8-bit format would lose with "
+    "a scale for each tensor, and with --scaling none what a cast loses"
 )
 """What is said where no format was named, and the dtype itself has room for everything."""
 
@@ -64,7 +65,7 @@ def overflow(
 
     Without `format` against the limits of the dtype, as counted when the run was written: no value is read.
     With `format` every value is read once; what autocast rounded is rounded first (see `view`). The severity of a row
-    is high where more than 1 % overflow or underflow or anything is NaN or Inf, and moderate where more than 0.1 % do.
+    is high with any NaN or Inf, and high or medium where much is lost (see `severity_cells`).
 
     NaN counts as NaN alone; infinities count as infinite, and as overflow too. The ratios of an empty tensor are 0.
     Of several formats each has a row.
@@ -73,8 +74,8 @@ def overflow(
         format (NAME): Low-precision format: fp8_e4m3, fp8_e5m2, fp6_e2m3, fp6_e3m2, fp4_e2m1, int8, hif8, nvfp4, bf16,
             fp16. And in blocks: mxfp8, mxfp4, ... Several with commas between. The captured dtype by default.
         scaling (KIND): Scales before values meet a format: none, tensor (a power of two for each, its largest value
-            aligned) or block (those of the format); several with commas between. Unless given, block for formats with
-            blocks, none for others.
+            aligned) or block (those of the format); several with commas between. Unless given, the one that the format
+            is used with: block for formats with blocks, tensor for others up to 8 bits, none for wider ones.
         first: Where it begins: iteration, layer in execution order, rank.
         per_sample: One row for each sample of each record; --by sample groups them.
         on_record: Called after each record that was read.
@@ -102,7 +103,11 @@ def _table(places: Places, targets: Sequence[Target], *, view: View) -> Table:
         title=_title(targets, view=view),
         columns=(*places.columns, *_limit_columns(targets), *_count_columns(targets)),
         rows=tuple(
-            (*head, *_limit_cells(places, members, target), *_count_cells(places.together(counts, members), targets))
+            (
+                *head,
+                *_limit_cells(places, members, target),
+                *_count_cells(places.together(counts, members), targets, target),
+            )
             for head, members in places.rows()
             for target, counts in places.counted
         ),
@@ -122,7 +127,7 @@ def _verdict(table: Table) -> Iterator[str]:
     counted = ", ".join(
         [*(f"{count} {name}" for name, count in counts if count), *([f"{unknown} unknown"] * (unknown > 0))]
     )
-    if not any(name in severities for name in (LossSeverity.HIGH.value, LossSeverity.MODERATE.value)):
+    if not any(name in severities for name in (LossSeverity.HIGH.value, LossSeverity.MEDIUM.value)):
         yield f"verdict: {counted or 'no row'}"
         return
     worst = worst_first(table).rows[0]
@@ -133,7 +138,7 @@ def _verdict(table: Table) -> Iterator[str]:
         if column.is_key and not column.is_detail and len(set(map(str, table.column(column.name)))) > 1
     ]
     row = {column.name: cell for column, cell in cells}
-    lost = [f"{100 * (row[name] or 0):.3g} % {what}" for name, what in _SAID.items() if row[name]]
+    lost = [f"{100 * row[name]:.3g} % {what}" for name, what in _SAID.items() if row.get(name)]
     yield f"verdict: {counted}; worst: {' '.join([*told, ', '.join(lost)])}"
 
 
@@ -142,6 +147,7 @@ _SAID = {
     "overflow.inf.ratio": "infinite",
     "overflow.ratio": "overflow",
     "overflow.underflow.ratio": "underflow",
+    "overflow.flushed.ratio": "become zero",
 }
 """What a verdict says of the worst row."""
 
@@ -149,7 +155,8 @@ _SAID = {
 def worst_first(table: Table) -> Table:
     """The rows of `overflow` by their severity; equally bad ones with the most NaN, infinities, then losses first."""
     severities = [severity.value for severity in LossSeverity]
-    names = ("overflow.nan.ratio", "overflow.ratio", "overflow.underflow.ratio")
+    is_flushed = any(column.name == "overflow.flushed.ratio" for column in table.columns)
+    names = ("overflow.nan.ratio", "overflow.ratio", f"overflow.{'flushed' if is_flushed else 'underflow'}.ratio")
     columns = [table.column(name) for name in names]
     badness = [
         (severities.index(severity) if severity else -1, *(ratio or 0.0 for ratio in ratios))
@@ -204,24 +211,47 @@ def _count_columns(targets: Sequence[Target]) -> tuple[Column, ...]:
     )
 
 
-def _count_cells(numbers: Mapping[str, float], targets: Sequence[Target]) -> tuple[Any, ...]:
+def _count_cells(numbers: Mapping[str, float], targets: Sequence[Target], target: Target | None) -> tuple[Any, ...]:
     elements = int(numbers["elements"])
     cells: list[Any] = [elements]
     for kind in _kinds(targets):
         count = numbers[kind]
         cells += [None, None] if math.isnan(count) else [int(count), int(count) / max(1, elements)]
     cells += [None if math.isnan(numbers[name]) else float(numbers[name]) for name in EXTREMES]
-    both = [numbers[kind] / max(1, elements) for kind in ("total", "underflow")]
-    # A single infinity has overflowed for good, and a single NaN makes NaN of all that is computed from it.
-    both[0] = math.inf if numbers["inf"] > 0 else both[0]
-    severities = [None if math.isnan(ratio) else severity_of(ratio).value for ratio in both]
-    both.append(math.inf if numbers["nan"] > 0 else 0.0)
-    worst = None if None in severities else severity_of(max(both)).value
-    return (*cells, worst, *severities)
+    return (*cells, *severity_cells(numbers, target))
+
+
+def severity_cells(numbers: Mapping[str, float], target: Target | None) -> tuple[str | None, str | None, str | None]:
+    """How bad the counts are: all together, overflow, and underflow; None where it is not known.
+
+    A single NaN or Inf is high. Overflow is high above 1 % and medium above 0.1 %; with scales of blocks it is not
+    judged, as their rules cut off less than a quarter of a value. Underflow is high above 25 %. It is medium where more
+    than 1 % is subnormal in the dtype, or more than 10 % becomes zero in a format: as in `findings`.
+    """
+    elements = max(1, int(numbers["elements"]))
+    overflow, lost = (numbers[kind] / elements for kind in ("total", "underflow" if target is None else "flushed"))
+    if numbers["inf"] > 0:
+        overflow = math.inf
+    elif target is not None and target.scaling is Scaling.BLOCK and not math.isnan(overflow):
+        overflow = 0.0
+    medium = limit.LOST_RATIO if target is None else limit.FLUSHED_RATIO
+    both = (
+        None if math.isnan(overflow) else severity_of(overflow),
+        None if math.isnan(lost) else severity_of(lost, medium=medium, high=limit.LOST_RATIO_SERIOUS),
+    )
+    known = [one for one in both if one is not None]
+    worst = None
+    if len(known) == len(both):
+        worst = LossSeverity.HIGH if numbers["nan"] > 0 else max(known, key=list(LossSeverity).index)
+    return worst and worst.value, both[0] and both[0].value, both[1] and both[1].value
 
 
 def _title(targets: Sequence[Target], *, view: View) -> str:
-    severity = f"severity: high above {HIGH_RATIO:.0%} or with any NaN or Inf, moderate above {MODERATE_RATIO:.1%}"
+    medium, lost = (limit.FLUSHED_RATIO, "flushed") if targets else (limit.LOST_RATIO, "underflow")
+    severity = (
+        f"high: NaN, Inf, overflow > {HIGH_RATIO:.0%}, {lost} > {limit.LOST_RATIO_SERIOUS:.0%}; "
+        f"medium: > {MEDIUM_RATIO:.1%}, > {medium:.0%}"
+    )
     if not targets:
         whose = "the dtype that was captured" if view is View.SEEN else "the dtype that was computed with"
         return f"overflow and underflow against the limits of {whose}; {severity}"
@@ -257,8 +287,8 @@ _ORDER = ("iteration", "attempt", "counter", "rank")
 EVENTS = {
     "nan": ("nan", 0.0),
     "overflow": ("total", 0.0),
-    "underflow": ("underflow", MODERATE_RATIO),
-    "flushed": ("flushed", MODERATE_RATIO),
+    "underflow": ("underflow", MEDIUM_RATIO),
+    "flushed": ("flushed", MEDIUM_RATIO),
 }
 """What may begin: what is counted of it, and the part of all elements that has to be exceeded; of underflow as much as
 the legacy tool warns of."""
@@ -296,7 +326,7 @@ def overflow_begins(places: Places) -> Table:
             *_place_columns(places),
         ),
         rows=tuple(rows),
-        notes=(*places.notes, f"underflow and flushed begin above {MODERATE_RATIO:.1%} of a record's elements"),
+        notes=(*places.notes, f"underflow and flushed begin above {MEDIUM_RATIO:.1%} of a record's elements"),
     )
 
 

@@ -62,7 +62,8 @@ def gate(
         format (NAME): Low-precision format: fp8_e4m3, fp8_e5m2, fp6_e2m3, fp6_e3m2, fp4_e2m1, int8, hif8, nvfp4, bf16,
             fp16. For rules about limits that name none; the captured dtype by default.
         scaling (KIND): Scales before values meet the format, for rules that name none: none, tensor or block. Unless
-            given, block for formats with blocks, none for others.
+            given, the one that the format is used with: block for formats with blocks, tensor for others up to 8 bits,
+            none for wider ones.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
@@ -120,7 +121,9 @@ def _asked(rule: GateRule, records: Records) -> _Asked:
             if field != SAMPLE:
                 records.column(field)  # refuses what is no field
     notes = []
-    if rule.scaling == Scaling.BLOCK or any(operand.origin == "sweep" for operand in operands):
+    target = one_target(rule.format, rule.scaling)
+    has_blocks = target is not None and target.scaling is Scaling.BLOCK
+    if has_blocks or any(operand.origin == "sweep" for operand in operands):
         floating = sweepable(chosen)
         if len(floating) < len(chosen):
             notes.append(f"{len(chosen) - len(floating)} records of integers or bool left out: no format is for them")

@@ -9,11 +9,11 @@ from typing import Any
 from ranktape.analyze.numerics.quantization.schemes import Scaling, Scheme
 from ranktape.errors import UsageError
 
-MODERATE_RATIO = 0.001
-"""Above this part of all elements, a loss is moderate, and underflow is warned of."""
+MEDIUM_RATIO = 0.001
+"""Above this part of all elements, the severity of a loss is medium, and underflow is warned of."""
 
 HIGH_RATIO = 0.01
-"""Above this part of all elements, a loss is high."""
+"""Above this part of all elements, the severity of a loss is high."""
 
 
 class QuantizationWarning(UserWarning):
@@ -28,17 +28,17 @@ class LossSeverity(enum.StrEnum):
 
     NONE = "none"
     """At most 0.1 % of the elements."""
-    MODERATE = "moderate"
+    MEDIUM = "medium"
     """At most 1 %."""
     HIGH = "high"
     """More."""
 
 
-def severity_of(ratio: float) -> LossSeverity:
+def severity_of(ratio: float, *, medium: float = MEDIUM_RATIO, high: float = HIGH_RATIO) -> LossSeverity:
     """How bad it is to lose that part of all elements."""
-    if ratio > HIGH_RATIO:
+    if ratio > high:
         return LossSeverity.HIGH
-    return LossSeverity.MODERATE if ratio > MODERATE_RATIO else LossSeverity.NONE
+    return LossSeverity.MEDIUM if ratio > medium else LossSeverity.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

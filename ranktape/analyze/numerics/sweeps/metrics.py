@@ -208,7 +208,7 @@ SAME_SQNR = 0.01
 """In dB: less than this between two offsets is no reason to prefer one."""
 
 SAME_RATIO = 1e-3
-"""Nor is this much more overflow: the share from which on it counts as moderate."""
+"""Nor is this much more overflow: the share from which on its severity is medium."""
 
 
 def settled(levels: Sequence[Level], found: Level, *, has_offsets: bool) -> Level:

@@ -22,9 +22,7 @@ from ranktape.analyze.identity import SAMPLE, places_of, quant_types, sample_nam
 from ranktape.analyze.metrics.counts import find_places
 from ranktape.analyze.metrics.gather import gather
 from ranktape.analyze.metrics.metric import METRICS
-from ranktape.analyze.metrics.target import parse_targets
-from ranktape.analyze.numerics.formats import FORMATS
-from ranktape.analyze.numerics.histograms.histogram import format_limits
+from ranktape.analyze.metrics.target import Target, one_target
 from ranktape.analyze.numerics.recipes.recipe import Recipe
 from ranktape.analyze.replays.calls import RecordedCalls, calls_of
 from ranktape.analyze.replays.replayed import Replayed, replay_calls
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.numerics.digest import Digest
-    from ranktape.analyze.numerics.formats import Format
     from ranktape.storage import Records
 
 CELL_FIELDS = (
@@ -82,7 +79,7 @@ class PlotData:
         self,
         records: Records,
         *,
-        target: Format | None = None,
+        target: Target | None = None,
         view: View | None = None,
         recipes: Sequence[Recipe] = (),
         engine: Engine | None = None,
@@ -104,7 +101,7 @@ class PlotData:
                 "of floating-point numbers; 'ranktape analyze stats' answers for others"
             )
         self.target = target
-        """The format whose limits count; those of the elements' own type if None."""
+        """The format whose limits count, and its scale; those of the elements' own type if None."""
         self.view = view or View.COMPUTE
         """Which numbers are judged."""
         self.recipes = tuple(recipes)
@@ -225,8 +222,7 @@ class PlotData:
         samples = self.passed.samples
         if self.target is not None and name in {"overflow", "underflow"} and not samples.is_recounted:
             fields = ("operation", "layer_stack", "layer_idx", "rank", SAMPLE)
-            targets = parse_targets(self.target.name)
-            found = find_places(self.records, targets, by=fields, view=self.view, engine=self._engine)
+            found = find_places(self.records, [self.target], by=fields, view=self.view, engine=self._engine)
             groups = [(key, found.together(found.counts[0], places)) for key, places in found.groups()]
             columns = (self.records.column("layer_stack"), self.records.column("layer_idx"), self.column("layer_idx"))
             rows = zip(*(column.tolist() for column in columns), strict=True)
@@ -323,8 +319,7 @@ class DataPass:
     """What one pass over the digests of a selection leaves."""
 
     def __init__(self, data: PlotData) -> None:
-        target = data.target
-        self._limits = None if target is None else format_limits(target)
+        self._target = data.target
         self._kinds = data.kinds[1].tolist()
         self.metrics: dict[str, NDArray[np.float64]] = {name: np.full(len(data), math.nan) for name in COUNTS}
         """One number for each record, NaN where there is none: of `COUNTS` and, after the pass, of `OF_DIGEST`."""
@@ -342,9 +337,11 @@ class DataPass:
 
     def add(self, index: int, digest: Digest) -> None:
         """Take in the digest of the record in that place."""
-        tallies = digest.tallies if self._limits is None else digest.count(self._limits)
+        tallies = digest.tallies
+        if self._target is not None:
+            tallies = digest.count(self._target.limits(largest=tallies.largest_finite))
         for name in COUNTS:
-            if digest.has_values or self._limits is None or name in {"num_elements", "nan", "inf", "zero"}:
+            if digest.has_values or self._target is None or name in {"num_elements", "nan", "inf", "zero"}:
                 self.metrics[name][index] = getattr(tallies, name)
         self.samples.add(index, digest)
         if not digest.has_values:
@@ -372,13 +369,14 @@ class DataPass:
 
 
 DEFAULT_FORMAT = "fp8_e4m3"
-"""Against which overflow and underflow are drawn where no format is named, without a scale."""
+"""Against which overflow and underflow are drawn where no format is named."""
 
 
-def default_target(records: Records) -> Format | None:
-    """That format; None where everything was captured in types of eight bits, whose own limits count then.
+def default_target(records: Records) -> Target | None:
+    """That format with a scale for each tensor.
 
-    A wider type holds nearly everything that a training computes: plots against its own limits would be empty.
+    None where everything was captured in types of eight bits, whose own limits count then. A wider type holds nearly
+    everything that a training computes: plots against its own limits would be empty.
     """
     names = set(records.column("dtype").tolist())
-    return FORMATS[DEFAULT_FORMAT] if any(dtype_row(name).itemsize > 1 for name in names) else None
+    return one_target(DEFAULT_FORMAT) if any(dtype_row(name).itemsize > 1 for name in names) else None

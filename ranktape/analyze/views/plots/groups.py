@@ -139,8 +139,9 @@ def subject_line(data: PlotData, *, with_limits: bool = True) -> str:
     target = data.target
     if target is None:
         return f"{line}; limits of the values' own dtype{' as captured' if data.view is View.SEEN else ''}"
-    largest, smallest = f"largest value {target.maximum:.4g}", f"smallest normal {target.min_normal:.3g}"
-    return f"{line}; limits of {target.name} without scaling: {largest}, {smallest}"
+    element = target.element
+    largest, smallest = f"largest value {element.maximum:.4g}", f"smallest normal {element.min_normal:.3g}"
+    return f"{line}; limits of {target.title}: {largest}, {smallest}"
 
 
 def _short_count(number: float) -> str:

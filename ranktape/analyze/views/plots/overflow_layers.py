@@ -12,6 +12,7 @@ from matplotlib.lines import Line2D
 
 from ranktape.analyze.identity import LayerPlace, layer_places
 from ranktape.analyze.numerics.formats import BY_DTYPE, FORMATS, Format
+from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.analyze.views.plots.axes import scale_layers, scale_shares, with_gap
 from ranktape.analyze.views.plots.lines import MAX_MARKS
@@ -51,7 +52,7 @@ class Panel(NamedTuple):
 
 
 ZEROS = Panel("zeros", "no zeros", "overflow.zero.count", "exactly 0 as captured")
-"""Drawn below where a layer has many: what was cast to a format without a scale is zero and underflows no more."""
+"""Drawn below where a layer has many: what was cast to a narrow format is zero and underflows no more."""
 
 PANELS = (
     Panel(
@@ -89,6 +90,9 @@ def overflow_by_layer(data: PlotData, row: Plot) -> Figure:
     numbers = ([0 if value != value else int(value) for value in column.tolist()] for column in counted.values())  # noqa: PLR0124 - NaN
     rows = tuple(zip(*(data.column(field).tolist() for field in fields), limits, *numbers, strict=True))
     columns = tuple(Column(name=one, kind=Kind.INTEGER) for one in (*fields, "limits_of", *counted))
+    if data.target is not None:
+        columns = (*columns, Column(name="scaling", kind=Kind.TEXT))
+        rows = tuple((*row, data.target.scaling.value) for row in rows)
     return draw_overflow(Table(title="", columns=columns, rows=rows), title=row.title)
 
 
@@ -106,6 +110,7 @@ def draw_overflow(table: Table, *, title: str = "") -> Figure:
     # int8 is the name of a format and of an element type, and they have different limits.
     formats = FORMATS if is_against_format else BY_DTYPE
     limits = {one: formats.get(one) for one in sorted(set(table.column("limits_of")))}
+    is_scaled = is_against_format and Scaling.NONE.value not in table.column("scaling")
     # Of several types, and of integers, there are no limits that count for every tensor.
     shared = next(iter(limits.values())) if len(limits) == 1 else None
     page = Page(
@@ -114,7 +119,7 @@ def draw_overflow(table: Table, *, title: str = "") -> Figure:
         width=min(8.0, max(4.5, 2.5 + 0.06 * len(layers))),
         height=2.3,
         title=title,
-        subtitle=_subtitle(rows, limits),
+        subtitle=_subtitle(rows, limits, is_scaled=is_scaled),
         notes=["Shares are of the elements of a layer."],
     )
     for panel, axes_of_panel in zip(panels, page.panels, strict=True):
@@ -126,6 +131,7 @@ def draw_overflow(table: Table, *, title: str = "") -> Figure:
             axes.tick_params(labelleft=axes is axes_of_panel[0])
             scale_layers(axes, layers, is_labelled=panel is panels[-1])
         words = panel.limits.format(shared) if shared and panel.limits else panel.definition
+        words = words.replace("|x|", "|x / scale|") if is_scaled else words
         name(axes_of_panel[0], y=f"{panel.kind}\n{words}")
     for operation, axes in zip(operations, page.panels[0], strict=True):
         name(axes, title=operation)
@@ -182,10 +188,13 @@ def _draw_panel(
         say(axes, panel.absence)
 
 
-def _subtitle(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, Format | None]) -> str:
+def _subtitle(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, Format | None], *, is_scaled: bool) -> str:
     """What the limits are, and what was drawn."""
+    scale = " with one scale for each tensor" if is_scaled else ""
     said = [
-        one if known is None else f"{one}: largest value {known.maximum:.4g}, smallest normal {known.min_normal:.3g}"
+        one
+        if known is None
+        else f"{one}{scale}: largest value {known.maximum:.4g}, smallest normal {known.min_normal:.3g}"
         for one, known in limits.items()
     ][:MAX_NAMED_LIMITS]
     rest = len(limits) - MAX_NAMED_LIMITS

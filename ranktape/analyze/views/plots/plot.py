@@ -151,7 +151,7 @@ def some_gradient(data: PlotData) -> str:
 
 def a_scale(data: PlotData) -> str:
     """A format that scales are tried for, and values."""
-    if data.target is not None and data.target.dtype == "float64":
+    if data.target is not None and data.target.element.dtype == "float64":
         return "fp64 holds every captured value, and has no use for a scale"
     if set(data.records.column("keep").tolist()) == {"statistics"}:
         return "of all tensors statistics alone were kept"

@@ -23,7 +23,7 @@ from ranktape.storage.places.failures import printable
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.engine.values import View
-    from ranktape.analyze.numerics.formats import Format
+    from ranktape.analyze.metrics.target import Target
     from ranktape.analyze.numerics.recipes.recipe import Recipe
     from ranktape.analyze.table import Table
     from ranktape.analyze.views.plots.plot import Plot
@@ -85,7 +85,7 @@ def write_one(
     records: Records,
     *,
     path: Path,
-    format: Format | None = None,  # noqa: A002 - the option's name
+    target: Target | None = None,
     view: View | None = None,
     recipes: Sequence[Recipe] = (),
     engine: Engine | None = None,
@@ -96,7 +96,7 @@ def write_one(
         UsageError: the selection has nothing for it.
         StorageError: the store cannot be read, or the file cannot be written.
     """
-    data = PlotData(records, target=format or default_target(records), view=view, recipes=recipes, engine=engine)
+    data = PlotData(records, target=target or default_target(records), view=view, recipes=recipes, engine=engine)
     reason = kind.missing(data)
     if reason:
         raise UsageError(f"--kind {kind.name} cannot be drawn: {reason}")
@@ -120,7 +120,7 @@ def write_plots(
     *,
     folder: Path,
     kinds: Sequence[Plot] | None = None,
-    format: Format | None = None,  # noqa: A002 - the option's name
+    target: Target | None = None,
     view: View | None = None,
     recipes: Sequence[Recipe] = (),
     engine: Engine | None = None,
@@ -133,7 +133,7 @@ def write_plots(
     plots of `recipes`, once for each of the products that they are computed in. A plot that
     the selection has nothing for, or that shows the same as another one, is left out. A file under the name of a plot
     that is drawn is replaced; no other file is touched, and the index says of which names there is an older one.
-    Without a format, overflow and underflow are those of fp8_e4m3, and the plots say so. Each file appears whole or not
+    Without a target, overflow and underflow are those of fp8_e4m3, and the plots say so. Each file appears whole or not
     at all. `on_plot` is called with the path of each plot that was written.
 
     Raises:
@@ -142,7 +142,7 @@ def write_plots(
         DataError: a record's bytes are missing or damaged.
         UsageError: of a record values were kept that are rounded already, and are to be looked at as seen.
     """
-    data = PlotData(records, target=format or default_target(records), view=view, recipes=recipes, engine=engine)
+    data = PlotData(records, target=target or default_target(records), view=view, recipes=recipes, engine=engine)
     wanted = list(PLOTS.values()) if kinds is None else list(kinds)
     for name in FOLDERS if kinds is None else sorted({kind.folder for kind in wanted}):
         with writing(folder / name):
@@ -160,7 +160,7 @@ def write_plots(
             with one_step(f"drawing {kind.name}", is_shown=is_shown):
                 write_whole(folder / kind.path, plot_bytes(kind.draw(data)))
             on_plot(folder / kind.path)
-    written = Written(drawn=drawn, left_out=left_out, notes=_notes(data, is_named=format is not None))
+    written = Written(drawn=drawn, left_out=left_out, notes=_notes(data, is_named=target is not None))
     place = source or str(records[0].path).split("/attempt_", maxsplit=1)[0]
     _write_index(written, folder, source=place, subject=subject_line(data))
     return written
@@ -212,7 +212,7 @@ def _write_index(written: Written, folder: Path, *, source: str, subject: str) -
 def _notes(data: PlotData, *, is_named: bool) -> tuple[str, ...]:
     notes = []
     if data.target is not None and not is_named:
-        notes.append(f"No format was named: overflow and underflow are those of {data.target.name} without a scale.")
+        notes.append(f"No format was named: overflow and underflow are those of {data.target.title}.")
     if data.num_left_out:
         notes.append(f"{data.num_left_out:,} records of integers or bool are in no plot.")
     # What only a pass over the values finds, where a plot has needed one.
