@@ -194,20 +194,24 @@ class Writer:
             rank_writer=storer.rank_writer,
         )
         if self._flight is not None:
-            if self._config.gives_up:
+            if self._config.gives_all_up:
                 self._give_up_ring()
             else:
                 for slot in self._slots_held():
                     self._flight.handle(slot)
             return
-        for iteration, left in read_slots(self._ring, ends=self._config.unsettled).items():
-            if left.is_over and not self._config.gives_up:
+        lefts = read_slots(self._ring, ends=self._config.unsettled)
+        # Tensors are stored in order: the oldest iteration is what the last writer had at work.
+        at_work = min((iteration for iteration, left in lefts.items() if left.skip is None), default=None)
+        for iteration, left in lefts.items():
+            is_given_up = self._config.gives_all_up or (self._config.gives_up and iteration == at_work)
+            if left.is_over and not is_given_up:
                 self._committer.recover(self._recovery, iteration, left)
                 continue
             if left.is_over:
                 mark = Mark.FAILED if left.skip is None else Mark.SKIPPED
                 self._committer.mark(iteration, mark, left.skip or self._given_up)
-            stored = set() if left.is_over else self._begin_again(iteration)
+            stored = set() if left.is_over else self._begin_again(iteration, is_given_up=is_given_up)
             for header in () if left.is_over else left.lost:
                 self._storer.lose(header, self._iterations[iteration])
             for slot in (*left.words, *left.tensors):
@@ -219,7 +223,11 @@ class Writer:
     def _slots_held(self) -> list[Slot]:
         with self._storer.trying():
             return take_over(
-                self._ring, recovery=self._recovery, committer=self._committer, ends=self._config.unsettled
+                self._ring,
+                recovery=self._recovery,
+                committer=self._committer,
+                ends=self._config.unsettled,
+                given_up=self._given_up if self._config.gives_up else None,
             )
 
     def _give_up_ring(self) -> None:
@@ -228,11 +236,11 @@ class Writer:
             self._ring.free(slot)
         self._say(problem=self._given_up)
 
-    def _begin_again(self, iteration: int) -> set[str]:
+    def _begin_again(self, iteration: int, *, is_given_up: bool) -> set[str]:
         """Go on with an iteration that a writer had begun that was killed; the sites of what it had stored."""
         self._begin(iteration)
         staged = self._iterations[iteration]
-        if self._config.gives_up:
+        if is_given_up:
             self._storer.fail(staged, self._given_up)
             return set()
         stored: set[str] = set()
@@ -274,7 +282,7 @@ class Writer:
             return
         iteration = int(slot.header["iteration"])
         if slot.kind in {SlotKind.TENSOR, SlotKind.LOST, SlotKind.END} and iteration not in self._iterations:
-            self._begin_again(iteration)
+            self._begin_again(iteration, is_given_up=False)
         if slot.kind is SlotKind.TENSOR:
             self._storer.submit(slot, self._iterations[iteration])
         elif slot.kind is SlotKind.LOST:

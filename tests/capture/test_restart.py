@@ -43,6 +43,26 @@ def test_a_writer_killed_in_the_middle_of_an_iteration(tmp_path: Path) -> None:
     check_whole(tmp_path / "run", {0: arrays})
 
 
+def test_what_was_staged_after_two_writers_were_killed_is_stored(tmp_path: Path) -> None:
+    trainer = LightTrainer(tmp_path / "run", max_iterations=9, budget_nbytes=64 << 20)
+    trainer.stage(0, tensors(0))
+    until(lambda: open_run(tmp_path / "run").iterations == [0])
+    trainer.stop_writer()
+    trainer.stage(1, tensors(1))
+    trainer.kill_writer()
+    trainer.lose_writer()
+    for iteration in (2, 3):
+        trainer.stage(iteration, tensors(iteration))
+    trainer.process.keep_alive()
+    trainer.stage(4, tensors(4))
+    assert trainer.close()["state"] == "closed"
+    # What the killed ones had at work may have killed them.
+    check_whole(tmp_path / "run", {iteration: tensors(iteration) for iteration in (0, 2, 3, 4)})
+    states = {one.iteration: one.state for one in open_run(tmp_path / "run").status()}
+    assert states.pop(1) is IterationState.PARTIAL
+    assert set(states.values()) == {IterationState.COMPLETE}
+
+
 def test_killed_again_and_again_the_capture_ends_and_says_why(tmp_path: Path) -> None:
     trainer = LightTrainer(tmp_path / "run", max_iterations=9)
     trainer.stage(0, tensors(0))
@@ -51,7 +71,7 @@ def test_killed_again_and_again_the_capture_ends_and_says_why(tmp_path: Path) ->
     trainer.stage(1, tensors(1))
     trainer.kill_writer()
     trainer.lose_writer()
-    # As the first one may have been killed by what is in the ring, the second one gives that up.
+    # As the first one may have been killed by what it had at work, the second one gives that up.
     trainer.process.keep_alive()
     until(lambda: trainer.hear().get("state") == "ready")
     trainer.lose_writer()

@@ -149,6 +149,23 @@ class TestWriters:
         assert trainer.close()["state"] == "closed"
         check_stored(tmp_path / "run", iteration - 3, iteration - 2, iteration - 1)
 
+    @pytest.mark.parametrize("judged", [None, 1])
+    def test_what_was_staged_after_two_were_killed_is_held(self, tmp_path: Path, judged: int | None) -> None:
+        trainer = armed(tmp_path / "run")
+        stage(trainer, 0)
+        wait_until_taken(trainer)
+        trainer.kill_writer()
+        trainer.lose_writer()
+        stage(trainer, 1, 2, 3)
+        if judged is not None:  # as if the second had been killed by what it judged
+            trainer.process.ring.set_counter(Counter.JUDGING, judged + 1)
+        trainer.process.keep_alive()
+        trainer.trigger(3)
+        assert trainer.close()["state"] == "closed"
+        check_stored(tmp_path / "run", *(iteration for iteration in (1, 2, 3) if iteration != judged))
+        states = [one.state for one in open_run(tmp_path / "run").status()]
+        assert states[0] is (IterationState.COMPLETE if judged is None else IterationState.PARTIAL)
+
     @pytest.mark.parametrize("num_stored", [1, 3, 5])
     def test_one_that_is_killed_while_it_stores_loses_nothing_in_silence(self, tmp_path: Path, num_stored: int) -> None:
         trainer = armed(tmp_path / "run")

@@ -253,6 +253,7 @@ class Flight:
             held, tensor = self._queue.popleft()
             for hit in tensor.judged.result():
                 self._on_hit(held.iteration, hit)
+        self._ring.set_counter(Counter.JUDGING, self._queue[0][0].iteration + 1 if self._queue else 0)
 
     def _on_hit(self, iteration: int, hit: Hit) -> None:
         last = self._said.get(hit.rule)

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.expected import MAX_PLACES
-from ranktape.capture.staging.ring_file import Slot, SlotKind
+from ranktape.capture.staging.ring_file import Counter, Slot, SlotKind
 from ranktape.capture.writing.counting import is_taken, reduce_to, staged_record
 from ranktape.capture.writing.recover import read_slots
+from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.record_info import Keep
 
 if TYPE_CHECKING:
@@ -139,7 +140,12 @@ class HeldIteration:
 
 
 def take_over(
-    ring: RingConsumer, *, recovery: Recovery, committer: Committer, ends: Sequence[tuple[int, int, dict[str, Any]]]
+    ring: RingConsumer,
+    *,
+    recovery: Recovery,
+    committer: Committer,
+    ends: Sequence[tuple[int, int, dict[str, Any]]],
+    given_up: str | None = None,
 ) -> list[Slot]:
     """What a writer held that was killed, in order; what it was storing is settled, what it had in memory is lost.
 
@@ -148,18 +154,25 @@ def take_over(
         recovery: Puts in order what it had stored.
         committer: Settles it.
         ends: Slots that ended an iteration, and may be free already: end, kind and header of each.
+        given_up: Why the iteration is given up that was being judged or stored; None where none is.
 
     Raises:
         StorageError: the store cannot be read.
     """
+    judging = ring.counter(Counter.JUDGING) - 1
     stored = recovery.uncommitted()
+    lefts = read_slots(ring, ends=ends)
+    at_work = {judging} if judging >= 0 else {min(stored & lefts.keys(), default=-1)}
     held: list[Slot] = []
-    for iteration, left in read_slots(ring, ends=ends).items():
+    for iteration, left in lefts.items():
         has_end = any(slot.kind in {SlotKind.END, SlotKind.SKIP} for slot in left.words)
-        if left.is_over and iteration in stored:
+        is_given_up = given_up is not None and iteration in at_work
+        if given_up is not None and is_given_up and iteration in stored:
+            committer.mark(iteration, Mark.FAILED, given_up)
+        if left.is_over and iteration in stored and not is_given_up:
             committer.recover(recovery, iteration, left)
-        elif left.is_over and not has_end:
-            for slot in (*left.words, *left.tensors):  # its values were being given up
+        elif is_given_up or (left.is_over and not has_end):
+            for slot in (*left.words, *left.tensors):  # or its values were being given up
                 ring.free(slot)
         else:
             held += (*left.words, *left.tensors)

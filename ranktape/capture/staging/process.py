@@ -100,8 +100,8 @@ class WriterConfig:
     """The attempt to go on with; None for a new one. The rest is about the writers before this one, all killed."""
     deaths: Sequence[str] = ()
     """How they ended."""
-    gives_up: bool = False
-    """Whether what the last one left is given up: it may be what killed it."""
+    num_in_vain: int = 0
+    """How many of them, the last ones, committed nothing."""
     unsettled: Sequence[tuple[int, int, dict[str, Any]]] = ()
     """The slots that ended an iteration that is not settled: end, kind and header of each."""
 
@@ -109,6 +109,16 @@ class WriterConfig:
     def is_first(self) -> bool:
         """Whether its rank speaks for all."""
         return self.rank == self.launch.first_rank
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether what the last writer had at work is given up: it may be what killed it."""
+        return self.num_in_vain > 1
+
+    @property
+    def gives_all_up(self) -> bool:
+        """Whether this writer is the last one, which only says so in the run."""
+        return self.num_in_vain > _MAX_IN_VAIN
 
     @property
     def ring_is_kept(self) -> bool:
@@ -179,8 +189,8 @@ class WriterProcess:
     def keep_alive(self) -> None:
         """Start the process again where it was killed; it goes on with what is in the ring.
 
-        One that was killed before it committed anything is followed by one that gives up what is there, as that may be
-        what killed it; after the third there is only one more, to say so in the run.
+        After the second that was killed without a commit, the next one gives up the iteration that it had at work, as
+        that may be what killed it, and goes on; after the third there is only one more, to say so in the run.
 
         Raises:
             CaptureError: it ended by itself, or nothing more is to be recorded.
@@ -204,7 +214,7 @@ class WriterProcess:
                 dataclasses.replace(
                     self._config,
                     deaths=[*self._config.deaths, death],
-                    gives_up=self._num_in_vain > 1,
+                    num_in_vain=self._num_in_vain,
                     unsettled=self.ring.unsettled(),
                 )
             )

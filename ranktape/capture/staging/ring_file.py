@@ -67,6 +67,8 @@ class Counter(IntEnum):
     """The last iteration in which something happened on this rank, as `noted`; by the writer."""
     ELSEWHERE = 11
     """The same of the other ranks, as far as the launch's store told of it; by the trainer."""
+    JUDGING = 12
+    """The oldest iteration that a flight recorder has not judged, plus 1; 0 where it has judged all; by the writer."""
 
 
 _COUNT_BITS = 16
