@@ -138,6 +138,22 @@ def test_what_another_microbatch_lost_is_no_cause(tmp_path: Path) -> None:
     ]
 
 
+def test_gradients_that_the_optimizer_got_follow_from_what_any_rank_lost(tmp_path: Path) -> None:
+    """They are the mean over all ranks and microbatches, and clipped by a norm that is NaN."""
+    spoiled = normal(4, 8) * np.float32(np.nan)
+    tensors = []
+    for rank in range(2):
+        names = [(microbatch, "grad_output") for microbatch in range(2)] + [(1, "reduced_grad_weight")]
+        for counter, (microbatch, name, layer) in enumerate((*one, layer) for one in names for layer in (3, 2, 1, 0)):
+            is_lost = name != "grad_output" or (rank, microbatch, layer) == (1, 0, 1)
+            fields = {"tensor_name": name, "operation": "backward", "layer_idx": layer, "counter": counter}
+            array = spoiled if is_lost else normal(4, 8)
+            tensors.append(describe_tensor(array, rank=rank, microbatch=microbatch, **fields))
+    (finding,) = find(store(tmp_path, tensors).select(), engine=Engine(use_cache=False))
+    assert (finding.where["rank"], finding.where["microbatch"], finding.where["layer_idx"]) == (1, 0, 1)
+    assert len(finding.consequences) == 4
+
+
 def scaled_too_high(iterations: Collection[int], value: float) -> Fault:
     """In these iterations the gradient of the last layer is beyond the largest number."""
     return lost({(iteration, 0, 4, "grad_output"): value for iteration in iterations})

@@ -36,6 +36,9 @@ _LOCAL = frozenset({"replica_differs", "recipe_outlier", "channel_outlier", "con
 _OWN_REASON = frozenset({"recipe_outlier"})
 """Kinds that give a reason at each place: none of them stands for the others."""
 
+_REDUCED = "reduced_"
+"""Begins the names of gradients that the optimizer got: their mean over ranks and microbatches, clipped together."""
+
 _HYPOTHETICAL = "flushed"
 """Begins the metric of a finding about a format that the run did not use: nothing follows from it."""
 
@@ -59,6 +62,8 @@ class Seen:
         """Number of the captured iteration in which it was first seen."""
         self.module, self.is_backward = str(fields["module"][first]), fields["operation"][first] == "backward"
         self.is_weight = bool(survey.is_weight[chosen[0]])
+        self.is_reduced = str(fields["tensor_name"][first]).startswith(_REDUCED)
+        """Whether it is about a gradient that the optimizer got, from all ranks and microbatches."""
         self.layer, self.stack = int(fields["layer_idx"][first]), str(fields["layer_stack"][first])
         self.moments: dict[tuple[int, int, int], int] = {}
         """Captured iteration, rank and microbatch of its records, with the order of the first of them."""
@@ -190,7 +195,7 @@ class Flow:
         elif one.sample is not None and not cause.is_lost and not one.is_backward:
             # A weight, or a rank, is the same to all of its samples.
             return False
-        covered = {moment: _comes_before(cause, moment, order) for moment, order in one.moments.items()}
+        covered = {moment: _comes_before(cause, one, moment) for moment in one.moments}
         # It has to explain how it began, and most of what came later.
         is_explained = all(known for moment, known in covered.items() if moment[0] == one.time)
         return is_explained and 2 * sum(covered.values()) > len(covered) and not self._is_clean_between(cause, one)
@@ -198,7 +203,7 @@ class Flow:
     def _is_clean_between(self, cause: Seen, one: Seen) -> bool:
         """Whether in some layer between them no tensor of the pass in which it began has what spreads."""
         kinds = _LOST if cause.is_lost else _SHRINKING if cause.kind in _SHRINKING else frozenset()
-        if one.kind not in kinds or min(cause.layer, one.layer) < 0 or cause.stack != one.stack:
+        if one.kind not in kinds or one.is_reduced or min(cause.layer, one.layer) < 0 or cause.stack != one.stack:
             return False
         moment = next(moment for moment in one.moments if moment[0] == one.time)
         low, high = sorted((cause.layer, one.layer))
@@ -278,10 +283,13 @@ def _places_of(survey: Survey, found: Sequence[Seen]) -> Mask:
     return mask
 
 
-def _comes_before(cause: Seen, moment: tuple[int, int, int], order: int) -> bool:
+def _comes_before(cause: Seen, one: Seen, moment: tuple[int, int, int]) -> bool:
+    """Whether the cause was seen in that pass before the other thing."""
     time, rank, microbatch = moment
+    if one.is_reduced:
+        return any(time == own and (cause.is_lost or rank == on_rank) for own, on_rank, _ in cause.moments)
     known = cause.moments.get((time, rank, 0 if cause.is_weight else microbatch))
-    return known is not None and known < order
+    return known is not None and known < one.moments[moment]
 
 
 def _clean_layers(survey: Survey, mask: Mask) -> Mapping[tuple[object, ...], list[int]]:
