@@ -56,19 +56,30 @@ def has_same_values(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(storages[0]._cdata == storages[1]._cdata)  # noqa: SLF001  (torch has no public name for it)
 
 
-def _identity(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
-    """What tells the values of a tensor from those of all others, and a weak reference that keeps that from reuse.
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is plain, dense and outside of function transforms: its values lie in its storage."""
+    kind = type(tensor)
+    if tensor.layout is not torch.strided or kind not in PLAIN:
+        return False
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001  (torch has no public name for it)
+    return kind is torch.nn.Parameter or not is_wrapped(tensor)
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What tells the values of a tensor from those of all others, as long as its storage, or the tensor, lives.
 
     Of a plain tensor this is which part of which storage it is, and how often it was written to. The storage, not its
     address: FSDP frees the memory of a weight and allocates it again, and `parameter.data = other` counts no write.
     """
-    version = version_of(tensor)
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # noqa: SLF001  (torch has no public name for it)
-    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or is_wrapped:
-        return weakref.ref(tensor), (id(tensor), version)
-    storage = tensor.untyped_storage()
-    part = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-    return StorageWeakRef(storage), (storage._cdata, part, version)  # noqa: SLF001  (likewise)
+    if not _has_storage(tensor):
+        return -id(tensor), version_of(tensor)
+    storage: int = tensor.untyped_storage()._cdata  # noqa: SLF001  (torch has no public name for it)
+    return storage, version_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _reference(tensor: torch.Tensor) -> Any:
+    """A weak reference to the storage, or to the tensor; that of a storage keeps its address from reuse."""
+    return StorageWeakRef(tensor.untyped_storage()) if _has_storage(tensor) else weakref.ref(tensor)
 
 
 @dataclass(slots=True)
@@ -78,11 +89,18 @@ class _Recorded:
     identity: tuple[Any, ...]
     """What tells it from all others."""
     reference: Any
-    """Weak: while it is held, no other tensor has that identity."""
+    """A weak reference to its storage, or to itself."""
     is_stored: bool
     """Whether later iterations may rely on the record."""
     is_current: bool = True
     """Whether it was met in this iteration."""
+    is_due: bool = False
+    """Whether it is to be recorded again though it is the same."""
+
+    def is_of(self, tensor: torch.Tensor, identity: tuple[Any, ...]) -> bool:
+        """Whether it is this tensor, as it is now."""
+        is_alive = not isinstance(self.reference, weakref.ref) or self.reference() is tensor
+        return self.identity == identity and is_alive
 
 
 class Weights:
@@ -97,9 +115,10 @@ class Weights:
 
     def begin(self, *, keeps: bool) -> None:
         """An iteration begins; whether it may rely on those before it."""
-        self._last = {key: one for key, one in self._last.items() if keeps and one.is_stored}
+        self._last = {key: one for key, one in self._last.items() if keeps or one.is_current}
         for one in self._last.values():
             one.is_current = False
+            one.is_due = not (keeps and one.is_stored)
 
     def record(
         self,
@@ -114,16 +133,18 @@ class Weights:
     ) -> None:
         """Record one, unless it was."""
         key = source, role.tensor_name, call.mode
-        reference, identity = _identity(tensor)
+        identity = _identity(tensor)
         last = self._last.get(key)
-        if last is not None and last.identity == identity:
+        if last is not None and not last.is_due and last.is_of(tensor, identity):
             if not last.is_current:
                 last.is_current = True
                 recorder.expected.excuse(source, role, call)
             return
-        is_staged = recorder.record(source, role, tensor, call=call, placement=placement, tags=tags)
-        is_known = type(tensor) in PLAIN and not tensor.is_inference()
-        self._last[key] = _Recorded(identity, reference, is_stored=is_staged and is_known)
+        is_known = recorder.record(source, role, tensor, call=call, placement=placement, tags=tags)
+        is_stored = is_known and type(tensor) in PLAIN and not tensor.is_inference()
+        is_reused = last is not None and last.identity[0] == identity[0] > 0
+        reference = last.reference if last is not None and is_reused else _reference(tensor)
+        self._last[key] = _Recorded(identity, reference, is_stored)
 
 
 CACHED = "autocast casts it once for all its uses: one gradient for all of them"
