@@ -26,6 +26,7 @@ from ranktape.storage.format.status import DISABLED
 from ranktape.storage.format.triggers import MAX_TEXT, TriggerKind
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from ranktape.capture.console import Console
@@ -108,7 +109,10 @@ class Iterations:
         if not is_empty or self._num_empty_steps > 1:
             self._advance(self._iteration + 1)
 
-    def _on_skipped_step(self) -> None:
+    def _on_skipped_step(self, found_inf: torch.Tensor | None) -> None:
+        if found_inf is not None:
+            self._recorder.record_found_inf(found_inf)
+            return
         if self._recorder.tally is not None:
             self._recorder.tally.step_skipped = True
         if self._master is not None:

@@ -24,6 +24,7 @@ from ranktape.capture.sites import IterationTally, RecordForm, form_of, ids_at, 
 from ranktape.capture.source import DIFFERENTIABLE, NO_TAGS, Source, Tags, TensorRole, site_name, source_name
 from ranktape.capture.stager import Stager
 from ranktape.capture.staging.ring import NoRoomError, RingProducer
+from ranktape.capture.staging.ring_file import SlotKind
 from ranktape.capture.tensors.parts import PlainPart, UnrecordableError, take_apart
 from ranktape.errors import CaptureError, RanktapeError
 from ranktape.storage.format.record_info import Keep, Mode, Operation
@@ -173,6 +174,19 @@ class Recorder:
                 form = self._number_forms[key] = number_form(name, part, call=call)
             self._stage(part.tensor, form, call, NO_TAGS)
             tally.count(form)
+
+    def record_found_inf(self, found_inf: torch.Tensor) -> None:
+        """Say that the running iteration has a step that is skipped where the number is not 0; nothing waits for it."""
+        tally = self.tally
+        if tally is None or not tally.is_staged or os.getpid() != self._owner:
+            return
+        with self._guard, contextlib.suppress(UnrecordableError):
+            self._stager.check(found_inf)
+            if found_inf.is_cpu:
+                tally.step_skipped |= bool(found_inf)
+                return
+            header = json.dumps({"iteration": tally.iteration}).encode()
+            self._stager.put_values(found_inf, header, nbytes=found_inf.nbytes, kind=SlotKind.FOUND_INF)
 
     def guarded(self, source: Source | None = None, role: TensorRole | None = None) -> Guard:
         """A context in which what goes wrong is reported, and the training goes on.

@@ -89,14 +89,22 @@ class Stager:
         taken = self._taker.take(tensor, sample_dim=sample_dim)
         _of_ring(self._ring.put_whole, SlotKind.TENSOR, header, taken, timeout_seconds=self._timeout_seconds)
 
-    def put_values(self, tensor: torch.Tensor, header: bytes, *, nbytes: int, reduce: Reduction | None = None) -> None:
+    def put_values(
+        self,
+        tensor: torch.Tensor,
+        header: bytes,
+        *,
+        nbytes: int,
+        reduce: Reduction | None = None,
+        kind: SlotKind = SlotKind.TENSOR,
+    ) -> None:
         """The values, which take so many bytes; with `reduce`, what that makes of them on their device.
 
         Raises:
             CaptureError: as `RingProducer.reserve`.
         """
         seconds = self._timeout_seconds
-        slot = _of_ring(self._ring.reserve, SlotKind.TENSOR, header, nbytes, timeout_seconds=seconds)
+        slot = _of_ring(self._ring.reserve, kind, header, nbytes, timeout_seconds=seconds)
         try:
             if nbytes and not tensor.is_cpu:
                 assert self._device is not None, "only called after `check`"

@@ -27,7 +27,7 @@ from ranktape.capture.flight.trainer import Trainer
 from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.process import WriterConfig
 from ranktape.capture.staging.ring import RingConsumer
-from ranktape.capture.staging.ring_file import Counter, Slot, SlotKind, Words
+from ranktape.capture.staging.ring_file import NOTES, Counter, Slot, SlotKind, Words
 from ranktape.capture.writing.committing import Committer
 from ranktape.capture.writing.coordinator import ASK_SECONDS, Coordinator, max_ask_seconds
 from ranktape.capture.writing.recover import Recovery, read_slots, site_of
@@ -212,8 +212,8 @@ class Writer:
                 mark = Mark.FAILED if left.skip is None else Mark.SKIPPED
                 self._committer.mark(iteration, mark, left.skip or self._given_up)
             stored = set() if left.is_over else self._begin_again(iteration, is_given_up=is_given_up)
-            for header in () if left.is_over else left.lost:
-                self._storer.lose(header, self._iterations[iteration])
+            for note in () if left.is_over else left.notes:
+                self._storer.note(note.copy(), self._iterations[iteration])
             for slot in (*left.words, *left.tensors):
                 if left.is_over or slot.kind is not SlotKind.TENSOR or site_of(slot) in stored:
                     self._ring.free(slot)
@@ -281,12 +281,12 @@ class Writer:
             self._flight.handle(slot)
             return
         iteration = int(slot.header["iteration"])
-        if slot.kind in {SlotKind.TENSOR, SlotKind.LOST, SlotKind.END} and iteration not in self._iterations:
+        if slot.kind in {SlotKind.TENSOR, SlotKind.END, *NOTES} and iteration not in self._iterations:
             self._begin_again(iteration, is_given_up=False)
         if slot.kind is SlotKind.TENSOR:
             self._storer.submit(slot, self._iterations[iteration])
-        elif slot.kind is SlotKind.LOST:
-            self._storer.lose(slot.header, self._iterations[iteration])
+        elif slot.kind in NOTES:
+            self._storer.note(slot.copy(), self._iterations[iteration])
             self._ring.free(slot)
         elif slot.kind is SlotKind.BEGIN:
             self._begin(iteration)

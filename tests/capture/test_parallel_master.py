@@ -45,7 +45,8 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def start(tmp_path: Path, **options: Any) -> Capture:
-    return Capture(tmp_path / "run", min_iterations=2, host_budget_nbytes=32 << 20, master=True, **options)
+    given = {"min_iterations": 2, "host_budget_nbytes": 32 << 20, "master": True, **options}
+    return Capture(tmp_path / "run", **given)
 
 
 def only(run: Run, **filters: Any) -> Record:
@@ -143,6 +144,26 @@ def test_a_gradient_that_was_scaled_is_seen_as_the_optimizer_gets_it(tmp_path: P
     here = {"iteration": 1, "module": "1"}
     scaled = only(run, **here, tensor_name="grad_weight").tensor()
     assert torch.equal(only(run, **here, tensor_name="reduced_grad_weight").tensor(), scaled / 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_fused_optimizer_unscales_in_its_kernel(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = make_model().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0 if dtype is torch.float32 else 1024.0)
+    factors = (1.0, float("inf"), 1.0)
+    with start(tmp_path, min_iterations=3):
+        for factor in factors:
+            optimizer.zero_grad()
+            scaler.scale((model(torch.ones(2, 4, dtype=dtype)) * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    unscaled = model.get_parameter("1.weight").grad  # the kernel has divided it
+    assert unscaled is not None
+    run = open_run(tmp_path / "run")
+    here = {"iteration": 2, "module": "1"}
+    assert torch.equal(only(run, **here, tensor_name="reduced_grad_weight").tensor(), unscaled)
+    assert [status.step_skipped_ranks for status in run.status()] == [[], [0], []]
 
 
 def test_the_optimizers_view_is_not_recorded_unless_asked_for(tmp_path: Path) -> None:

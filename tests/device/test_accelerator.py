@@ -78,6 +78,7 @@ def test_errors_come_when_they_are_injected(sim: Accelerator) -> None:
     sim.fail_next("alloc")
     with pytest.raises(torch.OutOfMemoryError, match="injected"):
         torch.ones(3, device="sim")
+    torch.accelerator.synchronize()
     sim.fail_next("async", sticky=True)
     x.add_(1)
     with pytest.raises(torch.AcceleratorError, match="device-side assert"):

@@ -133,8 +133,9 @@ def test_an_error_costs_one_record(
     hook_linears(training, recording.take)
     sim.poison(True)  # noqa: FBT003
     sim.set_delay(kernel_us=20, copy_us=100)
-    assert torch.equal(training.run().cpu(), truth[1])
-    recording.stage.close(timeout_seconds=30)
+    losses = training.run()
+    recording.stage.close(timeout_seconds=30)  # first: the next wait of any thread gets the injected error
+    assert torch.equal(losses.cpu(), truth[1])
     assert recording.read() == {"TENSOR": len(truth[0]) - 1, "LOST": 1}
     assert "injected" in recording.losses[0]
     assert recording.stage.failure is None

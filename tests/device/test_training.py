@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+import ranktape.capture
 from ranktape.capture import Capture, save_tensor
+from ranktape.capture.hooks.states import get_layer_hidden_states
 from ranktape.capture.staging.device import DeviceStage
 from ranktape.capture.staging.ring_file import Counter
 from ranktape.storage import Run, open_run
@@ -140,6 +142,7 @@ def test_a_sticky_error_reaches_the_user_and_the_recorder_stores(kind: str, sim:
 
 def test_a_capture_after_a_sticky_error_says_why_it_has_nothing(sim: Accelerator, tmp_path: Path) -> None:
     x = torch.ones(3, device="sim")
+    torch.accelerator.synchronize()
     sim.fail_next("async", sticky=True)
     x.add_(1)
     with pytest.raises(torch.AcceleratorError, match="assert"):
@@ -189,3 +192,53 @@ def test_what_changes_after_it_was_recorded(device: torch.device, tmp_path: Path
         capture.step()
     for record in open_run(tmp_path / "run").select():
         assert (record.read() == record.call).all()
+
+
+class Unscaling(torch.optim.Optimizer):
+    """Skips its step on the device, as fused optimizers do: they are called in each case."""
+
+    found_inf: torch.Tensor
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad * (1 - self.found_inf))
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("record_last", [None, 3])
+def test_skipped_steps_of_a_fused_optimizer_are_known_without_waiting(
+    sim: Accelerator, tmp_path: Path, record_last: int | None
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, device="sim"))
+    model = torch.nn.Linear(3, 2, device="sim")
+    optimizer = Unscaling([parameter, *model.parameters()], {})
+    options: dict[str, Any] = {"min_iterations": 3} if record_last is None else {"record_last": record_last}
+    with sim.watching() as waits, Capture(tmp_path / "run", host_budget_nbytes=8 << 20, **options) as capture:
+        for number in range(3):
+            before = waits.here
+            model((parameter * number).unsqueeze(0)).sum().backward()
+            # As GradScaler does around the step of an optimizer that unscales in its kernel.
+            optimizer.found_inf = torch.full((), float(number == 1), device="sim")
+            optimizer.step()
+            del optimizer.found_inf
+            assert waits.here == before
+        capture.trigger("the end")
+    statuses = {status.iteration: status for status in open_run(tmp_path / "run").status()}
+    assert [statuses[number].state for number in range(3)] == 3 * ["complete"]
+    assert [statuses[number].step_skipped_ranks for number in range(3)] == [[], [0], []]
+
+
+@pytest.mark.usefixtures("sim")
+def test_layers_are_held_on_the_device_only_for_who_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = get_layer_hidden_states.__name__
+    monkeypatch.delitem(vars(ranktape.capture), name, raising=False)
+    captured(tmp_path / "unasked", "sim:0", layers="all", master=False)
+    assert get_layer_hidden_states() is None
+    assert len(open_run(tmp_path / "unasked").select(layer_type="hidden")) == 4 * NUM_STEPS
+    getattr(ranktape.capture, name)
+    captured(tmp_path / "asked", "sim:0", layers="all", master=False)
+    states = get_layer_hidden_states()
+    assert states is not None
+    assert [state.shape for state in states] == 3 * [torch.Size([2, 6, 16])]

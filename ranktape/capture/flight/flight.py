@@ -22,7 +22,7 @@ from ranktape.capture.flight.held import ROOM_FOR_NEXT, HeldIteration, TensorInF
 from ranktape.capture.flight.rules import Hit, SiteRules
 from ranktape.capture.flight.watch import TriggerWatch
 from ranktape.capture.settings.triggers import read_site_triggers
-from ranktape.capture.staging.ring_file import Counter, Slot, SlotKind, iteration_of, noted
+from ranktape.capture.staging.ring_file import NOTES, Counter, Slot, SlotKind, iteration_of, noted
 from ranktape.capture.writing.counting import staged_record, statistics_in
 from ranktape.capture.writing.requests import ENDED
 from ranktape.capture.writing.storing import HELD_NBYTES
@@ -129,8 +129,8 @@ class Flight:
             held.tensors.append(tensor)
             held.nbytes += slot.payload.nbytes
             self._queue.append((held, tensor))
-        elif slot.kind is SlotKind.LOST:
-            held.lost.append(slot.header)
+        elif slot.kind in NOTES:
+            held.notes.append(slot.copy())
             self._ring.free(slot)
         elif slot.kind is SlotKind.BEGIN:
             held.words.append(slot)
@@ -349,8 +349,8 @@ class Flight:
         staged = self._storer.begin(held.iteration, may_degrade=False)
         if self._config.is_first:
             self._storer.run(staged, self._opener(held.iteration))
-        for lost in held.lost:
-            self._storer.lose(lost, staged)
+        for note in held.notes:
+            self._storer.note(note, staged)
         for tensor in held.tensors:
             if tensor.slot is not None:
                 self._storer.submit(tensor.slot, staged)

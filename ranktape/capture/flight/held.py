@@ -91,8 +91,8 @@ class HeldIteration:
     """What the trainer said of it, in the ring."""
     tensors: list[TensorInFlight] = field(default_factory=list)
     """Its tensors, in the order in which they came."""
-    lost: list[Mapping[str, Any]] = field(default_factory=list)
-    """Headers of the tensors whose values did not come off their device."""
+    notes: list[Slot] = field(default_factory=list)
+    """What was said of it between its tensors, no longer in the ring."""
     end: Slot | None = None
     """What it said when it had ended it."""
     skip: str | None = None

@@ -23,7 +23,7 @@ from torch import nn
 from ranktape.capture.hooks.calls import Taking, Watch, tensor_in
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.stacks import Stack, embedding_path, module_path
-from ranktape.capture.hooks.states import holding, states_here
+from ranktape.capture.hooks.states import holding, is_asked_for, states_here
 from ranktape.capture.passes.passes import in_backward, is_traced
 from ranktape.capture.roles.table import OUTPUT, Ports, port_of
 from ranktape.capture.settings.rules import Numbers, read_numbers
@@ -87,8 +87,12 @@ class LayerHooks:
         states_here().begin(self, is_held=self._watch.tracker.is_active)
 
     def hold(self, tensor: torch.Tensor | None) -> None:
-        """Hold what a layer gave, or what enters the first; None where that cannot be taken."""
-        states_here().hold(self, tensor)
+        """Hold what a layer gave, or what enters the first; None where that cannot be taken.
+
+        Copies of all layers may not fit on an accelerator: there they are held only for who asks for them.
+        """
+        is_held = tensor is not None and (tensor.is_cpu or is_asked_for())
+        states_here().hold(self, tensor if is_held else None)
         holding.add(states_here())
 
     def _on_leave(self, source: Source, _: nn.Module, *called: Any) -> None:

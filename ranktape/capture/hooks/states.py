@@ -8,6 +8,7 @@ A program with one of them in it is loaded where this file has been imported.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -65,7 +66,8 @@ def get_layer_hidden_states() -> list[torch.Tensor] | None:
     """What the layers gave in the last forward pass on this thread: the embedding first, then the chosen layers.
 
     Detached copies; the list is empty before the first layer. None where the last pass was not captured, or no capture
-    records layers, or one of them could not be taken. A later stage of a pipeline has no embedding.
+    records layers, or one of them could not be taken; and, of a model on an accelerator, until the program has imported
+    this function: copies of all layers may not fit there. A later stage of a pipeline has no embedding.
 
     The last forward pass is the last one that entered the layers of a model that a capture or `tap_layers` knows. What
     has no layers, as a loss module, leaves the list as it is, and so does a model that neither follows: read the list
@@ -73,6 +75,11 @@ def get_layer_hidden_states() -> list[torch.Tensor] | None:
     """
     tensors = _thread.states.tensors
     return None if tensors is None else list(tensors)
+
+
+def is_asked_for() -> bool:
+    """Whether the program has taken `get_layer_hidden_states` from `ranktape.capture`."""
+    return "get_layer_hidden_states" in vars(sys.modules["ranktape.capture"])
 
 
 TAPS = object()

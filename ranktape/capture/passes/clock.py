@@ -50,6 +50,10 @@ OnForward = Callable[["nn.Module", Arguments], Arguments | None]
 """Called with a model and its arguments; gives the arguments to go on with, None for the same."""
 
 
+OnSkip = Callable[[torch.Tensor | None], None]
+"""Called where a step is skipped, or with the tensor that is not 0 where it is."""
+
+
 class _Models(list["nn.Module"]):
     """The models that a thread is running, outermost first."""
 
@@ -127,7 +131,7 @@ class OptimizerClock:
         on_tick: Callable[[], None],
         *,
         advance_on: Any = "optimizer",
-        on_skip: Callable[[], None] = lambda: None,
+        on_skip: OnSkip = lambda _: None,
         on_note: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Listen to every optimizer of the process from now on.
@@ -136,7 +140,8 @@ class OptimizerClock:
             on_tick: Called at the end of an iteration.
             advance_on: `optimizer` for the first that steps, `optimizer:N` for the N-th, an optimizer, or the
                 name of another event: then no step ends an iteration.
-            on_skip: Called when a gradient scaler has skipped a step, before the iteration ends.
+            on_skip: Called when a gradient scaler has skipped a step, before the iteration ends, with None; and in each
+                step of an optimizer that unscales in its kernel, with what says there whether it is skipped.
             on_note: Called with what a person should know of the optimizers.
         """
         self._on_tick = on_tick
@@ -199,7 +204,7 @@ class OptimizerClock:
             result = original(scaler, optimizer, *args, **kwargs)
             # Gradients that are not finite: the optimizer was not called, and the iteration is over all the same.
             if self._num_steps == before and os.getpid() == self._owner:
-                self._on_skip()
+                self._on_skip(None)
                 self._stepped(optimizer)
             return result
 
@@ -210,6 +215,8 @@ class OptimizerClock:
         if os.getpid() != self._owner:
             return
         self._num_steps += 1
+        if isinstance(found_inf := getattr(optimizer, "found_inf", None), torch.Tensor):
+            self._on_skip(found_inf)
         if in_backward():
             self._step_in_backward(optimizer)
         elif not in_nested_step():
@@ -291,7 +298,7 @@ class Clock(OptimizerClock):
         options: CaptureOptions,
         *,
         on_step: Callable[[], None],
-        on_skip: Callable[[], None],
+        on_skip: OnSkip,
         on_forward: OnForward,
         on_late: OnForward,
         on_note: Callable[[str], None] = lambda _: None,

@@ -113,6 +113,12 @@ class SlotKind(IntEnum):
     """Something happened: what a flight recorder holds is to be stored."""
     LOST = 6
     """A tensor whose values did not come off its device; its identity, and `lost`, the reason where it is known."""
+    FOUND_INF = 7
+    """Whether a fused optimizer skipped its step: the number of the gradient scaler, which is known on the device."""
+
+
+NOTES = frozenset({SlotKind.LOST, SlotKind.FOUND_INF})
+"""What is said of an iteration between its tensors, for its commit."""
 
 
 @dataclass(slots=True)
@@ -131,6 +137,11 @@ class Slot:
     """Bytes that it takes in the file; 0 on the writer's side."""
     is_done: bool = False
     """The trainer has filled it, or the writer has stored it."""
+
+    def copy(self) -> Slot:
+        """What it says, outside of the ring: its payload, unless that is the room of values that did not come."""
+        payload = b"" if self.kind is SlotKind.LOST else bytes(self.payload)
+        return Slot(kind=self.kind, header=self.header, payload=memoryview(payload), end=self.end)
 
 
 def aligned(nbytes: int) -> int:

@@ -120,7 +120,7 @@ class MasterWeights:
         gradient = find_gradient(parameter, master)
         self._take(source, roles[0], place, master)
         if gradient is not None:
-            self._take(source, roles[1], place, gradient)
+            self._take(source, roles[1], place, unscaled(gradient, optimizer))
 
     def _take(self, source: Source, role: TensorRole, place: _Place, tensor: torch.Tensor) -> None:
         free = self._tracker.free_call(index=0, dtype=tensor.dtype, device_type=tensor.device.type)
@@ -141,6 +141,16 @@ def find_master(parameter: nn.Parameter, optimizer: Optimizer) -> torch.Tensor:
         return copy
     state = optimizer.state.get(parameter, {})
     return next((state[name] for name in _STATES if isinstance(state.get(name), torch.Tensor)), parameter)
+
+
+def unscaled(gradient: torch.Tensor, optimizer: Optimizer) -> torch.Tensor:
+    """The gradient as the optimizer uses it: fused ones divide it by the scale of a gradient scaler in their kernel."""
+    scale = getattr(optimizer, "grad_scale", None)
+    if not isinstance(scale, torch.Tensor):
+        return gradient
+    # In float32, as the kernel does: float16 does not hold every scale.
+    wide = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32))
+    return (wide / scale.to(gradient.device, non_blocking=True)).to(gradient.dtype)
 
 
 def find_gradient(parameter: nn.Parameter, master: torch.Tensor) -> torch.Tensor | None:

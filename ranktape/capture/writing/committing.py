@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ranktape.capture.staging.ring_file import Counter, Slot
-from ranktape.capture.writing.recover import NEVER_CAME, Left, Recovery, expectations
+from ranktape.capture.writing.recover import Left, Recovery, expectations, lost_tensors
 from ranktape.capture.writing.storing import Staged, Storer
 from ranktape.errors import RanktapeError
 from ranktape.storage.format import layout
@@ -125,7 +125,7 @@ class Committer:
             self._storer.fail(staged, f"{staged.num_tensors} of the {num_tensors} tensors came out of the ring")
 
         def commit() -> None:
-            self._rank_writer.commit(staged.iteration, **expectations(header, lost=staged.lost))
+            self._rank_writer.commit(staged.iteration, **expectations(header, notes=staged.notes))
 
         failure, waits_in = self._storer.finish(staged, commit), None
         if failure is not None and staged.lacks_space and self._spill is None:
@@ -137,12 +137,9 @@ class Committer:
                 failure = f"it waits in {waits_in} for 'ranktape push', as the store did not take it ({why})"
         if failure is None:
             self.num_committed += 1
-            if staged.lost:
-                reason = staged.lost[0].get("lost", NEVER_CAME)
-                self._say(
-                    notice=f"iteration {staged.iteration}: {len(staged.lost)} of {staged.num_tensors} tensors are lost "
-                    f"({reason})"
-                )
+            if lost := lost_tensors(staged.notes):
+                place, reason = next(iter(lost.items()))
+                self._say(notice=f"iteration {staged.iteration}: {len(lost)} tensors are lost ({place}: {reason})")
             if staged.num_counted:
                 self._say(
                     notice=f"iteration {staged.iteration}: {staged.num_counted} of {staged.num_tensors} tensors are "

@@ -16,7 +16,7 @@ from typing import Any
 from ranktape.capture.expected import MAX_PLACES
 from ranktape.capture.flight.rules import site_text
 from ranktape.capture.staging.ring import RingConsumer
-from ranktape.capture.staging.ring_file import RING_SUFFIX, Counter, Slot, SlotKind, Words, boot_id, lock_ring
+from ranktape.capture.staging.ring_file import NOTES, RING_SUFFIX, Counter, Slot, SlotKind, Words, boot_id, lock_ring
 from ranktape.capture.writing.counting import reduce_to, staged_record
 from ranktape.errors import CaptureError, DataError, RanktapeError, StorageError
 from ranktape.storage.format import layout
@@ -74,9 +74,9 @@ class Left:
     """Why the rank did not take it."""
 
     @property
-    def lost(self) -> list[Mapping[str, Any]]:
-        """Headers of the tensors whose values did not come off their device."""
-        return [slot.header for slot in self.words if slot.kind is SlotKind.LOST]
+    def notes(self) -> list[Slot]:
+        """What was said of it between its tensors."""
+        return [slot for slot in self.words if slot.kind in NOTES]
 
     @property
     def is_over(self) -> bool:
@@ -265,7 +265,8 @@ class Recovery:
         header = left.end
         stored = self.adopt(iteration)
         missing = [slot for slot in left.tensors if site_of(slot) not in stored]
-        num_found, num_tensors = len(stored) + len(missing) + len(left.lost), int(header["num_tensors"])
+        num_lost = sum(slot.kind is SlotKind.LOST for slot in left.notes)
+        num_found, num_tensors = len(stored) + len(missing) + num_lost, int(header["num_tensors"])
         if num_found != num_tensors:
             raise CaptureError(
                 f"{num_tensors - num_found} of {num_tensors} tensors are neither stored nor in the ring: they were on "
@@ -275,7 +276,7 @@ class Recovery:
             array, info = staged_record(slot, rank=self._rank, attempt=self._attempt.number)
             kept, kept_info = reduce_to(slot.header.get("keep", ""), array, info=info) or (array, info)
             self._rank_writer.write(kept, info=kept_info)
-        self._rank_writer.commit(iteration, **expectations(header, lost=left.lost))
+        self._rank_writer.commit(iteration, **expectations(header, notes=left.notes))
         self.num_tensors += len(missing)
 
     def adopt(self, iteration: int) -> set[str]:
@@ -317,18 +318,23 @@ def site_of(slot: Slot) -> str:
     return site_path(TensorSite(**{name: header[name] for name in TensorSite.__dataclass_fields__ if name in header}))
 
 
-def expectations(header: Mapping[str, Any], *, lost: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """What the end of an iteration says of the tensors that it should have; arguments of `RankWriter.commit`.
+def lost_tensors(notes: Sequence[Slot]) -> dict[str, str]:
+    """The tensors whose values did not come off their device, each with the reason."""
+    lost = [note.header for note in notes if note.kind is SlotKind.LOST]
+    return {site_text(header): str(header.get("lost", NEVER_CAME)) for header in lost}
 
-    The tensors that are `lost`, given by their headers, are missing too: the trainer had counted them.
-    """
+
+def expectations(header: Mapping[str, Any], *, notes: Sequence[Slot] = ()) -> dict[str, Any]:
+    """What the end of an iteration and the notes before it say of its tensors; arguments of `RankWriter.commit`."""
     names = ("expected", "silent_sites", "num_expected", "num_missing", "compiled", "step_skipped", "cut_off")
     known = {name: header[name] for name in names if name in header}
     silent = header.get("silent_sites", {})
-    new = {site_text(one): str(one.get("lost", NEVER_CAME)) for one in lost if site_text(one) not in silent}
+    new = {place: reason for place, reason in lost_tensors(notes).items() if place not in silent}
     if new:
         shown = dict(list(new.items())[:MAX_PLACES])
         if len(new) > MAX_PLACES:
             shown[f"and {len(new) - MAX_PLACES} more"] = next(iter(new.values()))
         known |= {"silent_sites": {**silent, **shown}, "num_missing": header.get("num_missing", 0) + len(new)}
+    if any(bytes(note.payload).strip(b"\0") for note in notes if note.kind is SlotKind.FOUND_INF):
+        known["step_skipped"] = True
     return known

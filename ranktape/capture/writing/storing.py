@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.settings.table import Policy
-from ranktape.capture.staging.ring_file import Counter, Slot
+from ranktape.capture.staging.ring_file import Counter, Slot, SlotKind
 from ranktape.capture.writing.counting import counted_dtype, is_taken, reduce_to, staged_record
 from ranktape.errors import CaptureError, NoSpaceError, RanktapeError, UnreachableError
 from ranktape.storage.format.record_info import Keep, RecordInfo
@@ -80,8 +80,8 @@ class Staged:
     """Why it will not be committed."""
     lacks_space: bool = False
     """Whether that is because the store is full."""
-    lost: list[Mapping[str, Any]] = field(default_factory=list)
-    """Headers of the tensors whose values did not come off their device."""
+    notes: list[Slot] = field(default_factory=list)
+    """What was said of it between its tensors, no longer in the ring."""
 
     def has_failed(self) -> bool:
         """Whether there is such a reason."""
@@ -155,10 +155,10 @@ class Storer:
         staged.num_tensors += 1
         staged.futures.append(self._pool.submit(self.store, slot, staged))
 
-    def lose(self, header: Mapping[str, Any], staged: Staged) -> None:
-        """The iteration goes without a tensor."""
-        staged.num_tensors += 1
-        staged.lost.append(header)
+    def note(self, slot: Slot, staged: Staged) -> None:
+        """Take over what a slot says of the iteration; the trainer has counted a lost tensor."""
+        staged.num_tensors += slot.kind is SlotKind.LOST
+        staged.notes.append(slot)
 
     def submit_reduced(self, kept: np.ndarray[Any, Any], info: RecordInfo, staged: Staged) -> None:
         """Store what stands for a tensor that is in the ring no more."""
