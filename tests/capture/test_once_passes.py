@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from ranktape.capture import Capture
 from ranktape.capture.passes.passes import Call, Frame
 from ranktape.capture.passes.tracker import Tracker
+from ranktape.errors import CaptureError
 from ranktape.storage import Records, open_run
 from ranktape.storage.format.record_info import Mode
 from tests.capture.verify import verify_run
@@ -371,3 +372,107 @@ def test_what_is_recorded_by_hand_after_a_validation_belongs_to_the_training(tra
         assert (place(by_hand), by_hand.mode) == ((0, 0, 5), Mode.EVAL)
     by_hand = tracker.free_call(index=0, dtype=torch.float32, device_type="cpu")
     assert (place(by_hand), by_hand.mode) == ((1, 0, 2), Mode.TRAIN)
+
+
+Way = Callable[[nn.Module], Callable[..., Any]]
+"""How a module is run: gives what is called for it."""
+
+
+def called(module: nn.Module) -> Callable[..., Any]:
+    return module
+
+
+def direct(module: nn.Module) -> Callable[..., Any]:
+    return module.forward
+
+
+class Attention(nn.Module):
+    """Runs its parts in a way."""
+
+    def __init__(self, way: Way) -> None:
+        super().__init__()
+        self.way = way
+        self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        heads = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.way(self.project)(hidden).chunk(3, -1))
+        attended = nn.functional.scaled_dot_product_attention(*heads)
+        return self.way(self.out)(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class AttendingLayer(nn.Module):
+    """Runs its attention in a way."""
+
+    def __init__(self, way: Way) -> None:
+        super().__init__()
+        self.way = way
+        self.attention = Attention(way)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.way(self.attention)(hidden)  # type: ignore[no-any-return]
+
+
+class Layered(nn.Module):
+    """Runs its layers in a way."""
+
+    def __init__(self, way: Way) -> None:
+        super().__init__()
+        self.way = way
+        self.layers = nn.ModuleList(AttendingLayer(way) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = self.way(layer)(hidden)
+        return hidden
+
+
+def recorded(url: Path, *, inside: Way, outside: Way, is_given: bool) -> tuple[list[float], list[tuple[Any, ...]]]:
+    """The losses of a training of two steps with two microbatches, and what is recorded of it."""
+    torch.manual_seed(0)
+    model = Layered(inside)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    with Capture(url, min_iterations=2, model=model if is_given else None):
+        for _ in range(2):
+            for _ in range(2):
+                loss = outside(model)(torch.randn(3, 5, WIDTH)).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    run = open_run(url)
+    assert [(status.state, status.silent_sites) for status in run.status()] == [("complete", {})] * 2
+    fields = ("iteration", "microbatch", "call", "batch_size", "module", "layer_idx", "tensor_name", "checksum")
+    return losses, sorted(tuple(getattr(record, field) for field in fields) for record in run.select())
+
+
+@pytest.mark.parametrize(
+    ("inside", "outside", "model"),
+    [
+        (direct, called, "given"),
+        (called, direct, "given"),
+        (direct, direct, "given"),
+        (direct, called, "found"),
+        (called, direct, "found"),
+    ],
+    ids=["inside", "outside", "both", "inside, found", "outside, found"],
+)
+def test_forward_that_is_called_directly_is_recorded_as_a_call(
+    inside: Way,
+    outside: Way,
+    model: str,
+    tmp_path: Path,
+) -> None:
+    expected = recorded(tmp_path / "called", inside=called, outside=called, is_given=True)
+    assert recorded(tmp_path / "direct", inside=inside, outside=outside, is_given=model == "given") == expected
+    assert {place[5] for place in expected[1]} == {0, 1}
+
+
+def test_where_only_forward_is_called_and_no_model_is_given_that_is_the_reason(tmp_path: Path) -> None:
+    model, criterion = Layered(direct), nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hidden = torch.randn(3, 5, WIDTH)
+    with Capture(tmp_path / "run"):
+        criterion(model.forward(hidden), hidden).backward()
+        with pytest.raises(CaptureError, match=r"model\.forward\(x\); call model\(x\), or give the model"):
+            optimizer.step()

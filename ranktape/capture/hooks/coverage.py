@@ -174,6 +174,13 @@ def _percent(share: float) -> str:
 _MAX_NAMED = 5
 
 
+NOTHING_CALLED = (
+    "no module with parameters was called: hooks do not see a script that calls the forward method of its model, as in "
+    "model.forward(x); call model(x), or give the model to Capture(model=...)"
+)
+"""Why nothing was recorded of models that are looked for."""
+
+
 def explain_silence(options: CaptureOptions, recorder: Recorder, *, paths: Collection[str], has_stack: bool) -> str:
     """Why nothing was recorded of models with modules at these paths, and the way out."""
     globs = listed(options.module)

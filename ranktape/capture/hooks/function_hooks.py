@@ -21,7 +21,13 @@ from ranktape.capture.hooks.hook import put_back, replace_in_model, resolve
 from ranktape.capture.hooks.module_hooks import MultiheadHooks
 from ranktape.capture.hooks.stand_ins import MakeGiver, StandIn, StandIns
 from ranktape.capture.hooks.weights import Owner, is_cached_by_autocast
-from ranktape.capture.passes.passes import Arguments, is_transformed, without_transforms
+from ranktape.capture.passes.passes import (
+    Arguments,
+    Frame,
+    innermost_direct_call,
+    is_transformed,
+    without_transforms,
+)
 from ranktape.capture.roles.known import ATTENTION, LINEAR, function_roles
 from ranktape.capture.roles.table import Argument, FunctionRole, Ports, ports_of
 from ranktape.capture.source import Source
@@ -119,7 +125,10 @@ class FunctionHooks:
         """What the function gives for these arguments, recorded where it is wanted."""
         running = self._running
         if not self._tracker.is_active:
-            return original(*args, **kwargs)
+            with self._recorder.guarded():
+                self._tracker.meet_direct()
+            if not self._tracker.is_active:
+                return original(*args, **kwargs)
         if role.owner:
             return self._product(role, original, args, kwargs)
         if running.has(role.layer_type):
@@ -195,7 +204,7 @@ class FunctionHooks:
             return original(*args, **kwargs)
         entry = RunningRole(role.layer_type, role)
         if source is not None:
-            frame = self._tracker.current()
+            frame = self._computing()
             place = None if role.owner or frame is None else self._watch.place(frame.module, ports_of(role))
             within = None if layer is None else layer.taking
             entry.taking = taking = Taking(
@@ -221,10 +230,15 @@ class FunctionHooks:
                 entry.taking.result((args, kwargs), output, entry, at=role.output, of=role.name)
         return output
 
+    def _computing(self) -> Frame | None:
+        """The innermost module that was called, or whose forward was called directly inside of that."""
+        current, frames = self._tracker.current(), self._owners.frames
+        module = innermost_direct_call(frames, None if current is None else current.module)
+        return current if module is None else frames[module]
+
     def _source(self, role: FunctionRole, owner: Owner | None = None) -> Source | None:
         """What a call's tensors come from; None where it is not wanted."""
-        frame = self._tracker.current()
-        of = frame if owner is None else owner.frame
+        of = self._computing() if owner is None else owner.frame
         path = owner.path if owner is not None else "" if of is None else of.path
         if not self._is_wanted(role.layer_type, path):
             return None

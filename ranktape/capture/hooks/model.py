@@ -21,6 +21,7 @@ from ranktape.capture.hooks.compiled import (
     why_eager,
 )
 from ranktape.capture.hooks.coverage import (
+    NOTHING_CALLED,
     Coverage,
     Sight,
     explain_silence,
@@ -34,7 +35,15 @@ from ranktape.capture.hooks.hook import Replacements, without_global_hooks
 from ranktape.capture.hooks.layers import LayerHooks, check_layers
 from ranktape.capture.hooks.module_hooks import MultiheadHooks
 from ranktape.capture.passes.frameworks import framework_replacements, is_rehearsing, stage_prefix
-from ranktape.capture.passes.passes import Arguments, Frame, in_backward, is_traced, keyword_arguments
+from ranktape.capture.passes.passes import (
+    Arguments,
+    DirectCall,
+    Frame,
+    in_backward,
+    is_traced,
+    keyword_arguments,
+    outermost_direct_call,
+)
 from ranktape.capture.rendezvous import keep_process_groups
 from ranktape.capture.roles.known import registered_roles, role_of
 from ranktape.capture.settings.rules import read_numbers
@@ -62,6 +71,8 @@ class ModelHooks(Attached):
         self._eager: EagerMode | None = None
         self._rests = False
         self._has_stack = False
+        self._is_any_called = False
+        """Whether a module with parameters was called while a model was looked for."""
         self._coverage: tuple[Any, Coverage] | None = None
         """What the last iteration saw of the models, and what that depends on."""
         self._frameworks = Replacements(())
@@ -125,6 +136,8 @@ class ModelHooks(Attached):
 
     def explain_silence(self) -> str:
         """Why nothing was recorded, and the way out."""
+        if not self._is_given and not self._is_any_called:
+            return NOTHING_CALLED
         return explain_silence(self._options, self._recorder, paths=self.paths, has_stack=self._has_stack)
 
     def await_model(self) -> None:
@@ -164,7 +177,7 @@ class ModelHooks(Attached):
         self._frameworks = Replacements(framework_replacements(tracker, self._recorder.guarded(), self.meet_stage))
         watch.handles.append(self._frameworks)
         self._is_rehearsing = self._frameworks.refresh() and is_rehearsing()
-        tracker.before_pass = self._refresh
+        tracker.before_pass, tracker.find_direct = self._refresh, self._find_direct
         self._multihead = MultiheadHooks(watch) if self._wants("attention") else None
         self._layers = LayerHooks(watch) if self._options.wants_layers or self._wants("hidden") else None
         self._functions = FunctionHooks(
@@ -258,24 +271,35 @@ class ModelHooks(Attached):
         self._attached.clear()
         self._watch_idle_again()
         self._functions = self._multihead = self._layers = self._regions = self._eager = None
-        self._tracker.before_pass = None
+        self._tracker.before_pass = self._tracker.find_direct = None
+
+    def _find_direct(self) -> tuple[Frame, DirectCall] | None:
+        found = outermost_direct_call(self._attached.__contains__)
+        return None if found is None else (self._attached[found.module], found)
 
     def _meet(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        """A global pre-hook: a module that is entered first and is not known is a model."""
+        """A global pre-hook: a module that is entered first and is not known is a model, or part of one.
+
+        Where a script calls the forward of its model directly, the first module that is entered is inside of it.
+        """
         if is_traced() or module in self._known or self._tracker.current() is not None or in_backward():
             return None
+        # A loss is a module, too.
+        self._is_any_called = self._is_any_called or next(module.parameters(), None) is not None
         if not self._tracker.records(module):
             self._tracker.pass_over(module)
             return None
         mistake: UsageError | None = None
         with self._recorder.guarded():
+            direct = outermost_direct_call(lambda outer: any(part is module for part in outer.modules()))
+            model = module if direct is None else direct.module
             try:
-                self._check_layers(module)
+                self._check_layers(model)
             except UsageError as error:
                 mistake = error
             if mistake is None and not self._refresh():
-                self.add_root(module, is_running=True)
-                self._attach_to(module, self._roots[-1][1])
+                self.add_root(model, is_running=direct is None)
+                self._attach_to(model, self._roots[-1][1])
                 # Its own pre-hooks came too late for this call, and torch gives a global one no keywords.
                 changed = self.enter_late(module, (args, keyword_arguments(module)))
                 return None if changed is None else changed[0]

@@ -239,13 +239,14 @@ class Owners:
         self._owners: dict[tuple[int, str], _Owned] = {}
         self._addresses: dict[tuple[int, torch.Size, str], _Owned] | None = None
         """By the address and shape of a parameter; None before a recomputation asks."""
-        self._frames: dict[nn.Module, Frame] = {}
+        self.frames: dict[nn.Module, Frame] = {}
+        """The modules that are known."""
         self.met: set[tuple[nn.Module, str]] = set()
         """The modules and their names of the parameters with which a product was recorded."""
 
     def add(self, frame: Frame) -> None:
         """Know a module's own parameters; of one that several have, the first is the owner, of each kind of layer."""
-        self._frames[frame.module] = frame
+        self.frames[frame.module] = frame
         self._addresses = None
         role = role_of(type(frame.module))
         for name, parameter in frame.module._parameters.items():  # noqa: SLF001  (runs no parametrization)
@@ -280,7 +281,7 @@ class Owners:
         for module in (frame.module, *frame.module.children()):
             for name, parameter in module._parameters.items():  # noqa: SLF001  (runs no parametrization)
                 if parameter is weight:
-                    return weight, self._frames.get(module, frame), name
+                    return weight, self.frames.get(module, frame), name
         return None
 
     def _at_address(self, weight: torch.Tensor, *, kind: str) -> _Owned | None:

@@ -1,14 +1,15 @@
 """The passes of a training, their calls, which of these are counted together, and what runs now.
 
 Python's stack is asked only where hooks cannot tell: after an interrupt, in a hook that is given no keyword arguments,
-in an optimizer that steps inside of another one's step.
+in an optimizer that steps inside of another one's step, and where a script calls the forward of a module directly.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -200,6 +201,63 @@ def keyword_arguments(module: nn.Module) -> dict[str, Any]:
             given = frame.f_locals.get("kwargs")
             return given if isinstance(given, dict) else {}
     return {}
+
+
+class DirectCall(NamedTuple):
+    """A forward that runs though its module was not called, so that no hook of the module did."""
+
+    module: nn.Module
+    """The module."""
+    args: tuple[Any, ...]
+    """Its arguments."""
+    number: int
+    """Tells it from other calls that are running on its thread."""
+
+
+def outermost_direct_call(is_known: Callable[[nn.Module], bool]) -> DirectCall | None:
+    """The outermost forward of a known module on this thread; asked where no module is known to have been called."""
+    found: tuple[FrameType, nn.Module] | None = None
+    for frame in _frames():
+        module = _module_of(frame)
+        if module is not None and is_known(module):
+            found = frame, module
+    if found is None:
+        return None
+    frame, module = found
+    names = frame.f_code.co_varnames[1 : frame.f_code.co_argcount]
+    return DirectCall(module, tuple(frame.f_locals.get(name) for name in names), id(frame))
+
+
+def innermost_direct_call(known: Container[nn.Module], current: nn.Module | None) -> nn.Module | None:
+    """The known module whose forward runs inside of the current one, which was called; None where none does."""
+    own = None if current is None else _innermost_code(type(current).forward)
+    for frame in _frames():
+        if frame.f_code is _MODULE_CALL or frame.f_code is own:
+            return None
+        module = _module_of(frame)
+        if module is not None and module in known:
+            return module
+    return None
+
+
+def is_on_stack(number: int) -> bool:
+    """Whether a direct call is still running on this thread."""
+    return any(id(frame) == number for frame in _frames())
+
+
+def _module_of(frame: FrameType) -> nn.Module | None:
+    """The module whose forward a call is: other functions are not asked, as Python copies all names of one for that."""
+    code = frame.f_code
+    if code.co_name != "forward" or not code.co_argcount:
+        return None
+    module = frame.f_locals.get(code.co_varnames[0])
+    return module if isinstance(module, nn.Module) else None
+
+
+@functools.cache
+def _innermost_code(function: Callable[..., Any]) -> CodeType | None:
+    """That of a function, inside of what decorates it."""
+    return getattr(inspect.unwrap(function), "__code__", None)
 
 
 def in_nested_step() -> bool:

@@ -24,12 +24,14 @@ from torch.utils._pytree import tree_leaves
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.passes.passes import (
     Call,
+    DirectCall,
     ForwardPass,
     Frame,
     Microbatch,
     calls_itself,
     dtype_name,
     in_backward,
+    is_on_stack,
     is_transformed,
 )
 from ranktape.storage.format.record_info import Mode
@@ -45,6 +47,8 @@ class _PassThread(threading.local):
         self.stage: tuple[int, int | None] | None = None
         """The microbatch that a pipeline schedule runs, and of how many, where that is known."""
         self.is_rehearsing = False
+        self.direct: int | None = None
+        """The number of the direct call of a forward that began the pass; None where a module was called."""
 
 
 def mode_of(module: nn.Module) -> Mode:
@@ -61,6 +65,8 @@ class Tracker:
         """Identifiers of the samples of the passes to come."""
         self.before_pass: Callable[[], bool] | None = None
         """Called when an outermost forward begins; whether it is a rehearsal, on data that is none."""
+        self.find_direct: Callable[[], tuple[Frame, DirectCall] | None] | None = None
+        """Finds the known module whose forward was called directly, outermost; None while no modules are known."""
         self.is_training = False
         """Whether a training pass was seen in any iteration."""
         self.reset(0)
@@ -89,6 +95,7 @@ class Tracker:
     def is_active(self) -> bool:
         """Whether what runs now on this thread is recorded; in a recomputation: whether its first pass was."""
         thread = self._thread
+        self._drop_ended(thread)
         if thread.repeated is not None:
             return thread.repeated.is_recorded
         if in_backward():
@@ -118,11 +125,34 @@ class Tracker:
         """A module begins; the outermost one begins a pass."""
         thread = self._thread
         if not in_backward():
+            self._drop_ended(thread)
             if thread.frames and thread.frames[0].module is frame.module and not calls_itself(frame.module):
                 thread.frames.clear()  # an interrupt took the last pass away, and no hook was called
+                thread.direct = None
+            self.meet_direct()
             if not thread.frames:
                 self._begin_pass(thread, frame.module, args, kwargs)
         thread.frames.append(frame)
+
+    def meet_direct(self) -> None:
+        """Begin the pass of a known module whose forward was called directly, where no module of one was called."""
+        thread = self._thread
+        if thread.frames or thread.repeated is not None or in_backward() or self.find_direct is None:
+            return
+        found = self.find_direct()
+        if found is not None:
+            frame, call = found
+            self._begin_pass(thread, call.module, call.args, {})
+            thread.frames.append(frame)
+            thread.direct = call.number
+
+    def _drop_ended(self, thread: _PassThread) -> None:
+        """End the pass of a forward that was called directly, once it has returned: no hook tells of that."""
+        # Another call may have the number of one that has ended; between two passes of a training is a backward pass.
+        if thread.direct is None or (is_on_stack(thread.direct) and not self._is_backward_seen) or in_backward():
+            return
+        thread.frames.clear()
+        thread.running = thread.direct = None
 
     def leave(self, module: nn.Module, output: Any) -> None:
         """A module ends, or was left by an exception together with what it had called."""
@@ -144,6 +174,7 @@ class Tracker:
 
     def current(self) -> Frame | None:
         """The innermost module that is running; None outside of all."""
+        self._drop_ended(self._thread)
         frames = self._thread.frames
         return frames[-1] if frames else None
 
