@@ -132,6 +132,7 @@ def test_a_microbatch_without_labels_has_no_gradient(tmp_path: Path) -> None:
     assert (finding.kind, finding.severity) == ("zero", Severity.LOW)
     assert "are all zero in 1 of 4 backward passes: no loss reached any layer there" in finding.title
     assert finding.evidence.endswith("microbatch 0, iteration 1, rank 0")
+    assert finding.command.endswith("stats RUN --tensor-name 'grad_*' --by iteration,rank,microbatch --metric absmax")
     # Where no pass of an iteration has a gradient, nobody learned from it.
     (finding,) = found_in(tmp_path / "iteration", passes((1, 0), (1, 1)))
     assert (finding.kind, finding.severity) == ("gradient_underflow", Severity.MEDIUM)

@@ -237,6 +237,7 @@ class _Underflow:
             evidence=f"every gradient of these passes is zero, as of microbatches without labels; {where}",
             metric="silent passes",
             value=float(num_silent),
+            options={"tensor_name": "grad_*", "by": "iteration,rank,microbatch", "metric": "absmax"},
         )
 
     def findings(self) -> Iterator[Finding]:
