@@ -45,7 +45,8 @@ def verdict_of(
     # Only rank 0 has a coordinator; the others answer for what they stored themselves.
     if rank == 0:
         try:
-            judged = read_verdict(backend)
+            # Not by the attempt of another launch that has taken the run.
+            judged = read_verdict(backend, until=words.get("attempt"))
         except RanktapeError as error:
             judged = None
             console.warn(str(error))

@@ -359,6 +359,9 @@ class Writer:
             self._storer.rank_writer.close(reason=reason)
         if self._coordinator is not None:
             self._say(state="waiting")
+            # A launch that was stopped for long may end before it looks for the lease again.
+            if self._lease is not None and (lost := self._lease.look(self._attempt)) is not None:
+                self._say(notice=lost)
             ended = str((self._ring.hear() or {}).get("ended", ""))
             verdict = self._coordinator.finish(ended=ended, has_failed=self._has_failed)
             self._say(verdict=verdict.to_json())

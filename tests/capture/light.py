@@ -71,6 +71,11 @@ class LightTrainer:
         assert self.process._process is not None
         os.kill(self.process._process.pid, signal.SIGSTOP)
 
+    def continue_writer(self) -> None:
+        """The writer goes on after `stop_writer`."""
+        assert self.process._process is not None
+        os.kill(self.process._process.pid, signal.SIGCONT)
+
     def lose_writer(self) -> None:
         """End the writer, as the kernel does that needs its memory."""
         assert self.process._process is not None

@@ -14,6 +14,7 @@ from ranktape.storage import open_run
 from tests.capture.light import SMALL, LightTrainer
 from tests.exhaustive import exhaustive
 from tests.s3 import S3Server
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -70,3 +71,24 @@ def test_one_of_two_launches_has_the_run(
     assert run.verdict().met
     # Nothing of the two is in the way of a third.
     assert record(url, 3, first=9, barrier=threading.Barrier(1), **options, resume=True) is None
+
+
+@pytest.mark.parametrize(("required", "is_met"), [(3, False), (1, True)])
+def test_a_launch_that_was_replaced_says_so_and_judges_by_what_it_stored_itself(
+    tmp_path: Path, required: int, *, is_met: bool
+) -> None:
+    url = tmp_path / "run"
+    stopped = LightTrainer(url, min_iterations=required, max_iterations=3)
+    stopped.stage(0, {"layers.0": np.full(SMALL, 1, np.float32)})
+    until(lambda: open_run(url).iterations == [0], seconds=60)
+    stopped.stop_writer()
+    assert record(str(url), 2, first=10, barrier=threading.Barrier(1), resume=True) is None
+    stopped.continue_writer()
+    words = stopped.close()
+    verdict = words["verdict"]
+    assert (verdict["met"], verdict["complete"], verdict["required"]) == (is_met, [0], required)
+    assert any("this launch was replaced: another launch continues the run" in one for one in words["notices"])
+    assert is_met or any(one.startswith("launch: this launch was replaced") for one in verdict["missing"])
+    run = open_run(url)
+    assert run.iterations == [0, 10, 11, 12]
+    assert run.verdict().met

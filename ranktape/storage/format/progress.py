@@ -132,9 +132,14 @@ def read_statuses(backend: Backend, progress: Progress, *, final: bool) -> list[
     return for_each(lambda one: _status(backend, progress, one, expected=expected, final=final), iterations)
 
 
-def read_verdict(backend: Backend) -> tuple[RunVerdict, list[IterationStatus]] | None:
-    """The verdict on a run, with all its iterations; None for a run in which no attempt has begun."""
+def read_verdict(backend: Backend, *, until: str | None = None) -> tuple[RunVerdict, list[IterationStatus]] | None:
+    """The verdict on a run, with all its iterations; None for a run in which no attempt has begun.
+
+    With `until`, the path of an attempt, as if none had come after it.
+    """
     attempts = read_attempts(backend)
+    paths = [one.path for one in attempts]
+    attempts = attempts[: paths.index(until) + 1] if until in paths else attempts
     if not attempts:
         return None
     last = attempts[-1]
@@ -183,7 +188,7 @@ def _asked_iterations(backend: Backend, attempt: Attempt) -> Collection[int]:
 def write_verdict(
     backend: Backend, *, attempt: Attempt, problems: Mapping[str, str] | None = None, ended: str = ""
 ) -> RunVerdict:
-    """Close the attempt: the verdict on the run as it stands, written to the store.
+    """Close the attempt: the verdict on the run up to it, written to the store.
 
     Args:
         backend: Where the run is.
@@ -199,7 +204,7 @@ def write_verdict(
     path = layout.verdict_path(attempt.path)
     closing = {"problems": dict(problems or {}), "ended": ended, "written": time.time()}
     write_group(backend, path, closing)
-    judged = read_verdict(backend)
+    judged = read_verdict(backend, until=attempt.path)
     if judged is None or not is_attempt_there(backend, attempt):
         raise RunNotFoundError(lost_message(backend))
     verdict = judged[0]

@@ -213,6 +213,11 @@ EXPIRY_SECONDS = 20.0
 ENDING_SECONDS = 45.0
 """Longest wait for a holder whose training has failed."""
 
+_REPLACED = (
+    "this launch was replaced: another launch continues the run, as this one had not reached the store for more than "
+    f"{EXPIRY_SECONDS:g} s"
+)
+
 _LOOK_SECONDS = 0.5
 
 
@@ -286,6 +291,18 @@ class Lease:
             time.sleep(_LOOK_SECONDS)
         raise AssertionError("there is no last look")
 
+    def look(self, attempt: Attempt) -> str | None:
+        """Find out whether another launch has taken over the run since this one's attempt began; returns `lost`.
+
+        It may have ended by now, and its lease be gone.
+        """
+        # Where the store does not answer, the writers say so.
+        with contextlib.suppress(StorageError):
+            later = (one for one in read_attempts(self._backend) if one.number > attempt.number and not one.adds)
+            if any(one.launch.launch_id != self._launch_id for one in later):
+                self.lost = _REPLACED
+        return self.lost
+
     def _renew(self) -> None:
         backend = self._backend.with_deadline(timeout_seconds=RENEW_SECONDS)
         while not self._is_over.wait(RENEW_SECONDS):
@@ -294,10 +311,7 @@ class Lease:
                 latest = max(_numbers(backend), default=self._number)
                 if latest > self._number:
                     if self._read(latest).get("launch_id") != self._launch_id:
-                        self.lost = (
-                            "another launch continues the run, as this one had not reached the store for more than "
-                            f"{EXPIRY_SECONDS:g} s"
-                        )
+                        self.lost = _REPLACED
                     return
                 write_group(backend, layout.lease_path(self._number), self._attributes())
 
