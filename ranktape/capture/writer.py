@@ -37,6 +37,7 @@ from ranktape.storage.format.attempt import Attempt, IterationPlan, lost_message
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.failures import printable
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.recording.start import Lease, begin_attempt, claim_run, join_attempt
 
@@ -46,6 +47,9 @@ NICENESS = 19
 _IDLE_SECONDS = 0.2
 _MAX_NOTICES = 16
 """Notices that the trainer can still read, the last ones."""
+
+_CONSOLE_SECONDS = 10.0
+"""Longest time for which the writer keeps the console of a trainer that died: a pipe from it stays open as long."""
 
 _OUTAGE_SECONDS = 3.0
 """A store that has not answered for so long is spoken of."""
@@ -71,6 +75,8 @@ class Writer:
         self._flight: Flight | None = None
         self._trainer = Trainer(config.trainer_pid)
         self._death: str | None = None
+        self._console_lock = threading.Lock()
+        self._has_console = config.is_first
         self._say()
 
     def run(self) -> int:
@@ -86,6 +92,7 @@ class Writer:
                 self._end(reason)
             except RanktapeError as error:
                 self._say(state="failed", kind=type(error).__name__, error=str(error))
+                self._leave_console(str(error))
                 return 1
             finally:
                 self._committer.stop()
@@ -267,9 +274,14 @@ class Writer:
             while (slot := self._ring.take()) is not None:
                 self._handle(slot)
             if is_finished:
+                self._leave_console()
                 return str((self._ring.hear() or {}).get("reason", "the training ended"))
             if is_orphan:
                 self._death = self._trainer.ending()
+                later = f"its writer still stores what was staged: see 'ranktape status {self._storer.retrying.url}'"
+                timer = threading.Timer(_CONSOLE_SECONDS, self._leave_console, [later])
+                timer.daemon = True
+                timer.start()
                 return "the training process died"
             if self._flight is not None:
                 self._flight.tick()
@@ -365,10 +377,25 @@ class Writer:
             ended = str((self._ring.hear() or {}).get("ended", ""))
             verdict = self._coordinator.finish(ended=ended, has_failed=self._has_failed)
             self._say(verdict=verdict.to_json())
+            self._leave_console(f"{verdict.message()}: see 'ranktape status {self._storer.retrying.url}'")
         if self._config.ring_path is not None and not self._committer.owes:
             # Nothing is left in it that anybody could want.
             self._config.ring_path.unlink(missing_ok=True)
         self._say(state="closed")
+
+    def _leave_console(self, text: str | None = None) -> None:
+        """Say on the console of a trainer that died how the run ended, and let go of it; after that, nothing."""
+        with self._console_lock:
+            if not self._has_console:
+                return
+            self._has_console = False
+            if text is not None:
+                how = f" ({self._death})" if self._death else ""
+                line = f"ranktape: the training process of rank 0 died{how}; {' '.join(text.split())}"
+                with contextlib.suppress(OSError):  # nobody may be reading it any more
+                    os.write(1, f"{printable(line)}\n".encode())
+            with open(os.devnull, "wb") as nowhere:  # noqa: PTH123  (no path)
+                os.dup2(nowhere.fileno(), 1)
 
     def _has_failed(self) -> bool:
         """Whether the training has failed; another launch is told then that it may wait for the lease."""

@@ -64,7 +64,7 @@ class ForkedWriter:
     ) -> None:
         """Start it; all forks have sessions of their own."""
         assert command[1:4] == ["-P", "-m", "ranktape.capture.writer"]
-        assert (stdout, start_new_session) == (subprocess.DEVNULL, True)
+        assert start_new_session
         self.returncode: int | None = None
         with Path(os.devnull).open("wb") as nowhere:
             self._connection, self.pid = request(
@@ -73,7 +73,12 @@ class ForkedWriter:
                 environment=env,
                 parent=os.getpid(),
                 outlives=True,
-                descriptors={0: stdin.fileno(), 1: nowhere.fileno(), 2: stderr, **{each: each for each in pass_fds}},
+                descriptors={
+                    0: stdin.fileno(),
+                    1: nowhere.fileno() if stdout == subprocess.DEVNULL else stdout,
+                    2: stderr,
+                    **{each: each for each in pass_fds},
+                },
             )
 
     def poll(self) -> int | None:

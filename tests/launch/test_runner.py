@@ -332,6 +332,25 @@ def test_two_ranks_that_end_too_soon_are_an_error_of_rank_0(tmp_path: Path) -> N
     assert f"  traceback : {error}" in ended.stderr
 
 
+def test_the_writer_says_how_the_run_ended_where_torchrun_ends_rank_0_at_once(tmp_path: Path) -> None:
+    after = """
+        import signal, time
+        if os.environ["RANK"] == "1":
+            time.sleep(3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(120)
+    """
+    write_script(tmp_path, after=after)
+    words = (*LAUNCH, "--capture", "run", "--min-iterations", "9", "train.py")
+    ended = torchrun(*words, cwd=tmp_path, env={"STEPS": "2"})
+    assert ended.returncode == 1
+    told = own_lines(ended)[-1]
+    assert told.startswith(
+        "ranktape: the training process of rank 0 died (killed by SIGTERM); minimum not met: 2 of 9 "
+    )
+    assert told.endswith(f": see 'ranktape status {tmp_path / 'run'}'")
+
+
 FAILING = """
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         raise RuntimeError("a bad node")

@@ -132,6 +132,15 @@ class WriterConfig:
         return f"its writer was started again {times} ({'; '.join(self.deaths[-_MAX_DEATHS:])})" if self.deaths else ""
 
 
+def _has_console() -> bool:
+    """Whether this process has a standard error."""
+    try:
+        os.fstat(2)
+    except OSError:
+        return False
+    return True
+
+
 class WriterProcess:
     """The writer of this rank, with the ring to it; started again where it was killed."""
 
@@ -171,7 +180,8 @@ class WriterProcess:
                 self._process = subprocess.Popen(
                     command,
                     stdin=file,
-                    stdout=subprocess.DEVNULL,
+                    # The console of rank 0: its writer says there how the run ended if the trainer is killed.
+                    stdout=2 if config.is_first and _has_console() else subprocess.DEVNULL,
                     stderr=self._stderr,
                     # The reading end stays open here too: to wake up a writer that is gone must not raise SIGPIPE.
                     pass_fds=descriptors,
