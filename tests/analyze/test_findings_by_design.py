@@ -10,9 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ranktape.analyze import View, overflow, stats, trace, trend
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.finding import Finding, Severity
+from ranktape.analyze.rules.gate import gate
+from ranktape.analyze.views.report.page import model_of
 from tests.analyze.compared import normal
 from tests.analyze.faulty_runs import Fault, Place, Sizes, cast, faulty_run
 from tests.analyze.runs import Tensor, describe_tensor, store
@@ -188,6 +191,51 @@ def test_masks_are_the_cause_of_nothing(tmp_path: Path) -> None:
     array[0, 7, 0] = -np.inf
     findings = found_in(tmp_path / "more", spoiled)
     assert findings[0].severity is Severity.HIGH
+
+
+def test_masks_overflow_to_no_question(tmp_path: Path) -> None:
+    tensors = [describe_tensor(array, **_identity(info), sample_dim=0) for array, info in masked()]
+    records = store(tmp_path, tensors).select()
+    assert records.column("overflow.total").min() > 0, "the catalogue counts every infinity"
+    for options in ({}, {"format": "fp8_e4m3"}, {"format": "mxfp8"}, {"by": ["tensor_name"]}, {"per_sample": True}):
+        table = overflow(records, **options)
+        assert set(table.column("severity")) == {"none"}, options
+        # Of one finite value the rule of its block cuts off a little.
+        assert sum(table.column("overflow.total")) == (options == {"format": "mxfp8"}), options
+        assert any(table.column("overflow.inf.count")), options
+        assert "in 6 records -Inf is that of an additive mask: it is no overflow" in table.notes
+    (begins,) = [row for row in overflow(records, first=True).records() if row["kind"] == "overflow"]
+    assert begins["affected"] == 0
+    assert gate(records).passed
+    names = ["overflow.ratio", "overflow.lower.count", "overflow.inf.count"]
+    for table in (
+        stats(records, metric=names),
+        stats(records, metric=names, by=["layer_idx"]),
+        stats(records, metric=names, per_sample=True),
+        trend(records, metric=names[:1], by=["tensor_name"]),
+        trace(records, metric=names),
+    ):
+        known = [column.name for column in table.columns]
+        for name in {*names[:2], "first"} & set(known):
+            assert not any(table.column(name)), (table.title, name)
+    model = model_of(records, view=View.COMPUTE)
+    assert model.data["start"]["metric"] != "overflow.ratio"
+
+
+def test_scores_beside_their_mask_are_masked_and_others_overflow(tmp_path: Path) -> None:
+    """Padding differs from iteration to iteration: what is the same in mask and scores tells."""
+    tensors = []
+    for iteration in range(2):
+        mask = np.zeros((4, 1, 8), dtype=np.float32)
+        mask[iteration:, :, 3 + iteration :] = -np.inf
+        scores = normal(4, 8, 8, seed=iteration) + mask
+        other = scores.copy()
+        other[0, 0, 0] = -np.inf
+        for name, array in (("attention_mask", mask), ("scores", scores), ("other", other)):
+            tensors.append(describe_tensor(array, iteration=iteration, tensor_name=name))
+    rows = overflow(store(tmp_path, tensors).select()).records()
+    found = {(row["iteration"], row["tensor_name"]): row["severity"] for row in rows}
+    assert {key for key, severity in found.items() if severity == "high"} == {(0, "other"), (1, "other")}
 
 
 @pytest.mark.parametrize(("factor", "kinds"), [(25, []), (4096, ["rank_differs"])])

@@ -268,6 +268,28 @@ def test_integers_are_left_out_where_formats_are_sought(tmp_path: Path) -> None:
     assert checked(run, in_blocks) == [(True, 1, 0, 0)]
 
 
+def test_of_zeros_nothing_is_lost(tmp_path: Path) -> None:
+    """A tensor of zeros, as an expert without tokens has, is whole in any format; of NaN alone nothing is known."""
+    rules = (
+        "sqnr.mxfp8 > 20",
+        "psnr.fp8_e4m3 > 20",
+        "cosine.nvfp4 > 0.9",
+        "mse.hif8 < 1e-9",
+        "flushed_ratio.mxfp4 == 0",
+    )
+    zeros = np.zeros((4, 32), dtype=np.float32)
+    run = store(tmp_path / "zeros", [describe_tensor(zeros), describe_tensor(-zeros, layer_idx=1)])
+    assert checked(run, *rules) == [(True, 2, 0, 0)] * len(rules)
+    (table,) = (sweep(run.select(), format="mxfp4,mxfp8", target_sqnr=20, **by) for by in ({},))
+    assert {(row["best_format"], row["meets_target"], row["sqnr"]) for row in table.records()} == {
+        ("mxfp4_e2m1", "yes", np.inf)
+    }
+    grouped = sweep(run.select(), format="mxfp4,mxfp8", target_sqnr=20, by=["rank"])
+    assert set(grouped.column("meets_target")) == {"yes"}
+    unknown = store(tmp_path / "nan", [describe_tensor(np.full((4, 32), np.nan, dtype=np.float32))])
+    assert checked(unknown, *rules[:1]) == [(False, 1, 1, 1)]
+
+
 def test_samples_are_checked(tmp_path: Path) -> None:
     values = np.ones((3, 40), dtype=np.float32)
     values[1, :4] = 1000.0

@@ -132,6 +132,9 @@ def test_scales_of_blocks_count_as_bits() -> None:
 
 def test_nothing_chooses_no_format() -> None:
     assert best_format({}) is None
-    assert best_format(choices(["fp8_e4m3"], np.zeros(3, dtype=np.float32))) is None
+    assert best_format(choices(["fp8_e4m3"], np.full(3, np.nan, dtype=np.float32))) is None
+    zeros = best_format(choices(["fp8_e4m3", "fp4_e2m1"], np.zeros(3, dtype=np.float32)))
+    assert zeros is not None
+    assert (zeros.scheme.name, zeros.worst_sqnr, zeros.meets_target) == ("fp4_e2m1", math.inf, True)
     with pytest.raises(UsageError, match="--target-sqnr nan is not allowed"):
         best_format({}, target_sqnr=math.nan)

@@ -214,6 +214,9 @@ def test_what_cannot_be_swept_has_no_ratio(run: Run) -> None:
     for name in FORMATS:
         known = dict(zip(names, np.any(~np.isnan(ratios_of(model, name)), axis=1).tolist(), strict=True))
         assert {one for one in names if not known[one]} == {"nothing but NaN", "zeros", "empty", "flags", "tokens"}
+        usual = dict(zip(names, metric_of(model, f"sqnr.{name}").tolist(), strict=True))
+        assert usual["zeros"] == math.inf, "nothing is lost of zeros"
+        assert all(math.isnan(usual[one]) for one in ("nothing but NaN", "empty", "flags", "tokens"))
 
 
 def test_too_many_records_share_their_details(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,17 +129,23 @@ def best_format(
     """The narrowest format in which the best level of every tensor has at least that SQNR.
 
     `sweeps` has for each format the sweeps of the same tensors. Of equally narrow formats the one that keeps more is
-    taken, and where none keeps enough the one that keeps most. Tensors without levels ask for nothing; None where no
-    tensor has levels.
+    taken, and where none keeps enough the one that keeps most. Of zeros no format loses anything; other tensors without
+    levels ask for nothing, and the answer is None where there are no others.
 
     Raises:
         UsageError: the target is NaN.
     """
     best_levels = (
-        (found[0].scheme, [max(sweep.levels, key=METRICS["sqnr"].goodness).sqnr for sweep in found if sweep.levels])
-        for found in sweeps.values()
+        (found[0].scheme, [one for one in map(best_sqnr, found) if one is not None]) for found in sweeps.values()
     )
     return best_format_of([(scheme, min(best)) for scheme, best in best_levels if best], target_sqnr=target_sqnr)
+
+
+def best_sqnr(sweep: ScaleSweep) -> float | None:
+    """The largest SQNR of a level, in dB; infinite of zeros, of which nothing is lost; None without finite numbers."""
+    if sweep.is_lossless:
+        return math.inf
+    return max((level.sqnr for level in sweep.levels), default=None)
 
 
 def best_format_of(worst: Sequence[tuple[Scheme, float]], *, target_sqnr: float) -> FormatChoice | None:

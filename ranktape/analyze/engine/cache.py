@@ -34,7 +34,7 @@ from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.records.record import RecordReader
 
-VERSION = f"{__version__}_2"
+VERSION = f"{__version__}_3"
 """Of all that is counted: that of the package, and a number that is one more whenever anything kept changes.
 
 What another version has kept is not found."""

@@ -44,10 +44,10 @@ def spoiled(survey: Survey) -> Iterator[Finding]:
 def lost(survey: Survey) -> Iterator[Finding]:
     """What no metric of finite values shows: NaN, infinities, and what the type that was computed with made so."""
     nan, inf, captured = (survey.counts[name] for name in ("nan", "inf", "captured_inf"))
-    is_new = (inf > captured) & (survey.fields["dtype"] != survey.dtypes) & survey.is_floating
+    is_new = (inf > captured) & (survey.fields["dtype"] != survey.dtypes) & survey.is_floating & ~survey.is_mask
     is_captured = (captured > 0) & survey.is_floating
     for places in survey.by_site(is_captured, survey.shares(captured)):
-        if _is_mask(survey, places):
+        if survey.is_mask[places].all():
             is_captured[places] = False
             yield _counted(survey, captured, places, "inf", "-Inf, as masks do", severity=Severity.LOW)
     # One finding for each place and each time that it began: after an iteration in which all is finite it is another.
@@ -60,20 +60,6 @@ def lost(survey: Survey) -> Iterator[Finding]:
         for places in survey.by_site(mask, survey.shares(counts)):
             for number in np.unique(episodes[places]):
                 yield _counted(survey, counts, places[episodes[places] == number], kind, what)
-
-
-def _is_mask(survey: Survey, places: Codes) -> bool:
-    """Whether it is what attention adds to its scores, or these: only -Inf, in a tensor that is called so.
-
-    Or in one of a forward pass of which the same large part is -Inf in all records of all layers.
-    """
-    if not (survey.counts["lower"][places] == survey.counts["inf"][places]).all():
-        return False
-    if all("mask" in str(survey.fields["tensor_name"][place]).lower() for place in places.tolist()):
-        return True
-    parts = survey.shares(survey.counts["inf"])[survey.roles == survey.roles[places[0]]]
-    is_forward = survey.fields["operation"][places[0]] == "forward"
-    return bool(is_forward and parts.size > 1 and parts[0] > limit.MIN_MASKED_RATIO and (parts == parts[0]).all())
 
 
 def _counted(

@@ -19,6 +19,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.identity import IDENTITY, role_of, stacks_of
+from ranktape.analyze.metrics.masks import additive_masks
 from ranktape.analyze.metrics.numbers import NUMBERS, numbers_of
 from ranktape.storage import Records
 from ranktape.storage.format.commit import read_skipped_ranks
@@ -45,7 +46,7 @@ SITE = (
 )
 """What tells one place of the model from another, over ranks, iterations, microbatches and calls."""
 
-COUNTS = {name: f"overflow.{name}.count" for name in ("nan", "inf", "lower", "underflow", "zero")}
+COUNTS = {name: f"overflow.{name}.count" for name in ("nan", "inf", "underflow", "zero")}
 """Counts against the limits of the type that is looked at, and the metrics that they are."""
 
 
@@ -84,6 +85,8 @@ class Survey:
         """Whether a record holds a gradient."""
         self.is_weight = _mask(self.fields["tensor_name"], is_parameter)
         """Whether a record holds a parameter of the model, which no sample and no other layer has a part in."""
+        self.is_mask = additive_masks(records)
+        """Whether -Inf is meant in a record: it is an additive mask, or scores that one was added to."""
         self.sites = self.codes(*SITE)
         """The same number for records of one place of the model."""
         self.roles = _roles(self.fields)

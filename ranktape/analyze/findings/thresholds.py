@@ -111,9 +111,6 @@ MIN_SATURATED_RATIO = 1e-3
 """A part of a tensor that is exactly the largest number of an 8-bit type without infinities: with a scale chosen from
 the largest value, a single element is."""
 
-MIN_MASKED_RATIO = 0.05
-"""A part of a tensor that is -Inf in every record alike is a mask: what overflows is not the same part twice."""
-
 MIN_CONSTANT_ELEMENTS = 16
 """Smaller tensors are constants by right: scales, steps, counters."""
 

@@ -34,6 +34,7 @@ from ranktape.analyze.identity import (
     sample_names,
     with_stacks,
 )
+from ranktape.analyze.metrics.masks import additive_masks
 from ranktape.analyze.metrics.target import (
     NAMES,
     LimitsMeasure,
@@ -173,6 +174,10 @@ def find_places(
         if num_without := sizes.count(0):
             notes.append(f"{num_without} of {len(chosen)} records have no samples, and are left out")
     counted = _CountedRecords(chosen, sizes, view=view, engine=engine or Engine(), on_record=on_record)
+    is_mask = additive_masks(chosen)[owners]
+    counts = [_without_masks(one, is_mask) for one in (counted.counts(targets) if targets else [counted.own_counts()])]
+    if num_masks := np.unique(owners[counts[0]["masked"] > 0]).size:
+        notes.append(f"in {num_masks} records -Inf is that of an additive mask: it is no overflow")
     return Places(
         records=chosen,
         targets=tuple(targets),
@@ -180,9 +185,15 @@ def find_places(
         owners=owners,
         dtypes=viewed_dtypes(chosen, view=view),
         samples=samples,
-        counts=tuple(counted.counts(targets) if targets else [counted.own_counts()]),
+        counts=tuple(counts),
         notes=tuple(notes),
     )
+
+
+def _without_masks(counts: Counts, is_mask: NDArray[np.bool_]) -> Counts:
+    """The counts in which the infinities of masks are `masked`, and not beyond the limits."""
+    masked = np.where(is_mask, counts["inf"], 0.0)
+    return {**counts, "masked": masked, **{name: counts[name] - masked for name in ("total", "lower")}}
 
 
 def _countable(records: Records, targets: Sequence[Target]) -> tuple[Records, list[str]]:

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.engine.digest_measure import DigestMeasure, digest_of, digests, merge_digests, payload_of
+from ranktape.analyze.engine.digest_measure import DigestMeasure, digest_of, merge_digests, payload_of
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sheet import KeptAnswer, record_keys_of
 from ranktape.analyze.engine.values import View, viewed_dtypes
 from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows, with_stacks
+from ranktape.analyze.metrics.masks import digests_without_masks
 from ranktape.analyze.numerics.digest import Digest, push
 from ranktape.analyze.table import Column
 from ranktape.storage import Records
@@ -40,7 +41,7 @@ def gather(
         UsageError: of a record values were kept that are rounded already, and are to be looked at as they were seen.
     """
     table = np.full((len(wanted), len(records)), math.nan)
-    for place, digest in enumerate(digests(records, view=view, engine=engine)):
+    for place, digest in enumerate(digests_without_masks(records, view=view, engine=engine)):
         for row, metric in zip(table, wanted.values(), strict=True):
             value = metric(digest)
             if value is not None:
@@ -164,7 +165,8 @@ def merged_digests(
     """
     seen: Counter[int] = Counter()
     begun: dict[int, list[Digest]] = {}
-    for number, digest in zip(groups.numbers, digests(records, view=view, engine=engine), strict=True):
+    known = digests_without_masks(records, view=view, engine=engine)
+    for number, digest in zip(groups.numbers, known, strict=True):
         if groups.sizes[number] == 1:
             yield number, digest
             continue

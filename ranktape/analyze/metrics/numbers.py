@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -17,7 +18,8 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sheet import Sheet, SheetForm, SheetRow, answer_of, record_keys_of, sheet_of
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.metrics.gather import Groups, merged_digests
-from ranktape.analyze.metrics.metric import METRICS, PERCENTILES
+from ranktape.analyze.metrics.masks import additive_masks
+from ranktape.analyze.metrics.metric import METRICS, PERCENTILES, count_names
 from ranktape.analyze.metrics.target import parse_targets
 from ranktape.analyze.numerics.digest import SAMPLE_METRICS, Digest
 from ranktape.analyze.numerics.formats import FORMATS
@@ -140,7 +142,21 @@ def numbers_of(records: Records, *, view: View, engine: Engine | None = None) ->
     """
     used = engine or Engine()
     compute = functools.partial(_rows, view=view, engine=used)
-    return RecordNumbers(sheet=sheet_of(records, form_of(view), compute, engine=used))
+    sheet = sheet_of(records, form_of(view), compute, engine=used)
+    # What is kept of a record does not know the others, of which it depends what a mask is.
+    (masks,) = np.nonzero(additive_masks(records))
+    if masks.size:
+        numbers, parts = sheet.numbers.copy(), sheet.parts.copy()
+        inf = numbers[masks, NUMBERS.index("overflow.inf.count")]
+        for kind in ("total", "lower"):
+            count, ratio = (NUMBERS.index(name) for name in count_names(kind))
+            numbers[masks, count] -= inf
+            numbers[masks, ratio] = numbers[masks, count] / np.maximum(1, numbers[masks, NUMBERS.index("elements")])
+        if parts.size:
+            of_masks = np.isin(sheet.owners, masks)
+            parts[of_masks, SAMPLE_METRICS.index("lower")] -= parts[of_masks, SAMPLE_METRICS.index("inf")]
+        sheet = dataclasses.replace(sheet, numbers=numbers, parts=parts)
+    return RecordNumbers(sheet=sheet)
 
 
 def _rows(records: Records, *, view: View, engine: Engine) -> Iterator[SheetRow]:

@@ -224,13 +224,14 @@ def _count_cells(numbers: Mapping[str, float], targets: Sequence[Target], target
 def severity_cells(numbers: Mapping[str, float], target: Target | None) -> tuple[str | None, str | None, str | None]:
     """How bad the counts are: all together, overflow, and underflow; None where it is not known.
 
-    A single NaN or Inf is high. Overflow is high above 1 % and medium above 0.1 %; with scales of blocks it is not
-    judged, as their rules cut off less than a quarter of a value. Underflow is high above 25 %. It is medium where more
-    than 1 % is subnormal in the dtype, or more than 10 % becomes zero in a format: as in `findings`.
+    A single NaN or Inf is high, but for the -Inf of additive masks. Overflow is high above 1 % and medium above 0.1 %;
+    with scales of blocks it is not judged, as their rules cut off less than a quarter of a value. Underflow is high
+    above 25 %. It is medium where more than 1 % is subnormal in the dtype, or more than 10 % becomes zero in a format:
+    as in `findings`.
     """
     elements = max(1, int(numbers["elements"]))
     overflow, lost = (numbers[kind] / elements for kind in ("total", "underflow" if target is None else "flushed"))
-    if numbers["inf"] > 0:
+    if numbers["inf"] > numbers["masked"]:
         overflow = math.inf
     elif target is not None and target.scaling is Scaling.BLOCK and not math.isnan(overflow):
         overflow = 0.0

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from ranktape.analyze.engine.digest_measure import digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import (
@@ -21,6 +20,7 @@ from ranktape.analyze.identity import (
     sample_names,
 )
 from ranktape.analyze.metrics.gather import group_records
+from ranktape.analyze.metrics.masks import digests_without_masks
 from ranktape.analyze.metrics.metric import METRICS, count_names, metric_columns, parse_metric
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UsageError
@@ -154,7 +154,7 @@ _Found = Iterator[tuple[int, int, SampleName, Sample]]
 
 def _samples(records: Records, *, view: View, engine: Engine | None) -> _Found:
     names = sample_names(records)
-    for place, digest in enumerate(digests(records, view=view, engine=engine)):
+    for place, digest in enumerate(digests_without_masks(records, view=view, engine=engine)):
         if digest.samples is not None:
             for index, name in enumerate(names[place]):
                 yield place, index, name, sample_of(digest.samples, index)

@@ -20,7 +20,7 @@ from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import SAMPLE, are_files, group_columns, group_row, identity_columns, with_stacks
 from ranktape.analyze.metrics.target import sweepable
 from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
-from ranktape.analyze.numerics.sweeps.metrics import Level
+from ranktape.analyze.numerics.sweeps.metrics import LOSSLESS, Level
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.sums import scale_of
 from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
@@ -104,7 +104,10 @@ def records_table(swept: Sequence[Swept], *, target_sqnr: float) -> Table:
             best = [(one.scheme, one.best_sqnr) for one in known if one.best_sqnr is not None]
             choice = _choice_cells(best_format_of(best, target_sqnr=target_sqnr))
         for one in known:
-            level = one.recommended if one.bests[0] is not None else (None,) * len(shape.level_columns)
+            level = one.recommended
+            if one.bests[0] is None:
+                lost = LOSSLESS if one.best_sqnr is not None else {}
+                level = tuple(lost.get(column.name) for column in shape.level_columns)
             rows.append((*shape.start(record, one), *one.counts, *one.bests, *level, *choice, one.note))
     return Table(
         title=f"recommended scale of each tensor in {shape.formats}: the level with the best score",

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ranktape.analyze.advice.recommendation import best_by
+from ranktape.analyze.advice.shared import best_sqnr
 from ranktape.analyze.advice.verdict import direction_of, keeps_nothing
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sheet import SheetForm, SheetRow, sheet_of
 from ranktape.analyze.engine.sweep_measure import sweep_records
-from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level
+from ranktape.analyze.numerics.sweeps.metrics import Level
 from ranktape.analyze.numerics.sweeps.options import SweepMode
 from ranktape.errors import RanktapeError
 
@@ -51,7 +52,7 @@ class SweptCells(NamedTuple):
     recommended: tuple[float | None, ...]
     """The fields of the recommended level; None without levels."""
     best_sqnr: float | None
-    """The largest one of a level, in dB; None without levels."""
+    """The largest one of a level, in dB; infinite of zeros; None of other tensors without levels."""
     note: str
     """What is unusual about the tensor, and whether the recommended level is none to use."""
 
@@ -60,14 +61,13 @@ def cells_of(found: ScaleSweep) -> SweptCells:
     """The cells of one sweep."""
     chosen, bests = found.recommended, [best_by(found, name) for name in BEST_BY]
     names = [field.name for field in dataclasses.fields(chosen)] if chosen is not None else LEVEL_FIELDS
-    best = max(found.levels, key=METRICS["sqnr"].goodness, default=None)
     return SweptCells(
         scheme=found.scheme,
         mode=found.mode,
         counts=tuple(getattr(found, name) for name in COUNTED),
         bests=tuple(None if level is None else level.exponent for level in bests),
         recommended=tuple(None if chosen is None else getattr(chosen, name) for name in names),
-        best_sqnr=None if best is None else best.sqnr,
+        best_sqnr=best_sqnr(found),
         note=_note(found),
     )
 

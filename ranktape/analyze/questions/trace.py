@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ranktape.analyze.engine.digest_measure import digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import identity_columns, identity_rows, words
+from ranktape.analyze.metrics.masks import additive_masks, digests_without_masks
 from ranktape.analyze.metrics.metric import parse_metric
 from ranktape.analyze.numerics.digest import Digest
 from ranktape.analyze.questions.samples import sample_metrics, sample_of
@@ -65,9 +65,10 @@ def trace(
     if sample is not None and not known:
         raise NoRecordsError(_no_sample(records, sample))
     rows, way = [], _Way()
-    captured = records.column("overflow.inf.count").tolist()
+    captured, is_mask = records.column("overflow.inf.count").tolist(), additive_masks(records).tolist()
     for number, (position, index, found) in enumerate(known):
-        change, first = way.step(order[position][:4], found, captured_inf=int(captured[position]))
+        num_captured = None if is_mask[position] else int(captured[position])
+        change, first = way.step(order[position][:4], found, captured_inf=num_captured)
         cells = tuple(found[name] for name in chosen)
         rows.append((number, *identities[position], index, *cells, change, first))
     left_out = len(records) - len(rows)
@@ -101,7 +102,7 @@ def _steps(
     """The place of each record on the way, the index of the sample in it, and its metrics."""
     every_id = records.column("sample_ids").tolist()
     wanted = [parse_metric(name) for name in dict.fromkeys((*metrics, "absmax", *_MARKS))]
-    for position, digest in enumerate(digests(records, view=view, engine=engine)):
+    for position, digest in enumerate(digests_without_masks(records, view=view, engine=engine)):
         if sample is None:
             yield position, None, {one.name: one.of(digest) for one in wanted}
             continue
@@ -131,14 +132,17 @@ class _Way:
         self._seen: set[str] = set()
 
     def step(
-        self, key: tuple[int, ...], found: Mapping[str, float | None], *, captured_inf: int
+        self, key: tuple[int, ...], found: Mapping[str, float | None], *, captured_inf: int | None
     ) -> tuple[float | None, str]:
-        """How absmax changed since the step before, and what is seen for the first time."""
+        """How absmax changed since the step before, and what is seen for the first time.
+
+        `captured_inf` is None of a mask, in which infinities are meant.
+        """
         if key != self._key:
             self._key, self._before, self._seen = key, None, set()
         now, before = found["absmax"], self._before
         self._before = now
-        num_infinite = found["overflow.inf.count"] or 0
+        num_infinite = 0 if captured_inf is None else found["overflow.inf.count"] or 0
         kinds = {
             "NaN": bool(found["overflow.nan.count"]),
             "Inf": bool(num_infinite) and bool(captured_inf),

@@ -25,6 +25,7 @@ from ranktape.analyze.metrics.counts import Places, find_places
 from ranktape.analyze.metrics.gather import Groups, group_digests
 from ranktape.analyze.metrics.metric import METRICS, count_names, parse_metric
 from ranktape.analyze.metrics.target import KINDS, Target
+from ranktape.analyze.numerics.sweeps.metrics import LOSSLESS
 from ranktape.analyze.numerics.sweeps.metrics import METRICS as SWEPT_METRICS
 from ranktape.analyze.numerics.sweeps.options import SweepOptions, resolve
 from ranktape.analyze.questions.swept import parse_jobs
@@ -200,7 +201,7 @@ def _digest_values(judged: Judged, operands: Sequence[RuleOperand]) -> dict[str,
 
 
 def _swept_values(judged: Judged, operands: Sequence[RuleOperand]) -> dict[str, NDArray[Any]]:
-    """The metrics of the recommended levels; NaN where a tensor needs no scale."""
+    """The metrics of the recommended levels; `LOSSLESS` of zeros, NaN of other tensors without levels."""
     records, view = judged.records, judged.view
     formats = list(dict.fromkeys(operand.format for operand in operands))
     # Two names may be one format.
@@ -210,9 +211,11 @@ def _swept_values(judged: Judged, operands: Sequence[RuleOperand]) -> dict[str, 
         if isinstance(sweeps, RanktapeError):
             raise sweeps
         for operand in operands:
-            level = sweeps[None][formats.index(operand.format)].recommended
-            if level is not None:
-                found[operand.name][place] = getattr(level, operand.part)
+            sweep = sweeps[None][formats.index(operand.format)]
+            if sweep.recommended is not None:
+                found[operand.name][place] = getattr(sweep.recommended, operand.part)
+            elif sweep.is_lossless:
+                found[operand.name][place] = LOSSLESS.get(operand.part, math.nan)
     is_low = {one.name: one.part in SWEPT_METRICS and not SWEPT_METRICS[one.part].is_error for one in operands}
     return {name: judged.worst(values, is_low=is_low[name]) for name, values in found.items()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,7 +39,8 @@ class Level:
     psnr: float
     """Largest |x| over `rmse`, in dB; infinite where nothing is lost, minus infinity where `mse` is infinite."""
     sqnr: float
-    """Mean of x squared over `mse`, in dB; infinite where nothing is lost, minus infinity where the errors are."""
+    """Signal to quantisation noise ratio: mean of x squared over `mse`, in dB. Infinite where nothing is lost, so of
+    zeros (`LOSSLESS`), too; minus infinity where the errors are infinite."""
     overflow_count: int
     """Values that round to beyond the format's largest value, and are saturated."""
     overflow_ratio: float
@@ -93,6 +94,14 @@ METRICS: dict[str, LevelMetric] = {
     )
 }
 """Every metric, by the name of its field."""
+
+
+LOSSLESS: Mapping[str, float] = {
+    **{name: 0.0 if one.is_error else math.inf for name, one in METRICS.items()},
+    "cosine": 1.0,
+    **{f"{kind}_{what}": 0 for kind in ("overflow", "underflow", "flushed") for what in ("count", "ratio")},
+}
+"""What a format loses of a tensor of zeros, which has no levels, by the fields of `Level`: nothing."""
 
 
 class Loss(NamedTuple):

@@ -41,6 +41,11 @@ class Population:
     """The smallest of them that is not zero; 0 where there is none."""
 
     @property
+    def is_lossless(self) -> bool:
+        """Whether there are finite numbers and all of them are zeros: any format holds them, at any scale."""
+        return not self.largest and self.num_elements > self.nan + self.inf + self.spoiled
+
+    @property
     def note(self) -> str:
         """What is unusual; empty for an ordinary tensor."""
         num_finite = self.num_elements - self.nan - self.inf

@@ -107,6 +107,8 @@ class BlockSweepMeasure:
         for row, sweep in zip(found, sweeps, strict=True):
             for level in sweep.levels:
                 row[OFFSETS.index(int(level.exponent))] = level.sqnr
+            if sweep.is_lossless:
+                row[:] = math.inf
         return {"sqnr": found}
 
 
@@ -144,6 +146,8 @@ class DigestDetails:
         is_magnitude = np.isfinite(digest.values) & (digest.values != 0)
         values, counts = digest.values[is_magnitude], digest.counts[is_magnitude]
         if not values.size:
+            if digest.has_values and digest.tallies.zero and is_sweepable(digest.dtype):
+                ratios[:] = math.inf  # of zeros nothing is lost
             return SheetRow([*first, -math.inf, *ratios.reshape(-1).tolist()])
         exponents, places = np.unique(np.frexp(values)[1] - 1, return_inverse=True)
         parts = np.stack([exponents, np.bincount(places, weights=counts)], axis=1).astype(np.float64)
@@ -228,7 +232,9 @@ class Details:
         places = np.flatnonzero(np.isfinite(self._log2_energy))
         for place, number in enumerate(tensor):
             first = _NUM_FIRST + place * len(OFFSETS)
-            self._take(number, places, sheet.numbers[places, first : first + len(OFFSETS)])
+            ratios = sheet.numbers[:, first : first + len(OFFSETS)]
+            self.usual[number] = ratios[:, OFFSETS.index(0)]
+            self._take(number, places, ratios[places])
 
     def add_block_sweeps(self, records: Records, *, first: Sequence[int], engine: Engine) -> None:
         """Try the scales of blocks on as many records as `MAX_SWEPT_NBYTES` allows; `first` come first.
@@ -261,6 +267,7 @@ class Details:
         sheet = sheet_of(records.take(places.tolist()), form, compute, engine=engine)
         for number, ratios in zip(with_blocks, np.split(sheet.numbers, len(jobs), axis=1), strict=True):
             is_known = ~np.isnan(ratios).any(axis=1) & np.isfinite(self._log2_energy[places])
+            self.usual[number, places] = ratios[:, OFFSETS.index(0)]
             self._take(number, places[is_known], ratios[is_known])
         self.num_not_read = int(np.isfinite(self._log2_energy).sum() - np.isfinite(self._log2_energy[places]).sum())
 
@@ -272,7 +279,6 @@ class Details:
     def _take(self, number: int, places: NDArray[np.int64], ratios: NDArray[Any]) -> None:
         """Add the ratios in dB of records in a format to those of their bundles, in the order of the records."""
         bundles, energy = self.bundles.of[places], self._log2_energy[places]
-        self.usual[number, places] = ratios[:, OFFSETS.index(0)]
         np.logaddexp2.at(self._signal[number], bundles, energy)
         np.logaddexp2.at(self._noise[number], bundles, energy[:, None] - ratios / _DECIBELS_PER_DOUBLING)
 
