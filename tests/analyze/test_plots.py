@@ -166,6 +166,17 @@ def test_cells_of_layers_and_ranks(data: PlotData, metric: str) -> None:
             ]
         )
         logs = np.log2(expected) if metric == "std" else np.log10(np.where(expected > 0, expected, np.nan))
+        has_nan = np.array(
+            [
+                [
+                    any(np.isnan(array).any() for array in arrays(operation=operation, layer_idx=layer, rank=rank))
+                    for rank in (0, 1)
+                ]
+                for layer in (-1, 0, 1)
+            ]
+        )
+        assert (colour_numbers(axes) == 2).tolist() == has_nan.tolist()
+        logs[has_nan] = np.nan
         np.testing.assert_allclose(cells(axes), logs, rtol=1e-9)
 
 
@@ -174,18 +185,26 @@ def page_of(grids: list[Grid]) -> Page:
     return Page(1, len(grids), title="t", **size_of(grids))
 
 
-def test_infinite_and_missing_cells_have_colours_of_their_own(data: PlotData) -> None:
+def colour_numbers(axes: Axes) -> np.ndarray[Any, Any]:
+    """For each cell of a heat map 0 for zero, 1 for infinite, 2 for NaN; -1 for a colour of the scale, or none."""
+    special = axes.images[0].get_array()
+    assert special is not None
+    return np.ma.filled(special.astype(float), -1)
+
+
+def test_nan_infinite_and_missing_cells_have_colours_of_their_own(data: PlotData) -> None:
     forward = PLOTS["layer_rank_absmax"].draw(data).axes[0]
     assert np.isnan(cells(forward)).all()  # each cell holds an infinity
-    grid = Grid(title="t", values=np.array([[0.0, np.inf, np.nan, 4.0]]), rows=["0"], columns=list("abcd"))
+    values = np.array([[0.0, np.inf, np.nan, 4.0, 4.0, np.nan]])
+    has_nan = np.array([[False, False, False, False, True, True]])
+    grid = Grid(title="t", values=values, rows=["0"], columns=list("abcdef"), has_nan=has_nan)
     scale = Scale("magnitude", "x")
     figure = draw_heat_maps(page_of([grid]), [grid], scale=scale, labels=("r", "c"), unit="columns")
-    special = figure.axes[0].images[0].get_array()
-    assert special is not None
-    assert np.ma.filled(special, -1).tolist() == [[0, 1, -1, -1]]
+    assert colour_numbers(figure.axes[0]).tolist() == [[0, 1, -1, -1, 2, 2]]
     assert cells(figure.axes[0])[0].tolist()[3] == 2.0
+    assert np.isnan(cells(figure.axes[0])[0, 4])
     words = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert words == [" no record", " exactly 0", " infinite"]
+    assert words == [" no record", " exactly 0", " infinite", " NaN among the values"]
 
 
 @pytest.mark.parametrize("metric", ["overflow", "underflow", "extreme", "std"])

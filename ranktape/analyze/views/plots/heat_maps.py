@@ -1,14 +1,16 @@
 """Draws heat maps of metrics in the cells of two fields: layers against ranks, iterations, samples or binades.
 
-Cells of which nothing is known, zeros and infinities have colours of their own, so that the scale is left to the rest.
+Cells of which nothing is known, zeros, infinities and NaN have colours of their own, so that the scale is left to the
+rest.
 Where a plot has more columns than can be seen, neighbours are drawn as one, with the largest of their metrics: what
 stands out stays.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import matplotlib as mpl
@@ -18,6 +20,7 @@ from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from ranktape.analyze.views.palette import INFINITE_COLOR, MISSING_COLOR, NAN_COLOR, ZERO_COLOR
 from ranktape.analyze.views.plots.axes import (
     band_handles,
     draw_bands,
@@ -29,13 +32,10 @@ from ranktape.analyze.views.plots.axes import (
 )
 from ranktape.analyze.views.plots.groups import page_of, pooled, rank_deviations, rank_distances
 from ranktape.analyze.views.plots.style import (
-    INFINITE_COLOR,
     INK,
-    MISSING_COLOR,
     SEQUENTIAL,
     SMALL_SIZE,
     TEXT_SIZE,
-    ZERO_COLOR,
     diverging,
     empty,
     key,
@@ -172,10 +172,12 @@ class Grid(NamedTuple):
     values: NDArray[np.float64]
     rows: Sequence[str]
     columns: Sequence[str]
+    has_nan: NDArray[np.bool_] | None = None
+    """In which cells values are NaN, which no metric shows; None for none."""
 
     def thinned(self) -> Grid:
         """The same with neighbours as one, where there are more than can be drawn."""
-        values, names = self.values, [list(self.rows), list(self.columns)]
+        values, names, has_nan = self.values, [list(self.rows), list(self.columns)], self.has_nan
         for axis, most in _MOST:
             size = math.ceil(values.shape[axis] / most)
             if size > 1:
@@ -183,16 +185,19 @@ class Grid(NamedTuple):
                 # Of factors the one that is farthest from none, whichever way.
                 largest, smallest = (ufunc.reduceat(values, starts, axis=axis) for ufunc in (np.fmax, np.fmin))
                 values = np.where(-smallest > largest, smallest, largest)
+                has_nan = None if has_nan is None else np.logical_or.reduceat(has_nan, starts, axis=axis)
                 names[axis] = [names[axis][start] for start in starts]
-        return Grid(self.title, values, *names)
+        return Grid(self.title, values, *names, has_nan)
 
 
 def heat_map(data: PlotData, row: Plot, *, field: str, metric: str) -> Figure:
     """A metric of layers against a field of whole numbers, or against samples."""
     pool, scale = CELLS[metric]
     operations, layers = data.operations(), data.values_of("layer_idx")
+    spoiled: Callable[[str], NDArray[np.bool_]] = functools.partial(_nan_in, data, field)
     if field == "sample":
         samples = data.sample_metrics(pool)
+        spoiled = functools.partial(samples.has_nan, layers=layers)
         columns, label = sample_names(samples)
         found = {one: samples.grid(pool, operation=one, layers=layers) for one in operations}
         known = {one: values for one, values in found.items() if not np.isnan(values).all()}
@@ -200,7 +205,7 @@ def heat_map(data: PlotData, row: Plot, *, field: str, metric: str) -> Figure:
     else:
         columns, label = [str(int(column)) for column in data.values_of(field)], field
         grids = {one: grid_of(data, pool, field=field, operation=one) for one in operations}
-    drawn = [Grid(title, cells, layer_names(layers), columns) for title, cells in grids.items()]
+    drawn = [Grid(title, cells, layer_names(layers), columns, spoiled(title)) for title, cells in grids.items()]
     start = _page_of_maps(data, row, drawn, with_limits=scale.kind == "share")
     return draw_heat_maps(start, drawn, scale=scale, labels=("layer", label), unit=f"{field}s")
 
@@ -210,7 +215,8 @@ def rank_deviation(data: PlotData, row: Plot) -> Figure:
     layers = data.values_of("layer_idx")
     ranks = [str(rank) for rank in data.values_of("rank")]
     values = rank_deviations(data, layers=layers)
-    grid = Grid("all tensors that several ranks have", values, layer_names(layers), ranks)
+    has_nan = np.logical_or.reduce([_nan_in(data, "rank", one) for one in data.operations()])
+    grid = Grid("all tensors that several ranks have", values, layer_names(layers), ranks, has_nan)
     scale = Scale("factor", "absmax over that of the median rank")
     return draw_heat_maps(_page_of_maps(data, row, [grid]), [grid], scale=scale, labels=("layer", "rank"), unit="ranks")
 
@@ -224,6 +230,11 @@ def rank_against_rank(data: PlotData, row: Plot) -> Figure:
     scale = Scale("binades", "mean |log2| of their ratio, in binades")
     page = _page_of_maps(data, row, [grid], notes=[note])
     return draw_heat_maps(page, [grid], scale=scale, labels=("rank", "rank"), unit="ranks")
+
+
+def _nan_in(data: PlotData, field: str, operation: str) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = grid_of(data, "nan", field=field, operation=operation) > 0
+    return found
 
 
 def layer_names(layers: Sequence[int]) -> list[str]:
@@ -259,21 +270,22 @@ def draw_heat_maps(page: Page, grids: Sequence[Grid], *, scale: Scale, labels: t
     """
     drawn, size, figure = [grid.thinned() for grid in grids], size_of(grids), page.figure
     shown = np.concatenate([grid.values.reshape(-1) for grid in drawn])
+    spoiled = np.concatenate([_spoiled(grid).reshape(-1) for grid in drawn])
     # Magnitudes of forward and backward have little in common: each has colours of its own.
     has_own = scale.kind == "magnitude"
     norms = [scale.norm(grid.values if has_own else shown) for grid in drawn]
     for index, (axes, grid, norm) in enumerate(zip(page.panels[0], drawn, norms, strict=True)):
-        draw_cells(axes, grid.values, scale=scale, norm=norm)
+        draw_cells(axes, grid.values, scale=scale, norm=norm, has_nan=grid.has_nan)
         name(axes, title=grid.title, x=labels[1], y=labels[0] if index == 0 else "")
         longest = max(map(len, grid.columns), default=1)
         max_names = max(1, int(0.75 * size["width"] / ((longest + 2) * LETTER_INCHES)))
         places, names = thinned(grid.columns, max_names=max_names)
         set_ticks(axes.xaxis, places, names)
         _name_rows(axes, grid.rows, height=size["height"])
-        _write_metrics(axes, grid.values, scale=scale, norm=norm)
+        _write_metrics(axes, grid, scale=scale, norm=norm)
         if has_own and scale.has_color(grid.values).any():
             add_colorbar(figure, [axes], norm=norm, scale=scale)
-        if np.isnan(grid.values).all():
+        if np.isnan(grid.values).all() and not _spoiled(grid).any():
             say(axes, "nothing is known of any cell")
     if not has_own and scale.has_color(shown).any():
         add_colorbar(figure, list(page.panels[0]), norm=norms[0], scale=scale)
@@ -281,23 +293,37 @@ def draw_heat_maps(page: Page, grids: Sequence[Grid], *, scale: Scale, labels: t
     sizes = [max(math.ceil(grid.values.shape[axis] / most) for grid in grids) for axis, most in _MOST]
     words = (f"column is {sizes[0]} neighbouring {unit}", f"row is {sizes[1]} neighbouring ones")
     page.notes[:0] = [f"Each {one}: {which}." for one, together in zip(words, sizes, strict=True) if together > 1]
-    page.handles += special_handles(shown, scale)
+    page.handles += special_handles(shown, scale, has_nan=spoiled)
     return page.finish()
 
 
-def draw_cells(axes: Axes, values: NDArray[np.float64], *, scale: Scale, norm: Normalize, extent: Any = None) -> None:
+def _spoiled(grid: Grid) -> NDArray[np.bool_]:
+    return np.zeros(grid.values.shape, dtype=bool) if grid.has_nan is None else grid.has_nan
+
+
+def draw_cells(
+    axes: Axes,
+    values: NDArray[np.float64],
+    *,
+    scale: Scale,
+    norm: Normalize,
+    extent: Any = None,
+    has_nan: NDArray[np.bool_] | None = None,
+) -> None:
     """The cells: first those with colours of their own, then the others."""
     place: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "origin": "upper", "extent": extent}
     axes.grid(visible=False)
     axes.spines[:].set_visible(True)
     axes.spines[:].set_color("0.7")
-    axes.patch.set(facecolor=MISSING_COLOR, hatch="////", edgecolor="0.85")
+    axes.patch.set(facecolor=MISSING_COLOR, hatch="////", edgecolor="white")
     special = np.where(np.isinf(values), 1.0, np.where((values == 0) & scale.has_zero, 0.0, np.nan))
     if scale.kind == "factor":
         special = np.full(values.shape, np.nan)
-    own = ListedColormap([ZERO_COLOR, INFINITE_COLOR])
-    axes.imshow(np.ma.masked_invalid(special), cmap=own, vmin=0, vmax=1, **place)
-    colored = np.ma.masked_where(~scale.has_color(values), scale.logs(values))
+    is_nan = np.zeros(values.shape, dtype=bool) if has_nan is None else has_nan
+    special[is_nan] = 2.0
+    own = ListedColormap([ZERO_COLOR, INFINITE_COLOR, NAN_COLOR])
+    axes.imshow(np.ma.masked_invalid(special), cmap=own, vmin=0, vmax=2, **place)
+    colored = np.ma.masked_where(~scale.has_color(values) | is_nan, scale.logs(values))
     axes.imshow(colored, cmap=scale.colors, norm=norm, **place)
 
 
@@ -312,16 +338,21 @@ def add_colorbar(figure: Figure, panels: Sequence[Axes], *, norm: Normalize, sca
     bar.ax.tick_params(labelsize=SMALL_SIZE)
 
 
-def special_handles(values: NDArray[np.float64], scale: Scale, *, zero: str = "exactly 0") -> list[Any]:
+def special_handles(
+    values: NDArray[np.float64], scale: Scale, *, zero: str = "exactly 0", has_nan: NDArray[np.bool_] | None = None
+) -> list[Any]:
     """Entries of the legend for the colours beside the scale that occur."""
     handles: list[Any] = []
-    if np.isnan(values).any():
-        handles.append(key(Patch(facecolor=MISSING_COLOR, hatch="////", edgecolor="0.75"), "no record"))
+    is_nan = np.zeros(values.shape, dtype=bool) if has_nan is None else has_nan
+    if (np.isnan(values) & ~is_nan).any():
+        handles.append(key(Patch(facecolor=MISSING_COLOR, hatch="////", edgecolor="white"), "no record"))
     if scale.kind != "factor":
         if (values == 0).any() and scale.has_zero:
             handles.append(key(Patch(facecolor=ZERO_COLOR, edgecolor="0.75"), zero))
         if np.isinf(values).any():
             handles.append(key(Patch(facecolor=INFINITE_COLOR, edgecolor="0.75"), "infinite"))
+    if is_nan.any():
+        handles.append(key(Patch(facecolor=NAN_COLOR, edgecolor="0.75"), "NaN among the values"))
     return handles
 
 
@@ -337,15 +368,17 @@ def _name_rows(axes: Axes, names: Sequence[str], *, height: float) -> None:
     set_ticks(axes.yaxis, list(named), list(named.values()))
 
 
-def _write_metrics(axes: Axes, values: NDArray[np.float64], *, scale: Scale, norm: Normalize) -> None:
+def _write_metrics(axes: Axes, grid: Grid, *, scale: Scale, norm: Normalize) -> None:
     """The metrics themselves, where there are few cells."""
+    values, is_nan = grid.values, _spoiled(grid)
     if values.shape[1] > MAX_WRITTEN_COLUMNS or values.shape[0] > MAX_WRITTEN_ROWS:
         return
     for (row, column), value in np.ndenumerate(values):
-        if math.isnan(value):
-            continue
         place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": SMALL_SIZE}
-        axes.text(column, row, scale.text(value), color=scale.ink(value, norm), **place)
+        if is_nan[row, column]:
+            axes.text(column, row, "NaN", color="white", **place)
+        elif not math.isnan(value):
+            axes.text(column, row, scale.text(value), color=scale.ink(value, norm), **place)
 
 
 def binade_map(data: PlotData, row: Plot, *, field: str) -> Figure:

@@ -64,9 +64,6 @@ TITLE_SIZE, PANEL_SIZE, TEXT_SIZE, SMALL_SIZE = 13.0, 10.5, 9.0, 8.0
 INK, PALE_INK = "0.15", "0.4"
 """Of what is read first, and of what is read second."""
 
-MISSING_COLOR, ZERO_COLOR, INFINITE_COLOR = "white", "#D6D6D6", VERMILION
-"""Of the cells of a heat map of which nothing is known, that are exactly zero, and that are infinite."""
-
 SAVED_DPI = 150
 """Dots for each inch of a file."""
 

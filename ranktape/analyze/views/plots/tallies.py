@@ -75,6 +75,7 @@ class SampleMetrics:
         self._layers = layers
         # Elements, overflow, underflow, finite values, their sum, that of their squares; the largest magnitude.
         self._cells: dict[tuple[str, int, int], list[float]] = {}
+        self._with_nan: set[tuple[str, int, int]] = set()
         # How many tensors, the sum of their ratios, the lowest, the highest.
         self._ratios: dict[tuple[str, int], list[float]] = {}
 
@@ -87,6 +88,10 @@ class SampleMetrics:
         median = float(np.nanmedian(samples["absmax"])) if np.isfinite(samples["absmax"]).any() else math.nan
         rank = self._ranks[index] if self.is_by_rank and not self._has_ids[index] else None
         rows = zip(*(samples[name].tolist() for name in _TAKEN), strict=True)
+        for name, num_nan in zip(self._names[index], samples["nan"].tolist(), strict=True):
+            if num_nan > 0:
+                column = self.columns.setdefault((rank, name), len(self.columns))
+                self._with_nan.add((operation, layer, column))
         for name, (elements, upper, lower, underflow, count, mean, std, absmax) in zip(
             self._names[index], rows, strict=True
         ):
@@ -135,6 +140,13 @@ class SampleMetrics:
             if whose == operation and layer in rows:
                 grid[rows[layer], order[column]] = _metric(name, cell)
         return grid
+
+    def has_nan(self, operation: str, layers: list[int]) -> NDArray[np.bool_]:
+        """For each layer and sample, in the order of `ordered`, whether values are NaN."""
+        columns = [self.columns[key] for key in self.ordered()]
+        return np.array(
+            [[(operation, layer, one) in self._with_nan for one in columns] for layer in layers], dtype=bool
+        )
 
     def ratios(self, operation: str) -> NDArray[np.float64]:
         """For each sample in order: mean, lowest and highest log2 of its absmax over the median sample's of the tensor.

@@ -285,6 +285,11 @@ def _left_out(details: Details, samples: SampleColumns, *, num_findings: int, nu
     return tuple(said)
 
 
+_OF_RANKS = ("rank_differs", "replica_differs")
+_OF_LAYERS = ("layer_differs", "gradient_exploding", "gradient_vanishing")
+"""Kinds of findings in which a rank is compared with the other ranks, or a layer with the other layers."""
+
+
 def _start(findings: Sequence[Finding], columns: Mapping[str, Any], records: Records) -> dict[str, Any]:
     """What the overview shows first: where the worst finding is seen best."""
     is_magnitude = {one.name: one.is_magnitude for one in SHOWN}
@@ -292,15 +297,22 @@ def _start(findings: Sequence[Finding], columns: Mapping[str, Any], records: Rec
     name = "overflow.ratio" if np.nansum(columns["overflow.total"]) else "absmax"
     if worst is not None and worst.metric in is_magnitude:
         name = worst.metric
+    kinds = set() if worst is None else set(_kind(records.take(worst.places))["values"])
 
     def first(*fields: str, or_else: str) -> str:
         return next((field for field in fields if np.unique(records.column(field)).size > 1), or_else)
 
-    is_of_sample = worst is not None and "sample" in worst.where
+    across = first("source", "rank", "iteration", or_else="kind")
+    if worst is not None and across == "rank" and worst.kind not in _OF_RANKS:
+        across = first("iteration", "rank", or_else="kind")
+    if worst is not None and "sample" in worst.where:
+        across = "sample"
     return {
         "metric": name,
-        "across": "sample" if is_of_sample else first("source", "rank", "iteration", or_else="kind"),
+        "across": across,
         "down": first("layer_idx", or_else="module"),
         "againstPeers": is_magnitude[name],
+        "peersOf": "layers" if worst is not None and worst.kind in _OF_LAYERS else "places",
+        "ofKind": kinds.pop() if len(kinds) == 1 else "",
         "colorBy": first("source", "operation", "layer_type", or_else="kind"),
     }

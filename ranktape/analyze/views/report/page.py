@@ -22,7 +22,19 @@ from ranktape.analyze.engine.values import View
 from ranktape.analyze.numerics.recipes.words import RecipeWord, parse_recipes
 from ranktape.analyze.questions.swept import parse_jobs
 from ranktape.analyze.replays.replayed import replay_calls
-from ranktape.analyze.views.palette import BLUE, DIVERGING, GREEN, ORANGE, PURPLE, SKY, VERMILION
+from ranktape.analyze.views.palette import (
+    BLUE,
+    DIVERGING,
+    GREEN,
+    INFINITE_COLOR,
+    MISSING_COLOR,
+    NAN_COLOR,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    ZERO_COLOR,
+)
 from ranktape.analyze.views.report.model import Model, build_model
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.lazy_names import __version__
@@ -62,6 +74,12 @@ COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, "#999999", "#8C6D1F")
 CHARTS = {
     "colors": COLORS,
     "diverging": [(place / (len(DIVERGING) - 1), color) for place, color in enumerate(DIVERGING)],
+    "marks": [
+        ("missing", "no record, or not known", MISSING_COLOR),
+        ("zero", "all zero", ZERO_COLOR),
+        ("inf", "Inf", INFINITE_COLOR),
+        ("nan", "NaN", NAN_COLOR),
+    ],
 }
 
 NUM_FIRST_FINDINGS = 5

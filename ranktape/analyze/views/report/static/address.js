@@ -3,7 +3,7 @@
   "use strict";
   const page = window.ranktape;
   const { selection } = page;
-  const CHOICES = { metric: "metric", rows: "down", columns: "across", lines: "colorBy", peers: "againstPeers" };
+  const CHOICES = { metric: "metric", rows: "down", columns: "across", lines: "colorBy", peers: "againstPeers", beside: "peersOf", tensor: "ofKind" };
   const IN = "in.";
   const start = { ...selection.state };
 
@@ -39,7 +39,7 @@
 
   function isAllowed(name, value) {
     if (name === "peers") return value === "true" || value === "false";
-    const menu = { metric: "metric", rows: "down", columns: "across", lines: "color-by" }[name];
+    const menu = { metric: "metric", rows: "down", columns: "across", lines: "color-by", beside: "peers-of", tensor: "of-kind" }[name];
     return Array.from(document.getElementById(menu).options).some((option) => option.value === value);
   }
 

@@ -83,10 +83,12 @@
 
   /**
    * For each record the log2 of its metric over the median of its peers: the same place in other ranks, iterations and
-   * microbatches where there are three, else the like places of all layers. NaN where the metric is not positive.
+   * microbatches where there are three, else the like places of all layers; of "layers" always these. NaN where the
+   * metric is not positive.
    */
-  function deviation(metric) {
-    if (!deviations.has(metric.name)) {
+  function deviation(metric, peersOf) {
+    const name = `${peersOf} ${metric.name}`;
+    if (!deviations.has(name)) {
       sites ??= codesOf((name) => name);
       families ??= codesOf((name) => String(name).replace(/\d+/g, "#"));
       const near = mediansOf(sites, metric);
@@ -96,11 +98,11 @@
         const value = metric.column[record];
         if (!(value > 0)) continue;
         const own = near.get(sites[record]);
-        found[record] = Math.log2(value / (own.count >= MIN_PEERS ? own : far.get(families[record])).middle);
+        found[record] = Math.log2(value / (peersOf === "places" && own.count >= MIN_PEERS ? own : far.get(families[record])).middle);
       }
-      deviations.set(metric.name, found);
+      deviations.set(name, found);
     }
-    return deviations.get(metric.name);
+    return deviations.get(name);
   }
 
   /** The records at the places of some: in all ranks and iterations (`isNear`), or at the like places of all layers. */

@@ -19,10 +19,12 @@
   function* valuesOf(metric, isDeviation) {
     const { down, across } = selection.state;
     const rows = page.fields.get(down).codes;
+    const chosen = ofKind();
     if (across !== "sample") {
       const columns = page.fields.get(across).codes;
-      const deviation = isDeviation ? folding.deviation(metric) : null;
+      const deviation = isDeviation ? folding.deviation(metric, selection.state.peersOf) : null;
       for (const record of selection.records()) {
+        if (!chosen(record)) continue;
         yield [rows[record], columns[record], record, deviation ? deviation[record] : NaN];
       }
       return;
@@ -31,13 +33,34 @@
     const column = metrics.get(metric.name);
     for (const record of selection.records()) {
       const at = placeOf.get(record);
-      if (at === undefined) continue;
+      if (at === undefined || !chosen(record)) continue;
       const values = column.subarray(starts[at], starts[at] + length[at]);
       const middle = folding.median(values.filter((value) => value > 0));
       for (let sample = 0; sample < values.length; sample += 1) {
         yield [rows[record], sample, record, isDeviation ? Math.log2(values[sample] / middle) : values[sample]];
       }
     }
+  }
+
+  /** Whether a record is of the kind of tensors that was chosen. */
+  function ofKind() {
+    const kind = page.fields.get("kind");
+    const codes = new Set(page.codesOf(kind, [selection.state.ofKind]));
+    return selection.state.ofKind === "" ? () => true : (record) => codes.has(kind.codes[record]);
+  }
+
+  /** Why a cell has no place in the colours of a metric, as `themes.marked` has it; null where it has one. */
+  function markOf(cell, metric, value, isDeviation) {
+    if (cell === undefined) return "missing";
+    const counts = (name) => cell.records.some((record) => page.metrics.get(name).column[record] > 0);
+    // A count of NaN, Inf or zeros says itself what is there; of samples a record alone does not tell which it is.
+    const isTold = metric.merge === "ratio" || (selection.state.across === "sample" && value !== null);
+    // Against its own type nothing but infinities overflows, and those of masks do not.
+    if (!isTold && counts("overflow.nan.ratio")) return "nan";
+    if (!isTold && counts("overflow.ratio")) return "inf";
+    if (value !== null) return null;
+    const isZero = isDeviation && cell.records.every((record) => metric.column[record] === 0);
+    return isZero ? "zero" : "missing";
   }
 
   function cellsOf(metric, isDeviation) {
@@ -121,18 +144,19 @@
   }
 
   /** What a hover says of each cell; names are made harmless once, for there may be 100,000 cells. */
-  function hoverTexts(rowWords, columnWords, cellAt, values, metric, isDeviation) {
+  function hoverTexts(rowWords, columnWords, cellAt, values, marks, metric, isDeviation) {
     const { down, across } = selection.state;
     const rowLabels = rowWords.map((word) => `<b>${nameOf(down)} ${label(word)}, ${nameOf(across)} `);
     const columnLabels = columnWords.map((word) => `${label(word)}</b><br>${label(metric.head)}: `);
     const said = isDeviation
-      ? (value) => `${page.number(2 ** value)} times the median of its peers`
+      ? (value) => (value === null ? "–" : `${page.number(2 ** value)} times the median of its peers`)
       : (value) => label(page.shown(metric, value));
     return values.map((row, r) =>
       row.map((value, c) => {
         const cell = cellAt(r, c);
         if (cell === undefined) return "";
-        return `${rowLabels[r]}${columnLabels[c]}${said(value)}<br>records: ${cell.records.length}, click to open them`;
+        const special = { nan: ", with NaN", inf: ", with Inf", zero: " (0)" }[marks[r][c]] ?? "";
+        return `${rowLabels[r]}${columnLabels[c]}${said(value)}${special}<br>records: ${cell.records.length}, click to open them`;
       })
     );
   }
@@ -140,7 +164,8 @@
   function caption(metric, isDeviation, values) {
     const merge = { ratio: "all of a cell together", largest: "the largest of a cell", smallest: "the smallest of a cell", median: "the median of a cell" };
     if (!isDeviation) return `${metric.head}: ${merge[metric.merge]}. Click a cell to open its records.`;
-    const peers = selection.state.across === "sample" ? "the other samples of its batch" : `the same tensor in other ranks and iterations${page.fields.has("source") ? ", and in other sources" : ""} (in other layers, where there are none)`;
+    const places = `the same tensor in other ranks and iterations${page.fields.has("source") ? ", and in other sources" : ""} (in other layers, where there are none)`;
+    const peers = selection.state.across === "sample" ? "the other samples of its batch" : selection.state.peersOf === "layers" ? "the like tensors of all layers" : places;
     const usual = page.number(Number((2 ** usualOf(values.flat().filter((value) => Number.isFinite(value)))).toPrecision(2)));
     return `How far ${metric.head} is from that of ${peers}; of a cell the farthest. White is usual: up to ${usual} ×, as in half of the cells. Click a cell to open its records.`;
   }
@@ -166,21 +191,25 @@
     const rowWords = rows.map((code) => page.word(rowField, code));
     const columnWords = columns.map((code) => (isSample ? String(code) : page.word(columnField, code)));
     const at = (row, column) => cells.get(row * 1e7 + column);
-    const values = rows.map((row) =>
+    const known = rows.map((row) =>
       columns.map((column) => {
         const cell = at(row, column);
         const value = cell === undefined ? NaN : valueOfCell(cell, metric, isDeviation);
         return Number.isNaN(value) ? null : value;
       })
     );
+    const marks = rows.map((row, r) => columns.map((column, c) => markOf(at(row, column), metric, known[r][c], isDeviation)));
+    const values = known.map((row, r) => row.map((value, c) => (marks[r][c] === null ? value : null)));
     document.getElementById("overview-caption").textContent = caption(metric, isDeviation, values);
-    const text = hoverTexts(rowWords, columnWords, (r, c) => at(rows[r], columns[c]), values, metric, isDeviation);
+    const text = hoverTexts(rowWords, columnWords, (r, c) => at(rows[r], columns[c]), known, marks, metric, isDeviation);
     const gap = rows.length * columns.length <= MAX_GAPPED_CELLS ? 1 : 0;
     shownCells = { rows, columns, rowWords, columnWords, at };
     const tickOf = (words) => ({ tickmode: "array", ...ticksOf(words) });
+    const layout = { text, xgap: gap, ygap: gap, x: columns.map((_, c) => c), y: rows.map((_, r) => r) };
+    const over = themes.marked(marks, document.getElementById("overview-legend"));
     themes.draw(
       place, "overview",
-      [{ ...colored(values, metric, isDeviation), text, xgap: gap, ygap: gap, x: columns.map((_, c) => c), y: rows.map((_, r) => r) }],
+      [{ ...colored(values, metric, isDeviation), ...layout }, ...over.map((one) => ({ ...one, ...layout }))],
       {
         height: Math.min(680, Math.max(240, 110 + rows.length * 22)),
         xaxis: { title: { text: nameOf(across) }, type: "linear", ...tickOf(columnWords) },

@@ -5,7 +5,7 @@ await (async function () {
   const { selection, themes, element } = page;
   const at = (id) => document.getElementById(id);
 
-  const MENUS = [["metric", "metric"], ["across", "across"], ["down", "down"], ["color-by", "colorBy"]];
+  const MENUS = [["metric", "metric"], ["across", "across"], ["down", "down"], ["color-by", "colorBy"], ["of-kind", "ofKind"], ["peers-of", "peersOf"]];
 
   function fillMenus() {
     for (const metric of page.metrics.values()) at("metric").append(element("option", { value: metric.name, text: metric.head }));
@@ -15,6 +15,8 @@ await (async function () {
     at("across").append(...["source", "rank", "iteration"].filter((name) => page.fields.has(name)).map(named));
     if (page.samples.count > 0) at("across").append(element("option", { value: "sample", text: "sample" }));
     at("across").append(...["kind", "microbatch", "quant_type", "phase", "component"].filter((name) => name === "kind" || differs(name)).map(named));
+    const kind = page.fields.get("kind");
+    at("of-kind").append(...kind.values.map((_, code) => element("option", { value: page.word(kind, code), text: page.word(kind, code) })));
     at("color-by").append(
       ...["source", "kind", "operation", "layer_type", "quant_type", "phase", "component", "tensor_name", "dtype", "rank"]
         .filter((name) => name === "kind" || (page.fields.has(name) && differs(name)))
@@ -62,6 +64,7 @@ await (async function () {
     for (const [id, key] of MENUS) at(id).value = selection.state[key];
     at("against-peers").checked = selection.state.againstPeers;
     at("against-peers").disabled = !selection.metric().isMagnitude;
+    at("peers-of").disabled = at("against-peers").disabled || !selection.state.againstPeers || selection.state.across === "sample";
   }
 
   function update(what) {

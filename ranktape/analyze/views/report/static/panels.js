@@ -149,9 +149,19 @@
     at("gradients").hidden = records.length === 0;
     if (records.length === 0) return;
     const common = { records, over: "layer_idx", by: "tensor_name" };
-    lines(at("gradients-underflow"), { ...common, metric: page.metrics.get("overflow.underflow.ratio"), none: "No gradient has values." });
+    lines(at("gradients-underflow"), { ...common, metric: zerosAndUnderflow(), none: "No gradient has values." });
     lines(at("gradients-range"), { ...common, metric: page.metrics.get("absmax"), none: "No gradient is other than zero." });
     lines(at("gradients-ratio"), { ...common, records: weightGradients(records), metric: ratioToWeight(), none: "No gradient of a weight was recorded beside its weight." });
+  }
+
+  let lost = null;
+
+  /** A metric of the page's own: zeros and subnormal values together. */
+  function zerosAndUnderflow() {
+    const [zeros, small] = ["zero", "underflow"].map((kind) => page.metrics.get(`overflow.${kind}.ratio`).column);
+    const name = "zeros and underflow";
+    lost ??= { name, head: name, merge: "ratio", isMagnitude: false, unit: "", column: Float64Array.from(zeros, (count, record) => count + small[record]) };
+    return lost;
   }
 
   let ratio = null;

@@ -17,6 +17,10 @@
     across: start.across,
     down: start.down,
     againstPeers: start.againstPeers,
+    /** Whom the overview compares with: the same place in other ranks and iterations ("places"), or other "layers". */
+    peersOf: start.peersOf,
+    /** The kind of tensors that the overview is of; empty for all. */
+    ofKind: start.ofKind,
     colorBy: start.colorBy,
   };
   let selected = Int32Array.from({ length: page.count }, (_, record) => record);

@@ -3,7 +3,7 @@
   "use strict";
   const page = window.ranktape;
   const { templates, palette } = page;
-  const { colors, diverging } = page.raw.charts;
+  const { colors, diverging, marks } = page.raw.charts;
   // A second cue beside the colour of lines.
   const dashes = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
   // Nothing that leaves the page: plotly would offer to send a chart to its maker.
@@ -77,6 +77,28 @@
     place.after(sentence);
   }
 
+  /**
+   * What lies over a map: the cells whose mark (of `charts.marks`, null for none) says that they have no place in its
+   * colours. The legend names the marks that occur.
+   */
+  function marked(cells, legend) {
+    const places = new Map(marks.map(([name], place) => [name, place]));
+    const occurring = new Set(cells.flat());
+    legend.replaceChildren(
+      ...marks.filter(([name]) => occurring.has(name)).map(([, words, color]) => {
+        const swatch = page.element("i");
+        swatch.style.background = color;
+        return page.element("span", { children: [swatch, words] });
+      })
+    );
+    if (!marks.some(([name]) => occurring.has(name))) return [];
+    const steps = marks.flatMap(([, , color], place) => [[place / marks.length, color], [(place + 1) / marks.length, color]]);
+    return [{
+      z: cells.map((row) => row.map((name) => places.get(name) ?? null)),
+      zmin: -0.5, zmax: marks.length - 0.5, colorscale: steps, showscale: false,
+    }];
+  }
+
   function redraw() {
     for (const [place, { template, traces, layout }] of drawn) draw(place, template, traces, layout);
   }
@@ -87,7 +109,7 @@
   }
 
   page.themes = {
-    draw, say, redraw, print, isDark, colors, dashes, diverging,
+    draw, say, marked, redraw, print, isDark, colors, dashes, diverging,
     colorOf: (index) => colors[index % colors.length],
     dashOf: (index) => dashes[Math.floor(index / colors.length) % dashes.length],
     MAX_LINES: colors.length * 2,
