@@ -6,8 +6,10 @@ Opened from disk in headless Chromium, which reaches no network and whose log mu
 from __future__ import annotations
 
 import base64
+import itertools
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from ranktape.analyze.views.report.page import write_report
 from ranktape.storage import Records
 from tests.analyze.faulty_runs import Sizes, faulty_run
 from tests.analyze.report_page import FLIPPED, LAPTOP, OUTLYING, SCALED, VANISHING, Page, fault
+from tests.analyze.runs import describe_tensor, store
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -50,6 +53,8 @@ def fresh(faulty: Page) -> Page:
         "document.querySelector('[data-tab=records]').click(); window.scrollTo(0, 0);"
     )
     faulty.type("#table-search", "")
+    faulty.type("#peers-of", "places")
+    faulty.type("#of-kind", "")
     return faulty
 
 
@@ -206,7 +211,7 @@ def test_an_address_sorts_and_searches_a_table(fresh: Page) -> None:
     rows = fresh.rows()
     assert rows != sorted(rows)
     link = fresh.browser.current_url
-    assert link.endswith("#table=stats&sort=kurtosis&search=weight")
+    assert link.endswith("table=stats&sort=kurtosis&search=weight")
     for address, shown in ((link, rows), (f"file://{fresh.path}#table=nothing&sort=-kurtosis", None)):
         fresh.browser.get("about:blank")
         fresh.browser.get(address)
@@ -328,6 +333,53 @@ def test_cells_against_peers(fresh: Page, records: Records) -> None:
             if abs(deviation) > abs(expected[row, rank]):
                 expected[row, rank] = deviation
     np.testing.assert_allclose(drawn, expected, atol=1e-5)
+
+
+def test_nan_inf_zero_and_missing_cells_have_colours_of_their_own(chromium: Chrome, tmp_path: Path) -> None:
+    """The map opens with the tensor that the first finding is about, and no cell without numbers looks like others."""
+    strange = {(2, 1): np.nan, (2, 2): np.nan, (0, 1): np.inf, (1, 2): 0.0}
+    tensors = []
+    for iteration, layer, name in itertools.product(range(3), range(3), ("weight", "input")):
+        array = np.full((4, 8), 2.0, dtype=np.float32) + np.arange(8, dtype=np.float32)
+        if name == "weight":
+            array[:] = strange.get((layer, iteration), array)
+        if (iteration, layer, name) != (0, 0, "weight"):
+            place: dict[str, Any] = {"layer_idx": layer, "module": f"layers.{layer}.linear"}
+            tensors.append(describe_tensor(array, **place, iteration=iteration, tensor_name=name))
+    path = write_report(store(tmp_path / "run", tensors).select(), output=tmp_path / "report.html")
+    page = Page(chromium, path)
+    page.open()
+    assert page.ask("return document.getElementById('of-kind').value").endswith("pre weight")
+    assert page.ask("return document.getElementById('across').value") == "iteration"
+    for metric in ("absmax", "rms", "p50"):
+        page.type("#metric", metric)
+        for is_against in (True, False):
+            box = "document.getElementById('against-peers')"
+            page.ask(f"if ({box}.checked !== arguments[0]) {box}.click()", is_against and metric != "p50")
+            drawn, marks = page.ask("return document.getElementById('overview-chart').data.map((one) => one.z)")
+            nan, inf, zero, missing = 3, 2, 1, 0
+            against = page.ask(f"return {box}.checked && !{box}.disabled")
+            expected = [[missing, inf, None], [None, None, zero if against else None], [None, nan, nan]]
+            assert marks == expected, (metric, against)
+            assert (np.array(drawn, dtype=object) == None).tolist() == (np.array(marks, dtype=object) != None).tolist()  # noqa: E711
+            words = page.text("#overview-legend").split("\n")
+            assert words == ["no record, or not known", *(["all zero"] if against else []), "Inf", "NaN"]
+    page.type("#metric", "overflow.nan.ratio")
+    (drawn, marks) = page.ask("return document.getElementById('overview-chart').data.map((one) => one.z)")
+    assert marks == [[0, None, None], [None] * 3, [None] * 3]
+    assert page.log() == []
+
+
+def test_zeros_count_beside_subnormal_gradients(fresh: Page, records: Records) -> None:
+    lines = fresh.ask(
+        "return document.getElementById('gradients-underflow').data.map(({ x, y, name }) => [x, y, name])"
+    )
+    (trace,) = [line for line in lines if line[2] == "grad_output"]
+    gradients = [record for record in records if record.tensor_name == "grad_output"]
+    for layer, part in zip(trace[0], trace[1], strict=True):
+        arrays = [one.read().astype(np.float64) for one in gradients if one.layer_idx == layer]
+        lost = sum(int((np.abs(array) < np.finfo(np.float32).tiny).sum()) for array in arrays)
+        assert part == pytest.approx(lost / sum(array.size for array in arrays))
 
 
 def test_a_chart_comes_back_after_a_selection_without_one(fresh: Page, records: Records) -> None:

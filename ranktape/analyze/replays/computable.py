@@ -75,7 +75,10 @@ class RecordedTensors:
 
     def doubt(self, rows: Rows, product: str) -> str:
         """Why a call may have computed a product from others than its recorded operands; empty where it did not."""
-        told = rows["output" if product == "output" else "grad_output"][0]
+        # The output may not be recorded, or not be selected.
+        told, *_ = rows.get("output" if product == "output" else "grad_output", (None,))
+        if told is None:
+            return ""
         if self.metadata(told, "own_forward"):
             return "the class of the layer computes in a forward of its own, perhaps with other operands"
         if self.metadata(told, "saved_tensors_hooks"):

@@ -187,7 +187,7 @@ class Grid(NamedTuple):
                 values = np.where(-smallest > largest, smallest, largest)
                 has_nan = None if has_nan is None else np.logical_or.reduceat(has_nan, starts, axis=axis)
                 names[axis] = [names[axis][start] for start in starts]
-        return Grid(self.title, values, *names, has_nan)
+        return Grid(self.title, values, names[0], names[1], has_nan)
 
 
 def heat_map(data: PlotData, row: Plot, *, field: str, metric: str) -> Figure:
