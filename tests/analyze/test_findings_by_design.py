@@ -219,7 +219,8 @@ def test_masks_overflow_to_no_question(tmp_path: Path) -> None:
         for name in {*names[:2], "first"} & set(known):
             assert not any(table.column(name)), (table.title, name)
     model = model_of(records, view=View.COMPUTE)
-    assert model.data["start"]["metric"] != "overflow.ratio"
+    columns = {one["name"]: one["column"] for one in model.data["metrics"]}
+    assert columns["overflow.ratio"] == columns["overflow.lower.ratio"] == {"type": "same", "value": 0.0}
 
 
 def test_scores_beside_their_mask_are_masked_and_others_overflow(tmp_path: Path) -> None:
