@@ -10,7 +10,11 @@ import pytest
 
 from ranktape.launch.run_status import status
 from ranktape.storage import IterationState, Run, open_run
+from ranktape.storage.format.attempt import read_attempts
+from ranktape.storage.format.documents import read_attributes
+from ranktape.storage.format.layout import verdict_path
 from ranktape.storage.format.triggers import MAX_STORED, TriggerKind
+from ranktape.storage.places.urls import open_backend
 from tests.faults.programs.flight import (
     FAULTY_ITERATION,
     FAULTY_RANK,
@@ -122,6 +126,18 @@ def test_a_run_is_continued_at_once_where_a_rank_died_with_its_writer(tmp_path: 
     first, second = (status for status in closed(tmp_path / "run").status() if status.iteration == FAULTY_ITERATION)
     assert f"rank {FAULTY_RANK}" in first.lacks(max_named=NUM_RANKS)
     assert (second.attempt, second.state) == (1, IterationState.COMPLETE)
+
+
+def test_rank_0_is_told_of_a_rank_that_no_writer_closes(tmp_path: Path) -> None:
+    began = time.monotonic()
+    ended = torchrun(PROGRAM, tmp_path / "run", "closing", cwd=tmp_path, num_ranks=NUM_RANKS)
+    assert time.monotonic() - began < 120  # far less than --finish-timeout-seconds
+    assert f"[rank {FAULTY_RANK}] the writer process ended: killed by SIGKILL" in ended.stderr
+    closed(tmp_path / "run")
+    backend = open_backend(str(tmp_path / "run"))
+    verdict = read_attributes(backend, verdict_path(read_attempts(backend)[-1].path))
+    assert verdict is not None
+    assert "its writer process ended: killed by SIGKILL" in verdict["problems"][f"rank {FAULTY_RANK}"]
 
 
 def test_a_flood_of_triggers_stores_a_bounded_number_of_iterations_and_hides_nothing(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """A training of some ranks with a flight recorder, on one of which something goes wrong in an iteration.
 
 flight.py URL FAULT: `nan`, `exception`, `sigterm`, `sigkill`, `segfault`, `hang`, `user`, `flood`, `none`, or
-`both` (the rank and its writer are killed). With `resume` after it the run is continued.
+`both` (the rank and its writer are killed), `closing` (its writers are, while they close the rank). With `resume`
+after it the run is continued.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import datetime as dt
 import os
 import signal
 import sys
+import threading
 import time
 
 import torch
@@ -30,12 +32,28 @@ TIMEOUT_SECONDS = {"hang": 15.0}
 _SIGNALS = {"both": signal.SIGKILL, "sigterm": signal.SIGTERM, "sigkill": signal.SIGKILL, "segfault": signal.SIGSEGV}
 
 
+def begin(capture: Capture, fault: str, batch: torch.Tensor) -> None:
+    """Let something happen before the forward pass."""
+    if fault == "nan":
+        batch[1, 3] = torch.nan
+    elif fault == "user":
+        capture.trigger("the validation fell")
+
+
 def end(capture: Capture, fault: str) -> None:
     """End the process by a signal, and before it its writer where both are to end."""
     writer = capture._process._process
     if fault == "both" and writer is not None:
         os.kill(writer.pid, signal.SIGKILL)
     os.kill(os.getpid(), _SIGNALS[fault])
+
+
+def kill_writers(capture: Capture) -> None:
+    """Kill each writer process that the capture starts."""
+    while True:
+        if (writer := capture._process._process) is not None:
+            writer.kill()
+        time.sleep(0.02)
 
 
 def flood(capture: Capture, iteration: int) -> None:
@@ -60,10 +78,7 @@ def main(url: str, fault: str, *resume: str) -> None:
             batch = torch.randn(4, 16)
             optimizer.zero_grad()
             if rank == FAULTY_RANK and iteration == FAULTY_ITERATION:
-                if fault == "nan":
-                    batch[1, 3] = torch.nan
-                elif fault == "user":
-                    capture.trigger("the validation fell")
+                begin(capture, fault, batch)
             if fault == "flood" and rank == FAULTY_RANK:
                 flood(capture, iteration)
             hidden = model(batch)
@@ -78,6 +93,8 @@ def main(url: str, fault: str, *resume: str) -> None:
             loss.backward()
             optimizer.step()
             time.sleep(0.02)
+        if rank == FAULTY_RANK and fault == "closing":
+            threading.Thread(target=kill_writers, args=(capture,), daemon=True).start()
     dist.destroy_process_group()
 
 
