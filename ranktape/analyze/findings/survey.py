@@ -142,9 +142,8 @@ class Survey:
             StorageError: the store cannot be read.
         """
         found, reader = np.zeros(len(self._captured), dtype=bool), self.records.reader
-        nan, inf, lower = (self.counts[name] for name in ("nan", "inf", "lower"))
-        # A mask of -Inf in the forward pass is nothing that a scaler looks at.
-        lost = (nan > 0) | ((inf > 0) & ((lower != inf) | (self.fields["operation"] == "backward")))
+        # A scaler looks at no mask.
+        lost = (self.counts["nan"] > 0) | ((self.counts["inf"] > 0) & ~self.is_mask)
         if not isinstance(reader, RunReader) or not lost.any():
             return found
         times, firsts = np.unique(self.times[lost], return_index=True)
