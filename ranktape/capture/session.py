@@ -291,6 +291,8 @@ class Capture(Iterations):
     def set_sample_ids(self, sample_ids: Iterable[int | str] | torch.Tensor | None) -> None:
         """Name the samples of the coming microbatches, in the order of the batch; None ends it.
 
+        A tensor is read at once: on an accelerator that waits for the device, so give one of the host, or a list.
+
         Raises:
             UsageError: an identifier is neither a number nor text.
         """

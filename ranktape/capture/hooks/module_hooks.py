@@ -424,7 +424,7 @@ def _appended(module: Any, name: str, *, batch_size: int) -> list[torch.Tensor]:
     shape = 1, batch_size, module.num_heads, module.head_dim
     bias = {"key": module.bias_k, "value": module.bias_v}[name]
     rows = [] if bias is None else [bias.detach().reshape(1, 1, *shape[2:]).expand(shape)]
-    return [*rows, torch.zeros(shape)] if module.add_zero_attn else rows
+    return [*rows, torch.zeros(shape, device=module.out_proj.weight.device)] if module.add_zero_attn else rows
 
 
 def _heads(tensor: torch.Tensor, *, lead: tuple[int, int], heads: int) -> torch.Tensor:
