@@ -180,7 +180,7 @@ def test_a_place_without_runs_says_so(tmp_path: Path) -> None:
         (["check", "run", "--storage-options", "{"], 2, r"--storage-options is not JSON"),
         (["cp", "run", "run"], 2, r"is or lies in"),
         (["cp", "run"], 2, r"Missing argument 'URL'"),
-        (["export", "run"], 2, r"Missing argument 'DIR\|PROJECT'"),
+        (["export", "run"], 2, "Missing argument 'DIR'"),
         (["repair", "run", "--min-age", "-1"], 2, r"--min-age"),
         (["check", "half"], 1, r"Error: .*half.*damaged or is not a run\n"),
         (["chekc", "run"], 2, r"no command 'chekc': use check"),
