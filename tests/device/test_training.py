@@ -12,12 +12,14 @@ import torch
 
 import ranktape.capture
 from ranktape.capture import Capture, save_tensor
+from ranktape.capture.compiled.operator import TICKETS, tap_operator
 from ranktape.capture.hooks.states import get_layer_hidden_states
-from ranktape.capture.staging.device import DeviceStage
+from ranktape.capture.staging.device import DRIVERS, DeviceStage
 from ranktape.capture.staging.ring_file import Counter
 from ranktape.storage import Run, open_run
 from ranktape.storage.format.triggers import TriggerKind
 from tests.device.accelerator import Accelerator
+from tests.device.conftest import SimDriver
 from tests.device.models import NUM_STEPS, Training
 
 OPTIONS: dict[str, Any] = {"host_budget_nbytes": 8 << 20, "master": True}
@@ -242,3 +244,36 @@ def test_layers_are_held_on_the_device_only_for_who_asks(tmp_path: Path, monkeyp
     states = get_layer_hidden_states()
     assert states is not None
     assert [state.shape for state in states] == 3 * [torch.Size([2, 6, 16])]
+
+
+def test_the_ring_is_registered_for_the_device_of_the_tensors(
+    sim: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Watched(SimDriver):
+        registered: list[torch.device]
+
+        def register(self, memory: torch.Tensor, device: torch.device) -> bool:
+            self.registered.append(device)
+            return super().register(memory, device)
+
+    driver = Watched(sim)
+    driver.registered = []
+    monkeypatch.setitem(DRIVERS, "sim", driver)
+    assert torch.accelerator.current_device_index() == 0  # a script that never calls `set_device`
+    captured(tmp_path / "run", "sim:1")
+    assert driver.registered == [torch.device("sim:1")]
+    assert len(open_run(tmp_path / "run").iterations) == NUM_STEPS
+
+
+def test_the_operator_of_compiled_graphs_runs_on_any_device(device: torch.device) -> None:
+    taken: list[tuple[int, torch.Tensor]] = []
+    ticket = torch.tensor(5)
+    TICKETS[5] = lambda site, tensor: taken.append((site, tensor))
+    try:
+        for value in (torch.ones(2, device=device), torch.ones(2, device=device, requires_grad=True)):
+            tap_operator()(value, ticket, 3)
+            assert taken.pop()[1] is value
+        tap_operator()(torch.ones(2, device="meta"), ticket, 3)
+        assert not taken
+    finally:
+        del TICKETS[5]

@@ -33,10 +33,8 @@ def tap_operator() -> Any:
     """The operator `ranktape::tap(Tensor value, Tensor ticket, int site) -> ()`, defined with the first call."""
     # The tag keeps it out of CUDA graphs, which replay no Python: inductor splits its graphs there.
     _LIBRARY.define("tap(Tensor value, Tensor ticket, int site) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
-    for key in ("CPU", "CUDA"):
-        _LIBRARY.impl("tap", _tap, key)
-    for key in ("AutogradCPU", "AutogradCUDA"):
-        _LIBRARY.impl("tap", torch.library.fallthrough_kernel, key)
+    _LIBRARY.impl("tap", _tap, "CompositeExplicitAutograd")  # on every device
+    _LIBRARY.impl("tap", torch.library.fallthrough_kernel, "Autograd")
     _LIBRARY.impl("tap", lambda _value, _ticket, _site: None, "Meta")
     operator = torch.ops.ranktape.tap.default
     has_side_effect(operator)  # nobody may leave it out, though nothing uses what it gives
