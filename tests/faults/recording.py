@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ranktape.capture.staging.ring_file import Counter
 from ranktape.storage import IterationStatus, open_run
 from tests.capture import light
 from tests.capture.light import LARGE, SMALL, LightTrainer
@@ -32,6 +33,11 @@ def wait_for_problem(trainer: LightTrainer, *, about: str) -> str:
     """What the writer says of something that went wrong."""
     until(lambda: about in str(trainer.hear().get("problem")), said=trainer.hear)
     return str(trainer.hear()["problem"])
+
+
+def wait_until_settled(trainer: LightTrainer, num_iterations: int) -> None:
+    """Until the writer has stored so many iterations, or said why not."""
+    until(lambda: trainer.process.ring.counter(Counter.SETTLED) >= num_iterations, said=trainer.hear)
 
 
 def wait_for_commit(url: str, iteration: int, *, options: dict[str, Any] | None = None) -> None:

@@ -5,6 +5,7 @@ On a file system of 20 MB that the test mounts itself, where it may.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
 import time
@@ -15,7 +16,7 @@ import pytest
 
 from ranktape.storage.format.status import IterationState
 from tests.capture.light import LightTrainer
-from tests.faults.recording import check_whole, stage, status_of, wait_for_commit, wait_for_problem
+from tests.faults.recording import check_whole, stage, status_of, wait_for_commit, wait_for_problem, wait_until_settled
 
 PROMPT_SECONDS = 40.0
 """Less than a store is waited for."""
@@ -63,6 +64,22 @@ def test_a_full_disk_costs_the_iteration_that_does_not_fit(disk: Path) -> None:
     assert status.state is not IterationState.COMPLETE
     assert "full" in status.missing[0] or "space" in status.missing[0], status
     check_whole(url, [0, 1, 3])
+
+
+def test_what_is_stored_of_an_iteration_makes_room_for_the_reason_why_it_failed(disk: Path) -> None:
+    url, ballast = str(disk / "run"), disk / "ballast"
+    trainer = LightTrainer(url, budget_nbytes=64 << 20, store_concurrency=1)
+    ballast.touch()
+    # One large tensor fits: at one of these sizes it leaves no page of the disk for a document.
+    for iteration, num_pages in enumerate(range(-1, 6)):
+        disk_state = os.statvfs(disk)
+        free_nbytes = disk_state.f_bavail * disk_state.f_bsize + ballast.stat().st_size
+        ballast.write_bytes(bytes(free_nbytes - (2 << 20) - num_pages * disk_state.f_bsize))
+        stage(trainer, iteration)
+        wait_until_settled(trainer, iteration + 1)
+        assert "No space left" in status_of(url, iteration).missing[0]
+    ballast.unlink()
+    trainer.close()
 
 
 def test_a_disk_that_became_read_only_is_named_at_once(disk: Path) -> None:

@@ -204,8 +204,6 @@ class Committer:
 
     def _write(self, word: _OwedMark) -> None:
         attempt, iteration = self._attempt.path, word.iteration
-        if self._storer.config.is_first:
-            open_iteration(self._backend, attempt=self._attempt, iteration=iteration)
         check_attempt(self._backend, self._attempt)
         group = layout.rank_iteration_path(attempt, self._rank, iteration)
         is_failed = word.mark is Mark.FAILED
@@ -216,6 +214,9 @@ class Committer:
             mark_committed(self._backend, attempt, self._rank, iteration, commit=commit)
             return
         if word.lacks_space:
+            # Before anything is written: it may be what fills the store.
             self._backend.delete(group)
+        if self._storer.config.is_first:
+            open_iteration(self._backend, attempt=self._attempt, iteration=iteration)
         words = {"reason": word.reason} | ({} if word.waits_in is None else {SPILLED_KEY: word.waits_in})
         write_group(self._backend, layout.marker_path(attempt, iteration, self._rank, word.mark), words)
