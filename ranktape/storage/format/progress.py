@@ -265,8 +265,9 @@ def _status(
     elif iteration in progress.complete:
         path = layout.iteration_path(attempt.path, iteration)
         summary, damage = _read_or_damage(backend, path, _summary, default=summary)
-        missing = summary.pop("cut_off", missing)
-        state = IterationState.PARTIAL if missing else IterationState.COMPLETE
+        cut_off = summary.pop("cut_off", {})
+        missing |= cut_off
+        state = IterationState.PARTIAL if cut_off else IterationState.COMPLETE
     elif Mark.SKIPPED in marks.values():
         state = IterationState.SKIPPED
     elif final or Mark.FAILED in marks.values() or absent & progress.closed:
