@@ -107,7 +107,7 @@ class Selection:
         records = run.select(**early)
         if not len(records):
             given = " and ".join(f"--{field} {text}" for field, text in early.items())
-            raise NoRecordsError(f"no records match {given}: complete iterations are {spans(run.iterations)}")
+            raise NoRecordsError(f"no records match {given}: iterations that can be read are {spans(run.iterations)}")
         for field, text in texts.items():
             found = records.fitting(parse_filter(field, text))
             if not len(found):

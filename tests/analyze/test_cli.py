@@ -306,7 +306,7 @@ def test_plot_prints_its_path(run: str, tmp_path: Path) -> None:
         ),
         (["--tensor-name", "ouput"], 1, "; did you mean output?"),
         (["--batch-size", "8"], 1, "no records match --batch-size 8: batch_size is none (72 records)"),
-        (["--iteration", "15"], 1, "no records match --iteration 15: complete iterations are 10, 20"),
+        (["--iteration", "15"], 1, "no records match --iteration 15: iterations that can be read are 10, 20"),
         (["--where", "overflow.ratio > 0"], 1, "no records match --where 'overflow.ratio > 0': it leaves none of 72"),
         (["--rank", "x"], 2, "rank holds numbers and 'x' is not one"),
         (["--where", "layr == 1"], 2, "did you mean"),

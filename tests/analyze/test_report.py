@@ -291,7 +291,7 @@ def test_the_first_line_says_what_the_run_is(tmp_path: Path) -> None:
     model = model_of(run.select(), url=run.url, scope="rank 0,1", environment={"torch": "2.6", "program": "train.py"})
     assert model.facts == (
         "1 rank",
-        "9 complete iterations (0 to 80)",
+        "9 iterations (0 to 80)",
         "162 records",
         "82.94 kB",
         "1970-01-01 00:00 UTC",

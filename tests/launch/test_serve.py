@@ -245,7 +245,7 @@ def test_a_browser_follows_a_run_that_grows(tmp_path: Path, chromium: Chrome) ->
         until(lambda: "iteration 10 is stored by 1 of 2 ranks" in text())
         assert facts() == ""
         growing.end(10)
-        until(lambda: "1 complete iteration (10)" in facts())
+        until(lambda: "1 iteration (10)" in facts())
         until(lambda: chromium.execute_script("return document.documentElement.dataset.ready === 'yes'"))
         assert text().startswith(
             "The run is being recorded: 1 of 3 guaranteed iterations are complete, the last one 10"
@@ -255,10 +255,10 @@ def test_a_browser_follows_a_run_that_grows(tmp_path: Path, chromium: Chrome) ->
         growing.begin(20)
         growing.end(20)
         until(lambda: find("live-show").is_displayed())
-        assert "1 complete iteration (10)" in facts()
+        assert "1 iteration (10)" in facts()
         chromium.execute_script("window.ranktape.selection.filter('rank', new Set([1]))")
         find("live-show").click()
-        until(lambda: "2 complete iterations (10, 20)" in facts())
+        until(lambda: "2 iterations (10, 20)" in facts())
         # What was chosen is still chosen.
         count = "return document.getElementById('selected-count')?.textContent ?? ''"
         until(lambda: " of " in str(chromium.execute_script(count)))
@@ -272,7 +272,7 @@ def test_a_browser_follows_a_run_that_grows(tmp_path: Path, chromium: Chrome) ->
         assert "Traceback" not in said
         assert said.startswith(f"follows {growing.url} while it is recorded")
         until(lambda: text() == "The server does not answer: this page stays as it is.")
-        assert "2 complete iterations (10, 20)" in facts()
+        assert "2 iterations (10, 20)" in facts()
     log = [entry["message"] for entry in chromium.get_log("browser")]  # type: ignore[no-untyped-call]
     assert [line for line in log if "Content Security Policy" in line] == []
 

@@ -225,7 +225,7 @@ def _facts(records: Records, *, scope: str, environment: Mapping[str, Any]) -> t
     facts = [
         f"{len(sources)} sources ({_listed(sources)})" if len(sources) > 1 else "",
         counted(len(distinct("rank")), "rank"),
-        f"{counted(len(distinct('iteration')), 'complete iteration')} ({_listed(distinct('iteration'))})",
+        f"{counted(len(distinct('iteration')), 'iteration')} ({_listed(distinct('iteration'))})",
         counted(len(records), "record"),
         nbytes_text(int(records.column("nbytes").sum())),
         _when(records.column("timestamp")),
