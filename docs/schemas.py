@@ -332,7 +332,7 @@ def other_schemas() -> dict[str, Schema]:
             run=TEXT,
             deep={"type": "boolean"},
             sound={"type": "boolean"},
-            **dict.fromkeys(("attempts", "iterations", "records", "objects", "nbytes"), COUNT),
+            **dict.fromkeys(("attempts", "iterations", "partial", "records", "objects", "nbytes"), COUNT),
             products={"anyOf": [closed(agreed=COUNT, disagreed=COUNT, unchecked=COUNT), {"type": "null"}]},
             findings=array_of(finding),
         ),

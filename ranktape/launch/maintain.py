@@ -105,8 +105,10 @@ def check(
 @command_of(check, working="checking")
 def check_command(report: CheckReport, _given: Mapping[str, Any]) -> CommandAnswer:
     """Each finding in a line, errors first, and what was looked at below."""
+    partial = f", {count_text(report.num_partial, 'partial iteration')}" if report.num_partial else ""
     looked = (
-        f"{count_text(report.num_iterations, 'complete iteration')}, {count_text(report.num_records, 'record')}, "
+        f"{count_text(report.num_iterations - report.num_partial, 'complete iteration')}{partial}, "
+        f"{count_text(report.num_records, 'record')}, "
         f"{count_text(report.num_objects, 'object')}, {nbytes_text(report.nbytes)}"
     )
     how = "every byte was read" if report.deep else "sizes and documents were compared, --deep reads every byte"

@@ -47,6 +47,19 @@ def test_a_sound_run_is_said_to_be_in_one_line(run: Path) -> None:
     assert "(every byte was read)" in invoke("check", run, "--deep").stdout
 
 
+def test_an_iteration_that_was_cut_off_counts_as_partial(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    backend, attempt, writers = whole_run(run, close=False)
+    record(backend, attempt, writers, iteration=20, cut_off="cut off: SIGKILL, after 6 of 9 expected tensors")
+    assert "; 2 complete iterations, 1 partial iteration, 36 records, " in invoke("check", run).stdout
+    document = json.loads(invoke("check", run, "--json").stdout)
+    assert (document["iterations"], document["partial"]) == (3, 1)
+    [listed] = json.loads(invoke("runs", run, "--json").stdout)["runs"]
+    assert (listed["iterations"], listed["num_records"]) == ([0, 10], 24)
+    said = invoke("analyze", "ls", run, "--iteration", "30").stderr
+    assert "iterations that can be read are 0, 10, 20" in said
+
+
 def test_what_is_wrong_is_listed_and_ends_with_3(run: Path) -> None:
     break_values(run)
     assert invoke("check", run).exit_code == 0
@@ -64,7 +77,8 @@ def test_a_check_for_programs_is_one_document(run: Path) -> None:
     assert result.exit_code == 3
     document = json.loads(result.stdout)
     assert set(document) == {
-        "run", "deep", "sound", "attempts", "iterations", "records", "objects", "nbytes", "findings", "products",
+        "run", "deep", "sound", "attempts", "iterations", "partial", "records", "objects", "nbytes", "findings",
+        "products",
     }  # fmt: skip
     assert (document["run"], document["deep"], document["sound"], document["attempts"]) == (str(run), True, False, 1)
     (finding,) = document["findings"]

@@ -19,6 +19,7 @@ from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import open_iteration, write_verdict
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.finding import CheckFinding, CheckSeverity, FindingKind
+from ranktape.storage.maintenance.repair import repair_run
 from ranktape.storage.places.urls import open_backend
 from tests.runs import start
 from tests.storage.whole_run import LONG_NAME, forge, keys_of, record, tensors, whole_run
@@ -38,6 +39,27 @@ def test_a_whole_run_has_no_findings(sound: Path, *, deep: bool) -> None:
     assert report.num_records == 2 * 2 * 6
     files = [one for one in sound.glob("attempt*/**/*") if one.is_file()]
     assert (report.num_objects, report.nbytes) == (len(files), sum(one.stat().st_size for one in files))
+
+
+@pytest.mark.parametrize("stated", [None, {"0": "cut off: SIGKILL"}, {"1": "cut off: SIGTERM"}])
+def test_the_iteration_commit_says_which_ranks_were_cut_off(tmp_path: Path, stated: dict[str, str] | None) -> None:
+    backend, attempt, writers = whole_run(tmp_path / "run", close=False)
+    record(backend, attempt, writers, iteration=20, cut_off="cut off: SIGKILL")
+    report = check_run(backend)
+    assert (report.errors, report.num_iterations, report.num_partial) == ([], 3, 1)
+    (key,) = keys_of(tmp_path / "run", "attempt*/iterations/iter_00000020/zarr.json")
+
+    def change(document: dict[str, Any]) -> None:
+        assert document["attributes"].pop("cut_off") == {"1": "cut off: SIGKILL"}
+        document["attributes"] |= {} if stated is None else {"cut_off": stated}
+
+    forge(tmp_path / "run", key, change)
+    (error,) = check_run(backend).errors
+    assert (error.kind, error.iteration) == (FindingKind.MISMATCH, 20)
+    assert "cut_off" in error.message
+    repair_run(backend, min_age_seconds=0)
+    assert open_run(tmp_path / "run").status()[2].missing == {1: "cut off: SIGKILL"}
+    assert check_run(backend).errors == []
 
 
 def damages(old: bytes, chance: random.Random) -> Iterator[tuple[str, bytes | None]]:

@@ -37,14 +37,21 @@ def tensors(iteration: int, rank: int) -> Iterator[tuple[np.ndarray[Any, Any], R
 
 
 def record(
-    backend: Backend, attempt: Attempt, writers: Sequence[RankWriter], *, iteration: int, finish: bool = True
+    backend: Backend,
+    attempt: Attempt,
+    writers: Sequence[RankWriter],
+    *,
+    iteration: int,
+    finish: bool = True,
+    cut_off: str = "",
 ) -> None:
-    """One iteration of all given ranks."""
+    """One iteration of all given ranks; rank 1 may say why it was cut off."""
     open_iteration(backend, attempt=attempt, iteration=iteration)
     for rank, writer in enumerate(writers):
         for array, info in tensors(iteration, rank):
             writer.write(array, info=info)
-        writer.commit(iteration, expected=[], silent_sites={"a site": "no gradient"} if rank == 1 else {})
+        silent_sites = {"a site": "no gradient"} if rank == 1 else {}
+        writer.commit(iteration, expected=[], silent_sites=silent_sites, cut_off=cut_off if rank == 1 else "")
     if finish:
         finish_iteration(backend, attempt=attempt, iteration=iteration)
 

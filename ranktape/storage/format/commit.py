@@ -76,25 +76,12 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
     ranks = attempt.launch.ranks
     commits = for_each(lambda rank: read_commit(backend, attempt.path, rank, iteration), ranks)
     data = merge_catalogues([commit.catalogue.load for commit in commits])
-    are_counted = all(commit.counts for commit in commits)
-    compiled = "; ".join(dict.fromkeys(commit.compiled for commit in commits if commit.compiled))
-    cut_off = {str(rank): commit.cut_off for rank, commit in zip(ranks, commits, strict=True) if commit.cut_off}
-    skipped = [rank for rank, commit in zip(ranks, commits, strict=True) if commit.step_skipped]
     attributes = {
         "complete": True,
         "iteration": iteration,
         "attempt": attempt.number,
         "expected_ranks": list(ranks),
-        "num_records": sum(commit.catalogue.num_rows for commit in commits),
-        "nbytes": sum(commit.nbytes for commit in commits),
-        "silent_sites": {
-            str(rank): commit.silent_sites for rank, commit in zip(ranks, commits, strict=True) if commit.silent_sites
-        },
-        **({name: sum(commit.counts[name] for commit in commits) for name in _COUNTS} if are_counted else {}),
-        **({"compiled": compiled} if compiled else {}),
-        **({"step_skipped_ranks": skipped} if skipped else {}),
-        **({"cut_off": cut_off} if cut_off else {}),
-        "commits": [commit.checksum for commit in commits],
+        **summary_of(dict(zip(ranks, commits, strict=True))),
         "committed": time.time(),
     }
     path = layout.iteration_path(attempt.path, iteration)
@@ -110,6 +97,27 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
 
 
 _COUNTS = ("num_expected", "num_missing")
+
+SUMMARY = ("num_records", "nbytes", "silent_sites", *_COUNTS, "compiled", "step_skipped_ranks", "cut_off", "commits")
+"""The attributes of an iteration commit that follow from the commits of its ranks."""
+
+
+def summary_of(commits: Mapping[int, RankCommit]) -> dict[str, Any]:
+    """The attributes of `SUMMARY`, without those that say nothing."""
+    are_counted = all(commit.counts for commit in commits.values())
+    compiled = "; ".join(dict.fromkeys(commit.compiled for commit in commits.values() if commit.compiled))
+    skipped = [rank for rank, commit in commits.items() if commit.step_skipped]
+    cut_off = {str(rank): commit.cut_off for rank, commit in commits.items() if commit.cut_off}
+    return {
+        "num_records": sum(commit.catalogue.num_rows for commit in commits.values()),
+        "nbytes": sum(commit.nbytes for commit in commits.values()),
+        "silent_sites": {str(rank): commit.silent_sites for rank, commit in commits.items() if commit.silent_sites},
+        **({name: sum(commit.counts[name] for commit in commits.values()) for name in _COUNTS} if are_counted else {}),
+        **({"compiled": compiled} if compiled else {}),
+        **({"step_skipped_ranks": skipped} if skipped else {}),
+        **({"cut_off": cut_off} if cut_off else {}),
+        "commits": [commit.checksum for commit in commits.values()],
+    }
 
 
 def _counts(fields: Fields) -> dict[str, int]:

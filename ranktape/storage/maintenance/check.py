@@ -211,6 +211,8 @@ class _AttemptCheck:
                 wrong, results[rank] = job.result()
                 items += wrong
                 work.step()
+            is_cut_off = any(one is not None and one.commit.cut_off for one in results.values())
+            report.num_partial += is_cut_off and iteration in view.complete
             report.num_records += sum(one.commit.catalogue.num_rows for one in results.values() if one is not None)
             items += check_iteration(view, iteration, results)
             # A retention may have taken the iteration away while it was looked at.

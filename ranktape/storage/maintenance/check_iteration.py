@@ -9,7 +9,7 @@ from typing import Any
 from ranktape.storage.format import layout
 from ranktape.storage.format.blob import blob_key, blob_nbytes
 from ranktape.storage.format.catalogue import RecordTable
-from ranktape.storage.format.commit import RankCommit
+from ranktape.storage.format.commit import SUMMARY, RankCommit, summary_of
 from ranktape.storage.format.layout import KeyKind, Mark
 from ranktape.storage.maintenance.check_commit import RankResult
 from ranktape.storage.maintenance.check_view import AttemptView, compare_catalogue
@@ -111,19 +111,17 @@ def _check_document(view: AttemptView, found: Findings, key: str, *, mend: Mend 
 def _check_summary(
     found: Findings, attributes: Mapping[str, Any], by_rank: Mapping[int, RankCommit], *, key: str, mend: Mend | None
 ) -> None:
-    commits = by_rank.values()
-    actual: dict[str, Any] = {
-        "num_records": sum(commit.catalogue.num_rows for commit in commits),
-        "nbytes": sum(commit.nbytes for commit in commits),
-        "silent_sites": {str(rank): one.silent_sites for rank, one in by_rank.items() if one.silent_sites},
-    }
-    if "commits" in attributes:
-        actual["commits"] = [commit.checksum for commit in commits]
-    for name, value in actual.items():
-        if attributes.get(name) != value:
-            what = "other rank commits" if name == "commits" else f"another {name}"
-            message = f"the iteration commit was made from {what} than there are"
-            found.error(FindingKind.MISMATCH, message, key=key, mend=mend)
+    actual = summary_of(by_rank)
+    for name in SUMMARY:
+        if attributes.get(name) == actual.get(name):
+            continue
+        if name != "commits":
+            message = f"{name} of the iteration commit does not match the commits of the ranks"
+        elif name in attributes:
+            message = "the iteration commit was made from other rank commits than there are"
+        else:
+            continue  # an early version wrote no checksums
+        found.error(FindingKind.MISMATCH, message, key=key, mend=mend)
 
 
 def _check_replicas(found: Findings, catalogue: RecordTable) -> None:

@@ -175,6 +175,8 @@ class CheckReport:
     """
     num_iterations: int = 0
     """Iteration commits, over all attempts."""
+    num_partial: int = 0
+    """Those of them in which a rank was cut off."""
     num_records: int = 0
     """Records in rank commits, over all attempts."""
     num_objects: int = 0
@@ -203,6 +205,7 @@ class CheckReport:
             "sound": not self.errors,
             "attempts": self.num_attempts,
             "iterations": self.num_iterations,
+            "partial": self.num_partial,
             "records": self.num_records,
             "objects": self.num_objects,
             "nbytes": self.nbytes,
