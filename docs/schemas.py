@@ -30,7 +30,6 @@ from ranktape.analyze.cli import cli as analyze
 from ranktape.analyze.legacy import export_records
 from ranktape.analyze.metrics.metric import METRICS
 from ranktape.analyze.table import Kind
-from ranktape.capture.writing.recover import RingReport
 from ranktape.fields import FieldKind
 from ranktape.launch.control import ControlReply
 from ranktape.launch.machine import Examined
@@ -351,7 +350,6 @@ def other_schemas() -> dict[str, Schema]:
         "repair": closed(
             run=TEXT, dry_run={"type": "boolean"}, **dict.fromkeys(("done", "young", "left"), array_of(finding))
         ),
-        "recover": closed(directory=TEXT, rings=array_of(dataclass_schema(RingReport))),
     }
 
 

@@ -159,7 +159,6 @@ def test_the_commands_beside_analyze_write_what_their_schemas_say(
         ("doctor", [str(tmp_path / "place")], 0),
         ("cp", [str(run), str(tmp_path / "copy")], 0),
         ("push", [str(tmp_path / "rings")], 0),
-        ("recover", [str(tmp_path / "rings")], 0),
     ):
         done = CliRunner().invoke(cli, [name, *words, "--json"])
         assert done.exit_code == code, done.stderr

@@ -31,7 +31,7 @@ def verdict_of(
     console.pass_on(words)
     if "verdict" in words:
         return RunVerdict(**words["verdict"])
-    state, ring = words.get("state"), process.ring.path
+    state = words.get("state")
     problem = words.get("error") or words.get("problem")
     if state == "late":
         problem = f"not everything was stored within {waited_seconds:g} s; the writer goes on"
@@ -39,8 +39,6 @@ def verdict_of(
         problem = f"the writer process ended: {process.ending()}"
     if problem is not None:
         console.warn_once(str(problem))
-    if ring is not None and state not in {"late", "closed"}:
-        console.warn_once(f"what was staged and not stored is in {ring}: 'ranktape recover {ring.parent}' stores it")
     missing = [] if problem is None else [f"rank {rank}: {problem}"]
     # Only rank 0 has a coordinator; the others answer for what they stored themselves.
     if rank == 0:

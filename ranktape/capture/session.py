@@ -37,7 +37,7 @@ from ranktape.capture.settings.setting import MAX_NUMBER
 from ranktape.capture.source import Source, Tags, TensorRole, site_of
 from ranktape.capture.staging.process import WriterProcess, default_host_budget_nbytes
 from ranktape.capture.staging.ring_file import Counter
-from ranktape.capture.starting import open_place, ring_path, start_writer
+from ranktape.capture.starting import open_place, start_writer
 from ranktape.capture.stopping import StopGate
 from ranktape.capture.tensors.master import MasterWeights
 from ranktape.errors import CaptureError, UsageError
@@ -393,15 +393,13 @@ class Capture(Iterations):
         self._is_closing = True
 
     def _new_process(self, budget_nbytes: int) -> WriterProcess:
-        path = ring_path(self.options, rank=self._place.rank)
-        return WriterProcess(host_budget_nbytes=budget_nbytes, ring_path=path)
+        return WriterProcess(host_budget_nbytes=budget_nbytes)
 
     def _start(self) -> tuple[dict[str, Any], Rendezvous]:
         """What the writer says once it is ready, and where the ranks have met."""
         return start_writer(
             self._process,
             url=self._url,
-            shown_url=self._backend.url,
             options=self.options,
             place=self._place,
             on_wait=self._console.warn_once,

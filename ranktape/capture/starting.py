@@ -11,7 +11,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -25,7 +24,6 @@ from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.rules import cadence_of
 from ranktape.capture.settings.table import SETTINGS
 from ranktape.capture.staging.process import WriterConfig, WriterProcess
-from ranktape.capture.staging.ring_file import Words, boot_id, new_ring_path
 from ranktape.errors import LateError, UsageError
 from ranktape.lazy_names import __version__
 from ranktape.storage.format.attempt import Launch
@@ -122,21 +120,15 @@ def remove_folders(folders: Iterable[Path]) -> None:
             folder.rmdir()
 
 
-def ring_path(options: CaptureOptions, *, rank: int) -> Path | None:
-    """Where the ring of this rank lies; None for in memory."""
-    return None if options.ring_dir is None else new_ring_path(_absolute(options.ring_dir), rank=rank)
-
-
 def start_writer(
     process: WriterProcess,
     *,
     url: str,
-    shown_url: str,
     options: CaptureOptions,
     place: RankPlace,
     on_wait: Callable[[str], None] = lambda _: None,
 ) -> tuple[dict[str, Any], Rendezvous]:
-    """The words of the writer, once it is ready, and where the ranks have met; `shown_url` is without credentials.
+    """The words of the writer, once it is ready, and where the ranks have met.
 
     Where rank 0 is long in coming, `on_wait` is called with a line for the person at the terminal.
 
@@ -154,9 +146,7 @@ def start_writer(
 
     try:
         rendezvous = Rendezvous(place, seconds=_meeting_seconds(options), on_wait=on_wait)
-        path = process.ring.path
-        config = _writer_config(options, url=url, place=place, launch_id=rendezvous.launch_id, path=path)
-        process.start(config)
+        process.start(_writer_config(options, url=url, place=place, launch_id=rendezvous.launch_id))
         if not rendezvous.wait(is_ready, seconds=WRITER_TIMEOUT_SECONDS):
             raise LateError(f"the writer was not ready within {WRITER_TIMEOUT_SECONDS:g} s: try again")
     except BaseException as error:
@@ -165,21 +155,8 @@ def start_writer(
         elif rendezvous is not None:
             rendezvous.give_up(str(error))
         process.finish(reason=str(error), timeout_seconds=0, on_progress=lambda *_: None)
-        process.close(has_captured=False)
+        process.close()
         raise
-    if path is not None:
-        # What `ranktape recover` must know of it; no secrets.
-        about = {
-            "url": shown_url,
-            "attempt": str(words["attempt"]),
-            "rank": config.rank,
-            "environment": config.environment,
-            "compression": config.options.compression,
-            "host": socket.gethostname(),
-            "boot_id": boot_id(),
-            "started": time.time(),
-        }
-        process.ring.say(about, Words.ABOUT)
     return words, rendezvous
 
 
@@ -191,9 +168,7 @@ def _meeting_seconds(options: CaptureOptions) -> float:
     return _MEETING_TIMEOUT_SECONDS if training is None else training / 2
 
 
-def _writer_config(
-    options: CaptureOptions, *, url: str, place: RankPlace, launch_id: str, path: Path | None
-) -> WriterConfig:
+def _writer_config(options: CaptureOptions, *, url: str, place: RankPlace, launch_id: str) -> WriterConfig:
     # As plain values: those of classes that a script has defined cannot be passed on.
     own = [one for one in SETTINGS if not (one.takes_several or one.is_free)]
     plain = dataclasses.replace(options, **{one.name: _plain(one.kind, getattr(options, one.name)) for one in own})
@@ -213,7 +188,6 @@ def _writer_config(
         document=options.document(),
         environment=describe_environment(),
         cadence=cadence_of(plain),
-        ring_path=path,
     )
 
 

@@ -378,9 +378,6 @@ class Writer:
             verdict = self._coordinator.finish(ended=ended, has_failed=self._has_failed)
             self._say(verdict=verdict.to_json())
             self._leave_console(f"{verdict.message()}: see 'ranktape status {self._storer.retrying.url}'")
-        if self._config.ring_path is not None and not self._committer.owes:
-            # Nothing is left in it that anybody could want.
-            self._config.ring_path.unlink(missing_ok=True)
         self._say(state="closed")
 
     def _leave_console(self, text: str | None = None) -> None:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from ranktape.launch.exchange import export as export
     from ranktape.launch.exchange import import_files as import_files
     from ranktape.launch.exchange import push as push
-    from ranktape.launch.exchange import recover as recover
     from ranktape.launch.maintain import check as check
     from ranktape.launch.maintain import prune as prune
     from ranktape.launch.maintain import repair as repair

@@ -54,8 +54,8 @@ class Order:
         cls, url: str, settings: Mapping[str, Any], *, folder: str, launcher_pid: int | None = None
     ) -> Self:
         """As `resolve` gives them, with the paths of the settings from a folder."""
-        paths = {name: Path(settings[name]).expanduser() for name in ("ring_dir", "spill_dir") if settings[name]}
-        absolute = {name: _from(folder, path) for name, path in paths.items()}
+        spill_dir = settings["spill_dir"]
+        absolute = {"spill_dir": _from(folder, Path(spill_dir).expanduser())} if spill_dir else {}
         return cls(url=_from(folder, url), given_url=url, settings={**settings, **absolute}, launcher_pid=launcher_pid)
 
     @property

@@ -19,7 +19,6 @@ COMMANDS = {
     "runs": "ranktape.launch.maintain:runs_command",
     "check": "ranktape.launch.maintain:check_command",
     "repair": "ranktape.launch.maintain:repair_command",
-    "recover": "ranktape.launch.exchange:recover_command",
     "push": "ranktape.launch.exchange:push_command",
     "cp": "ranktape.launch.exchange:cp_command",
     "prune": "ranktape.launch.maintain:prune_command",

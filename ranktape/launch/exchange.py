@@ -1,13 +1,12 @@
 """Gives the commands that bring tensors from one place to another, each with its function: `cp`, `push` and more.
 
-`push` and `recover` are two ends of one outbox: what the store did not take lies in a directory of the host, under the
-keys that it would have had, and what the writer did not come to lies in its ring.
+What the store did not take lies in the `--spill-dir` of the host, under the keys that it would have had; `push` brings
+it there.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from ranktape.analyze.legacy.export import ExportReport
     from ranktape.analyze.legacy.into_run import ImportReport
     from ranktape.analyze.views.exports.files import Exported
-    from ranktape.capture.writing.recover import RingReport
     from ranktape.storage import Records
     from ranktape.storage.maintenance.copy import CopyReport, SelectionReport
     from ranktape.storage.maintenance.outbox import PushReport, Spill
@@ -160,62 +158,6 @@ def push_command(results: Sequence[Pushed], given: Mapping[str, Any]) -> Command
 
 def _listed(iterations: Sequence[int]) -> str:
     return ", ".join(map(str, iterations))
-
-
-def recover(
-    directory: Path, *, trust_other_boots: bool = False, storage_options: Mapping[str, Any] | None = None
-) -> list[RingReport]:
-    """Store what killed processes left in the rings in DIR, the --ring-dir of a capture.
-
-    An iteration is committed when every tensor of it is found, in the ring or in the store; of others the run says
-    why they are lost. A ring is removed once nothing in it is of use. Rings whose processes run are left alone. Exits
-    with 3 when a ring remains or an iteration is lost.
-
-    Args:
-        trust_other_boots: Take rings that another host wrote, or an earlier start of this one: what it wrote last may
-            be missing if it did not go down in order.
-    """
-    from ranktape.capture.writing.recover import RingReport, find_rings, recover_ring
-
-    open_run = functools.partial(open_backend, storage_options=storage_options)
-
-    def recovered(path: Path) -> RingReport:
-        try:
-            return recover_ring(path, open_run=open_run, trusts_other_boots=trust_other_boots)
-        except RanktapeError as error:
-            return RingReport(path=path, remains=str(error))
-
-    return [recovered(path) for path in find_rings(directory)]
-
-
-@command_of(recover)
-def recover_command(reports: Sequence[RingReport], given: Mapping[str, Any]) -> CommandAnswer:
-    """What was stored of each ring, and what is lost."""
-    directory = given["directory"]
-    lines: list[str] = []
-    for report in reports:
-        if report.remains is not None:
-            lines.append(f"{report.path} remains: {report.remains}")
-            continue
-        whose = f"rank {report.rank} of {report.url}" if report.url else "nothing was captured"
-        lines.append(f"{report.path} ({whose}) is settled and removed")
-        if report.committed:
-            tensors = f"{report.num_tensors} tensors from the ring"
-            lines.append(f"  committed: iterations {_listed(report.committed)} ({tensors})")
-        if report.finished:
-            lines.append(f"  complete with all ranks: iterations {_listed(report.finished)}")
-        lines += [f"  lost: iteration {iteration}: {reason}" for iteration, reason in report.failed.items()]
-    left = sum(report.remains is not None for report in reports)
-    lost = sum(len(report.failed) for report in reports)
-    problem = f"{left} of {len(reports)} rings remain in {directory}" if left else None
-    if lost and not left:
-        problem = f"{lost} iterations are lost; the status of the run says why"
-    rings = [{**dataclasses.asdict(report), "path": str(report.path)} for report in reports]
-    return CommandAnswer(
-        text="\n".join(lines) or f"no ring in {directory}",
-        document={"directory": str(directory), "rings": rings},
-        problem=problem,
-    )
 
 
 def export(

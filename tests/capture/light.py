@@ -15,7 +15,7 @@ from ranktape.capture.rendezvous import RankPlace
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.staging.process import WriterProcess
 from ranktape.capture.staging.ring_file import Counter, SlotKind
-from ranktape.capture.starting import ring_path, start_writer
+from ranktape.capture.starting import start_writer
 from ranktape.storage import Records, open_run
 from ranktape.storage.format.dtypes import dtype_name
 from ranktape.storage.maintenance.check import check_run
@@ -35,9 +35,9 @@ class LightTrainer:
         values = {**planned, "block_timeout_seconds": 60.0, **options}
         self.url = str(url)
         self.options = CaptureOptions(**values)
-        self.process = WriterProcess(host_budget_nbytes=budget_nbytes, ring_path=ring_path(self.options, rank=0))
+        self.process = WriterProcess(host_budget_nbytes=budget_nbytes)
         place = RankPlace(rank=0, world_size=1, num_local_ranks=1, restart=0)
-        self.words, _ = start_writer(self.process, url=str(url), shown_url=str(url), options=self.options, place=place)
+        self.words, _ = start_writer(self.process, url=str(url), options=self.options, place=place)
         self.process.ring.is_patient = not is_planned
         self.num_staged = 0
 
@@ -98,11 +98,6 @@ class LightTrainer:
         )
         self.process.close()
         return words
-
-    def abandon(self) -> None:
-        """Let go of the ring and of the writer, as a trainer that is killed does."""
-        self.lose_writer()
-        self.process.close()
 
 
 def header_of(array: np.ndarray[Any, Any], *, iteration: int, module: str, counter: int) -> dict[str, Any]:

@@ -349,7 +349,7 @@ def test_values_of_a_scripts_own_classes_reach_the_writer() -> None:
         policy=Way.SKIP,
     )
     place = RankPlace(rank=0, world_size=1, num_local_ranks=1, restart=0)
-    config = _writer_config(options, url="run", place=place, launch_id="one", path=None)
+    config = _writer_config(options, url="run", place=place, launch_id="one")
     received = pickle.loads(pickle.dumps(config)).options  # noqa: S301  (as the writer does)
     assert received.storage_options == {"client_kwargs": {"endpoint_url": "x"}}
     assert (received.quant_type, received.every, received.policy) == ("mine", 2, "skip")

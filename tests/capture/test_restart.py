@@ -30,16 +30,28 @@ def test_killed_at_any_moment_nothing_is_lost(tmp_path: Path, seed: int) -> None
     check_whole(tmp_path / "run", expected)
 
 
-def test_a_writer_killed_in_the_middle_of_an_iteration(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_writer_killed_in_the_middle_of_an_iteration(tmp_path: Path, *, is_damaged: bool) -> None:
+    # The large ones lie before the small ones in the ring: their room is free as soon as they are stored.
+    arrays = dict(sorted(tensors(0).items()))
     trainer = LightTrainer(tmp_path / "run", max_iterations=9)
-    arrays = tensors(0)
     trainer.stage(0, arrays, ends=False)
-    # What is freed is stored: the next writer takes it over.
     folder = tmp_path / "run" / trainer.words["attempt"] / "rank_00000" / "iter_00000000"
-    until(lambda: len(list(folder.glob("large*/zarr.json"))) == 2)
-    trainer.kill_writer()
+    until(lambda: len(list(folder.glob("large*/zarr.json"))) == 2 and trainer.process.ring.pending_nbytes <= 1 << 20)
+    trainer.lose_writer()
+    if is_damaged:
+        damaged = next(folder.glob("large.1*/c.*"))
+        content = bytearray(damaged.read_bytes())
+        content[1000] ^= 1
+        damaged.write_bytes(content)
+    trainer.process.keep_alive()
     trainer.end(0, arrays)
     assert trainer.close()["state"] == "closed"
+    if is_damaged:
+        [status] = open_run(tmp_path / "run").status()
+        assert status.state is IterationState.PARTIAL
+        assert "1 of 10 tensors are neither stored nor in the ring" in status.missing[0]
+        return
     check_whole(tmp_path / "run", {0: arrays})
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from ranktape.capture.staging.ring import RingConsumer, RingProducer
-from ranktape.capture.staging.ring_file import Counter, SlotKind, lock_ring, new_ring_path
+from ranktape.capture.staging.ring_file import Counter, SlotKind
 from ranktape.errors import CaptureError
 
 
@@ -109,29 +108,6 @@ def test_a_long_wait_is_told_once_and_the_writer_knows_of_it(monkeypatch: pytest
         producer.reserve(SlotKind.TENSOR, b"{}", 3000, timeout_seconds=0.2)
     assert told == [1]
     assert not consumer.counter(Counter.WAITING)
-
-
-def test_a_ring_in_a_directory_has_its_room_and_its_lock(tmp_path: Path) -> None:
-    path = new_ring_path(tmp_path / "rings", rank=3)
-    producer = RingProducer(1 << 20, keep_alive=lambda: None, path=path)
-    assert path.stat().st_blocks * 512 >= 1 << 20
-    assert lock_ring(path) is None
-    put(producer, 0, b"abc")
-    producer.close()
-    descriptor = lock_ring(path)
-    assert descriptor is not None
-    consumer = RingConsumer(descriptor)
-    slot = consumer.take()
-    assert slot is not None
-    assert bytes(slot.payload) == b"abc"
-    del slot
-    consumer.close()
-
-
-def test_a_directory_without_room_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CaptureError, match="give another --ring-dir"):
-        RingProducer(1 << 20, keep_alive=lambda: None, path=tmp_path / "file" / "x.ring")
 
 
 @pytest.mark.parametrize("place", [0, 4, 8, 16])

@@ -227,11 +227,11 @@ def test_what_lasts_fails_its_iteration_by_name_and_no_other(
     bench.wait_for(lambda: bench.ring.counter(Counter.SETTLED) == 2)
     assert time.monotonic() - began < 20, "half a second was given, and is 30 s where nothing is"
     assert bench.producer.pending_nbytes == 0
-    bench.wait_for(lambda: bench.committer.owes)
+    bench.wait_for(lambda: bool(bench.committer._owed))
     bench.store.error = None
     bench.put(2, tensors(2))
     bench.close()
-    bench.wait_for(lambda: not bench.committer.owes)
+    bench.wait_for(lambda: not bench.committer._owed)
     for iteration in (0, 2):
         bench.check(iteration, tensors(iteration))
     statuses = {status.iteration: status for status in open_run(bench.url).status()}
@@ -255,7 +255,7 @@ def test_a_commit_whose_marker_was_refused_counts_all_the_same(make: Callable[..
     bench.store._refuse = lambda: None  # type: ignore[method-assign]
     bench.store.error = UnreachableError
     bench.put(0, tensors(0))
-    bench.wait_for(lambda: bench.committer.owes)
+    bench.wait_for(lambda: bool(bench.committer._owed))
     bench.store.error = None
     bench.close()
     bench.check(0, tensors(0))

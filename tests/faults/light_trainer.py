@@ -21,7 +21,7 @@ from ranktape.capture.settings.cadence import Cadence
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.staging.process import WriterConfig
 from ranktape.capture.staging.ring import RingProducer
-from ranktape.capture.staging.ring_file import Counter, SlotKind, Words, boot_id, new_ring_path
+from ranktape.capture.staging.ring_file import Counter, SlotKind
 from ranktape.errors import CaptureError
 from ranktape.storage.format.attempt import Launch
 from ranktape.storage.format.record_info import RecordInfo
@@ -42,7 +42,6 @@ def start(
     storage_options: dict[str, Any],
     rank: int,
     *,
-    ring_dir: Path | None,
     fork: Fork,
     promise: Callable[[int, int], None],
 ) -> dict[str, int]:
@@ -52,14 +51,13 @@ def start(
         url: Where to record.
         storage_options: For the writer.
         rank: Of the trainer.
-        ring_dir: Where the ring outlives them; in memory where it is None.
         fork: Makes a child that does something.
         promise: Called once nothing but the loss of the ring can lose an iteration.
     """
     read_end, write_end = os.pipe()
 
     def train() -> None:
-        trainer = _Trainer(url, storage_options, rank, ring_dir=ring_dir, fork=fork)
+        trainer = _Trainer(url, storage_options, rank, fork=fork)
         os.write(write_end, trainer.writer_pid.to_bytes(8, "little"))
         trainer.train(promise)
 
@@ -70,13 +68,9 @@ def start(
 
 
 class _Trainer:
-    def __init__(
-        self, url: str, storage_options: dict[str, Any], rank: int, *, ring_dir: Path | None, fork: Fork
-    ) -> None:
-        path = None if ring_dir is None else new_ring_path(ring_dir, rank=rank)
-        self._url = url
+    def __init__(self, url: str, storage_options: dict[str, Any], rank: int, *, fork: Fork) -> None:
         self._rank = rank
-        self._ring = RingProducer(RING_NBYTES, keep_alive=self._keep_alive, path=path)
+        self._ring = RingProducer(RING_NBYTES, keep_alive=self._keep_alive)
         config = WriterConfig(
             url=url,
             rank=rank,
@@ -91,16 +85,13 @@ class _Trainer:
             document={"min_iterations": len(ITERATIONS)},
             environment={},
             cadence=Cadence.regular(start=ITERATIONS.start, every=ITERATIONS.step),
-            ring_path=path,
             join_timeout_seconds=2.0,
         )
         self.writer_pid = fork(lambda: self._write(config))
 
     def train(self, promise: Callable[[int, int], None]) -> None:
         """Go through the iterations and say that it was all."""
-        words = self._wait_for({"ready"})
-        about = {"url": self._url, "rank": self._rank, "attempt": words["attempt"], "environment": {}}
-        self._ring.say({**about, "host": "here", "boot_id": boot_id(), "compression": "none"}, Words.ABOUT)
+        self._wait_for({"ready"})
         for iteration in ITERATIONS:
             self._ring.set_counter(Counter.STEP, iteration)
             self._ring.put(SlotKind.BEGIN, {"iteration": iteration}, timeout_seconds=TIMEOUT_SECONDS)

@@ -18,15 +18,13 @@ from click.testing import CliRunner
 from ranktape.capture.flight.held import ROOM_FOR_NEXT
 from ranktape.capture.flight.room import Room
 from ranktape.capture.staging.ring_file import Counter, SlotKind
-from ranktape.capture.writing.recover import find_rings
 from ranktape.errors import RunNotFoundError
-from ranktape.launch.exchange import push_command, recover_command
+from ranktape.launch.exchange import push_command
 from ranktape.storage import IterationState, open_run
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.places.urls import open_backend
 from tests.capture.gate import Gate
-from tests.capture.light import LightTrainer, tensors
-from tests.capture.test_recover import check_values
+from tests.capture.light import LightTrainer, check_arrays, tensors
 from tests.exhaustive import exhaustive
 from tests.faults.programs import flight_apart
 from tests.faults.recording import wait_until_settled
@@ -72,7 +70,7 @@ def check_stored(url: Path, *iterations: int) -> None:
     """That these iterations are complete, no others, every bit of them, and that nothing is damaged."""
     assert open_run(url).iterations == list(iterations)
     for iteration in iterations:
-        check_values(url, iteration, tensors(iteration))
+        check_arrays(open_run(url).select(iteration=iteration), tensors(iteration))
     assert not [one.text() for one in check_run(open_backend(str(url)), deep=True).findings if one.is_error]
 
 
@@ -99,7 +97,7 @@ class TestStores:
         assert all("No space left" in text for missing in lost.values() for text in missing.values()), lost
         assert {3, 4, 5} <= set(open_run(url).iterations)
         for iteration in open_run(url).iterations:
-            check_values(url, iteration, tensors(iteration))
+            check_arrays(open_run(url).select(iteration=iteration), tensors(iteration))
         assert [one.iteration for one in open_run(url).triggers()] == [2, 5]
 
     def test_what_a_full_disk_does_not_take_waits_for_a_push(self, disk: Path, tmp_path: Path) -> None:
@@ -192,32 +190,10 @@ class TestWriters:
         assert list(statuses) == [0, 1, 2, 5, 6, 7]
         assert {5, 6, 7} <= set(run.iterations)
         for iteration in run.iterations:
-            check_values(tmp_path / "run", iteration, tensors(iteration))
+            check_arrays(run.select(iteration=iteration), tensors(iteration))
         for one in statuses.values():
             assert one.state is IterationState.COMPLETE or one.missing, one
         assert not [one.text() for one in check_run(open_backend(run.url), deep=True).findings if one.is_error]
-
-    def test_a_ring_on_a_disk_outlives_both_processes(self, tmp_path: Path) -> None:
-        url, rings = tmp_path / "run", tmp_path / "rings"
-        trainer = armed(url, ring_dir=str(rings))
-        stage(trainer, *range(6))
-        wait_until_taken(trainer)
-        trainer.stop_writer()
-        trainer.abandon()
-        done = CliRunner().invoke(recover_command, [str(rings), "--json"], catch_exceptions=False)
-        [ring] = json.loads(done.stdout)["rings"]
-        # What it held is stored, whatever had happened: nobody can say any more that nothing had.
-        assert ring["failed"] == {}
-        assert set(ring["committed"]) >= {3, 4, 5}
-        assert find_rings(rings) == []
-        check_stored(url, *ring["committed"])
-
-    def test_a_ring_on_a_disk_goes_with_a_recorder_that_nothing_happened_to(self, tmp_path: Path) -> None:
-        trainer = armed(tmp_path / "run", ring_dir=str(tmp_path / "rings"))
-        stage(trainer, *range(6))
-        assert trainer.close()["state"] == "closed"
-        assert find_rings(tmp_path / "rings") == []
-        assert open_run(tmp_path / "run").status() == []
 
 
 def test_values_are_given_up_where_the_ring_is_small_and_statistics_stay(tmp_path: Path) -> None:

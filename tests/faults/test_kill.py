@@ -75,7 +75,6 @@ def check(outcomes: list[dict[str, Any]]) -> None:
         ("ring", 6),
         pytest.param("storage", 90, marks=MANY),
         pytest.param("ring", 54, marks=MANY),
-        pytest.param("ring-dir", 40, marks=MANY),
     ],
 )
 def test_processes_are_killed(level: str, trials: int, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ CAPTURE = {
     "advance_on", "sample_dim", "compiled", "policy", "host_budget_nbytes", "begin_timeout_seconds",
     "block_timeout_seconds", "finish_timeout_seconds", "store_timeout_seconds", "store_concurrency", "compression",
     "keep_last",
-    "record_last", "record_after", "trigger", "ring_dir", "stop_when_stored",
+    "record_last", "record_after", "trigger", "stop_when_stored",
     "spill_dir", "strict", "capture_config", "manual", "resume", "overwrite", "add", "storage_options",
 }  # fmt: skip
 """The settings of a capture."""
@@ -61,7 +61,6 @@ OPTIONS = {
     "runs": {"url", "depth", "as_json", "storage_options"},
     "check": {"run", "deep", "recompute", "as_json", "storage_options"},
     "repair": {"run", "dry_run", "min_age", "as_json", "storage_options"},
-    "recover": {"directory", "trust_other_boots", "as_json", "storage_options"},
     "push": {"directory", "to", "keep", "as_json", "storage_options"},
     "prune": {"run", "keep_last", "iteration", "yes", "dry_run", "as_json", "storage_options"},
     "rm": {"run", "yes", "dry_run", "storage_options"},

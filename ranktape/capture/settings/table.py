@@ -193,9 +193,6 @@ class Settings:
         is_multiple=True,
         metavar="RULE",
     )
-    ring_dir: str | None = option(
-        None, "Directory for the staged tensors, from which 'ranktape recover' stores them should all be killed."
-    )
     spill_dir: str | None = option(
         None, "Directory that takes an iteration when the store cannot, until 'ranktape push' brings it there."
     )

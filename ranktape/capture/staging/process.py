@@ -92,8 +92,6 @@ class WriterConfig:
     """Of the trainer: host, versions, revision."""
     cadence: Cadence
     """The iterations that may be captured."""
-    ring_path: Path | None = None
-    """Where the ring lies, to be removed at the end; None for one in memory."""
     join_timeout_seconds: float = 60.0
     """Longest wait for rank 0's run to appear."""
     attempt: str | None = None
@@ -121,11 +119,6 @@ class WriterConfig:
         return self.num_in_vain > _MAX_IN_VAIN
 
     @property
-    def ring_is_kept(self) -> bool:
-        """Whether the ring outlives its processes: what is not stored stays in it then."""
-        return self.ring_path is not None
-
-    @property
     def trouble(self) -> str:
         """What the run says of the writers before this one; empty where there were none."""
         times = "once" if len(self.deaths) == 1 else f"{len(self.deaths)} times"
@@ -144,13 +137,13 @@ def _has_console() -> bool:
 class WriterProcess:
     """The writer of this rank, with the ring to it; started again where it was killed."""
 
-    def __init__(self, *, host_budget_nbytes: int, ring_path: Path | None = None) -> None:
-        """Make the ring, in memory where no path is given; `start` starts the process.
+    def __init__(self, *, host_budget_nbytes: int) -> None:
+        """Make the ring; `start` starts the process.
 
         Raises:
             CaptureError: there is no room for the ring.
         """
-        self.ring = RingProducer(host_budget_nbytes, keep_alive=self.keep_alive, path=ring_path)
+        self.ring = RingProducer(host_budget_nbytes, keep_alive=self.keep_alive)
         self.on_restart: Callable[[str], None] = lambda _: None
         """Called with what happened when the process was started again."""
         self._config: WriterConfig | None = None
@@ -316,13 +309,8 @@ class WriterProcess:
         }
         self.ring.say({**self._last_words, "given_up": reasons})
 
-    def close(self, *, has_captured: bool = True) -> None:
-        """Let go of the process and of the pipes to it; a writer that still works goes on.
-
-        Where nothing was captured, what outlives the processes of the ring is removed.
-        """
-        if not has_captured and self.ring.path is not None:
-            self.ring.path.unlink(missing_ok=True)
+    def close(self) -> None:
+        """Let go of the process and of the pipes to it; a writer that still works goes on."""
         if self._process is not None:
             try:
                 self._process.wait(_EXIT_SECONDS if (self.ring.hear() or {}).get("state") in _LAST else 0)

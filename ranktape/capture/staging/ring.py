@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ranktape.capture.staging.ring_file import (
@@ -54,20 +53,18 @@ class NoRoomError(CaptureError):
 class RingProducer(RingFile):
     """The trainer's side: reserve, fill, publish. Safe for several threads."""
 
-    def __init__(self, capacity_nbytes: int, *, keep_alive: Callable[[], None], path: Path | None = None) -> None:
+    def __init__(self, capacity_nbytes: int, *, keep_alive: Callable[[], None]) -> None:
         """Make the ring.
 
         Args:
             capacity_nbytes: Room for slots.
             keep_alive: Sees to it that the writer runs, or raises; called while waiting for room.
-            path: Where it lies, to outlive both processes; in memory by default.
 
         Raises:
             CaptureError: there is no room for it.
         """
-        descriptor = create_ring_file(capacity_nbytes, path=path)
+        descriptor = create_ring_file(capacity_nbytes)
         super().__init__(descriptor, own=Words.TRAINER, other=Words.WRITER, populate=True)
-        self.path = path
         self.wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._keep_alive = keep_alive

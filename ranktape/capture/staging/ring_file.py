@@ -12,12 +12,9 @@ holds its lock may take from it: the processes do, as long as one of them lives.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import mmap
 import os
-import secrets
-import socket
 import tempfile
 import zlib
 from dataclasses import dataclass
@@ -27,17 +24,14 @@ from typing import Any
 
 from ranktape.errors import CaptureError
 
-RING_SUFFIX = ".ring"
-"""Ends the names of rings in a directory."""
-
 PREFIX_NBYTES = 16
 """Of a slot: its kind, the sizes of its header and of its payload."""
 
 _PAGE = 4096
 _WORDS_NBYTES = 256 * _PAGE
-_SLOTS = _PAGE + 3 * _WORDS_NBYTES
+_SLOTS = _PAGE + 2 * _WORDS_NBYTES
 _ALIGNMENT = 64
-_FORMAT = int.from_bytes(b"rtring3\0", "little")
+_FORMAT = int.from_bytes(b"rtring4\0", "little")
 
 
 class Counter(IntEnum):
@@ -92,8 +86,6 @@ class Words(IntEnum):
     """By the writer."""
     TRAINER = _PAGE + _WORDS_NBYTES
     """By the trainer."""
-    ABOUT = _PAGE + 2 * _WORDS_NBYTES
-    """By the trainer, once: what a stranger who finds the ring must know."""
 
 
 class SlotKind(IntEnum):
@@ -231,58 +223,21 @@ class RingFile:
             self._map.close()
 
 
-def create_ring_file(capacity_nbytes: int, *, path: Path | None = None) -> int:
-    """The descriptor of a new, zeroed file with room for that many bytes of slots, in memory or at a path.
-
-    At a path it has all of its room from the start, and is locked for as long as a process has it open.
+def create_ring_file(capacity_nbytes: int) -> int:
+    """The descriptor of a new, zeroed file in memory with room for that many bytes of slots.
 
     Raises:
         CaptureError: the system gives no such file.
     """
-    size = _SLOTS + aligned(capacity_nbytes)
     try:
-        if path is None:
-            descriptor = unnamed_file("ranktape-ring")
-            os.ftruncate(descriptor, size)
-        else:
-            descriptor = _create_at(path, size)
+        descriptor = unnamed_file("ranktape-ring")
+        os.ftruncate(descriptor, _SLOTS + aligned(capacity_nbytes))
     except OSError as error:
-        place, ways = "memory", "lower --host-budget-nbytes"
-        if path is not None:
-            place, ways = str(path.parent), f"make room there, {ways}, or give another --ring-dir"
-        reason = error if path is None else error.strerror or error
-        raise CaptureError(f"cannot make a ring of {capacity_nbytes} bytes in {place} ({reason}): {ways}") from error
+        raise CaptureError(
+            f"cannot make a ring of {capacity_nbytes} bytes in memory ({error}): lower --host-budget-nbytes"
+        ) from error
     os.pwrite(descriptor, _FORMAT.to_bytes(8, "little"), 8 * Counter.FORMAT)
     return descriptor
-
-
-def new_ring_path(directory: Path, *, rank: int) -> Path:
-    """A path for a ring that no other rank, host or launch takes."""
-    host = "".join(letter if letter.isalnum() else "_" for letter in socket.gethostname())
-    return directory / f"ranktape-{host}-rank_{rank:05d}-{secrets.token_hex(4)}{RING_SUFFIX}"
-
-
-def lock_ring(path: Path) -> int | None:
-    """The descriptor of a ring that nobody holds, which is ours until it is closed; None where a process holds it.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def boot_id() -> str:
-    """Names this start of this machine; pages that one start wrote may never have reached another."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # not on this system: hosts are told apart, starts of one host are not
-        return socket.gethostname()
 
 
 def unnamed_file(name: str) -> int:
@@ -291,21 +246,4 @@ def unnamed_file(name: str) -> int:
         return os.memfd_create(name)
     descriptor, path = tempfile.mkstemp(prefix=name)
     Path(path).unlink()
-    return descriptor
-
-
-def _create_at(path: Path, size: int) -> int:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Under another name until it is locked: who looks for rings that nobody holds must not find this one.
-    unnamed = path.with_suffix(".new")
-    descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        # A page without its room on the disk would end the training by a signal when it is first touched.
-        os.posix_fallocate(descriptor, 0, size)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        unnamed.rename(path)
-    except BaseException:
-        os.close(descriptor)
-        unnamed.unlink(missing_ok=True)
-        raise
     return descriptor

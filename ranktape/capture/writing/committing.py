@@ -61,7 +61,6 @@ class Committer:
         self._spill = storer.spill
         self._attempt = storer.attempt
         self._rank = storer.config.rank
-        self._ring_is_kept = storer.config.ring_is_kept
         self._say = say
         self._on_word = on_word
         # Commits flush the disk: while they do, the tensors of the next iteration are stored.
@@ -71,14 +70,9 @@ class Committer:
         self.num_committed = num_committed
         """Iterations that the rank has committed into the store."""
 
-    @property
-    def owes(self) -> bool:
-        """Whether something could not be written."""
-        return bool(self._owed)
-
     def commit(self, staged: Staged, end: Slot | None) -> None:
         """Commit an iteration when all before it are settled, and free the slot that ended it, if one did."""
-        if end is not None and not self._ring_is_kept:
+        if end is not None:
             # At once: the room behind it is free only when it is, and a commit can take as long as an outage.
             self._ring.free(end)
         self._submit(self._commit, staged, end)
@@ -158,9 +152,6 @@ class Committer:
                     waits_in=waits_in,
                 )
             )
-        if end is not None and self._ring_is_kept:
-            # Only now: until it is committed, 'ranktape recover' must know that the iteration had ended.
-            self._ring.free(end)
 
     def _recover(self, recovery: Recovery, iteration: int, left: Left) -> None:
         try:

@@ -1,26 +1,24 @@
-"""Stores what a killed writer left in a ring.
+"""Stores what a killed writer left in its ring.
 
-A ring outlives its writer, and in a directory (`--ring-dir`) both of its processes. What is in it, and what they had
-stored without a commit, is put together: an iteration of which every tensor is found, each compared with its checksum,
-is committed as the writer would have; of any other a marker says how much is lost. Everything here can be repeated.
+The next writer of the rank puts together what is in the ring and what was stored without a commit: an iteration of
+which every tensor is found, each compared with its checksum, is committed; of any other a marker says how much is lost.
+Everything here can be repeated.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ranktape.capture.expected import MAX_PLACES
 from ranktape.capture.flight.rules import site_text
 from ranktape.capture.staging.ring import RingConsumer
-from ranktape.capture.staging.ring_file import NOTES, RING_SUFFIX, Counter, Slot, SlotKind, Words, boot_id, lock_ring
+from ranktape.capture.staging.ring_file import NOTES, Counter, Slot, SlotKind
 from ranktape.capture.writing.counting import reduce_to, staged_record
 from ranktape.errors import CaptureError, DataError, RanktapeError, StorageError
 from ranktape.storage.format import layout
-from ranktape.storage.format.attempt import Attempt, read_attempt
+from ranktape.storage.format.attempt import Attempt
 from ranktape.storage.format.commit import entries_of, mark_committed
 from ranktape.storage.format.decode import parse_array, read_stored
 from ranktape.storage.format.documents import (
@@ -30,34 +28,12 @@ from ranktape.storage.format.documents import (
     read_document,
 )
 from ranktape.storage.format.layout import Mark, TensorSite, site_path
-from ranktape.storage.format.progress import finish_ready, judge_again, open_iteration, read_progress
+from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.recording.writer import RankWriter
 
 NEVER_CAME = "the device had not copied it when the capture ended"
 """The reason of a lost slot that has none."""
-
-
-@dataclass(slots=True)
-class RingReport:
-    """What became of a ring."""
-
-    path: Path
-    """The file."""
-    url: str = ""
-    """The run that it belongs to."""
-    rank: int = -1
-    """The rank."""
-    committed: list[int] = field(default_factory=list)
-    """Iterations that the rank has committed since."""
-    failed: dict[int, str] = field(default_factory=dict)
-    """For each iteration that is lost: why."""
-    finished: list[int] = field(default_factory=list)
-    """Iterations that are complete, with all ranks, since then."""
-    num_tensors: int = 0
-    """Tensors that came out of the ring."""
-    remains: str | None = None
-    """Why the ring is still there; None where it is removed."""
 
 
 @dataclass(slots=True)
@@ -89,88 +65,6 @@ class Left:
             self.end = header
         elif kind is SlotKind.SKIP:
             self.skip = str(header["reason"])
-
-
-def find_rings(directory: Path) -> list[Path]:
-    """The rings in a directory, sorted by name.
-
-    Raises:
-        CaptureError: there is no such directory, or it cannot be read.
-    """
-    try:
-        return sorted(path for path in directory.iterdir() if path.name.endswith(RING_SUFFIX))
-    except OSError as error:
-        raise CaptureError(
-            f"{directory} cannot be read ({error.strerror}): give the --ring-dir of a capture"
-        ) from error
-
-
-def recover_ring(path: Path, *, open_run: Callable[[str], Backend], trusts_other_boots: bool) -> RingReport:
-    """Store what is left in a ring, and remove it.
-
-    Args:
-        path: The ring.
-        open_run: Gives the backend for the URL of a run.
-        trusts_other_boots: Take also what another host wrote, or an earlier start of this one.
-
-    Raises:
-        StorageError: the run cannot be read or written; the ring stays as it is.
-    """
-    report = RingReport(path=path)
-    try:
-        descriptor = lock_ring(path)
-    except OSError as error:
-        report.remains = f"it cannot be opened ({error.strerror})"
-        return report
-    if descriptor is None:
-        report.remains = "its processes still run"
-        return report
-    try:
-        ring = RingConsumer(descriptor)
-    except CaptureError as error:
-        os.close(descriptor)
-        report.remains = str(error)
-        return report
-    try:
-        report.remains = _recover(ring, report, open_run=open_run, trusts_other_boots=trusts_other_boots)
-        if report.remains is None:
-            path.unlink(missing_ok=True)
-    finally:
-        ring.close()
-    return report
-
-
-def _recover(
-    ring: RingConsumer, report: RingReport, *, open_run: Callable[[str], Backend], trusts_other_boots: bool
-) -> str | None:
-    """Store what is left in a ring; why the ring is to stay."""
-    about = ring.hear(Words.ABOUT)
-    if about is None:
-        return None  # it is described before the first tensor: nothing is lost with it
-    try:
-        report.url, report.rank = str(about["url"]), int(about["rank"])
-        if about["boot_id"] != boot_id() and not trusts_other_boots:
-            return (
-                f"host {about['host']} wrote it, or an earlier start of this one, and what it wrote last may never "
-                f"have reached the file: give --trust-other-boots if it went down in order"
-            )
-        backend = open_run(report.url)
-        attempt = read_attempt(backend, str(about["attempt"]))
-        if attempt is None or report.rank not in attempt.launch.ranks:
-            return f"{report.url} has no {about['attempt']} with a rank {report.rank}: remove it if the run is gone"
-        environment, compression = dict(about["environment"]), str(about["compression"])
-        left = read_slots(ring)
-    except (KeyError, TypeError, ValueError, CaptureError) as error:
-        return f"it is damaged ({error})"
-    rank_writer = RankWriter(
-        backend, attempt=attempt, rank=report.rank, environment=environment, compression=compression
-    )
-    recovery = Recovery(backend, attempt=attempt, rank=report.rank, rank_writer=rank_writer)
-    for iteration in sorted({*left, *recovery.uncommitted()}):
-        recovery.settle(iteration, left.get(iteration, Left()))
-    report.finished = recovery.close()
-    report.committed, report.failed, report.num_tensors = recovery.committed, recovery.failed, recovery.num_tensors
-    return None
 
 
 def read_slots(ring: RingConsumer, *, ends: Iterable[tuple[int, int, Mapping[str, Any]]] = ()) -> dict[int, Left]:
@@ -210,8 +104,6 @@ class Recovery:
         """Iterations that the rank has committed."""
         self.failed: dict[int, str] = {}
         """For each iteration that is lost: why."""
-        self.num_tensors = 0
-        """Tensors that came out of the ring."""
 
     def uncommitted(self) -> set[int]:
         """Iterations of which something is stored."""
@@ -244,16 +136,6 @@ class Recovery:
             self._rank_writer.mark(iteration, mark=Mark.FAILED, attributes={"reason": reason})
             self.failed[iteration] = reason
 
-    def close(self) -> list[int]:
-        """Say that the rank will commit nothing more, judge the run; the iterations that have all ranks since then."""
-        closed = layout.closed_path(self._attempt.path, self._rank)
-        if read_attributes(self._backend, closed) is None:
-            self._rank_writer.close(reason="its processes were ended; 'ranktape recover' stored what they left")
-        finished = finish_ready(self._backend, self._attempt)
-        if len(read_progress(self._backend, self._attempt).closed) == self._attempt.launch.world_size:
-            judge_again(self._backend, self._attempt)
-        return finished
-
     def _commit(self, iteration: int, left: Left) -> None:
         """Commit an iteration.
 
@@ -277,7 +159,6 @@ class Recovery:
             kept, kept_info = reduce_to(slot.header.get("keep", ""), array, info=info) or (array, info)
             self._rank_writer.write(kept, info=kept_info)
         self._rank_writer.commit(iteration, **expectations(header, notes=left.notes))
-        self.num_tensors += len(missing)
 
     def adopt(self, iteration: int) -> set[str]:
         """Take over what is stored of an iteration and whole; the sites of its tensors.

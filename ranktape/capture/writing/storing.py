@@ -299,8 +299,7 @@ class Storer:
         keep = str(slot.header.get("keep", ""))
         reduced = (array.copy(), info) if is_taken(slot) else reduce_to(keep, array, info=info)
         if reduced is not None:
-            if not self.config.ring_is_kept:
-                self.ring.free(slot)
+            self.ring.free(slot)
             self._write_reduced(*reduced, staged, slot)
             return
         if self.rank_writer.holds(array):
@@ -325,8 +324,7 @@ class Storer:
     def _hold(self, array: np.ndarray[Any, Any], *, info: RecordInfo, slot: Slot, staged: Staged) -> None:
         release: Callable[[], None] = partial(self.ring.free, slot)
         # What is held in the ring keeps the room behind it, too; counting would not help the training then.
-        is_to_move = self._is_histogram and not self.config.ring_is_kept
-        if is_to_move and self._take_room(array.nbytes):
+        if self._is_histogram and self._take_room(array.nbytes):
             release = partial(self._let_go, array.nbytes, None)
             array = array.copy()
             self.ring.free(slot)

@@ -1,10 +1,10 @@
 """Kills recording processes at random moments, again and again, and prints what is wrong afterwards.
 
-kill.py {storage,ring,ring-dir} URL --trials N --seed N [--storage-options JSON]
+kill.py {storage,ring} URL --trials N --seed N [--storage-options JSON]
 
-storage: ranks that write straight into the store; ring: trainers with their writers; ring-dir: the same, with rings
-that outlive them and are recovered afterwards. A line of JSON for each trial. Every process is forked from this one,
-which holds no thread and no connection: a trial costs what it does, not what it imports.
+storage: ranks that write straight into the store; ring: trainers with their writers. A line of JSON for each trial.
+Every process is forked from this one, which holds no thread and no connection: a trial costs what it does, not what it
+imports.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from ranktape.analyze.numerics.histograms.moments import warm_up
-from ranktape.capture.writing.recover import RingReport, find_rings, recover_ring
 from ranktape.errors import RanktapeError
 from ranktape.storage.format.attempt import Launch
 from ranktape.storage.format.commit import finish_iteration
@@ -50,17 +49,12 @@ class Place:
     url: str
     storage_options: dict[str, Any]
     folder: Path
-    """On this machine, for the rings and for what is promised."""
+    """On this machine, for what is promised."""
 
     @property
     def ledger(self) -> Path:
         """A line for each rank and iteration that must survive from then on."""
         return self.folder / "ledger"
-
-    @property
-    def rings(self) -> Path:
-        """Where rings are that outlive their processes."""
-        return self.folder / "rings"
 
     def promise(self, rank: int, iteration: int) -> None:
         with self.ledger.open("a") as ledger:
@@ -104,11 +98,7 @@ def trial(level: str, place: Place, *, delay: float | None, draw: random.Random)
         if level == "storage":
             groups.append({"rank": fork(lambda rank=rank: record(place, rank))})  # type: ignore[misc]
         else:
-            ring_dir = place.rings if level == "ring-dir" else None
-            started_rank = light_trainer.start(
-                place.url, place.storage_options, rank, ring_dir=ring_dir, fork=fork, promise=place.promise
-            )
-            groups.append(started_rank)
+            groups.append(light_trainer.start(place.url, place.storage_options, rank, fork=fork, promise=place.promise))
     killed: list[str] = []
     if delay is not None:
         time.sleep(delay)
@@ -125,8 +115,7 @@ def trial(level: str, place: Place, *, delay: float | None, draw: random.Random)
         promised = {(rank, iteration) for rank, iteration in promised if f"writer of rank {rank}" not in killed}
 
     def judge() -> list[str]:
-        remaining = [report.remains for report in recover(place) if report.remains is not None]
-        return [*remaining, *problems(place.url, promised=promised, storage_options=place.storage_options)]
+        return problems(place.url, promised=promised, storage_options=place.storage_options)
 
     found = in_child(judge)
     return {
@@ -137,18 +126,6 @@ def trial(level: str, place: Place, *, delay: float | None, draw: random.Random)
         "promised": len(promised),
         "problems": [*found, *(f"process {pid} hung" for pid in hung)],
     }
-
-
-def recover(place: Place) -> list[RingReport]:
-    """Store what is in rings that outlived their processes."""
-    return [
-        recover_ring(
-            path,
-            open_run=lambda url: open_backend(url, storage_options=place.storage_options),
-            trusts_other_boots=False,
-        )
-        for path in find_rings(place.rings)
-    ]
 
 
 def fork(work: Callable[[], object]) -> int:
@@ -205,7 +182,7 @@ def wait(pids: list[int]) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("level", choices=["storage", "ring", "ring-dir"])
+    parser.add_argument("level", choices=["storage", "ring"])
     parser.add_argument("url")
     parser.add_argument("--trials", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
@@ -226,7 +203,7 @@ def main() -> None:
                 storage_options=args.storage_options,
                 folder=Path(folder) / str(number),
             )
-            place.rings.mkdir(parents=True)
+            place.folder.mkdir(parents=True)
             delay = None if number < 0 else draw.uniform(0.0, undisturbed)
             outcome = trial(args.level, place, delay=delay, draw=draw)
             # The machine may be busier than it was, or idler: a kill that found nothing to disturb came too late.
