@@ -239,6 +239,17 @@ def test_scores_beside_their_mask_are_masked_and_others_overflow(tmp_path: Path)
     assert {key for key, severity in found.items() if severity == "high"} == {(0, "other"), (1, "other")}
 
 
+def test_a_channel_that_is_infinite_in_every_record_is_no_mask(tmp_path: Path) -> None:
+    tensors = []
+    for iteration in range(3):
+        output = normal(4, 8, 16, seed=iteration)
+        output[..., 3] = -np.inf  # a sixteenth, as a bias that has overflowed gives in each step
+        tensors.append(describe_tensor(output, iteration=iteration, tensor_name="output"))
+    assert set(overflow(store(tmp_path / "run", tensors).select()).column("severity")) == {"high"}
+    (found,) = found_in(tmp_path / "found", tensors)
+    assert (found.kind, found.severity) == ("inf", Severity.HIGH)
+
+
 @pytest.mark.parametrize(("factor", "kinds"), [(25, []), (4096, ["rank_differs"])])
 def test_a_shard_may_have_the_large_channels(tmp_path: Path, factor: int, kinds: list[str]) -> None:
     tensors = []

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 MIN_MASKED_RATIO = 0.05
 """A part of a tensor that is -Inf in every record alike is a mask: what overflows is not the same part twice."""
 
+_OPERANDS = ("input", "output", "weight", "bias", "query", "key", "value")
+"""Masks are added to none of these: if the same part of them is -Inf in every record, that part has overflowed."""
+
 _MOMENT = ("source", "attempt", "iteration", "rank", "microbatch", "module")
 _ROLE = ("layer_type", "tensor_name", "operation", "phase", "component", "quant_type", "mode")
 
@@ -31,7 +34,7 @@ def additive_masks(records: Records) -> NDArray[np.bool_]:
 
     A record whose name says that it is a mask, without values beyond the positive limit. Or one of a forward pass whose
     values beyond the limits are all -Inf, a part that is the same in a mask of its module at the same moment, or the
-    same large part in all records of all layers.
+    same large part in all records of all layers; unless it is an operand or a result of a layer.
     """
     names = records.column("tensor_name")
     named = {name: "mask" in str(name).lower() for name in set(names.tolist())}
@@ -39,6 +42,7 @@ def additive_masks(records: Records) -> NDArray[np.bool_]:
     found: NDArray[np.bool_] = np.array([named[name] for name in names.tolist()], dtype=bool) & (upper == 0)
     shares = inf / np.maximum(1, records.column("numel"))
     is_open = ~found & (upper == 0) & (lower == inf) & (inf > 0) & (records.column("operation") == "forward")
+    is_open &= ~np.isin(names.astype(str), _OPERANDS)
     if not is_open.any():
         return found
     moments, roles = _keys(records, _MOMENT), _roles(records)
