@@ -184,6 +184,26 @@ def test_what_a_smaller_scale_does_not_explain_is_high(
     assert ("the gradient scaler skipped" in findings[0].evidence) == bool(skipped)
 
 
+def test_what_is_there_without_infinities_is_no_part_of_a_skipped_step(tmp_path: Path) -> None:
+    def fault(place: Place, tensor: Array) -> Array:
+        if place[2:] != (2, "grad_output"):
+            return tensor
+        changed = (tensor.astype(np.float64) * 2.0 ** (14 * (place[1] == 1))).astype(tensor.dtype)
+        changed.flat[3] = np.inf if place[0] == 0 else changed.flat[3]
+        return changed
+
+    first, *others = found_in(tmp_path, fault, skipped_steps=[0], num_ranks=4)
+    assert (first.kind, first.severity, first.where["rank"]) == ("rank_differs", Severity.HIGH, 1)
+    assert (first.where["layer_idx"], first.where["tensor_name"]) == (2, "grad_output")
+    assert [(one.kind, one.severity) for one in others] == [("inf", Severity.LOW)]
+
+
+def test_a_module_that_was_given_clean_numbers_lost_them_itself(tmp_path: Path) -> None:
+    """Of the next layer, or of another branch."""
+    values = {(0, 0, layer, "output"): np.nan for layer in (1, 2)}
+    assert begin(found_in(tmp_path, only(values))) == [("nan", 0, layer, "output") for layer in (1, 2)]
+
+
 def test_gradients_of_another_loss_scale_are_no_trend(tmp_path: Path) -> None:
     """The scale is halved from 2^16 on until all is finite."""
 

@@ -201,10 +201,12 @@ class Flow:
         return is_explained and 2 * sum(covered.values()) > len(covered) and not self._is_clean_between(cause, one)
 
     def _is_clean_between(self, cause: Seen, one: Seen) -> bool:
-        """Whether in some layer between them no tensor of the pass in which it began has what spreads."""
+        """Whether what it was computed from, or some layer between them, is clean in the pass in which it began."""
         kinds = _LOST if cause.is_lost else _SHRINKING if cause.kind in _SHRINKING else frozenset()
         if one.kind not in kinds or one.is_reduced or min(cause.layer, one.layer) < 0 or cause.stack != one.stack:
-            return False
+            return cause.is_lost and self._is_own(one)
+        if cause.is_lost and self._is_own(one):
+            return True
         moment = next(moment for moment in one.moments if moment[0] == one.time)
         low, high = sorted((cause.layer, one.layer))
         spans = [(one.is_backward, range(low + 1, high))]
@@ -214,6 +216,22 @@ class Flow:
         return any(
             layer in layers for is_backward, layers in spans for layer in clean[(*moment, one.stack, is_backward)]
         )
+
+    def _is_own(self, one: Seen) -> bool:
+        """Whether a module lost the numbers itself: it was given some, and all that it had before is clean."""
+        if not one.is_lost or one.is_weight or one.is_reduced:
+            return False
+        survey, fields = self._survey, self._survey.fields
+        (time, rank, microbatch), order = min(
+            ((moment, order) for moment, order in one.moments.items() if moment[0] == one.time),
+            key=lambda item: item[1],
+        )
+        own = (fields["module"] == one.module) & (survey.times == time) & (fields["rank"] == rank)
+        own &= (survey.order < order) & survey.is_floating
+        operation = "backward" if one.is_backward else "forward"
+        is_given = own & (fields["operation"] == operation) & (fields["phase"] == "pre") & ~survey.is_weight
+        is_given &= fields["microbatch"] == microbatch
+        return bool(is_given.any()) and not self._lost[own].any()
 
     @functools.cached_property
     def _clean_lost(self) -> Mapping[tuple[object, ...], list[int]]:
@@ -330,6 +348,9 @@ def _is_same_thing(cause: Seen, one: Seen) -> bool:
     """Whether two findings at one place, of which the first came earlier or says more, are about the same numbers."""
     if (cause.is_low and not one.is_low) or not cause.times & one.times:
         # What is merely worth knowing is not the headline of what is wrong.
+        return False
+    if cause.is_lost and not one.is_lost and not one.times <= cause.times:
+        # Where all is finite it is found, too.
         return False
     if cause.channel is not None and one.channel is not None:
         return bool(cause.channel == one.channel)
