@@ -288,6 +288,9 @@ def test_of_zeros_nothing_is_lost(tmp_path: Path) -> None:
     assert set(grouped.column("meets_target")) == {"yes"}
     unknown = store(tmp_path / "nan", [describe_tensor(np.full((4, 32), np.nan, dtype=np.float32))])
     assert checked(unknown, *rules[:1]) == [(False, 1, 1, 1)]
+    zeros[0] = np.nan
+    mixed = store(tmp_path / "mixed", [describe_tensor(zeros)])
+    assert checked(mixed, *rules[:1]) == [(False, 1, 1, 1)]
 
 
 def test_samples_are_checked(tmp_path: Path) -> None:

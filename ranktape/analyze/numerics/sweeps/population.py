@@ -42,8 +42,8 @@ class Population:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether there are finite numbers and all of them are zeros: any format holds them, at any scale."""
-        return not self.largest and self.num_elements > self.nan + self.inf + self.spoiled
+        """Whether all numbers are zeros: any format holds them, at any scale."""
+        return self.num_elements > 0 and not (self.largest or self.nan or self.inf or self.spoiled)
 
     @property
     def note(self) -> str:
