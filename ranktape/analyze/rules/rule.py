@@ -84,7 +84,7 @@ class GateRule:
     format: str | None = None
     """Against whose limits is counted; None for those of the dtype."""
     scaling: str | None = None
-    """With which scale: `none`, `tensor` or `block`; None is `none`."""
+    """With which scale: `none`, `tensor` or `block`; None is the one that the format is used with."""
     severity: Severity = Severity.HIGH
     """How bad it is where it does not hold."""
     allow_empty: bool = False
