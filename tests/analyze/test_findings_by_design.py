@@ -239,15 +239,22 @@ def test_scores_beside_their_mask_are_masked_and_others_overflow(tmp_path: Path)
     assert {key for key, severity in found.items() if severity == "high"} == {(0, "other"), (1, "other")}
 
 
-def test_a_channel_that_is_infinite_in_every_record_is_no_mask(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["output", "hidden_states", "attn_output"])
+def test_a_channel_that_is_infinite_in_every_record_is_no_mask(tmp_path: Path, name: str) -> None:
     tensors = []
     for iteration in range(3):
         output = normal(4, 8, 16, seed=iteration)
         output[..., 3] = -np.inf  # a sixteenth, as a bias that has overflowed gives in each step
-        tensors.append(describe_tensor(output, iteration=iteration, tensor_name="output"))
+        tensors.append(describe_tensor(output, iteration=iteration, tensor_name=name))
     assert set(overflow(store(tmp_path / "run", tensors).select()).column("severity")) == {"high"}
     (found,) = found_in(tmp_path / "found", tensors)
     assert (found.kind, found.severity) == ("inf", Severity.HIGH)
+
+
+def test_scores_that_are_infinite_everywhere_are_no_mask(tmp_path: Path) -> None:
+    scores = np.full((4, 8), -np.inf, dtype=np.float32)
+    tensors = [describe_tensor(scores, iteration=iteration, tensor_name="scores") for iteration in range(3)]
+    assert set(overflow(store(tmp_path, tensors).select()).column("severity")) == {"high"}
 
 
 @pytest.mark.parametrize(("factor", "kinds"), [(25, []), (4096, ["rank_differs"])])

@@ -25,6 +25,9 @@ MIN_MASKED_RATIO = 0.05
 _OPERANDS = ("input", "output", "weight", "bias", "query", "key", "value")
 """Masks are added to none of these: if the same part of them is -Inf in every record, that part has overflowed."""
 
+_MASKED = ("score", "logit", "attention", "attn", "bias")
+"""Words in the names of what masks are added to. Elsewhere the same part may be a channel that has overflowed."""
+
 _MOMENT = ("source", "attempt", "iteration", "rank", "microbatch", "module")
 _ROLE = ("layer_type", "tensor_name", "operation", "phase", "component", "quant_type", "mode")
 
@@ -34,7 +37,8 @@ def additive_masks(records: Records) -> NDArray[np.bool_]:
 
     A record whose name says that it is a mask, without values beyond the positive limit. Or one of a forward pass whose
     values beyond the limits are all -Inf, a part that is the same in a mask of its module at the same moment, or the
-    same large part in all records of all layers; unless it is an operand or a result of a layer.
+    same large part in all records of all layers, where its name is one of scores; unless it is an operand or a result
+    of a layer, or -Inf everywhere.
     """
     names = records.column("tensor_name")
     named = {name: "mask" in str(name).lower() for name in set(names.tolist())}
@@ -42,7 +46,7 @@ def additive_masks(records: Records) -> NDArray[np.bool_]:
     found: NDArray[np.bool_] = np.array([named[name] for name in names.tolist()], dtype=bool) & (upper == 0)
     shares = inf / np.maximum(1, records.column("numel"))
     is_open = ~found & (upper == 0) & (lower == inf) & (inf > 0) & (records.column("operation") == "forward")
-    is_open &= ~np.isin(names.astype(str), _OPERANDS)
+    is_open &= ~np.isin(names.astype(str), _OPERANDS) & (shares < 1)
     if not is_open.any():
         return found
     moments, roles = _keys(records, _MOMENT), _roles(records)
@@ -54,7 +58,9 @@ def additive_masks(records: Records) -> NDArray[np.bool_]:
         shares_of_roles[role].append(share)
     for place in np.flatnonzero(is_open).tolist():
         share, alike = float(shares[place]), shares_of_roles[roles[place]]
-        is_alike = share > MIN_MASKED_RATIO and len(alike) > 1 and len(set(alike)) == 1
+        name = str(names[place]).lower()
+        is_named = any(word in name for word in _MASKED) and "output" not in name
+        is_alike = is_named and share > MIN_MASKED_RATIO and len(alike) > 1 and len(set(alike)) == 1
         found[place] = is_alike or share in shares_of_masks.get(moments[place], ())
     return found
 
