@@ -143,6 +143,63 @@ def test_a_microbatch_without_labels_has_no_gradient(tmp_path: Path) -> None:
     assert "other layers is not" not in " ".join((finding.title, *finding.alike, *finding.consequences))
 
 
+@pytest.mark.parametrize(("num_iterations", "severity"), [(1, "low"), (2, "medium"), (3, "high")])
+def test_a_rank_without_a_gradient_in_every_iteration(tmp_path: Path, num_iterations: int, severity: str) -> None:
+    """Labels may be missing by chance, but not each time."""
+
+    def fault(place: Place, tensor: Array) -> Array:
+        return np.zeros_like(tensor) if place[1] == 1 and place[3].startswith("grad") else tensor
+
+    (finding,) = found_by(tmp_path, fault, iterations=range(num_iterations))
+    assert (finding.kind, finding.severity) == ("zero", severity)
+    assert finding.title.endswith("so in every iteration of rank 1, microbatch 0") == (severity != "low")
+
+
+def test_an_empty_cache_keeps_no_gradient_away(tmp_path: Path) -> None:
+    def passes(iteration: int) -> list[Tensor]:
+        values = normal(8, 16, seed=iteration)
+        return [
+            describe_tensor(
+                array,
+                iteration=iteration,
+                layer_idx=layer,
+                tensor_name=name,
+                operation="backward" if name == "grad_output" else "forward",
+            )
+            for layer in range(4)
+            for name, array in (
+                ("input", values),
+                ("past_key", values[:0]),
+                ("grad_output", values * np.float32(layer != 2)),
+            )
+        ]
+
+    (finding,) = found_in(tmp_path, [*passes(0), *passes(1)])
+    assert (finding.kind, finding.severity, finding.where["layer_idx"]) == ("gradient_underflow", Severity.HIGH, 2)
+
+
+@pytest.mark.parametrize("since", [0, 2])
+def test_the_weight_of_one_layer_is_all_zero(tmp_path: Path, since: int) -> None:
+    """Its bias may keep the output from being zero."""
+
+    def weights(name: str, *zero: int) -> list[Tensor]:
+        return [
+            describe_tensor(
+                normal(16, 16, seed=layer) * np.float32(1 if layer not in zero or iteration < since else 0),
+                iteration=iteration,
+                layer_idx=layer,
+                tensor_name=name,
+            )
+            for iteration in range(4)
+            for layer in range(5)
+        ]
+
+    (finding,) = found_in(tmp_path / "weight", weights("weight", 2))
+    assert (finding.kind, finding.severity, finding.where["layer_idx"]) == ("zero", Severity.MEDIUM, 2)
+    # Biases, and the second matrices of adapters, begin so in all layers.
+    assert len(found_in(tmp_path / "all", weights("bias", *range(5)))) == (since > 0)
+
+
 def adapter(*, zero_in: tuple[int, ...]) -> list[Tensor]:
     """What comes out of an adapter, and its gradient, in three iterations, of which in some both are zero."""
     return [
@@ -346,6 +403,22 @@ def test_what_a_format_flushed_but_for_a_few_is_no_matter_of_tokens(
     findings = found_by(tmp_path, cast(dtype, layers=[3], scale=scale), num_layers=6, gradient=1e-6, num_ranks=1)
     assert [(one.kind, one.severity) for one in findings] == [("gradient_underflow", severity)]
     assert "without a mark of rounding" not in " ".join((findings[0].title, *findings[0].consequences))
+
+
+@pytest.mark.parametrize("name", ["bias", "attention_mask"])
+def test_zeros_of_a_bias_or_a_mask_hide_no_rounding(tmp_path: Path, name: str) -> None:
+    tensors = []
+    for layer in range(5):
+        grads = normal(64, 32, seed=layer) * np.float32(1e-3)
+        rounded = grads.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) if layer == 2 else grads
+        tensors += [
+            describe_tensor(normal(64, 32, seed=9), layer_idx=layer),
+            describe_tensor(np.zeros(32, dtype=np.float32), layer_idx=layer, tensor_name=name),
+            describe_tensor(rounded, layer_idx=layer, tensor_name="grad_output", operation="backward"),
+        ]
+    first, *others = found_in(tmp_path, tensors)
+    assert (first.kind, first.severity, first.where["layer_idx"]) == ("gradient_underflow", Severity.HIGH, 2)
+    assert all(one.severity is Severity.LOW and one.where["tensor_name"] == name for one in others)
 
 
 def test_what_a_block_format_flushed_may_be_rounding(tmp_path: Path) -> None:

@@ -101,12 +101,17 @@ def _zero(survey: Survey) -> Iterator[Finding]:
     """Places that are all zero in some record; gradients are judged by `underflowing`."""
     elements, iterations = survey.metrics["elements"], survey.fields["iteration"]
     mask = (survey.counts["zero"] == elements) & (elements > 0) & survey.is_floating & ~survey.is_gradient
-    # Biases and the second matrix of an adapter begin as zeros.
-    for places in survey.by_site(mask & ~survey.is_weight, -iterations):
+    for places in survey.by_site(mask, -iterations):
         alike = survey.sites == survey.sites[places[0]]
         others = iterations[alike & ~mask]
+        peers = (survey.roles == survey.roles[places[0]]) & ~alike
+        # A layer of several that is always zero is none that is meant, if no other one ever is.
+        is_alone = not others.size and np.unique(survey.sites[peers]).size > 1 and not mask[peers].any()
         # What is always zero, or begins so as what comes out of an adapter, is that by right.
-        is_ordinary = not others.size or iterations[places].max() < others.min()
+        is_ordinary = not is_alone and (not others.size or iterations[places].max() < others.min())
+        # Biases and the second matrix of an adapter begin as zeros.
+        if is_ordinary and survey.is_weight[places[0]]:
+            continue
         yield finding_of(
             survey,
             places=places,
@@ -114,7 +119,10 @@ def _zero(survey: Survey) -> Iterator[Finding]:
             severity=Severity.LOW if is_ordinary else Severity.MEDIUM,
             score=len(places),
             text="is all zero",
-            evidence=f"{len(places)} of {int(alike.sum())} records of this place have no other value",
+            evidence=(
+                f"{len(places)} of {int(alike.sum())} records of this place have no other value"
+                + ", and none of other layers is all zero" * is_alone
+            ),
             metric="absmax",
             value=0.0,
         )
@@ -213,18 +221,46 @@ class _Underflow:
         num_silent, num_passes = (len(np.unique(self._passes[one])) for one in (silent, survey.is_gradient))
         fields = {name: survey.fields[name][silent].tolist() for name in ("microbatch", "iteration", "rank")}
         where = ", ".join(named_numbers(name, values) for name, values in fields.items())
+        # Labels may be missing by chance, but not each time.
+        always, num_times = self._always_silent()
+        severity, often = Severity.LOW, ""
+        if always.size:
+            severity = Severity.HIGH if num_times >= limit.MIN_SILENT_ITERATIONS else Severity.MEDIUM
+            named = (named_numbers(name, survey.fields[name][always].tolist()) for name in ("rank", "microbatch"))
+            often = f"; so in every iteration of {', '.join(named)}"
         yield finding_of(
             survey,
             places=silent,
             kind="zero",
-            severity=Severity.LOW,
+            severity=severity,
             score=num_silent,
-            text=f"are all zero in {num_silent} of {num_passes} backward passes: no loss reached any layer there",
+            text=(
+                f"are all zero in {num_silent} of {num_passes} backward passes: no loss reached any layer there{often}"
+            ),
             evidence=f"every gradient of these passes is zero, as of microbatches without labels; {where}",
             metric="silent passes",
             value=float(num_silent),
             options={"tensor_name": "grad_*", "by": "iteration,rank,microbatch", "metric": "absmax"},
         )
+
+    def _always_silent(self) -> tuple[Codes, int]:
+        """Gradients of the ranks and microbatches that have none in several iterations and all, and how many these are.
+
+        Where it is so for different numbers of iterations, the largest of them.
+        """
+        survey, times = self._survey, self._survey.times
+        is_asked = self._is_judged | self._is_silent
+        # An iteration without any gradient says nothing of one rank.
+        is_asked &= ~self._are_silent(is_asked, times)
+        found, most = [], 0
+        chosen = np.flatnonzero(is_asked)
+        for part in members_of(survey.codes("rank", "microbatch")[chosen]):
+            places = chosen[part]
+            num_times = np.unique(times[places]).size
+            if num_times > 1 and self._is_silent[places].all():
+                found.append(places)
+                most = max(most, num_times)
+        return (np.concatenate(found) if found else chosen[:0]), most
 
     def findings(self) -> Iterator[Finding]:
         """Values that are subnormal, or zero by rounding; then gradients that are nothing else, or more than others."""
@@ -365,7 +401,9 @@ def _most_of_forward(survey: Survey, zeros: Floats) -> Floats:
     # Outside of the stack a module is a layer of its own.
     layers = np.where(fields["layer_idx"] < 0, fields["module"], "")
     groups = codes_of(layers, survey.codes("attempt", "iteration", "rank", "layer_stack", "layer_idx"))
-    is_forward = (fields["operation"] == "forward") & survey.is_floating & (survey.metrics["elements"] > 0)
+    # Biases begin as zeros, and a mask may be all zeros: gradients are not zero because of them.
+    is_forward = (fields["operation"] == "forward") & survey.is_floating & ~survey.is_weight & ~survey.is_mask
+    is_forward &= survey.metrics["elements"] > 0
     most = np.full(int(groups.max(initial=0)) + 1, -1.0)
     np.maximum.at(most, groups[is_forward], zeros[is_forward])
     return np.where(most < 0, np.nan, most)[groups]
@@ -392,9 +430,12 @@ def _least_of_layers(survey: Survey, zeros: Floats, mask: Mask) -> Floats:
 
 
 def _is_unreached(survey: Survey) -> Mask:
-    """Whether a module had a tensor without elements at the same moment: an expert to which no token was sent."""
+    """Whether a module had no element to compute with at the same moment: an expert to which no token was sent."""
     moments = survey.codes("rank", "attempt", "iteration", "microbatch", "module")
-    return np.isin(moments, moments[survey.metrics["elements"] == 0])
+    is_empty = survey.metrics["elements"] == 0
+    # Beside other inputs an empty one, as a cache that holds nothing yet, keeps no gradient away.
+    is_reached = (survey.fields["operation"] == "forward") & ~survey.is_weight & ~is_empty
+    return np.isin(moments, moments[is_empty]) & ~np.isin(moments, moments[is_reached])
 
 
 def _too_wide(survey: Survey) -> Iterator[Finding]:

@@ -66,6 +66,9 @@ Dettmers et al., "LLM.int8()" (2022)."""
 MIN_CHANNELS = 8
 """Of fewer channels none can be said to be the odd one."""
 
+MIN_SILENT_ITERATIONS = 3
+"""A rank or a microbatch without any gradient in so many iterations, and all: in fewer it may be chance."""
+
 LOST_RATIO = 0.01
 """A part of a gradient that is below the smallest normal number of its type: clean runs have none."""
 
