@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from ranktape.analyze.replays.recomputed import recompute
 from ranktape.analyze.replays.replayed import replay_calls
@@ -313,7 +315,19 @@ class Replaced(nn.Linear):
         self.forward = lambda x: usual(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)  # type: ignore[assignment,method-assign]
 
 
+class Hidden(Merged):
+    """The product is in a function inside of a method, run by a checkpoint."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._product(x)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        run = functools.partial(checkpoint, lambda x: F.linear(x, self.weight * 2, self.bias), use_reentrant=False)
+        return run(x)  # type: ignore[no-any-return]
+
+
 OWN = {
+    Hidden: {"weight", "wide_weight"},
     Merged: {"weight", "wide_weight"},
     Beside: {"weight"},
     Scaled: {"weight", "wide_weight"},
@@ -424,6 +438,59 @@ def test_of_layers_that_show_no_product_the_class_is_named_and_what_disagrees_is
         assert "(weight_scale), and only the codes are recorded" in reasons.pop("1 forward pre weight_scales")
         del reasons["2 forward pre weight_scales"]
     assert not reasons
+
+
+class Added(nn.Linear):
+    """Adds its bias after the product."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight) + self.bias
+
+
+def test_of_a_bias_that_is_added_after_the_product_the_reason_is_said(tmp_path: Path) -> None:
+    def step(model: nn.Module, place: int) -> None:
+        model(batch(place)).square().mean().backward()
+
+    run = both(lambda: nn.Sequential(Added(WIDTH, WIDTH)), step, tmp_path / "run")
+    verify_run(run)
+    [(name, reason)] = reasons_of(run).items()
+    assert name == "0 bias, grad_bias"
+    assert reason == "the forward of the layer gives no bias to F.linear"
+
+
+class Alternating(nn.Linear):
+    """Calls `F.linear` in every second call, where its code does not name it."""
+
+    num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        if self.num_calls % 2:
+            return x @ (3 * self.weight).T + self.bias
+        name = "linear"
+        return getattr(F, name)(x, 2 * self.weight, self.bias)  # type: ignore[no-any-return]
+
+
+def test_a_forward_that_calls_a_linear_function_in_some_calls_is_known_by_them(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Alternating(WIDTH, WIDTH))
+
+    def step(model: nn.Module, place: int) -> None:
+        for microbatch in range(2):
+            model(batch(place + 9 * microbatch)).square().mean().backward()
+
+    run = both(make, step, tmp_path / "run")
+    recomputed(run)
+    [product] = run.select(module="1", iteration=1, microbatch=1, tensor_name="output")
+    [weight] = run.select(module="1", iteration=1, microbatch=1, tensor_name="weight")
+    [whole] = run.select(module="1", iteration=1, microbatch=0, tensor_name="output")
+    assert whole.metadata == {"own_forward": True}
+    assert not product.metadata
+    [wide] = run.select(module="1", iteration=1, microbatch=1, tensor_name="wide_weight")
+    assert torch.equal(weight.tensor(), 2 * wide.tensor())
+    [(name, reason)] = reasons_of(run).items()
+    assert name == "1 backward post grad_input"
+    assert reason.startswith("its forward calls F.linear in some calls, and did not in this one")
 
 
 def test_a_forward_that_seemed_to_call_a_linear_function_lacks_one_gradient(tmp_path: Path) -> None:

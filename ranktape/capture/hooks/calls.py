@@ -84,6 +84,8 @@ class Opened:
     """Whether gradients were enabled."""
     num_products: int = 0
     """Calls of `F.linear` that were recorded as those of the layer."""
+    has_bias: bool = False
+    """Whether one of them was given a bias."""
 
     @property
     def is_written(self) -> bool:
@@ -260,11 +262,12 @@ class Taking:
     def beside(self, layer: RunningRole, call: Call, operands: Sequence[Any]) -> None:
         """Record what a linear layer was given and has, where its own forward multiplies with other tensors.
 
-        The layer is running, and the first two operands are those of its product, which begins.
+        The layer is running, and the operands are those of its product, which begins: input, weight and bias.
         """
         opened, module = layer.opened, layer.owner
         assert opened is not None, "only asked of such layers"
         opened.num_products += 1
+        opened.has_bias |= isinstance(operands[-1], torch.Tensor)
         if "weight" not in module._parameters:  # noqa: SLF001  (as below)
             # It is computed from those of a parametrization.
             parts = ((part, name) for part in module.modules() for name in part._parameters)  # noqa: SLF001

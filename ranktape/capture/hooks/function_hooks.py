@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ranktape.capture.hooks.calls import RunningRole, Taking, Watch
+from ranktape.capture.hooks.calls import OWN_FORWARD, RunningRole, Taking, Watch
 from ranktape.capture.hooks.hook import put_back, replace_in_model, resolve
-from ranktape.capture.hooks.module_hooks import MultiheadHooks
+from ranktape.capture.hooks.module_hooks import MultiheadHooks, learn_linear
 from ranktape.capture.hooks.stand_ins import MakeGiver, StandIn, StandIns
 from ranktape.capture.hooks.weights import Owner, is_cached_by_autocast
 from ranktape.capture.passes.passes import (
@@ -141,6 +141,9 @@ class FunctionHooks:
         """A product with a parameter: inside of a module that is recorded, or a bare one."""
         entries = self._running.entries
         weight = _owned(role).find(args, kwargs)
+        if entries and OWN_FORWARD in entries[-1].words and _is_product_of(entries[-1].owner, role, weight):
+            # The module is recorded in this call, and its products in later ones.
+            learn_linear(entries[-1].owner)
         if entries and any(tensor is weight for tensor, _ in entries[-1].awaited):
             # Else the gradient is seen on the parameter itself: inside of an `autograd.Function` an alias has none.
             if torch.is_grad_enabled():
@@ -255,6 +258,15 @@ def _is_of_layer(weight: torch.Tensor, module: nn.Linear) -> bool:
         return tuple(weight.shape) == (module.out_features, module.in_features)
     is_other = isinstance(weight, nn.Parameter) or (isinstance(base, nn.Parameter) and base is not own)
     return not is_other and tuple(weight.shape) == (module.out_features, module.in_features)
+
+
+def _is_product_of(owner: Any, role: FunctionRole, weight: Any) -> bool:
+    """Whether a function of that role multiplies with a weight of a linear layer, or one computed by its forward.
+
+    Not without gradients: it may be inside of an `autograd.Function`, whose gradients are those of the module.
+    """
+    is_linear = role is LINEAR and isinstance(owner, nn.Linear) and isinstance(weight, torch.Tensor)
+    return is_linear and torch.is_grad_enabled() and _is_of_layer(weight, owner)
 
 
 def _operators(name: str) -> Iterator[tuple[Any, int | None]]:

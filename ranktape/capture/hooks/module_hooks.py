@@ -17,8 +17,10 @@ products with parameters of the module, which `function_hooks.py` sees.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -54,10 +56,16 @@ _OPEN = "products of a linear layer"
 """What is running; no kind of layer, so that the products inside of it are recorded."""
 
 _calls_linear: MutableMapping[Callable[..., Any], bool] = weakref.WeakKeyDictionary()
-"""Whether forwards of classes derived from `nn.Linear` call `F.linear`, as far as they have run."""
+"""Whether forwards of classes derived from `nn.Linear` have called `F.linear`, of those that have run."""
 
 _UNKNOWN = "its forward had not run yet, and calls no F.linear: later calls have it"
 """Why the first call has no gradient of its input."""
+
+_NO_BIAS = "the forward of the layer gives no bias to F.linear"
+"""Why a layer that has a bias has no record of it."""
+
+_SOMETIMES = "its forward calls F.linear in some calls, and did not in this one"
+"""Why a call of a forward with several ways to compute has no gradient of its input."""
 
 
 class ModuleHooks:
@@ -114,7 +122,7 @@ class ModuleHooks:
         self._running.entries.append(entry)
         with self._recorder.guarded(self.source):
             if self._recorder.follows(self.source):
-                if self._may_open and _calls_linear.setdefault(type(module).forward, _names_linear(module)):
+                if self._may_open and _is_expected_to_call_linear(module):
                     given = self._ports.arguments[0].find(args, kwargs)
                     tensor = given if isinstance(given, torch.Tensor) else None
                     version = 0 if tensor is None else version_of(tensor)
@@ -215,7 +223,10 @@ class ModuleHooks:
         if entry is None or output is None:
             return
         with self._recorder.guarded(self.source):
-            if entry.opened is not None and not entry.opened.num_products:
+            if entry.opened is not None and entry.opened.num_products:
+                learn_linear(module)
+                self._refuse_bias(entry.opened, module)
+            elif entry.opened is not None:
                 self._take_late(entry, entry.opened, module, called[0], called[1])
             if entry.call is None:
                 return
@@ -226,11 +237,20 @@ class ModuleHooks:
                 self._taking.record(port, weight, entry.call)
             self._taking.result(called[:-1], output, entry, at=self._role.output, of="forward")
 
+    def _refuse_bias(self, opened: Opened, module: nn.Module) -> None:
+        """Say that the bias of a layer is in none of its products, if that is so."""
+        bias = _own(module, "bias")
+        port = dict(self._ports.parameters).get("bias")
+        if bias is None or port is None or opened.has_bias:
+            return
+        for role in (port.value, port.grad) if bias.requires_grad else (port.value,):
+            self._recorder.refuse(self.source, role, _NO_BIAS)
+
     def _take_late(
         self, entry: RunningRole, opened: Opened, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Record the operands of a module whose forward has called no `F.linear`."""
-        _calls_linear[type(module).forward] = False
+        reason = _SOMETIMES if _calls_linear.setdefault(type(module).forward, False) else _UNKNOWN
         [port] = self._ports.arguments[0].ports
         if opened.is_written:
             self._recorder.refuse(self.source, port.value, "its forward wrote to it before it was recorded")
@@ -241,7 +261,7 @@ class ModuleHooks:
         if entry.call is None:
             return
         if opened.given is not None and opened.given.requires_grad and torch.is_grad_enabled():
-            self._recorder.refuse(self.source, port.grad, _UNKNOWN, call=entry.call)
+            self._recorder.refuse(self.source, port.grad, reason, call=entry.call)
         for attribute, own in self._ports.parameters:
             self._take_parameter(entry, module, attribute, own, kwargs)
 
@@ -276,10 +296,34 @@ def may_open(module: nn.Module, role: ModuleRole) -> bool:
     return computes_itself(module, nn.Linear) or any(is_hidden(module, name) for name in role.parameters.values())
 
 
-def _names_linear(module: nn.Module) -> bool:
-    """Whether the forward of a module seems to call `F.linear`, or the forward of its base."""
-    code = getattr(type(module).forward, "__code__", None)
-    return code is None or "forward" in vars(module) or not _LINEAR.isdisjoint(code.co_names)
+def learn_linear(module: nn.Module) -> None:
+    """Know that the forward of a linear layer calls `F.linear`, at least in some calls."""
+    _calls_linear[type(module).forward] = True
+
+
+def _is_expected_to_call_linear(module: nn.Module) -> bool:
+    """Whether the forward of a module has called `F.linear`; of one that has not run, whether it seems to call it."""
+    kind = type(module)
+    known = _calls_linear.get(kind.forward)
+    return known if known is not None else "forward" in vars(module) or _names_linear(kind.forward, kind, set())
+
+
+def _names_linear(function: Callable[..., Any], kind: type, seen: set[CodeType]) -> bool:
+    """Whether a function, or one that it names of its class or file, names `F.linear` or the forward of a base."""
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return True
+    if code in seen:
+        return False
+    codes = [code]
+    for one in codes:
+        codes += [const for const in one.co_consts if isinstance(const, CodeType)]
+    seen.update(codes)
+    names = {name for one in codes for name in one.co_names}
+    found = [getattr(kind, name, None) or function.__globals__.get(name) for name in sorted(names)]
+    helpers = [one for one in found if isinstance(one, FunctionType) and one.__module__ == function.__module__]
+    return not _LINEAR.isdisjoint(names) or any(_names_linear(one, kind, seen) for one in helpers)
 
 
 _LINEAR = frozenset({"linear", "forward"})
