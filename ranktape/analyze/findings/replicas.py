@@ -113,10 +113,11 @@ def _unplaced_copies(survey: Survey, mask: NDArray[np.bool_]) -> Iterator[list[i
     is_telling = survey.metrics["minimum"] != survey.metrics["maximum"]
     parts = (places[part] for part in members_of(moments[places], survey.fields["rank"][places]))
     crcs = survey.records.column("checksum")
+    # But not if it is another value on one of them.
     known = [
         (part.tolist(), _partition(crcs[part].tolist()), tuple(survey.fields["rank"][part].tolist()))
         for part in parts
-        if part.size > 1 and is_telling[part].any()
+        if part.size > 1 and (is_telling[part].any() or np.unique(crcs[part]).size > 1)
     ]
     kinds: dict[object, Counter[Partition]] = defaultdict(Counter)
     for group, partition, held_by in known:
