@@ -450,6 +450,30 @@ def test_a_layer_without_a_gradient_in_most_iterations(tmp_path: Path, num_dead:
     assert f"is all zero in {num_dead} of 12 records, and that of other layers is not" in findings[0].title
 
 
+@pytest.mark.parametrize(("iterations", "severity"), [((0,), Severity.MEDIUM), ((0, 1), Severity.HIGH)])
+def test_a_layer_without_a_gradient_on_one_rank(tmp_path: Path, iterations: tuple[int, ...], severity: str) -> None:
+    def fault(place: Place, tensor: Array) -> Array:
+        return np.zeros_like(tensor) if place[1:3] == (1, 2) and place[3].startswith("grad") else tensor
+
+    (finding,) = found_by(tmp_path, fault, num_layers=5, iterations=iterations, num_ranks=4)
+    assert (finding.kind, finding.severity, finding.where["rank"]) == ("gradient_underflow", severity, 1)
+
+
+def test_copies_of_one_value_differ_from_those_of_another(tmp_path: Path) -> None:
+    """The weight of a norm is ones on one rank and zeros on the other."""
+    tensors = [
+        describe_tensor(array, rank=rank, layer_idx=layer, module=f"layers.{layer}.{module}", tensor_name="weight")
+        for rank in range(2)
+        for layer in range(4)
+        for module, array in (
+            ("linear", normal(8, 8, seed=layer)),
+            ("norm", np.full(16, (rank, layer) != (1, 2), dtype=np.float32)),
+        )
+    ]
+    first = found_in(tmp_path, tensors)[0]
+    assert (first.kind, first.severity, first.where["module"]) == ("replica_differs", Severity.HIGH, "layers.2.norm")
+
+
 def test_a_head_that_begins_with_zeros_has_one_number_in_its_gradient(tmp_path: Path) -> None:
     """Each of 16 classes is as likely as the others, and half of the tokens have no loss: nothing was rounded."""
     gradient = np.full((4, 8, 16), 1 / 16, dtype=np.float32)

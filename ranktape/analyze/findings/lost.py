@@ -280,7 +280,7 @@ class _Underflow:
             empty = places[is_empty[places]]
             # In one iteration all layers alike may begin with zeros.
             is_alone = bool((is_more & ~self._is_silent)[empty].any()) or np.unique(survey.times[empty]).size > 1
-            is_often = is_alone and 2 * len(empty) >= self._num_records(places)
+            is_often = is_alone and self._is_often(empty)
             is_serious = bool(marked.size) and parts[marked[0]] >= limit.LOST_RATIO_SERIOUS
             is_zero = not marked.size or bool(is_rounded[marked[0]])
             yield self._finding(
@@ -293,6 +293,17 @@ class _Underflow:
             )
         for places in survey.by_site(is_sparse & ~is_of_lost, zeros):
             yield self._sparse(places)
+
+    def _is_often(self, empty: Codes) -> bool:
+        """Whether a place has lost half of its records, or in several iterations half of those of a rank."""
+        if not empty.size or 2 * len(empty) >= self._num_records(empty):
+            return bool(empty.size)
+        survey, ranks = self._survey, self._survey.fields["rank"]
+        is_here = self._is_judged & (survey.sites == survey.sites[empty[0]])
+        return any(
+            2 * len(own) >= int((is_here & (ranks == ranks[own[0]])).sum()) and np.unique(survey.times[own]).size > 1
+            for own in (empty[part] for part in members_of(ranks[empty].astype(np.int64)))
+        )
 
     def _num_records(self, places: Codes) -> int:
         return int((self._is_judged & (self._survey.sites == self._survey.sites[places[0]])).sum())
