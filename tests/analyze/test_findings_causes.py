@@ -184,6 +184,15 @@ def test_what_a_smaller_scale_does_not_explain_is_high(
     assert ("the gradient scaler skipped" in findings[0].evidence) == bool(skipped)
 
 
+@pytest.mark.parametrize(("skipped", "severity"), [(range(0, 9, 2), "medium"), ((0, 1, 2, 8), "low")])
+def test_a_loss_scale_that_never_settles_is_more_than_worth_knowing(
+    tmp_path: Path, skipped: Collection[int], severity: str
+) -> None:
+    findings = found_in(tmp_path, scaled_too_high(skipped, np.inf), skipped_steps=skipped, iterations=range(10))
+    assert [(one.kind, one.severity) for one in findings] == [("inf", severity)]
+    assert ("once in thousands" in findings[0].evidence) == (severity == "medium")
+
+
 def test_what_is_there_without_infinities_is_no_part_of_a_skipped_step(tmp_path: Path) -> None:
     def fault(place: Place, tensor: Array) -> Array:
         if place[2:] != (2, "grad_output"):
@@ -201,7 +210,14 @@ def test_what_is_there_without_infinities_is_no_part_of_a_skipped_step(tmp_path:
 def test_a_module_that_was_given_clean_numbers_lost_them_itself(tmp_path: Path) -> None:
     """Of the next layer, or of another branch."""
     values = {(0, 0, layer, "output"): np.nan for layer in (1, 2)}
-    assert begin(found_in(tmp_path, only(values))) == [("nan", 0, layer, "output") for layer in (1, 2)]
+    assert begin(found_in(tmp_path / "forward", only(values))) == [("nan", 0, layer, "output") for layer in (1, 2)]
+    values = {(0, 0, layer, "grad_weight"): np.nan for layer in (1, 2)}
+    run = faulty_run(tmp_path / "backward", only(values), sizes=Sizes(num_ranks=1, num_layers=4, iterations=[0]))
+    engine = Engine(use_cache=False)
+    assert begin(find(run.select(), engine=engine)) == [("nan", 0, layer, "grad_weight") for layer in (2, 1)]
+    # What it was given in the forward pass is not known.
+    found = find(run.select(operation="backward"), engine=engine)
+    assert begin(found) == [("nan", 0, 2, "grad_weight")]
 
 
 def test_gradients_of_another_loss_scale_are_no_trend(tmp_path: Path) -> None:

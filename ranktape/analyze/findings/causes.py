@@ -228,10 +228,10 @@ class Flow:
         )
         own = (fields["module"] == one.module) & (survey.times == time) & (fields["rank"] == rank)
         own &= (survey.order < order) & survey.is_floating
-        operation = "backward" if one.is_backward else "forward"
-        is_given = own & (fields["operation"] == operation) & (fields["phase"] == "pre") & ~survey.is_weight
-        is_given &= fields["microbatch"] == microbatch
-        return bool(is_given.any()) and not self._lost[own].any()
+        is_given = own & (fields["phase"] == "pre") & ~survey.is_weight & (fields["microbatch"] == microbatch)
+        # Gradients are computed from what the forward pass was given, too.
+        operations = {"forward", "backward"} if one.is_backward else {"forward"}
+        return operations <= set(fields["operation"][is_given].tolist()) and not self._lost[own].any()
 
     @functools.cached_property
     def _clean_lost(self) -> Mapping[tuple[object, ...], list[int]]:
@@ -289,6 +289,9 @@ class Flow:
         own = self._survey.times[self._survey.sites == one.site]
         return bool(((own > time) & (own < one.time)).any())
 
+
+_FEW = 4
+"""Of the iterations after the first clean one a scaler skips less than one in so many, if its scale settles."""
 
 _NO_LAYER = 1 << 62
 """Larger than the index of any layer."""
@@ -390,10 +393,16 @@ def _once(survey: Survey, families: Sequence[Family]) -> Iterator[Family]:
         if again:
             finding, later = first.root.finding, [place for one in again for place in one.root.finding.places]
             iterations = named_numbers("iteration", survey.fields["iteration"][later].tolist())
+            severity, more = finding.severity, ""
+            num_after = survey.skipped_times.size - 1 - max(first.root.times)
+            if severity is Severity.LOW and len(again) > 1 and np.unique(survey.times[later]).size * _FEW >= num_after:
+                severity = Severity.MEDIUM
+                more = "; a scaler that works skips a step once in thousands"
             first.root.finding = dataclasses.replace(
                 finding,
                 places=(*finding.places, *later),
-                evidence=f"{finding.evidence}; again in {iterations}, after clean iterations",
+                severity=severity,
+                evidence=f"{finding.evidence}; again in {iterations}, after clean iterations{more}",
             )
             known = {one.finding.title for one in first.members}
             following = {one.finding.title: one for family in again for one in family.following}
