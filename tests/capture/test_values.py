@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -438,6 +440,20 @@ def test_of_layers_that_show_no_product_the_class_is_named_and_what_disagrees_is
         assert "(weight_scale), and only the codes are recorded" in reasons.pop("1 forward pre weight_scales")
         del reasons["2 forward pre weight_scales"]
     assert not reasons
+
+
+def test_a_model_is_not_kept_after_its_capture(tmp_path: Path) -> None:
+    kept: list[weakref.ref[Any]] = []
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Merged(WIDTH, WIDTH))
+        kept.extend(weakref.ref(one) for one in (*model.modules(), *model.parameters()))
+        return model
+
+    train(make, lambda model, place: model(batch(place)).sum().backward(), Capture(tmp_path / "run", start=0))
+    gc.collect()
+    assert kept
+    assert not [one() for one in kept if one() is not None]
 
 
 class Added(nn.Linear):

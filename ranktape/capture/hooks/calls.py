@@ -172,6 +172,8 @@ class Watch:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+        # Compiled regions keep what they were made with: not the model, too.
+        self.owners.forget()
 
     def place(self, module: nn.Module, ports: Ports) -> Placement | None:
         """What says of a module's tensors where they lie in a whole; None in one process."""

@@ -244,6 +244,13 @@ class Owners:
         self.met: set[tuple[nn.Module, str]] = set()
         """The modules and their names of the parameters with which a product was recorded."""
 
+    def forget(self) -> None:
+        """Keep no module, and no parameter."""
+        self._owners.clear()
+        self._addresses = None
+        self.frames.clear()
+        self.met.clear()
+
     def add(self, frame: Frame) -> None:
         """Know a module's own parameters; of one that several have, the first is the owner, of each kind of layer."""
         self.frames[frame.module] = frame
