@@ -228,7 +228,8 @@ class Expected:
 
         What the last one had nothing to do with is forgotten: a training may bring new sources without end.
         """
-        for source, watched in list(self._sources.items()):
+        # A copy of the dictionary is made in one go; a list of its items may be interrupted by another thread.
+        for source, watched in self._sources.copy().items():
             if watched.is_forgettable:
                 del self._sources[source]
             else:
@@ -288,11 +289,11 @@ class Expected:
     def is_idle(self, source: Source) -> bool:
         """Whether the module or function ran in no pass at all."""
         watched = self._of(source)
-        return not (watched.is_called or watched.is_passed)
+        return not (watched.is_called or watched.is_passed or watched.disabled)
 
     def ran(self) -> set[Source]:
         """The sources that ran in a pass that is recorded, whatever was selected of them."""
-        return {source for source, watched in list(self._sources.items()) if watched.is_called}
+        return {source for source, watched in self._sources.copy().items() if watched.is_called}
 
     def refuse(self, source: Source, role: TensorRole, reason: str) -> None:
         """The tensor is not recorded, or not whole, and why."""
@@ -330,7 +331,7 @@ class Expected:
 
     def remembered(self) -> list[tuple[Source, TensorRole]]:
         """What functions that ran in earlier iterations should bring again."""
-        return [(source, role) for source, watched in list(self._sources.items()) for role in watched.remembered]
+        return [(source, role) for source, watched in self._sources.copy().items() for role in watched.remembered]
 
     def end(self) -> dict[str, Any]:
         """The iteration ended: what its commit says of expected and missing sites, by module and reason."""

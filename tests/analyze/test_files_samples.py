@@ -136,7 +136,7 @@ def test_a_sample_that_is_not_there_is_named(single: Records) -> None:
         trace(single, sample=7, engine=UNCACHED)
 
 
-@pytest.mark.parametrize("options", [{}, {"format": "fp8_e4m3"}, {"format": "mxfp8"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"format": "fp8_e4m3", "scaling": "none"}, {"format": "mxfp8"}], ids=str)
 def test_overflow_is_that_of_the_run(run: Run, single: Records, options: dict[str, Any]) -> None:
     expected, found = (
         overflow(records, per_sample=True, engine=UNCACHED, **options) for records in (run.select(), single)

@@ -284,8 +284,9 @@ class ModelHooks(Attached):
         """
         if is_traced() or module in self._known or self._tracker.current() is not None or in_backward():
             return None
-        # A loss is a module, too.
-        self._is_any_called = self._is_any_called or next(module.parameters(), None) is not None
+        with self._recorder.guarded():
+            # A loss is a module, too.
+            self._is_any_called = self._is_any_called or next(module.parameters(), None) is not None
         if not self._tracker.records(module):
             self._tracker.pass_over(module)
             return None
