@@ -241,7 +241,7 @@ def test_a_store_that_is_slow(tmp_path: Path, s3_server: S3Server) -> None:
         slow = json.dumps(s3_server.storage_options | {"endpoint_url": proxy.endpoint_url})
         with training(tmp_path, "--storage-options", slow, url=url, storage_options=s3_server.storage_options) as one:
             proxy.faults += [SLOW] * 100_000
-            reply = trigger(url, iterations=2, storage_options=s3_server.storage_options)
+            reply = trigger(url, iterations=1, storage_options=s3_server.storage_options)
             one.wait_for(one.has(*reply.iterations))
             proxy.faults.clear()
     run = open_run(url, storage_options=s3_server.storage_options)
