@@ -109,6 +109,7 @@ class _Trainer:
 
     def _write(self, config: WriterConfig) -> None:
         sys.stdin = io.TextIOWrapper(io.BytesIO(pickle.dumps(config)))
+        os.dup2(2, 1)  # as `WriterProcess` starts it: what it says on the console is no output of ours
         writer.main([str(self._ring.descriptor), str(self._ring.wake_read)])
 
     def _wait_for(self, states: set[str]) -> dict[str, Any]:
