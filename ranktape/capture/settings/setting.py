@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ranktape.errors import UsageError
-from ranktape.storage.query.filters import split_texts
 
 MAX_NUMBER = 2**53
 """Whole numbers above it are no number of anything: what is computed with them stays within 64 bits."""
@@ -81,7 +80,11 @@ class Setting:
         if value is None or self.is_free or (self.is_filter and not self.choices):
             return
         items = value if self.takes_several and isinstance(value, COLLECTIONS) else (value,)
-        for item in split_texts(items) if self.is_filter else items:
+        if self.is_filter:
+            from ranktape.storage.query.filters import split_texts  # imports numpy, which help does not need
+
+            items = split_texts(items)
+        for item in items:
             if (allowed := self._allowed(item)) is not None:
                 text = item if self.choices and isinstance(item, str) else shown(item)
                 raise UsageError(f"{self.flag} {text} is not allowed: give {allowed}")
