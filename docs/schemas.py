@@ -100,7 +100,6 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "RUN OTHER",
     ),
     "trace": ("RUN", "RUN --metric METRICS,p37.5", "RUN --sample b", "FOLDER", "RUN OTHER"),
-    "gradients": (*(f"RUN --show {part}" for part in ("ranges", "weights", "passes")), "RUN --by rank", "RUN OTHER"),
     "replay": ("RUN --rank 0", "RUN --rank 0 --by rank", "RUN --rank 0 --show unreplayable", "RUN --target-sqnr 18"),
     "compare": (
         "RUN OTHER",
@@ -132,7 +131,6 @@ ANY_NAME: dict[str, str] = {
     "stats": PERCENTILE,
     "trace": PERCENTILE,
     "trend": rf"{PERCENTILE}(\.change|\.binades)?",
-    "gradients": r"flushed\.[a-z0-9_]+(\.scaled)?",
 }
 """Columns of real numbers whose names say what was asked for, one of many: a percentile, a format."""
 

@@ -19,7 +19,6 @@ COMMANDS = {
     "outliers": "questions.outliers:outliers",
     "trend": "questions.trend:trend",
     "trace": "questions.trace:trace",
-    "gradients": "questions.gradients:gradients",
     "replay": "questions.replay:replay",
     "compare": "questions.compare:compare",
     "compare-map": "questions.compare:compare_map",

@@ -54,7 +54,6 @@ OPTIONS = {
     "outliers": SELECTION | OUTPUT | ENGINE | {"--view", "--across", "--metric", "--threshold"},
     "trend": SELECTION | OUTPUT | ENGINE | {"--by", "--view", "--metric", "--summary"},
     "trace": SELECTION | OUTPUT | ENGINE | {"--view", "--metric", "--sample"},
-    "gradients": SELECTION | OUTPUT | ENGINE | {"--by", "--view", "--format", "--show"},
     "replay": SELECTION
     | OUTPUT
     | ENGINE

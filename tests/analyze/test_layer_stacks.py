@@ -15,7 +15,6 @@ from ranktape.analyze import (
     compare,
     distribution,
     gate,
-    gradients,
     ls,
     overflow,
     stats,
@@ -60,8 +59,6 @@ QUESTIONS: dict[str, Callable[[Records], Table]] = {
     "distribution": lambda records: distribution(records, kind="exponents", by=LAYER),
     "sweep": lambda records: sweep(records, format="fp8_e4m3", by=LAYER),
     "trend": lambda records: trend(records, by=LAYER),
-    "gradients": lambda records: gradients(records, by=LAYER, show="ranges"),
-    "weights": lambda records: gradients(records, by=LAYER, show="weights"),
     "compare": lambda records: compare(records, records, by=LAYER, in_order=True),
     "gate": lambda records: gate(records, rule=["absmax < 0"], by=LAYER).offenders,
 }
