@@ -110,7 +110,6 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "FOLDER OTHER --allow-unmatched --iteration 0",
         "OTHER FOLDER --allow-unmatched --iteration 0",
     ),
-    "compare-map": ("RUN OTHER --rank 0 --iteration 0 --layer-idx 0 --operation forward --tensor-name query",),
     "gate": (
         "RUN",
         "RUN --rule overflow.absmax<0 --by rank",

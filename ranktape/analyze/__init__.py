@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from ranktape.analyze.numerics.quantization.quantized_layers import fake_quantize as fake_quantize
     from ranktape.analyze.numerics.quantization.quantizer import quantize as quantize
     from ranktape.analyze.questions.compare import compare as compare
-    from ranktape.analyze.questions.compare import compare_map as compare_map
     from ranktape.analyze.questions.distribution import distribution as distribution
     from ranktape.analyze.questions.ls import ls as ls
     from ranktape.analyze.questions.outliers import outliers as outliers

@@ -21,7 +21,6 @@ COMMANDS = {
     "trace": "questions.trace:trace",
     "replay": "questions.replay:replay",
     "compare": "questions.compare:compare",
-    "compare-map": "questions.compare:compare_map",
     "plot": "commands:plot",
     "gate": "rules.gate:gate",
     "report": "commands:report",

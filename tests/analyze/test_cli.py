@@ -63,7 +63,6 @@ OPTIONS = {
     | ENGINE
     | {"--by", "--view", "--pair", "--neighbours", "--noise", "--metric", "--tolerance", "--margin"}
     | {"--allow-unmatched", "--distances", "--in-order"},
-    "compare-map": SELECTION | OUTPUT | {"--view", "--pair", "--neighbours", "--allow-unmatched", "--max-bins"},
     "plot": SELECTION | ENGINE | {"--view", "--all", "--kind", "--format", "--recipe", "--output"},
     "gate": SELECTION
     | OUTPUT

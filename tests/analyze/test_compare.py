@@ -17,7 +17,6 @@ from click.testing import CliRunner, Result
 from ranktape.analyze import View
 from ranktape.analyze.cli import cli
 from ranktape.analyze.comparison import tensors
-from ranktape.analyze.comparison.map import difference_map
 from ranktape.analyze.comparison.pair_metrics import PAIR_METRICS
 from ranktape.analyze.comparison.tensors import ComparedTensor as Side
 from ranktape.analyze.engine.engine import Engine
@@ -245,8 +244,6 @@ def test_what_was_kept_is_compared_by_distribution(tmp_path: Path, keep: str) ->
     (full,) = compare(a, whole).records()
     expected = full["kolmogorov_smirnov"] if keep == "histogram" else None
     assert row["kolmogorov_smirnov"] == expected
-    with pytest.raises(UsageError, match="were kept, and a map needs the values"):
-        difference_map(a[0], b[0])
 
 
 def test_shapes_that_differ_leave_the_distributions(tmp_path: Path) -> None:
@@ -256,8 +253,6 @@ def test_shapes_that_differ_leave_the_distributions(tmp_path: Path) -> None:
     assert (row["max_abs"], row["total_variation"], row["against"]) == (None, 0, "shape=[6,4]")
     (row,) = compare(a, b, distances=False).records()
     assert row["diverges"] is None
-    with pytest.raises(UsageError, match=r"have the shapes \[4, 6\] and \[6, 4\]"):
-        difference_map(a[0], b[0])
 
 
 def test_bad_values_diverge_whatever_is_tolerated(tmp_path: Path) -> None:
@@ -279,8 +274,6 @@ def test_bad_values_diverge_whatever_is_tolerated(tmp_path: Path) -> None:
         ("weight", 0, 0, "no"),
     ]
     assert "NaN or Inf on one side in 1 elements" in table.title
-    found = difference_map(a[0], b[0])
-    assert np.array_equal(np.argwhere(np.isinf(found.values)), [[2, 3]])
 
 
 def test_views_dtypes_and_other_words(tmp_path: Path) -> None:
@@ -319,8 +312,8 @@ def test_workers_and_samples_change_no_bit(tmp_path: Path, monkeypatch: pytest.M
     assert len(read_samples) == 2 * 3 * 3
 
 
-def ask(*arguments: str | Path, command: str = "compare") -> Result:
-    return CliRunner().invoke(cli, [command, *map(str, arguments)])
+def ask(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["compare", *map(str, arguments)])
 
 
 def test_on_the_command_line(run: Run, tmp_path: Path) -> None:
@@ -330,13 +323,6 @@ def test_on_the_command_line(run: Run, tmp_path: Path) -> None:
     assert text.stdout.endswith("\nno divergence: 108 pairs compared, 0 differ\n")
     document = json.loads(ask(url, "--pair", "rank=0:1", "--by", "tensor_name", "--json").stdout)
     assert {row["pairs"] for row in document["rows"]} == {6, 12}
-    one = (url, "--pair", "rank=0:1", "--module", "layers.0.linear", "--tensor-name", "input", "--iteration", "4")
-    csv = ask(*one, "--csv", "--limit", "2", command="compare-map").stdout.splitlines()
-    assert csv[0] == "token_first,token_last,channel_first,channel_last,max_abs"
-    assert len(csv) == 3
-    assert ask(*one, "--output", tmp_path / "map.npz", command="compare-map").exit_code == 0
-    with np.load(tmp_path / "map.npz") as saved:
-        assert saved["values"].shape == (4, 64)
     for arguments, code, message in (
         ((url,), 2, "nothing says what is compared with what"),
         ((url, tmp_path / "missing"), 1, "there is nothing|no run"),
@@ -345,10 +331,6 @@ def test_on_the_command_line(run: Run, tmp_path: Path) -> None:
         failed = ask(*arguments)
         assert (failed.exit_code, failed.stdout) == (code, "")
         assert re.search(message, failed.stderr)
-    several = ask(*one[:3], command="compare-map")
-    assert (several.exit_code, several.stdout) == (2, "")
-    assert "a map is of one pair, and there are 54" in several.stderr
-    assert "cannot be written" in ask(*one, "--output", tmp_path / "no" / "map.npz", command="compare-map").stderr
 
 
 def test_a_folder_of_files(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from tests.analyze.faulty_runs import Sizes, everywhere, faulty_run
 from tests.analyze.runs import model_tensors, store
 from tests.analyze.test_report import data_of
 
-ONE_RUN = {"compare", "compare-map"}
+ONE_RUN = {"compare"}
 """Commands in which a second run is the other side."""
 
 
@@ -162,7 +162,6 @@ def test_several_are_compared_with_one_each(parent: Path) -> None:
     done = ask("compare", reference, other, parent.parent / "shallow")
     assert done.stderr.startswith("Error: ")
     assert "shallow: " in done.stderr
-    assert "one side" in ask("compare-map", reference, other, folder).stderr
 
 
 def test_mistakes_name_what_there_is(parent: Path, tmp_path: Path) -> None:

@@ -37,10 +37,6 @@ class Matching:
     unmatched_b: tuple[int, ...]
     """Records of the second side without a counterpart."""
 
-    def name_pairs(self) -> str:
-        """The sites of the first side that are compared, in a few words."""
-        return name_sites(self.a, [one.rows[0] for one, _ in self.pairs])
-
     def unmatched(self) -> list[str]:
         """For each side that has any, in one line which records have no counterpart."""
         sides = (("first", self.a, self.unmatched_a), ("second", self.b, self.unmatched_b))

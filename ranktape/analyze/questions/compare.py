@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ranktape.analyze.comparison.map import DifferenceMap, difference_map
 from ranktape.analyze.comparison.matching import Matching, match, site_name, twins_of
 from ranktape.analyze.comparison.pair_metrics import PAIR_METRICS, ComparedPair, Judge, distances_of, execution_order
 from ranktape.analyze.comparison.pairing import Pairing, parse_pairs
@@ -108,48 +107,6 @@ def _refuse_several(records: Records) -> None:
     if len(records.sources) > 1:
         named = ", ".join(map(printable, records.sources))
         raise UsageError(f"one source is compared with others, and here {len(records.sources)} are one side: {named}")
-
-
-def compare_map(
-    records: Records,
-    other: Records | None = None,
-    *,
-    pair: str | Sequence[str] = (),
-    neighbours: bool = False,
-    allow_unmatched: bool = False,
-    max_bins: int = 256,
-    view: View | None = None,
-) -> DifferenceMap:
-    """Show where the two tensors of a single pair differ, by token and channel; --output FILE.npz saves arrays.
-
-    Sides and pairs are those of compare; filters leave one pair.
-
-    Args:
-        pair (FIELD=SIDES): In which field the sides differ, and what it is on the left and on the right:
-            quant_type=hifp8:mxfp8, operation=forward:backward, phase=pre:post, rank=0:1, iteration=20:40; repeatable.
-        neighbours: Compare a layer with the next.
-        allow_unmatched: Leave out records without a counterpart.
-        max_bins (N): Bins of tokens, and of channels, at most.
-
-    Raises:
-        DataError: bytes or parts of a tensor are missing, or damaged.
-        NoRecordsError: a side is empty, or nothing has a counterpart.
-        StorageError: a store cannot be read.
-        UsageError: as `compare`; there are several pairs; shapes differ, or values were not kept.
-    """
-    for side in (records, records if other is None else other):
-        _refuse_several(side)
-    matching = _match(
-        records,
-        other,
-        Pairing(fields=parse_pairs(pair), neighbours=neighbours),
-        allow_unmatched=allow_unmatched,
-    )
-    if len(matching.pairs) > 1:
-        named = matching.name_pairs()
-        raise UsageError(f"a map is of one pair, and there are {len(matching.pairs)}: {named}; leave one with filters")
-    (only,) = PairTasks(matching)[0]
-    return difference_map(only.a, only.b, max_bins=max_bins, view=view or View.SEEN)
 
 
 def _match(a: Records, b: Records | None, pairing: Pairing, *, allow_unmatched: bool) -> Matching:
