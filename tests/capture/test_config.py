@@ -183,7 +183,7 @@ def test_variables_that_nobody_reads_are_named_with_the_nearest() -> None:
         ({"RANKTAPE_EVERY": "9" * 5000}, "is not allowed: set it to a number"),
         ({"RANKTAPE_RESUME": "maybe"}, "RANKTAPE_RESUME='maybe' is not allowed: set it to true or false"),
         ({"RANKTAPE_KEEP": "counts"}, "RANKTAPE_KEEP: --keep counts is not allowed: give one of values, histogram"),
-        ({"RANKTAPE_WHERE": "layer_idx <"}, "RANKTAPE_WHERE: expected a field"),
+        ({"RANKTAPE_WHERE": "layer_idx <"}, "RANKTAPE_WHERE: invalid syntax"),
         ({"RANKTAPE_SELECT": "a=b"}, "RANKTAPE_SELECT: --select, rule 1: tensors have no field 'a'"),
         ({"RANKTAPE_STORAGE_OPTIONS": "{"}, "RANKTAPE_STORAGE_OPTIONS: --storage-options is not JSON"),
         ({"RANKTAPE_START": "1", "RANKTAPE_START_AT": "2"}, "is given twice, by two of its names"),

@@ -95,7 +95,7 @@ def expressions(draw: st.DrawFn, *, depth: int = 2) -> str:
                 f"{number} {draw(st.sampled_from(['==', '!=', '<', '<=', '>', '>=']))} {value}",
                 f"{number} in [0, {value}]",
                 f"{number} is None",
-                f"{text} like '{draw(st.sampled_from(['l*', '*a*', 'grad_*', '?re']))}'",
+                f"like({text}, '{draw(st.sampled_from(['l*', '*a*', 'grad_*', '?re']))}')",
                 f"{text} == '{draw(st.sampled_from(['linear', 'pre', 'input', 'bf16']))}'",
                 "dtype == compute_dtype",
                 "microbatch <= call",

@@ -108,7 +108,7 @@ QUERIES: list[dict[str, Any]] = [
     {"layer_idx": "0-0", "microbatch": 1, "phase": "pre"},
     {"layer_idx": -1},
     {"module": "layers.?.attention.*", "operation": "backward"},
-    {"where": "layer_type == 'attention' and tensor_name like 'grad_*' or nbytes < 1000 and not call > 0"},
+    {"where": "layer_type == 'attention' and like(tensor_name, 'grad_*') or nbytes < 1000 and not call > 0"},
     {"where": "shape == '[3,5,16]' and numel == 240 and batch_size == 3 and quant_type == 'bf16'"},
     {"rank": 1},
     {"dtype": "float32", "compute_dtype": "bfloat16", "component": "FA", "mode": "train"},

@@ -275,7 +275,7 @@ def test_samples_have_the_names_of_their_own_pass(tmp_path: Path) -> None:
         ("input", (7, 8)),
         ("weight", ()),
     }
-    assert len(records.where("sample_ids like '*next*'")) == 0
+    assert len(records.where("like(sample_ids, '*next*')")) == 0
 
 
 def test_one_capture_at_a_time(tmp_path: Path) -> None:

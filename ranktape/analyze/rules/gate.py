@@ -22,9 +22,9 @@ from ranktape.analyze.rules.rule import GateRule, Missing, default_rules, parse_
 from ranktape.analyze.rules.values import Judged, RuleOperand, parse_operand, values_of
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage import Records
-from ranktape.storage.query import columns, where
-from ranktape.storage.query.columns import Comparison, Mask
-from ranktape.storage.query.where import Compare, Condition, Either, Every, Field, Like, Not, OneOf, Test
+from ranktape.storage.query import where
+from ranktape.storage.query.columns import Mask
+from ranktape.storage.query.where import Condition, Field, Not, Several
 
 
 class _Asked(NamedTuple):
@@ -155,7 +155,7 @@ def _outcome(asked: _Asked, *, view: View | None, engine: Engine | None) -> Rule
     with rule.named():
         by = with_stacks(rule.by or (), records)
         judged = values_of(records, operands, by=by, targets=[target] if target else [], view=view, engine=engine)
-        truth = judge(condition, judged.columns, num_rows=len(judged.groups))
+        truth = rule.condition.truth(judged.columns)
         is_bad = truth < (1 if rule.missing is Missing.FAIL else 0)
         found = list(_faults(condition, judged.columns, is_bad))
     return RuleOutcome(
@@ -193,9 +193,9 @@ def _badness(value: Any, fault: _Fault) -> tuple[int, float]:
         return 2, 0.0
     if isinstance(value, str) or fault.bound is None:
         return 0, 0.0
-    if fault.comparison in {Comparison.BELOW, Comparison.AT_MOST}:
+    if fault.sign in {"<", "<="}:
         return 1, float(value)
-    if fault.comparison in {Comparison.ABOVE, Comparison.AT_LEAST}:
+    if fault.sign in {">", ">="}:
         return 1, -float(value)
     return 1, abs(float(value) - fault.bound)
 
@@ -210,34 +210,13 @@ def _plain(value: Any) -> Any:
     return plain
 
 
-def judge(condition: Condition, source: Columns, *, num_rows: int) -> NDArray[np.int8]:
-    """How far a condition holds, for each row: 1 where it does, -1 where it does not, 0 where nobody can tell.
-
-    A missing metric compares as unknown, and `and`, `or` and `not` make of it what they make of a truth that nobody
-    knows (Kleene, 1938): `a < 1 or b < 1` holds where a is 0, whether there is a b or not. A comparison with None is
-    known.
-
-    Raises:
-        UsageError: a field that holds text meets a number, or the other way round.
-    """
-
-    def truth(test: Test) -> NDArray[np.int8]:
-        found = where.truth_of(test, source.__getitem__)
-        assert found.size == num_rows
-        for name in _compared(test):
-            found[columns.missing(source[name])] = 0
-        return found
-
-    return where.judge(condition, truth)
-
-
 class _Fault(NamedTuple):
     """One comparison of a condition, how it should have been, and the rows of which it is to blame."""
 
     metric: str
     limit: str
     rows: Mask
-    comparison: Comparison | None = None
+    sign: str = ""
     bound: float | None = None
 
 
@@ -248,43 +227,26 @@ def _faults(condition: Condition, source: Columns, rows: Mask, *, is_wanted: boo
     """
     if isinstance(condition, Not):
         yield from _faults(condition.condition, source, rows, is_wanted=not is_wanted)
-    elif isinstance(condition, Every | Either):
+    elif isinstance(condition, Several):
         for part in condition.conditions:
-            is_wrong = judge(part, source, num_rows=rows.size) != (1 if is_wanted else -1)
+            is_wrong = where.judge(part, lambda test: test.truth(source.__getitem__)) != (1 if is_wanted else -1)
             yield from _faults(part, source, rows & is_wrong, is_wanted=is_wanted)
-    elif isinstance(condition, Compare):
-        right = condition.right
-        comparison = condition.comparison if is_wanted else _OPPOSITES[condition.comparison]
-        limit = f"{comparison.value} {right.name if isinstance(right, Field) else _literal(right)}"
-        bound = float(right) if isinstance(right, int | float) and not isinstance(right, bool) else None
-        yield _Fault(condition.left.name, limit, rows, comparison, bound)
+    elif condition.sign in _OPPOSITES:
+        other = condition.other
+        sign = condition.sign if is_wanted else _OPPOSITES[condition.sign]
+        limit = f"{sign} {other.name if isinstance(other, Field) else _literal(other)}"
+        bound = float(other) if isinstance(other, int | float) else None
+        yield _Fault(condition.field, limit, rows, sign, bound)
     else:
-        what = f"like {condition.pattern!r}" if isinstance(condition, Like) else f"in [{_listed(condition)}]"
-        yield _Fault(condition.field.name, f"{'' if is_wanted else 'not '}{what}", rows)
-
-
-def _compared(test: Test) -> list[str]:
-    """The fields whose missing values leave it unknown."""
-    if isinstance(test, Compare):
-        return [] if test.right is None else where.fields_of(test)
-    return [] if isinstance(test, OneOf) and None in test.values else [test.field.name]
+        other = condition.other
+        what = f"in [{', '.join(map(_literal, other))}]" if isinstance(other, tuple) else f"like {other!r}"
+        yield _Fault(condition.field, f"{'' if is_wanted else 'not '}{what}", rows)
 
 
 Columns: TypeAlias = Mapping[str, "NDArray[Any]"]
 """A column for each name in the condition: numbers, NaN where there is none, or text as objects."""
 
-_OPPOSITES = {
-    Comparison.EQUAL: Comparison.DIFFERENT,
-    Comparison.DIFFERENT: Comparison.EQUAL,
-    Comparison.BELOW: Comparison.AT_LEAST,
-    Comparison.AT_LEAST: Comparison.BELOW,
-    Comparison.ABOVE: Comparison.AT_MOST,
-    Comparison.AT_MOST: Comparison.ABOVE,
-}
-
-
-def _listed(condition: OneOf) -> str:
-    return ", ".join(map(_literal, condition.values))
+_OPPOSITES = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 
 
 def _literal(value: Any) -> str:

@@ -39,7 +39,7 @@ DEFAULT_RULES = """\
 
 - name: gradients are above the subnormal numbers
   check: overflow.underflow.ratio < 0.001
-  where: tensor_name like 'grad*'
+  where: like(tensor_name, 'grad*')
   severity: medium
   # A run of inference has none.
   allow_empty: true
@@ -47,7 +47,7 @@ DEFAULT_RULES = """\
 - name: replicas are equal
   # By their checksums: how many copies of a part hold other bits, where most do not hold the same.
   check: replicas.differing == 0
-  where: placement like '*"replicate"*'
+  where: like(placement, '*"replicate"*')
   severity: high
   # One rank, or shards alone, have no copies; and of some the copies are not recorded, or not selected.
   allow_empty: true

@@ -18,7 +18,6 @@ from ranktape.capture.writing.counting import LOGGED
 from ranktape.fields import field_names
 from ranktape.storage.format.triggers import TriggerKind
 from ranktape.storage.query.columns import Column, StringColumn
-from ranktape.storage.query.where import Compare, Condition, Either, Every, Not, fields_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -100,7 +99,7 @@ class SiteRules:
 
 
 def _beyond(trigger: SiteTrigger, info: RecordInfo, statistics_of: Callable[[], Statistics]) -> Hit | None:
-    if trigger.where is not None and not trigger.where.mask(functools.partial(_field, info), 1)[0]:
+    if trigger.where is not None and not trigger.where.mask(functools.partial(_field, info))[0]:
         return None
     values: dict[str, float] = {}
 
@@ -109,9 +108,9 @@ def _beyond(trigger: SiteTrigger, info: RecordInfo, statistics_of: Callable[[], 
         values[name] = np.nan if found is None else float(found)
         return np.array([values[name]])
 
-    if not trigger.condition.mask(metric, 1)[0]:
+    if not trigger.condition.mask(metric)[0]:
         return None
-    name = _first_field(trigger.condition.condition)
+    name = trigger.condition.names[0]
     value = values[name]
     shown = ", ".join(f"{name} = {value:.6g}" for name, value in values.items())
     return Hit(
@@ -137,14 +136,3 @@ def _field(info: RecordInfo, name: str, /) -> Column:
     if name in _TEXTS:
         return StringColumn.of([None if value is None else str(value)])
     return np.array([np.nan if value is None else value])
-
-
-def _first_field(condition: Condition) -> str:
-    while not isinstance(condition, Compare):
-        if isinstance(condition, Not):
-            condition = condition.condition
-        elif isinstance(condition, Every | Either):
-            condition = condition.conditions[0]
-        else:
-            break
-    return fields_of(condition)[0]

@@ -305,7 +305,7 @@ def _checked_where(text: Any) -> Where:
         raise UsageError(f"where {shown(text)} is no expression: give a text such as \"layer_type == 'linear'\"")
     found = parse_where(text)
     _check_names(found.names, others=())
-    found.mask(_no_rows, 0)
+    found.mask(_no_rows)
     return found
 
 

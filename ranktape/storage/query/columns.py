@@ -9,7 +9,6 @@ Missing values are equal to nothing, neither below nor above anything, and diffe
 
 from __future__ import annotations
 
-import enum
 import fnmatch
 import math
 import operator
@@ -64,33 +63,15 @@ class ColumnSource(Protocol):
         ...
 
 
-class Comparison(enum.Enum):
-    """How two values are compared, as it is written."""
-
-    EQUAL = "=="
-    DIFFERENT = "!="
-    BELOW = "<"
-    AT_MOST = "<="
-    ABOVE = ">"
-    AT_LEAST = ">="
-
-    def holds(self, left: Any, right: Any) -> Any:
-        """Whether two values compare so; of arrays for each element."""
-        return _OPERATORS[self](left, right)
-
-    def swapped(self) -> Comparison:
-        """The comparison that says the same when its two sides change places."""
-        return Comparison(self.value.translate(str.maketrans("<>", "><")))
-
-
-_OPERATORS: dict[Comparison, Callable[[Any, Any], Any]] = {
-    Comparison.EQUAL: operator.eq,
-    Comparison.DIFFERENT: operator.ne,
-    Comparison.BELOW: operator.lt,
-    Comparison.AT_MOST: operator.le,
-    Comparison.ABOVE: operator.gt,
-    Comparison.AT_LEAST: operator.ge,
+COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
 }
+"""How two values are compared, by the sign that is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,8 +152,8 @@ def missing(column: Column) -> Mask:
     return np.isnan(column) if column.dtype.kind == "f" else np.zeros(len(column), dtype=np.bool_)
 
 
-def compare(column: Column, comparison: Comparison, value: str | Number, *, name: str) -> Mask:
-    """The rows whose value compares so with one value.
+def compare(column: Column, sign: str, value: str | Number, *, name: str) -> Mask:
+    """The rows whose value compares so with one value; `sign` is one of `COMPARISONS`.
 
     NaN and missing rows are different from everything, and nothing else. Texts are ordered by code point.
 
@@ -181,12 +162,12 @@ def compare(column: Column, comparison: Comparison, value: str | Number, *, name
     """
     numbers = _numbers(column, [value], name=name)
     if numbers is not None:
-        return _as_mask(comparison.holds(numbers, _fit(value, numbers)))
-    found = matching(encode(column), lambda entry: bool(comparison.holds(entry, value)))
-    return found | missing(column) if comparison is Comparison.DIFFERENT else found
+        return _as_mask(COMPARISONS[sign](numbers, _fit(value, numbers)))
+    found = matching(encode(column), lambda entry: bool(COMPARISONS[sign](entry, value)))
+    return found | missing(column) if sign == "!=" else found
 
 
-def compare_columns(left: Column, comparison: Comparison, right: Column, *, names: tuple[str, str]) -> Mask:
+def compare_columns(left: Column, sign: str, right: Column, *, names: tuple[str, str]) -> Mask:
     """The rows in which the value of one column compares so with that of another; missing ones as in `compare`.
 
     Raises:
@@ -199,7 +180,7 @@ def compare_columns(left: Column, comparison: Comparison, right: Column, *, name
             "compare fields of one kind"
         )
     if not is_text(left):
-        return _as_mask(comparison.holds(left, right))
+        return _as_mask(COMPARISONS[sign](left, right))
     texts = (encode(left), encode(right))
     known = sorted({text for side in texts for text in side.table if text is not None})
     order: dict[str | None, int] = {text: place for place, text in enumerate(known)}
@@ -207,8 +188,8 @@ def compare_columns(left: Column, comparison: Comparison, right: Column, *, name
         np.array([order.get(text, -1) for text in side.table], dtype=np.int64)[side.codes] for side in texts
     )
     unknown = (first < 0) | (second < 0)
-    found = _as_mask(comparison.holds(first, second))
-    return _as_mask(found | unknown if comparison is Comparison.DIFFERENT else found & ~unknown)
+    found = _as_mask(COMPARISONS[sign](first, second))
+    return _as_mask(found | unknown if sign == "!=" else found & ~unknown)
 
 
 def one_of(column: Column, values: Sequence[str | Number | None], *, name: str) -> Mask:

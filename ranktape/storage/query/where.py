@@ -1,39 +1,45 @@
-"""Reads expressions such as `layer_type == 'attention' and overflow.ratio > 0`.
+"""Reads expressions such as `layer_type == 'attention' and overflow.ratio > 0`, and evaluates them over columns.
 
-    expression  = term { "or" term }
-    term        = factor { "and" factor }
-    factor      = "not" factor | "(" expression ")" | condition
-    condition   = value comparison value { comparison value }
-                | field [ "not" ] "in" ( "[" [ value { "," value } ] "]" | "(" ... ")" )
-                | field [ "not" ] "like" text
-                | field "is" [ "not" ] "None"
-    comparison  = "==" | "!=" | "<" | "<=" | ">" | ">="
-    value       = field | number | text | "true" | "false" | "None" | "inf"
+The syntax is Python's, of which this is known:
 
-A field is a name with dots, `overflow.upper.count`; a text stands in single or double quotes, with a backslash
-before a quote or a backslash; a number is written as in Python, `1e-4`, `-3`. `like` takes `*`, `?` and `[...]`,
-and dots are ordinary characters to it. true and false are 1 and 0. A missing value is different from
-everything, equal to nothing but None, and neither below nor above anything.
+    field == 1, field != 'a'        also < <= > >= and chains, 0 <= layer_idx < 4; either side may be a field
+    field in [0, 'a', None]         also `not in`
+    field is None                   also `is not`
+    like(field, 'layers.*.attn')    `*` any text, `?` one character, `[...]` one of these; dots are ordinary characters
+    and, or, not, ( )
 
-The expression is data: it is read by the parser below, and nothing of it is ever run.
+A field is a name with dots, `overflow.upper.count`; texts and numbers are Python's, and `inf` is one. True and False
+are 1 and 0; true, false and none may be written small. A missing value (None or NaN) is different from everything,
+equal to nothing but None, and neither below nor above anything.
+
+An expression is evaluated over any columns of equal length: a mapping from names to numpy arrays (of numbers, or of
+texts as objects) or a function that gives the column of a name.
+
+    where = parse_where("absmax > 448 or like(module, '*.mlp')")
+    where.names                                                     # ('absmax', 'module')
+    where.mask({"absmax": np.array([1.0, 500.0]), "module": np.array(["a.mlp", None], dtype=object)})
+    where.truth(columns)                                            # 1, 0 or -1: 0 where a missing value decides
+
+`check_fields(where.names, known=columns)` names the columns that are nearest to one that does not exist. The
+expression is data: `ast.parse` reads it, each node is checked, and nothing of it is ever run.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from ranktape.errors import UsageError
 from ranktape.storage.query import columns
-from ranktape.storage.query.columns import ColumnSource, Comparison, Mask, Number
+from ranktape.storage.query.columns import COMPARISONS, Column, ColumnSource, Mask, Number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
     from numpy.typing import NDArray
 
 
@@ -41,10 +47,13 @@ MAX_LENGTH = 10_000
 """Characters of an expression."""
 
 MAX_DEPTH = 50
-"""Parentheses and `not`s within one another."""
+"""Levels of `and`, `or` and `not` in one another."""
 
 Literal: TypeAlias = "str | Number | None"
 """A value that stands in the expression itself."""
+
+Columns: TypeAlias = "ColumnSource | Mapping[str, Column]"
+"""The columns that an expression is evaluated over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,35 +64,49 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compare:
-    """One value against another, of which at least one is a field."""
+class Test:
+    """A field against a value, another field, a list or a pattern."""
 
-    left: Field
+    field: str
     """The first field."""
-    comparison: Comparison
-    """How they must compare."""
-    right: Field | Literal
-    """The other side."""
+    sign: str
+    """A comparison such as `==`, `in` or `like`."""
+    other: Field | Literal | tuple[Literal, ...]
+    """What the field is compared with; a tuple for `in`, a text for `like`."""
 
+    @property
+    def names(self) -> list[str]:
+        """The fields that are asked for."""
+        return [self.field, *([self.other.name] if isinstance(self.other, Field) else [])]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OneOf:
-    """A field against a list."""
+    def mask(self, column_of: ColumnSource) -> Mask:
+        """The rows that pass.
 
-    field: Field
-    """The field."""
-    values: Sequence[Literal]
-    """What it may hold."""
+        Raises:
+            UsageError: a field that holds text meets a number, or the other way round.
+        """
+        name, other = self.field, self.other
+        column = column_of(name)
+        if isinstance(other, tuple):
+            return columns.one_of(column, other, name=name)
+        if self.sign == "like":
+            if not columns.is_text(column):
+                raise UsageError(f"{name} holds numbers and 'like' compares text: use == or <")
+            return columns.matching(columns.encode(column), columns.glob(str(other)))
+        if isinstance(other, Field):
+            return columns.compare_columns(column, self.sign, column_of(other.name), names=(name, other.name))
+        if other is None:
+            found = columns.missing(column)
+            return found if self.sign == "==" else ~found
+        return columns.compare(column, self.sign, other, name=name)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Like:
-    """A field against a pattern."""
-
-    field: Field
-    """The field."""
-    pattern: str
-    """What it must look like."""
+    def truth(self, column_of: ColumnSource) -> NDArray[np.int8]:
+        """For each row 1 where it passes, -1 where it does not, 0 where a value is missing that is not asked for."""
+        found = _signed(self.mask(column_of))
+        if self.other is not None and not (isinstance(self.other, tuple) and None in self.other):
+            for name in self.names:
+                found[columns.missing(column_of(name))] = 0
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,72 +118,30 @@ class Not:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Every:
-    """All of several conditions."""
+class Several:
+    """Conditions with `and` or `or` between them."""
 
-    conditions: Sequence[Condition]
-    """What must hold together."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Either:
-    """Any of several conditions."""
-
-    conditions: Sequence[Condition]
-    """What may hold."""
+    conditions: tuple[Condition, ...]
+    """At least two."""
+    is_all: bool
+    """Whether all of them must hold; otherwise any of them."""
 
 
-Test: TypeAlias = Compare | OneOf | Like
-"""A condition that asks for columns."""
-
-Condition: TypeAlias = Test | Not | Every | Either
+Condition: TypeAlias = Test | Not | Several
 """A node of the expression."""
-
-
-def fields_of(test: Test) -> list[str]:
-    """The names of the fields that are tested."""
-    sides = (test.left, test.right) if isinstance(test, Compare) else (test.field,)
-    return [side.name for side in sides if isinstance(side, Field)]
-
-
-def mask_of(test: Test, source: ColumnSource) -> Mask:
-    """The rows that pass a test.
-
-    Raises:
-        UsageError: a field that holds text meets a number, or the other way round.
-    """
-    name = fields_of(test)[0]
-    column = source(name)
-    if isinstance(test, OneOf):
-        return columns.one_of(column, test.values, name=name)
-    if isinstance(test, Like):
-        if not columns.is_text(column):
-            raise UsageError(f"{name} holds numbers and 'like' compares text: use == or <")
-        return columns.matching(columns.encode(column), columns.glob(test.pattern))
-    if isinstance(test.right, Field):
-        return columns.compare_columns(column, test.comparison, source(test.right.name), names=(name, test.right.name))
-    if test.right is None:
-        found = columns.missing(column)
-        return found if test.comparison is Comparison.EQUAL else ~found
-    return columns.compare(column, test.comparison, test.right, name=name)
-
-
-def truth_of(test: Test, source: ColumnSource) -> NDArray[np.int8]:
-    """For each row 1 where a test is passed, -1 where it is not."""
-    return mask_of(test, source).view(np.int8) * np.int8(2) - np.int8(1)
 
 
 def judge(condition: Condition, truth: Callable[[Test], NDArray[Any]]) -> NDArray[Any]:
     """For each row 1 where a condition holds, -1 where it does not, 0 where nobody can tell (Kleene, 1938).
 
-    `truth` gives the same for what it asks of columns; where it gives masks, so is what is returned.
+    `truth` gives the same for a test; where it gives masks, so is what is returned.
     """
     if isinstance(condition, Not):
         found = judge(condition.condition, truth)
         return ~found if found.dtype == np.bool_ else -found
-    if not isinstance(condition, Every | Either):
+    if isinstance(condition, Test):
         return truth(condition)
-    choose = np.minimum if isinstance(condition, Every) else np.maximum
+    choose = np.minimum if condition.is_all else np.maximum
     return functools.reduce(choose, (judge(one, truth) for one in condition.conditions))
 
 
@@ -175,211 +156,202 @@ class Where:
     condition: Condition
     """What it means."""
 
-    def mask(self, source: ColumnSource, num_rows: int) -> Mask:
-        """The rows for which the expression holds, of columns with that many rows.
+    def mask(self, source: Columns) -> Mask:
+        """The rows for which the expression holds.
 
         Raises:
             UsageError: a field that holds text meets a number, or the other way round.
         """
-        found = judge(self.condition, lambda test: mask_of(test, source))
-        assert len(found) == num_rows
-        return found
+        column_of = _lookup(source)
+        return judge(self.condition, lambda test: test.mask(column_of))
 
-    def can_hold(self, source: ColumnSource, *, known: Collection[str], num_rows: int) -> Mask:
+    def truth(self, source: Columns) -> NDArray[np.int8]:
+        """For each row 1 where the expression holds, -1 where it does not, 0 where that depends on a missing value.
+
+        `a < 1 or b < 1` holds where `a` is 0, whether there is a `b` or not; a comparison with None is never unknown.
+
+        Raises:
+            UsageError: a field that holds text meets a number, or the other way round.
+        """
+        column_of = _lookup(source)
+        return judge(self.condition, lambda test: test.truth(column_of))
+
+    def can_hold(self, source: Columns, *, known: Collection[str], num_rows: int) -> Mask:
         """The rows for which it can hold, where only these fields are known; `source` has their columns."""
+        column_of = _lookup(source)
 
         def truth(test: Test) -> NDArray[np.int8]:
-            if all(name in known for name in fields_of(test)):
-                return truth_of(test, source)
-            return np.zeros(num_rows, dtype=np.int8)
+            is_known = all(name in known for name in test.names)
+            return _signed(test.mask(column_of)) if is_known else np.zeros(num_rows, dtype=np.int8)
 
         return judge(self.condition, truth) >= 0
 
 
+def _lookup(source: Columns) -> ColumnSource:
+    return source.__getitem__ if isinstance(source, Mapping) else source
+
+
+def _signed(mask: Mask) -> NDArray[np.int8]:
+    return mask.view(np.int8) * np.int8(2) - np.int8(1)
+
+
 def parse_where(text: str) -> Where:
-    """The meaning of an expression in the grammar of this module.
+    """The meaning of an expression in the language of this module.
 
     Raises:
         UsageError: the text is none; says where, and what was expected there.
     """
     if len(text) > MAX_LENGTH:
         raise UsageError(f"the expression has {len(text)} characters: give at most {MAX_LENGTH}")
-    parser = _Parser(text)
-    condition = parser.expression()
-    if parser.token.kind != "end":
-        parser.fail("'and', 'or' or the end")
-    return Where(text=text, names=tuple(parser.names), condition=condition)
+    reader = _Reader(text)
+    condition = reader.condition(reader.parse(), depth=0)
+    return Where(text=text, names=tuple(reader.names), condition=condition)
 
 
 _CONTEXT = 40
 """Characters shown on either side of a mistake."""
 
-_MAX_DIGITS = 40
-"""Characters of a number; Python refuses to read very long ones."""
+_MAX_FOUND = 20
+"""Characters shown of what stands there."""
 
-_TOKEN = re.compile(
-    r"""\s*(?:
-      (?P<number>[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?![\w.]))
-    | (?P<text>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")
-    | (?P<word>-?inf\b(?!\.)|[^\W\d]\w*(?:\.\w+)*)
-    | (?P<sign>==|!=|<=|>=|<|>|\(|\)|\[|\]|,)
-    | (?P<end>\Z)
-    )""",
-    re.VERBOSE | re.DOTALL,
-)
+_MAX_NUMBER = 10**40
 
-_WORDS: dict[str, Number | None] = {"true": 1, "false": 0, "none": None, "inf": float("inf"), "-inf": float("-inf")}
-_KEYWORDS = frozenset({"and", "or", "not", "in", "like", "is"})
-_COMPARISONS = {comparison.value: comparison for comparison in Comparison}
-_MENDED = {"=": "==", "&": "and", "|": "or", "!": "not", "~": "like"}
-"""What people write, and what the grammar calls it."""
+_WORDS: dict[str, Number | None] = {"true": 1, "false": 0, "none": None, "inf": float("inf")}
+
+_SIGNS: dict[type[ast.cmpop], str] = {
+    **dict(zip((ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE), COMPARISONS, strict=True)),
+    ast.Is: "==",
+    ast.IsNot: "!=",
+    ast.In: "in",
+    ast.NotIn: "in",
+}
+
+_SWAPPED = str.maketrans("<>", "><")
+
+_QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+
+_MENDED = {
+    r"~|\blike\b(?!\s*\()": "like(field, 'pattern')",
+    r"(?<![=!<>])=(?!=)": "==",
+    r"&+|\bAND\b": "and",
+    r"\|+|\bOR\b": "or",
+    r"!(?!=)|\bNOT\b": "not",
+    r"\bIN\b": "in",
+}
+"""What people write, and what it is called here."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Token:
-    kind: str
-    text: str
-    start: int
-
-
-class _Parser:
-    """Reads an expression from left to right, one method for each line of the grammar."""
+class _Reader:
+    """Makes conditions of the nodes of Python's syntax tree, and refuses every other node."""
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._end = 0
+        self._bare = _QUOTED.sub(lambda match: "_" * len(match[0]), text)
+        # A line break separates as a space does, but for those in quotes.
+        self._spaced = "".join(
+            " " if bare.isspace() else char for bare, char in zip(self._bare, text, strict=True)
+        ).lstrip(" ")
+        self._indent = len(text) - len(self._spaced)
         self.names: dict[str, None] = {}
-        self.token = self._next()
 
-    def fail(self, expected: str, *, at: _Token | None = None) -> NoReturn:
-        """Say what is where `expected` should be."""
-        self.token = at or self.token
-        found = repr(self.token.text) if self.token.text else "the end"
-        hint = ""
-        if self.token.kind == "wrong":
-            hint = "".join(f" (write {word!r})" for sign, word in _MENDED.items() if self.token.text[0] == sign)
-        start = self.token.start
-        around = self._text[max(0, start - _CONTEXT) : start + _CONTEXT]
-        raise UsageError(f"expected {expected} at character {start + 1}, found {found}{hint}, in {around!r}")
+    def parse(self) -> ast.expr:
+        """The tree of the text."""
+        try:
+            return ast.parse(self._spaced, mode="eval").body
+        except SyntaxError as error:
+            # What Python adds in a second sentence, or in parentheses, is about programs.
+            what = re.split(r"\. | \(", error.msg)[0] or "invalid syntax"
+            # The end of the text has the offset 0.
+            start = self._indent + error.offset - 1 if error.offset else len(self._text)
+            raise self._error(what, start) from error
+        except (ValueError, RecursionError, MemoryError) as error:
+            what = "text that is not Unicode" if isinstance(error, ValueError) else "too many levels in one another"
+            raise self._error(what, 0) from error
 
-    def _next(self) -> _Token:
-        match = _TOKEN.match(self._text, self._end)
-        if match is None:
-            rest = self._text[self._end :]
-            start = self._end + len(rest) - len(rest.lstrip())
-            return _Token(kind="wrong", text=re.split(r"\s", self._text[start:], maxsplit=1)[0][:20], start=start)
-        assert match.lastgroup is not None
-        self._end = match.end()
-        token = _Token(kind=match.lastgroup, text=match[match.lastgroup], start=match.start(match.lastgroup))
-        lowered = token.text.lower()
-        return _Token(kind=lowered, text=token.text, start=token.start) if lowered in _KEYWORDS else token
-
-    def _take(self, kind: str, *texts: str) -> str | None:
-        if self.token.kind != kind or (texts and self.token.text not in texts):
-            return None
-        taken = self.token.text
-        self.token = self._next()
-        return taken
-
-    def expression(self, *, depth: int = 0) -> Condition:
-        """Terms with `or` between them."""
-        terms = [self._term(depth)]
-        while self._take("or"):
-            terms.append(self._term(depth))
-        return terms[0] if len(terms) == 1 else Either(conditions=terms)
-
-    def _term(self, depth: int) -> Condition:
-        factors = [self._factor(depth)]
-        while self._take("and"):
-            factors.append(self._factor(depth))
-        return factors[0] if len(factors) == 1 else Every(conditions=factors)
-
-    def _factor(self, depth: int) -> Condition:
+    def condition(self, node: ast.expr, *, depth: int) -> Condition:
+        """What a node that is true or false means."""
         if depth > MAX_DEPTH:
-            self.fail(f"at most {MAX_DEPTH} parentheses and 'not's within one another")
-        if self._take("not"):
-            return Not(condition=self._factor(depth + 1))
-        if self._take("sign", "("):
-            condition = self.expression(depth=depth + 1)
-            if not self._take("sign", ")"):
-                self.fail("')'")
-            return condition
-        return self._condition()
+            raise self._expected(f"at most {MAX_DEPTH} levels of and, or and not", node)
+        if isinstance(node, ast.BoolOp):
+            parts = tuple(self.condition(part, depth=depth + 1) for part in node.values)
+            return Several(conditions=parts, is_all=isinstance(node.op, ast.And))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return Not(condition=self.condition(node.operand, depth=depth + 1))
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            pairs = zip(sides, node.ops, sides[1:], strict=False)
+            tests = tuple(self._comparison(left, sign, right) for left, sign, right in pairs)
+            return tests[0] if len(tests) == 1 else Several(conditions=tests, is_all=True)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "like":
+            return self._like(node)
+        raise self._expected("a comparison such as rank == 0, or like(field, 'pattern')", node)
 
-    def _condition(self) -> Condition:
-        first = self._value("a field, such as layer_type")
-        if isinstance(first, Field):
-            negated = self._take("not") is not None
-            listed = self._listed(first)
-            if listed is not None:
-                return Not(condition=listed) if negated else listed
-            if negated:
-                self.fail("'in' or 'like'")
-            if self._take("is"):
-                comparison = Comparison.DIFFERENT if self._take("not") else Comparison.EQUAL
-                if self.token.text.lower() != "none":
-                    self.fail("None")
-                return Compare(left=first, comparison=comparison, right=self._value("None"))
-        comparisons: list[Condition] = []
-        left = first
-        while self.token.kind == "sign" and self.token.text in _COMPARISONS:
-            comparison = _COMPARISONS[self._take("sign") or ""]
-            start = self.token
-            right = self._value("a field, a number or a text in quotes")
-            comparisons.append(self._compare(left, comparison, right, start=start))
-            left = right
-        if not comparisons:
-            self.fail("==, !=, <, <=, >, >=, 'in', 'like' or 'is'")
-        return comparisons[0] if len(comparisons) == 1 else Every(conditions=comparisons)
+    def _comparison(self, left: ast.expr, operator: ast.cmpop, right: ast.expr) -> Condition:
+        one, sign = self._value(left), _SIGNS[type(operator)]
+        if isinstance(operator, ast.In | ast.NotIn):
+            if not isinstance(one, Field):
+                raise self._expected("a field, such as layer_type,", left)
+            if not isinstance(right, ast.List | ast.Tuple | ast.Set):
+                raise self._expected("a list, such as [0, 1]", right)
+            test = Test(field=one.name, sign="in", other=tuple(map(self._literal, right.elts)))
+            return Not(condition=test) if isinstance(operator, ast.NotIn) else test
+        other = self._value(right)
+        if isinstance(operator, ast.Is | ast.IsNot) and other is not None:
+            raise self._expected("None", right)
+        if not isinstance(one, Field):
+            if not isinstance(other, Field):
+                raise self._expected("a field on one side of the comparison", right)
+            one, other, sign = other, one, sign.translate(_SWAPPED)
+        if other is None and sign not in {"==", "!="}:
+            raise self._expected("a number or a text, as only == and != compare with None,", right)
+        return Test(field=one.name, sign=sign, other=other)
 
-    def _compare(
-        self, left: Field | Literal, comparison: Comparison, right: Field | Literal, *, start: _Token
-    ) -> Compare:
-        if not isinstance(left, Field):
-            if not isinstance(right, Field):
-                self.fail("a field on one side of the comparison", at=start)
-            left, comparison, right = right, comparison.swapped(), left
-        if right is None and comparison not in {Comparison.EQUAL, Comparison.DIFFERENT}:
-            self.fail("a number or a text, as only == and != compare with None", at=start)
-        return Compare(left=left, comparison=comparison, right=right)
+    def _like(self, node: ast.Call) -> Condition:
+        values = [self._value(value) for value in node.args]
+        match values, node.keywords:
+            case [[Field(name=name), str(pattern)], []]:
+                return Test(field=name, sign="like", other=pattern)
+        raise self._expected("like(field, 'pattern'), such as like(module, 'layers.*.attn'),", node)
 
-    def _listed(self, field: Field) -> Condition | None:
-        if self._take("like"):
-            if self.token.kind != "text":
-                self.fail("a pattern in quotes, such as 'layers.*.attn'")
-            pattern = self._value("a pattern")
-            assert isinstance(pattern, str)
-            return Like(field=field, pattern=pattern)
-        if not self._take("in"):
-            return None
-        closing = {"[": "]", "(": ")"}.get(self._take("sign", "[", "(") or "")
-        if closing is None:
-            self.fail("a list, such as [0, 1]")
-        values: list[Literal] = []
-        while not self._take("sign", closing):
-            if values and not self._take("sign", ","):
-                self.fail(f"',' or '{closing}'")
-            if values and self._take("sign", closing):
-                break
-            start = self.token
-            value = self._value(f"a number, a text in quotes or '{closing}'")
-            if isinstance(value, Field):
-                self.fail("a number or a text in quotes", at=start)
-            values.append(value)
-        return OneOf(field=field, values=values)
+    def _literal(self, node: ast.expr) -> Literal:
+        value = self._value(node)
+        if isinstance(value, Field):
+            raise self._expected("a number or a text in quotes", node)
+        return value
 
-    def _value(self, expected: str) -> Field | Literal:
-        token = self.token
-        if token.kind not in {"word", "number", "text"}:
-            self.fail(expected)
-        if token.kind == "number" and len(token.text) > _MAX_DIGITS:
-            self.fail(f"a number of at most {_MAX_DIGITS} characters")
-        self.token = self._next()
-        if token.kind == "text":
-            return re.sub(r"\\(.)", r"\1", token.text[1:-1], flags=re.DOTALL)
-        if token.kind == "number":
-            return float(token.text) if re.search(r"[.eE]", token.text) else int(token.text)
-        if token.text.lower() in _WORDS:
-            return _WORDS[token.text.lower()]
-        self.names.setdefault(token.text)
-        return Field(name=token.text)
+    def _value(self, node: ast.expr) -> Field | Literal:
+        if isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float | str | None):
+            if isinstance(node.value, int) and node.value >= _MAX_NUMBER:
+                raise self._expected("a number of at most 40 digits", node)
+            return int(node.value) if isinstance(node.value, bool) else node.value
+        if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant | ast.Name):
+            number = self._value(node.operand)
+            if isinstance(number, int | float) and isinstance(node.op, ast.USub | ast.UAdd):
+                return -number if isinstance(node.op, ast.USub) else number
+        parts: list[str] = []
+        part = node
+        while isinstance(part, ast.Attribute):
+            parts.append(part.attr)
+            part = part.value
+        if not isinstance(part, ast.Name):
+            raise self._expected("a field, a number or a text in quotes", node)
+        name = ".".join([part.id, *reversed(parts)])
+        if name.lower() in _WORDS:
+            return _WORDS[name.lower()]
+        self.names.setdefault(name)
+        return Field(name=name)
+
+    def _expected(self, expected: str, node: ast.expr) -> UsageError:
+        # Python counts bytes.
+        start = len(self._spaced.encode()[: node.col_offset].decode())
+        return self._error(
+            f"expected {expected}", start + self._indent, found=ast.get_source_segment(self._spaced, node)
+        )
+
+    def _error(self, what: str, start: int, *, found: str | None = None) -> UsageError:
+        """What is wrong at a character, and what is written there instead."""
+        found = found or re.split(r"(?<=\w)\b|\s", self._text[start:], maxsplit=1)[0]
+        shown = repr(found[:_MAX_FOUND]) if found else "the end"
+        hint = next((f" (write {word})" for written, word in _MENDED.items() if re.search(written, self._bare)), "")
+        around = self._text[max(0, start - _CONTEXT) : start + _CONTEXT]
+        return UsageError(f"{what} at character {start + 1}, found {shown}{hint}, in {around!r}")

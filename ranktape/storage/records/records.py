@@ -233,7 +233,7 @@ class Records(Sequence[Record]):
         """
         parsed = parse_where(expression)
         check_fields(parsed.names, known=KNOWN_COLUMNS)
-        return self._take(self._rows[parsed.mask(self._source(self._rows), len(self))])
+        return self._take(self._rows[parsed.mask(self._source(self._rows))])
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
         """One field of all records as an array: numbers (NaN where there is none), or text as objects.
