@@ -61,8 +61,6 @@ class _Stored:
     """Those that the coordinator can see."""
     closed: set[int]
     """Iterations with an iteration commit."""
-    opened: set[int]
-    """Iterations that rank 0 has begun."""
 
     @classmethod
     def of(cls, backend: Backend) -> _Stored:
@@ -77,7 +75,6 @@ class _Stored:
             committed=pairs(rf"{top}/{rank}/{step}/zarr\.json$"),
             marked=pairs(rf"{top}/commits/{step}/{rank}\.committed/zarr\.json$"),
             closed={step for _, step in pairs(rf"{top}/iterations/{step}/zarr\.json$")},
-            opened={step for _, step in pairs(rf"{top}/commits/{step}/zarr\.json$")},
         )
 
     @property
@@ -91,13 +88,10 @@ def _misjudged(backend: Backend, stored: _Stored) -> list[str]:
     report = check_run(backend, deep=True)
     unmarked = {(finding.rank, finding.iteration) for finding in report.findings if finding.mend is Mend.RESTORE_MARKER}
     unclosed = {finding.iteration for finding in report.findings if finding.mend is Mend.FINISH_ITERATION}
-    unopened = {step for _, step in stored.marked} - stored.opened
     found = [
         f"check: {finding.text()}"
         for finding in report.findings
-        if finding.is_error
-        and finding.mend not in {Mend.RESTORE_MARKER, Mend.FINISH_ITERATION}
-        and not (finding.mend is Mend.RESTORE_GROUP and finding.iteration in unopened)
+        if finding.is_error and finding.mend not in {Mend.RESTORE_MARKER, Mend.FINISH_ITERATION}
     ]
     if unmarked != stored.committed - stored.marked:
         found.append(f"check finds {unmarked} without a marker, of {stored}")

@@ -215,8 +215,9 @@ def unnoticed(run: Path, key: str, truth: Truth, *, is_gone: bool) -> list[str]:
     """What a check or a reader do not notice of the damage to one object."""
     try:
         findings = check_run(open_backend(run), deep=True).findings
-        # Another commit of the rank is whole by itself: what lies beside it is not what it says.
-        folder = key.removesuffix(layout.DOCUMENT) if kind_of(key) == "rank commit" else key
+        # Another document is whole by itself: what lies beside it is not what it says.
+        is_apart = kind_of(key) in {"rank commit", "document of a rank catalogue"}
+        folder = key.removesuffix(layout.DOCUMENT) if is_apart else key
         named = [finding for finding in findings if finding.key.startswith(folder)]
         # Some of what is gone may not have been written yet, or is told by other objects as well.
         is_found = bool(named) if is_gone else any(finding.severity == CheckSeverity.ERROR for finding in named)

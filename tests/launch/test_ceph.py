@@ -93,7 +93,7 @@ def read_with_others(run: Run, record: Record, server: CephServer) -> dict[str, 
         }
     )
     group = zarr.open_group(run.url, mode="r", storage_options=options)
-    dataset = xarray.open_zarr(f"{run.url}/{where.group}", storage_options=options, consolidated=True, chunks=None)
+    dataset = xarray.open_zarr(f"{run.url}/{where.group}", storage_options=options, consolidated=False, chunks=None)
     found: dict[str, Any] = {
         "zarr": group[f"{where.group}/{name}"],
         "tensorstore": tensors.result(),

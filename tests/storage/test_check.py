@@ -19,7 +19,6 @@ from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import open_iteration, write_verdict
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.finding import CheckFinding, CheckSeverity, FindingKind
-from ranktape.storage.maintenance.repair import repair_run
 from ranktape.storage.places.urls import open_backend
 from tests.runs import start
 from tests.storage.whole_run import LONG_NAME, forge, keys_of, record, tensors, whole_run
@@ -57,9 +56,6 @@ def test_the_iteration_commit_says_which_ranks_were_cut_off(tmp_path: Path, stat
     (error,) = check_run(backend).errors
     assert (error.kind, error.iteration) == (FindingKind.MISMATCH, 20)
     assert "cut_off" in error.message
-    repair_run(backend, min_age_seconds=0)
-    assert open_run(tmp_path / "run").status()[2].missing == {1: "cut off: SIGKILL"}
-    assert check_run(backend).errors == []
 
 
 def damages(old: bytes, chance: random.Random) -> Iterator[tuple[str, bytes | None]]:
@@ -88,8 +84,9 @@ def test_every_damage_to_every_kind_of_object_is_found(short_path: Path) -> None
                 file.unlink()
             else:
                 file.write_bytes(data)
-            # The last words of ranks and of the coordinator may be missing in a sound run: there is a note.
-            may_be_missing = how == "deleted" and ("closed/rank" in key or "verdict" in key)
+            # The words of a coordinator that was lost may be missing in a sound run: there is a note.
+            is_word = re.search(r"closed/rank|verdict|commits/iter_\d+/zarr", key)
+            may_be_missing = how == "deleted" and is_word is not None
             if not any(one.is_error or may_be_missing for one in check_run(open_backend(path), deep=True).findings):
                 unseen.append((key, how))
         file.write_bytes(old)

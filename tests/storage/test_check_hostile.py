@@ -118,11 +118,9 @@ def test_a_document_of_many_lists_is_not_parsed(short_path: Path) -> None:
 
 
 def test_a_shape_that_no_object_can_have_takes_no_memory(short_path: Path) -> None:
-    (key,) = keys_of(short_path, "attempt*/rank_00000/iter_00000000/zarr.json")
+    (key,) = keys_of(short_path, "attempt*/rank_00000/iter_00000000/large*/zarr.json")
 
-    def enlarge(document: dict[str, Any]) -> None:
-        members = document["consolidated_metadata"]["metadata"]
-        [large] = [member for name, member in members.items() if name.startswith("large")]
+    def enlarge(large: dict[str, Any]) -> None:
         large["shape"] = large["attributes"]["shape"] = [2, 1 << 50]
         large["chunk_grid"]["configuration"]["chunk_shape"] = [2, 1 << 50]
         large["codecs"][0]["configuration"]["chunk_shape"] = [1, 1 << 50]

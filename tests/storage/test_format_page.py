@@ -291,18 +291,32 @@ def test_every_document_of_a_run_has_its_checksum() -> None:
         assert "ranktape_checksum" in plain.document("" if path == "." else path)["attributes"]
 
 
-def test_consolidated_documents_are_those_under_their_keys() -> None:
-    plain = PlainRun(GOLDEN / "restarted")
-    for commit in plain.folder.glob("attempt_*/rank_*/iter_*/zarr.json"):
-        text = commit.read_bytes()
-        members = json.loads(text)["consolidated_metadata"]["metadata"]
-        assert members
-        for path in members:
-            assert (commit.parent / path / "zarr.json").read_bytes() in text
+def test_a_run_that_is_written_now_is_bound_together_as_the_page_says(sound: Path) -> None:
+    plain, run = PlainRun(sound), open_run(sound)
+    for attempt, iteration in plain.commits():
+        records = plain.records(attempt, iteration)
+        values = {
+            (record.info.rank, record.info.module): record.read().tobytes()
+            for record in run.select(iteration=iteration)
+        }
+        assert {(one.columns["rank"], one.columns["module"]): one.values for one in records} == values
+        group = plain.document(f"{attempt}/iterations/iter_{iteration:08d}")["attributes"]
+        commits = []
+        for rank in group["expected_ranks"]:
+            path = f"{attempt}/rank_{rank:05d}/iter_{iteration:08d}"
+            commit = plain.document(path)
+            commits.append(commit["attributes"]["ranktape_checksum"])
+            marker = plain.document(f"{attempt}/commits/iter_{iteration:08d}/rank_{rank:05d}.committed")
+            assert {*marker["attributes"]} == {"ranktape_checksum", "commit"}
+            assert marker["attributes"]["commit"] == commits[-1]
+            archive = plain.array(f"{path}/catalogue", plain.document(f"{path}/catalogue"))
+            assert commit["attributes"]["catalogue"] == f"crc32c:{google_crc32c.value(bytes(archive)):08x}"
+            assert "consolidated_metadata" not in commit
+        assert group["commits"] == commits
 
 
-def test_the_page_names_every_attribute() -> None:
+def test_the_page_names_every_attribute(sound: Path) -> None:
     page = (Path(__file__).parent.parent.parent / "docs" / "format.md").read_text()
-    for path in GOLDEN.rglob("zarr.json"):
+    for path in (*GOLDEN.rglob("zarr.json"), *sound.rglob("zarr.json")):
         for attribute in json.loads(path.read_bytes())["attributes"]:
             assert f"`{attribute}`" in page, (path, attribute)

@@ -17,11 +17,12 @@ from ranktape.analyze.legacy.export import export_records
 from ranktape.errors import DataError, ObjectTooLargeError, RunFormatError
 from ranktape.storage.format.attempt import IterationPlan, read_attempts, read_plan, write_plan
 from ranktape.storage.format.blob import WHOLE_NBYTES, blob_key, blob_parts, open_blob, split_checksum
-from ranktape.storage.format.commit import finish_iteration, read_whole_commit
+from ranktape.storage.format.commit import finish_iteration, read_commit
 from ranktape.storage.format.documents import write_group
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import Progress, open_iteration
 from ranktape.storage.format.status import IterationState
+from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.prune import drop_iteration
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
@@ -31,7 +32,6 @@ from tests.storage.test_hostile_catalogue import npy, packed, table
 from tests.storage.whole_run import forge, put_in, whole_run
 
 ITERATION = "iterations/iter_00000000"
-MARKER = "commits/iter_00000000/rank_00000.committed"
 COMMIT = "rank_00000/iter_00000000"
 
 
@@ -59,7 +59,7 @@ def test_documents_that_are_too_large_are_not_read(run: Path, group: str, nbytes
     os.truncate(run / group / "zarr.json", nbytes)
     backend = open_backend(run.parent)
     with pytest.raises(RunFormatError, match="is larger than"):
-        read_whole_commit(backend, run.name, 0, 0) if group == COMMIT else open_run(run.parent)
+        read_commit(backend, run.name, 0, 0) if group == COMMIT else open_run(run.parent)
 
 
 def test_bytes_that_grew_are_not_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,23 +116,23 @@ def test_a_schema_is_a_number(run: Path, value: Any) -> None:
     [
         *each("nbytes", -1, 2**70, "x", None, 1.5),
         *each("silent_sites", None, [], {"a": 1}, {"a": [1]}, "x"),
-        ("commit", 5),
+        ("catalogue", 5),
         ("num_records", None),
     ],
 )
-def test_a_marker_is_what_it_can_be(run: Path, name: str, value: Any) -> None:
-    change(run, MARKER, "attributes", name, value=value)
+def test_a_commit_is_what_it_can_be(run: Path, name: str, value: Any) -> None:
+    change(run, COMMIT, "attributes", name, value=value)
     backend = open_backend(run.parent)
     [attempt] = read_attempts(backend)
     with pytest.raises(RunFormatError, match=f"its {name} is"):
         finish_iteration(backend, attempt=attempt, iteration=0)
 
 
-def test_a_marker_counts_what_the_catalogue_holds(run: Path) -> None:
-    change(run, MARKER, "attributes", "num_records", value=99)
+def test_a_commit_counts_what_the_catalogue_holds(run: Path) -> None:
+    change(run, COMMIT, "attributes", "num_records", value=99)
     backend = open_backend(run.parent)
     [attempt] = read_attempts(backend)
-    with pytest.raises(DataError, match="the rank's marker says 99: the commit is damaged"):
+    with pytest.raises(DataError, match="the rank's commit says 99: the commit is damaged"):
         finish_iteration(backend, attempt=attempt, iteration=0)
 
 
@@ -146,12 +146,11 @@ def test_a_marker_counts_what_the_catalogue_holds(run: Path) -> None:
         *(("operation", "sideways"), ("keep", "nothing"), ("metadata", []), ("rank", -1), ("nbytes", 1.5)),
     ],
 )
-def test_a_commit_is_what_it_can_be(run: Path, name: str, value: Any) -> None:
-    members = ("consolidated_metadata", "metadata")
+def test_what_documents_of_arrays_say_is_compared_with_the_catalogue(run: Path, name: str, value: Any) -> None:
     [large] = (path.name for path in (run / COMMIT).iterdir() if path.name.startswith("large"))
-    change(run, COMMIT, *members, large, "attributes", name, value=value)
-    with pytest.raises(DataError, match="is damaged"):
-        read_whole_commit(open_backend(run.parent), run.name, 0, 0)
+    change(run, f"{COMMIT}/{large}", "attributes", name, value=value)
+    [error] = check_run(open_backend(run.parent), deep=True).errors
+    assert (error.record, error.key) == (large, f"{run.name}/{COMMIT}/{large}/zarr.json")
 
 
 @pytest.mark.parametrize(("name", "value"), [("iterations", [1.5]), ("iterations", None), ("is_done", 0)])

@@ -49,21 +49,21 @@ def test_a_run_is_seen_as_it_comes_in(tmp_path: Path) -> None:
     assert last.seconds > first.seconds
 
 
-def test_a_marker_is_read_once(tmp_path: Path) -> None:
+def test_a_commit_of_a_rank_is_read_once(tmp_path: Path) -> None:
     backend, attempt, writers = whole_run(str(tmp_path / "run"), close=False)
-    markers: list[str] = []
+    commits: list[str] = []
 
     def get(key: str, **limits: Any) -> bytes | None:
-        markers.extend([key] * (".committed" in key))
+        commits.extend([key] * ("/rank_" in key and "/iter_" in key))
         return backend.get(key, **limits)
 
     watcher = Watcher(wrapped(backend, get=get))
     for num_read in (4, 4):
         watcher.look()
-        assert len(markers) == num_read
+        assert len(commits) == num_read
     record(backend, attempt, writers, iteration=20)
     watcher.look()
-    assert len(markers) == 6
+    assert len(commits) == 6
 
 
 def test_a_later_attempt_takes_over_and_earlier_iterations_stay(tmp_path: Path) -> None:

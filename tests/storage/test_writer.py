@@ -17,7 +17,7 @@ import zarr
 
 from ranktape.errors import CaptureError, DataError, StorageError, UsageError
 from ranktape.storage import open_run
-from ranktape.storage.format.commit import finish_iteration, read_whole_commit
+from ranktape.storage.format.commit import finish_iteration, open_catalogue
 from ranktape.storage.format.layout import TensorSite, site_path
 from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.format.record_info import Keep
@@ -283,8 +283,7 @@ def test_metadata_that_are_equal_and_not_the_same_stay_apart(tmp_path: Path) -> 
     for call, kind in enumerate(kinds):
         writer.write(small(0), info=describe(small(0), call=call, metadata={"f": kind}))
     complete(backend, attempt, [writer])
-    commit = read_whole_commit(backend, attempt.path, 0, 0)
-    column = commit.catalogue.column("metadata")
+    column = open_catalogue(backend, attempt.path, 0).column("metadata")
     assert isinstance(column, StringColumn)
     assert [column.table[code] for code in column.codes] == ['{"f":true}', '{"f":1}', '{"f":1.0}']
 

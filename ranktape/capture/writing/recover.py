@@ -19,7 +19,8 @@ from ranktape.capture.writing.counting import reduce_to, staged_record
 from ranktape.errors import CaptureError, DataError, RanktapeError, StorageError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import Attempt
-from ranktape.storage.format.commit import entries_of, mark_committed
+from ranktape.storage.format.catalogue import CatalogueEntry
+from ranktape.storage.format.commit import mark_committed
 from ranktape.storage.format.decode import parse_array, read_stored
 from ranktape.storage.format.documents import (
     MAX_COMMIT_NBYTES,
@@ -29,6 +30,7 @@ from ranktape.storage.format.documents import (
 )
 from ranktape.storage.format.layout import Mark, TensorSite, site_path
 from ranktape.storage.format.progress import open_iteration
+from ranktape.storage.format.record_info import RecordInfo
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.recording.writer import RankWriter
 
@@ -179,10 +181,10 @@ class Recovery:
             document = read_document(self._backend, f"{group}/{name}", max_nbytes=MAX_COMMIT_NBYTES) or b""
             try:
                 member = decode_document(document, place=f"{self._backend.url}/{key}", key=key)
-                entries = entries_of(name, member)
+                entries = _entries_of(name, member)
                 if member["node_type"] == "array":
                     read_stored(self._backend, parse_array(member, path=f"{group}/{name}", place=f"{group}/{name}"))
-                self._rank_writer.adopt(iteration, name=name, document=document, entries=entries)
+                self._rank_writer.adopt(iteration, name=name, entries=entries)
             except StorageError:
                 raise
             except (RanktapeError, KeyError, TypeError):
@@ -191,6 +193,20 @@ class Recovery:
                 continue
             sites |= {entry.site for entry in entries}
         return sites
+
+
+def _entries_of(name: str, member: Mapping[str, Any]) -> list[CatalogueEntry]:
+    """The records that a stored array holds."""
+    if member["node_type"] != "array":
+        return []
+    attributes = member["attributes"]
+    if "captures" not in attributes:
+        return [CatalogueEntry(site=name, stack="", index=-1, info=RecordInfo.from_json(attributes))]
+    infos = [RecordInfo.from_json({**attributes["common"], **capture}) for capture in attributes["captures"]]
+    return [
+        CatalogueEntry(site=site_path(TensorSite.of(info)), stack=name, index=index, info=info)
+        for index, info in enumerate(infos)
+    ]
 
 
 def site_of(slot: Slot) -> str:

@@ -32,13 +32,16 @@ def blob_key(path: str) -> str:
     return f"{path}/{chunk_key(1)}"
 
 
-def write_blob(backend: Backend, path: str, data: bytes, *, attributes: Mapping[str, Any]) -> bytes:
-    """Write bytes, and after them their document, which is returned as it was written."""
+def write_blob(backend: Backend, path: str, data: bytes, *, attributes: Mapping[str, Any]) -> None:
+    """Write bytes, and after them their document."""
     key = document_key(path)
-    encoded = encode_document(blob_document(data, attributes=attributes), key=key)
     backend.put(blob_key(path), blob_parts(data))
-    backend.put(key, [encoded])
-    return encoded
+    backend.put(key, [encode_document(blob_document(data, attributes=attributes), key=key)])
+
+
+def blob_checksum(data: bytes) -> str:
+    """The checksum of the bytes, as documents carry it."""
+    return f"crc32c:{google_crc32c.value(data):08x}"
 
 
 def blob_document(data: bytes, *, attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import json
 import math
 import operator
@@ -24,7 +25,7 @@ from ranktape.errors import RunFormatError
 from ranktape.fields import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, RECORD_FIELDS, STRING_FIELDS, FieldKind
 from ranktape.storage.format.archive import ARCHIVE_DAMAGE, ColumnArchive, pack_columns
 from ranktape.storage.format.encode import crc_of
-from ranktape.storage.format.layout import rank_iteration_path
+from ranktape.storage.format.layout import SITE_FIELDS, TensorSite, rank_iteration_path, site_path
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, ElementTally, Overflow, RecordInfo
 from ranktape.storage.format.validation import check_document, check_numbers, check_records, parse_json, parse_shape
 from ranktape.storage.query.columns import Column, ColumnSource, StringColumn, narrowed, rows_of, values_of, widened
@@ -118,32 +119,6 @@ _STORE = {FieldKind.JSON: _json, FieldKind.CHECKSUM: crc_of, "numel": math.prod,
 """From a value of an entry to that of a column, by the column's name or its kind; others stay what they are."""
 
 
-def columns_of(found: Mapping[str, Sequence[Any]], *, is_checked: bool = True) -> dict[str, Column]:
-    """The stored columns of what records have, by the columns' names; a column of no records may be left out.
-
-    Raises:
-        ArithmeticError, AttributeError, TypeError, ValueError: it is checked, and says what no record does.
-    """
-    columns: dict[str, Column] = {}
-    for name, kind in KINDS.items():
-        store: Any = _STORE.get(name) or _STORE.get(kind)
-        values = found.get(name, ()) if store is None else tuple(map(store, found.get(name, ())))
-        dtype = _DTYPES.get(kind)
-        if is_checked and not {*map(type, values)} <= ({str} if dtype is None else _TYPES[dtype]):
-            raise TypeError(f"its {name} are of {', '.join(sorted({type(value).__name__ for value in values}))}")
-        if dtype is None:
-            columns[name] = StringColumn.of(values)
-        else:
-            columns[name] = column = np.array(values, dtype=dtype)
-            if is_checked:
-                _check_column(name, column)
-    return columns
-
-
-_TYPES: dict[Any, set[type]] = {np.int64: {int}, np.uint32: {int}, np.float64: {int, float, type(None)}}
-"""Of the values that make a column of numbers: numpy makes numbers of texts, and whole ones of fractions."""
-
-
 def _check_column(name: str, column: np.ndarray[Any, Any]) -> None:
     kind = KINDS[name]
     high = {"high": np.iinfo(np.uint32).max} if kind is FieldKind.CHECKSUM else {}
@@ -152,8 +127,66 @@ def _check_column(name: str, column: np.ndarray[Any, Any]) -> None:
 
 def encode_catalogue(entries: Sequence[CatalogueEntry]) -> bytes:
     """The npz archive that holds the entries as columns, in their order."""
-    found = dict(zip(KINDS, zip(*map(_values, entries), strict=True), strict=False))
-    return pack_columns(columns_of(found, is_checked=False).items())
+    found = zip(*map(_values, entries), strict=True) if entries else itertools.repeat(())
+    return pack_columns((name, _column(name, values)) for name, values in zip(KINDS, found, strict=False))
+
+
+def _column(name: str, values: Sequence[Any]) -> Column:
+    stored = _stored(name, values)
+    dtype = _DTYPES.get(KINDS[name])
+    return StringColumn.of(stored) if dtype is None else np.array(stored, dtype=dtype)
+
+
+def _stored(name: str, values: Sequence[Any]) -> list[Any]:
+    """What a column holds of values that records have."""
+    store: Any = _STORE.get(name) or _STORE.get(KINDS[name])
+    return list(values if store is None else map(store, values))
+
+
+def documented_columns(attributes: Mapping[str, Any], *, name: str) -> dict[str, list[Any]]:
+    """What the document of the array of that name says of its records: the values of every column, None where missing.
+
+    Raises:
+        ArithmeticError, AttributeError, LookupError, TypeError, ValueError: it says what no document does.
+    """
+    is_stack = "captures" in attributes
+    common, captures = (attributes["common"], attributes["captures"]) if is_stack else ({}, [attributes])
+    number = len(captures)
+    columns: dict[str, list[Any]] = {
+        "stack": [name if is_stack else ""] * number,
+        "index": [*range(number)] if is_stack else [-1],
+    }
+    for column, kind in KINDS.items():
+        first, *inner = ("shape" if column == "numel" else column).split(".")
+        if column in {"stack", "index", "site"}:
+            continue
+        is_shared = not any(first in capture for capture in captures)
+        values = [common[first]] if is_shared else [(one if first in one else common)[first] for one in captures]
+        for step in inner:
+            values = [one[step] for one in values]
+        if column in {"shape", "numel"}:
+            values = [*map(tuple, values)]
+        elif kind is FieldKind.OPTIONAL_REAL:
+            values = [float(one) if isinstance(one, str) else one for one in values]
+        stored = _stored(column, values)
+        columns[column] = stored * number if is_shared else stored
+    fields = (columns[field] for field in SITE_FIELDS)
+    columns["site"] = [_site_path(*one) for one in zip(*fields, strict=True)] if is_stack else [name]
+    return columns
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _site_path(*fields: Any) -> str:
+    return site_path(TensorSite(**dict(zip(SITE_FIELDS, fields, strict=True))))
+
+
+def catalogued_columns(table: RecordTable) -> dict[str, list[Any]]:
+    """The values of every column, None where missing; in the order of the records."""
+    columns = {name: values_of(table.column(name)) for name in KINDS}
+    for name, kind in KINDS.items():
+        if kind in {FieldKind.OPTIONAL_INTEGER, FieldKind.OPTIONAL_REAL}:
+            columns[name] = [None if math.isnan(value) else value for value in columns[name]]
+    return columns
 
 
 def merge_catalogues(sources: Sequence[ColumnSource]) -> bytes:
@@ -164,11 +197,11 @@ def merge_catalogues(sources: Sequence[ColumnSource]) -> bytes:
 class Catalogue:
     """The records of one iteration as columns; a column is unpacked when it is first asked for."""
 
-    def __init__(self, file: IO[bytes] | Mapping[str, Column], *, place: str, attempt: str) -> None:
+    def __init__(self, file: IO[bytes], *, place: str, attempt: str) -> None:
         """Read what columns there are.
 
         Args:
-            file: The archive; or all of the stored columns themselves, checked.
+            file: The archive.
             place: Where it lies, for messages.
             attempt: The path of the attempt that the iteration belongs to.
 
@@ -178,10 +211,6 @@ class Catalogue:
         self._place = place
         self._attempt = attempt
         self._columns: dict[str, Column] = {}
-        if isinstance(file, Mapping):
-            self._columns |= file
-            self.num_rows = len(file["iteration"])
-            return
         try:
             self._archive = ColumnArchive(file)
             # The column that every catalogue has: how long it is all others are.

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ranktape.errors import DataError
-from ranktape.fields import FieldKind
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import Attempt, check_attempt
 from ranktape.storage.format.blob import blob_document, blob_key, blob_parts, open_blob
-from ranktape.storage.format.catalogue import (
-    KINDS,
-    Catalogue,
-    CatalogueEntry,
-    columns_of,
-    merge_catalogues,
-)
+from ranktape.storage.format.catalogue import Catalogue, merge_catalogues
 from ranktape.storage.format.documents import (
-    CHECKSUM_KEY,
     MAX_COMMIT_NBYTES,
     decode_document,
     document_checksum,
@@ -31,25 +22,25 @@ from ranktape.storage.format.documents import (
     read_document,
     write_group,
 )
-from ranktape.storage.format.layout import SITE_FIELDS, Mark, TensorSite, site_path
-from ranktape.storage.format.record_info import EXTREMES, RecordInfo
-from ranktape.storage.format.validation import Fields, check_document, check_records, parse_json, used_texts
+from ranktape.storage.format.layout import Mark
+from ranktape.storage.format.validation import Fields
 from ranktape.storage.places.backend import Backend
-from ranktape.storage.query.columns import values_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCommit:
-    """What one rank committed of one iteration."""
+    """What the document of a rank's commit says of one iteration."""
 
-    catalogue: Catalogue
+    num_records: int
     """Its records."""
     nbytes: int
     """Bytes of what is kept of them."""
     silent_sites: dict[str, str]
     """The tensors that were expected and not recorded, each with the reason."""
     checksum: str | None
-    """Of the commit's document; None where it has none."""
+    """Of the document; None where it has none."""
+    catalogue: str
+    """The checksum of the rank's catalogue; empty in runs of early versions."""
     counts: dict[str, int]
     """`num_expected` tensors, and `num_missing` of them that were not recorded; empty where it says nothing."""
     compiled: str
@@ -67,21 +58,21 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
     was removed stays removed.
 
     Raises:
-        DataError: a rank left its marker, but its commit is not there or does not say what it should.
+        DataError: a rank's commit is not there, or does not say what it should.
         StorageError: the run was deleted or replaced, or cannot be read or written.
     """
     check_attempt(backend, attempt)
     if _is_dropped(backend, attempt, iteration):
         return
     ranks = attempt.launch.ranks
-    commits = for_each(lambda rank: read_commit(backend, attempt.path, rank, iteration), ranks)
-    data = merge_catalogues([commit.catalogue.load for commit in commits])
+    parts = for_each(lambda rank: _read_part(backend, attempt.path, rank, iteration), ranks)
+    data = merge_catalogues([catalogue.load for _, catalogue in parts])
     attributes = {
         "complete": True,
         "iteration": iteration,
         "attempt": attempt.number,
         "expected_ranks": list(ranks),
-        **summary_of(dict(zip(ranks, commits, strict=True))),
+        **summary_of({rank: commit for rank, (commit, _) in zip(ranks, parts, strict=True)}),
         "committed": time.time(),
     }
     path = layout.iteration_path(attempt.path, iteration)
@@ -109,7 +100,7 @@ def summary_of(commits: Mapping[int, RankCommit]) -> dict[str, Any]:
     skipped = [rank for rank, commit in commits.items() if commit.step_skipped]
     cut_off = {str(rank): commit.cut_off for rank, commit in commits.items() if commit.cut_off}
     return {
-        "num_records": sum(commit.catalogue.num_rows for commit in commits.values()),
+        "num_records": sum(commit.num_records for commit in commits.values()),
         "nbytes": sum(commit.nbytes for commit in commits.values()),
         "silent_sites": {str(rank): commit.silent_sites for rank, commit in commits.items() if commit.silent_sites},
         **({name: sum(commit.counts[name] for commit in commits.values()) for name in _COUNTS} if are_counted else {}),
@@ -120,49 +111,67 @@ def summary_of(commits: Mapping[int, RankCommit]) -> dict[str, Any]:
     }
 
 
-def _counts(fields: Fields) -> dict[str, int]:
-    return {name: fields.integer(name) for name in _COUNTS} if all(name in fields for name in _COUNTS) else {}
-
-
 def _is_dropped(backend: Backend, attempt: Attempt, iteration: int) -> bool:
     # Not `exists`, which some file systems answer from a listing they remember.
     return read_document(backend, layout.dropped_path(attempt.path, iteration)) is not None
 
 
 def read_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> RankCommit:
-    """One rank's commit of an iteration, from its marker and its catalogue; `attempt` is the attempt's path.
+    """One rank's commit of an iteration; `attempt` is the attempt's path.
 
     Raises:
-        DataError: there is no commit, or it does not hold as many records as it says.
-        RunFormatError: its marker or its catalogue says what none does.
+        DataError: there is no commit, or its document is damaged.
+        RunFormatError: its document says what no commit does.
     """
     group = layout.rank_iteration_path(attempt, rank, iteration)
-    path = layout.marker_path(attempt, iteration, rank, Mark.COMMITTED)
-    fields = read_attributes(backend, path, max_nbytes=MAX_COMMIT_NBYTES)
-    if fields is None or "commit" not in fields:
-        # It was lost: the commit's document says the same.
-        return read_whole_commit(backend, attempt, rank, iteration)
-    if backend.size(layout.document_key(group)) is None:
-        raise _lost(backend, group, rank=rank, iteration=iteration)
-    path = layout.catalogue_path(attempt, rank, iteration)
-    place = f"{backend.url}/{path}"
-    catalogue = Catalogue(open_blob(backend, path), place=place, attempt=attempt)
-    num_records = fields.integer("num_records")
-    if catalogue.num_rows != num_records:
-        raise DataError(
-            f"{place} has {catalogue.num_rows} records, the rank's marker says {num_records}: "
-            f"the commit is damaged; see 'ranktape check'"
-        )
+    data = read_document(backend, group, max_nbytes=MAX_COMMIT_NBYTES)
+    if data is None:
+        raise DataError(f"rank {rank} has no commit of iteration {iteration}: {backend.url}/{group} has no document")
+    return parse_commit(data, place=f"{backend.url}/{group}", key=layout.document_key(group))
+
+
+def parse_commit(data: bytes, *, place: str, key: str) -> RankCommit:
+    """What the document of a rank's commit, which lies under a key, says.
+
+    Raises:
+        DataError: it is not what was written there.
+        RunFormatError: it says what no commit does.
+    """
+    fields = Fields(decode_document(data, place=place, key=key).get("attributes", {}), place=place)
+    has_counts = all(name in fields for name in _COUNTS)
     return RankCommit(
-        catalogue=catalogue,
+        num_records=fields.integer("num_records"),
         nbytes=fields.integer("nbytes"),
-        silent_sites=fields.texts("silent_sites"),
-        checksum=fields.text("commit"),
-        counts=_counts(fields),
+        silent_sites=fields.texts("silent_sites", default={}),
+        checksum=document_checksum(data),
+        catalogue=fields.text("catalogue", default=""),
+        counts={name: fields.integer(name) for name in _COUNTS} if has_counts else {},
         compiled=fields.text("compiled", default=""),
         step_skipped=fields.flag("step_skipped", default=False),
         cut_off=fields.text("cut_off", default=""),
     )
+
+
+def _read_part(backend: Backend, attempt: str, rank: int, iteration: int) -> tuple[RankCommit, Catalogue]:
+    commit = read_commit(backend, attempt, rank, iteration)
+    return commit, open_rank_catalogue(backend, attempt, rank, iteration, commit)
+
+
+def open_rank_catalogue(backend: Backend, attempt: str, rank: int, iteration: int, commit: RankCommit) -> Catalogue:
+    """What a rank's commit of an iteration holds; `attempt` is the attempt's path.
+
+    Raises:
+        DataError: it is missing or damaged, or has another number of records.
+        RunFormatError: it is not a catalogue.
+    """
+    path = layout.catalogue_path(attempt, rank, iteration)
+    catalogue = _open(backend, path, attempt)
+    if catalogue.num_rows != commit.num_records:
+        raise DataError(
+            f"{backend.url}/{path} has {catalogue.num_rows} records, the rank's commit says {commit.num_records}: "
+            f"the commit is damaged; see 'ranktape check'"
+        )
+    return catalogue
 
 
 def open_catalogue(backend: Backend, attempt: str, iteration: int) -> Catalogue:
@@ -172,7 +181,10 @@ def open_catalogue(backend: Backend, attempt: str, iteration: int) -> Catalogue:
         DataError: it is missing or damaged.
         RunFormatError: it is not a catalogue.
     """
-    path = layout.iteration_path(attempt, iteration)
+    return _open(backend, layout.iteration_path(attempt, iteration), attempt)
+
+
+def _open(backend: Backend, path: str, attempt: str) -> Catalogue:
     return Catalogue(open_blob(backend, path), place=f"{backend.url}/{path}", attempt=attempt)
 
 
@@ -196,133 +208,8 @@ def skipped_ranks(fields: Fields) -> tuple[int, ...]:
 
 
 def mark_committed(backend: Backend, attempt: str, rank: int, iteration: int, *, commit: bytes) -> None:
-    """Leave the marker of a commit that is stored, from its document, instead of any other word of the rank.
-
-    Raises:
-        DataError: the document is damaged.
-    """
-    group = layout.rank_iteration_path(attempt, rank, iteration)
-    key = layout.document_key(group)
-    attributes = decode_document(commit, place=f"{backend.url}/{key}", key=key)["attributes"]
-    names = ("num_records", "nbytes", "silent_sites", *_COUNTS, "compiled", "step_skipped", "cut_off")
-    words = {name: attributes[name] for name in names if name in attributes}
+    """Leave the marker of a commit that is stored, from its document, instead of any other word of the rank."""
     others = (layout.marker_path(attempt, iteration, rank, mark) for mark in (Mark.FAILED, Mark.SKIPPED))
     backend.delete_keys([layout.document_key(path) for path in others])
     marker = layout.marker_path(attempt, iteration, rank, Mark.COMMITTED)
-    write_group(backend, marker, {**words, "commit": document_checksum(commit)})
-
-
-def read_whole_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> RankCommit:
-    """The same, from the documents of all arrays in the commit: slower.
-
-    Raises:
-        DataError: there is no commit, or it does not hold as many records as it says.
-    """
-    group = layout.rank_iteration_path(attempt, rank, iteration)
-    key = layout.document_key(group)
-    place = f"{backend.url}/{key}"
-    data = read_document(backend, group, max_nbytes=MAX_COMMIT_NBYTES)
-    if data is None:
-        raise _lost(backend, group, rank=rank, iteration=iteration)
-    return parse_commit(decode_document(data, place=place, key=key), place=place, attempt=attempt)
-
-
-def parse_commit(document: Mapping[str, Any], *, place: str, attempt: str) -> RankCommit:
-    """What the document of a rank's commit says, and the copies in it of the documents of its arrays.
-
-    Raises:
-        DataError: it says what none does.
-        RunFormatError: a field is not what it must be.
-    """
-    fields = Fields(document.get("attributes", {}), place=place)
-    try:
-        members = document.get("consolidated_metadata", {}).get("metadata", {})
-        columns = columns_of(_recorded(members))
-        catalogue = Catalogue(columns, place=place, attempt=attempt)
-        check_records(columns.__getitem__)
-        for name, kind in KINDS.items():
-            if kind is FieldKind.JSON and name != "shape":
-                for text in used_texts(columns.__getitem__, name):
-                    check_document(name, parse_json(text))
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise DataError(f"{place} is damaged: {error!r}: see 'ranktape check'") from error
-    num_records = fields.integer("num_records")
-    if num_records != catalogue.num_rows:
-        raise DataError(f"{place} says {num_records} records and holds {catalogue.num_rows}: the commit is damaged")
-    return RankCommit(
-        catalogue=catalogue,
-        nbytes=sum(values_of(columns["nbytes"])),
-        silent_sites=fields.texts("silent_sites", default={}),
-        checksum=fields.text(CHECKSUM_KEY, default="") or None,
-        counts=_counts(fields),
-        compiled=fields.text("compiled", default=""),
-        step_skipped=fields.flag("step_skipped", default=False),
-        cut_off=fields.text("cut_off", default=""),
-    )
-
-
-def entries_of(name: str, member: Mapping[str, Any]) -> list[CatalogueEntry]:
-    """The records that an array of a commit holds."""
-    if member["node_type"] != "array" or name == layout.CATALOGUE:
-        return []
-    attributes = member["attributes"]
-    if "captures" not in attributes:
-        return [CatalogueEntry(site=name, stack="", index=-1, info=RecordInfo.from_json(attributes))]
-    common = attributes["common"]
-    infos = [RecordInfo.from_json({**common, **capture}) for capture in attributes["captures"]]
-    return [
-        CatalogueEntry(site=site_path(TensorSite.of(info)), stack=name, index=index, info=info)
-        for index, info in enumerate(infos)
-    ]
-
-
-def _recorded(members: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """What the documents of a commit's arrays say, column by column, in the order of recording.
-
-    As `entries_of`, in a quarter of the time: a record is never made.
-    """
-    values: dict[str, list[Any]] = {name: [] for name in KINDS}
-    for member, document in members.items():
-        if document["node_type"] != "array" or member == layout.CATALOGUE:
-            continue
-        attributes = document["attributes"]
-        is_stack = "captures" in attributes
-        common, captures = (attributes["common"], attributes["captures"]) if is_stack else ({}, [attributes])
-        number = len(captures)
-        places: dict[str, list[Any]] = {
-            "stack": [member if is_stack else ""] * number,
-            "site": ["" if is_stack else member] * number,
-            "index": [*range(number)] if is_stack else [-1],
-        }
-        for name in KINDS:
-            first, *inner = ("shape" if name == "numel" else name).split(".")
-            if name in places:
-                found = places[name]
-            elif any(first in capture for capture in captures):
-                found = [(capture if first in capture else common)[first] for capture in captures]
-            else:
-                found = [common[first]] * number
-            for step in inner:
-                found = [one[step] for one in found]
-            values[name] += found
-    values["shape"] = values["numel"] = [*map(tuple, values["shape"])]
-    for name in EXTREMES:
-        # Infinities are texts in JSON.
-        column = values[f"overflow.{name}"]
-        column[:] = [float(one) if isinstance(one, str) else one for one in column]
-    sites = map(_site_path, *(values[name] for name in SITE_FIELDS))
-    values["site"] = [name or site for name, site in zip(values["site"], sites, strict=True)]
-    keys = list(zip(values["counter"], values["site"], strict=True))
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-    return {name: [column[row] for row in order] for name, column in values.items()}
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _site_path(*fields: Any) -> str:
-    return site_path(TensorSite(**dict(zip(SITE_FIELDS, fields, strict=True))))
-
-
-def _lost(backend: Backend, group: str, *, rank: int, iteration: int) -> DataError:
-    return DataError(
-        f"rank {rank} marked iteration {iteration} as committed, but {backend.url}/{group} has no document"
-    )
+    write_group(backend, marker, {"commit": document_checksum(commit)})

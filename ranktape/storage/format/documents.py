@@ -40,7 +40,6 @@ _MAX_CONTAINERS = 1 << 22
 _ALGORITHM = "crc32c:"
 _BLANK = f"{_ALGORITHM}00000000"
 _STAMP = re.compile(rb'"ranktape_checksum": ?"crc32c:([0-9a-f]{8})"')
-_CONSOLIDATED = b',"consolidated_metadata":{"kind":"inline","must_understand":false,"metadata":{'
 
 _BYTES_CODEC = {"name": "bytes", "configuration": {"endian": "little"}}
 _CRC_CODEC = {"name": "crc32c"}
@@ -51,13 +50,12 @@ BLOSC_BLOCK_NBYTES = 1 << 20
 """Smaller blocks, which blosc takes by itself, leave a tenth more of bfloat16."""
 
 
-def encode_document(document: Mapping[str, Any], *, key: str, members: Mapping[str, bytes] | None = None) -> bytes:
+def encode_document(document: Mapping[str, Any], *, key: str) -> bytes:
     """A document as JSON text, with its checksum.
 
     Args:
         document: As `group_document` and `array_document` make it.
         key: Where it will lie, below the run.
-        members: For a group, the encoded documents below it by their paths, to be consolidated.
 
     Raises:
         ValueError: a NaN or an infinity is in it, which JSON cannot hold.
@@ -67,9 +65,6 @@ def encode_document(document: Mapping[str, Any], *, key: str, members: Mapping[s
     if "\\ud" in written:
         written = json.dumps(spelled(stamped), separators=(",", ":"), allow_nan=False)
     text = written.encode()
-    if members is not None:
-        listed = b",".join(json.dumps(path).encode() + b":" + member for path, member in members.items())
-        text = text[:-1] + _CONSOLIDATED + listed + b"}}}"
     digits = text.index(_BLANK.encode()) + len(_ALGORITHM)
     return text[:digits] + b"%08x" % _document_crc(text, key=key) + text[digits + 8 :]
 

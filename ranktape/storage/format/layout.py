@@ -366,6 +366,12 @@ def site_path(site: TensorSite) -> str:
     return _CONTINUED.join(name[start : start + _SEGMENT_LENGTH] for start in range(0, len(name), _SEGMENT_LENGTH))
 
 
+def parents_of(path: str) -> list[str]:
+    """The groups between an iteration's and the last segment of a site's path."""
+    parts = path.split("/")
+    return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
+
+
 @functools.lru_cache(maxsize=1 << 14)
 def _begin_name(module: str, layer_type: str, layer_idx: int, *words: str) -> str:
     """The fields that are the same in every iteration: encoding them takes longer than all else."""

@@ -15,9 +15,13 @@ from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import Attempt, read_attempt, read_run, run_attributes
 from ranktape.storage.format.documents import document_checksum, is_document_intact, read_document
 from ranktape.storage.format.layout import KeyKind, Mark
-from ranktape.storage.maintenance.check_commit import RankResult, check_commit
-from ranktape.storage.maintenance.check_iteration import check_iteration
-from ranktape.storage.maintenance.check_view import AttemptView, decode_stamped
+from ranktape.storage.maintenance.check_iteration import (
+    AttemptView,
+    RankResult,
+    check_iteration,
+    check_rank,
+    decode_stamped,
+)
 from ranktape.storage.maintenance.finding import CheckFinding, CheckReport, FindingKind, Findings, Mend
 from ranktape.storage.maintenance.work import OnProgress, Work
 from ranktape.storage.places.backend import Backend, ObjectInfo
@@ -31,7 +35,7 @@ _NUM_THREADS = 16
 _MAX_NAMED = 100
 """Foreign objects, and ranks that left nothing, that are named before the rest is counted."""
 
-_REMEMBERED = ("num_records", "nbytes", "commit", "is_enough")
+_REMEMBERED = ("commit", "is_enough")
 """The attributes of markers and of the plan that are compared with something."""
 
 
@@ -206,14 +210,14 @@ class _AttemptCheck:
         for iteration, ranks in due.items():
             items: list[CheckFinding] = []
             results: dict[int, RankResult | None] = {}
-            jobs = {rank: groups.submit(check_commit, view, iteration, rank) for rank in ranks}
+            jobs = {rank: groups.submit(check_rank, view, iteration, rank) for rank in ranks}
             for rank, job in jobs.items():
                 wrong, results[rank] = job.result()
                 items += wrong
                 work.step()
             is_cut_off = any(one is not None and one.commit.cut_off for one in results.values())
             report.num_partial += is_cut_off and iteration in view.complete
-            report.num_records += sum(one.commit.catalogue.num_rows for one in results.values() if one is not None)
+            report.num_records += sum(one.commit.num_records for one in results.values() if one is not None)
             items += check_iteration(view, iteration, results)
             # A retention may have taken the iteration away while it was looked at.
             dropped = layout.document_key(layout.dropped_path(view.attempt.path, iteration))
@@ -241,9 +245,10 @@ class _AttemptCheck:
             if gone := sorted(stated - complete - dropped - self._seen):
                 what = f"the verdict counts iterations {gone}, which are not complete"
                 found.error(FindingKind.MISSING, what, key=key)
-            late = sorted(complete - stated)
+            late = sorted((complete | self.view.finishable) - stated)
             if late and self._is_last:
-                found.note(FindingKind.STALE, f"iterations {late} were completed after the verdict", key=key, mend=mend)
+                what = f"iterations {late} were committed by all ranks after the verdict"
+                found.note(FindingKind.STALE, what, key=key, mend=mend)
             # What was removed after the verdict stands in it, what was removed before it counts all the same.
             is_met = (len(stated) >= required, len(stated | dropped) >= required)
             if verdict.get("required") != required or verdict["met"] not in is_met:
@@ -266,8 +271,7 @@ class _AttemptCheck:
                 fields = job.result()
             except (DataError, RunFormatError) as error:
                 if about.mark is not Mark.COMMITTED:
-                    mend = Mend.RESTORE_GROUP if about.kind in {KeyKind.GROUP, KeyKind.OPENED} else None
-                    self._found.error(FindingKind.DAMAGED, str(error), key=key, mend=mend)
+                    self._found.error(FindingKind.DAMAGED, str(error), key=key)
                 continue
             if fields is None:  # gone since it was listed, as a retention does
                 continue
@@ -286,7 +290,7 @@ class _AttemptCheck:
             key = layout.document_key(place)
             if view.nbytes(key) is None:
                 message = f"the {what}'s document is missing"
-                self._found.error(FindingKind.MISSING, message, rank=rank, key=key, mend=Mend.RESTORE_GROUP)
+                self._found.error(FindingKind.MISSING, message, rank=rank, key=key)
         if self._is_closed:
             silent = sorted(set(view.attempt.launch.ranks) - view.ranks[KeyKind.CLOSED])
             keys: dict[str, int | None] = {layout.document_key(layout.closed_path(path, rank)): rank for rank in silent}

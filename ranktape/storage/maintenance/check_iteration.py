@@ -1,69 +1,458 @@
-"""Checks that the commit of an iteration is there when all ranks have committed it, and says what they say."""
+"""Checks one iteration of an attempt: what each rank committed of it, and the commit of the iteration itself.
+
+Of a rank's commit there are two copies: the catalogue, and the documents of the arrays. The rank's document names the
+catalogue by its checksum, the catalogue names every array, and both must say the same of each record.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from ranktape.errors import DataError, RunFormatError
 from ranktape.storage.format import layout
-from ranktape.storage.format.blob import blob_key, blob_nbytes
-from ranktape.storage.format.catalogue import RecordTable
-from ranktape.storage.format.commit import SUMMARY, RankCommit, summary_of
-from ranktape.storage.format.layout import KeyKind, Mark
-from ranktape.storage.maintenance.check_commit import RankResult
-from ranktape.storage.maintenance.check_view import AttemptView, compare_catalogue
+from ranktape.storage.format.attempt import Attempt
+from ranktape.storage.format.blob import blob_checksum, blob_key, blob_nbytes, split_checksum
+from ranktape.storage.format.catalogue import (
+    KINDS,
+    Catalogue,
+    RecordTable,
+    catalogued_columns,
+    concatenate,
+    documented_columns,
+)
+from ranktape.storage.format.commit import SUMMARY, RankCommit, parse_commit, summary_of
+from ranktape.storage.format.decode import StoredArray, parse_array, read_stored
+from ranktape.storage.format.documents import (
+    MAX_COMMIT_NBYTES,
+    decode_document,
+    document_checksum,
+    read_attributes,
+    read_document,
+)
+from ranktape.storage.format.encode import checksum
+from ranktape.storage.format.layout import DOCUMENT, AttemptKey, KeyKind, Mark, document_key
+from ranktape.storage.format.validation import check_records
 from ranktape.storage.maintenance.finding import CheckFinding, FindingKind, Findings, Mend
-from ranktape.storage.query.columns import values_of
+from ranktape.storage.maintenance.outbox import SPILLED_KEY
+from ranktape.storage.maintenance.work import MemoryBudget
+from ranktape.storage.places.backend import Backend, ObjectInfo
+from ranktape.storage.query.columns import StringColumn, rows_of, values_of
 
 _MAX_NAMED = 3
+"""Damaged tensors of one stack, differing weights and ranks that are named before the rest is counted."""
+
+MALFORMED = (*(DataError, RunFormatError, ArithmeticError), *(AttributeError, LookupError, TypeError, ValueError))
+"""What comes of a document whose JSON is not what we write, whoever wrote it."""
+
+
+_PARSED_RATIO = 8
+"""A document that was parsed takes so many times the memory of its text."""
+
+_READ_LATER = {KeyKind.ATTEMPT, KeyKind.VERDICT, KeyKind.ITERATION_COMMIT, KeyKind.ITERATION_CATALOGUE}
+"""The iterations' own when the commits of their ranks have been read."""
+
+
+@dataclass(slots=True, kw_only=True)
+class AttemptView:
+    """An attempt as its listing shows it, with what is needed to look closer."""
+
+    backend: Backend
+    attempt: Attempt
+    objects: dict[str, ObjectInfo]
+    """Everything in the attempt, by keys below the run."""
+    is_open: bool
+    """Whether ranks may still be writing: what was not listed may be there all the same."""
+    deep: bool
+    """Whether every byte is read."""
+    leaves: ThreadPoolExecutor
+    """For single requests; what runs in it hands nothing to it."""
+    memory: MemoryBudget = field(default_factory=MemoryBudget)
+    """Bytes of objects in memory."""
+    groups: dict[tuple[int, int], list[str]] = field(default_factory=dict)
+    """For each iteration and rank the keys in its group."""
+    marks: dict[tuple[int, int], dict[Mark, dict[str, Any] | None]] = field(default_factory=dict)
+    """For each iteration and rank what its markers say; None for one that is damaged."""
+    iterations: dict[KeyKind, set[int]] = field(
+        default_factory=lambda: {KeyKind.OPENED: set(), KeyKind.ITERATION_COMMIT: set(), KeyKind.DROPPED: set()}
+    )
+    """Those that were begun, that have a commit of their own, and that were removed on purpose."""
+    counted: set[int] = field(default_factory=set)
+    """Iterations that the verdict counts as complete."""
+    finishable: set[int] = field(default_factory=set)
+    """Iterations without a commit of their own, of which all ranks' commits are whole; filled in by the check."""
+    documents: dict[str, AttemptKey] = field(default_factory=dict)
+    """Those that are part of no commit, and not the verdict."""
+    ranks: dict[KeyKind, set[int]] = field(default_factory=lambda: {KeyKind.RANK: set(), KeyKind.CLOSED: set()})
+    """Those with a document, and those that left a last word."""
+    foreign: list[str] = field(default_factory=list)
+    """What no writer of ours makes."""
+
+    def __post_init__(self) -> None:
+        """Sort what was listed."""
+        for key in self.objects:
+            found = layout.parse_key(key[len(self.attempt.path) + 1 :])
+            if found is None:
+                self.foreign.append(key)
+            elif found.kind in {KeyKind.RANK_COMMIT, KeyKind.MEMBER}:
+                self.groups.setdefault((found.iteration, found.rank), []).append(key)
+            else:
+                self.iterations.get(found.kind, set()).add(found.iteration)
+                self.ranks.get(found.kind, set()).add(found.rank)
+                if found.mark is not None:
+                    self.marks.setdefault((found.iteration, found.rank), {})[found.mark] = None
+                if found.kind not in _READ_LATER:
+                    self.documents[key] = found
+
+    @property
+    def complete(self) -> set[int]:
+        """Iterations with the document of an iteration commit."""
+        return self.iterations[KeyKind.ITERATION_COMMIT]
+
+    @property
+    def dropped(self) -> set[int]:
+        """Iterations that were removed on purpose."""
+        return self.iterations[KeyKind.DROPPED]
+
+    def nbytes(self, key: str) -> int | None:
+        """The size of an object; None where there is none."""
+        info = self.objects.get(key)
+        if info is not None:
+            return info.nbytes
+        # A listing that was made while ranks write may have passed by what came before the rest that it shows.
+        return self.backend.size(key) if self.is_open else None
+
+    def has_object(self, found: Findings, key: str, *, nbytes: int | None, what: str, **fields: Any) -> bool:
+        """Whether an object has the size that it must have, or any if that is None; otherwise a finding says so."""
+        there = self.nbytes(key)
+        if there is None:
+            found.error(FindingKind.MISSING, f"{what} lost: the object is missing", key=key, **fields)
+        elif not there or nbytes not in {None, there}:
+            expected = "some" if nbytes is None else nbytes
+            found.error(FindingKind.SIZE, f"the object has {there} bytes instead of {expected}", key=key, **fields)
+        else:
+            return True
+        return False
+
+    def place(self, key: str) -> str:
+        """A key, for messages."""
+        return f"{self.backend.url}/{key}"
+
+    def read(self, key: str) -> bytes | None:
+        """The text of a document; None where there is none.
+
+        Raises:
+            RunFormatError: it is larger than it can be.
+        """
+        if self.nbytes(key) is None:
+            return None
+        return read_document(self.backend, key.removesuffix(f"/{DOCUMENT}"), max_nbytes=MAX_COMMIT_NBYTES)
+
+    def document(self, key: str) -> dict[str, Any] | None:
+        """The document at a key, compared with its checksum, which it must have; None where there is none.
+
+        Raises:
+            DataError: it is not what was written there.
+            RunFormatError: it is not a document of Zarr, or larger than it can be.
+        """
+        with self.memory.taken(_PARSED_RATIO * (self.nbytes(key) or 0)):
+            data = self.read(key)
+            return None if data is None else decode_stamped(data, key=key, place=self.place(key))
+
+    def expect_document(self, found: Findings, key: str, *, what: str, **fields: Any) -> dict[str, Any] | None:
+        """The same; where it is missing or damaged, a finding says so."""
+        num_before = len(found.items)
+        document = found.read(lambda: self.document(key), key=key, **fields)
+        if document is None and len(found.items) == num_before:
+            found.error(FindingKind.MISSING, f"{what} missing", key=key, **fields)
+        return document
+
+
+def decode_stamped(data: bytes, *, key: str, place: str) -> dict[str, Any]:
+    """A document, compared with its checksum, which it must have.
+
+    Raises:
+        DataError: it is not what was written there.
+        RunFormatError: it is not a document of Zarr.
+    """
+    document = decode_document(data, place=place, key=key)
+    if document_checksum(data) is None:
+        raise DataError(f"{place} is not what was written there: it has lost its checksum")
+    return document
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankResult:
+    """What was found out about a rank commit that can be read."""
+
+    commit: RankCommit
+    """What its document says."""
+    catalogue: Catalogue | None
+    """Its records; None where they cannot be read."""
+    is_whole: bool
+    """Whether nothing of it is lost or wrong."""
+
+
+def check_rank(view: AttemptView, iteration: int, rank: int) -> tuple[list[CheckFinding], RankResult | None]:
+    """What is wrong with one rank's iteration, and what it committed, where it did."""
+    check = _RankCheck(view, iteration, rank)
+    return check.found.items, check.look()
+
+
+class _RankCheck:
+    """The check of one rank's part of an iteration."""
+
+    def __init__(self, view: AttemptView, iteration: int, rank: int) -> None:
+        self._view = view
+        self._place = (iteration, rank)
+        self._marks = view.marks.get(self._place, {})
+        self._keys = view.groups.get(self._place, [])
+        self._group = layout.rank_iteration_path(view.attempt.path, rank, iteration)
+        self._key = document_key(self._group)
+        self._columns: dict[str, list[Any]] = {}
+        self.found = self._findings()
+
+    def look(self) -> RankResult | None:
+        found, view, key = self.found, self._view, self._key
+        try:
+            data = view.read(key)
+            if data is None:
+                self._look_at_uncommitted()
+                return None
+            attributes = decode_stamped(data, key=key, place=view.place(key))["attributes"]
+            commit = parse_commit(data, place=view.place(key), key=key)
+        except (DataError, RunFormatError) as error:
+            found.error(FindingKind.DAMAGED, f"its document cannot be read: {error}", key=key)
+            return None
+        stated = tuple(attributes.get(name) for name in ("complete", "iteration", "rank"))
+        if stated != (True, *self._place):
+            what = f"its document is of another commit: (complete, iteration, rank) is {stated}"
+            found.error(FindingKind.DAMAGED, what, key=key)
+        catalogue = self._look_at_catalogue(commit)
+        if catalogue is not None:
+            self._columns = catalogued_columns(catalogue)
+            self._look_at_members()
+        result = RankResult(commit=commit, catalogue=catalogue, is_whole=not found.has_errors)
+        self._look_at_marker(result)
+        return result
+
+    def _findings(self) -> Findings:
+        iteration, rank = self._place
+        return Findings(attempt=self._view.attempt.number, iteration=iteration, rank=rank)
+
+    def _look_at_uncommitted(self) -> None:
+        found, view, keys = self.found, self._view, self._keys
+        place = {"key": f"{self._group}/", "modified": max((view.objects[key].modified for key in keys), default=0.0)}
+        if Mark.COMMITTED in self._marks or self._place[0] in view.complete:
+            says = "the rank has committed it" if Mark.COMMITTED in self._marks else "the iteration is complete"
+            what = f"{says}, but the document of the rank's commit is missing"
+            found.error(FindingKind.MISSING, what, key=self._key)
+        elif keys and (waits := self._spilled_to()) is not None:
+            # What lies here is a part of it: it must not be removed before the rest is brought.
+            what = f"{len(keys)} objects of an iteration of which the rest waits in {waits} for 'ranktape push'"
+            found.note(FindingKind.UNFINISHED, what, **place)
+        elif keys:
+            nbytes = sum(view.objects[name].nbytes for name in keys)
+            what = f"{len(keys)} objects ({nbytes} bytes) of an iteration that the rank has not committed"
+            what += ": it is being recorded, or its processes were lost" if view.is_open else ""
+            kind = FindingKind.UNFINISHED if view.is_open else FindingKind.DEBRIS
+            found.note(kind, what, mend=Mend.REMOVE_OBJECTS, **place)
+
+    def _spilled_to(self) -> Any:
+        """Where the rank says that the iteration waits, which it failed to store."""
+        if Mark.FAILED not in self._marks:
+            return None
+        try:
+            path = layout.marker_path(self._view.attempt.path, *self._place, Mark.FAILED)
+            words: Mapping[str, Any] = read_attributes(self._view.backend, path) or {}
+            return words.get(SPILLED_KEY)
+        except (DataError, RunFormatError):
+            return None  # the marker itself is looked at elsewhere
+
+    def _look_at_marker(self, result: RankResult) -> None:
+        found, view = self.found, self._view
+        key = document_key(layout.marker_path(view.attempt.path, *self._place, Mark.COMMITTED))
+        fields: dict[str, Any] = {"key": key, "mend": Mend.RESTORE_MARKER if result.is_whole else None}
+        if Mark.COMMITTED in self._marks:
+            words = self._marks[Mark.COMMITTED]
+            if words is None:
+                found.error(FindingKind.DAMAGED, "the rank's marker is not what was written", **fields)
+            elif words.get("commit") != result.commit.checksum:
+                what = f"the rank's marker is of the commit {words.get('commit')}, there is {result.commit.checksum}"
+                found.error(FindingKind.MISMATCH, what, **fields)
+        elif view.nbytes(key) is None:
+            what = "the rank's commit is there, its marker is"
+            if self._place[0] in view.complete:
+                found.error(FindingKind.MISSING, f"{what} missing", **fields)
+            else:
+                what += " not yet: it is being recorded, or the rank was lost"
+                found.note(FindingKind.UNFINISHED, what, **fields)
+
+    def _look_at_catalogue(self, commit: RankCommit) -> Catalogue | None:
+        """The catalogue of the rank; None where it is not the one that was committed."""
+        found, view, path = self.found, self._view, f"{self._group}/{layout.CATALOGUE}"
+        what = "the document of the rank's catalogue is"
+        document = view.expect_document(found, document_key(path), what=what)
+        if document is not None and document.get("attributes", {}).get("num_records") != commit.num_records:
+            found.error(FindingKind.MISMATCH, f"{what} of another one", key=document_key(path))
+        what = "the rank's catalogue is"
+        catalogue = read_catalogue(view, found, path, document, what=what, checksum=commit.catalogue)
+        if catalogue is None:
+            return None
+        stated, actual = commit.nbytes, sum(values_of(catalogue.column("nbytes")))
+        if (catalogue.num_rows, actual) == (commit.num_records, stated):
+            return catalogue
+        what = f"it says {commit.num_records} records of {stated} bytes, its catalogue has {catalogue.num_rows}"
+        found.error(FindingKind.MISMATCH, f"{what} of {actual} bytes", key=self._key)
+        return None
+
+    def _look_at_members(self) -> None:
+        """All arrays that the catalogue names, and what else lies beside them."""
+        found, view, group = self.found, self._view, self._group
+        rows: dict[str, list[int]] = {}
+        for row, (stack, site) in enumerate(zip(self._columns["stack"], self._columns["site"], strict=True)):
+            rows.setdefault(stack or site, []).append(row)
+        jobs = [view.leaves.submit(self._look_at_array, name, some) for name, some in rows.items()]
+        catalogue = f"{group}/{layout.CATALOGUE}"
+        expected = {self._key, document_key(catalogue), blob_key(catalogue)}
+        for parent in sorted({document_key(f"{group}/{one}") for name in rows for one in layout.parents_of(name)}):
+            expected.add(parent)
+            view.expect_document(found, parent, what="the document of a group between tensors is")
+        for job in jobs:
+            items, keys = job.result()
+            found.items += items
+            expected |= keys
+        # What an array holds whose document is lost is not to be removed.
+        lost = tuple(f"{one.key.removesuffix(DOCUMENT)}c" for one in found.items if one.is_error)
+        for key in self._keys:
+            if key not in expected and not key.startswith(lost):
+                about = {"mend": Mend.REMOVE_OBJECTS, "modified": view.objects[key].modified}
+                found.note(FindingKind.DEBRIS, "an object that the commit does not name", key=key, **about)
+
+    def _look_at_array(self, name: str, rows: list[int]) -> tuple[list[CheckFinding], set[str]]:
+        """What is wrong with one array of the commit, and the keys that are a part of it."""
+        found, view, columns = self._findings(), self._view, self._columns
+        path, key = f"{self._group}/{name}", document_key(f"{self._group}/{name}")
+        rows = sorted(rows, key=columns["index"].__getitem__)
+        fields: dict[str, Any] = {"key": key, "record": "" if columns["stack"][rows[0]] else name}
+        document = view.expect_document(found, what="the document of its array is", **fields)
+        if document is None:
+            return found.items, {key}
+        try:
+            stored = parse_array(document, path=path, place=view.place(key))
+            said = documented_columns(stored.attributes, name=name)
+        except MALFORMED as error:
+            what = f"its document is not one of an array of tensors: {error}"
+            found.error(FindingKind.DAMAGED, what, **fields)
+            return found.items, {key}
+        wrong = [column for column, values in said.items() if values != [columns[column][row] for row in rows]]
+        is_stack = "captures" in stored.attributes
+        if wrong or (is_stack and len(rows) != stored.shape[0]):
+            about = f"in {', '.join(wrong[:_MAX_NAMED])}" if wrong else "in the number of tensors"
+            what = f"the document of its array and the rank's catalogue differ {about}"
+            found.error(FindingKind.MISMATCH, what, **fields)
+        if math.prod(stored.shape):
+            what = f"the values of {len(rows)} tensors are" if len(rows) > 1 else "its values are"
+            fields |= {"key": stored.key, "nbytes": stored.object_nbytes(), "what": what}
+            if view.has_object(found, **fields) and view.deep and not wrong:
+                names = [(columns["site"][row], columns["checksum"][row]) for row in rows]
+                with view.memory.taken(2 * (view.nbytes(stored.key) or 0)):
+                    _read_values(view, found, stored, names)
+        return found.items, {key, stored.key}
+
+
+def read_catalogue(
+    view: AttemptView, found: Findings, path: str, document: Mapping[str, Any] | None, *, what: str, checksum: str = ""
+) -> Catalogue | None:
+    """The catalogue at a path, of which every column can be read; None where something is wrong with it."""
+    key, place = blob_key(path), view.place(blob_key(path))
+    nbytes = None if document is None else blob_nbytes(document) or -1
+    if not view.has_object(found, key, nbytes=nbytes, what=what):
+        return None
+
+    def read() -> Catalogue:
+        data = split_checksum(view.backend.get(key), place=place)
+        if checksum not in {"", blob_checksum(data)}:
+            raise DataError(f"{place} is not the catalogue that the commit names, {checksum}")
+        catalogue = Catalogue.from_bytes(data, place=place, attempt=view.attempt.path)
+        for name in KINDS:
+            catalogue.column(name)
+        try:
+            check_records(catalogue.column)
+        except ValueError as error:
+            raise DataError(f"{place} is damaged: {error}") from error
+        return catalogue
+
+    with view.memory.taken(2 * (view.nbytes(key) or 0)):
+        return found.read(read, key=key)
+
+
+def _read_values(view: AttemptView, found: Findings, stored: StoredArray, names: Sequence[tuple[str, int]]) -> None:
+    """Compare all values of an array with the checksums of its records."""
+    is_stack = "captures" in stored.attributes
+    try:
+        values = read_stored(view.backend, stored)
+        arrays = values if is_stack else [values]
+        reasons = [_differs(array, stated) for array, (_, stated) in zip(arrays, names, strict=True)]
+    except (DataError, RunFormatError) as error:
+        # Of a stack some tensors may be whole: one after the other.
+        reasons = [_try(view, stored, index, stated) for index, (_, stated) in enumerate(names)] if is_stack else []
+        if not any(reasons):
+            reasons = [str(error)]
+    damaged = [(name, reason) for (name, _), reason in zip(names, reasons, strict=False) if reason]
+    for name, reason in damaged[:_MAX_NAMED]:
+        found.error(FindingKind.DAMAGED, reason, key=stored.key, record=name)
+    if rest := damaged[_MAX_NAMED:]:
+        listed = ", ".join(name for name, _ in rest)
+        what = f"{len(rest)} more tensors of the object are damaged: {listed}"
+        found.error(FindingKind.DAMAGED, what, key=stored.key)
+
+
+def _try(view: AttemptView, stored: StoredArray, index: int, stated: int) -> str:
+    try:
+        return _differs(read_stored(view.backend, stored, index=index), stated)
+    except (DataError, RunFormatError) as error:
+        return str(error)
+
+
+def _differs(array: np.ndarray[Any, Any], stated: int) -> str:
+    there, expected = checksum(array), f"crc32c:{stated:08x}"
+    return "" if there == expected else f"the values are not those captured: their checksum is {there}, not {expected}"
 
 
 def check_iteration(view: AttemptView, iteration: int, results: Mapping[int, RankResult | None]) -> list[CheckFinding]:
     """What is wrong with the commit of an iteration, whose ranks' commits are known."""
     found = Findings(attempt=view.attempt.number, iteration=iteration)
-    opened = layout.document_key(layout.opened_path(view.attempt.path, iteration))
+    opened = document_key(layout.opened_path(view.attempt.path, iteration))
     is_opened = iteration in view.iterations[KeyKind.OPENED]
     has_marks = any(step == iteration for step, _ in view.marks)
     if iteration in view.dropped:
         if has_marks or is_opened or iteration in view.complete or any(step == iteration for step, _ in view.groups):
-            found.note(
-                FindingKind.DEBRIS,
-                "the iteration was removed to keep the run small, and parts of it are left",
-                key=layout.document_key(layout.dropped_path(view.attempt.path, iteration)),
-                mend=Mend.FINISH_REMOVAL,
-            )
+            what = "the iteration was removed to keep the run small, and parts of it are left"
+            key = document_key(layout.dropped_path(view.attempt.path, iteration))
+            found.note(FindingKind.DEBRIS, what, key=key, mend=Mend.FINISH_REMOVAL)
         return found.items
     if has_marks and not is_opened and view.nbytes(opened) is None:
-        # Another process writes it, and may have been lost before it did.
-        say = found.error if iteration in view.complete else found.note
-        what = "ranks have left markers, but the document of their group is missing"
-        say(FindingKind.MISSING, what, key=opened, mend=Mend.RESTORE_GROUP)
-    path = layout.iteration_path(view.attempt.path, iteration)
-    key = layout.document_key(path)
-    known = {rank: result for rank in view.attempt.launch.ranks if (result := results.get(rank)) is not None}
-    is_known = len(known) == len(view.attempt.launch.ranks)
-    can_finish = is_known and all(result.is_whole for result in known.values())
+        # Another process writes it, and may have been lost before it did; no reader needs it.
+        what = "ranks have left markers, but the document that says that it was begun is missing"
+        found.note(FindingKind.UNFINISHED, what, key=opened)
+    ranks = view.attempt.launch.ranks
+    known = {rank: result for rank in ranks if (result := results.get(rank)) is not None}
+    can_finish = len(known) == len(ranks) and all(result.is_whole for result in known.values())
+    key = document_key(layout.iteration_path(view.attempt.path, iteration))
     if view.nbytes(key) is None:
         _check_missing(view, found, results, key=key, can_finish=can_finish)
         return found.items
-    num_absent = len(set(view.attempt.launch.ranks) - results.keys())
+    num_absent = len(set(ranks) - results.keys())
     if num_absent and not view.is_open:
         found.error(FindingKind.MISSING, f"the iteration is complete, but {num_absent} more ranks have no commit in it")
-    mend = Mend.REWRITE_COMMIT if can_finish else None
-    document = _check_document(view, found, key, mend=mend)
-    if document is None:
-        return found.items
-    commits = {rank: result.commit for rank, result in known.items()} if is_known else None
-    if commits is not None:
-        _check_summary(found, document["attributes"], commits, key=key, mend=mend)
-    what = "the iteration's catalogue is"
-    nbytes = blob_nbytes(document)
-    if view.has_object(found, blob_key(path), nbytes=-1 if nbytes is None else nbytes, what=what, mend=mend):
-        parts = [commit.catalogue for commit in commits.values()] if commits is not None else None
-        catalogue = compare_catalogue(view, found, path, parts, what=f"{what} not that of its ranks", mend=mend)
-        if catalogue is not None and is_known:
-            found.read(lambda: _check_replicas(found, catalogue), key=blob_key(path), mend=mend)
+    _check_complete(view, found, known if len(known) == len(ranks) else None, key=key)
     return found.items
 
 
@@ -73,6 +462,8 @@ def _check_missing(
     """Of an iteration without a commit of its own."""
     mend = Mend.FINISH_ITERATION if can_finish else None
     assert found.iteration is not None
+    if can_finish:
+        view.finishable.add(found.iteration)
     if found.iteration in view.counted:
         what = "the verdict counts it, but the iteration commit is missing"
         found.error(FindingKind.MISSING, what, key=key, mend=mend)
@@ -87,41 +478,50 @@ def _check_missing(
         found.note(FindingKind.UNFINISHED, f"not complete: {_ranks(without)} {verb}{more}")
 
 
-def _check_document(view: AttemptView, found: Findings, key: str, *, mend: Mend | None) -> dict[str, Any] | None:
-    num_before = len(found.items)
-    document = found.read(lambda: view.document(key), key=key, mend=mend)
+def _check_complete(view: AttemptView, found: Findings, known: Mapping[int, RankResult] | None, *, key: str) -> None:
+    """The commit of an iteration; `known` are the commits of all ranks, None where not all are there."""
+    document = view.expect_document(found, key, what="the iteration commit is")
     if document is None:
-        if not view.is_open and len(found.items) == num_before:
-            found.error(FindingKind.MISSING, "the iteration commit was listed and is gone", key=key)
-        return None
+        return
     attributes = document.get("attributes", {})
     stated = tuple(attributes.get(name) for name in ("complete", "iteration", "expected_ranks"))
     if stated != (True, found.iteration, list(view.attempt.launch.ranks)):
-        found.error(
-            FindingKind.DAMAGED,
-            f"the iteration commit is of another iteration, or not of all ranks: (complete, iteration, expected "
-            f"ranks) is {stated}",
-            key=key,
-            mend=mend,
-        )
-        return None
-    return document
+        what = "the iteration commit is of another iteration, or of other ranks: (complete, iteration, expected ranks)"
+        found.error(FindingKind.DAMAGED, f"{what} is {stated}", key=key)
+        return
+    actual = {} if known is None else summary_of({rank: result.commit for rank, result in known.items()})
+    for name in SUMMARY if known is not None else ():
+        # An early version wrote no checksums of commits.
+        if attributes.get(name) != actual.get(name) and (name != "commits" or name in attributes):
+            what = f"{name} of the iteration commit does not match the commits of the ranks"
+            found.error(FindingKind.MISMATCH, what, key=key)
+    path = layout.iteration_path(view.attempt.path, found.iteration or 0)
+    catalogue = read_catalogue(view, found, path, document, what="the iteration's catalogue is")
+    if catalogue is None or known is None:
+        return
+    parts = [result.catalogue for result in known.values() if result.catalogue is not None]
+    if len(parts) == len(known) and (difference := first_difference(parts, catalogue)):
+        what = f"the iteration's catalogue is not that of its ranks: {difference}"
+        found.error(FindingKind.MISMATCH, what, key=blob_key(path))
+    else:
+        found.read(lambda: _check_replicas(found, catalogue), key=blob_key(path))
 
 
-def _check_summary(
-    found: Findings, attributes: Mapping[str, Any], by_rank: Mapping[int, RankCommit], *, key: str, mend: Mend | None
-) -> None:
-    actual = summary_of(by_rank)
-    for name in SUMMARY:
-        if attributes.get(name) == actual.get(name):
-            continue
-        if name != "commits":
-            message = f"{name} of the iteration commit does not match the commits of the ranks"
-        elif name in attributes:
-            message = "the iteration commit was made from other rank commits than there are"
-        else:
-            continue  # an early version wrote no checksums
-        found.error(FindingKind.MISMATCH, message, key=key, mend=mend)
+def first_difference(parts: Sequence[RecordTable], whole: RecordTable) -> str:
+    """Where the rows of some catalogues, one after the other, are not those of another; empty where they are."""
+    num_rows = sum(part.num_rows for part in parts)
+    if num_rows != whole.num_rows:
+        return f"{whole.num_rows} records instead of {num_rows}"
+    for name in KINDS:
+        column = concatenate([*(part.column(name) for part in parts), whole.column(name)])
+        values = column.codes if isinstance(column, StringColumn) else column
+        left, right = values[:num_rows], values[num_rows:]
+        differs = (left != right) & ((left == left) | (right == right))  # noqa: PLR0124  # NaN is not itself
+        if differs.any():
+            row = int(np.flatnonzero(differs)[0])
+            where = " ".join(str(values_of(rows_of(whole.column(one), np.array([row])))[0]) for one in ("rank", "site"))
+            return f"{name} of {int(differs.sum())} records differs, first of rank {where}"
+    return ""
 
 
 def _check_replicas(found: Findings, catalogue: RecordTable) -> None:

@@ -53,14 +53,8 @@ class FindingKind(enum.StrEnum):
 class Mend(enum.StrEnum):
     """What `ranktape repair` does about a finding; in the order in which it is done."""
 
-    RESTORE_DOCUMENT = "restore the document"
-    """From the rank commit that holds a copy of it."""
-    RESTORE_GROUP = "restore the group's document"
-    """Which says nothing but that there is a group."""
     RESTORE_MARKER = "restore the marker"
     """From the rank commit that it stands for."""
-    REWRITE_COMMIT = "write the iteration commit again"
-    """It is damaged, and all rank commits are whole."""
     FINISH_ITERATION = "write the iteration commit"
     """From the rank commits, which are all there."""
     FINISH_REMOVAL = "finish the removal"

@@ -17,20 +17,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ranktape.errors import DataError, StorageError, UnreachableError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import Attempt, read_attempt
-from ranktape.storage.format.commit import mark_committed
+from ranktape.storage.format.commit import mark_committed, open_rank_catalogue, parse_commit
 from ranktape.storage.format.decode import open_stored, read_stored
-from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, decode_document, for_each, read_document
+from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, for_each, read_document
 from ranktape.storage.format.layout import Mark, document_key
 from ranktape.storage.format.progress import finish_ready, judge_again
 from ranktape.storage.format.validation import parse_json
 from ranktape.storage.places.backend import Backend, Buffer, ForwardingBackend, Result
 from ranktape.storage.places.local import LocalBackend
 from ranktape.storage.places.retry import RetryingBackend
+from ranktape.storage.query.columns import values_of
 
 _NUM_THREADS = 8
 """Objects on their way at once."""
@@ -188,12 +188,14 @@ class _Push:
 
     def _push_committed(self, iteration: int, *, group: str, commit: bytes) -> None:
         commit_key = layout.document_key(group)
-        document = decode_document(commit, place=f"{self._source.url}/{commit_key}", key=commit_key)
-        members = document.get("consolidated_metadata", {}).get("metadata", {})
-        arrays = [(f"{group}/{name}", member) for name, member in members.items() if member["node_type"] == "array"]
+        # Compared with its checksum before anything is brought.
+        said = parse_commit(commit, place=f"{self._source.url}/{commit_key}", key=commit_key)
         for_each(self._put, [key for key in self._keys(group) if key != commit_key], at_once=_NUM_THREADS)
         self._target.flush()
-        for_each(lambda array: self._compare(group, *array), arrays, at_once=_NUM_THREADS)
+        catalogue = open_rank_catalogue(self._target, self._attempt.path, self._spill.rank, iteration, said)
+        places = zip(*(values_of(catalogue.column(name)) for name in ("stack", "site")), strict=True)
+        arrays = {f"{group}/{stack or site}" for stack, site in places}
+        for_each(self._compare, arrays, at_once=_NUM_THREADS)
         self._put(commit_key)
         self._target.flush()
         opened = layout.document_key(layout.opened_path(self._attempt.path, iteration))
@@ -201,12 +203,9 @@ class _Push:
             self._put(opened)
         mark_committed(self._target, self._attempt.path, self._spill.rank, iteration, commit=commit)
 
-    def _compare(self, group: str, path: str, member: dict[str, Any]) -> None:
+    def _compare(self, path: str) -> None:
         """Read an array from the store that a commit names."""
-        stored = open_stored(self._target, path)
-        if dict(stored.attributes) != member["attributes"]:
-            raise DataError(f"{self._target.url}/{path} is not the array that the commit of {group} names")
-        read_stored(self._target, stored)
+        read_stored(self._target, open_stored(self._target, path))
 
     def _keys(self, path: str) -> list[str]:
         return [f"{path}/{key}" for key in self._source.list_keys(path)]

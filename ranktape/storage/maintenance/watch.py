@@ -71,7 +71,7 @@ class Watcher:
         self._backend = backend
         self._seen: dict[str, Progress] = {}
         self._amounts: dict[tuple[str, int, int], tuple[int, int]] = {}
-        """By attempt, iteration and rank: the records and the bytes that the marker says of what was committed."""
+        """By attempt, iteration and rank: the records and the bytes that the rank's commit says."""
 
     def look(self) -> Snapshot | None:
         """The run as it is now; None while no attempt has begun in it.
@@ -110,7 +110,8 @@ class Watcher:
         self._amounts.update(zip(new, for_each(self._amount, new), strict=True))
 
     def _amount(self, place: tuple[str, int, int]) -> tuple[int, int]:
-        path = layout.marker_path(*place, Mark.COMMITTED)
+        attempt, iteration, rank = place
+        path = layout.rank_iteration_path(attempt, rank, iteration)
         fields = read_attributes(self._backend, path, max_nbytes=MAX_COMMIT_NBYTES)
         if fields is None:
             # It was there a moment ago: a retention that keeps the last iterations has taken it away.

@@ -52,8 +52,6 @@ class HeldTensor:
 class Pending:
     """What was written of an iteration that is not committed yet, and the small tensors of it that wait."""
 
-    members: dict[str, bytes] = field(default_factory=dict)
-    """The documents of its arrays and groups, by their paths below the iteration."""
     taken: set[str] = field(default_factory=set)
     """The paths of tensors, from before they are written."""
     entries: list[CatalogueEntry] = field(default_factory=list)

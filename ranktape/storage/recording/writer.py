@@ -1,8 +1,8 @@
 """Writes what one rank records: its tensors, and the commit that says that an iteration is whole.
 
-Large tensors are written as they come, small ones together. An iteration exists when its group's document, with
-the documents of all its arrays, has been written after everything else and after a flush; a marker then tells the
-coordinator. A reader sees the whole iteration of a rank, or nothing of it.
+Large tensors are written as they come, small ones together. An iteration exists when its group's document has been
+written after everything else and after a flush; a marker then tells the coordinator. A reader sees the whole
+iteration of a rank, or nothing of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ranktape.errors import CaptureError, DataError, StorageError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import Attempt, check_attempt
-from ranktape.storage.format.blob import write_blob
+from ranktape.storage.format.blob import blob_checksum, write_blob
 from ranktape.storage.format.catalogue import CatalogueEntry, encode_catalogue
 from ranktape.storage.format.documents import chunk_key, document_checksum, encode_document, group_document, write_group
 from ranktape.storage.format.encode import (
@@ -139,10 +139,8 @@ class RankWriter:
             release()
         return stored
 
-    def adopt(self, iteration: int, *, name: str, document: bytes, entries: Sequence[CatalogueEntry]) -> None:
+    def adopt(self, iteration: int, *, name: str, entries: Sequence[CatalogueEntry]) -> None:
         """Take what lies below the iteration already, under a name, for something that was written now.
-
-        A group has no entries.
 
         Raises:
             CaptureError: another tensor of the iteration has the name of one of its tensors.
@@ -154,7 +152,6 @@ class RankWriter:
                     f"two tensors of iteration {iteration} on rank {self._rank} have the name {min(twice)}"
                 )
             pending.taken |= {entry.site for entry in entries}
-            pending.members[name] = document
             pending.entries += entries
             if any(entry.stack for entry in entries):
                 # The stacks that come are named by numbers that none has yet.
@@ -232,23 +229,23 @@ class RankWriter:
             "committed": time.time(),
         }
         key = layout.document_key(layout.rank_iteration_path(self._attempt.path, self._rank, iteration))
-        document = encode_document(group_document(attributes), key=key, members=dict(sorted(pending.members.items())))
+        document = encode_document(group_document(attributes), key=key)
         self._backend.flush()
         self._backend.put(key, [document])
         self._backend.flush()
-        marker = {**summary, "silent_sites": dict(silent_sites), "commit": document_checksum(document)}
-        self.mark(iteration, mark=layout.Mark.COMMITTED, attributes=marker)
+        self.mark(iteration, mark=layout.Mark.COMMITTED, attributes={"commit": document_checksum(document)})
         with self._changed:
             self._settle(iteration)
 
-    def _write_catalogue(self, iteration: int, pending: Pending) -> dict[str, int]:
-        """Write what was recorded as columns; how many records those are, and their bytes."""
+    def _write_catalogue(self, iteration: int, pending: Pending) -> dict[str, Any]:
+        """Write what was recorded as columns; how many records those are, their bytes, and the catalogue's checksum."""
         entries = sorted(pending.entries, key=lambda entry: (entry.info.counter, entry.site))
         number = {"num_records": len(entries)}
         path = layout.catalogue_path(self._attempt.path, self._rank, iteration)
         data = encode_catalogue(entries)
-        pending.members[layout.CATALOGUE] = write_blob(self._backend, path, data, attributes=number)
-        return {**number, "nbytes": sum(entry.info.nbytes for entry in entries)}
+        write_blob(self._backend, path, data, attributes=number)
+        nbytes = sum(entry.info.nbytes for entry in entries)
+        return {**number, "nbytes": nbytes, "catalogue": blob_checksum(data)}
 
     def abandon(self, iteration: int) -> None:
         """Give back what is kept of an iteration that will not be committed."""
@@ -357,12 +354,11 @@ class RankWriter:
         encoded = encode_stack(
             [item.array for item in held], infos=[item.info for item in held], compression=self._compression
         )
-        document = self._put_array(info.iteration, name, encoded)
+        self._put_array(info.iteration, name, encoded)
         entries = [
             CatalogueEntry(site=item.site, stack=name, index=index, info=item.info) for index, item in enumerate(held)
         ]
         with self._changed:
-            pending.members[name] = document
             pending.entries += entries
 
     def _write_alone(
@@ -375,20 +371,16 @@ class RankWriter:
         sample_crcs: Sequence[int] | None = None,
     ) -> None:
         encoded = encode_array(array, info=info, compression=self._compression, sample_crcs=sample_crcs)
-        document = self._put_array(info.iteration, site, encoded)
-        parts = site.split("/")[:-1]
-        parents = ["/".join(parts[: depth + 1]) for depth in range(len(parts))]
+        self._put_array(info.iteration, site, encoded)
         group = layout.rank_iteration_path(self._attempt.path, self._rank, info.iteration)
-        documents = {parent: write_group(self._backend, f"{group}/{parent}", {}) for parent in parents}
+        for parent in layout.parents_of(site):
+            write_group(self._backend, f"{group}/{parent}", {})
         with self._changed:
-            pending.members |= {**documents, site: document}
             pending.entries.append(CatalogueEntry(site=site, stack="", index=-1, info=info))
 
-    def _put_array(self, iteration: int, name: str, encoded: EncodedArray) -> bytes:
+    def _put_array(self, iteration: int, name: str, encoded: EncodedArray) -> None:
         folder = f"{layout.rank_iteration_path(self._attempt.path, self._rank, iteration)}/{name}"
         if encoded.parts is not None:
             self._backend.put(f"{folder}/{chunk_key(len(encoded.document['shape']))}", encoded.parts)
         key = layout.document_key(folder)
-        document = encode_document(encoded.document, key=key)
-        self._backend.put(key, [document])
-        return document
+        self._backend.put(key, [encode_document(encoded.document, key=key)])
