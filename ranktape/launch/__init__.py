@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ranktape.launch.maintain import repair as repair
     from ranktape.launch.maintain import rm as rm
     from ranktape.launch.maintain import runs as runs
-    from ranktape.launch.plans import export_plan as export_plan
     from ranktape.launch.run_status import status as status
     from ranktape.launch.serving import serve as serve
     from ranktape.launch.watching import watch as watch

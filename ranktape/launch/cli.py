@@ -25,7 +25,6 @@ COMMANDS = {
     "rm": "ranktape.launch.maintain:rm_command",
     "export": "ranktape.launch.exchange:export_command",
     "import": "ranktape.launch.exchange:import_command",
-    "export-plan": "ranktape.launch.plans:export_plan_command",
     "doctor": "ranktape.launch.examining:command",
     "analyze": "ranktape.analyze.cli:cli",
 }

@@ -71,7 +71,6 @@ OPTIONS = {
     "serve": RECORDS | {"format", "host", "port", "interval", "view", "workers", "scheduler", "no_cache"},
     "import": {"folder", "run", "skip_unreadable", "overwrite", "storage_options"},
     "doctor": {"url", "as_json", "storage_options"},
-    "export-plan": {"plan", "output", "form"},
 }  # fmt: skip
 """The parameters of our own commands: users' scripts rely on them, so that a change is made here too."""
 

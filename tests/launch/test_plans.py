@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
-from ranktape.analyze.numerics.recipes.plan_export import torchao_config, transformer_engine_text
+from examples.export_plan import torchao_text, transformer_engine_text
 from ranktape.analyze.numerics.recipes.plan_file import parse_plan
 from ranktape.errors import UsageError
-from ranktape.launch.cli import cli
+from tests.launch.processes import CHECKOUT
+
+SCRIPT = CHECKOUT / "examples" / "export_plan.py"
 
 PLAN = """
 modules:
@@ -42,12 +45,17 @@ class _Model(nn.Module):
         self.head = nn.Linear(64, 64, dtype=torch.bfloat16)
 
 
+def _run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 def _export(tmp_path: Path, text: str, *words: str) -> Path:
     plan, output = tmp_path / "plan.yaml", tmp_path / "output"
     plan.write_text(text, encoding="utf-8")
-    result = CliRunner().invoke(cli, ["export-plan", str(plan), str(output), *words])
-    assert result.exit_code == 0, result.output
-    assert result.output == f"{output}: the recipes of 4 modules\n"
+    done = _run(plan, output, *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{output}: the recipes of 4 modules\n"
     return output
 
 
@@ -98,8 +106,8 @@ def test_what_another_program_does_not_compute_is_refused(tmp_path: Path) -> Non
     with pytest.raises(UsageError, match="TransformerEngine computes nothing like the recipe mxfp4: plan with bf16, "):
         transformer_engine_text(parse_plan("modules: {head: mxfp4}", place=""))
     with pytest.raises(UsageError, match="torchao computes nothing like the recipe hif8"):
-        torchao_config(parse_plan("modules: {head: hif8}", place=""))
-    (tmp_path / "plan.yaml").write_text("modules: {head: mxfp8}", encoding="utf-8")
-    result = CliRunner().invoke(cli, ["export-plan", str(tmp_path / "plan.yaml"), str(tmp_path)])
-    assert result.exit_code == 2
-    assert "cannot be written (Is a directory): give a file that can be" in result.output
+        torchao_text(parse_plan("modules: {head: hif8}", place=""))
+    (tmp_path / "plan.yaml").write_text("modules: {head: hif8}", encoding="utf-8")
+    done = _run(tmp_path / "plan.yaml", tmp_path / "te.yaml")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("TransformerEngine computes nothing like the recipe hif8")

@@ -103,8 +103,8 @@ def replay(
     recipes leave attention in bf16. A call whose mask is told neither by its metadata nor by its output is left out.
 
     With `target_sqnr` the answer is a precision plan: for each layer the cheapest of the recipes whose products all
-    hold, of all calls together; bf16 where none does. `plan` writes it to a file, for 'ranktape demo --quant-plan',
-    'fake_quantize' and 'ranktape export-plan'.
+    hold, of all calls together; bf16 where none does. `plan` writes it to a file, for 'ranktape demo --quant-plan' and
+    'fake_quantize'.
 
     Args:
         recipe (NAME): How operands are quantised: nvfp4, mxfp8, fp8_tensor, nvfp4_nvidia, or a .yaml file of recipes;
