@@ -86,7 +86,6 @@ COMMANDS = {
     "sweep mx": ("sweep", "--format", "mxfp8_e4m3,mxfp4_e2m1"),
     "sweep by layer": ("sweep", "--by", "layer_idx"),
     "findings": ("findings",),
-    "outliers": ("outliers",),
     "trend": ("trend",),
     "trace": ("trace", "--sample", "0"),
     "replay": ("replay",),

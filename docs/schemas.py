@@ -91,7 +91,6 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "RUN FOLDER --format fp8_e4m3 --rank 0",
     ),
     "findings": ("RUN", "RUN OTHER", "RUN --channels --severity medium", "FOLDER"),
-    "outliers": ("RUN", "RUN --metric std --threshold 1", "RUN --across sample --threshold 0.5", "RUN OTHER"),
     "trend": (
         "RUN",
         "RUN --metric METRICS,p37.5 --by layer_type",

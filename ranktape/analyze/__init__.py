@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from ranktape.analyze.questions.compare import compare as compare
     from ranktape.analyze.questions.distribution import distribution as distribution
     from ranktape.analyze.questions.ls import ls as ls
-    from ranktape.analyze.questions.outliers import outliers as outliers
     from ranktape.analyze.questions.overflow import overflow as overflow
     from ranktape.analyze.questions.replay import replay as replay
     from ranktape.analyze.questions.stats import stats as stats

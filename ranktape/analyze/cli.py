@@ -16,7 +16,6 @@ COMMANDS = {
     "distribution": "questions.distribution:distribution",
     "sweep": "questions.sweep_command:sweep",
     "findings": "questions.findings:findings",
-    "outliers": "questions.outliers:outliers",
     "trend": "questions.trend:trend",
     "trace": "questions.trace:trace",
     "replay": "questions.replay:replay",

@@ -30,7 +30,7 @@ from ranktape.analyze.findings.survey import Codes, Course, Floats, Survey, bina
 from ranktape.analyze.metrics.target import largest_value
 
 LAYER_METRICS = ("rms", "absmax")
-"""What layers are compared by, unless something else is asked for."""
+"""What layers are compared by."""
 
 TREND_Z = 2.2
 """Of Kendall's test: five values in one order reach it, four do not."""
@@ -70,7 +70,7 @@ def _layers(survey: Survey, name: str) -> Iterator[Course]:
     layers = survey.fields["layer_idx"].astype(np.int64)
     groups = codes_of(survey.roles, survey.codes("attempt", "iteration"))
     known = survey.is_floating & (layers >= 0)
-    yield from courses_of(groups, layers, survey.binades(name), known=known, min_steps=limit.MIN_LAYERS)
+    yield from courses_of(groups, layers, binades(survey.metrics[name]), known=known, min_steps=limit.MIN_LAYERS)
 
 
 def _iterations(survey: Survey, values: Floats) -> Iterator[Course]:
@@ -81,18 +81,16 @@ def _iterations(survey: Survey, values: Floats) -> Iterator[Course]:
     yield from courses_of(groups, steps, values, known=known, min_steps=limit.MIN_ITERATIONS_OF_JUMP)
 
 
-def differing_layers(
-    survey: Survey, *, metrics: Sequence[str] = LAYER_METRICS, threshold: float = limit.ROBUST_Z
-) -> Iterator[Finding]:
+def differing_layers(survey: Survey) -> Iterator[Finding]:
     """One for each place of a layer, by the metric that shows it best.
 
     A layer stands out if it does so from the layers on both sides, in the same direction. Of a gradient that is said
     as `gradient_vanishing` or `gradient_exploding`.
     """
     found: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
-    for name in metrics:
+    for name in LAYER_METRICS:
         for course in _layers(survey, name):
-            for known in _standing_out(survey, course, name, threshold=threshold):
+            for known in _standing_out(survey, course, name):
                 found[(int(survey.sites[known["places"][0]]), known["kind"])].append(known)
     for several in found.values():
         worst = max(several, key=lambda known: abs(known["binades"]))
@@ -102,7 +100,7 @@ def differing_layers(
         yield far_finding(survey, **worst | {"places": places, "seen": seen})
 
 
-def _standing_out(survey: Survey, course: Course, name: str, *, threshold: float) -> Iterator[dict[str, Any]]:
+def _standing_out(survey: Survey, course: Course, name: str) -> Iterator[dict[str, Any]]:
     """What `far_finding` takes of each layer that stands out."""
     is_gradient = bool(survey.is_gradient[course.records[0]])
     low, high = map(_apart, course.values)
@@ -112,12 +110,11 @@ def _standing_out(survey: Survey, course: Course, name: str, *, threshold: float
         is_edge = step in {course.steps[0], course.steps[-1]}
         edge = limit.GRADIENT_TAIL_BINADES if is_gradient else limit.EDGE_LAYER_BINADES
         least = edge if is_edge else limit.LAYER_BINADES
-        if abs(score) <= threshold or abs(far) < least * threshold / limit.ROBUST_Z:
+        if abs(score) <= limit.ROBUST_Z or abs(far) < least:
             continue
         places = course.at_step(step)
-        sizes, worst = survey.binades(name)[places], int(places[0])
+        sizes, worst = binades(survey.metrics[name][places]), int(places[0])
         middle = float(np.median(sizes))
-        value, expected = (survey.metric_at(name, size, place=worst) for size in (middle, middle - far))
         direction = "gradient_exploding" if far > 0 else "gradient_vanishing"
         # Of all that a layer has, its weights are most like those of the layers around it.
         is_serious = not is_edge and (abs(far) >= limit.SERIOUS_BINADES or bool(survey.is_weight[worst]))
@@ -128,8 +125,8 @@ def _standing_out(survey: Survey, course: Course, name: str, *, threshold: float
             "peers": "the next layers" if is_edge else "the layers on both sides",
             "seen": f"median of {records_text(len(places))}",
             "metric": name,
-            "value": value,
-            "expected": expected,
+            "value": 2.0**middle,
+            "expected": 2.0 ** (middle - far),
             "deviation": score,
             "binades": far,
         }

@@ -7,7 +7,7 @@ kept.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ _MAX_CHANNELS = 8
 _MIN_DIMENSIONS = 2
 
 RANK_METRICS = ("absmax", "rms")
-"""What ranks are compared by, unless something else is asked for."""
+"""What ranks are compared by."""
 
 _PAIR = 2
 _CLEARLY_NEARER = 1.0
@@ -63,9 +63,7 @@ _MIN_WITHIN = 3
 """Of two samples in a tensor the median is half way between them."""
 
 
-def differing_ranks(
-    survey: Survey, *, metrics: Sequence[str] = RANK_METRICS, threshold: float = limit.ROBUST_Z
-) -> Iterator[Finding]:
+def differing_ranks(survey: Survey) -> Iterator[Finding]:
     """One for each place and rank, by the metric that shows it best.
 
     The same place is compared in the same iteration, microbatch and call. Where a single sample is larger it is the
@@ -74,9 +72,9 @@ def differing_ranks(
     both are.
     """
     best: dict[tuple[int, int], Finding] = {}
-    least = _least(survey) * threshold / limit.ROBUST_Z
-    for name in metrics:
-        for finding in _by_metric(survey, name=name, threshold=threshold, least=least):
+    least = _least(survey)
+    for name in RANK_METRICS:
+        for finding in _by_metric(survey, name=name, least=least):
             places = list(finding.places)
             key = (int(survey.sites[places[0]]), int(survey.fields["rank"][places].min()))
             if key not in best or finding.score > best[key].score:
@@ -84,8 +82,8 @@ def differing_ranks(
     yield from best.values()
 
 
-def _by_metric(survey: Survey, *, name: str, threshold: float, least: Floats) -> Iterator[Finding]:
-    values = survey.binades(name)
+def _by_metric(survey: Survey, *, name: str, least: Floats) -> Iterator[Finding]:
+    values = binades(survey.metrics[name])
     known, groups = _compared(survey, values)
     if not known.size:
         return
@@ -93,7 +91,7 @@ def _by_metric(survey: Survey, *, name: str, threshold: float, least: Floats) ->
     apart, scores = np.zeros(len(survey)), np.zeros(len(survey))
     apart[known], mads = _deviations(groups, values[known], roles=survey.roles[known])
     scores[known] = robust_z(apart[known], mads)
-    is_far = (np.abs(scores[known]) > threshold) & (np.abs(apart[known]) >= least[known])
+    is_far = (np.abs(scores[known]) > limit.ROBUST_Z) & (np.abs(apart[known]) >= least[known])
     is_pair = sizes_of(groups) == _PAIR
     culprits = _culprits(survey, values, known, groups, chosen=is_far & is_pair)
     is_settled = np.isin(groups, groups[culprits])
@@ -185,14 +183,14 @@ def _rank_finding(survey: Survey, name: str, places: Codes, *, apart: Floats, sc
         text="" if is_sure else unsure,
         seen=f"in {records_text(len(places))} of {iterations}",
         metric=name,
-        value=float(survey.metrics[name][worst]),
-        expected=survey.metric_at(name, float(survey.binades(name)[worst]) - far, place=worst),
+        value=(value := float(survey.metrics[name][worst])),
+        expected=value / 2.0**far,
         deviation=float(scores[worst]),
         binades=far,
     )
 
 
-def outlying_samples(survey: Survey, *, threshold: float = limit.ROBUST_Z) -> Iterator[Finding]:
+def outlying_samples(survey: Survey) -> Iterator[Finding]:
     """One for each sample of each rank and place that is far above its peers, in any of the records.
 
     Peers are the samples of the place over all ranks, microbatches and iterations. A sample also has to stand out among
@@ -211,13 +209,9 @@ def outlying_samples(survey: Survey, *, threshold: float = limit.ROBUST_Z) -> It
     apart = sizes - medians_of(moments, sizes)
     scores = robust_z(apart, medians_of(places, np.abs(apart)))
     within = sizes - medians_of(records, sizes)
-    least = (
-        np.where(survey.is_gradient[records], limit.GRADIENT_TAIL_BINADES, limit.SAMPLE_BINADES)
-        * threshold
-        / limit.ROBUST_Z
-    )
+    least = np.where(survey.is_gradient[records], limit.GRADIENT_TAIL_BINADES, limit.SAMPLE_BINADES)
     is_far = (
-        (scores > threshold)
+        (scores > limit.ROBUST_Z)
         & (apart >= least)
         & (sizes_of(places) >= limit.MIN_SAMPLES)
         & ((sizes_of(records) == 1) | (within >= least) | (sizes_of(records) < _MIN_WITHIN) & (within >= least / 2))
@@ -280,9 +274,7 @@ def channel_absmax(array: NDArray[np.generic]) -> NDArray[np.float64]:
     return found
 
 
-def outlying_channels(
-    survey: Survey, *, view: View | None = None, engine: Engine | None = None, threshold: float = limit.ROBUST_Z
-) -> Iterator[Finding]:
+def outlying_channels(survey: Survey, *, view: View | None = None, engine: Engine | None = None) -> Iterator[Finding]:
     """One for each place with channels that stand out in most of its records, and one where channels are dead.
 
     Raises:
@@ -295,7 +287,7 @@ def outlying_channels(
         absmax = payload["absmax"]
         if absmax.size >= limit.MIN_CHANNELS and survey.is_floating[place]:
             key = int(survey.sites[place]), absmax.size
-            sites.setdefault(key, _Channels(absmax.size)).add(absmax, place=place, threshold=threshold)
+            sites.setdefault(key, _Channels(absmax.size)).add(absmax, place=place)
     for channels in sites.values():
         yield from channels.findings(survey)
 
@@ -310,7 +302,7 @@ class _Channels:
         self._usual: list[float] = []
         self._places: list[int] = []
 
-    def add(self, absmax: NDArray[np.float64], *, place: int, threshold: float) -> None:
+    def add(self, absmax: NDArray[np.float64], *, place: int) -> None:
         """Take one more record."""
         self._places.append(place)
         np.maximum(self._worst, absmax, out=self._worst)
@@ -321,7 +313,7 @@ class _Channels:
         middle = float(np.median(sizes[known]))
         apart = np.where(known, sizes - middle, 0.0)
         scores = robust_z(apart, float(np.median(np.abs(apart[known]))))
-        is_far = (scores > threshold) & (apart >= limit.CHANNEL_BINADES * threshold / limit.ROBUST_Z)
+        is_far = (scores > limit.ROBUST_Z) & (apart >= limit.CHANNEL_BINADES)
         self._apart += np.where(is_far, apart, 0.0)
         self._times += is_far
         np.maximum(self._scores, scores, out=self._scores)

@@ -7,12 +7,11 @@ from typing import Any
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.findings.along import changing, differing_layers, vanishing_gradients
 from ranktape.analyze.findings.apart import differing_ranks, outlying_channels, outlying_samples
 from ranktape.analyze.findings.causes import families_of
 from ranktape.analyze.findings.finding import KINDS, Finding
-from ranktape.analyze.findings.lost import lost, spoiled, underflowing
+from ranktape.analyze.findings.lost import spoiled, underflowing
 from ranktape.analyze.findings.replicas import differing_replicas
 from ranktape.analyze.findings.survey import Survey
 from ranktape.analyze.findings.triggered import triggered
@@ -79,26 +78,13 @@ def _find(
     return [*triggered(records), *(family.as_finding() for family in families_of(known, found))]
 
 
-def all_findings(
-    known: Survey, *, across: Sequence[str] = (), metrics: Sequence[str] = (), threshold: float = limit.ROBUST_Z
-) -> Iterator[Finding]:
-    """Everything that stands out in what is known, cause or not; channels apart.
-
-    With `across` or `metrics` what stands out across ranks, layers or samples alone, and what no metric shows. Ranks
-    and layers are compared by `metrics`, samples by absmax.
-    """
-    named = {"metrics": metrics} if metrics else {}
-    if across or metrics:
-        yield from lost(known)
-    else:
-        yield from spoiled(known)
-        yield from underflowing(known)
-        yield from vanishing_gradients(known)
-        yield from changing(known)
-    if (not across or "sample" in across) and (not metrics or "absmax" in metrics):
-        yield from outlying_samples(known, threshold=threshold)
-    if not across or "rank" in across:
-        yield from differing_ranks(known, threshold=threshold, **named)
-        yield from differing_replicas(known)
-    if not across or "layer" in across:
-        yield from differing_layers(known, threshold=threshold, **named)
+def all_findings(known: Survey) -> Iterator[Finding]:
+    """Everything that stands out in what is known, cause or not; channels apart."""
+    yield from spoiled(known)
+    yield from underflowing(known)
+    yield from vanishing_gradients(known)
+    yield from changing(known)
+    yield from outlying_samples(known)
+    yield from differing_ranks(known)
+    yield from differing_replicas(known)
+    yield from differing_layers(known)

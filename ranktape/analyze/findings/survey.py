@@ -168,20 +168,6 @@ class Survey:
         chosen = np.flatnonzero(mask)
         yield from (chosen[part] for part in members_of(self.sites[chosen], -badness[chosen]))
 
-    def binades(self, name: str) -> Floats:
-        """A metric as a logarithm to base 2, NaN where it is not positive.
-
-        To counts, and to ratios as the counts that they are of, one is added before: none is 0.
-        """
-        if not _is_counted(name):
-            return binades(self.metrics[name])
-        return binades(self.metrics[name] * self._scale(name) + 1)
-
-    def metric_at(self, name: str, sizes: float, *, place: int) -> float:
-        """The metric of a record that `binades` would give that number for."""
-        value = float(np.exp2(sizes))
-        return (value - 1) / float(self._scale(name)[place]) if _is_counted(name) else value
-
     def middle_samples(self) -> Floats:
         """For each record the absmax that is the median of its samples, in binades; NaN of less than three of them."""
         found = np.full(len(self), np.nan)
@@ -191,13 +177,6 @@ class Survey:
         chosen = sizes_of(records) >= _MIN_MIDDLE
         found[records[chosen]] = medians_of(records[chosen], sizes[known[chosen]])
         return found
-
-    def _scale(self, name: str) -> Floats:
-        return np.maximum(self.metrics["elements"], 1) if name.endswith("ratio") else np.ones(len(self))
-
-
-def _is_counted(name: str) -> bool:
-    return name.startswith("overflow.") and name.endswith(("count", "ratio", "total"))
 
 
 def _roles(fields: dict[str, NDArray[Any]]) -> Codes:

@@ -211,7 +211,7 @@ class _PairRows:
             yield f"{alone} pairs are compared by their distributions alone: shapes differ, or values were not kept"
         copies = sum(pair.a.has_differing_copies or pair.b.has_differing_copies for pair in pairs)
         if copies:
-            others = "ranks that should hold the same recorded other bits: see 'ranktape analyze outliers'"
+            others = "ranks that should hold the same recorded other bits: see 'ranktape analyze findings'"
             yield f"in {copies} pairs {others}"
         unknown = sum(pair.diverges is None for pair in pairs) if self._judge.is_same_tensor else 0
         if unknown:

@@ -1,0 +1,125 @@
+"""Ranks, layers, samples and channels that differ from their peers, by the numbers of numpy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.legacy.open import open_source
+from ranktape.analyze.questions.findings import findings
+from ranktape.analyze.questions.overflow import overflow
+from ranktape.storage import Run
+from tests.analyze.faulty_runs import Place, Sizes, faulty_run
+from tests.analyze.pt_files import legacy_file
+from tests.analyze.runs import Tensor, describe_tensor, store
+
+Array = np.ndarray[Any, Any]
+NUM_RANKS, NUM_LAYERS = 5, 6
+
+
+def tensor(rank: int, layer: int) -> Array:
+    """Rank 3 is far from the others in layer 2, and layer 4 from the other layers."""
+    values = np.random.default_rng((rank, layer)).standard_normal((4, 8, 16)).astype(np.float32)
+    return values * (300 if (rank, layer) == (3, 2) else 100 if layer == 4 else 1)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run with one rank and one layer that stand out."""
+    tensors: list[Tensor] = []
+    for rank in range(NUM_RANKS):
+        for layer in range(NUM_LAYERS):
+            values = tensor(rank, layer)
+            if (rank, layer) == (1, 0):
+                values[2] *= 2000
+            if rank == 0:
+                values[..., 5] *= 1000 if layer == 5 else 1
+            tensors.append(describe_tensor(values, rank=rank, layer_idx=layer, sample_dim=0, counter=layer))
+    return store(tmp_path_factory.mktemp("run"), tensors)
+
+
+def rows(run: Run, kind: str, **filters: Any) -> list[dict[str, Any]]:
+    """The findings of a kind as dictionaries."""
+    records = run.select(**filters)
+    return findings(records, kind=kind, channels=True, engine=Engine(use_cache=False)).records()
+
+
+def test_a_rank(run: Run) -> None:
+    found = [row for row in rows(run, "rank_differs") if row["layer_idx"] == 2]
+    assert [(row["kind"], row["ranks"]) for row in found] == [("rank_differs", [3])]
+    figures = {
+        "absmax": np.array([np.abs(tensor(rank, 2)).max() for rank in range(NUM_RANKS)]),
+        "rms": np.array([np.sqrt((tensor(rank, 2).astype(np.float64) ** 2).mean()) for rank in range(NUM_RANKS)]),
+    }
+    expected = figures[found[0]["metric"]]
+    assert found[0]["value"] == pytest.approx(expected[3], rel=1e-2)
+    assert found[0]["binades"] == pytest.approx(np.log2(expected[3]) - np.median(np.log2(expected)), abs=0.02)
+    assert found[0]["expected"] == pytest.approx(np.median(expected), rel=1e-2)
+    assert found[0]["deviation"] == pytest.approx(found[0]["binades"] / (1.4826 * 0.25), rel=1e-2)
+
+
+def test_a_layer(run: Run) -> None:
+    found = rows(run, "layer_differs")
+    assert [(row["kind"], row["layer_idx"]) for row in found] == [("layer_differs", 4)]
+    assert found[0]["binades"] == pytest.approx(np.log2(100), abs=1)
+
+
+def test_a_sample(run: Run) -> None:
+    found = rows(run, "sample_outlier")
+    assert [(row["layer_idx"], row["ranks"], row["sample"]) for row in found] == [(0, [1], "2")]
+    peers = [np.abs(tensor(rank, 0)[sample]).max() for rank in range(NUM_RANKS) for sample in range(4)]
+    assert found[0]["expected"] == pytest.approx(np.median(peers), rel=2e-2)
+
+
+def test_a_sample_is_called_what_the_user_calls_it(tmp_path: Path) -> None:
+    """It is elsewhere in each batch, and one outlier all the same."""
+    rng = np.random.default_rng(0)
+    tensors = []
+    for iteration in range(2):
+        names = np.roll([f"id{number}" for number in range(8)], 3 * iteration).tolist()
+        values = rng.standard_normal((8, 64)).astype(np.float32)
+        values[names.index("id5")] *= 4096
+        tensors.append(describe_tensor(values, iteration=iteration, sample_dim=0, sample_ids=names))
+    found = rows(store(tmp_path, tensors), "sample_outlier")
+    assert [(row["sample"], row["records"]) for row in found] == [("id5", 2)]
+
+
+def test_a_channel(run: Run) -> None:
+    """One of five records is not half of them; of that rank alone it is."""
+    assert rows(run, "channel_outlier") == []
+    alone = rows(run, "channel_outlier", rank=0)
+    assert [(row["layer_idx"], row["channel"]) for row in alone] == [(5, 5)]
+
+
+def spoil(place: Place, tensor: Array) -> Array:
+    """One NaN in every tensor of every layer."""
+    changed = tensor.copy()
+    changed.flat[len(place[3])] = np.nan
+    return changed
+
+
+def test_nan_comes_first(tmp_path: Path) -> None:
+    run = faulty_run(tmp_path, spoil, sizes=Sizes(iterations=(10,)))
+    found = findings(run.select(), engine=Engine(use_cache=False)).records()
+    assert (found[0]["kind"], found[0]["where"]) == ("nan", "layers.0.linear input on all ranks")
+    assert {row["severity"] for row in found if row["kind"] == "nan"} == {"high"}
+
+
+def test_a_folder_with_a_layer_of_nan(tmp_path: Path) -> None:
+    """And with tensors of several trainings side by side: which of them it is is said."""
+    for layer in range(4):
+        for quant_type in ("bf16", "mxfp8"):
+            tensor = torch.from_numpy(np.random.default_rng(layer).standard_normal((16, 16)))
+            if (layer, quant_type) == (2, "mxfp8"):
+                tensor[3] = torch.nan
+            legacy_file(tmp_path, tensor, layer_idx=layer, counter=layer, quant_type=quant_type)
+    table = findings(open_source(str(tmp_path)).select())
+    assert [(row["kind"], row["severity"], row["layer_idx"]) for row in table.records()] == [("nan", "high", 2)]
+    assert table.records()[0]["where"] == "layer 2 linear input (mxfp8)"
+    by_layer = overflow(open_source(str(tmp_path)).select(), by=["layer_idx"]).records()
+    assert [row["severity"] for row in by_layer] == ["none", "none", "high", "none"]
