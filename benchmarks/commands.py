@@ -92,7 +92,7 @@ COMMANDS = {
     "compare": ("compare", "{other}"),
     "compare by layer": ("compare", "{other}", "--by", "layer_idx"),
     "compare neighbours": ("compare", "--neighbours"),
-    "gate": ("gate",),
+    "check": ("overflow", "--check", "overflow.total == 0"),
     "plot": ("plot",),
     "plot all": ("plot", "--all"),
     "report": ("report",),

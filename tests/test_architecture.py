@@ -82,14 +82,13 @@ HOMELESS_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "misc"
 
 ROOMS = {
     "storage": ("places", "query", "format", "records", "recording", "maintenance"),
-    "analyze": ("numerics", "engine", "comparison", "replays", "metrics", "questions", "findings", "rules", "views"),
+    "analyze": ("numerics", "engine", "comparison", "replays", "metrics", "questions", "findings", "views"),
 }
 """Folders inside a folder; each may import those before it."""
 
 CLIMBS = {
     ("storage.places", "storage.format"),
     ("analyze.questions", "analyze.findings"),
-    ("analyze.questions", "analyze.rules"),
 }
 """Folders that still import a later one. The list only gets shorter."""
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ranktape.analyze.questions.trace import trace as trace
     from ranktape.analyze.questions.trend import trend as trend
     from ranktape.analyze.replays.precision_plan import precision_plan as precision_plan
-    from ranktape.analyze.rules.gate import gate as gate
     from ranktape.analyze.table import Table as Table
     from ranktape.analyze.views.plots.write import plot_overflow as plot_overflow
     from ranktape.analyze.views.report.page import write_report as write_report

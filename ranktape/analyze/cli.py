@@ -21,7 +21,6 @@ COMMANDS = {
     "replay": "questions.replay:replay",
     "compare": "questions.compare:compare",
     "plot": "commands:plot",
-    "gate": "rules.gate:gate",
     "report": "commands:report",
 }
 """The function in this package that each command is made of."""
@@ -36,34 +35,13 @@ class _AnalyzeGroup(RanktapeGroup):
 
         module, _, function = self.lazy[name].partition(":")
         command = make_command(f"ranktape.analyze.{module}", function)
-        if name == "gate":
-            command.params.append(_SHOW_DEFAULTS)
-        elif name == "sweep":
+        if name == "sweep":
             next(one for one in command.params if one.name == "format").opts.append("--elem-format")
         elif name == "plot":
             from ranktape.analyze.commands import kinds_text
 
             command.epilog = kinds_text()
         return command
-
-
-def _show_defaults(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:  # noqa: FBT001 - click's
-    if is_wanted and not context.resilient_parsing:
-        from ranktape.analyze.console import say
-        from ranktape.analyze.rules.rule import DEFAULT_RULES
-
-        say(DEFAULT_RULES.rstrip("\n"))
-        context.exit()
-
-
-_SHOW_DEFAULTS = click.Option(
-    ["--show-defaults"],
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_show_defaults,
-    help="Print the rules that hold where none are given, as a file for --rule-file, and exit.",
-)
 
 
 @click.group(name="analyze", cls=_AnalyzeGroup, lazy=COMMANDS, context_settings={"max_content_width": 100})

@@ -35,7 +35,6 @@ import click
 
 from ranktape.analyze.options import OPTIONS, Output, Selection, flag_of
 from ranktape.analyze.parameters import JsonObject, NamedPath
-from ranktape.errors import CheckFoundError
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 """What adds an option to a command."""
@@ -194,17 +193,14 @@ _MANY_OBJECTS = 200_000
 def _answer(
     function: Callable[..., Any], parameters: list[Parameter], *, selection: Selection, output: Output, **values: Any
 ) -> None:
-    """Ask a question, and write the answer; that something does not pass is raised."""
+    """Ask a question, and write the answer; rows that fail a check are raised."""
     runs = {}
     for one in (one for one in parameters if one.is_run and values[one.name]):
         urls = values.pop(one.name)
         run, *more = [urls] if isinstance(urls, str) else urls
         runs[one.name] = dataclasses.replace(selection, run=run, more=tuple(more)).records()
     given = {name: value for name, value in values.items() if value is not None and value != ()}
-    found = function(selection.records(), **given, **runs)
-    output.write(found)
-    if not getattr(found, "passed", True):
-        raise CheckFoundError(found.message)
+    output.write(function(selection.records(), **given, **runs))
 
 
 def _parameters(function: ast.FunctionDef) -> Iterator[Parameter]:

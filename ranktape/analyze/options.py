@@ -14,7 +14,7 @@ import click
 from ranktape.analyze.console import say
 from ranktape.analyze.parameters import JsonObject, NamedPath, SourcesArgument
 from ranktape.analyze.table import MAX_TEXT_ROWS, Form, Table, write_table
-from ranktape.errors import NoRecordsError, UsageError
+from ranktape.errors import CheckFoundError, NoRecordsError, UsageError
 from ranktape.fields import RECORD_FIELDS
 
 if TYPE_CHECKING:
@@ -137,6 +137,8 @@ class Output:
     """Rows to write at most, 0 for all; None for all, and on a terminal for as many as people read."""
     output: Path | None = None
     """A file instead of stdout."""
+    check: str | None = None
+    """What must not be false for any row; only the rows that fail are written."""
 
     @property
     def is_asked_for(self) -> bool:
@@ -171,16 +173,17 @@ class Output:
         more = f"{rest:,} more{which}: --limit 0 shows all"
         return replace(ordered, rows=ordered.rows[: table.max_rows], notes=(more, *ordered.notes))
 
-    def write(self, answer: Any) -> None:
-        """Write an answer where and how it was asked for; of a table what `shown` leaves, others know how.
+    def write(self, table: Table) -> None:
+        """Write a table where and how it was asked for.
 
         Raises:
-            UsageError: there is no such column, or the file cannot be written.
+            CheckFoundError: rows fail the check; they have been written.
+            UsageError: there is no such column, the check cannot be read, or the file cannot be written.
         """
-        if isinstance(answer, Table):
-            write_table(self.shown(answer), form=self.chosen_form, wide=self.wide, output=self.output)
-        else:
-            answer.write(self)
+        written = table if self.check is None else table.check(self.check)
+        write_table(self.shown(written), form=self.chosen_form, wide=self.wide, output=self.output)
+        if self.check is not None and written.rows:
+            raise CheckFoundError(f"{len(written.rows)} of {len(table.rows)} rows fail --check {self.check!r}")
 
 
 def _together(
@@ -242,7 +245,7 @@ def _output(values: dict[str, Any]) -> Output:
     if as_json and as_csv:
         raise UsageError("--json and --csv exclude each other: give one")
     form = Form.JSON if as_json else Form.CSV if as_csv else Form.TEXT
-    return Output(form=form, **{name: values.pop(name) for name in ("wide", "sort", "limit", "output")})
+    return Output(form=form, **{name: values.pop(name) for name in ("wide", "sort", "limit", "output", "check")})
 
 
 def _by(values: dict[str, Any]) -> tuple[str, ...]:
@@ -333,6 +336,12 @@ OPTIONS: dict[str, Callable[[Command], Command]] = {
         click.option("--csv", "as_csv", is_flag=True, help="Write CSV."),
         click.option("--wide", is_flag=True, help="Show every column as text."),
         click.option("--sort", metavar="COLUMN", help="Largest values of a column first."),
+        click.option(
+            "--check",
+            metavar="EXPR",
+            help="Exit with 3 if EXPR is false for a row, and write only such rows: 'overflow.total == 0'. In the "
+            "language of --where, over the columns that --json has; a missing value fails nothing.",
+        ),
         click.option(
             "--limit",
             type=click.IntRange(min=0),

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ranktape.analyze.console import encodable, printable_lines
 from ranktape.analyze.json_text import json_value, rows_text
 from ranktape.analyze.text_table import TextTable
-from ranktape.errors import UsageError
+from ranktape.errors import UsageError, nearest
 from ranktape.storage.format.memory import nbytes_text
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import pandas as pd  # type: ignore[import-untyped]  # it has no types
+    from numpy.typing import NDArray
     from rich.console import Group
 
 MAX_BRIEF_ROWS, MAX_BRIEF_LINE, MAX_BRIEF_NOTES = 20, 1000, 20
@@ -137,6 +138,29 @@ class Table:
         rest = sorted(set(range(len(values))) - set(known))
         return replace(self, rows=tuple(self.rows[index] for index in (*ordered, *rest)))
 
+    def check(self, expression: str) -> Table:
+        """The rows for which an expression over the columns is false, in the language of `where`.
+
+        A missing value compares as unknown, as NaN does: a row for which the expression cannot be decided without it
+        passes. A last note counts the rows.
+
+        Raises:
+            UsageError: the expression cannot be read, names no column, or compares text with a number.
+        """
+        from ranktape.storage.query.where import parse_where
+
+        where = parse_where(expression)
+        kinds = {column.name: column.kind for column in self.columns}
+        for name in where.names:
+            if name not in kinds:
+                raise UsageError(f"--check: the table has no column {name!r}: {nearest(name, kinds)}")
+        truth = where.truth({name: _as_array(self.column(name), kinds[name]) for name in where.names})
+        failed = tuple(row for row, known in zip(self.rows, truth.tolist(), strict=True) if known < 0)
+        unknown = int((truth == 0).sum())
+        passed = f", {unknown} of them for want of a value" if unknown else ""
+        note = f"check {expression}: {len(failed)} of {len(self.rows)} rows fail, {len(self.rows) - len(failed)} pass"
+        return replace(self, rows=failed, notes=(*self.notes, note + passed))
+
     def first(self, num_rows: int) -> Table:
         """The same table with so many rows at most; a note says how many there were."""
         if len(self.rows) <= num_rows:
@@ -241,6 +265,19 @@ class Table:
             cells=[[clipped(cell) for cell in row] for row in shown.cells],
             notes=[clipped(note, MAX_BRIEF_LINE) for note in (*shown.notes[:-1][:MAX_BRIEF_NOTES], *shown.notes[-1:])],
         )
+
+
+def _as_array(values: Sequence[Any], kind: Kind) -> NDArray[Any]:
+    """A column for an expression: numbers with NaN for missing ones, or texts; of a list its JSON."""
+    import numpy as np
+
+    if kind in {Kind.TEXT, Kind.LIST} or any(isinstance(value, str) for value in values):
+        plain = (json.dumps(json_value(one)) if isinstance(one, list | tuple) else one for one in values)
+        return np.array([None if one is None else str(one) for one in plain], dtype=object)
+    # Whole numbers beyond 2^53 stay exact.
+    is_whole = all(type(value) is int for value in values)
+    numbers = [math.nan if value is None else value for value in values]
+    return np.array(numbers, dtype=np.int64 if is_whole else np.float64)
 
 
 def write_table(table: Table, *, form: Form = Form.TEXT, wide: bool = False, output: Path | None = None) -> None:

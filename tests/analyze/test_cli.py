@@ -34,7 +34,7 @@ SELECTION = {f"--{field.replace('_', '-')}" for field in FILTERS} | {
     "--skip-unreadable",
     "--help",
 }
-OUTPUT = {"--json", "--csv", "--wide", "--sort", "--limit", "--output"}
+OUTPUT = {"--check", "--json", "--csv", "--wide", "--sort", "--limit", "--output"}
 ENGINE = {"--workers", "--scheduler", "--no-cache"}
 OPTIONS = {
     "ls": SELECTION | OUTPUT | {"--by"},
@@ -63,10 +63,6 @@ OPTIONS = {
     | {"--by", "--view", "--pair", "--neighbours", "--noise", "--metric", "--tolerance", "--margin"}
     | {"--allow-unmatched", "--distances", "--in-order"},
     "plot": SELECTION | ENGINE | {"--view", "--all", "--kind", "--format", "--recipe", "--output"},
-    "gate": SELECTION
-    | OUTPUT
-    | ENGINE
-    | {"--by", "--view", "--format", "--rule", "--rule-file", "--scaling", "--show-defaults"},
     "report": SELECTION | ENGINE | {"--view", "--format", "--recipe", "--output"},
 }
 """The names that scripts rely on: adding one is a decision, removing one breaks somebody."""

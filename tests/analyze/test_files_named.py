@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from ranktape.analyze import compare, gate, ls, overflow, stats, sweep, trace
+from ranktape.analyze import compare, ls, overflow, stats, sweep, trace
 from ranktape.analyze.cli import cli
 from ranktape.analyze.legacy import import_folder, open_folder
 from ranktape.analyze.table import Table
@@ -30,7 +30,6 @@ TABLES: dict[str, Callable[[Records], Table]] = {
     "sweep": lambda records: sweep(records, format="fp8_e4m3"),
     "sweep --levels": lambda records: sweep(records, format="fp8_e4m3", with_levels=True),
     "compare": lambda records: compare(records, records),
-    "gate": lambda records: gate(records, rule=["overflow.absmax < 0"]).offenders,
 }
 
 

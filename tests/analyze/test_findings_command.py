@@ -1,4 +1,4 @@
-"""`ranktape analyze findings` says what `find` finds, as text, JSON and CSV, and the gate has rules about it."""
+"""`ranktape analyze findings` says what `find` finds, as text, JSON and CSV, and a check fails on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from ranktape.analyze.cli import cli
 from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.finding import KINDS
 from ranktape.analyze.questions.findings import NUM_FIRST, findings
-from ranktape.analyze.rules.gate import gate
 from ranktape.errors import UsageError
 from ranktape.storage import Run
 from tests.analyze.faulty_runs import Array, Place, Sizes, all_faults, everywhere, faulty_run
@@ -131,7 +130,7 @@ def test_a_healthy_run_has_none(tmp_path: Path) -> None:
     done = ask(healthy)
     assert done.exit_code == 0
     assert re.fullmatch(r"Nothing stands out in \d+ records\.\n", done.stdout)
-    assert gate(healthy.select(), rule=["findings.total == 0"]).passed
+    assert not findings(healthy.select()).check("severity is None").rows
 
 
 def test_help_names_every_kind() -> None:
@@ -139,15 +138,11 @@ def test_help_names_every_kind() -> None:
     assert all(kind in text for kind in KINDS)
 
 
-def test_the_gate_has_rules_about_them(run: Run) -> None:
-    found = find(run.select())
-    high = [one for one in found if one.severity.value == "high"]
-    (outcome,) = gate(run.select(), rule=["findings.high == 0"]).outcomes
-    assert outcome.num_failed == len({place for one in high for place in one.places})
-    assert outcome.notes[0].startswith(high[0].title)
-    (by_layer,) = gate(run.select(), rule=["findings.high == 0"], by=["layer_idx"]).outcomes
-    fields = run.select().column("layer_idx")
-    assert by_layer.num_failed == len({fields[place] for one in high for place in one.places})
-    assert gate(run.select(), rule=["findings.gradient_vanishing == 0"]).passed
-    with pytest.raises(UsageError, match="did you mean findings"):
-        gate(run.select(), rule=["findings.hgih == 0"])
+def test_a_check_fails_on_them(run: Run) -> None:
+    num_high = sum(one.severity.value == "high" for one in find(run.select()))
+    words = ["findings", str(run.url).removeprefix("file://"), "--check", "severity != 'high'"]
+    done = CliRunner().invoke(cli, [*words, "--json"])
+    document = json.loads(done.stdout)
+    assert done.exit_code == 3
+    assert [row["severity"] for row in document["rows"]] == ["high"] * num_high
+    assert CliRunner().invoke(cli, [*words[:-1], "kind != 'triggered'"]).exit_code == 0

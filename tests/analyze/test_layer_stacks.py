@@ -14,7 +14,6 @@ from click.testing import CliRunner
 from ranktape.analyze import (
     compare,
     distribution,
-    gate,
     ls,
     overflow,
     stats,
@@ -60,7 +59,6 @@ QUESTIONS: dict[str, Callable[[Records], Table]] = {
     "sweep": lambda records: sweep(records, format="fp8_e4m3", by=LAYER),
     "trend": lambda records: trend(records, by=LAYER),
     "compare": lambda records: compare(records, records, by=LAYER, in_order=True),
-    "gate": lambda records: gate(records, rule=["absmax < 0"], by=LAYER).offenders,
 }
 
 

@@ -129,8 +129,7 @@ def findings(
     One finding for each cause, the worst first: how bad it is, what and where, the numbers that say so beside those of
     the peers, what is alike at other places, what follows from it, and the command that looks closer. The last line
     counts them. A terminal shows the first 5. What is found of a selection is found among its records alone: peers that
-    a filter leaves out are missing. To fail where something is found, give a rule to 'ranktape analyze gate':
-    "findings.high == 0".
+    a filter leaves out are missing. To fail where something is found, give `--check "severity != 'high'"`.
 
     Args:
         severity (LEVEL): Only what is so bad, or worse: high, medium, low.

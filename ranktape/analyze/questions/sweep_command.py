@@ -119,9 +119,11 @@ def sweep(
     run = _SweepOfAll(tensors, jobs, view=view or View.COMPUTE, outputs=outputs, has_table=has_table, engine=engine)
     table = run.table(shape)
     run.show_summary()
-    if table is not None:
-        output.write(table)
-    run.raise_failures()
+    try:
+        if table is not None:
+            output.write(table)
+    finally:
+        run.raise_failures()
 
 
 class _SweepOfAll:

@@ -1,6 +1,6 @@
 """Reads the limits at which a flight recorder stores what it holds: `absmax > 448 where tensor_name == 'input'`.
 
-The language is that of gate rules (`ranktape.storage.query.filters`): a condition about metrics of one tensor, and
+The language is that of `--where` (`ranktape.storage.query.where`): a condition about metrics of one tensor, and
 the records that it is about.
 """
 
