@@ -321,7 +321,6 @@ def other_schemas() -> dict[str, Schema]:
             deep={"type": "boolean"},
             sound={"type": "boolean"},
             **dict.fromkeys(("attempts", "iterations", "partial", "records", "objects", "nbytes"), COUNT),
-            products={"anyOf": [closed(agreed=COUNT, disagreed=COUNT, unchecked=COUNT), {"type": "null"}]},
             findings=array_of(finding),
         ),
         "doctor": closed(findings=array_of(dataclass_schema(Examined)), lacking=array_of(TEXT)),

@@ -152,7 +152,7 @@ def test_the_commands_beside_analyze_write_what_their_schemas_say(
     (tmp_path / "rings").mkdir()
     for name, words, code in (
         ("status", [str(run)], 0),
-        ("check", [str(run), "--deep", "--recompute"], 0),
+        ("check", [str(run), "--deep"], 0),
         ("check", [broken.url, "--deep"], 3),
         ("repair", [broken.url, "--dry-run"], 3),
         ("runs", [str(run.parent)], 0),

@@ -77,7 +77,6 @@ def check(
     run: str,
     *,
     deep: bool = False,
-    recompute: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     on_progress: OnProgress | None = None,
 ) -> CheckReport:
@@ -88,18 +87,11 @@ def check(
 
     Args:
         deep: Read every byte and compare it with its checksums.
-        recompute: Compute the products of linear layers and attention again from their recorded operands, and compare
-            them with the recorded results: a tensor in another's place is found.
     """
     from ranktape.storage.maintenance.check import check_run
 
     with open_backend_of(run, storage_options) as backend:
-        report = check_run(backend, deep=deep, on_progress=on_progress)
-    if recompute:
-        from ranktape.launch.recomputing import recompute_products
-
-        recompute_products(report, run, storage_options=storage_options, on_progress=on_progress)
-    return report
+        return check_run(backend, deep=deep, on_progress=on_progress)
 
 
 @command_of(check, working="checking")
@@ -112,8 +104,6 @@ def check_command(report: CheckReport, _given: Mapping[str, Any]) -> CommandAnsw
         f"{count_text(report.num_objects, 'object')}, {nbytes_text(report.nbytes)}"
     )
     how = "every byte was read" if report.deep else "sizes and documents were compared, --deep reads every byte"
-    if report.products is not None:
-        how += ", products: " + ", ".join(f"{number} {what}" for what, number in report.products.items())
     errors = count_text(len(report.errors), "error")
     summary = f"{errors}, {count_text(len(report.notes), 'note')}; {looked} ({how})"
     return CommandAnswer(

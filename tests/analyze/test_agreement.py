@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ranktape.analyze.numerics.agreement import Agreement, attention_agreements, linear_agreements
 from ranktape.analyze.numerics.attention import ATTENTION_PRODUCTS, CAUSAL, FULL, AttentionForm, attention_products
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
+from tests.analyze.agreement import Agreement, attention_agreements, linear_agreements
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -18,11 +18,11 @@ from ranktape.analyze.numerics.attention import ATTENTION_PRODUCTS
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
 from ranktape.analyze.numerics.recipes.words import parse_recipes
-from ranktape.analyze.replays.recomputed import recompute
 from ranktape.analyze.replays.replayed import Replayed, replay_calls
 from ranktape.capture import Capture
 from ranktape.storage import Records, Run, open_run
 from ranktape.storage.format.record_info import RecordInfo
+from tests.analyze.recomputed import recompute
 from tests.analyze.replay_runs import call_arrays, call_tensors, recorded_sqnr, trained
 from tests.analyze.runs import Tensor, store
 from tests.capture.parallel_models import OPTIONS, batch_of, make_model

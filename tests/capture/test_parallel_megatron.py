@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ranktape.analyze.replays.recomputed import recompute
 from ranktape.storage import Run, open_run
+from tests.analyze.recomputed import recompute
 from tests.capture.test_parallel import ROOT, assert_close, key_of, torchrun
 from tests.capture.verify import recomputed, verify_run
 from tests.optional import needs

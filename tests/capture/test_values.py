@@ -17,10 +17,10 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from ranktape.analyze.replays.recomputed import recompute
 from ranktape.analyze.replays.replayed import replay_calls
 from ranktape.capture import Capture
 from ranktape.storage import Run, open_run
+from tests.analyze.recomputed import recompute
 from tests.analyze.replay_runs import recorded_sqnr
 from tests.capture.verify import recomputed, verify_run
 

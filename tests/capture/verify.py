@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ranktape.analyze.replays.recomputed import recompute
 from ranktape.storage import Record, Records, Run
+from tests.analyze.recomputed import recompute
 
 TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 """Largest difference, in parts of the largest value, by the dtype that was computed in."""
@@ -61,7 +61,7 @@ def verify_run(run: Run | Records, *, mask: torch.Tensor | None = None, scale: f
 
 
 def recomputed(run: Run | Records) -> Counter[str]:
-    """What `ranktape check --recompute` finds: how many products agree, and why others cannot be compared.
+    """Compute every product again: how many agree, and why others cannot be compared.
 
     An assertion fails for one that does not agree, and names it.
     """

@@ -59,7 +59,7 @@ OPTIONS = {
     },
     "stop": {"run", "timeout_seconds", "no_wait", "as_json", "storage_options"},
     "runs": {"url", "depth", "as_json", "storage_options"},
-    "check": {"run", "deep", "recompute", "as_json", "storage_options"},
+    "check": {"run", "deep", "as_json", "storage_options"},
     "repair": {"run", "dry_run", "min_age", "as_json", "storage_options"},
     "push": {"directory", "to", "keep", "as_json", "storage_options"},
     "prune": {"run", "keep_last", "iteration", "yes", "dry_run", "as_json", "storage_options"},

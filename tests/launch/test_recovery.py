@@ -78,7 +78,6 @@ def test_a_check_for_programs_is_one_document(run: Path) -> None:
     document = json.loads(result.stdout)
     assert set(document) == {
         "run", "deep", "sound", "attempts", "iterations", "partial", "records", "objects", "nbytes", "findings",
-        "products",
     }  # fmt: skip
     assert (document["run"], document["deep"], document["sound"], document["attempts"]) == (str(run), True, False, 1)
     (finding,) = document["findings"]

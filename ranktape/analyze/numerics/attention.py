@@ -9,6 +9,7 @@ weights of the attention are not quantised, and no operand is rotated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,6 +30,9 @@ ATTENTION_OPERANDS = ("query", "key", "value", "grad_output")
 
 ATTENTION_PRODUCTS = ("output", "grad_query", "grad_key", "grad_value")
 """What is computed from them."""
+
+NOISE = 8.0
+"""How many times the rounding error of attention computed step by step a recorded output may be off."""
 
 HEADS = "BHTD"
 """The layout of all tensors here; of keys, T counts the keys."""
@@ -121,6 +125,53 @@ def attention_products(operands: Mapping[str, torch.Tensor], *, form: AttentionF
         return {"output": output}
     grads = torch.autograd.grad(output, (query, key, value), grad_output.to(output.dtype))
     return dict(zip(ATTENTION_PRODUCTS, (output.detach(), *grads), strict=True))
+
+
+def gives_output(
+    operands: Mapping[str, torch.Tensor], output: torch.Tensor, *, form: AttentionForm, compute_dtype: torch.dtype
+) -> bool:
+    """Whether attention of that form gives a recorded output within rounding; all are [B, H, T, D].
+
+    By the norm of the difference: it may be `NOISE` times that of attention computed step by step in `compute_dtype`,
+    with every step rounded, and what rounding the output costs. NaN and Inf agree with NaN and Inf.
+    """
+    import torch
+
+    work = torch.float64 if compute_dtype is torch.float64 else torch.float32
+    rounded = {name: operands[name].detach().to(compute_dtype) for name in ATTENTION_OPERANDS[:3]}
+    exact = attention_products({name: one.to(work) for name, one in rounded.items()}, form=form)["output"]
+    own = output.detach().to(work)
+    if not exact.numel():
+        return True
+    is_spoilt = ~exact.isfinite() & ~own.isfinite()
+    noise = (_stepwise(rounded, form=form).to(work) - exact).nan_to_num(0.0, 0.0, 0.0)
+    unit = max(torch.finfo(dtype).eps / 2 for dtype in (compute_dtype, output.dtype))
+    sizes = ((own - exact).masked_fill(is_spoilt, 0.0), exact.masked_fill(is_spoilt, 0.0), noise)
+    error, size, least = (float(one.double().norm()) for one in sizes)
+    # A NaN on one side alone makes the error NaN.
+    return error <= NOISE * least + 2 * unit * size
+
+
+def _stepwise(operands: Mapping[str, torch.Tensor], *, form: AttentionForm) -> torch.Tensor:
+    """The output of attention in plain steps, whose results are all rounded to the type of the operands."""
+    import torch
+
+    num_groups = operands["key"].shape[1]
+    query, key, value = (operands[name].unflatten(1, (num_groups, -1)) for name in ATTENTION_OPERANDS[:3])
+    mask = form.mask(query.shape[-2], key.shape[-2], device=query.device)
+    scale = query.shape[-1] ** -0.5 if form.scale is None else form.scale
+    found = []
+    # One sequence at a time: the scores are as large as the tokens squared.
+    with torch.autocast(query.device.type, enabled=False):
+        for number in range(len(query)):
+            scores = (query[number] @ key[number].transpose(-1, -2)) * scale
+            if mask is not None:
+                scores = scores.masked_fill(~mask, -math.inf)
+            weights = scores.softmax(-1)
+            if mask is not None:  # of a query that sees no key they are NaN
+                weights = weights.masked_fill(~mask, 0.0)
+            found.append(weights @ value[number])
+    return torch.stack(found).flatten(1, 2)
 
 
 def _checked(operands: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

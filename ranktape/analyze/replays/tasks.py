@@ -17,8 +17,13 @@ import numpy as np
 from ranktape.analyze.comparison.tensors import ComparedTensor
 from ranktape.analyze.engine.plan import keep_freed_memory
 from ranktape.analyze.engine.values import View, viewed_dtype
-from ranktape.analyze.numerics.agreement import attention_agreements
-from ranktape.analyze.numerics.attention import AttentionForm, attention_products, heads_second, replay_attention
+from ranktape.analyze.numerics.attention import (
+    AttentionForm,
+    attention_products,
+    gives_output,
+    heads_second,
+    replay_attention,
+)
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
 from ranktape.analyze.replays.calls import LeftOut, RecordedCall, RecordedCalls, is_attention
@@ -224,8 +229,7 @@ def find_form(
 
     def gives(form: AttentionForm) -> bool:
         known = {name: operands[name] for name in own}
-        [agreement] = attention_agreements(known, {"output": output}, form=form, compute_dtype=compute_dtype)
-        return agreement.is_agreed
+        return gives_output(known, output, form=form, compute_dtype=compute_dtype)
 
     best = min(forms, key=distance)
     if is_sure:

@@ -36,8 +36,6 @@ class FindingKind(enum.StrEnum):
     """Two objects that say the same thing disagree."""
     REPLICAS = "replicas"
     """Ranks that hold the same tensor recorded different values."""
-    PRODUCT = "product"
-    """A recorded result is not what the recorded operands of its layer give."""
     STALE = "stale"
     """The plan or the verdict does not fit what is stored."""
     UNFINISHED = "unfinished"
@@ -177,9 +175,6 @@ class CheckReport:
     """Objects that belong to attempts."""
     nbytes: int = 0
     """Bytes of them."""
-    products: dict[str, int] | None = None
-    """How many recorded products of layers `agreed`, `disagreed` and were `unchecked` when they were computed again;
-    None where they were not."""
 
     @property
     def errors(self) -> list[CheckFinding]:
@@ -203,6 +198,5 @@ class CheckReport:
             "records": self.num_records,
             "objects": self.num_objects,
             "nbytes": self.nbytes,
-            "products": self.products,
             "findings": [finding.to_json() for finding in self.findings],
         }

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 from ranktape.analyze.numerics.attention import (
     ATTENTION_OPERANDS,
     ATTENTION_PRODUCTS,
+    NOISE,
     AttentionForm,
     attention_products,
 )
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
 FEW = 1e-3
 """The share of elements that may be further off than rounding errors of any sign explain."""
 
-STATISTICAL, NOISE = 4.0, 8.0
-"""How many times the size of what is expected an error may have: of elements, and of the noise of attention."""
+STATISTICAL = 4.0
+"""How many times the size of what is expected the error of an element may have."""
 
 CHUNK = 1 << 22
 """Elements that are looked at at once."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.identity import SampleName
-from ranktape.analyze.numerics.agreement import Agreement
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
 from ranktape.analyze.replays.call_tensors import CALL_FIELDS, Key
 from ranktape.analyze.replays.calls import calls_of, is_attention
@@ -24,7 +23,7 @@ from ranktape.analyze.replays.tasks import (
 )
 from ranktape.errors import DataError, IncompleteTensorError, ReplicaMismatchError
 from ranktape.storage import Records
-from ranktape.storage.maintenance.work import OnProgress
+from tests.analyze.agreement import Agreement
 
 WIDE_TYPES = ("bf16", "fp16", "fp32", "fp64")
 """The words of `quant_type` for layers that quantise nothing."""
@@ -55,15 +54,12 @@ class Recomputed:
         return self.key[CALL_FIELDS.index(name)]
 
 
-def recompute(
-    records: Records, *, engine: Engine | None = None, on_progress: OnProgress | None = None
-) -> Iterator[Recomputed]:
+def recompute(records: Records) -> Iterator[Recomputed]:
     """Each recorded product of linear layers and of attention, computed again in float32 from its recorded operands.
 
     What cannot be compared comes with the reason: a missing operand, a mask that was not recorded, operands that are
     quantised inside of the layer. So does a product that differs because the training computes it otherwise: gradients
-    of gradients, tensors that hooks pack for the backward pass. Memory: the tensors of one call for each worker.
-    `on_progress` is told of each call.
+    of gradients, tensors that hooks pack for the backward pass. Memory: the tensors of one call.
 
     Raises:
         StorageError: the store cannot be read.
@@ -75,10 +71,7 @@ def recompute(
         if (*one.key, one.product) in recorded:
             yield Recomputed(key=one.key, sample=None, product=one.product, agreement=None, reason=one.reason)
     tasks = CallTasks(calls, ())
-    results = (engine or Engine()).map(compare_call, tasks, sizes=tasks.sizes)
-    for number, found in enumerate(results, start=1):
-        if on_progress is not None:
-            on_progress(number, len(calls.calls))
+    for found in Engine().map(compare_call, tasks, sizes=tasks.sizes):
         yield from found
 
 
@@ -113,7 +106,7 @@ def compare_call(task: CallTask) -> list[Recomputed]:
 
 
 def _attention(task: CallTask) -> dict[str, Agreement]:
-    from ranktape.analyze.numerics.agreement import attention_agreements
+    from tests.analyze.agreement import attention_agreements
 
     call = read_attention(task)
     agreements = attention_agreements(call.operands, call.recorded, form=call.form, compute_dtype=call.dtype)
@@ -123,7 +116,7 @@ def _attention(task: CallTask) -> dict[str, Agreement]:
 def _linear(task: CallTask) -> dict[str, Agreement]:
     import torch
 
-    from ranktape.analyze.numerics.agreement import linear_agreements
+    from tests.analyze.agreement import linear_agreements
 
     call = task.call
     compared = [product for product, why in call.products.items() if not why and product in call.rows]
