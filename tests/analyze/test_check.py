@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -157,8 +158,8 @@ def test_copies_that_differ_fail(tmp_path: Path) -> None:
     for rank in range(4):
         array = np.ones((4, 4), dtype=np.float32)
         array.view(np.uint32)[2, 2] ^= rank == 2
-        placement = {"mesh": mesh, "coordinates": [rank], "placements": ["replicate"], "global_shape": [4, 4]}
-        placement |= {"offset": [0, 0], "partial": False}
+        placement: dict[str, Any] = {"mesh": mesh, "coordinates": [rank], "placements": ["replicate"]}
+        placement |= {"global_shape": [4, 4], "offset": [0, 0], "partial": False}
         tensors.append(describe_tensor(array, rank=rank, placement=placement, tensor_name="weight"))
     done = ask(store(tmp_path, tensors), "findings", "--check", "kind != 'replica_differs'", "--json")
     assert done.exit_code == 3
