@@ -27,7 +27,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ranktape.analyze.engine.digest_measure import digests
+from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.executors import end_executors
 from ranktape.storage import Run, open_run

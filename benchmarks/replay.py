@@ -27,7 +27,7 @@ import torch
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.executors import end_executors
-from ranktape.analyze.engine.plan import keep_freed_memory
+from ranktape.analyze.engine.engine import keep_freed_memory
 from ranktape.analyze.numerics.pieces import num_threads, share_cores
 from ranktape.analyze.numerics.products import replay_products
 from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, one_operand

@@ -6,14 +6,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ranktape.analyze.engine.cache_object import Payload
+from ranktape.analyze.engine.cache import Columns, Payload
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.numerics.digest import Digest
 from ranktape.analyze.numerics.pieces import num_threads
@@ -43,8 +43,11 @@ class FirstValue:
         """What the cache knows it by."""
         return "first_value"
 
-    def __call__(self, record: Record) -> Payload:
-        """The first value, and the layer."""
+    def __call__(self, records: Iterable[Record], /) -> Columns:
+        """The first value of each record, and the layer."""
+        return Columns.of_payloads([self._payload(record) for record in records])
+
+    def _payload(self, record: Record) -> Payload:
         if record.layer_idx == self.fails_at:
             raise DataError(f"layer {record.layer_idx} is damaged")
         time.sleep(self.seconds)

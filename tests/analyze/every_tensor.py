@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ranktape.analyze.engine.digest_measure import digests
+from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.numerics.digest import Digest
 from ranktape.storage import Records
 from ranktape.storage.format.dtypes import DTYPES

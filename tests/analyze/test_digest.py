@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranktape.analyze.engine.digest_measure import DigestMeasure, digest_of, digests, merge_digests
+from ranktape.analyze.engine.digests import digests, group_digests_of, merge_digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.numerics.digest import SAMPLE_METRICS, Digest
@@ -246,25 +247,58 @@ def test_a_changed_byte_is_found(tmp_path: Path, array: Array, sample_dim: int |
     check_digest(digest, array, sample_dim=sample_dim)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"codes": np.array([1], np.uint32)},
-        {"codes": np.array([np.nan], np.float32)},
-        {"codes": np.array([1.0, 1.0], np.float32), "counts": np.array([1, 1], np.uint32)},
-        {"counts": np.zeros(1, np.uint32)},
-        {"statistics": np.zeros(3)},
-        {"samples": np.zeros((3, 1))},
-        {"flags": np.array([True])},
-        {"tallies": np.zeros(2, np.int64)},
-    ],
-    ids=lambda change: " ".join(f"{name} {array.dtype}" for name, array in change.items()),
-)
-def test_a_payload_that_nobody_measured_is_not_accepted(tmp_path: Path, change: dict[str, Array]) -> None:
-    measure = DigestMeasure()
-    record = store_as(tmp_path / "run", [describe_tensor(np.ones(5, ml_dtypes.bfloat16))]).select()[0]
-    payload = measure(record)
-    assert measure.accepts(payload)
-    assert not measure.accepts(payload | change)
-    assert not measure.accepts({name: array for name, array in payload.items() if name != "codes"})
-    assert digest_of(payload, dtype="bfloat16").counts.tolist() == [5]
+def test_records_of_a_stack_are_read_together_and_a_changed_one_is_named(tmp_path: Path) -> None:
+    """Records of one stored array are fetched with one request; each is compared with its own checksum."""
+    arrays = [drawn("bfloat16", (4, 60), seed=seed) for seed in range(5)]
+    tensors = [describe_tensor(array, layer_idx=place, sample_dim=0) for place, array in enumerate(arrays)]
+    run = store_as(tmp_path / "run", tensors, is_stacked=True)
+    found = list(digests(run.select(), engine=ENGINE))
+    for digest, array in zip(found, arrays, strict=True):
+        check_digest(digest, array, sample_dim=0)
+    (path,) = Path(run.url).glob("attempt_*/rank_*/iter_*/stack_*/c*")
+    data = bytearray(path.read_bytes())
+    data[3 * (arrays[0].nbytes + 4)] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"layers\.3.* is damaged: .*checksum"):
+        list(digests(run.select(), engine=ENGINE))
+    assert len(list(digests(run.select(layer_idx="0-2,4"), engine=ENGINE))) == 4
+
+
+@pytest.mark.parametrize("total", [1000, 100, 33, 16_000])
+def test_a_percentile_is_the_value_of_its_rank(tmp_path: Path, total: int) -> None:
+    """In floats, 0.999 times 1000 is above 999, and the percentile was one rank too high."""
+    (digest,) = digests(
+        store_as(tmp_path / "run", [describe_tensor(np.arange(1, total + 1, dtype=np.float32))]).select(), engine=ENGINE
+    )
+    for percent in ("0.1", "7", "12.5", "33", "99", "99.9", "100"):
+        exact = Fraction(percent) / 100
+        expected = max(1, math.ceil(exact * total))
+        assert digest.quantiles([exact, float(exact)]) == [expected, expected], percent
+
+
+def test_digests_of_groups_are_those_of_their_values_together(tmp_path: Path) -> None:
+    """Narrow and wide types, records without values of their own and groups of one record, in any order."""
+    arrays = [
+        *(drawn("bfloat16", (3, 40), seed=seed) for seed in range(4)),
+        *(drawn("float32", (50,), seed=seed) for seed in range(3)),
+        np.zeros((0, 3), np.float16),
+        np.full((2, 2), np.nan, np.float16),
+        drawn("float8_e4m3fn", (30,), seed=9),
+    ]
+    run = store_as(tmp_path / "run", [describe_tensor(one, layer_idx=place) for place, one in enumerate(arrays)])
+    numbers = [2, 0, 2, 1, 0, 4, 3, 5, 5, 2]
+    is_mask = np.zeros(len(arrays), dtype=bool)
+    found: dict[int, Digest] = {}
+    for groups, columns in group_digests_of(run.select(), numbers, is_mask=is_mask, view=View.SEEN, engine=ENGINE):
+        found |= {group: columns.digest(place) for place, group in enumerate(groups.tolist())}
+    assert sorted(found) == list(range(6))
+    for group, digest in found.items():
+        members = [array for number, array in zip(numbers, arrays, strict=True) if number == group]
+        with np.errstate(invalid="ignore"):  # NaN that signal
+            together = [array.reshape(-1).astype(np.float64) for array in members]
+        values, counts = np.unique(numbers_of(np.concatenate(together)), return_counts=True)
+        np.testing.assert_array_equal(digest.values, values)
+        np.testing.assert_array_equal(digest.counts, counts)
+        check_statistics(digest, np.concatenate(together))
+        assert digest.tallies.num_elements == sum(one.size for one in together)
+        assert digest.tallies.nan == int(np.isnan(np.concatenate(together)).sum())

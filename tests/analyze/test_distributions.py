@@ -13,7 +13,7 @@ import pytest
 import scipy.spatial.distance  # type: ignore[import-untyped]  # it has no types
 import scipy.stats  # type: ignore[import-untyped]  # it has no types
 
-from ranktape.analyze.engine.digest_measure import digests, merge_digests
+from ranktape.analyze.engine.digests import digests, merge_digests
 from ranktape.analyze.numerics.bins import (
     NARROW_FORMATS,
     aligned_exponent,

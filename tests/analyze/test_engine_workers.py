@@ -18,7 +18,7 @@ import pytest
 from distributed import LocalCluster
 
 from ranktape.analyze.engine import executors
-from ranktape.analyze.engine.digest_measure import digests
+from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.numerics.pieces import num_threads
 from ranktape.analyze.numerics.recipes.words import parse_recipes

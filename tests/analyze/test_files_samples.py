@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ranktape.analyze import overflow, stats, sweep, trace
-from ranktape.analyze.engine.digest_measure import digests
+from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.survey import Survey

@@ -24,11 +24,10 @@ from hypothesis import strategies as st
 
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.sheet import Sheet
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.finding import Finding, Severity
 from ranktape.analyze.identity import natural
-from ranktape.analyze.metrics.numbers import NUMBERS, RecordNumbers
+from ranktape.analyze.metrics.numbers import RecordNumbers
 from ranktape.analyze.numerics.digest import SAMPLE_METRICS
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array
 from ranktape.analyze.views.report.columns import SampleColumns, packed
@@ -279,8 +278,8 @@ def test_the_samples_that_differ_most_are_kept() -> None:
     parts = np.ones((10, 4, len(SAMPLE_METRICS)))
     parts[:, 1, SAMPLE_METRICS.index("absmax")] = 1 + np.arange(10) % 7
     sizes = np.where(np.arange(11) == 10, 0, 4)
-    sheet = Sheet(numbers=np.zeros((11, len(NUMBERS))), sizes=sizes, parts=parts.reshape(40, -1))
-    samples = SampleColumns(RecordNumbers(sheet=sheet))
+    known = RecordNumbers(columns={}, sample_sizes=sizes, samples=parts.reshape(40, -1))
+    samples = SampleColumns(known)
     assert samples.num_records == 10
     document, count = samples.to_json(first=[0], limit=12)
     assert unpacked(document["records"], count=count).tolist() == [0, 5, 6]

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from ranktape.analyze.comparison.matching import Matching, Parts
-from ranktape.analyze.engine.digest_measure import digests, merge_digests
+from ranktape.analyze.engine.digests import digests, merge_digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.numerics.differences import Differences

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.comparison.matching import Matching, Parts
-from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.plan import shares
+from ranktape.analyze.engine.engine import Engine, shares
 from ranktape.analyze.engine.sheet import SheetForm, SheetRow, answer_of, record_keys_of
 from ranktape.analyze.engine.values import View, read_values, viewed_dtype
 from ranktape.analyze.numerics.differences import Differences, compare_parts

@@ -1,49 +1,57 @@
-"""Keeps what was counted beside the run, and finds it again.
+"""The cache of what was measured: columns of many records in one object, beside the run.
 
 In the run itself, below `layout.ANALYSIS`; of a run that cannot be written, beside it; else, and of files, in the
-user's cache directory. For each version, each measure and each iteration of a rank there are objects of many payloads
-(`cache_object`), each named after the records in it: two processes that count the same write the same. What is read
-back is known by the record's identity and its checksum. Whatever goes wrong here costs time and no answer.
+user's cache directory. For each version, each measure and each iteration of a rank there are objects, each named after
+the records in it: two processes that measure the same records write the same object. A record is known by its identity
+and its checksum. A damaged object is measured again; whatever goes wrong here costs time and no answer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ranktape.analyze.engine.cache_object import (
-    MAX_OBJECT_NBYTES,
-    CacheObject,
-    DamagedObjectError,
-    Payload,
-    pack,
-)
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
 from ranktape.errors import ObjectTooLargeError, StorageError
 from ranktape.lazy_names import __version__
 from ranktape.storage.format import layout
 from ranktape.storage.format.blob import blob_document
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
+from ranktape.storage.query.columns import Column, StringColumn
 from ranktape.storage.records.record import RecordReader
 
-VERSION = f"{__version__}_3"
-"""Of all that is counted: that of the package, and a number that is one more whenever anything kept changes.
-
-What another version has kept is not found."""
+VERSION = f"{__version__}_4"
+"""Version of the format of objects and of the keys of records. A measure has its own version in its name."""
 
 BESIDE = ".analysis"
-"""Behind the path of a run that cannot be written: the directory beside it."""
+"""Suffix of the directory beside a run that cannot be written."""
 
 FOLDER_VARIABLE = "RANKTAPE_CACHE_DIR"
 """Names another directory than the user's own for caches."""
+
+MAX_OBJECT_NBYTES = 256 << 20
+"""A larger object is not read."""
+
+Payload = dict[str, NDArray[Any]]
+"""What was measured of one record, as named arrays."""
+
+Keys = NDArray[np.uint64]
+"""Keys of records: shape (records, 2)."""
 
 _SUFFIX = ".counts"
 _NAME = re.compile(r"[0-9a-f]{32}\.counts")
@@ -54,19 +62,192 @@ _MAX_LISTS = 16
 """Ranks that are listed one by one; of more the attempt is listed as a whole."""
 
 _MAX_NAME_LENGTH = 120
+_MAGIC = b"rtcolum1"
+_HEAD = struct.Struct("<8sII")
+"""Magic, CRC-32C of all that follows it, bytes of the index."""
+
+_CHECKED_FROM = 12
+_LEVEL = 1
+"""Of Zstandard: a higher level takes far longer and gains little."""
+
+
+class DamagedObjectError(Exception):
+    """An object is not one that `pack` made."""
+
+
+class Columns:
+    """What was measured of several records: named arrays, of each of which a record has a number of rows.
+
+    An array may be given as a function, which is called when the array is first asked for.
+    """
+
+    def __init__(
+        self,
+        arrays: Mapping[str, NDArray[Any] | Callable[[], NDArray[Any]]],
+        *,
+        sizes: Mapping[str, NDArray[np.int64]] | None = None,
+        num_records: int,
+    ) -> None:
+        """Take the arrays; `sizes` are the rows of each record in an array where they are not one for each."""
+        self._arrays = dict(arrays)
+        self._sizes = dict(sizes or {})
+        self.num_records = num_records
+
+    @classmethod
+    def of_payloads(cls, payloads: Sequence[Payload]) -> Columns:
+        """The columns of records that were measured one by one; what a record lacks has no row."""
+        names = dict.fromkeys(name for payload in payloads for name in payload)
+        arrays, sizes = {}, {}
+        for name in names:
+            parts = [np.atleast_1d(payload[name]) for payload in payloads if name in payload]
+            arrays[name] = np.concatenate(parts)
+            counts = (np.atleast_1d(payload[name]).shape[0] if name in payload else 0 for payload in payloads)
+            sizes[name] = np.fromiter(counts, dtype=np.int64, count=len(payloads))
+        return cls(arrays, sizes=sizes, num_records=len(payloads))
+
+    @property
+    def names(self) -> list[str]:
+        """The arrays."""
+        return list(self._arrays)
+
+    @property
+    def sized(self) -> list[str]:
+        """The arrays of which records do not have one row each."""
+        return list(self._sizes)
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        """An array: the rows of all records, one record after the other."""
+        found = self._arrays[name]
+        if not isinstance(found, np.ndarray):
+            found = self._arrays[name] = found()
+        return found
+
+    def sizes(self, name: str) -> NDArray[np.int64]:
+        """Rows of each record in an array."""
+        return self._sizes[name] if name in self._sizes else np.ones(self.num_records, dtype=np.int64)
+
+    def payloads(self) -> Iterable[Payload]:
+        """The arrays of each record."""
+        ends = {name: np.cumsum(self.sizes(name)).tolist() for name in self._arrays}
+        for place in range(self.num_records):
+            found = {}
+            for name, stops in ends.items():
+                found[name] = self[name][stops[place - 1] if place else 0 : stops[place]]
+                found[name].flags.writeable = False
+            yield found
+
+    def take(self, places: NDArray[np.int64]) -> Columns:
+        """The columns of some of the records."""
+        arrays = {name: partial(self._rows, name, places) for name in self._arrays}
+        sizes = {name: known[places] for name, known in self._sizes.items()}
+        return Columns(arrays, sizes=sizes, num_records=len(places))
+
+    def _rows(self, name: str, places: NDArray[np.int64]) -> NDArray[Any]:
+        known = self._sizes.get(name)
+        if known is None:
+            return self[name][places]
+        starts, sizes = np.cumsum(known) - known, known[places]
+        firsts = np.repeat(starts[places] - np.cumsum(sizes) + sizes, sizes)
+        return self[name][firsts + np.arange(int(sizes.sum()))]
+
+    @staticmethod
+    def join(parts: Sequence[Columns]) -> Columns:
+        """The columns of the records of all parts, one part after the other; at least one part."""
+        if len(parts) == 1:
+            return parts[0]
+        names = dict.fromkeys(name for one in parts for name in one.names)
+        sized = {name for one in parts for name in one.sized}
+        # An array that a part lacks has no row there.
+        absent = {name for name in names if any(name not in one.names for one in parts)}
+
+        def joined(name: str) -> NDArray[Any]:
+            return np.concatenate([one[name] for one in parts if name in one.names])
+
+        def sizes_of(one: Columns, name: str) -> NDArray[np.int64]:
+            return one.sizes(name) if name in one.names else np.zeros(one.num_records, dtype=np.int64)
+
+        return Columns(
+            {name: partial(joined, name) for name in names},
+            sizes={name: np.concatenate([sizes_of(one, name) for one in parts]) for name in sized | absent},
+            num_records=sum(one.num_records for one in parts),
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arrays = {name: self[name] for name in self._arrays}
+        return partial(Columns, sizes=self._sizes, num_records=self.num_records), (arrays,)
+
+
+def pack(keys: Keys, columns: Columns) -> bytes:
+    """The object that holds the columns of the records with these keys."""
+    from numcodecs import zstd
+
+    named = {f"array/{name}": columns[name] for name in columns.names}
+    named |= {f"sizes/{name}": columns.sizes(name) for name in columns.sized}
+    entries, packed = [], []
+    for name, array in {"keys": keys, **named}.items():
+        stored = np.ascontiguousarray(array)
+        packed.append(zstd.compress(stored.view(np.uint8).reshape(-1), _LEVEL) if stored.size else b"")
+        entries.append([name, stored.dtype.str, list(stored.shape), len(packed[-1])])
+    index = json.dumps(entries, separators=(",", ":")).encode()
+    body = struct.pack("<I", len(index)) + index + b"".join(packed)
+    return b"".join((_MAGIC, struct.pack("<I", google_crc32c.value(body)), body))
+
+
+class CacheObject:
+    """The columns in an object, each of which is unpacked when it is first asked for, and the keys of the records."""
+
+    def __init__(self, data: bytes) -> None:
+        """Read the index.
+
+        Raises:
+            DamagedObjectError: it is no such object.
+        """
+        if len(data) < _HEAD.size or data[: len(_MAGIC)] != _MAGIC:
+            raise DamagedObjectError("it is no object of columns")
+        _, crc, index_nbytes = _HEAD.unpack_from(data)
+        if google_crc32c.value(memoryview(data)[_CHECKED_FROM:].tobytes()) != crc:
+            raise DamagedObjectError("its checksum differs")
+        start = _HEAD.size + index_nbytes
+        arrays: dict[str, partial[NDArray[Any]]] = {}
+        for name, dtype, shape, nbytes in json.loads(data[_HEAD.size : start]):
+            arrays[name] = partial(_unpacked, memoryview(data)[start : start + nbytes], dtype, tuple(shape))
+            start += nbytes
+        self.keys: Keys = arrays.pop("keys")()
+        sizes = {name.removeprefix("sizes/"): load() for name, load in arrays.items() if name.startswith("sizes/")}
+        columns = {name.removeprefix("array/"): load for name, load in arrays.items() if name.startswith("array/")}
+        self.columns = Columns(columns, sizes=sizes, num_records=len(self.keys))
+
+    def look_up(self, keys: Keys) -> NDArray[np.int64]:
+        """The place of each key among the records; -1 for one that is not there."""
+        if np.array_equal(keys, self.keys):
+            return np.arange(len(keys))
+        if not len(self.keys):
+            return np.full(len(keys), -1)
+        order = np.argsort(self.keys[:, 0])
+        places = order[np.minimum(np.searchsorted(self.keys[order, 0], keys[:, 0]), len(order) - 1)]
+        return np.where((self.keys[places] == keys).all(axis=1), places, -1)
+
+
+def _unpacked(data: memoryview, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    from numcodecs import zstd
+
+    found = np.empty(math.prod(shape), dtype=dtype)
+    if found.size:
+        zstd.decompress(data, found.view(np.uint8))
+    return found.reshape(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlace:
-    """Somewhere payloads may lie; it can be pickled."""
+    """A store that may hold objects of the cache; it can be pickled."""
 
     backend: Backend
     """The store."""
     prefix: str
-    """Below it; empty where the store holds nothing else."""
+    """Prefix of all keys; empty where the store holds nothing else."""
 
     def prepare(self) -> None:
-        """Make sure that something can be written, and that plain Zarr passes by what will be.
+        """Make sure that something can be written, and that plain Zarr ignores what will be.
 
         Raises:
             StorageError: it cannot be written.
@@ -82,33 +263,34 @@ class CachePlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shelf:
-    """Where the payloads of one measure and group are written to; it can be pickled."""
+    """Where the objects of one measure and group are written to; it can be pickled."""
 
     place: CachePlace
-    """Somewhere that can be written."""
+    """A store that can be written."""
     path: str
     """The prefix of the objects."""
     damaged: tuple[str, ...] = ()
-    """Keys of objects that lie there and cannot be read."""
+    """Keys of objects there that cannot be read."""
 
-    def put(self, keys: Sequence[str], payloads: Sequence[Payload]) -> None:
-        """Write one object, atomically, and take away those that are damaged.
+    def put(self, keys: Keys, columns: Columns) -> None:
+        """Write one object, atomically, and remove those that are damaged.
 
         Raises:
             StorageError: it cannot be written.
         """
-        key = f"{self.path}/{_digest(*keys)}{_SUFFIX}"
-        self.place.backend.put(key, [pack(keys, payloads)])
+        name = hashlib.blake2b(keys.tobytes(), digest_size=16).hexdigest()
+        key = f"{self.path}/{name}{_SUFFIX}"
+        self.place.backend.put(key, [pack(keys, columns)])
         if damaged := [other for other in self.damaged if other != key]:
             self.place.backend.delete_keys(damaged)
 
 
 @dataclass(slots=True)
 class Found:
-    """What is known of the records of a group already."""
+    """What is known of the records of a group."""
 
-    objects: dict[str, CacheObject] = field(default_factory=dict)
-    """By the key of a record, the object with its payload."""
+    objects: list[CacheObject] = field(default_factory=list)
+    """The objects of the group."""
     damaged: list[str] = field(default_factory=list)
     """Keys of objects that cannot be read, where they could be replaced."""
 
@@ -121,9 +303,9 @@ class Cache:
 
         Args:
             reader: Where the records come from.
-            name: That of the measure.
+            name: That of the measure, with its version and every parameter.
             groups: The paths of the groups that will be asked about.
-            warn: Told in one line what keeps the cache from being read or written.
+            warn: Called with one line if the cache cannot be read or written.
         """
         self._warn = warn
         self._measure = f"{VERSION}/{_path_name(name)}"
@@ -140,13 +322,13 @@ class Cache:
             for key in listed.get(group, ()):
                 content = self._open(place, key)
                 if content is not None:
-                    found.objects.update(dict.fromkeys(content.keys, content))
+                    found.objects.append(content)
                 elif place is self._places[0]:
                     found.damaged.append(key)
         return found
 
     def shelf(self, group: str, *, damaged: Sequence[str]) -> Shelf | None:
-        """Where the payloads of a group can be written to; None, with one warning, where no place takes them."""
+        """Where the objects of a group can be written to; None, with one warning, if nowhere."""
         target = self._writable()
         if target is None:
             return None
@@ -154,7 +336,7 @@ class Cache:
         return Shelf(place=target, path=target.key(self._measure, group), damaged=own)
 
     def give_up(self, reason: str) -> None:
-        """Write nothing more: a worker could not. Others, who were asked before it failed, may fail as well."""
+        """Write nothing more, because an object could not be written."""
         if self._target is not None:
             self._target = None
             self._warn(f"what is counted now is not kept: {reason}")
@@ -205,13 +387,40 @@ class Cache:
             return None
 
 
-def record_keys(columns: Sequence[Sequence[Any]]) -> list[str]:
-    """What each record is known by, from the columns that tell it from others."""
-    return [_digest(*map(str, values)) for values in zip(*columns, strict=True)]
+_FACTORS = (0x9E37_79B9_7F4A_7C15, 0xC2B2_AE3D_27D4_EB4F)
+"""Odd numbers that spread the bits of both halves of a key."""
 
 
-def _digest(*words: str) -> str:
-    return hashlib.blake2b("\0".join(words).encode(errors="surrogateescape"), digest_size=16).hexdigest()
+def record_keys(columns: Sequence[Column | Sequence[Any]]) -> Keys:
+    """The key of each record, from the columns that tell it from others."""
+    known: Keys | None = None
+    for column in columns:
+        hashes = _hashes(column)
+        known = np.zeros_like(hashes) if known is None else known
+        known = (known ^ hashes) * np.array(_FACTORS, dtype=np.uint64)
+        known ^= known >> np.uint64(29)
+    return np.zeros((0, 2), dtype=np.uint64) if known is None else known
+
+
+def _hashes(column: Column | Sequence[Any]) -> Keys:
+    """Two numbers for each value of a column: those of numbers hold the number itself."""
+    if isinstance(column, np.ndarray) and column.dtype.kind in "iuf":
+        wide = column.astype(np.float64).view(np.uint64) if column.dtype.kind == "f" else column.astype(np.uint64)
+        return np.stack([wide, wide], axis=1)
+    if isinstance(column, StringColumn):
+        used, places = np.unique(column.codes, return_inverse=True)
+        texts = [str(column.table[code]) for code in used.tolist()]
+    else:
+        named = {text: number for number, text in enumerate(dict.fromkeys(map(str, column)))}
+        texts, places = list(named), np.array([named[str(value)] for value in column], dtype=np.int64)
+    digests = b"".join(
+        hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).digest() for text in texts
+    )
+    return np.frombuffer(digests, dtype="<u8").reshape(-1, 2)[places]
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 def _path_name(name: str) -> str:
@@ -221,7 +430,7 @@ def _path_name(name: str) -> str:
 
 
 def _places(reader: RecordReader) -> Iterable[CachePlace]:
-    """Where payloads may lie, the first choice first."""
+    """Where objects may be, the first choice first."""
     backend = getattr(reader, "backend", None)
     if backend is not None:
         yield CachePlace(backend=backend, prefix=layout.ANALYSIS)
@@ -239,7 +448,7 @@ def _user_folder() -> Path | None:
         return Path(own)
     named = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        # A relative one counts for nothing, as the XDG specification has it.
+        # The XDG specification ignores a relative path.
         return (Path(named) if named.startswith("/") else Path.home() / ".cache") / "ranktape"
-    except RuntimeError:  # nobody's home
+    except RuntimeError:  # there is no home directory
         return None

@@ -1,4 +1,4 @@
-"""Has the work of a question done: by this process, several of this machine, or a Dask cluster.
+"""Measures the records of a question: in this process, in several of this machine, or on a Dask cluster.
 
 Whatever the number of workers, results come in the order of what was asked for, and are the same to the last bit.
 """
@@ -6,61 +6,369 @@ Whatever the number of workers, results come in the order of what was asked for,
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import itertools
+import os
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ranktape.analyze.console import passing_line, say
-from ranktape.analyze.engine.cache import Cache
-from ranktape.analyze.engine.executors import Workers, in_order, workers_of
-from ranktape.analyze.engine.plan import BATCH_NBYTES, Calls, RecordSpan, WorkPlan, call_all, shares, unless_failed
-from ranktape.errors import RanktapeError
+from ranktape.analyze.engine.cache import Cache, Columns, Found, Keys, Payload, Shelf, record_keys
+from ranktape.analyze.engine.executors import Workers, in_order, no_leaving, workers_of
+from ranktape.errors import RanktapeError, StorageError
+from ranktape.storage import Record, Records
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from ranktape.analyze.engine.cache_object import Measure, Payload
-    from ranktape.storage import Records
+BATCH_NBYTES = 128 << 20
+"""Records are measured together up to so many bytes."""
 
+BATCH_RECORDS = 1024
+"""Records that are measured together at most."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """A span of the records of one source."""
-
-    span: RecordSpan
-    records: Records
-    """Those that the places of the span are in."""
-    cache: Cache | None
-    nbytes: int
-    """Of the span."""
-
-
-def _spans(parts: Sequence[tuple[Records, WorkPlan]], caches: Sequence[Cache | None]) -> Generator[_Piece, None, None]:
-    for (records, plan), cache in zip(parts, caches, strict=True):
-        with closing(plan.spans(cache)) as spans:
-            for span in spans:
-                nbytes = sum(plan.sizes[span.places.start : span.places.stop])
-                yield _Piece(span=span, records=records, cache=cache, nbytes=nbytes)
-
-
-def _measured(measure: Measure, records: Records, place: int) -> Payload | RanktapeError:
-    try:
-        return measure(records[place])
-    except RanktapeError as error:
-        return error
-
+KEPT_NBYTES = 64 << 20
+"""Freed memory is kept up to here, in blocks of at most half of it: glibc takes no more."""
 
 PARTS_IN_TURN = 4
 """Parts at least into which tasks are divided, for each that is given out at once."""
 
+KEY_COLUMNS = ("site", "checksum", "dtype", "compute_dtype", "shape", "sample_dim", "keep", "nbytes")
+"""What tells a record of a run from every other one at the same path, and from what it was before."""
+
+_LOOKS_AHEAD = 8
+"""Groups whose cached objects are fetched before they are needed."""
+
+_FILES = "files"
+"""The group of the records of a folder."""
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""From <malloc.h>."""
+
 Task = TypeVar("Task")
 Result = TypeVar("Result")
+Answer = TypeVar("Answer")
+
+
+class Measure(Protocol):
+    """Something that is measured of records; it can be pickled."""
+
+    @property
+    def name(self) -> str:
+        """The name in the cache: two measures of one name give the same columns of the same record.
+
+        It holds the measure's version and every parameter, in letters that a key of an object may have.
+        """
+        ...
+
+    def __call__(self, records: Iterable[Record], /) -> Columns:
+        """Read the records, one after the other, and measure them.
+
+        Raises:
+            DataError: the bytes of a record are missing or damaged.
+            StorageError: the store cannot be read.
+            UsageError: what was kept of a record does not answer the question.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Records of one iteration of one rank, which one worker measures."""
+
+    records: tuple[Sequence[Record | RanktapeError], ...]
+    """The records, in parts that follow one another; the reason in the place of one that could not be looked at."""
+    keys: Keys
+    """Their keys."""
+    measure: Measure
+    """What is measured of each."""
+    shelf: Shelf | None
+    """Where the columns are written to; None if nowhere."""
+    raises: bool
+    """Whether the first record that fails ends the batch."""
+
+    @property
+    def module(self) -> str:
+        """The module that defines the measure."""
+        return type(self.measure).__module__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The result of a batch."""
+
+    columns: Columns
+    """Of the records that did not fail."""
+    errors: dict[int, RanktapeError]
+    """By the place of a record in the batch why it failed."""
+    failure: str = ""
+    """Why the columns could not be written; empty if they were, or were not to be."""
+
+
+def measure_batch(batch: Batch) -> Measured:
+    """Measure the records of a batch, and write their columns to the cache.
+
+    Raises:
+        RanktapeError: what the measure raises, if the batch `raises`.
+    """
+    keep_freed_memory()
+    errors: dict[int, RanktapeError] = {}
+    records = itertools.chain.from_iterable(map(each_record, batch.records))
+    try:
+        columns = batch.measure(map(unless_failed, records))
+    except RanktapeError:
+        if batch.raises:
+            raise
+        parts = []
+        for place, record in enumerate(itertools.chain.from_iterable(map(each_record, batch.records))):
+            try:
+                parts.append(batch.measure([unless_failed(record)]))
+            except RanktapeError as error:
+                errors[place] = error
+        columns = Columns.join(parts) if parts else Columns({}, num_records=0)
+    if batch.shelf is None or not columns.num_records:
+        return Measured(columns=columns, errors=errors)
+    good = np.setdiff1d(np.arange(len(batch.keys)), list(errors)) if errors else slice(None)
+    try:
+        with no_leaving():
+            batch.shelf.put(batch.keys[good], columns)
+    except StorageError as error:
+        return Measured(columns=columns, errors=errors, failure=str(error))
+    return Measured(columns=columns, errors=errors)
+
+
+def each_record(records: Sequence[Record | RanktapeError]) -> Iterator[Record | RanktapeError]:
+    """The records, one after the other; the reason in the place of one that cannot be looked at."""
+    done = 0
+    try:
+        for record in records:
+            yield record
+            done += 1
+    except RanktapeError:
+        for place in range(done, len(records)):
+            try:
+                yield records[place]
+            except RanktapeError as error:
+                yield error
+
+
+def unless_failed(found: Answer | RanktapeError) -> Answer:
+    """What was found.
+
+    Raises:
+        RanktapeError: it is the reason why there is nothing.
+    """
+    if isinstance(found, RanktapeError):
+        raise found
+    return found
+
+
+@functools.cache
+def keep_freed_memory(nbytes: int = KEPT_NBYTES) -> None:
+    """Use the memory of a chunk again for the next one: its page faults take as long as the counting.
+
+    glibc does so by itself after the first large block is freed, but not where MALLOC_TRIM_THRESHOLD_ is set: Dask sets
+    it for its workers. Blocks of more than half of so many bytes are returned; older versions of glibc take no more
+    than the default.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # which other C libraries lack
+        mallopt(_M_MMAP_THRESHOLD, nbytes // 2)
+        mallopt(_M_TRIM_THRESHOLD, nbytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """A function and some of its tasks, which one worker does."""
+
+    function: Callable[[Any], Any]
+    """What is called."""
+    tasks: Sequence[Any]
+    """With each of them."""
+
+    @property
+    def module(self) -> str:
+        """The module that defines the function."""
+        return str(getattr(self.function, "__module__", ""))
+
+
+def call_all(calls: Calls) -> list[Any]:
+    """What the function returns for each task.
+
+    Raises:
+        RanktapeError: what the function raises.
+    """
+    keep_freed_memory()
+    return [calls.function(task) for task in calls.tasks]
+
+
+def shares(sizes: Sequence[int], *, max_nbytes: int = BATCH_NBYTES, max_number: int = BATCH_RECORDS) -> list[slice]:
+    """Neighbours that are done together, by their sizes in bytes: one, or as many as are below the bounds."""
+    found = []
+    start, total = 0, 0
+    for place, size in enumerate(sizes):
+        if place > start and (total + size > max_nbytes or place - start >= max_number):
+            found.append(slice(start, place))
+            start, total = place, 0
+        total += size
+    return [*found, slice(start, len(sizes))] if sizes else []
+
+
+class WorkPlan:
+    """The groups, keys and sizes of the records of one source, from columns alone."""
+
+    def __init__(self, records: Records) -> None:
+        """Look at the columns."""
+        self._files: Sequence[Any] = getattr(records, "files", ())
+        self.groups = [(_FILES, slice(0, len(records)))] if self._files else list(records.groups())
+        """The paths of the groups that the records are in, and where in the selection each is."""
+        self._records = records
+        self.sizes: list[int] = records.column("nbytes").tolist()
+        """Bytes of each record."""
+
+    @property
+    def paths(self) -> list[str]:
+        """The groups that the records are in, each once."""
+        return list(dict.fromkeys(path for path, _ in self.groups))
+
+    @functools.cached_property
+    def keys(self) -> Keys:
+        """The keys of the records."""
+        if self._files:
+            return record_keys([[_state_of(file) for file in self._files]])
+        return record_keys([self._records.stored(name) for name in KEY_COLUMNS])
+
+
+def _state_of(file: Any) -> str:
+    """What tells a file from what it was before it was written again."""
+    status: os.stat_result | None = None
+    with suppress(OSError):  # whoever reads it says why it cannot be
+        status = file.path.stat()
+    if status is None:
+        return f"{file.site}\n{os.urandom(16).hex()}"
+    # The two last change where a file was written over by one of the same size, and its time set back or kept.
+    return "\n".join(map(str, (file.site, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Span:
+    """Neighbouring records of one group of one source, those of which that are not known are one batch."""
+
+    records: Records
+    """All records of the source."""
+    group: str
+    places: range
+    """Of the span in `records`."""
+    keys: Keys
+    """Of the span."""
+    objects: Sequence[tuple[Columns, NDArray[np.int64]]]
+    """Objects that hold some of its records, and the place of each record in the object, or -1."""
+    damaged: tuple[str, ...]
+    cache: Cache | None
+    nbytes: int
+    """Of all its records."""
+
+    @functools.cached_property
+    def missing(self) -> NDArray[np.int64]:
+        """Places in the span of the records that are not known."""
+        is_known = np.zeros(len(self.places), dtype=np.bool_)
+        for _, places in self.objects:
+            is_known |= places >= 0
+        return np.flatnonzero(~is_known)
+
+    def work(self, measure: Measure, *, raises: bool) -> tuple[Callable[[Any], Any], Batch] | None:
+        """The measuring of the records that are not known; None where all are."""
+        if not self.missing.size:
+            return None
+        runs = np.split(self.missing, np.flatnonzero(np.diff(self.missing) != 1) + 1)
+        first = self.places.start
+        chosen = [self.records[first + int(run[0]) : first + int(run[-1]) + 1] for run in runs]
+        return measure_batch, Batch(
+            # To look at the records of files is to read them.
+            records=tuple(run if run.is_costly else list(each_record(run)) for run in chosen),
+            keys=self.keys[self.missing] if len(self.keys) else self.keys,
+            measure=measure,
+            shelf=None if self.cache is None else self.cache.shelf(self.group, damaged=self.damaged),
+            raises=raises,
+        )
+
+    def together(self, measured: Measured | None) -> tuple[Columns, dict[int, RanktapeError]]:
+        """The columns of the span, without the records that failed; and by their places in the span why they did."""
+        errors = {} if measured is None else {int(self.missing[place]): one for place, one in measured.errors.items()}
+        parts, places = [], []
+        left = np.ones(len(self.places), dtype=np.bool_)
+        for columns, found in self.objects:
+            (own,) = np.nonzero((found >= 0) & left)
+            left[own] = False
+            if own.size:
+                is_whole = own.size == columns.num_records and bool((found[own] == np.arange(own.size)).all())
+                parts.append(columns if is_whole else columns.take(found[own]))
+                places.append(own)
+        if measured is not None and measured.columns.num_records:
+            parts.append(measured.columns)
+            places.append(np.setdiff1d(self.missing, list(errors)))
+        if not parts:
+            return Columns({}, num_records=0), errors
+        order = np.argsort(np.concatenate(places))
+        joined = Columns.join(parts)
+        is_sorted = bool((np.diff(order) == 1).all())
+        return joined if is_sorted else joined.take(order), errors
+
+
+def _spans(records: Records, plan: WorkPlan, cache: Cache | None) -> Generator[_Span, None, None]:
+    """All records of one source in their order; the cache is looked at ahead."""
+    if cache is None:
+        for path, places in plan.groups:
+            yield from _spans_of_group(records, plan, None, path, places, Found())
+        return
+    with ThreadPoolExecutor(_LOOKS_AHEAD) as pool:
+        ahead: deque[tuple[str, slice, Future[Found]]] = deque()
+        try:
+            for group in itertools.chain(plan.groups, [None] * _LOOKS_AHEAD):
+                if group is not None:
+                    ahead.append((*group, pool.submit(cache.find, group[0])))
+                if ahead and (group is None or len(ahead) > _LOOKS_AHEAD):
+                    path, places, looked = ahead.popleft()
+                    yield from _spans_of_group(records, plan, cache, path, places, looked.result())
+        finally:
+            for _, _, looked in ahead:
+                looked.cancel()
+
+
+def _spans_of_group(  # noqa: PLR0917  # a helper of the function above
+    records: Records, plan: WorkPlan, cache: Cache | None, path: str, places: slice, found: Found
+) -> Iterator[_Span]:
+    first, last = int(places.start), int(places.stop)
+    keys = plan.keys[first:last] if cache is not None else np.zeros((0, 2), dtype=np.uint64)
+    objects = [(one.columns, one.look_up(keys)) for one in found.objects]
+    is_known = np.zeros(last - first, dtype=np.bool_)
+    for _, looked in objects:
+        is_known |= looked >= 0
+    # What is known is not read, and fills no batch.
+    sizes = np.where(is_known, 0, plan.sizes[first:last]).tolist()
+    for part in shares(sizes):
+        own = [(columns, looked[part]) for columns, looked in objects if (looked[part] >= 0).any()]
+        yield _Span(
+            records=records,
+            group=path,
+            places=range(first + part.start, first + part.stop),
+            keys=keys[part],
+            objects=own,
+            damaged=tuple(found.damaged),
+            cache=cache,
+            nbytes=sum(plan.sizes[first + part.start : first + part.stop]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +384,8 @@ class Engine:
     show_progress: bool = False
     """Whether a bar on a terminal's stderr shows bytes, rate and the time left."""
 
-    def measure(self, records: Records, measure: Measure) -> Iterator[Payload]:
-        """What a measure finds in each record, in their order; what is known already is not read again.
-
-        The arrays may not be written to. At any time no more than a few batches of them are held.
+    def columns(self, records: Records, measure: Measure) -> Iterator[Columns]:
+        """What a measure finds in the records, in their order, some hundred at a time; what is known is not read again.
 
         Raises:
             DataError: a record's bytes are missing or damaged.
@@ -88,7 +394,13 @@ class Engine:
                 `workers_of` says.
             WorkersError: the processes or the cluster cannot be had, or were lost.
         """
-        yield from map(unless_failed, self._measure(records, measure, raises=True))
+        for columns, _ in self._measure(records, measure, raises=True):
+            yield columns
+
+    def measure(self, records: Records, measure: Measure) -> Iterator[Payload]:
+        """What a measure finds in each record, in their order. Raises as `columns`."""
+        for columns in self.columns(records, measure):
+            yield from columns.payloads()
 
     def measure_each(self, records: Records, measure: Measure) -> Iterator[Payload | RanktapeError]:
         """The same; in the place of a record that fails the reason, and the rest goes on.
@@ -97,37 +409,33 @@ class Engine:
             UsageError: of the engine itself, as `workers_of` says.
             WorkersError: the processes or the cluster cannot be had, or were lost.
         """
-        return self._measure(records, measure, raises=False)
+        for columns, errors in self._measure(records, measure, raises=False):
+            payloads = iter(columns.payloads())
+            for place in range(columns.num_records + len(errors)):
+                yield errors[place] if place in errors else next(payloads)
 
-    def _measure(self, records: Records, measure: Measure, *, raises: bool) -> Iterator[Payload | RanktapeError]:
+    def _measure(
+        self, records: Records, measure: Measure, *, raises: bool
+    ) -> Iterator[tuple[Columns, dict[int, RanktapeError]]]:
         if not len(records):
             return
         parts = [(part.records, WorkPlan(part.records)) for part in records.parts()]
         caches = self._caches(parts, measure)
-        accepts: Callable[[Payload], bool] = getattr(measure, "accepts", lambda _: True)
+        spans = itertools.chain.from_iterable(
+            _spans(own, plan, cache) for (own, plan), cache in zip(parts, caches, strict=True)
+        )
         total = sum(sum(plan.sizes) for _, plan in parts)
-        with (
-            bytes_left(total, is_shown=self.show_progress, description="counting") as advance,
-            closing(_spans(parts, caches)) as spans,
-        ):
-            works = ((one, one.span.work(one.records, measure, one.cache, raises=raises)) for one in spans)
-            for one, measured in in_order(works, start=self._workers):
-                span, cache = one.span, one.cache
-                advance(one.nbytes)
-                if measured is not None and measured.failure and cache is not None:
-                    cache.give_up(measured.failure)
-                fresh = iter(() if measured is None else measured.payloads)
-                for place in span.places:
-                    if place not in span.known:
-                        yield next(fresh)
-                        continue
-                    payload = span.payload(place)
-                    # One that nobody can have measured is measured again.
-                    is_good = payload is not None and accepts(payload)
-                    yield payload if payload is not None and is_good else _measured(measure, one.records, place)
+        with bytes_left(total, is_shown=self.show_progress, description="counting") as advance:
+            works = ((span, span.work(measure, raises=raises)) for span in spans)
+            with closing(in_order(works, start=self._workers)) as done:
+                for span, measured in done:
+                    advance(span.nbytes)
+                    if measured is not None and measured.failure and span.cache is not None:
+                        span.cache.give_up(measured.failure)
+                    yield span.together(measured)
 
     def _caches(self, parts: Sequence[tuple[Records, WorkPlan]], measure: Measure) -> list[Cache | None]:
-        """For each part what is known of its source: of one that comes in several parts it is looked up once."""
+        """For each part what is known of its source, which is looked up once."""
         if not self.use_cache:
             return [None] * len(parts)
         paths: dict[str, list[str]] = {}
@@ -146,7 +454,7 @@ class Engine:
     def map(
         self, function: Callable[[Task], Result], tasks: Sequence[Task], *, sizes: Sequence[int] | None = None
     ) -> Iterator[Result]:
-        """What a function makes of each task, in their order; both can be pickled. `sizes` are bytes that each reads.
+        """What a function returns for each task, in order; both can be pickled. `sizes` are bytes that each reads.
 
         Small tasks whose sizes are given are sent together.
 

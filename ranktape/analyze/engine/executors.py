@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from types import FrameType
@@ -329,7 +329,7 @@ def end_executors() -> None:
 
 def in_order(
     works: Iterable[tuple[Key, tuple[Callable[[Any], Any], Any] | None]], *, start: Callable[[], Workers]
-) -> Iterator[tuple[Key, Any]]:
+) -> Generator[tuple[Key, Any], None, None]:
     """Each key with the result of its work, a function and its task, or with None where it has no work; in order.
 
     Workers are started when there is work. Whoever leaves early has nothing more done; Ctrl-C ends what is being done.

@@ -10,17 +10,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.engine.cache_object import Measure, Payload
-from ranktape.analyze.engine.digest_measure import DigestMeasure, digest_of
-from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.plan import each_record, unless_failed
+from ranktape.analyze.engine.cache import Columns, Payload
+from ranktape.analyze.engine.digests import DigestMeasure, digest_of
+from ranktape.analyze.engine.engine import Engine, Measure, each_record, unless_failed
 from ranktape.analyze.engine.values import (
     View,
     pick,
@@ -40,9 +39,11 @@ from ranktape.analyze.numerics.sweeps.population import population_of_histogram
 from ranktape.analyze.numerics.sweeps.sweep import MAX_CELLS, ScaleSweep, sweep_schemes
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage import Record, Records
-from ranktape.storage.format.block_counts import NUM_MAGNITUDES
 from ranktape.storage.format.dtypes import HALF_NBYTES, dtype_row, numpy_dtype
 from ranktape.storage.format.record_info import Keep
+
+VERSION = 1
+"""Version of the counts of blocks, and part of the name of their measure."""
 
 Sweeps = tuple["ScaleSweep", ...]
 """One for each job."""
@@ -113,10 +114,13 @@ class BlockMeasure:
     @property
     def name(self) -> str:
         """What the cache knows it by."""
-        return f"blocks_{self.axis}_{self.block_size}_{self.view}"
+        return f"blocks_{self.axis}_{self.block_size}_{self.view}_v{VERSION}"
 
-    def __call__(self, record: Record) -> Payload:
-        """The counts of one record, as arrays; none where there are too many of them."""
+    def __call__(self, records: Iterable[Record], /) -> Columns:
+        """The counts of records; no rows of one that has too many of them."""
+        return Columns.of_payloads([self._payload(record) for record in records])
+
+    def _payload(self, record: Record) -> Payload:
         array = read_values(record, view=self.view)
         num_dims = max(array.ndim, 1)
         if not -num_dims <= self.axis < num_dims:
@@ -133,27 +137,6 @@ class BlockMeasure:
             "apart": np.array([getattr(found, name) for name in APART], dtype=np.int64),
             "ends": np.array(numbers),
         }
-
-    def accepts(self, payload: Payload) -> bool:
-        """Whether a payload is one that is made here; what lies in a cache may have been put there by anybody."""
-        if not payload:
-            return True
-        if set(payload) != {*CELLS, "apart", "ends"}:
-            return False
-        cells = [payload[name] for name in CELLS]
-        return (
-            [cell.dtype.str for cell in cells[:-1]] == ["<i2", "|u1", "<u2"]
-            and cells[-1].dtype.kind == "u"
-            and all(cell.shape == (cells[0].size,) for cell in cells)
-            and _is_like(payload["apart"], "<i8", len(APART))
-            and _is_like(payload["ends"], "<f8", 2)
-            and bool((payload["classes"] <= len(CUTS)).all() and (payload["magnitudes"] < NUM_MAGNITUDES).all())
-            and bool((payload["counts"] > 0).all() and (payload["apart"] >= 0).all())
-        )
-
-
-def _is_like(array: NDArray[Any], dtype: str, length: int) -> bool:
-    return array.dtype.str == dtype and array.shape == (length,)
 
 
 class BlocksCounted(NamedTuple):
@@ -311,7 +294,7 @@ def histogram_of(digest: Digest) -> Histogram:
 
 def blocks_of(payload: Payload, *, axis: int, block_size: int, dtype: str) -> BlocksCounted | None:
     """The histogram of blocks that `BlockMeasure` made a payload of; None where there were too many."""
-    if not payload:
+    if not payload or not payload["apart"].size:
         return None
     row = dtype_row(dtype)
     cells: dict[str, Any] = {name: payload[name] for name in CELLS} | {"counts": payload["counts"].astype(np.int64)}

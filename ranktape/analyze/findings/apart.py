@@ -7,14 +7,14 @@ kept.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.engine.cache_object import Payload
+from ranktape.analyze.engine.cache import Columns, Payload
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View, read_values
 from ranktape.analyze.findings import thresholds as limit
@@ -255,10 +255,13 @@ class ChannelMeasure:
     @property
     def name(self) -> str:
         """What the cache knows it by."""
-        return f"channels_{self.view}"
+        return f"channels_{self.view}_v1"
 
-    def __call__(self, record: Record) -> Payload:
+    def __call__(self, records: Iterable[Record], /) -> Columns:
         """The largest magnitudes as `absmax`."""
+        return Columns.of_payloads([self._payload(record) for record in records])
+
+    def _payload(self, record: Record) -> Payload:
         if record.keep != Keep.VALUES or len(record.shape) < _MIN_DIMENSIONS:
             return {"absmax": np.zeros(0)}
         return {"absmax": channel_absmax(read_values(record, view=self.view))}

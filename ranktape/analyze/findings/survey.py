@@ -113,7 +113,7 @@ class Survey:
         `saturated`: elements that are exactly the largest number of a type without infinities; and `floored`: elements
         whose magnitude is the smallest that is not zero, if the next one is twice as large, as on the grid of a format,
         or there is no other; `coarse`: elements that have 4 significant bits at most, if their magnitudes differ."""
-        self.samples = Samples(known.sheet.owners, known.sheet.places, known.of_samples("absmax"))
+        self.samples = Samples(known.owners, known.places, known.of_samples("absmax"))
         """Samples of all records."""
 
     def __len__(self) -> int:

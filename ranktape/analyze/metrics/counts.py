@@ -6,22 +6,18 @@ its digest or the cells of its blocks, as far as that tells; else the values.
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.engine.cache_object import Payload
-from ranktape.analyze.engine.digest_measure import digests
+from ranktape.analyze.engine.digests import digest_columns, digests
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.sheet import SheetForm, SheetRow, sheet_of
+from ranktape.analyze.engine.sweep_measure import is_narrow
 from ranktape.analyze.engine.values import View, pick, read_numbers, viewed_dtype, viewed_dtypes
 from ranktape.analyze.identity import (
     SAMPLE,
@@ -40,12 +36,11 @@ from ranktape.analyze.metrics.target import (
     LimitsMeasure,
     Row,
     Target,
-    row_of,
+    row_of_sweep,
     sweepable,
-    unknown_row,
-    with_total,
+    tells_apart,
 )
-from ranktape.analyze.numerics.digest import Digest
+from ranktape.analyze.numerics.histograms.histogram import KINDS as SCANNED
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.table import Column
 from ranktape.errors import UsageError
@@ -173,9 +168,17 @@ def find_places(
         owners, samples = np.repeat(owners, sizes), [name for found in names for name in found]
         if num_without := sizes.count(0):
             notes.append(f"{num_without} of {len(chosen)} records have no samples, and are left out")
-    counted = _CountedRecords(chosen, sizes, view=view, engine=engine or Engine(), on_record=on_record)
+    counted = chosen.take([place for place, size in enumerate(sizes) if size]) if sizes is not None else chosen
+    sizes = None if sizes is None else [size for size in sizes if size]
+    used = engine or Engine()
+    if targets:
+        every = _counts(counted, targets, sizes, view=view, engine=used)
+    else:
+        every = [_own_counts(counted, sizes, view=view, engine=used)]
+    for _ in range(len(chosen)):
+        on_record()
     is_mask = additive_masks(chosen)[owners]
-    counts = [_without_masks(one, is_mask) for one in (counted.counts(targets) if targets else [counted.own_counts()])]
+    counts = [_without_masks(one, is_mask) for one in every]
     if num_masks := np.unique(owners[counts[0]["masked"] > 0]).size:
         notes.append(f"in {num_masks} records -Inf is that of an additive mask: it is no overflow")
     return Places(
@@ -207,157 +210,175 @@ def _countable(records: Records, targets: Sequence[Target]) -> tuple[Records, li
     return chosen, [f"{left_out} records of integers or bool left out: no blocks are made of them"] if left_out else []
 
 
-class _CountedRecords:
-    """Counts records, or the samples of those that have some."""
+def _counts(
+    records: Records,
+    targets: Sequence[Target],
+    sizes: Sequence[int] | None,
+    *,
+    view: View,
+    engine: Engine,
+) -> list[Counts]:
+    """For each target the counts of all records, or of the samples of all of them where `sizes` says how many."""
+    _refuse(records, are_samples=sizes is not None)
+    if sizes is not None:
+        return [_measured(records, target, sizes, view=view, engine=engine) for target in targets]
+    plain = [target for target in targets if target.scaling is not Scaling.BLOCK]
+    found = dict(zip(plain, _of_digests(records, plain, view=view, engine=engine), strict=True)) if plain else {}
+    alike: dict[Any, list[Target]] = {}
+    for target in targets:
+        if target.scaling is Scaling.BLOCK:
+            alike.setdefault(target.job.block_key, []).append(target)
+    for together in alike.values():
+        found |= zip(together, _of_blocks(records, together, view=view, engine=engine), strict=True)
+    return [found[target] for target in targets]
 
-    def __init__(
-        self,
-        records: Records,
-        sizes: Sequence[int] | None,
-        *,
-        view: View,
-        engine: Engine,
-        on_record: Callable[[], object],
-    ) -> None:
-        self._sizes = None if sizes is None else [size for size in sizes if size]
-        self._records = records if sizes is None else records.take([place for place, size in enumerate(sizes) if size])
-        self._view, self._engine, self._on_record = view, engine, on_record
 
-    def counts(self, targets: Sequence[Target]) -> list[Counts]:
-        """For each target the counts of all records or samples; each digest is looked at once."""
-        self._refuse(self._records)
-        is_per_sample = self._sizes is not None
-        # In whatever order targets are given, the rows that are kept are the same.
-        ordered = sorted(set(targets), key=lambda one: (one.name, one.scaling))
-        measures = [LimitsMeasure(target=one, view=self._view, per_sample=is_per_sample) for one in ordered]
-        named = hashlib.blake2b("\0".join(one.name for one in measures).encode(), digest_size=8).hexdigest()
-        form = SheetForm(name=f"counts_{named}", width=0, part_width=len(NAMES) * len(measures))
-        left = iter(range(len(self._records)))
-        sheet = sheet_of(self._records, form, functools.partial(self._each, measures, left), engine=self._engine)
-        for _ in left:  # those that are known
-            self._on_record()
-        columns = np.split(sheet.parts, len(measures), axis=1)
-        counts = [{name: table[:, place] for place, name in enumerate(NAMES)} for table in columns]
-        return [counts[ordered.index(target)] | self._extremes(target) for target in targets]
+def _empty(num: int) -> Counts:
+    return {name: np.full(num, math.nan if name in EXTREMES else 0.0) for name in NAMES}
 
-    def _each(self, measures: Sequence[LimitsMeasure], left: Iterator[int], records: Records) -> Iterator[SheetRow]:
-        """Of each record the rows of all measures, side by side."""
-        sizes = None
-        if self._sizes is not None:
-            sizes = [len(names) for names in sample_names(records)]
-        part = _CountedRecords(records, sizes, view=self._view, engine=self._engine, on_record=self._on_record)
-        for rows in zip(*part._measured(measures), strict=True):
-            yield SheetRow([], np.concatenate(rows, axis=1))
-            next(left)
-            self._on_record()
 
-    def _measured(self, measures: Sequence[LimitsMeasure]) -> list[Iterator[NDArray[np.float64]]]:
-        """For each measure the rows of each record."""
-        plain = [one for one in measures if one.target.scaling is not Scaling.BLOCK and self._sizes is None]
-        known = digests(self._records, view=self._view, engine=self._engine)
-        copies: dict[LimitsMeasure, Iterator[Digest] | Iterator[Payload]]
-        copies = dict(zip(plain, itertools.tee(known, len(plain)), strict=True))
-        for alike in self._counted_alike(measures):
-            counted = self._engine.measure(self._without_values(alike[0]), alike[0].job.measure(self._view))
-            copies |= zip(alike, itertools.tee(counted, len(alike)), strict=True)
-        return [self._rows(one, copies.get(one)) for one in measures]
+def _of_digests(records: Records, targets: Sequence[Target], *, view: View, engine: Engine) -> Iterator[Counts]:
+    """The counts that follow from digests; of wide values whose digests do not tell, from the values."""
+    found = {target: _empty(len(records)) for target in targets}
+    is_unknown = {target: np.zeros(len(records), dtype=np.bool_) for target in targets}
+    start = 0
+    for known in digest_columns(records, view=view, engine=engine):
+        part = slice(start, start + len(known))
+        start += len(known)
+        for target, counts in found.items():
+            of_kinds = known.count(*target.limits_of(known.end("largest_finite")))
+            counts["elements"][part] = known.tally("num_elements")
+            for kind in SCANNED:
+                counts[kind][part] = of_kinds[kind] if kind in of_kinds else known.tally(kind)
+            counts["minimum"][part], counts["maximum"][part] = known.end("minimum"), known.end("maximum")
+            if not tells_apart(target.limits()):
+                is_unknown[target][part] = ~known.is_exact
+    for target, counts in found.items():
+        counts["total"] = counts["upper"] + counts["lower"]
+        counts["absmax"] = np.maximum(np.abs(counts["minimum"]), np.abs(counts["maximum"]))
+        _count_values(records, target, is_unknown[target], counts, view=view, engine=engine)
+        yield counts
 
-    @staticmethod
-    def _counted_alike(measures: Sequence[LimitsMeasure]) -> Iterable[list[LimitsMeasure]]:
-        """The measures of blocks, together those that blocks of one size along one axis answer."""
-        alike: dict[Any, list[LimitsMeasure]] = {}
-        for one in measures:
-            if one.target.scaling is Scaling.BLOCK and not one.per_sample and one.job.is_counted:
-                alike.setdefault(one.job.block_key, []).append(one)
-        return alike.values()
 
-    def _without_values(self, measure: LimitsMeasure) -> Records:
-        """The records of which something is kept that answers."""
-        return self._records.take(np.flatnonzero(~pick(self._records, measure.needs_values)[0]).tolist())
-
-    def _rows(
-        self, measure: LimitsMeasure, known: Iterator[Digest] | Iterator[Payload] | None
-    ) -> Iterator[NDArray[np.float64]]:
-        """The rows of each record: of what is kept, or of its values."""
-        records, engine = self._records, self._engine
-        mask, by_value = pick(records, measure.needs_values)
-        kept: Iterator[Digest | Payload | None] = iter(known or ())
-        if known is None or measure.target.scaling is Scaling.BLOCK:
-            counted = kept
-            kept = (None if is_read else next(counted) for is_read in mask.tolist())
-        values = engine.measure(by_value, measure)
-        for place, (is_read, one, dtype) in enumerate(
-            zip(mask.tolist(), kept, viewed_dtypes(records, view=self._view), strict=True)
-        ):
-            row = None if is_read or one is None else measure.count(one, dtype=dtype)
-            if row is not None:
-                yield np.array([[row[name] for name in NAMES]])
-            else:
-                found = next(values if is_read else engine.measure(records[place : place + 1], measure))["rows"]
-                is_its_own = len(found) == (1 if self._sizes is None else self._sizes[place])
-                yield found if is_its_own else measure(records[place])["rows"]
-
-    def _extremes(self, target: Target) -> Counts:
-        """Those of records that were counted in blocks: what the catalogue has, rounded as the values are."""
-        if target.scaling is not Scaling.BLOCK or self._sizes is not None:
-            return {}
-        dtypes = np.array(viewed_dtypes(self._records, view=self._view), dtype=object)
-        found: Counts = {}
-        for name in EXTREMES:
-            column = self._records.column(f"overflow.{name}").astype(np.float64)
-            for dtype in set(dtypes.tolist()):
-                with np.errstate(over="ignore"):
-                    column[dtypes == dtype] = column[dtypes == dtype].astype(numpy_dtype(dtype)).astype(np.float64)
-            found[name] = column
-        return found
-
-    def own_counts(self) -> Counts:
-        """Against the limits of the dtype: from the catalogue, where values are looked at as they were counted."""
-        records, view = self._records, self._view
-        mask, others = pick(
-            records, lambda dtype, compute, _: viewed_dtype(dtype=dtype, compute_dtype=compute, view=view) != dtype
+def _of_blocks(records: Records, targets: Sequence[Target], *, view: View, engine: Engine) -> Iterator[Counts]:
+    """The counts that follow from counts of blocks; else from the values."""
+    job = targets[0].job
+    mask, counted = np.zeros(len(records), dtype=np.bool_), records[:0]
+    if job.is_counted:
+        mask, counted = pick(
+            records, lambda dtype, compute, keep: is_narrow(dtype, compute_dtype=compute, keep=keep, view=view)
         )
-        self._refuse(others)
-        again = zip(np.flatnonzero(mask).tolist(), digests(others, view=view, engine=self._engine), strict=True)
-        if self._sizes is not None:
-            return self._own_samples(mask, again)
-        names = {"elements": "numel", "total": "overflow.total"}
-        names |= {kind: f"overflow.{kind}.count" for kind in TALLY_KINDS}
-        names |= {name: f"overflow.{name}" for name in EXTREMES}
-        found = {name: records.column(column).astype(np.float64) for name, column in names.items()}
-        found |= {name: np.zeros(len(records)) for name in ("flushed", "spoiled")}
-        for position, digest in again:
-            for name, value in row_of(digest.tallies).items():
-                found[name][position] = value
-            self._on_record()
-        return found
-
-    def _own_samples(self, mask: NDArray[np.bool_], again: Iterator[tuple[int, Digest]]) -> Counts:
-        records, sizes = self._records, self._sizes or []
-        known = records.column("overflow.per_sample").tolist()
-        whole = {kind: records.column(f"overflow.{kind}.count").tolist() for kind in TALLY_KINDS}
-        rows: list[Row] = []
-        for place, (size, numel) in enumerate(zip(sizes, records.column("numel").tolist(), strict=True)):
-            counts: dict[str, Any]
-            if mask[place]:
-                counts = next(again)[1].samples or {}
-            elif size == 1:
-                counts = {kind: [column[place]] for kind, column in whole.items()}
+    found = [_empty(len(records)) for _ in targets]
+    unknown = [~mask for _ in targets]
+    dtypes = viewed_dtypes(counted, view=view)
+    payloads = engine.measure(counted, job.measure(view))
+    for place, dtype, payload in zip(np.flatnonzero(mask).tolist(), dtypes, payloads, strict=True):
+        blocks = job.counted(payload, dtype=dtype)
+        for target, counts, is_unknown in zip(targets, found, unknown, strict=True):
+            sweep = target.job.answer(blocks)
+            if sweep is None:
+                is_unknown[place] = True
             else:
-                counts = json.loads(known[place]) or {kind: [math.nan] * size for kind in TALLY_KINDS}
-            for sample in range(size):
-                row = with_total((kind, counts[kind][sample]) for kind in TALLY_KINDS)
-                rows.append(unknown_row(int(numel / size)) | row)
-        return {name: np.array([row[name] for row in rows], dtype=np.float64) for name in NAMES}
+                for name, value in row_of_sweep(sweep).items():
+                    counts[name][place] = value
+    for target, counts, is_unknown in zip(targets, found, unknown, strict=True):
+        _count_values(records, target, is_unknown, counts, view=view, engine=engine)
+        yield counts | _catalogued_extremes(records, view=view)
 
-    def _refuse(self, records: Records) -> None:
-        """Refuse records of which no value is known; of whose samples, also those whose histogram was kept."""
-        (kept,) = np.nonzero(records.column("keep") == Keep.STATISTICS)
-        if kept.size:
-            read_numbers(records[int(kept[0])], view=View.SEEN)
-        (kept,) = np.nonzero(records.column("keep") == Keep.HISTOGRAM)
-        if kept.size and self._sizes is not None:
-            raise UsageError(
-                f"of {records[int(kept[0])]!r} the histogram was kept, which does not know its samples: "
-                f"leave such records out with --where \"keep == 'values'\""
-            )
+
+def _count_values(
+    records: Records, target: Target, chosen: NDArray[np.bool_], counts: Counts, *, view: View, engine: Engine
+) -> None:
+    """Count the values of some of the records."""
+    (places,) = np.nonzero(chosen)
+    if places.size:
+        found = _measured(records.take(places.tolist()), target, None, view=view, engine=engine)
+        for name, column in found.items():
+            counts[name][places] = column
+
+
+def _measured(records: Records, target: Target, sizes: Sequence[int] | None, *, view: View, engine: Engine) -> Counts:
+    """The counts of values that are read, of each record or of each sample."""
+    measure = LimitsMeasure(target=target, view=view, per_sample=sizes is not None)
+    rows = np.concatenate([np.zeros((0, len(NAMES))), *(one["rows"] for one in engine.columns(records, measure))])
+    assert len(rows) == (len(records) if sizes is None else sum(sizes)), "a row for each record or sample"
+    return {name: rows[:, place].copy() for place, name in enumerate(NAMES)}
+
+
+def _catalogued_extremes(records: Records, *, view: View) -> Counts:
+    """The extremes in the catalogue, rounded as the values are."""
+    dtypes = np.array(viewed_dtypes(records, view=view), dtype=object)
+    found: Counts = {}
+    for name in EXTREMES:
+        column = records.column(f"overflow.{name}").astype(np.float64)
+        for dtype in set(dtypes.tolist()):
+            with np.errstate(over="ignore"):
+                rounded = column[dtypes == dtype].astype(np.empty(0, numpy_dtype(dtype)).real.dtype)
+                column[dtypes == dtype] = rounded.astype(np.float64)
+        found[name] = column
+    return found
+
+
+def _own_counts(records: Records, sizes: Sequence[int] | None, *, view: View, engine: Engine) -> Counts:
+    """Against the limits of the dtype: from the catalogue, where values are looked at as they were counted."""
+    mask, others = pick(
+        records, lambda dtype, compute, _: viewed_dtype(dtype=dtype, compute_dtype=compute, view=view) != dtype
+    )
+    _refuse(others, are_samples=sizes is not None)
+    if sizes is not None:
+        return _own_samples(records, sizes, mask, others, view=view, engine=engine)
+    names = {"elements": "numel", "total": "overflow.total"}
+    names |= {kind: f"overflow.{kind}.count" for kind in TALLY_KINDS}
+    names |= {name: f"overflow.{name}" for name in EXTREMES}
+    found = {name: records.column(column).astype(np.float64) for name, column in names.items()}
+    found |= {name: np.zeros(len(records)) for name in ("flushed", "spoiled")}
+    places, start = np.flatnonzero(mask), 0
+    for known in digest_columns(others, view=view, engine=engine):
+        part = places[start : start + len(known)]
+        start += len(known)
+        found["elements"][part] = known.tally("num_elements")
+        for kind in TALLY_KINDS:
+            found[kind][part] = known.tally(kind)
+        found["total"][part] = found["upper"][part] + found["lower"][part]
+        found["minimum"][part], found["maximum"][part] = known.end("minimum"), known.end("maximum")
+        found["absmax"][part] = np.maximum(np.abs(known.end("minimum")), np.abs(known.end("maximum")))
+    return found
+
+
+def _own_samples(
+    records: Records, sizes: Sequence[int], mask: NDArray[np.bool_], others: Records, *, view: View, engine: Engine
+) -> Counts:
+    counts = {kind: np.zeros(sum(sizes)) for kind in TALLY_KINDS}
+    starts = np.cumsum([0, *sizes])
+    again = digests(others, view=view, engine=engine)
+    known = records.column("overflow.per_sample").tolist()
+    whole = {kind: records.column(f"overflow.{kind}.count").tolist() for kind in TALLY_KINDS}
+    for place, size in enumerate(sizes):
+        part = slice(int(starts[place]), int(starts[place + 1]))
+        own: Any
+        if mask[place]:
+            own = next(again).samples or {}
+        elif size == 1:
+            own = {kind: [column[place]] for kind, column in whole.items()}
+        else:
+            own = json.loads(known[place]) or dict.fromkeys(TALLY_KINDS, math.nan)
+        for kind, column in counts.items():
+            column[part] = own[kind]
+    num_samples = np.array(sizes)
+    elements = np.repeat(records.column("numel") // np.maximum(num_samples, 1), num_samples).astype(np.float64)
+    zeros = np.zeros(elements.size)
+    found = {"elements": elements, **counts, "total": counts["upper"] + counts["lower"]}
+    return {**found, "flushed": zeros, "spoiled": zeros, **dict.fromkeys(EXTREMES, np.full(elements.size, math.nan))}
+
+
+def _refuse(records: Records, *, are_samples: bool) -> None:
+    """Refuse records of which no value is known; of whose samples, also those whose histogram was kept."""
+    (kept,) = np.nonzero(records.column("keep") == Keep.STATISTICS)
+    if kept.size:
+        read_numbers(records[int(kept[0])], view=View.SEEN)
+    (kept,) = np.nonzero(records.column("keep") == Keep.HISTOGRAM)
+    if kept.size and are_samples:
+        raise UsageError(
+            f"of {records[int(kept[0])]!r} the histogram was kept, which does not know its samples: "
+            f"leave such records out with --where \"keep == 'values'\""
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.engine.digest_measure import DigestMeasure, digest_of, merge_digests, payload_of
+from ranktape.analyze.engine.digests import digest_columns, group_digests_of
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.sheet import KeptAnswer, record_keys_of
-from ranktape.analyze.engine.values import View, viewed_dtypes
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows, with_stacks
-from ranktape.analyze.metrics.masks import digests_without_masks
-from ranktape.analyze.numerics.digest import Digest, push
+from ranktape.analyze.metrics.masks import additive_masks, digests_without_masks
+from ranktape.analyze.numerics.digest import Digest, Digests
 from ranktape.analyze.table import Column
 from ranktape.storage import Records
 from ranktape.storage.query.columns import equal_rows
@@ -114,65 +112,35 @@ def row_groups(records: Records, *, by: Sequence[str]) -> Groups:
     )
 
 
-def group_digests(
-    records: Records, groups: Groups, *, view: View, engine: Engine | None
-) -> Iterator[tuple[int, Digest]]:
-    """The place of each group and the digest of its records together, in any order; large groups are kept.
+def group_columns_of(
+    records: Records, groups: Groups, *, view: View, engine: Engine | None, with_values: bool = True
+) -> Iterator[tuple[NDArray[np.int64], Digests]]:
+    """The places of groups and the digests of their records together, some hundred at a time, in any order.
+
+    Without `with_values` nothing is known of the numbers that occur in groups.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
         StorageError: the store cannot be read.
         UsageError: what was kept of a record cannot be looked at so.
     """
-    used = engine or Engine()
-    if not used.use_cache or len(groups.keys) * _WORTH_KEEPING > len(records):
-        yield from merged_digests(records, groups, view=view, engine=used)
+    is_mask = additive_masks(records)
+    if len(groups.keys) == len(records):
+        # Each record is a group of its own.
+        numbers, start = np.array(groups.numbers, dtype=np.int64), 0
+        for columns in digest_columns(records, view=view, engine=engine):
+            part = slice(start, start + len(columns))
+            yield numbers[part], columns.without_masks(is_mask[part])
+            start += len(columns)
         return
-    measure = DigestMeasure(view=view)
-    about = [*record_keys_of(records), *map(str, groups.numbers)]
-    kept = KeptAnswer(records.reader, about, name=f"groups_{measure.name}")
-    dtypes: list[set[str]] = [set() for _ in groups.keys]
-    for number, dtype in zip(groups.numbers, viewed_dtypes(records, view=view), strict=True):
-        dtypes[number].add(dtype)
-    payloads = dict(enumerate(kept.payloads(measure.accepts)))
-    if len(payloads) == len(dtypes):
-        for number, payload in payloads.items():
-            yield number, digest_of(payload, dtype=" ".join(sorted(dtypes[number])))
-        return
-    payloads, num_values = {}, 0
-    for number, digest in merged_digests(records, groups, view=view, engine=used):
-        yield number, digest
-        num_values += digest.values.size
-        if num_values <= _MAX_KEPT_VALUES:
-            payloads[number] = payload_of(digest)
-    if len(payloads) == len(dtypes):
-        kept.keep([payloads[number] for number in range(len(dtypes))])
+    yield from group_digests_of(
+        records, groups.numbers, is_mask=is_mask, view=view, engine=engine, with_values=with_values
+    )
 
 
-_WORTH_KEEPING = 4
-"""Records of a group, in the mean, from which on it is."""
-
-_MAX_KEPT_VALUES = 1 << 22
-"""Of all groups together; of more nothing is kept."""
-
-
-def merged_digests(
+def group_digests(
     records: Records, groups: Groups, *, view: View, engine: Engine | None
 ) -> Iterator[tuple[int, Digest]]:
-    """The place of each group and the digest of its records together, as soon as the last of them was read.
-
-    In memory are the digests of the groups that have begun, and have not ended. Raises as `group_digests`.
-    """
-    seen: Counter[int] = Counter()
-    begun: dict[int, list[Digest]] = {}
-    known = digests_without_masks(records, view=view, engine=engine)
-    for number, digest in zip(groups.numbers, known, strict=True):
-        if groups.sizes[number] == 1:
-            yield number, digest
-            continue
-        parts = begun.setdefault(number, [])
-        seen[number] += 1
-        push(parts, digest, number=seen[number], merge=merge_digests)
-        if seen[number] == groups.sizes[number]:
-            del begun[number]
-            yield number, merge_digests(parts) if len(parts) > 1 else parts[0]
+    """The place of each group and the digest of its records together, in any order. Raises as `group_columns_of`."""
+    for numbers, columns in group_columns_of(records, groups, view=view, engine=engine):
+        yield from zip(numbers.tolist(), map(columns.digest, range(len(columns))), strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.engine.digest_measure import digests
+from ranktape.analyze.engine.digests import digest_columns
 from ranktape.analyze.identity import role_of
 
 if TYPE_CHECKING:
@@ -84,15 +83,8 @@ def digests_without_masks(records: Records, *, view: View, engine: Engine | None
         StorageError: the store cannot be read.
         UsageError: what was kept of a record cannot be looked at so.
     """
-    is_mask = additive_masks(records).tolist()
-    for is_one, digest in zip(is_mask, digests(records, view=view, engine=engine), strict=True):
-        yield _without_mask(digest) if is_one and digest.tallies.inf else digest
-
-
-def _without_mask(digest: Digest) -> Digest:
-    tallies, samples = digest.tallies, digest.samples
-    if samples is not None:
-        samples = {**samples, "lower": samples["lower"] - samples["inf"]}
-    return dataclasses.replace(
-        digest, tallies=dataclasses.replace(tallies, lower=tallies.lower - tallies.inf), samples=samples
-    )
+    is_mask, start = additive_masks(records), 0
+    for columns in digest_columns(records, view=view, engine=engine):
+        known = columns.without_masks(is_mask[start : start + len(columns)])
+        yield from map(known.digest, range(len(known)))
+        start += len(columns)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ranktape.analyze.numerics.digest import exponents_of
 from ranktape.analyze.table import Column, Kind
 from ranktape.errors import UsageError
+from ranktape.storage.format.record_info import EXTREMES
 
 if TYPE_CHECKING:
-    from ranktape.analyze.numerics.digest import Digest
+    from ranktape.analyze.numerics.digest import Digest, Digests
 
 PERCENTILES = ("0.1", "1", "5", "25", "50", "75", "95", "99", "99.9")
 """The percentiles that have a name."""
@@ -23,7 +29,7 @@ PERCENTILES = ("0.1", "1", "5", "25", "50", "75", "95", "99", "99.9")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One number that is made of a digest."""
+    """One number that follows from a digest."""
 
     name: str
     """Its name everywhere; that of the catalogue where it has one."""
@@ -31,12 +37,34 @@ class Metric:
     """What it is, and so how text shows it."""
     head: str
     """What text writes above a column of it."""
-    of: Callable[[Digest], float | None]
-    """The metric; None where there is none."""
+    of_columns: Callable[[Digests], NDArray[np.float64]]
+    """The metric of each of many digests; NaN where there is none."""
+    needs_values: bool = False
+    """Whether it follows from the numbers that occur, not from sums and counts alone."""
+
+    def of(self, digest: Digest) -> float | None:
+        """The metric of one digest; None where there is none."""
+        from ranktape.analyze.numerics.digest import Digests
+
+        value = float(self.of_columns(Digests.of(digest))[0])
+        if math.isnan(value):
+            return None
+        return int(value) if self.kind is Kind.INTEGER else value
 
     def column(self, *, is_detail: bool = False) -> Column:
         """The column of a table that holds it."""
         return Column(name=self.name, kind=self.kind, head=self.head, is_detail=is_detail)
+
+
+def cells_of(column: NDArray[np.float64], *, kind: Kind) -> list[Any]:
+    """A column of numbers as a table holds them: None for NaN, counts as whole numbers."""
+    values: list[Any] = column.tolist()
+    is_nan = np.isnan(column)
+    if kind is not Kind.INTEGER:
+        return [None if value != value else value for value in values] if is_nan.any() else values  # noqa: PLR0124 - NaN
+    if not is_nan.any():
+        return [int(value) for value in values]
+    return [None if value != value else int(value) for value in values]  # noqa: PLR0124 - NaN
 
 
 def parse_metric(name: str) -> Metric:
@@ -60,20 +88,88 @@ def is_percentile(name: str) -> bool:
     return re.fullmatch(r"p[\d.]+", name) is not None
 
 
-def _statistic(name: str, *, head: str = "") -> Metric:
-    return Metric(name=name, kind=Kind.FLOAT, head=head or name, of=lambda digest: getattr(digest.statistics, name))
+def _finite_or_nan(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.where(np.isfinite(values), values, math.nan)
+
+
+def _size(known: Digests, divided: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What is at most the largest magnitude, of that divided by 2**exponent; NaN where nothing is."""
+    absmax = known.statistic("absmax")
+    with np.errstate(over="ignore"):
+        found = np.fmin(np.ldexp(divided, exponents_of(absmax)), absmax)
+    return np.where(np.isnan(absmax) | ~np.isfinite(divided), math.nan, found)
+
+
+def _per_finite(known: Digests, name: str) -> NDArray[np.float64]:
+    return known.statistic(name) / np.maximum(1, known.statistic("num_finite"))
+
+
+def _mean(known: Digests) -> NDArray[np.float64]:
+    sums, minimum, maximum = (known.statistic(name) for name in ("sum", "minimum", "maximum"))
+    with np.errstate(over="ignore"):
+        mean = np.ldexp(_per_finite(known, "sum"), exponents_of(known.statistic("absmax")))
+    return np.where(np.isfinite(sums), np.minimum(np.maximum(mean, minimum), maximum), math.nan)
+
+
+def _divided_std(known: Digests) -> NDArray[np.float64]:
+    return np.sqrt(_per_finite(known, "moment_2"))
+
+
+def _variance(known: Digests) -> NDArray[np.float64]:
+    with np.errstate(over="ignore"):
+        variance = np.ldexp(_per_finite(known, "moment_2"), 2 * exponents_of(known.statistic("absmax")))
+    is_held = np.isfinite(variance) & ((variance >= _MIN_NORMAL) | (known.statistic("moment_2") == 0))
+    return np.where(is_held & (known.statistic("num_finite") > 0), variance, math.nan)
+
+
+def _rms(known: Digests) -> NDArray[np.float64]:
+    return _size(known, np.hypot(_divided_std(known), _per_finite(known, "sum")))
+
+
+def _norm(known: Digests) -> NDArray[np.float64]:
+    finite = known.statistic("num_finite")
+    with np.errstate(over="ignore"):
+        return np.where(finite > 0, _finite_or_nan(_rms(known) * np.sqrt(finite)), 0.0)
+
+
+def _standardised(known: Digests, *, power: int) -> NDArray[np.float64]:
+    std = _divided_std(known)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        parts = _per_finite(known, f"moment_{power}") / std / std**2 / std ** (power - 3)
+    return np.where(std > 0, _finite_or_nan(parts), math.nan)
+
+
+_STATISTICS: dict[str, Callable[[Digests], NDArray[np.float64]]] = {
+    "mean": _mean,
+    "std": lambda known: _size(known, _divided_std(known)),
+    "variance": _variance,
+    **{
+        name: functools.partial(lambda known, name: known.statistic(name), name=name)
+        for name in ("minimum", "maximum", "absmax")
+    },
+    "mean_magnitude": lambda known: _size(known, _per_finite(known, "sum_magnitudes")),
+    "rms": _rms,
+    "norm": _norm,
+    "skewness": functools.partial(_standardised, power=3),
+    "kurtosis": functools.partial(_standardised, power=4),
+}
+"""The properties of `Statistics` in columns."""
+
+_MIN_NORMAL = 2.0**-1022
+
+
+def has_percentiles(known: Digests) -> NDArray[np.bool_]:
+    """Whether the values of each record are known: of complex ones single parts are, of kept statistics none."""
+    return known.has_values & np.array(["complex" not in name for name in known.dtypes], dtype=np.bool_)
 
 
 def _percentile(percent: str) -> Metric:
     name = f"p{Decimal(percent).normalize():f}"
 
-    def quantile(digest: Digest) -> float | None:
-        # Of complex values single parts are known, and of statistics that were kept nothing.
-        if not digest.has_values or "complex" in digest.dtype:
-            return None
-        return digest.quantiles([Fraction(percent) / 100])[0]
+    def quantile(known: Digests) -> NDArray[np.float64]:
+        return np.where(has_percentiles(known), known.quantiles(Fraction(percent) / 100), math.nan)
 
-    return Metric(name=name, kind=Kind.FLOAT, head=name, of=quantile)
+    return Metric(name=name, kind=Kind.FLOAT, head=name, of_columns=quantile, needs_values=True)
 
 
 def count_names(kind: str) -> tuple[str, str]:
@@ -83,59 +179,65 @@ def count_names(kind: str) -> tuple[str, str]:
     return f"overflow.{kind}.count", f"overflow.{kind}.ratio"
 
 
-def _tally(kind: str, head: str) -> tuple[Metric, Metric]:
-    def count(digest: Digest) -> float:
-        tallies = digest.tallies
-        return tallies.upper + tallies.lower if kind == "total" else getattr(tallies, kind)
+def _counts(known: Digests, kind: str) -> NDArray[np.float64]:
+    found = known.tally("upper") + known.tally("lower") if kind == "total" else known.tally(kind)
+    return found.astype(np.float64)
 
-    def ratio(digest: Digest) -> float:
-        return count(digest) / max(1, digest.tallies.num_elements)
+
+def _tally(kind: str, head: str) -> tuple[Metric, Metric]:
+    def ratio(known: Digests) -> NDArray[np.float64]:
+        return _counts(known, kind) / np.maximum(1, known.tally("num_elements"))
 
     names = count_names(kind)
+    count = functools.partial(_counts, kind=kind)
     return (
-        Metric(name=names[0], kind=Kind.INTEGER, head=f"{head} count", of=count),
-        Metric(name=names[1], kind=Kind.RATIO, head=head, of=ratio),
+        Metric(name=names[0], kind=Kind.INTEGER, head=f"{head} count", of_columns=count),
+        Metric(name=names[1], kind=Kind.RATIO, head=head, of_columns=ratio),
     )
 
 
-def _extreme(name: str) -> Metric:
-    def extreme(digest: Digest) -> float | None:
-        found: float | None = getattr(digest.tallies, name)
-        return found
-
-    return Metric(name=f"overflow.{name}", kind=Kind.FLOAT, head=f"{name} with Inf", of=extreme)
+def _extreme(known: Digests, name: str) -> NDArray[np.float64]:
+    if name == "absmax":
+        return np.maximum(np.abs(known.end("minimum")), np.abs(known.end("maximum")))
+    return known.end(name)
 
 
-def _smallest_nonzero(digest: Digest) -> float | None:
-    # What is known of some parts alone says nothing of all.
-    return digest.tallies.smallest_nonzero if digest.has_values else None
+def _smallest_nonzero(known: Digests) -> NDArray[np.float64]:
+    # Where values are known of some parts alone, nothing is known of all.
+    return np.where(known.has_values, known.end("smallest_nonzero"), math.nan)
 
 
-def _log2_range(digest: Digest) -> float | None:
-    largest, smallest = digest.tallies.largest_finite, _smallest_nonzero(digest)
-    return math.log2(largest) - math.log2(smallest) if largest and smallest else None
+def _log2_range(known: Digests) -> NDArray[np.float64]:
+    largest, smallest = known.end("largest_finite"), _smallest_nonzero(known)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(largest > 0, np.log2(largest) - np.log2(smallest), math.nan)
 
 
-def _crest_factor(digest: Digest) -> float | None:
-    statistics = digest.statistics
-    return statistics.absmax / statistics.rms if statistics.absmax is not None and statistics.rms else None
+def _crest_factor(known: Digests) -> NDArray[np.float64]:
+    rms = _rms(known)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return np.where(rms > 0, known.statistic("absmax") / rms, math.nan)
 
 
-def _distinct(digest: Digest) -> float | None:
-    is_known = digest.has_values and digest.is_exact and "complex" not in digest.dtype
-    return digest.values.size if is_known else None
+def _distinct(known: Digests) -> NDArray[np.float64]:
+    return np.where(has_percentiles(known) & known.is_exact, known.sizes, math.nan)
 
+
+def _finite(known: Digests) -> NDArray[np.float64]:
+    return _counts(known, "num_elements") - _counts(known, "nan") - _counts(known, "inf")
+
+
+_FLOAT, _INTEGER = Kind.FLOAT, Kind.INTEGER
 
 _ALL = (
-    Metric(name="elements", kind=Kind.INTEGER, head="elements", of=lambda digest: digest.tallies.num_elements),
-    Metric(name="finite", kind=Kind.INTEGER, head="finite", of=lambda digest: digest.tallies.num_finite),
-    *map(_statistic, ("mean", "std", "variance", "minimum", "maximum", "absmax", "mean_magnitude", "rms", "norm")),
-    *map(_statistic, ("skewness", "kurtosis")),
+    Metric(name="elements", kind=_INTEGER, head="elements", of_columns=lambda known: _counts(known, "num_elements")),
+    Metric(name="finite", kind=_INTEGER, head="finite", of_columns=_finite),
+    *(Metric(name=name, kind=_FLOAT, head=name, of_columns=of) for name, of in _STATISTICS.items()),
     *map(_percentile, PERCENTILES),
-    Metric(name="smallest_nonzero", kind=Kind.FLOAT, head="smallest nonzero", of=_smallest_nonzero),
-    Metric(name="log2_range", kind=Kind.FLOAT, head="range in bits", of=_log2_range),
-    Metric(name="crest_factor", kind=Kind.FLOAT, head="absmax / rms", of=_crest_factor),
-    Metric(name="distinct", kind=Kind.INTEGER, head="distinct values", of=_distinct),
+    Metric(name="smallest_nonzero", kind=_FLOAT, head="smallest nonzero", of_columns=_smallest_nonzero),
+    Metric(name="log2_range", kind=_FLOAT, head="range in bits", of_columns=_log2_range),
+    Metric(name="crest_factor", kind=_FLOAT, head="absmax / rms", of_columns=_crest_factor),
+    Metric(name="distinct", kind=_INTEGER, head="distinct values", of_columns=_distinct, needs_values=True),
     *_tally("total", "overflow"),
     *_tally("upper", "upper"),
     *_tally("lower", "lower"),
@@ -143,7 +245,15 @@ _ALL = (
     *_tally("nan", "NaN"),
     *_tally("inf", "Inf"),
     *_tally("zero", "zero"),
-    *map(_extreme, ("minimum", "maximum", "absmax")),
+    *(
+        Metric(
+            name=f"overflow.{name}",
+            kind=_FLOAT,
+            head=f"{name} with Inf",
+            of_columns=functools.partial(_extreme, name=name),
+        )
+        for name in EXTREMES
+    ),
 )
 
 METRICS = {one.name: one for one in _ALL}

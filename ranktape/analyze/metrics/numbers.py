@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.engine.digest_measure import digests
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.sheet import Sheet, SheetForm, SheetRow, answer_of, record_keys_of, sheet_of
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.metrics.gather import Groups, merged_digests
-from ranktape.analyze.metrics.masks import additive_masks
-from ranktape.analyze.metrics.metric import METRICS, PERCENTILES, count_names
+from ranktape.analyze.metrics.gather import Groups, group_columns_of
+from ranktape.analyze.metrics.metric import METRICS, cells_of, has_percentiles, parse_metric
 from ranktape.analyze.metrics.target import parse_targets
-from ranktape.analyze.numerics.digest import SAMPLE_METRICS, Digest
+from ranktape.analyze.numerics.digest import SAMPLE_METRICS, Digests
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.table import Kind
@@ -43,137 +38,164 @@ _SATURATING = {"float8_e4m3fn": "fp8_e4m3"}
 """Types whose conversions end at the largest number, and the formats that say which that is."""
 
 
-def _saturated(digest: Digest) -> float:
-    name = _SATURATING.get(digest.dtype)
-    if name is None or not digest.has_values:
-        return 0.0
-    return float(digest.counts[np.abs(digest.values) == FORMATS[name].maximum].sum())
+def _saturated(known: Digests) -> NDArray[np.float64]:
+    names = [_SATURATING.get(dtype) for dtype in known.dtypes]
+    largest = np.array([math.inf if name is None else FORMATS[name].maximum for name in names])
+    if not np.isfinite(largest).any():
+        return np.zeros(len(known))
+    counts = known.count_between(largest, largest) + known.count_between(-largest, -largest)
+    return np.where(np.isfinite(largest), counts, 0).astype(np.float64)
 
 
-def _floored(digest: Digest) -> float:
-    magnitudes = np.abs(digest.values)
-    floor = magnitudes[magnitudes > 0].min(initial=np.inf)
-    second = magnitudes[magnitudes > floor].min(initial=np.inf)
-    is_grid = math.isinf(second) or math.isclose(second, 2 * floor, rel_tol=_GRID_TOLERANCE)
-    return float(digest.counts[magnitudes == floor].sum()) if is_grid else 0.0
+def _floored(known: Digests) -> NDArray[np.float64]:
+    zeros = np.zeros(len(known))
+    if not known.values.size:
+        return zeros
+    below, above = known.search(zeros, side="left"), known.search(zeros, side="right")
+    first, last = known.starts[:-1], known.starts[1:]
+
+    def magnitudes(places: NDArray[np.int64]) -> NDArray[np.float64]:
+        is_there = (places >= first) & (places < last)
+        return np.where(is_there, np.abs(known.values[np.where(is_there, places, 0)]), math.inf)
+
+    near = np.sort(np.stack([magnitudes(places) for places in (above, above + 1, below - 1, below - 2)]), axis=0)
+    floor = near[0]
+    second = np.min(np.where(near > floor, near, math.inf), axis=0)
+    with np.errstate(invalid="ignore"):
+        is_grid = np.isinf(second) | (np.abs(second - 2 * floor) <= _GRID_TOLERANCE * np.maximum(second, 2 * floor))
+    counts = known.count_between(floor, floor) + known.count_between(-floor, -floor)
+    return np.where(is_grid, counts, 0).astype(np.float64)
 
 
-def _coarse(digest: Digest) -> float:
-    magnitudes = np.abs(digest.values).astype(np.float64)
+def _coarse(known: Digests) -> NDArray[np.float64]:
+    magnitudes = np.abs(known.values)
     mantissas = np.frexp(magnitudes)[0] * 2**_COARSE_BITS
     is_coarse = (mantissas == np.floor(mantissas)) & np.isfinite(magnitudes) & (magnitudes > 0)
-    is_varied = np.unique(magnitudes[is_coarse]).size >= _MIN_COARSE
-    return float(digest.counts[is_coarse].sum()) if is_varied else 0.0
+    owners = np.repeat(np.arange(len(known)), known.sizes)[is_coarse]
+    counts = np.bincount(owners, weights=known.counts[is_coarse], minlength=len(known))
+    pairs = np.stack([owners.astype(np.float64), magnitudes[is_coarse]])
+    pairs = pairs[:, np.lexsort(pairs[::-1])]
+    is_new = np.any(np.diff(pairs, axis=1, prepend=math.nan) != 0, axis=0)
+    num_distinct = np.bincount(pairs[0, is_new].astype(np.int64), minlength=len(known))
+    return np.where(num_distinct >= _MIN_COARSE, counts, 0.0)
 
 
-def _flushed(digest: Digest) -> float:
+def _flushed(known: Digests) -> NDArray[np.float64]:
     """The part of nonzero values that is zero in the format when the largest one is scaled to its largest number."""
-    if not digest.has_values:
-        return np.nan
     (target,) = parse_targets(NARROW_FORMAT, Scaling.TENSOR)
-    tallies = digest.tallies
-    nonzero = max(1, tallies.num_elements - tallies.zero - tallies.nan)
-    return digest.count(target.limits(largest=tallies.largest_finite)).flushed / nonzero
+    nonzero = np.maximum(1, known.tally("num_elements") - known.tally("zero") - known.tally("nan"))
+    flushed = known.count(*target.limits_of(known.end("largest_finite")))["flushed"]
+    return np.where(known.has_values, flushed / nonzero, math.nan)
 
 
-_QUANTILES = {f"p{percent}": Fraction(percent) / 100 for percent in PERCENTILES}
+def _flags(known: Digests, of: Callable[[Digests], NDArray[np.bool_]]) -> NDArray[np.float64]:
+    return of(known).astype(np.float64)
 
-_OF: dict[str, Callable[[Digest], float | None]] = {
-    **{name: one.of for name, one in METRICS.items() if name not in _QUANTILES},
+
+OF_COLUMNS: dict[str, Callable[[Digests], NDArray[np.float64]]] = {
+    **{name: one.of_columns for name, one in METRICS.items()},
     "saturated": _saturated,
     "floored": _floored,
     "coarse": _coarse,
     "flushed": _flushed,
-    "is_exact": lambda digest: digest.is_exact,
-    "has_percentiles": lambda digest: digest.has_values and "complex" not in digest.dtype,
-    "has_values": lambda digest: digest.has_values,
+    "is_exact": functools.partial(_flags, of=lambda known: known.is_exact),
+    "has_percentiles": functools.partial(_flags, of=has_percentiles),
+    "has_values": functools.partial(_flags, of=lambda known: known.has_values),
 }
+"""What can be asked of digests: every metric that has a name, and what findings know of a digest beside these."""
 
-NUMBERS = (*_OF, *_QUANTILES)
-"""What is kept of each record: every metric that has a name, and what findings know of a digest beside these."""
-
-
-def row_of(digest: Digest) -> SheetRow:
-    """What is kept of a digest."""
-    numbers = [one(digest) for one in _OF.values()]
-    has_percentiles = digest.has_values and "complex" not in digest.dtype
-    known = digest.quantiles([*_QUANTILES.values()]) if has_percentiles else [None] * len(_QUANTILES)
-    parts = None
-    if digest.samples is not None:
-        parts = np.stack([digest.samples[name] for name in SAMPLE_METRICS], axis=1)
-    return SheetRow([*numbers, *known], parts)
+NUMBERS = tuple(OF_COLUMNS)
+"""The names of all of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordNumbers:
-    """`NUMBERS` of many records, or of groups of them."""
+    """Numbers of many records, or of groups of them."""
 
-    sheet: Sheet
-    """A column for each."""
+    columns: dict[str, NDArray[np.float64]]
+    """For each name one number for each, NaN where there is none."""
+    sample_sizes: NDArray[np.int64]
+    """How many samples each has; of groups none."""
+    samples: NDArray[np.float64]
+    """`SAMPLE_METRICS` of the samples of all; shape (samples, 14)."""
 
     def column(self, name: str) -> NDArray[np.float64]:
         """One number for each record, NaN where there is none."""
-        found: NDArray[np.float64] = self.sheet.numbers[:, NUMBERS.index(name)]
-        return found
+        return self.columns[name]
 
     def cells(self, name: str) -> list[Any]:
-        """The same as Python has it, None where there is none; counts are whole."""
-        is_whole = name in METRICS and METRICS[name].kind is Kind.INTEGER
-        return self.sheet.cells(NUMBERS.index(name), is_whole=is_whole)
+        """The same as a table holds them."""
+        return cells_of(self.columns[name], kind=METRICS[name].kind if name in METRICS else Kind.FLOAT)
 
     def of_samples(self, name: str) -> NDArray[np.float64]:
         """One of `SAMPLE_METRICS` of the samples of all records."""
-        found: NDArray[np.float64] = self.sheet.parts[:, SAMPLE_METRICS.index(name)]
+        found: NDArray[np.float64] = self.samples[:, SAMPLE_METRICS.index(name)]
         return found
 
+    @property
+    def owners(self) -> NDArray[np.int64]:
+        """For each sample the place of its record."""
+        return np.repeat(np.arange(self.sample_sizes.size), self.sample_sizes)
 
-def form_of(view: View) -> SheetForm:
-    """What rows of `NUMBERS` are kept as."""
-    return SheetForm(name=f"numbers_{view}", width=len(NUMBERS), part_width=len(SAMPLE_METRICS))
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """For each sample its place among those of its record."""
+        starts = np.cumsum(self.sample_sizes) - self.sample_sizes
+        return np.arange(len(self.samples)) - np.repeat(starts, self.sample_sizes)
 
 
-def numbers_of(records: Records, *, view: View, engine: Engine | None = None) -> RecordNumbers:
-    """What is known of each record; digests are looked at of those alone that were never asked about.
+def numbers_of(
+    records: Records, names: Sequence[str] = NUMBERS, *, view: View, engine: Engine | None = None
+) -> RecordNumbers:
+    """What is known of each record; values are read of those alone that were never asked about.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
         StorageError: the store cannot be read.
         UsageError: of a record values were kept that are rounded already, and are to be looked at as they were seen.
     """
-    used = engine or Engine()
-    compute = functools.partial(_rows, view=view, engine=used)
-    sheet = sheet_of(records, form_of(view), compute, engine=used)
-    # What is kept of a record does not know the others, of which it depends what a mask is.
-    (masks,) = np.nonzero(additive_masks(records))
-    if masks.size:
-        numbers, parts = sheet.numbers.copy(), sheet.parts.copy()
-        inf = numbers[masks, NUMBERS.index("overflow.inf.count")]
-        for kind in ("total", "lower"):
-            count, ratio = (NUMBERS.index(name) for name in count_names(kind))
-            numbers[masks, count] -= inf
-            numbers[masks, ratio] = numbers[masks, count] / np.maximum(1, numbers[masks, NUMBERS.index("elements")])
-        if parts.size:
-            of_masks = np.isin(sheet.owners, masks)
-            parts[of_masks, SAMPLE_METRICS.index("lower")] -= parts[of_masks, SAMPLE_METRICS.index("inf")]
-        sheet = dataclasses.replace(sheet, numbers=numbers, parts=parts)
-    return RecordNumbers(sheet=sheet)
+    groups = Groups(keys=({},) * len(records), sizes=(1,) * len(records), numbers=tuple(range(len(records))))
+    return numbers_of_groups(records, groups, [parse_number(name) for name in names], view=view, engine=engine)
 
 
-def _rows(records: Records, *, view: View, engine: Engine) -> Iterator[SheetRow]:
-    yield from map(row_of, digests(records, view=view, engine=engine))
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A name and what it is of digests."""
+
+    name: str
+    of_columns: Callable[[Digests], NDArray[np.float64]]
+    needs_values: bool = True
 
 
-def numbers_of_groups(records: Records, groups: Groups, *, view: View, engine: Engine | None = None) -> RecordNumbers:
+def parse_number(name: str) -> Number:
+    """What a name of `NUMBERS` is, or a metric.
+
+    Raises:
+        UsageError: there is no such metric.
+    """
+    if name in OF_COLUMNS and name not in METRICS:
+        return Number(name, OF_COLUMNS[name], needs_values=not name.startswith(("is_", "has_")))
+    metric = parse_metric(name)
+    return Number(metric.name, metric.of_columns, needs_values=metric.needs_values)
+
+
+def numbers_of_groups(
+    records: Records, groups: Groups, numbers: Sequence[Number], *, view: View, engine: Engine | None = None
+) -> RecordNumbers:
     """What is known of each group of records as if it were one; of samples nothing is said. Raises as `numbers_of`."""
-    used = engine or Engine()
-    if len(groups.keys) == len(records):
-        known = numbers_of(records, view=view, engine=used).sheet.numbers
-        order = np.argsort(groups.numbers)
-        return RecordNumbers(sheet=Sheet(numbers=known[order], sizes=np.zeros_like(order), parts=np.zeros((0, 0))))
-
-    def compute() -> list[SheetRow]:
-        rows = {number: row_of(one).numbers for number, one in merged_digests(records, groups, view=view, engine=used)}
-        return [SheetRow(rows[number]) for number in range(len(groups.keys))]
-
-    about = [*record_keys_of(records), *map(str, groups.numbers)] if used.use_cache else []
-    return RecordNumbers(sheet=answer_of(records.reader, about, form_of(view), compute, engine=used))
+    columns = {one.name: np.full(len(groups.keys), math.nan) for one in numbers}
+    sizes = np.zeros(len(groups.keys), dtype=np.int64)
+    samples = []
+    known = group_columns_of(
+        records, groups, view=view, engine=engine, with_values=any(one.needs_values for one in numbers)
+    )
+    for places, digests in known:
+        for one in numbers:
+            columns[one.name][places] = one.of_columns(digests)
+        sizes[places] = np.maximum(0, digests.sample_sizes)
+        samples.append(digests.samples)
+    return RecordNumbers(
+        columns=columns,
+        sample_sizes=sizes,
+        samples=np.concatenate([np.zeros((0, len(SAMPLE_METRICS))), *samples]),
+    )

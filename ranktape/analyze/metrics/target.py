@@ -12,11 +12,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.engine.cache_object import Payload
-from ranktape.analyze.engine.sweep_measure import Job, is_narrow, samples_of, sweep_numbers, sweep_one
-from ranktape.analyze.engine.values import View, read_numbers, read_values, viewed_dtype
+from ranktape.analyze.engine.cache import Columns
+from ranktape.analyze.engine.sweep_measure import Job, samples_of, sweep_numbers, sweep_one
+from ranktape.analyze.engine.values import View, read_numbers, read_values
 from ranktape.analyze.identity import words
-from ranktape.analyze.numerics.digest import Digest
 from ranktape.analyze.numerics.formats import Format
 from ranktape.analyze.numerics.histograms.histogram import KINDS as SCANNED
 from ranktape.analyze.numerics.histograms.histogram import (
@@ -32,14 +31,17 @@ from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, re
 from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 from ranktape.errors import UsageError, nearest
 from ranktape.storage import Record, Records
-from ranktape.storage.format.dtypes import HALF_NBYTES, dtype_row
-from ranktape.storage.format.record_info import EXTREMES, Keep
+from ranktape.storage.format.dtypes import dtype_row
+from ranktape.storage.format.record_info import EXTREMES
 
 KINDS = ("upper", "lower", "total", "underflow", "flushed", "nan", "inf", "zero", "spoiled")
 """What is counted: `total` is what overflows on either side; `spoiled` are finite values of blocks with NaN or Inf."""
 
 NAMES = ("elements", *KINDS, *EXTREMES)
 """What is known of each record or sample: counts, and the extreme values, NaN left out."""
+
+VERSION = 1
+"""Version of the rows of `LimitsMeasure`, and part of its name."""
 
 Row = dict[str, float]
 """For each of `NAMES` a number; NaN where it is not known, or there is none."""
@@ -80,10 +82,26 @@ class Target:
         exponent = self.element.largest_alignment(largest) if is_scaled and largest else 0
         return format_limits(self.element, exponent=exponent)
 
+    def limits_of(self, largest: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
+        """The three numbers of `limits` for each of several tensors; `largest` is NaN where nothing is finite."""
+        starts = [self.element.overflow_start, self.element.min_normal, self.element.flush_limit]
+        exponents = np.zeros(largest.size, dtype=np.int64)
+        if self.scaling is Scaling.TENSOR:
+            mantissa, binade = np.frexp(np.nan_to_num(largest))
+            limit_mantissa, limit_binade = math.frexp(self.element.maximum)
+            exponents = np.where(largest > 0, binade.astype(np.int64) - limit_binade + (mantissa > limit_mantissa), 0)
+        with np.errstate(over="ignore", under="ignore"):
+            return tuple(np.ldexp(start, exponents) for start in starts)
+
+    @property
+    def job(self) -> Job:
+        """The sweep whose one level is that of the format's own scales of blocks."""
+        return _block_job(self.name)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsMeasure:
-    """Counts the values of a record, or of each of its samples, against the limits of a format."""
+    """Counts the values of records, or of each of their samples, against the limits of a format."""
 
     target: Target
     """The format, and its scale."""
@@ -94,45 +112,22 @@ class LimitsMeasure:
 
     @property
     def name(self) -> str:
-        """What the cache knows it by."""
+        """The name in the cache."""
         whose = "sample_limits" if self.per_sample else "record_limits"
-        return f"{whose}_{self.target.name}_{self.target.scaling}_{self.view}"
+        return f"{whose}_{self.target.name}_{self.target.scaling}_{self.view}_v{VERSION}"
 
-    def __call__(self, record: Record) -> Payload:
-        """The counts of one record: a row of `NAMES` for it, or for each of its samples."""
-        found = self._rows_of_blocks(record) if self.target.scaling is Scaling.BLOCK else self._rows(record)
-        return {"rows": np.array([[row[name] for name in NAMES] for row in found], dtype=np.float64)}
-
-    def accepts(self, payload: Payload) -> bool:
-        """Whether a payload is one that is made here; what lies in a cache may have been put there by anybody."""
-        rows = payload.get("rows")
-        if rows is None or rows.dtype != np.float64 or rows.ndim != 2 or rows.shape[1] != len(NAMES):  # noqa: PLR2004  (a table)
-            return False
-        return self.per_sample or len(rows) == 1
-
-    def count(self, known: Digest | Payload, *, dtype: str) -> Row | None:
-        """The counts of a record of which something is kept that answers other formats too; None where it does not."""
-        if isinstance(known, Digest):
-            limits = self.target.limits(largest=known.tallies.largest_finite)
-            return row_of(known.count(limits)) if known.is_exact or tells_apart(limits) else None
-        sweep = self.job.answer(self.job.counted(known, dtype=dtype))
-        return None if sweep is None else row_of_sweep(sweep)
-
-    def needs_values(self, dtype: str, compute_dtype: str, keep: str) -> bool:
-        """Whether nothing that is kept of such records answers, whatever their values are."""
-        if self.per_sample:
-            return True
-        if self.target.scaling is Scaling.BLOCK:
-            is_counted = is_narrow(dtype, compute_dtype=compute_dtype, keep=keep, view=self.view)
-            return not (is_counted and self.job.is_counted)
-        row = dtype_row(viewed_dtype(dtype=dtype, compute_dtype=compute_dtype, view=self.view))
-        is_wide = row.itemsize > HALF_NBYTES
-        return keep == Keep.VALUES and is_wide and not tells_apart(self.target.limits())
-
-    @property
-    def job(self) -> Job:
-        """The sweep whose one level is that of the format's own scales of blocks."""
-        return _block_job(self.target.name)
+    def __call__(self, records: Iterable[Record], /) -> Columns:
+        """The counts of records: a row of `NAMES` for each, or for each of its samples."""
+        rows = [
+            self._rows_of_blocks(record) if self.target.scaling is Scaling.BLOCK else self._rows(record)
+            for record in records
+        ]
+        numbers = [[row[name] for name in NAMES] for record in rows for row in record]
+        return Columns(
+            {"rows": np.array(numbers, dtype=np.float64).reshape(-1, len(NAMES))},
+            sizes={"rows": np.array([len(record) for record in rows], dtype=np.int64)},
+            num_records=len(rows),
+        )
 
     def _rows(self, record: Record) -> list[Row]:
         numbers = read_values(record, view=self.view) if self.per_sample else read_numbers(record, view=self.view)
@@ -153,9 +148,9 @@ class LimitsMeasure:
 
     def _rows_of_blocks(self, record: Record) -> list[Row]:
         if not self.per_sample:
-            return [row_of_sweep(sweep_one(record, [self.job], view=self.view)[0])]
+            return [row_of_sweep(sweep_one(record, [self.target.job], view=self.view)[0])]
         samples = samples_of(record, view=self.view)
-        return [row_of_sweep(sweep_numbers(sample, [self.job])[0]) for sample in samples]
+        return [row_of_sweep(sweep_numbers(sample, [self.target.job])[0]) for sample in samples]
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Gives the summary of a tensor that questions are answered from, its finite values, and the summary of its quantiles.
+"""The digest of a tensor, from which questions about single values are answered, and digests of many as columns.
 
 Values of a wide type are thinned to as many as can be kept. Each value that is kept occurs in the tensor, and stands
 for those just below it. However many parts are merged, the part of the values at or below any number is known to
@@ -8,19 +8,22 @@ for those just below it. However many parts are merged, the part of the values a
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.digest_kernels import thin
-from ranktape.analyze.numerics.histograms.histogram import Limits, Tallies, larger_part
+from ranktape.analyze.numerics.histograms.histogram import KINDS, Limits, Tallies, larger_part, pattern_values
+from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.parts import RUN
-from ranktape.storage.format.statistics import Statistics
+from ranktape.storage.format.statistics import MAX_EXPONENT, POWERS, STATISTICS, Statistics
 
 SAMPLE_METRICS = (
     "num_elements",
@@ -84,14 +87,318 @@ class Digest:
         """The smallest numbers below or at which such a part of all numbers lies; None where there is no number.
 
         NaN is no number, infinities are. A float is the decimal number as which it is written: 0.999 of 1,000 are 999.
-        As `numpy.quantile(..., method="inverted_cdf")`, which does without exact parts.
         """
-        if not self.counts.size:
-            return [None] * len(probabilities)
-        ends = np.cumsum(self.counts)
-        total = int(ends[-1])
-        places = [min(max(math.ceil(Fraction(str(part)) * total), 1), total) for part in probabilities]
-        return [float(self.values[index]) for index in np.searchsorted(ends, places)]
+        found = (Digests.of(self).quantiles(one)[0] for one in probabilities)
+        return [None if math.isnan(value) else float(value) for value in found]
+
+
+ENDS = ("minimum", "maximum", "largest_finite", "smallest_nonzero")
+"""The extremes of `Tallies`, in the order of their columns."""
+
+CODE_KINDS = tuple(np.dtype(kind) for kind in ("u1", "u2", "f4", "f8"))
+"""What the numbers of a record are stored as: patterns of its type, or numbers."""
+
+_FLOAT64 = CODE_KINDS.index(np.dtype("f8"))
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+class Digests:
+    """The digests of several records, or of groups of records, in columns."""
+
+    def __init__(
+        self,
+        *,
+        dtypes: Sequence[str],
+        statistics: Floats,
+        tallies: Integers,
+        ends: Floats,
+        flags: NDArray[np.bool_],
+        kinds: NDArray[np.uint8],
+        sizes: Integers,
+        codes: Callable[[], NDArray[np.uint8]],
+        counts: Callable[[], NDArray[Any]],
+        sample_sizes: Integers,
+        samples: Callable[[], Floats],
+    ) -> None:
+        """Take the columns; `codes`, `counts` and `samples` are called when they are first asked for.
+
+        `codes` are the bytes of the numbers of all records, those of each of the `CODE_KINDS` that `kinds` names.
+        """
+        self.dtypes = dtypes
+        """What the values of each record were looked at as."""
+        self.statistics = statistics
+        """`STATISTICS` of each; shape (records, 10)."""
+        self.tallies = tallies
+        """The number of elements and `KINDS` of each; shape (records, 8)."""
+        self.ends = ends
+        """`ENDS` of each, NaN where there is none; shape (records, 4)."""
+        self.is_exact, self.has_values = flags[:, 0], flags[:, 1]
+        """As those of `Digest`."""
+        self.sizes = sizes
+        """How many different numbers each has."""
+        self.sample_sizes = sample_sizes
+        """How many samples each has; -1 where it has none that can be told apart."""
+        self._kinds, self._codes, self._counts, self._samples = kinds, codes, counts, samples
+
+    @classmethod
+    def of(cls, digest: Digest) -> Digests:
+        """The columns of one digest."""
+        tallies, samples = digest.tallies, digest.samples
+        ends = [getattr(tallies, name) for name in ENDS]
+        num_samples = -1 if samples is None else samples[SAMPLE_METRICS[0]].size
+        return cls(
+            dtypes=[digest.dtype],
+            statistics=digest.statistics.to_vector().reshape(1, -1),
+            tallies=np.array([[tallies.num_elements, *(getattr(tallies, kind) for kind in KINDS)]]),
+            ends=np.array([[math.nan if end is None else end for end in ends]], dtype=np.float64),
+            flags=np.array([[digest.is_exact, digest.has_values]]),
+            kinds=np.array([_FLOAT64], dtype=np.uint8),
+            sizes=np.array([digest.values.size]),
+            codes=lambda: digest.values.view(np.uint8),
+            counts=lambda: digest.counts,
+            sample_sizes=np.array([num_samples]),
+            samples=lambda: np.stack([(samples or {})[name] for name in SAMPLE_METRICS], axis=1),
+        )
+
+    def __len__(self) -> int:
+        """How many digests there are."""
+        return len(self.sizes)
+
+    @functools.cached_property
+    def codes(self) -> NDArray[np.uint8]:
+        """The numbers of all records, those of each ascending, as they are stored."""
+        return self._codes()
+
+    @functools.cached_property
+    def values(self) -> Floats:
+        """The numbers of all records, those of each ascending; zeros of both signs are 0."""
+        names = np.unique(np.array(self.dtypes, dtype=object), return_inverse=True)[1]
+        changes = np.flatnonzero((np.diff(names) != 0) | (np.diff(self._kinds) != 0)) + 1
+        found, ends = [np.zeros(0)], self.code_ends
+        for first, last in itertools.pairwise([0, *changes.tolist(), len(self)]):
+            kind = CODE_KINDS[int(self._kinds[first])] if len(self) else CODE_KINDS[0]
+            numbers = np.frombuffer(self.codes[ends[first] : ends[last]].tobytes(), dtype=kind)
+            if numbers.size:
+                dtype = None if kind.kind == "f" else numpy_dtype(self.dtypes[first])
+                found.append(numbers.astype(np.float64) if dtype is None else numbers_of_patterns(dtype)[numbers])
+        return np.concatenate(found)
+
+    @functools.cached_property
+    def code_ends(self) -> Integers:
+        """Where in `codes` the numbers of each record begin, and where those of the last end."""
+        nbytes = np.array([kind.itemsize for kind in CODE_KINDS])[self._kinds]
+        return np.concatenate([[0], np.cumsum(self.sizes * nbytes)])
+
+    @functools.cached_property
+    def stored_counts(self) -> NDArray[Any]:
+        """How often each number occurs in its record, in a type as narrow as it is stored in."""
+        return self._counts()
+
+    @functools.cached_property
+    def counts(self) -> Integers:
+        """The same as int64."""
+        return self.stored_counts.astype(np.int64)
+
+    def stored_pairs(self, place: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """The numbers of one record and their counts, as they are stored."""
+        codes = self.codes[self.code_ends[place] : self.code_ends[place + 1]]
+        kind = CODE_KINDS[int(self._kinds[place])]
+        return np.frombuffer(codes.tobytes(), kind), self.stored_counts[self.starts[place] : self.starts[place + 1]]
+
+    @functools.cached_property
+    def samples(self) -> Floats:
+        """`SAMPLE_METRICS` of the samples of all records; shape (samples, 14)."""
+        return self._samples() if (self.sample_sizes > 0).any() else np.zeros((0, len(SAMPLE_METRICS)))
+
+    @functools.cached_property
+    def starts(self) -> Integers:
+        """Index of the first of `values` of each record, and of the end of the last."""
+        return np.concatenate([[0], np.cumsum(self.sizes)])
+
+    @functools.cached_property
+    def ranks(self) -> Integers:
+        """How many numbers come before each of `values`, over all records; and how many there are."""
+        return np.concatenate([[0], np.cumsum(self.counts)])
+
+    def tally(self, kind: str) -> Integers:
+        """One of `num_elements` and `KINDS`."""
+        found: Integers = self.tallies[:, 0 if kind == "num_elements" else 1 + KINDS.index(kind)]
+        return found
+
+    def end(self, name: str) -> Floats:
+        """One of `ENDS`."""
+        found: Floats = self.ends[:, ENDS.index(name)]
+        return found
+
+    def statistic(self, name: str) -> Floats:
+        """One of `STATISTICS`."""
+        found: Floats = self.statistics[:, STATISTICS.index(name)]
+        return found
+
+    def search(self, numbers: Floats, *, side: Literal["left", "right"]) -> Integers:
+        """For each record where in `values` a number would be inserted among its own."""
+        low, high = self.starts[:-1].copy(), self.starts[1:].copy()
+        while (is_open := low < high).any():
+            middle = (low + high) // 2
+            found = self.values[np.where(is_open, middle, 0)]
+            is_before = is_open & (found < numbers if side == "left" else found <= numbers)
+            low = np.where(is_before, middle + 1, low)
+            high = np.where(is_open & ~is_before, middle, high)
+        return low
+
+    def count_between(self, low: Floats, high: Floats, *, closed: bool = True) -> Integers:
+        """How many numbers of each record lie between two; the ends are among them if `closed`."""
+        if not self.values.size:
+            return np.zeros(len(self), dtype=np.int64)
+        first = self.ranks[self.search(low, side="left" if closed else "right")]
+        last = self.ranks[self.search(high, side="right" if closed else "left")]
+        between: Integers = np.maximum(0, last - first)
+        return between
+
+    def count(self, overflow_start: Floats, min_normal: Floats, flush_limit: Floats) -> dict[str, Integers]:
+        """`upper`, `lower`, `underflow` and `flushed` against limits of each record, as `Digest.count`."""
+        infinity = np.full(len(self), np.inf)
+        zeros = np.where(self.has_values, self.tally("zero"), 0)
+        underflow = self.count_between(-min_normal, min_normal, closed=False) - np.where(min_normal > 0, zeros, 0)
+        return {
+            "upper": self.count_between(overflow_start, infinity),
+            "lower": self.count_between(-infinity, -overflow_start),
+            "underflow": underflow,
+            "flushed": self.count_between(-flush_limit, flush_limit) - zeros,
+        }
+
+    def quantiles(self, probability: float | Fraction) -> Floats:
+        """The quantile of each record, as `Digest.quantiles`; NaN where there is no number."""
+        part = Fraction(str(probability))
+        totals = self.ranks[self.starts[1:]] - self.ranks[self.starts[:-1]]
+        # In whole numbers: the float 0.999 times 1,000 is above 999.
+        places = -(-totals * part.numerator // part.denominator)
+        places = np.clip(places, 1, np.maximum(totals, 1))
+        index = np.searchsorted(self.ranks, self.ranks[self.starts[:-1]] + places, side="left") - 1
+        found = np.full(len(self), math.nan)
+        is_known = totals > 0
+        found[is_known] = self.values[index[is_known]]
+        return found
+
+    def pairs_of(self, place: int) -> tuple[Floats, Integers]:
+        """The numbers of one record, and how often each occurs."""
+        part = slice(int(self.starts[place]), int(self.starts[place + 1]))
+        return self.values[part], self.counts[part]
+
+    def digest(self, place: int) -> Digest:
+        """One of the digests."""
+        known = (None if math.isnan(end) else end for end in self.ends[place].tolist())
+        ends: dict[str, Any] = dict(zip(ENDS, known, strict=True))
+        values, counts = self.pairs_of(place)
+        samples = None
+        if self.sample_sizes[place] >= 0:
+            start = int(np.maximum(self.sample_sizes[:place], 0).sum())
+            own = self.samples[start : start + int(self.sample_sizes[place])]
+            samples = dict(zip(SAMPLE_METRICS, own.T, strict=True))
+        return Digest(
+            dtype=self.dtypes[place],
+            statistics=Statistics.from_vector(self.statistics[place]),
+            tallies=Tallies(
+                **dict(zip(("num_elements", *KINDS), self.tallies[place].tolist(), strict=True)),
+                **ends,
+                per_sample=None,
+            ),
+            values=values,
+            counts=counts,
+            is_exact=bool(self.is_exact[place]),
+            has_values=bool(self.has_values[place]),
+            samples=samples,
+        )
+
+    def without_masks(self, is_mask: NDArray[np.bool_]) -> Digests:
+        """The same where -Inf of those records is meant: it is infinite, and no overflow."""
+        if not is_mask.any():
+            return self
+        tallies = self.tallies.copy()
+        lower, inf = (1 + KINDS.index(kind) for kind in ("lower", "inf"))
+        tallies[is_mask, lower] -= tallies[is_mask, inf]
+
+        def samples() -> Floats:
+            found = self.samples.copy()
+            of_masks = np.repeat(is_mask, np.maximum(self.sample_sizes, 0))
+            found[of_masks, SAMPLE_METRICS.index("lower")] -= found[of_masks, SAMPLE_METRICS.index("inf")]
+            return found
+
+        return Digests(
+            dtypes=self.dtypes,
+            statistics=self.statistics,
+            tallies=tallies,
+            ends=self.ends,
+            flags=np.stack([self.is_exact, self.has_values], axis=1),
+            kinds=self._kinds,
+            sizes=self.sizes,
+            codes=lambda: self.codes,
+            counts=lambda: self.stored_counts,
+            sample_sizes=self.sample_sizes,
+            samples=samples,
+        )
+
+
+@functools.cache
+def numbers_of_patterns(dtype: np.dtype[Any]) -> Floats:
+    """The number of each pattern of a type of at most 16 bits; both zeros are 0."""
+    with np.errstate(invalid="ignore"):
+        numbers: Floats = pattern_values(dtype) + 0.0
+    return numbers
+
+
+def merge_tally_columns(tallies: Integers, ends: Floats, starts: Integers) -> tuple[Integers, Floats]:
+    """The tallies and extremes of groups of rows that follow one another; `starts` is the first row of each."""
+    with np.errstate(invalid="ignore"):
+        smallest = np.fmin.reduceat(ends[:, [0, 3]], starts)
+        largest = np.fmax.reduceat(ends[:, [1, 2]], starts)
+    together = np.stack([smallest[:, 0], largest[:, 0], largest[:, 1], smallest[:, 1]], axis=1)
+    return np.add.reduceat(tallies, starts), together
+
+
+def merge_statistic_columns(statistics: Floats, starts: Integers) -> Floats:
+    """The statistics of groups of rows that follow one another: `merge_statistics` of the rows of each."""
+    columns = {name: statistics[:, place] for place, name in enumerate(STATISTICS)}
+    owners = np.repeat(np.arange(len(starts)), np.diff([*starts, len(statistics)]))
+    ends = {
+        "minimum": np.fmin.reduceat(columns["minimum"], starts),
+        "maximum": np.fmax.reduceat(columns["maximum"], starts),
+        "absmax": np.fmax.reduceat(columns["absmax"], starts),
+    }
+    steps = exponents_of(columns["absmax"]) - exponents_of(ends["absmax"])[owners]
+    sums = {name: np.ldexp(columns[name], power * steps) for name, power in POWERS.items()}
+    counts = columns["num_finite"]
+    # What was stored before sums were divided may be infinite.
+    with np.errstate(over="ignore", invalid="ignore"):
+        totals = np.add.reduceat(sums["sum"], starts)
+        finite = np.add.reduceat(counts, starts)
+        means = totals / np.maximum(1.0, finite)
+        # From one mean to another: (x - m) = (x - m') + (m' - m), and the sum of the first is 0 in each part.
+        shift = np.where(counts > 0, sums["sum"] / np.maximum(counts, 1) - means[owners], 0.0)
+        second, third, fourth = (sums[f"moment_{power}"] for power in (2, 3, 4))
+        shift_2 = shift * shift
+        moments = [
+            second + counts * shift_2,
+            third + 3 * shift * second + counts * shift_2 * shift,
+            fourth + 4 * shift * third + 6 * shift_2 * second + counts * shift_2 * shift_2,
+        ]
+        # One value: the moments would be what rounding left of its mean.
+        is_one = ends["minimum"] == ends["maximum"]
+        merged = [np.where(is_one, 0.0, np.add.reduceat(moment, starts)) for moment in moments]
+        magnitudes = np.add.reduceat(sums["sum_magnitudes"], starts)
+    elements = np.add.reduceat(columns["num_elements"], starts)
+    found = np.stack([elements, finite, totals, *merged, magnitudes, *ends.values()], axis=1)
+    is_alone = np.diff([*starts, len(statistics)]) == 1
+    found[is_alone] = statistics[np.asarray(starts)[is_alone]]
+    return found
+
+
+def exponents_of(absmax: Floats) -> Integers:
+    """`Statistics.exponent` of each of several."""
+    exponents = np.frexp(np.nan_to_num(absmax))[1].astype(np.int64)
+    return np.where(np.abs(exponents) > MAX_EXPONENT, exponents, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

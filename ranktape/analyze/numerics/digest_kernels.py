@@ -31,6 +31,9 @@ SMALL = 1 << 16
 _GROUP = 64
 """Counters that are looked at together."""
 
+_RUN = 256
+"""Numbers that are added up before their sum is added to others: sums lose fewer bits."""
+
 _PATTERN_BITS = 16
 _PATTERN_MASK = 0xFFFF
 
@@ -48,6 +51,8 @@ class Nature(enum.IntEnum):
 
 _ZERO, _UNDERFLOW, _UPPER, _LOWER, _NAN = map(int, list(Nature)[1:])
 """As plain numbers, which the compiler knows."""
+
+_NUM_NATURES = len(Nature)
 
 
 @compiled
@@ -162,8 +167,8 @@ def count_samples(  # noqa: PLR0917  # compiled code is not called by keywords
 
     No metrics are made where there are no rows for them. The tables are zero before and after.
     """
-    found_D = np.empty(tables_TP.shape[1] + 1, dtype=np.uint16)
-    counts_D = np.empty(tables_TP.shape[1] + 1, dtype=np.int64)
+    found_D = np.empty(min(patterns_SI.shape[1], tables_TP.shape[1]) + 64, dtype=np.uint16)
+    counts_D = np.empty(found_D.size, dtype=np.int64)
     for sample in range(patterns_SI.shape[0]):
         patterns_I = patterns_SI[sample]
         if patterns_I.size < SMALL and patterns_I.itemsize == HALF_NBYTES:
@@ -182,6 +187,176 @@ def count_samples(  # noqa: PLR0917  # compiled code is not called by keywords
         if metrics_SF.shape[0]:
             _fill_metrics(found_D[:num], counts_D[:num], values_P, natures_P, metrics_SF[sample])
     return num_met
+
+
+@compiled
+def _sort_values(  # noqa: PLR0917  # as above
+    met_D: NDArray[np.uint16],
+    totals_P: NDArray[np.int64],
+    natures_P: NDArray[np.uint8],
+    ranks_P: NDArray[np.uint16],
+    codes_P: NDArray[np.uint16],
+    of_ranks_P: NDArray[np.int64],
+    tallies_K: NDArray[np.int64],
+    codes_D: NDArray[np.uint16],
+    counts_D: NDArray[np.int64],
+) -> int:
+    """Write the patterns that were met in the order of their values, NaN left out, and clear the totals.
+
+    Both zeros have one rank, and one pattern in `codes_P`. Returns how many there are.
+    """
+    of_natures = np.zeros(_NUM_NATURES, dtype=np.int64)
+    marks = np.zeros((ranks_P.size + 63) // 64, dtype=np.uint64)
+    for place in range(met_D.size):
+        pattern = met_D[place]
+        count, nature = totals_P[pattern], natures_P[pattern]
+        totals_P[pattern] = 0
+        of_natures[nature] += count
+        if nature != _NAN:
+            rank = ranks_P[pattern]
+            of_ranks_P[rank] += count
+            marks[rank >> 6] |= np.uint64(1) << np.uint64(rank & 63)
+    num = 0
+    for word in range(marks.size):
+        if marks[word]:
+            for bit in range(64):
+                if (marks[word] >> np.uint64(bit)) & np.uint64(1):
+                    rank = 64 * word + bit
+                    codes_D[num], counts_D[num] = codes_P[rank], of_ranks_P[rank]
+                    of_ranks_P[rank] = 0
+                    num += 1
+    upper, lower = of_natures[_UPPER], of_natures[_LOWER]
+    tallies_K[0] = of_natures.sum()
+    tallies_K[1], tallies_K[2], tallies_K[3], tallies_K[4] = upper, lower, of_natures[_UNDERFLOW], 0
+    tallies_K[5], tallies_K[6], tallies_K[7] = of_natures[_NAN], upper + lower, of_natures[_ZERO]
+    return num
+
+
+@compiled
+def fill_statistics(
+    values_D: NDArray[np.float64],
+    counts_D: NDArray[np.int64],
+    num_elements: int,
+    statistics_K: NDArray[np.float64],
+    ends_K: NDArray[np.float64],
+) -> None:
+    """The statistics and the extremes of ascending numbers, in the order of `STATISTICS` and of `digest.ENDS`.
+
+    Values are those of types of at most 16 bits, whose fourth powers float64 holds.
+    """
+    first, last = 0, values_D.size
+    while first < last and values_D[first] == -np.inf:
+        first += 1
+    while last > first and values_D[last - 1] == np.inf:
+        last -= 1
+    statistics_K[:] = 0.0
+    statistics_K[0] = num_elements
+    statistics_K[7:], ends_K[:] = np.nan, np.nan
+    if values_D.size:
+        ends_K[0], ends_K[1] = values_D[0], values_D[values_D.size - 1]
+    if first == last:
+        return
+    finite, total, magnitudes = np.int64(0), 0.0, 0.0
+    smallest = np.inf
+    for start in range(first, last, _RUN):
+        part, part_magnitudes = 0.0, 0.0
+        for place in range(start, min(start + _RUN, last)):
+            weighted = values_D[place] * counts_D[place]
+            finite += counts_D[place]
+            part += weighted
+            part_magnitudes += abs(weighted)
+            smallest = min(smallest, abs(values_D[place]) if values_D[place] else np.inf)
+        total += part
+        magnitudes += part_magnitudes
+    minimum, maximum = values_D[first], values_D[last - 1]
+    statistics_K[1], statistics_K[2], statistics_K[6] = finite, total, magnitudes
+    statistics_K[7], statistics_K[8], statistics_K[9] = minimum, maximum, max(abs(minimum), abs(maximum))
+    ends_K[2] = statistics_K[9]
+    ends_K[3] = smallest if smallest < np.inf else np.nan
+    if minimum == maximum:
+        return
+    mean = total / finite
+    for start in range(first, last, _RUN):
+        second, third, fourth = 0.0, 0.0, 0.0
+        for place in range(start, min(start + _RUN, last)):
+            difference = values_D[place] - mean
+            square = difference * difference
+            second += square * counts_D[place]
+            third += square * difference * counts_D[place]
+            fourth += square * square * counts_D[place]
+        statistics_K[3] += second
+        statistics_K[4] += third
+        statistics_K[5] += fourth
+
+
+@compiled
+def finish_record(  # noqa: PLR0917  # as above
+    met_D: NDArray[np.uint16],
+    totals_P: NDArray[np.int64],
+    values_P: NDArray[np.float64],
+    natures_P: NDArray[np.uint8],
+    ranks_P: NDArray[np.uint16],
+    codes_P: NDArray[np.uint16],
+    of_ranks_P: NDArray[np.int64],
+    statistics_K: NDArray[np.float64],
+    tallies_K: NDArray[np.int64],
+    ends_K: NDArray[np.float64],
+    codes_D: NDArray[np.uint16],
+    counts_D: NDArray[np.int64],
+) -> int:
+    """The digest of a record whose patterns were counted; returns how many different numbers it has."""
+    num = _sort_values(met_D, totals_P, natures_P, ranks_P, codes_P, of_ranks_P, tallies_K, codes_D, counts_D)
+    values_D = np.empty(num)
+    for place in range(num):
+        values_D[place] = values_P[codes_D[place]] + 0.0
+    fill_statistics(values_D, counts_D[:num], tallies_K[0], statistics_K, ends_K)
+    return num
+
+
+@compiled
+def digest_records(  # noqa: PLR0917  # as above
+    patterns_RSI: NDArray[Any],
+    tables_TP: NDArray[np.uint32],
+    totals_P: NDArray[np.int64],
+    met_P: NDArray[np.uint16],
+    values_P: NDArray[np.float64],
+    natures_P: NDArray[np.uint8],
+    ranks_P: NDArray[np.uint16],
+    codes_P: NDArray[np.uint16],
+    of_ranks_P: NDArray[np.int64],
+    metrics_RSF: NDArray[np.float64],
+    statistics_RK: NDArray[np.float64],
+    tallies_RK: NDArray[np.int64],
+    ends_RK: NDArray[np.float64],
+    sizes_R: NDArray[np.int64],
+    codes_D: NDArray[np.uint16],
+    counts_D: NDArray[np.int64],
+) -> int:
+    """The digests of records of one shape; those with rows of metrics have them filled in.
+
+    The pairs of all records follow one another; returns how many there are.
+    """
+    start = 0
+    for record in range(patterns_RSI.shape[0]):
+        num_met = count_samples(
+            patterns_RSI[record], tables_TP, totals_P, met_P, 0, values_P, natures_P, metrics_RSF[record]
+        )
+        sizes_R[record] = finish_record(
+            met_P[:num_met],
+            totals_P,
+            values_P,
+            natures_P,
+            ranks_P,
+            codes_P,
+            of_ranks_P,
+            statistics_RK[record],
+            tallies_RK[record],
+            ends_RK[record],
+            codes_D[start:],
+            counts_D[start:],
+        )
+        start += sizes_R[record]
+    return start
 
 
 @compiled

@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Sequence
 
 import numpy as np
 
-from ranktape.analyze.engine.cache_object import Payload
-from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.sheet import KeptAnswer, record_keys_of
+from ranktape.analyze.engine.cache import Cache, Columns
+from ranktape.analyze.engine.engine import Engine, WorkPlan, warn_once
 from ranktape.analyze.table import Column, Kind, Table
+from ranktape.errors import StorageError
 from ranktape.storage import Records
-from ranktape.storage.format.validation import parse_json
+
+_KEYS = np.zeros((1, 2), dtype=np.uint64)
 
 
 class KeptTable:
     """A table of records: of text, numbers, None and lists of these. How its rows are sorted is not kept."""
 
     def __init__(self, records: Sequence[Records], about: Sequence[str], *, name: str, engine: Engine) -> None:
-        """Take what it is of, all that was asked, and its name."""
-        self._answer: KeptAnswer | None = None
+        """Take the records, all that was asked, and the name with its version."""
+        self._cache: Cache | None = None
         if engine.use_cache and records:
-            keys = [key for one in records for key in (str(len(one)), *record_keys_of(one))]
-            self._answer = KeptAnswer(records[0].reader, [*keys, *about], name=name)
+            words = [word for one in records for word in (str(len(one)), WorkPlan(one).keys.tobytes().hex())]
+            text = "\0".join([*words, *about])
+            self._path = f"together/{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
+            self._cache = Cache(records[0].reader, name=name, groups=[self._path], warn=warn_once)
 
     def find(self) -> Table | None:
         """The table, if it was kept."""
-        for payload in [] if self._answer is None else self._answer.payloads(_is_one):
-            known = json.loads(payload["json"].tobytes())
+        for found in [] if self._cache is None else self._cache.find(self._path).objects:
+            known = json.loads(found.columns["json"].tobytes())
             columns = tuple(Column(**one | {"kind": Kind(one["kind"])}) for one in known.pop("columns"))
             rows, notes = tuple(map(tuple, known.pop("rows"))), tuple(known.pop("notes"))
             return Table(columns=columns, rows=rows, notes=notes, **known)
@@ -37,21 +41,13 @@ class KeptTable:
 
     def keep(self, table: Table) -> None:
         """Keep it."""
-        if self._answer is None:
+        shelf = None if self._cache is None else self._cache.shelf(self._path, damaged=())
+        if self._cache is None or shelf is None:
             return
         known = {name: getattr(table, name) for name in ("title", "rows", "notes", "is_verdict", "is_whole")}
         known["columns"] = [dataclasses.asdict(column) for column in table.columns]
-        self._answer.keep([{"json": np.frombuffer(json.dumps(known).encode(), dtype=np.uint8)}])
-
-
-def _is_one(payload: Payload) -> bool:
-    """Whether a payload is a table; anybody may have put it into a cache."""
-    if set(payload) != {"json"} or payload["json"].dtype != np.uint8:
-        return False
-    try:
-        known = parse_json(payload["json"].tobytes())
-        columns = [Column(**one | {"kind": Kind(one["kind"])}) for one in known["columns"]]
-        is_table = set(known) == {"title", "rows", "notes", "is_verdict", "is_whole", "columns"}
-        return is_table and all(len(row) == len(columns) for row in known["rows"])
-    except (ValueError, TypeError, KeyError):
-        return False
+        text = np.frombuffer(json.dumps(known).encode(), dtype=np.uint8)
+        try:
+            shelf.put(_KEYS, Columns({"json": text}, sizes={"json": np.array([text.size])}, num_records=1))
+        except StorageError as error:
+            self._cache.give_up(str(error))

@@ -11,9 +11,9 @@ from typing import Any
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import SAMPLE, words
-from ranktape.analyze.metrics.gather import group_digests, row_groups
-from ranktape.analyze.metrics.metric import METRICS, is_percentile, metric_columns, parse_metric
-from ranktape.analyze.metrics.numbers import NUMBERS, numbers_of_groups
+from ranktape.analyze.metrics.gather import row_groups
+from ranktape.analyze.metrics.metric import METRICS, cells_of, is_percentile, metric_columns, parse_metric
+from ranktape.analyze.metrics.numbers import numbers_of_groups, parse_number
 from ranktape.analyze.questions.neighbours import beside_next
 from ranktape.analyze.questions.samples import sample_stats
 from ranktape.analyze.table import Column, Kind, Table
@@ -65,17 +65,14 @@ def stats(
         return sample_stats(records, by=by, metrics=names, view=look, engine=engine)
     chosen = [parse_metric(name) for name in names] or list(METRICS.values())
     groups = row_groups(records, by=by)
-    rows: list[tuple[Any, ...]] = [()] * len(groups.keys)
-    if all(one.name in NUMBERS for one in chosen):
-        known = numbers_of_groups(records, groups, view=look, engine=engine)
-        states = zip(known.column("has_percentiles").tolist(), known.column("is_exact").tolist(), strict=True)
-        cells = [*(known.cells(one.name) for one in chosen), [_precision(*state) for state in states]]
-        rows = [(*head, *row) for head, row in zip(groups.heads, zip(*cells, strict=True), strict=True)]
-    else:
-        for number, digest in group_digests(records, groups, view=look, engine=engine):
-            has_percentiles = digest.has_values and "complex" not in digest.dtype
-            precision = _precision(has_percentiles, digest.is_exact)
-            rows[number] = (*groups.heads[number], *(one.of(digest) for one in chosen), precision)
+    names_of = [parse_number(name) for name in (*(one.name for one in chosen), "has_percentiles", "is_exact")]
+    known = numbers_of_groups(records, groups, names_of, view=look, engine=engine)
+    states = zip(known.column("has_percentiles").tolist(), known.column("is_exact").tolist(), strict=True)
+    cells = [
+        *(cells_of(known.column(one.name), kind=one.kind) for one in chosen),
+        [_precision(*state) for state in states],
+    ]
+    rows = [(*head, *row) for head, row in zip(groups.heads, zip(*cells, strict=True), strict=True)]
     return Table(
         title=f"statistics of the values, {how_seen(look)}",
         columns=(*groups.columns, *metric_columns(chosen, are_named=bool(names)), PRECISION),

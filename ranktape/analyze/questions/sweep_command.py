@@ -33,7 +33,7 @@ from ranktape.analyze.questions.kept_table import KeptTable
 from ranktape.analyze.questions.listed_tensors import ListedTensor, is_file, list_tensors, selections_of
 from ranktape.analyze.questions.sweep import check_shape, table_of
 from ranktape.analyze.questions.swept import Swept, answerable, num_readings, parse_jobs, sweep_selection
-from ranktape.analyze.questions.swept_cells import can_be_kept
+from ranktape.analyze.questions.swept_cells import KEPT_VERSION, can_be_kept
 from ranktape.analyze.table import Table
 from ranktape.errors import DataError, RanktapeError, UsageError, WorkersError
 from ranktape.storage import Records
@@ -155,7 +155,12 @@ class _SweepOfAll:
         """Sweep every tensor, and make the table that is asked for; one of groups that was kept is not made again."""
         by, selected = shape["by"], selections_of(self._tensors)
         about = [repr((self._jobs, self._view, shape["target_sqnr"], by)), *map(repr, _keys_of(selected, by))]
-        kept = KeptTable(selected if by and not self._outputs else (), about, name="sweep_groups", engine=self._engine)
+        kept = KeptTable(
+            selected if by and not self._outputs else (),
+            about,
+            name=f"sweep_groups_v{KEPT_VERSION}",
+            engine=self._engine,
+        )
         if (found := kept.find()) is not None:
             return found
         # One bar is enough.

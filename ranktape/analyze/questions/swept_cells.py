@@ -13,8 +13,10 @@ import numpy as np
 from ranktape.analyze.advice.recommendation import best_by
 from ranktape.analyze.advice.shared import best_sqnr
 from ranktape.analyze.advice.verdict import direction_of, keeps_nothing
+from ranktape.analyze.engine.digests import VERSION as DIGEST_VERSION
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sheet import SheetForm, SheetRow, sheet_of
+from ranktape.analyze.engine.sweep_measure import VERSION as BLOCKS_VERSION
 from ranktape.analyze.engine.sweep_measure import sweep_records
 from ranktape.analyze.numerics.sweeps.metrics import Level
 from ranktape.analyze.numerics.sweeps.options import SweepMode
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from ranktape.analyze.numerics.quantization.schemes import Scheme
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
     from ranktape.storage import Records
+
+KEPT_VERSION = f"1-{DIGEST_VERSION}-{BLOCKS_VERSION}"
+"""Versions of what is kept of sweeps, and of the counts that they follow from."""
 
 COUNTED = ("num_elements", "nan", "inf", "spoiled", "zero")
 """What a sweep counts of a tensor."""
@@ -99,7 +104,7 @@ def kept_cells(
     # In whatever order formats are given, the rows that are kept are the same.
     ordered = sorted(set(jobs), key=repr)
     asked = hashlib.blake2b(repr(ordered).encode(), digest_size=8).hexdigest()
-    form = SheetForm(name=f"sweep_{asked}_{view}", width=_WIDTH * len(ordered), part_width=2)
+    form = SheetForm(name=f"sweep_{asked}_{view}_v{KEPT_VERSION}", width=_WIDTH * len(ordered), part_width=2)
     sheet = sheet_of(records, form, functools.partial(_rows, jobs=ordered, view=view, engine=used), engine=used)
     columns = [sheet.cells(place, is_whole=place % _WIDTH in _WHOLE) for place in range(form.width)]
     notes: dict[tuple[int, int], bytearray] = {}

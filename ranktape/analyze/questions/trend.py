@@ -19,9 +19,9 @@ from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.along import kendall_z, sen_slope
 from ranktape.analyze.findings.survey import SITE
 from ranktape.analyze.identity import group_columns, with_stacks, words
-from ranktape.analyze.metrics.gather import Groups, group_digests, group_records
-from ranktape.analyze.metrics.metric import Metric, parse_metric
-from ranktape.analyze.metrics.numbers import NUMBERS, numbers_of_groups
+from ranktape.analyze.metrics.gather import Groups, group_records
+from ranktape.analyze.metrics.metric import Metric, cells_of, parse_metric
+from ranktape.analyze.metrics.numbers import numbers_of_groups, parse_number
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import UsageError
 from ranktape.storage import Records
@@ -91,13 +91,9 @@ def _found(
     records: Records, groups: Groups, chosen: Sequence[Metric], *, view: View, engine: Engine | None
 ) -> list[tuple[float | None, ...]]:
     """The metrics of each group."""
-    if all(one.name in NUMBERS for one in chosen):
-        known = numbers_of_groups(records, groups, view=view, engine=engine)
-        return list(zip(*(known.cells(one.name) for one in chosen), strict=True))
-    found: list[tuple[float | None, ...]] = [()] * len(groups.keys)
-    for number, digest in group_digests(records, groups, view=view, engine=engine):
-        found[number] = tuple(one.of(digest) for one in chosen)
-    return found
+    names = [parse_number(one.name) for one in chosen]
+    known = numbers_of_groups(records, groups, names, view=view, engine=engine)
+    return list(zip(*(cells_of(known.column(one.name), kind=one.kind) for one in chosen), strict=True))
 
 
 def course_fields(records: Records, by: Sequence[str] = ()) -> tuple[str, ...]:

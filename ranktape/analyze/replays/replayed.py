@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.engine.cache import record_keys
-from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.plan import KEY_COLUMNS
+from ranktape.analyze.engine.cache import Keys, record_keys
+from ranktape.analyze.engine.engine import KEY_COLUMNS, Engine
 from ranktape.analyze.engine.sheet import Sheet, SheetForm, SheetRow, kept_sheet
 from ranktape.analyze.identity import NUMBER_FIELDS, SAMPLE, are_files
 from ranktape.analyze.numerics.error_sums import ErrorSums
@@ -239,14 +238,14 @@ def _sheet(calls: RecordedCalls, recipes: Sequence[Recipe], *, engine: Engine) -
         groups.append((path, slice(start, stop)))
         start = stop
     keys = _keys(calls, recipes)
-    return kept_sheet(calls.records.reader, groups, keys.__getitem__, _FORM, make)
+    return kept_sheet(calls.records.reader, groups, keys, _FORM, make)
 
 
-def _keys(calls: RecordedCalls, recipes: Sequence[Recipe]) -> list[str]:
-    """What the sums of each call by each recipe are known by."""
-    records = record_keys([calls.records.column(name).tolist() for name in _COLUMNS])
+def _keys(calls: RecordedCalls, recipes: Sequence[Recipe]) -> Keys:
+    """The key of the sums of each call by each recipe."""
+    records = [key.tobytes().hex() for key in record_keys([calls.records.stored(name) for name in _COLUMNS])]
     texts: dict[tuple[str, bool], str] = {}
-    found: list[str] = []
+    found: list[tuple[str, str]] = []
     for call in calls.calls:
         own = [f"{name} {[records[row] for row in rows]}" for name, rows in sorted(call.rows.items())]
         what = f"{own} {dict(call.products)} {call.is_bias_known} {call.sample_dim} {call.samples}"
@@ -256,8 +255,8 @@ def _keys(calls: RecordedCalls, recipes: Sequence[Recipe]) -> list[str]:
             key = one.name, applied is one
             texts[key] = texts.get(key) or repr((applied.products, applied.seed, applied.draws))
             of_recipes.append(texts[key])
-        found += record_keys([[what] * len(of_recipes), of_recipes])
-    return found
+        found += [(what, one) for one in of_recipes]
+    return record_keys([*zip(*found, strict=True)])
 
 
 def _row(errors: CallErrors, call: RecordedCall, *, name: str) -> SheetRow:

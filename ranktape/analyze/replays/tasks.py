@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from ranktape.analyze.comparison.tensors import ComparedTensor
-from ranktape.analyze.engine.plan import keep_freed_memory
+from ranktape.analyze.engine.engine import keep_freed_memory
 from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.numerics.attention import (
     AttentionForm,

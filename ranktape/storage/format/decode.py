@@ -36,6 +36,9 @@ _NUM_THREADS = 4
 _AT_ONCE_NBYTES = 4 << 20
 """Slices are fetched together up to this size: what is looked at next still is in the processor's cache."""
 
+_MAX_SPREAD = 4
+"""Slices that are fetched for each that is wanted, where they are fetched together."""
+
 _ASK = "see 'ranktape check'"
 
 
@@ -187,6 +190,29 @@ def read_slices(backend: Backend, stored: StoredArray) -> Iterator[tuple[np.ndar
             values = _values(_unpack(chunk, stored, place=place), stored, is_copied=False).reshape(shape)
             is_packed = stored.compression is not Compression.NONE
             yield values, crc_of(checksum(values)) if is_packed else int.from_bytes(chunk[-CRC_NBYTES:], "little")
+
+
+def read_rows(backend: Backend, stored: StoredArray, indices: Sequence[int]) -> np.ndarray[Any, Any] | None:
+    """The slices of an array at places of its first axis, fetched together; compared with no checksum.
+
+    None where the chunks are packed or not cut along that axis, or where most of what lies between is not wanted.
+
+    Raises:
+        DataError: bytes are missing, or not what was written.
+    """
+    first, last = min(indices), max(indices)
+    is_plain = stored.cut_axis == 0 and stored.compression is Compression.NONE and stored.chunk_nbytes
+    if not is_plain or last - first >= _MAX_SPREAD * len(indices):
+        return None
+    _read_index(backend, stored)  # which says that chunks follow one another
+    step = stored.chunk_nbytes + CRC_NBYTES
+    nbytes = (last + 1 - first) * step
+    data = backend.get_range(stored.key, first * step, nbytes)
+    if data is None or len(data) != nbytes:
+        raise _wrong_size(f"{backend.url}/{stored.key}", data, expected=nbytes)
+    rows = np.frombuffer(data, dtype=np.uint8).reshape(-1, step)[np.asarray(indices) - first, : stored.chunk_nbytes]
+    values = np.ascontiguousarray(rows).view(stored.row.numpy_dtype)
+    return values.reshape(len(indices), *_without(stored.shape, 0))
 
 
 def read_runs(

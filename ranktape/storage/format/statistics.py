@@ -149,7 +149,7 @@ class Statistics:
         exponent = exponent_of(values["absmax"])
         if exponent and not 1 / 2 <= values["sum_magnitudes"] <= _MAX_COUNT:
             # Runs that were recorded earlier have undivided sums.
-            values |= {name: float(np.ldexp(values[name], -power * exponent)) for name, power in _POWERS.items()}
+            values |= {name: float(np.ldexp(values[name], -power * exponent)) for name, power in POWERS.items()}
         return cls(**values | (dict.fromkeys(_ENDS) if has_none else {}))
 
 
@@ -158,7 +158,7 @@ STATISTICS = tuple(field.name for field in dataclasses.fields(Statistics))
 
 _COUNTS = STATISTICS[:2]
 _MOMENTS = STATISTICS[3:6]
-_POWERS = {"sum": 1, "moment_2": 2, "moment_3": 3, "moment_4": 4, "sum_magnitudes": 1}
+POWERS = {"sum": 1, "moment_2": 2, "moment_3": 3, "moment_4": 4, "sum_magnitudes": 1}
 """Of which power of x each is a sum."""
 
 _ENDS: dict[str, Callable[..., Any]] = {"minimum": min, "maximum": max, "absmax": max}
@@ -185,7 +185,7 @@ def merge_statistics(parts: Sequence[Statistics]) -> Statistics:
     steps = np.array([part.exponent for part in parts], dtype=np.int64) - exponent_of(ends["absmax"])
     sums = {
         name: np.ldexp(np.array([getattr(part, name) for part in parts], dtype=np.float64), power * steps)
-        for name, power in _POWERS.items()
+        for name, power in POWERS.items()
     }
     counts = np.array([part.num_finite for part in parts], dtype=np.float64)
     total, moments = merge_moments(counts, sums["sum"], [sums[name] for name in _MOMENTS])

@@ -8,14 +8,22 @@ import functools
 import pickle
 import platform
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ranktape.errors import DataError, RunFormatError
 from ranktape.storage.format.commit import open_catalogue
-from ranktape.storage.format.decode import StoredArray, fetch_object, open_stored, read_runs, read_slices, read_stored
+from ranktape.storage.format.decode import (
+    StoredArray,
+    fetch_object,
+    open_stored,
+    read_rows,
+    read_runs,
+    read_slices,
+    read_stored,
+)
 from ranktape.storage.format.encode import checksum, combine, stored_dtype, stored_shape
 from ranktape.storage.format.layout import document_key, dropped_path
 from ranktape.storage.format.parts import RUN, split
@@ -119,6 +127,24 @@ class RunReader:
                 values = read_stored(self.backend, stored)
         self._expect(record, checksum(values), expected)
         return values if sample is None or is_sample else values.take(sample, axis=info.sample_dim)
+
+    def read_stack(self, records: Sequence[Record]) -> np.ndarray[Any, Any]:
+        """What is kept of several records of one stack, as `read` has it; the first axis counts the records.
+
+        Raises:
+            DataError: bytes are missing, or are not those captured.
+        """
+        with self._explained(records[0]):
+            stored = self._opened(records[0])
+        indices = [record.location.index for record in records]
+        if 0 <= min(indices) <= max(indices) < stored.shape[0]:
+            with contextlib.suppress(DataError):  # which `read` explains
+                values = read_rows(self._objects, stored, indices)
+                if values is not None and all(
+                    checksum(one) == record.info.checksum for one, record in zip(values, records, strict=True)
+                ):
+                    return values
+        return np.stack([self.read(record, sample=None) for record in records])
 
     def parts(self, record: Record) -> Iterator[np.ndarray[Any, Any]]:
         """The values of a record, as `Record.parts` has them.

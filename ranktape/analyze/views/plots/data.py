@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.engine.digest_measure import merge_digests
+from ranktape.analyze.engine.digests import merge_digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.identity import SAMPLE, places_of, quant_types, sample_names

@@ -119,14 +119,14 @@ class SampleColumns:
 
     def __init__(self, known: RecordNumbers) -> None:
         """Take those of all records."""
-        self._sizes = known.sheet.sizes
+        self._sizes = known.sample_sizes
         elements = np.maximum(1, known.of_samples("num_elements"))
         made = {
             "overflow.ratio": (known.of_samples("upper") + known.of_samples("lower")) / elements,
             "overflow.underflow.ratio": known.of_samples("underflow") / elements,
         }
         self._columns = {name: made[name] if name in made else known.of_samples(name) for name in SAMPLE_METRICS}
-        self._owners = known.sheet.owners
+        self._owners = known.owners
 
     @property
     def num_records(self) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ranktape.analyze.engine.digest_measure import digests
+from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.sheet import SheetForm, SheetRow, sheet_of
 from ranktape.analyze.engine.sweep_measure import Job, sweep_one
 from ranktape.analyze.metrics.target import is_sweepable
@@ -28,7 +28,7 @@ from ranktape.errors import UsageError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.engine.cache_object import Payload
+    from ranktape.analyze.engine.cache import Payload
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.numerics.digest import Digest

@@ -1,0 +1,708 @@
+"""Measures the digests of records, and gives them back as columns, one by one, or of groups.
+
+What is measured does not depend on how the store holds the values: of types of at most 16 bits everything follows from
+counts; of wider ones, sums are made of each sample, or of each run of elements, and added up in that order.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ranktape.analyze.engine.cache import Columns, Payload
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.values import View, read_histogram, viewed_dtype, viewed_dtypes
+from ranktape.analyze.numerics.digest import (
+    CODE_KINDS,
+    ENDS,
+    SAMPLE_METRICS,
+    Digest,
+    Digests,
+    Summarizer,
+    Summary,
+    merge_statistic_columns,
+    merge_summaries,
+    merge_tally_columns,
+    numbers_of_patterns,
+    push,
+)
+from ranktape.analyze.numerics.histograms.histogram import KINDS, Tallies, own_limits, pattern_values, scan
+from ranktape.analyze.numerics.pieces import frozen
+from ranktape.errors import DataError
+from ranktape.storage import Record, Records
+from ranktape.storage.format.dtypes import HALF_NBYTES, numpy_dtype
+from ranktape.storage.format.record_info import Keep
+from ranktape.storage.format.statistics import STATISTICS, Statistics, merge_statistics
+
+VERSION = 1
+"""Version of the columns of a digest, and part of the name of the measure."""
+
+_READ_NBYTES = 4 << 20
+"""Records of one array are counted together up to so many bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DigestMeasure:
+    """Measures the digests of records; `digests_of` gives the columns a meaning."""
+
+    view: View = View.COMPUTE
+    """Which numbers are judged."""
+
+    @property
+    def name(self) -> str:
+        """The name in the cache."""
+        return f"digest_{self.view}_v{VERSION}"
+
+    def __call__(self, records: Iterable[Record], /) -> Columns:
+        """The digests of records.
+
+        Raises:
+            DataError: the bytes of a record are missing or damaged.
+            StorageError: the store cannot be read.
+            UsageError: values were kept that are rounded already, and are to be looked at as they were seen.
+        """
+        parts: list[Columns] = []
+        places: list[int] = []
+        stacks: dict[Any, list[tuple[int, Record]]] = defaultdict(list)
+        for place, record in enumerate(records):
+            if (key := _stack_of(record)) is not None:
+                stacks[key].append((place, record))
+            else:
+                parts.append(self._single(record))
+                places.append(place)
+        for members in stacks.values():
+            step = max(1, _READ_NBYTES // max(1, members[0][1].nbytes))
+            for start in range(0, len(members), step):
+                own = members[start : start + step]
+                parts.append(self._stacked([record for _, record in own]))
+                places += [place for place, _ in own]
+        order = np.argsort(np.array(places, dtype=np.int64))
+        joined = Columns.join(parts) if parts else Columns({}, num_records=0)
+        return joined if bool((np.diff(order) == 1).all()) else joined.take(order)
+
+    def _single(self, record: Record) -> Columns:
+        dtype = numpy_dtype(viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=self.view))
+        if record.keep == Keep.STATISTICS:
+            return _of_statistics(record)
+        if record.keep == Keep.HISTOGRAM:
+            histogram = read_histogram(record, view=self.view)
+            return _of_counts(histogram.counts, dtype=histogram.dtype)
+        metrics, parts = _metrics_of(record), _parts(record, dtype)
+        return (_narrow if dtype.itemsize <= HALF_NBYTES else _wide)(
+            parts, dtype, metrics, has_samples=_has_samples(record)
+        )
+
+    def _stacked(self, records: Sequence[Record]) -> Columns:
+        """The digests of records of one stored array, which have one shape and one dtype."""
+        first = records[0]
+        dtype = numpy_dtype(viewed_dtype(dtype=first.dtype, compute_dtype=first.compute_dtype, view=self.view))
+        array = first.reader.read_stack(records)  # type: ignore[attr-defined]  # as `_stack_of` says
+        with np.errstate(over="ignore", invalid="ignore"):
+            viewed = array if array.dtype == dtype else array.astype(dtype)
+        if first.sample_dim is None:
+            samples = viewed.reshape(len(records), 1, -1)
+        else:
+            apart = np.moveaxis(viewed, 1 + first.sample_dim, 1)
+            samples = np.ascontiguousarray(apart).reshape(len(records), apart.shape[1], -1)
+        if dtype.itemsize > HALF_NBYTES:
+            metrics = [_metrics_of(record) for record in records]
+            return Columns.join(
+                [
+                    _wide([one] if one.size else [], dtype, rows, has_samples=_has_samples(record))
+                    for one, rows, record in zip(samples, metrics, records, strict=True)
+                ]
+            )
+        num_samples = first.info.num_samples
+        return _digest_rows(samples, dtype, num_samples=num_samples, has_samples=_has_samples(first))
+
+
+def _stack_of(record: Record) -> Any:
+    """The stored array in which records of one kind lie beside each other; None for a record that is read alone."""
+    if record.keep != Keep.VALUES or not record.location.stack or not hasattr(record.reader, "read_stack"):
+        return None
+    info = record.info
+    return (
+        id(record.reader),
+        record.location.array_path,
+        info.dtype,
+        info.compute_dtype,
+        info.sample_dim,
+        info.num_samples,
+    )
+
+
+def _has_samples(record: Record) -> bool:
+    return record.sample_dim is not None or record.info.num_samples > 0
+
+
+def digests_of(columns: Columns, dtypes: Sequence[str]) -> Digests:
+    """The digests that `DigestMeasure` made columns of; `dtypes` are what the values were looked at as.
+
+    Raises:
+        DataError: the numbers are of other types.
+    """
+    if len(dtypes) != columns.num_records:
+        raise DataError(f"{columns.num_records} digests were kept of {len(dtypes)} records: ask again with --no-cache")
+    sample_sizes = np.where(columns["has_samples"], columns.sizes("samples"), -1)
+    return Digests(
+        dtypes=dtypes,
+        statistics=columns["statistics"],
+        tallies=columns["tallies"],
+        ends=columns["ends"],
+        flags=columns["flags"],
+        kinds=columns["kinds"],
+        sizes=columns.sizes("counts"),
+        codes=lambda: columns["codes"],
+        counts=lambda: columns["counts"],
+        sample_sizes=sample_sizes,
+        samples=lambda: columns["samples"],
+    )
+
+
+def digest_of(payload: Payload, *, dtype: str) -> Digest:
+    """The digest that `DigestMeasure` made a payload of.
+
+    Raises:
+        DataError: the numbers are of another type.
+    """
+    return digests_of(Columns.of_payloads([payload]), [dtype]).digest(0)
+
+
+def digest_columns(records: Records, *, view: View = View.COMPUTE, engine: Engine | None = None) -> Iterator[Digests]:
+    """The digests of the records in their order, some hundred at a time: what is known is not read again.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        StorageError: the store cannot be read.
+        UsageError: of a record values were kept that are rounded already, and are to be looked at as they were seen.
+    """
+    dtypes, start = viewed_dtypes(records, view=view), 0
+    for columns in (engine or Engine()).columns(records, DigestMeasure(view=view)):
+        yield digests_of(columns, dtypes[start : start + columns.num_records])
+        start += columns.num_records
+
+
+def digests(records: Records, *, view: View = View.COMPUTE, engine: Engine | None = None) -> Iterator[Digest]:
+    """The digest of each record, in their order. Raises as `digest_columns`."""
+    for columns in digest_columns(records, view=view, engine=engine):
+        yield from map(columns.digest, range(len(columns)))
+
+
+def merge_digests(parts: Sequence[Digest]) -> Digest:
+    """The digest of all values together; of samples nothing is said. At least one part.
+
+    The order of the parts matters to the last bit of sums, and to nothing else.
+    """
+    summary = merge_summaries([Summary(part.values, part.counts, part.is_exact) for part in parts])
+    return Digest(
+        dtype=" ".join(sorted({part.dtype for part in parts})),
+        statistics=merge_statistics([part.statistics for part in parts]),
+        tallies=merge_tallies([part.tallies for part in parts]),
+        values=summary.values,
+        counts=summary.counts,
+        is_exact=summary.is_exact,
+        has_values=all(part.has_values for part in parts),
+    )
+
+
+def group_digests_of(
+    records: Records,
+    numbers: Sequence[int],
+    *,
+    is_mask: NDArray[np.bool_],
+    view: View,
+    engine: Engine | None,
+    with_values: bool = True,
+) -> Iterator[tuple[NDArray[np.int64], Digests]]:
+    """The digests of groups of records, each as if it were one record; of samples nothing is said.
+
+    Groups come as soon as the last of their records was read, some hundred at a time, with their numbers. In memory are
+    the numbers of the groups that have begun, and have not ended; without `with_values` none.
+
+    Args:
+        records: The records.
+        numbers: For each record the number of its group, from 0.
+        is_mask: For each record whether its -Inf are meant.
+        view: Which numbers are judged.
+        engine: What reads the records.
+        with_values: Whether the numbers that occur are asked for.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        StorageError: the store cannot be read.
+        UsageError: what was kept of a record cannot be looked at so.
+    """
+    group_of = np.asarray(numbers, dtype=np.int64)
+    sizes = np.bincount(group_of)
+    groups = _Groups(viewed_dtypes(records, view=view), group_of, with_values=with_values)
+    start, left, done = 0, sizes.copy(), list[int]()
+    for columns in digest_columns(records, view=view, engine=engine):
+        stop = start + len(columns)
+        groups.add(start, columns.without_masks(is_mask[start:stop]))
+        left -= np.bincount(group_of[start:stop], minlength=left.size)
+        ended = np.unique(group_of[start:stop])
+        done += ended[left[ended] == 0].tolist()
+        start = stop
+        while len(done) >= _MAX_GROUPS or (done and groups.num_ready(done) >= _MAX_WAITING):
+            yield groups.take(done[:_MAX_GROUPS])
+            del done[:_MAX_GROUPS]
+    if done:
+        yield groups.take(done)
+
+
+_MAX_WAITING = 1 << 20
+"""Numbers of a group that are put together at once; of groups that have ended, so many are given out at once."""
+
+_MAX_GROUPS = 1 << 12
+"""Groups that are given out at once."""
+
+
+class _Groups:
+    """What was seen of the records of groups."""
+
+    def __init__(self, dtypes: Sequence[str], group_of: NDArray[np.int64], *, with_values: bool) -> None:
+        num_records = len(dtypes)
+        self._dtypes, self._group_of, self._with_values = dtypes, group_of, with_values
+        self._statistics = np.zeros((num_records, len(STATISTICS)))
+        self._tallies = np.zeros((num_records, 1 + len(KINDS)), dtype=np.int64)
+        self._ends = np.zeros((num_records, len(ENDS)))
+        self._flags = np.ones((num_records, 2), dtype=np.bool_)
+        # Sorted by groups, the records of each in their order.
+        self._order = np.argsort(group_of, kind="stable")
+        self._starts = np.concatenate([[0], np.cumsum(np.bincount(group_of))])
+        self._waiting: dict[int, list[tuple[str, NDArray[Any], NDArray[Any]]]] = defaultdict(list)
+        self._num_waiting = Counter[int]()
+        self._tables: dict[int, dict[str, NDArray[np.int64]]] = defaultdict(dict)
+        self._wide: dict[int, list[Summary]] = defaultdict(list)
+        self._num_wide = Counter[int]()
+
+    def add(self, start: int, columns: Digests) -> None:
+        """Take the digests of the records from `start` on."""
+        part = slice(start, start + len(columns))
+        self._statistics[part], self._tallies[part], self._ends[part] = (
+            columns.statistics,
+            columns.tallies,
+            columns.ends,
+        )
+        self._flags[part] = np.stack([columns.is_exact, columns.has_values], axis=1)
+        if not self._with_values:
+            return
+        sizes = columns.sizes.tolist()
+        for place, group in enumerate(self._group_of[part].tolist()):
+            if sizes[place]:
+                self._waiting[group].append((columns.dtypes[place], *columns.stored_pairs(place)))
+                self._num_waiting[group] += sizes[place]
+                if self._num_waiting[group] >= _MAX_WAITING:
+                    self._put_together(group)
+
+    def num_ready(self, groups: Sequence[int]) -> int:
+        """How many numbers wait in these groups."""
+        return sum(self._num_waiting[group] for group in groups)
+
+    def take(self, groups: Sequence[int]) -> tuple[NDArray[np.int64], Digests]:
+        """The digests of groups that have ended."""
+        chosen = np.array(groups, dtype=np.int64)
+        counts = self._starts[chosen + 1] - self._starts[chosen]
+        firsts = np.cumsum(counts) - counts
+        rows = self._order[np.repeat(self._starts[chosen] - firsts, counts) + np.arange(int(counts.sum()))]
+        tallies, ends = merge_tally_columns(self._tallies[rows], self._ends[rows], firsts)
+        summaries = [self._summary(group) for group in groups]
+        flags = np.logical_and.reduceat(self._flags[rows], firsts)
+        flags[:, 0] &= [one.is_exact for one in summaries]
+        names = [sorted({self._dtypes[row] for row in part.tolist()}) for part in np.split(rows, firsts[1:])]
+        found = Digests(
+            dtypes=[" ".join(one) for one in names],
+            statistics=merge_statistic_columns(self._statistics[rows], firsts),
+            tallies=tallies,
+            ends=ends,
+            flags=flags,
+            kinds=np.full(len(groups), CODE_KINDS.index(np.dtype("f8")), dtype=np.uint8),
+            sizes=np.array([one.values.size for one in summaries], dtype=np.int64),
+            codes=lambda: np.concatenate([one.values for one in summaries]).view(np.uint8),
+            counts=lambda: np.concatenate([one.counts for one in summaries]),
+            sample_sizes=np.full(len(groups), -1),
+            samples=lambda: np.zeros((0, len(SAMPLE_METRICS))),
+        )
+        return chosen, found
+
+    def _put_together(self, group: int) -> None:
+        """Count the numbers of narrow types in tables, and merge summaries of wide ones as a binary counter carries."""
+        waiting = self._waiting.pop(group, [])
+        self._num_waiting[group] = 0
+        narrow: dict[str, list[tuple[NDArray[Any], NDArray[Any]]]] = defaultdict(list)
+        for dtype, codes, counts in waiting:
+            if codes.dtype.kind == "u":
+                narrow[dtype].append((codes, counts))
+                continue
+            self._num_wide[group] += 1
+            summary = Summary(codes.astype(np.float64), counts.astype(np.int64), is_exact=True)
+            push(self._wide[group], summary, number=self._num_wide[group], merge=merge_summaries)
+        for dtype, pairs in narrow.items():
+            codes, counts = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
+            found = np.bincount(codes, weights=counts).astype(np.int64)
+            known = self._tables[group].get(dtype)
+            if known is not None:
+                size = max(known.size, found.size)
+                found = np.pad(found, (0, size - found.size)) + np.pad(known, (0, size - known.size))
+            self._tables[group][dtype] = found
+
+    def _summary(self, group: int) -> Summary:
+        """All numbers of a group, which is forgotten."""
+        self._put_together(group)
+        parts = self._wide.pop(group, [])
+        for dtype, table in self._tables.pop(group, {}).items():
+            (codes,) = np.nonzero(table)
+            values = numbers_of_patterns(numpy_dtype(dtype))[codes]
+            order = np.argsort(values)
+            parts.append(Summary(values[order], table[codes][order], is_exact=True))
+        if not parts:
+            return Summary(np.zeros(0), np.zeros(0, dtype=np.int64), is_exact=True)
+        return merge_summaries(parts) if len(parts) > 1 else parts[0]
+
+
+def _of_statistics(record: Record) -> Columns:
+    """What the catalogue and the statistics know of a record whose values were not kept."""
+    statistics, overflow = record.statistics(), record.overflow
+    counts = [0 if kind == "flushed" else getattr(overflow, kind).count for kind in KINDS]
+    return _one(
+        statistics,
+        counts=[statistics.num_elements, *counts],
+        ends=(overflow.minimum, overflow.maximum, statistics.absmax, None),
+        summary=Summary(np.zeros(0), np.zeros(0, dtype=np.int64), is_exact=True),
+        has_values=False,
+    )
+
+
+def _one(
+    statistics: Statistics,
+    *,
+    counts: Sequence[int],
+    ends: Sequence[float | None],
+    summary: Summary,
+    kind: str = "f8",
+    has_values: bool = True,
+    samples: NDArray[np.float64] | None = None,
+) -> Columns:
+    """The columns of one record."""
+    return _columns(
+        statistics=statistics.to_vector().reshape(1, -1),
+        tallies=np.array([counts], dtype=np.int64),
+        ends=np.array([[math.nan if end is None else end for end in ends]], dtype=np.float64),
+        flags=np.array([[summary.is_exact, has_values]]),
+        codes=summary.values.astype(kind),
+        counts=summary.counts,
+        sizes=np.array([summary.values.size]),
+        samples=None if samples is None else samples[np.newaxis],
+    )
+
+
+def _columns(
+    *,
+    statistics: NDArray[np.float64],
+    tallies: NDArray[np.int64],
+    ends: NDArray[np.float64],
+    flags: NDArray[np.bool_],
+    codes: NDArray[Any],
+    counts: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    samples: NDArray[np.float64] | None,
+) -> Columns:
+    """The columns of records whose numbers are of one kind, and that have as many samples each."""
+    num_records = len(sizes)
+    num_samples = 0 if samples is None else samples.shape[1]
+    return Columns(
+        {
+            "statistics": statistics,
+            "tallies": tallies,
+            "ends": ends,
+            "flags": flags,
+            "kinds": np.full(num_records, CODE_KINDS.index(codes.dtype), dtype=np.uint8),
+            "codes": np.ascontiguousarray(codes).view(np.uint8),
+            # Most counts are small, and there are many.
+            "counts": counts.astype(np.min_scalar_type(int(counts.max(initial=0)))),
+            "has_samples": np.full(num_records, samples is not None),
+            "samples": np.zeros((0, len(SAMPLE_METRICS)))
+            if samples is None
+            else samples.reshape(-1, len(SAMPLE_METRICS)),
+        },
+        sizes={
+            "codes": sizes * codes.dtype.itemsize,
+            "counts": sizes,
+            "samples": np.full(num_records, num_samples, dtype=np.int64),
+        },
+        num_records=num_records,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Table:
+    """What each pattern of a type of at most 16 bits stands for."""
+
+    natures: NDArray[np.uint8]
+    """By pattern: its `Nature`."""
+    ranks: NDArray[np.uint16]
+    """By pattern: the place of its value among all values; of zeros of both signs the same, of NaN the last."""
+    codes: NDArray[Any]
+    """By rank: a pattern of the value."""
+
+    @staticmethod
+    @functools.cache
+    def of(dtype: np.dtype[Any]) -> _Table:
+        """The table of a type."""
+        from ranktape.analyze.numerics.digest_kernels import Nature
+
+        values, limits = pattern_values(dtype), own_limits(dtype)
+        natures = np.zeros(values.size, dtype=np.uint8)
+        natures[(values != 0) & (np.abs(values) < limits.min_normal)] = Nature.UNDERFLOW
+        natures[values == 0] = Nature.ZERO
+        natures[values == np.inf] = Nature.UPPER
+        natures[values == -np.inf] = Nature.LOWER
+        natures[np.isnan(values)] = Nature.NAN
+        with np.errstate(invalid="ignore"):  # NaN that signal
+            _, firsts, found = np.unique(values + 0.0, return_index=True, return_inverse=True)
+        ranks = np.zeros(values.size, dtype=np.uint16)
+        ranks[:] = found
+        codes = firsts.astype(np.uint16)
+        codes = np.pad(codes, (0, values.size - codes.size))
+        for array in (natures, ranks, codes):
+            array.flags.writeable = False
+        return _Table(natures=natures, ranks=ranks, codes=codes)
+
+
+class _Counters(threading.local):
+    """Counters of a thread, zero between records."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, _Counted] = {}
+
+    def of(self, num_patterns: int) -> _Counted:
+        """The counters for so many patterns."""
+        from ranktape.analyze.numerics.digest_kernels import NUM_TABLES
+
+        if num_patterns not in self.known:
+            self.known[num_patterns] = _Counted(
+                np.zeros((NUM_TABLES, num_patterns), dtype=np.uint32),
+                np.zeros(num_patterns, dtype=np.int64),
+                np.zeros(num_patterns + 1, dtype=np.uint16),
+                np.zeros(num_patterns, dtype=np.int64),
+            )
+        return self.known[num_patterns]
+
+
+class _Counted(NamedTuple):
+    """Counters of patterns."""
+
+    tables: NDArray[np.uint32]
+    """Of one sample."""
+    totals: NDArray[np.int64]
+    """Of one record."""
+    met: NDArray[np.uint16]
+    """Room for the list of patterns that were met."""
+    of_ranks: NDArray[np.int64]
+    """The totals in the order of values."""
+
+
+_counters = _Counters()
+
+
+class _Room(NamedTuple):
+    """Arrays that the digests of records are written to."""
+
+    statistics: NDArray[np.float64]
+    tallies: NDArray[np.int64]
+    ends: NDArray[np.float64]
+    sizes: NDArray[np.int64]
+    codes: NDArray[np.uint16]
+    counts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, num_records: int, num_pairs: int) -> _Room:
+        """Room for so many records, and for so many different numbers of all of them."""
+        return cls(
+            np.zeros((num_records, len(STATISTICS))),
+            np.zeros((num_records, 1 + len(KINDS)), dtype=np.int64),
+            np.zeros((num_records, len(ENDS))),
+            np.zeros(num_records, dtype=np.int64),
+            np.zeros(num_pairs, dtype=np.uint16),
+            np.zeros(num_pairs, dtype=np.int64),
+        )
+
+    def columns(self, num_pairs: int, dtype: np.dtype[Any], samples: NDArray[np.float64] | None) -> Columns:
+        """The columns, of which `num_pairs` numbers were written."""
+        return _columns(
+            statistics=self.statistics,
+            tallies=self.tallies,
+            ends=self.ends,
+            flags=np.ones((len(self.sizes), 2), dtype=np.bool_),
+            codes=self.codes[:num_pairs].astype(f"u{dtype.itemsize}"),
+            counts=self.counts[:num_pairs],
+            sizes=self.sizes,
+            samples=samples,
+        )
+
+
+def _digest_rows(samples_RSI: NDArray[Any], dtype: np.dtype[Any], *, num_samples: int, has_samples: bool) -> Columns:
+    """The digests of records of one shape, of a type of at most 16 bits; `num_samples` of each have metrics."""
+    from ranktape.analyze.numerics.digest_kernels import digest_records
+
+    table, numbers = _Table.of(dtype), pattern_values(dtype)
+    counted = _counters.of(numbers.size)
+    num_records = len(samples_RSI)
+    metrics = np.zeros((num_records, num_samples, len(SAMPLE_METRICS)))
+    room = _Room.of(num_records, num_records * min(numbers.size, math.prod(samples_RSI.shape[1:])))
+    patterns = frozen(samples_RSI.view(f"u{dtype.itemsize}"), shape=samples_RSI.shape)
+    try:
+        num_pairs = digest_records(
+            patterns,
+            *counted[:3],
+            numbers,
+            table.natures,
+            table.ranks,
+            table.codes,
+            counted.of_ranks,
+            metrics,
+            room.statistics,
+            room.tallies,
+            room.ends,
+            room.sizes,
+            room.codes,
+            room.counts,
+        )
+    except BaseException:
+        # Counters hold the numbers of a record that was not counted to its end.
+        _counters.known.clear()
+        raise
+    return room.columns(num_pairs, dtype, metrics if has_samples else None)
+
+
+def _narrow(
+    parts: Iterable[NDArray[Any]], dtype: np.dtype[Any], metrics: NDArray[np.float64], *, has_samples: bool
+) -> Columns:
+    """The digest of values of a type of at most 16 bits; the metrics of samples are filled in, if there are rows."""
+    from ranktape.analyze.numerics.digest_kernels import count_samples
+
+    values, natures = pattern_values(dtype), _Table.of(dtype).natures
+    counted = _counters.of(values.size)
+    try:
+        num_met, num_samples = 0, 0
+        for part in parts:
+            patterns = frozen(part.view(f"u{dtype.itemsize}"), shape=(part.shape[0], part[0].size))
+            rows = metrics[num_samples : num_samples + len(patterns)]
+            num_met = count_samples(patterns, *counted[:3], num_met, values, natures, rows)
+            num_samples += len(patterns)
+        return _finished(counted, num_met, dtype, metrics[np.newaxis] if has_samples else None)
+    except BaseException:
+        # As above.
+        _counters.known.clear()
+        raise
+
+
+def _of_counts(counts: NDArray[np.int64], *, dtype: np.dtype[Any]) -> Columns:
+    """The digest of values of which each pattern occurs so often."""
+    counted = _counters.of(counts.size)
+    (patterns,) = np.nonzero(counts)
+    counted.totals[patterns] = counts[patterns]
+    counted.met[: patterns.size] = patterns
+    return _finished(counted, patterns.size, dtype, None)
+
+
+def _finished(counted: _Counted, num_met: int, dtype: np.dtype[Any], samples: NDArray[np.float64] | None) -> Columns:
+    from ranktape.analyze.numerics.digest_kernels import finish_record
+
+    table, room = _Table.of(dtype), _Room.of(1, num_met)
+    room.sizes[0] = finish_record(
+        counted.met[:num_met],
+        counted.totals,
+        pattern_values(dtype),
+        table.natures,
+        table.ranks,
+        table.codes,
+        counted.of_ranks,
+        room.statistics[0],
+        room.tallies[0],
+        room.ends[0],
+        room.codes,
+        room.counts,
+    )
+    return room.columns(int(room.sizes[0]), dtype, samples)
+
+
+def load_kernels() -> None:
+    """Load compiled code and tables of the common types, so that processes forked from this one have them."""
+    for name in ("bfloat16", "float16"):
+        dtype = numpy_dtype(name)
+        _digest_rows(np.ones((1, 1, 1), dtype), dtype, num_samples=1, has_samples=True)
+        _narrow([np.ones((1, 1), dtype)], dtype, np.zeros((1, len(SAMPLE_METRICS))), has_samples=True)
+
+
+def _parts(record: Record, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
+    """The parts of a record in the type that is judged; the first dimension counts samples, one where there are none.
+
+    Rounding is as in `values.read_values`. A record that is one sample comes in one part, as a sample of others does.
+    """
+    is_sample = record.sample_dim is None and record.info.num_samples
+    for part in [record.read().reshape(-1)] if is_sample and math.prod(record.shape) else record.parts():
+        with np.errstate(over="ignore", invalid="ignore"):
+            viewed = part if part.dtype == dtype else part.astype(dtype)
+        yield viewed[np.newaxis] if record.sample_dim is None else viewed
+
+
+def _metrics_of(record: Record) -> NDArray[np.float64]:
+    """A row of metrics for each sample, as of one without an element; no row where there are no samples."""
+    empty = [0.0 if name in _COUNTED or name == "norm" else math.nan for name in SAMPLE_METRICS]
+    return np.tile(np.array(empty), (record.info.num_samples, 1))
+
+
+_COUNTED = {"num_elements", "num_finite", *KINDS}
+_STATISTICAL = {"num_elements", *STATISTICS, "mean", "std", "norm"} & set(SAMPLE_METRICS)
+
+
+def _wide(
+    parts: Iterable[NDArray[Any]], dtype: np.dtype[Any], metrics: NDArray[np.float64], *, has_samples: bool
+) -> Columns:
+    """The digest of values of a type of more than 16 bits; the metrics of samples are filled in."""
+    from ranktape.analyze.numerics.histograms.moments import statistics_of
+
+    limits = own_limits(dtype)
+    statistics: list[Statistics] = []
+    tallies: list[Tallies] = []
+    summarizer = Summarizer()
+    for part in parts:
+        for sample in part:
+            statistics.append(statistics_of(sample))
+            tallies.append(scan(sample, limits=limits))
+            summarizer.add(sample)
+    together = merge_tallies(tallies)
+    for row, known, counted in zip(metrics, statistics, tallies, strict=False):
+        found = [getattr(known if name in _STATISTICAL else counted, name) for name in SAMPLE_METRICS]
+        row[:] = [math.nan if value is None else value for value in found]
+    return _one(
+        merge_statistics(statistics),
+        counts=[together.num_elements, *(getattr(together, kind) for kind in KINDS)],
+        ends=[getattr(together, name) for name in ENDS],
+        summary=summarizer.summary(),
+        kind="f4" if dtype in (np.float32, np.complex64) else "f8",
+        samples=metrics if has_samples else None,
+    )
+
+
+def merge_tallies(parts: Sequence[Tallies]) -> Tallies:
+    """The tallies of all parts together, none where there is no part; of samples nothing is said."""
+    ends: dict[str, Any] = {
+        name: choose((end for one in parts if (end := getattr(one, name)) is not None), default=None)
+        for name, choose in zip(ENDS, (min, max, max, min), strict=True)
+    }
+    return Tallies(
+        num_elements=sum(one.num_elements for one in parts),
+        **{kind: sum(getattr(one, kind) for one in parts) for kind in KINDS},
+        **ends,
+        per_sample=None,
+    )
