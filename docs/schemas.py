@@ -32,7 +32,7 @@ from ranktape.analyze.metrics.metric import METRICS
 from ranktape.analyze.table import Kind
 from ranktape.fields import FieldKind
 from ranktape.launch.control import ControlReply
-from ranktape.launch.machine import Examined
+from ranktape.launch.doctor import Examined
 from ranktape.storage import open_run
 from ranktape.storage.format.status import IterationStatus, RunVerdict
 from ranktape.storage.format.triggers import Trigger
@@ -325,7 +325,6 @@ def other_schemas() -> dict[str, Schema]:
         ),
         "doctor": closed(findings=array_of(dataclass_schema(Examined)), lacking=array_of(TEXT)),
         "trigger": dataclass_schema(ControlReply),
-        "stop": dataclass_schema(ControlReply),
         "runs": closed(url=TEXT, runs=array_of(dataclass_schema(RunSummary))),
         "cp": {
             "anyOf": [

@@ -417,7 +417,6 @@ def _words_of(plan: IterationPlan) -> dict[str, Any]:
         "iterations": list(plan.iterations),
         "is_done": plan.is_done,
         "is_enough": plan.is_enough,
-        "stops_at": plan.stops_at,
         "asked": [{"iterations": one.iterations, "settings": dict(one.settings)} for one in plan.asked],
     }
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from ranktape.lazy_names import public_names
 
 if TYPE_CHECKING:
-    from ranktape.launch.control import stop as stop
     from ranktape.launch.control import trigger as trigger
-    from ranktape.launch.examining import doctor as doctor
+    from ranktape.launch.doctor import doctor as doctor
     from ranktape.launch.exchange import cp as cp
     from ranktape.launch.exchange import export as export
     from ranktape.launch.exchange import import_files as import_files
@@ -21,7 +20,5 @@ if TYPE_CHECKING:
     from ranktape.launch.maintain import rm as rm
     from ranktape.launch.maintain import runs as runs
     from ranktape.launch.run_status import status as status
-    from ranktape.launch.serving import serve as serve
-    from ranktape.launch.watching import watch as watch
 else:
     __all__, __getattr__, __dir__ = public_names(__name__)

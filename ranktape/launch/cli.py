@@ -12,10 +12,7 @@ COMMANDS = {
     "demo": "ranktape.launch.demo:command",
     "collect": "ranktape.launch.collect:command",
     "status": "ranktape.launch.run_status:status_command",
-    "watch": "ranktape.launch.watching:command",
     "trigger": "ranktape.launch.control:trigger_command",
-    "stop": "ranktape.launch.control:stop_command",
-    "serve": "ranktape.launch.serving:command",
     "runs": "ranktape.launch.maintain:runs_command",
     "check": "ranktape.launch.maintain:check_command",
     "repair": "ranktape.launch.maintain:repair_command",
@@ -25,7 +22,7 @@ COMMANDS = {
     "rm": "ranktape.launch.maintain:rm_command",
     "export": "ranktape.launch.exchange:export_command",
     "import": "ranktape.launch.exchange:import_command",
-    "doctor": "ranktape.launch.examining:command",
+    "doctor": "ranktape.launch.doctor:command",
     "analyze": "ranktape.analyze.cli:cli",
 }
 """Where each command is."""

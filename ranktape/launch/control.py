@@ -1,4 +1,4 @@
-"""Gives `ranktape trigger` and `ranktape stop`: what is asked of a training that runs, and what all its ranks do."""
+"""Gives `ranktape trigger`: asks a running training to record iterations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import getpass
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ class ControlReply:
     is_answered: bool
     """Whether the training has answered; it is only left there where nobody waited."""
     iterations: list[int]
-    """The iterations that all ranks record; of a stop the first one that none does."""
+    """The iterations that all ranks record."""
     num_ranks: int
     """How many ranks there are."""
     is_held: bool = False
@@ -77,40 +77,12 @@ def trigger(
         CaptureError: the training has ended, refuses, or did not answer in time.
         StorageError: the store cannot be read, or not be written.
     """
-    from ranktape.storage.format.control import MAX_ITERATIONS, Request, RequestKind
+    from ranktape.storage.format.control import MAX_ITERATIONS, Request
 
     if not 1 <= iterations <= MAX_ITERATIONS:
         raise UsageError(f"--iterations {iterations} is not allowed: give 1 to {MAX_ITERATIONS}")
     settings = _texts_of(selection)
-    request = Request(kind=RequestKind.TRIGGER, num_iterations=iterations, settings=settings, by=_myself())
-    return _ask(os.fspath(run), request, seconds=None if no_wait else timeout_seconds, storage_options=storage_options)
-
-
-def stop(
-    run: str | os.PathLike[str],
-    *,
-    timeout_seconds: float = TIMEOUT_SECONDS,
-    no_wait: bool = False,
-    storage_options: Mapping[str, Any] | None = None,
-) -> ControlReply:
-    """End the capture into RUN on all ranks before the same iteration; the training goes on.
-
-    What was recorded before is stored, and the verdict says who asked.
-
-    Args:
-        run: A URL or a path.
-        timeout_seconds: Longest wait for the answer.
-        no_wait: Leave the request there, and do not wait for the answer.
-        storage_options: For fsspec.
-
-    Raises:
-        RunNotFoundError: there is no run.
-        CaptureError: the training has ended, or did not answer in time.
-        StorageError: the store cannot be read, or not be written.
-    """
-    from ranktape.storage.format.control import Request, RequestKind
-
-    request = Request(kind=RequestKind.STOP, by=_myself())
+    request = Request(num_iterations=iterations, settings=settings, by=_myself())
     return _ask(os.fspath(run), request, seconds=None if no_wait else timeout_seconds, storage_options=storage_options)
 
 
@@ -250,27 +222,14 @@ def _listed(iterations: list[int]) -> str:
 _NOT_SELECTING = [one.name for one in SETTINGS if one.name not in {*ASKED_SETTINGS, "storage_options"}]
 
 
-def _options_of_all(command: Callable[..., None]) -> Callable[..., None]:
-    """What both commands take."""
-    for add in (
-        click.option("--json", "as_json", is_flag=True, help="Write one JSON document."),
-        click.option("--no-wait", is_flag=True, help="Leave the request there, and do not wait for the answer."),
-        click.option(
-            "--timeout-seconds",
-            type=float,
-            default=TIMEOUT_SECONDS,
-            show_default=True,
-            help="Longest wait for the answer.",
-        ),
-        click.argument("run"),
-    ):
-        command = add(command)
-    return command
-
-
 @click.command(name="trigger")
 @click.option("--iterations", type=int, default=1, show_default=True, metavar="N", help="How many are recorded.")
-@_options_of_all
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
+@click.option("--no-wait", is_flag=True, help="Leave the request there, and do not wait for the answer.")
+@click.option(
+    "--timeout-seconds", type=float, default=TIMEOUT_SECONDS, show_default=True, help="Longest wait for the answer."
+)
+@click.argument("run")
 @capture_options(without=_NOT_SELECTING)
 def trigger_command(
     run: str, *, iterations: int, timeout_seconds: float, no_wait: bool, as_json: bool, **selection: Any
@@ -292,21 +251,6 @@ def trigger_command(
     )
     what = f"storing what is held around {_listed(reply.iterations)}" if reply.is_held else ""
     _write(reply, f"{what or f'recording {_listed(reply.iterations)}'} on {_ranks(reply)}", as_json=as_json)
-
-
-@click.command(name="stop")
-@_options_of_all
-@click.option("--storage-options", metavar="JSON", help="JSON object for fsspec.")
-def stop_command(
-    run: str, *, timeout_seconds: float, no_wait: bool, as_json: bool, storage_options: str | None
-) -> None:
-    """End the capture into RUN on all ranks before the same iteration; the training goes on.
-
-    What was recorded before is stored, and the verdict says who asked. It cannot be begun again in this training.
-    """
-    reply = stop(run, timeout_seconds=timeout_seconds, no_wait=no_wait, storage_options=read_options(storage_options))
-    first = reply.iterations[0] if reply.iterations else None
-    _write(reply, f"the capture ends before iteration {first} on {_ranks(reply)}", as_json=as_json)
 
 
 def _ranks(reply: ControlReply) -> str:

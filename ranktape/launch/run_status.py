@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ranktape.analyze.console import say
 from ranktape.analyze.table import Column, Kind, Table
-from ranktape.errors import CheckFoundError
+from ranktape.errors import CheckFoundError, expect_least
 from ranktape.launch.place import MAX_NAMED, CommandAnswer, by_reason, command_of, count_text, shown
 from ranktape.storage import IterationStatus, RunVerdict
+from ranktape.storage.format.memory import nbytes_text
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
+    from ranktape.storage import Run
     from ranktape.storage.format.triggers import Trigger
 
 COLUMNS = (
@@ -96,7 +100,22 @@ class RunStatus:
         }
 
 
-def status(run: str, *, require_minimum: bool = False, storage_options: Mapping[str, Any] | None = None) -> RunStatus:
+_SHORTEST_SECONDS = 0.05
+"""Between two looks: each of them costs the store some requests."""
+
+RESTART_SECONDS = 30.0
+"""A restarted worker group may take up a run that was closed without its minimum for so long."""
+
+
+def status(
+    run: str,
+    *,
+    follow: bool = False,
+    interval: float = 2.0,
+    require_minimum: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    on_line: Callable[[str], object] = lambda line: say(line, err=True),
+) -> RunStatus:
     """Show how far each iteration of RUN is, and what is missing.
 
     RUN is a URL or a path. An iteration is complete (every rank has it), partial (a rank is missing or was cut off,
@@ -104,13 +123,19 @@ def status(run: str, *, require_minimum: bool = False, storage_options: Mapping[
     keep the run small) or open. Sizes are before compression, which leaves little of kept histograms.
 
     Args:
+        follow: First write a line on stderr for each change, until the run is closed.
+        interval (SECONDS): With `follow`: from one look to the next.
         require_minimum: Exit with 3 unless the guaranteed minimum is stored complete.
+        on_line: Called with each line of `follow`.
     """
     from ranktape.storage import open_run
     from ranktape.storage.maintenance.runs import suggest_nearest
 
+    expect_least(_SHORTEST_SECONDS, interval=interval)
     with suggest_nearest(run, storage_options=storage_options):
         opened = open_run(run, storage_options=storage_options)
+    if follow:
+        _follow(opened, interval=interval, on_line=on_line)
     found = RunStatus(
         run=shown(run),
         iterations=opened.status(),
@@ -122,6 +147,27 @@ def status(run: str, *, require_minimum: bool = False, storage_options: Mapping[
     if require_minimum and not found.is_met:
         raise CheckFoundError(verdict_line(found.verdict))
     return found
+
+
+def _follow(run: Run, *, interval: float, on_line: Callable[[str], object]) -> None:
+    """Report each change of a run until it is closed."""
+    known: dict[tuple[int, int], str] = {}
+    closed_at: float | None = None
+    while True:
+        verdict, now = run.verdict(), time.monotonic()  # read first: nothing changes after the final one
+        for one in run.status():
+            line = (
+                f"iteration {one.iteration}: {one.state.value}, {len(one.committed_ranks)} of "
+                f"{count_text(len(one.expected_ranks), 'rank')}, {count_text(one.num_records, 'record')}, "
+                f"{nbytes_text(one.nbytes)}"
+            )
+            if known.get((one.attempt, one.iteration)) != line:
+                known[one.attempt, one.iteration] = line
+                on_line(line)
+        closed_at = (closed_at or now) if verdict.final else None
+        if closed_at is not None and (verdict.met or now - closed_at >= RESTART_SECONDS):
+            return
+        time.sleep(interval)
 
 
 @command_of(status, apart=["require_minimum"])
@@ -141,7 +187,6 @@ def verdict_line(verdict: RunVerdict | None) -> str:
 
 def holdings_line(backend: Backend, *, url: str) -> str:
     """What a run holds, and the commands to ask it, in one line."""
-    from ranktape.storage.format.memory import nbytes_text
     from ranktape.storage.format.progress import read_verdict
 
     judged = read_verdict(backend)

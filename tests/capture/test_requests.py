@@ -8,13 +8,13 @@ from typing import Any
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.writing.requests import ENDED, Requests
 from ranktape.storage.format.attempt import Asked, IterationPlan
-from ranktape.storage.format.control import Answer, Request, RequestKind, read_answer, write_request
+from ranktape.storage.format.control import Answer, Request, read_answer, write_request
 from ranktape.storage.format.documents import write_group
 from ranktape.storage.format.layout import Mark, control_path
 from tests.capture.test_coordinator import Watched
 from tests.waiting import until
 
-TWO = Request(kind=RequestKind.TRIGGER, num_iterations=2, by="me@here")
+TWO = Request(num_iterations=2, by="me@here")
 
 
 def answer_to(watched: Watched, name: str) -> Answer:
@@ -75,12 +75,12 @@ def test_a_coordinator_that_follows_a_killed_one_asks_for_nothing_twice(tmp_path
 def test_what_is_no_request_is_refused_and_nothing_else_happens(tmp_path: Path) -> None:
     watched = Watched(tmp_path / "run", planned=(0,), target=1)
     hostile: dict[str, dict[str, Any]] = {
-        "0" * 20: {"kind": "trigger", "num_iterations": 10**9, "settings": {}, "by": ""},
-        "1" * 20: {"kind": "explode", "num_iterations": 1, "settings": {}, "by": ""},
-        "2" * 20: {"kind": "trigger", "num_iterations": 1, "settings": {"spill_dir": "/etc"}, "by": ""},
-        "3" * 20: {"kind": "trigger", "num_iterations": 1, "settings": {"where": ["x" * 5000]}, "by": ""},
-        "4" * 20: {"kind": "trigger", "num_iterations": 1, "settings": {"where": 3}, "by": ""},
-        "5" * 20: {"kind": "trigger"},
+        "0" * 20: {"num_iterations": 10**9, "settings": {}, "by": ""},
+        "1" * 20: {"num_iterations": 0, "settings": {}, "by": ""},
+        "2" * 20: {"num_iterations": 1, "settings": {"spill_dir": "/etc"}, "by": ""},
+        "3" * 20: {"num_iterations": 1, "settings": {"where": ["x" * 5000]}, "by": ""},
+        "4" * 20: {"num_iterations": 1, "settings": {"where": 3}, "by": ""},
+        "5" * 20: {"by": ""},
     }
     for name, words in hostile.items():
         write_group(watched.backend, f"{control_path(watched.attempt.path)}/request_{name}", words)

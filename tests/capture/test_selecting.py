@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranktape.capture.passes.passes import Call
-from ranktape.capture.settings.cadence import Beat, Cadence, Schedule
+from ranktape.capture.settings.cadence import Beat, Cadence
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.rules import CaptureRule, cadence_of
 from ranktape.capture.settings.selecting import Selecting
@@ -358,11 +358,3 @@ def test_the_samples_of_a_shard_are_told_to_the_whole() -> None:
     assert kept[0].placement == '{"global_shape": [2, 8], "offset": [0, 2]}'
     split = part(4, 2, placement='{"global_shape": [8, 2], "offset": [4, 0]}')
     assert sampled("0,2", split, sample_dim=0)[0] is split
-
-
-def test_a_capture_that_is_stopped_wants_nothing_from_that_iteration_on() -> None:
-    schedule = Schedule({"iterations": [1, 2, 3, 4], "is_done": False, "is_enough": False})
-    assert schedule.learn({"stops_at": 3}, iteration=1) == []
-    assert [iteration for iteration in range(6) if schedule.wants(iteration)] == [1, 2]
-    assert schedule.learn({"is_enough": True}, iteration=2) == []
-    assert not schedule.wants(3), "said once, it stays"

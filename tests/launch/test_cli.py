@@ -50,14 +50,12 @@ OPTIONS = {
     "collect": {"quant", "quant_attention", "output", "timeout", "min_records", "words"}
     | (CAPTURE - {"capture_config", "stop_when_stored", "resume", "add", "quant_type", "first_iteration"})
     - {"record_last", "record_after", "trigger"},
-    "status": {"run", "as_json", "require_minimum", "storage_options"},
-    "watch": {"run", "until_complete", "min_records", "timeout", "interval", "findings", "storage_options"},
+    "status": {"run", "as_json", "follow", "interval", "require_minimum", "storage_options"},
     "trigger": {
         "run", "iterations", "timeout_seconds", "no_wait", "as_json", "storage_options", "module", "layer_type",
         "layer_idx", "layer_stack", "operation", "phase", "component", "tensor_name", "dtype", "compute_dtype", "rank",
         "microbatch", "call", "where", "samples", "keep", "select",
     },
-    "stop": {"run", "timeout_seconds", "no_wait", "as_json", "storage_options"},
     "runs": {"url", "depth", "as_json", "storage_options"},
     "check": {"run", "deep", "as_json", "storage_options"},
     "repair": {"run", "dry_run", "min_age", "as_json", "storage_options"},
@@ -68,7 +66,6 @@ OPTIONS = {
     "export": RECORDS
     | {"target", "to", "metric", "kind", "no_histograms", "form", "per_sample", "overwrite", "view", "by"}
     | {"workers", "scheduler", "no_cache"},
-    "serve": RECORDS | {"format", "host", "port", "interval", "view", "workers", "scheduler", "no_cache"},
     "import": {"folder", "run", "skip_unreadable", "overwrite", "storage_options"},
     "doctor": {"url", "as_json", "storage_options"},
 }  # fmt: skip
@@ -151,7 +148,7 @@ def test_a_command_and_its_function_take_the_same_words(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("words", "least"),
-    [("runs --depth -1", 0), ("repair --min-age -1", 0), ("prune --keep-last -1", 0), ("watch --interval nan", 0.05)],
+    [("runs --depth -1", 0), ("repair --min-age -1", 0), ("prune --keep-last -1", 0), ("status --interval nan", 0.05)],
 )
 def test_a_number_that_is_too_small_is_refused(words: str, least: float, tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, [*words.split(), str(tmp_path)])

@@ -1,4 +1,4 @@
-"""`ranktape trigger` and `ranktape stop`: all ranks of a training that runs obey at the same iteration."""
+"""`ranktape trigger`: all ranks of a training that runs obey at the same iteration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from click.testing import Result
 
 from ranktape.errors import CaptureError, RunNotFoundError, UsageError
-from ranktape.launch import stop, trigger
+from ranktape.launch import trigger
 from ranktape.launch.control import ControlReply
 from ranktape.storage import open_run
 from ranktape.storage.format.attempt import Launch, read_attempts
@@ -150,21 +150,9 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             command("trigger", one.url, "--iterations", "0"),
         ]
         one.wait_for(one.has(*said["select"].iterations, *json.loads(said["command"].stdout)["iterations"]))
-        said["stop"] = command("stop", one.url)
-        said["stop again"] = stop(one.url)
-        with pytest.raises(CaptureError, match=r"refuses: the capture ends before iteration \d+, as \S+ asked"):
-            trigger(one.url)
-        one.wait_for(lambda: _step(one.url, said["stop again"]))
         said["ended"] = one.end()
     said["url"] = one.url
     return said
-
-
-def _step(url: str, reply: ControlReply) -> bool:
-    """Whether the capture has ended by now, as far as a clock tells: 100 steps in a second at most."""
-    del url, reply
-    time.sleep(3)
-    return True
 
 
 class TestAnswers:
@@ -209,28 +197,14 @@ class TestAnswers:
         assert "loss" in where.stderr
         assert "--iterations 0 is not allowed: give 1 to 1000" in number.stderr
 
-    def test_the_capture_is_stopped_and_the_training_goes_on(self, asked: dict[str, Any]) -> None:
-        ended: Result = asked["stop"]
-        again: ControlReply = asked["stop again"]
-        assert ended.exit_code == 0, ended.stderr
-        (first,) = again.iterations
-        assert ended.stdout == f"the capture ends before iteration {first} on all 2 ranks\n"
-        verdict = open_run(asked["url"]).verdict()
-        assert verdict.met
-        assert verdict.final
-        assert verdict.ended.startswith(f"the capture was stopped before iteration {first}, as ")
-        assert max(open_run(asked["url"]).iterations) < first
-        assert asked["ended"].returncode == 0
-
     def test_everything_is_whole(self, asked: dict[str, Any]) -> None:
         check_sound(asked["url"])
 
     def test_a_run_that_has_ended_is_not_asked(self, asked: dict[str, Any]) -> None:
         attempt = read_attempts(open_backend(asked["url"]))[-1]
         before = sorted((Path(asked["url"]) / attempt.path / "control").iterdir())
-        for ask in (trigger, stop):
-            with pytest.raises(CaptureError, match="has ended: nothing more can be asked of it"):
-                ask(asked["url"])
+        with pytest.raises(CaptureError, match="has ended: nothing more can be asked of it"):
+            trigger(asked["url"])
         assert sorted((Path(asked["url"]) / attempt.path / "control").iterdir()) == before
 
 
@@ -251,9 +225,8 @@ def test_a_store_that_is_slow(tmp_path: Path, s3_server: S3Server) -> None:
 
 
 def test_a_run_that_is_not_there(tmp_path: Path) -> None:
-    for ask in (trigger, stop):
-        with pytest.raises(RunNotFoundError, match="there is no run at"):
-            ask(tmp_path / "nothing")
+    with pytest.raises(RunNotFoundError, match="there is no run at"):
+        trigger(tmp_path / "nothing")
     assert command("trigger", tmp_path / "nothing").exit_code == 1
 
 
@@ -293,14 +266,12 @@ def test_the_minimum_is_what_was_planned(tmp_path: Path) -> None:
     with training(tmp_path, "--every", "1000000", "--min-iterations", "2", num_ranks=1) as one:
         reply = trigger(one.url, iterations=2)
         one.wait_for(one.has(*reply.iterations))
-        stop(one.url)
         ended = one.end()
-    assert ended.returncode == 0, ended.stderr  # who stops a capture does not make the training fail
+    assert ended.returncode == 1, ended.stderr
     verdict = open_run(one.url).verdict()
     assert not verdict.met
     assert verdict.complete == [0, *reply.iterations]
     assert "were asked for while the training ran, and count for no minimum" in verdict.message()
-    assert "the capture was stopped before iteration" in ended.stderr
 
 
 def test_nobody_answers_whose_rank_0_is_gone(tmp_path: Path) -> None:
@@ -367,21 +338,6 @@ def test_a_flight_recorder_stores_what_it_holds(tmp_path: Path) -> None:
     for iteration in run.iterations:
         assert sorted(set(run.select(iteration=iteration).column("rank"))) == [0, 1]
     assert {trigger.iteration for trigger in happened} <= {status.iteration for status in run.status()}
-
-
-def test_a_flight_recorder_is_stopped(tmp_path: Path) -> None:
-    one = _armed(tmp_path, num_ranks=1)
-    (first,) = stop(one.url).iterations
-    with pytest.raises(CaptureError, match=f"refuses: the capture ends before iteration {first}, as "):
-        trigger(one.url)
-    _step(one.url, stop(one.url))
-    assert one.end().returncode == 0
-    run = open_run(one.url)
-    assert run.status() == []
-    assert run.verdict().met
-    assert f"the capture was stopped before iteration {first}" in run.verdict().ended
-    with pytest.raises(CaptureError, match="has ended"):
-        trigger(one.url)
 
 
 def test_a_capture_of_layers_alone_can_be_asked_for_nothing_else(tmp_path: Path) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
-from ranktape.launch.run_status import COUNTED, RunStatus, holdings_line, verdict_line
+from click.testing import CliRunner
+
+from ranktape.launch.cli import cli
+from ranktape.launch.run_status import COUNTED, RunStatus, holdings_line, status, verdict_line
 from ranktape.storage import IterationState, IterationStatus, RunVerdict
 from ranktape.storage.format.memory import nbytes_text
+from ranktape.storage.format.progress import write_verdict
 from ranktape.storage.format.status import judge
 from tests.storage.whole_run import record, tensors, whole_run
 
@@ -121,14 +126,16 @@ def test_many_missing_ranks_are_counted_in_text_and_all_named_in_json() -> None:
 
 def test_what_a_stranger_wrote_does_not_command_the_terminal() -> None:
     evil = "\x1b]0;owned\x07\n"
-    status = iteration_status(0, missing={0: evil}, silent_sites={0: {f"a{evil}": f"b{evil}"}})
+    evil_status = iteration_status(0, missing={0: evil}, silent_sites={0: {f"a{evil}": f"b{evil}"}})
     verdict = RunVerdict(met=False, required=1, complete=[], missing=[evil], final=True)
-    text = RunStatus(run=f"runs/{evil}", iterations=[status], verdict=verdict).table().to_text()
+    text = RunStatus(run=f"runs/{evil}", iterations=[evil_status], verdict=verdict).table().to_text()
     assert "owned" in text
     assert all(line.isprintable() for line in text.splitlines())
     assert r"not recorded (b\x1b]0;owned\x07\n): a\x1b]0;owned\x07\n" in text
     assert verdict_line(verdict).isprintable()
-    assert RunStatus(run="x", iterations=[status], verdict=verdict).to_json()["iterations"][0]["missing"] == {0: evil}
+    assert RunStatus(run="x", iterations=[evil_status], verdict=verdict).to_json()["iterations"][0]["missing"] == {
+        0: evil
+    }
 
 
 def test_what_a_run_holds_is_what_is_complete(tmp_path: Path) -> None:
@@ -138,3 +145,30 @@ def test_what_a_run_holds_is_what_is_complete(tmp_path: Path) -> None:
     record(backend, attempt, writers[:1], iteration=10, finish=False)
     nbytes = sum(array.nbytes for rank in (0, 1) for array, _ in tensors(0, rank))
     assert f"run holds 1 iteration of 2 ranks, {nbytes_text(nbytes)}: " in holdings_line(backend, url=backend.url)
+
+
+def test_a_run_is_followed_until_it_is_closed(tmp_path: Path) -> None:
+    backend, attempt, writers = whole_run(tmp_path / "run", iterations=(0,), close=False)
+    lines: list[str] = []
+
+    def note(line: str) -> None:
+        lines.append(line)
+        if len(lines) == 1:
+            record(backend, attempt, writers, iteration=10)
+            write_verdict(backend, attempt=attempt)
+
+    found = status(str(tmp_path / "run"), follow=True, interval=0.05, on_line=note)
+    assert found.verdict is not None
+    assert found.verdict.final
+    assert [line.partition(", 12 records")[0] for line in lines] == [
+        "iteration 0: complete, 2 of 2 ranks",
+        "iteration 10: complete, 2 of 2 ranks",
+    ]
+
+
+def test_what_is_followed_leaves_stdout_to_the_answer(tmp_path: Path) -> None:
+    whole_run(tmp_path / "run")
+    result = CliRunner().invoke(cli, ["status", str(tmp_path / "run"), "--follow", "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["verdict"]["final"]
+    assert result.stderr.count(": complete, ") == 2

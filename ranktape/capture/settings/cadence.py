@@ -135,7 +135,6 @@ class Schedule:
         self.is_enough = bool(words["is_enough"])
         """Whether enough iterations are complete."""
         self._asked: dict[int, Mapping[str, Any]] = {}
-        self._stops_at: int | None = None
 
     @property
     def iterations(self) -> list[int]:
@@ -144,14 +143,11 @@ class Schedule:
 
     def wants(self, iteration: int) -> bool:
         """Whether an iteration is to be captured."""
-        return not self.is_done and not self._is_past_stop(iteration) and iteration in self._wanted
+        return not self.is_done and iteration in self._wanted
 
     def settings_of(self, iteration: int) -> Mapping[str, Any] | None:
         """What is selected in an iteration that somebody asked for; None for one that nobody did."""
         return self._asked.get(iteration)
-
-    def _is_past_stop(self, iteration: int) -> bool:
-        return self._stops_at is not None and iteration >= self._stops_at
 
     def between(self, before: int, after: int) -> list[int]:
         """Those that are wanted and that a training never enters which goes from one iteration to another."""
@@ -167,7 +163,6 @@ class Schedule:
         self._wanted |= named
         self.is_done = bool(words.get("is_done", self.is_done))
         self.is_enough = bool(words.get("is_enough", self.is_enough))
-        self._stops_at = words.get("stops_at", self._stops_at)
         self._asked |= {iteration: one["settings"] for one in words.get("asked", ()) for iteration in one["iterations"]}
         return late
 
@@ -183,7 +178,7 @@ class Schedule:
             is_interrupted: The training ended in the middle of a captured one.
             why_unended: Why no iteration has ended, though the training ran; None where one has, or nothing ran.
         """
-        left = [wanted for wanted in self.iterations if wanted >= iteration and not self._is_past_stop(wanted)]
+        left = [wanted for wanted in self.iterations if wanted >= iteration]
         if self.is_done or not left:
             return "the training ended"
         if why_unended is not None:
@@ -233,8 +228,9 @@ class ScheduleOfRecorder(Schedule):
 
     def wants(self, iteration: int) -> bool:
         """Whether an iteration is to be held."""
-        return not self._is_past_stop(iteration) and any(self._cadence.due(iteration))
+        return any(self._cadence.due(iteration))
 
     def learn(self, words: Mapping[str, Any], *, iteration: int) -> list[int]:
-        """Only where the capture ends: no iteration is named."""
-        return super().learn({"stops_at": words.get("stops_at", self._stops_at)}, iteration=iteration)
+        """Nothing: no iteration is named."""
+        del words, iteration
+        return []

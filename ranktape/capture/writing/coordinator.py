@@ -178,8 +178,6 @@ class Coordinator:
                 break
             pause, seen = _pause_after(pause, is_news=progress != seen), progress
             time.sleep(pause)
-        if self._plan.stops_at is not None and not ended:
-            ended = f"the capture was stopped before iteration {self._plan.stops_at}, as {self._plan.stopped_by} asked"
         return write_verdict(self._backend, attempt=self._attempt, problems=self.problems, ended=ended)
 
     def _arrived(self, progress: Progress | None) -> list[int] | None:
@@ -312,7 +310,7 @@ class Coordinator:
         is_done = is_over or (is_enough and not self._undecided & asked)
         if is_done or (is_enough and not self._plan.is_enough):
             self._announce(dataclasses.replace(self._plan, is_done=is_done, is_enough=is_enough))
-        elif not (is_enough or self._undecided - asked or self._plan.stops_at is not None):
+        elif not (is_enough or self._undecided - asked):
             further = self._further(self._options.target_iterations - num_complete)
             if further:
                 named = tuple(sorted({*self._plan.iterations, *further}))

@@ -1,4 +1,4 @@
-"""Answers what people ask of a training that runs: iterations to be recorded, or the end of the capture.
+"""Answers people who ask a running training to record iterations.
 
 Each request changes the plan, from an iteration on that no rank has reached, and is answered with what will happen. The
 plan says which request each iteration is for, so that a coordinator that follows a killed one answers as that one did.
@@ -16,7 +16,6 @@ from ranktape.storage.format.attempt import Asked, Attempt, IterationPlan
 from ranktape.storage.format.control import (
     Answer,
     Request,
-    RequestKind,
     list_requests,
     read_request,
     write_answer,
@@ -106,7 +105,7 @@ class Requests:
             lost = one.num_iterations - len(set(one.iterations) & set(complete))
             num_replaced = self._num_replaced.get(one.name, 0)
             is_open = bool(set(one.iterations) - set(settled))
-            if plan.stops_at is not None or is_open or lost <= 0 or num_replaced >= MAX_REPLACED:
+            if is_open or lost <= 0 or num_replaced >= MAX_REPLACED:
                 continue
             self._num_replaced[one.name] = num_replaced + 1
             further = self._free(plan, count=lost, num_late=num_replaced + 1)
@@ -125,12 +124,6 @@ class Requests:
         refusal = refusal or self._refusal(request, plan)
         if refusal is not None:
             return plan, Answer(refusal=refusal)
-        if request.kind is RequestKind.STOP:
-            if plan.stops_at is None:
-                plan = dataclasses.replace(plan, stops_at=self._first_unknown(0), stopped_by=request.by)
-                self._announce(plan)
-            assert plan.stops_at is not None, "it was set"
-            return plan, Answer(iterations=(plan.stops_at,))
         if self._options.record_last is not None:
             held = self._store_held(request.by)
             return plan, Answer(refusal=held) if isinstance(held, str) else Answer(iterations=(held,), is_held=True)
@@ -142,10 +135,6 @@ class Requests:
 
     def _refusal(self, request: Request, plan: IterationPlan) -> str | None:
         """Why nothing is done."""
-        if request.kind is RequestKind.STOP:
-            return None
-        if plan.stops_at is not None:
-            return f"the capture ends before iteration {plan.stops_at}, as {plan.stopped_by} asked"
         if self._options.manual:
             return "the program saves tensors by hand: no hooks are attached in any iteration"
         if self._options.record_last is not None:

@@ -221,10 +221,6 @@ class IterationPlan:
     """Whether it ends because enough iterations are complete."""
     asked: tuple[Asked, ...] = ()
     """Which of them were asked for while the training ran; they guarantee nothing."""
-    stops_at: int | None = None
-    """The first iteration that no rank captures any more, as somebody asked; None where nobody did."""
-    stopped_by: str = ""
-    """Who asked."""
 
     @property
     def asked_iterations(self) -> frozenset[int]:
@@ -246,8 +242,6 @@ def write_plan(backend: Backend, *, attempt: Attempt, plan: IterationPlan) -> No
     }
     if plan.asked:
         attributes["asked"] = {one.name: _asked_document(one) for one in plan.asked}
-    if plan.stops_at is not None:
-        attributes |= {"stops_at": plan.stops_at, "stopped_by": plan.stopped_by}
     write_group(backend, layout.plan_path(attempt.path), attributes)
 
 
@@ -267,8 +261,6 @@ def read_plan(backend: Backend, *, attempt: Attempt) -> IterationPlan | None:
         is_done=fields.flag("is_done"),
         is_enough=fields.flag("is_enough"),
         asked=tuple(_read_asked(name, asked.inner(name)) for name in asked) if isinstance(asked, Fields) else (),
-        stops_at=fields.count("stops_at"),
-        stopped_by=fields.text("stopped_by", default=""),
     )
 
 

@@ -7,7 +7,6 @@ only data.
 
 from __future__ import annotations
 
-import enum
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -30,23 +29,12 @@ _MAX_TEXT = 200
 _MAX_VALUES = 200
 
 
-class RequestKind(enum.StrEnum):
-    """What is asked for."""
-
-    TRIGGER = "trigger"
-    """Iterations to be recorded."""
-    STOP = "stop"
-    """The end of the capture; the training goes on."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What somebody asks of a training that runs."""
+    """Iterations that somebody asks a running training to record."""
 
-    kind: RequestKind
-    """What."""
-    num_iterations: int = 0
-    """How many are to be recorded; 0 where it is not that."""
+    num_iterations: int
+    """How many."""
     settings: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     """What to select in them, by the names of the capture's settings; empty for what the capture selects."""
     by: str = ""
@@ -58,7 +46,7 @@ class Answer:
     """What the coordinator answers."""
 
     iterations: tuple[int, ...] = ()
-    """Those that all ranks record; of a stop the first one that none does. Empty where the request is refused."""
+    """The iterations that all ranks record; empty where the request is refused."""
     is_held: bool = False
     """Whether the iterations around the one that is named are stored, which the ranks of a flight recorder hold."""
     refusal: str = ""
@@ -74,7 +62,6 @@ def write_request(backend: Backend, *, attempt: Attempt, request: Request) -> st
     # Names tell which one came first, as far as clocks agree.
     name = f"{int(time.time() * 1000):012x}{secrets.token_hex(4)}"
     attributes = {
-        "kind": request.kind.value,
         "num_iterations": request.num_iterations,
         "settings": {key: value if isinstance(value, str) else list(value) for key, value in request.settings.items()},
         "by": request.by[:_MAX_TEXT],
@@ -108,13 +95,8 @@ def read_request(backend: Backend, *, attempt: Attempt, name: str) -> Request | 
     fields = read_attributes(backend, layout.request_path(attempt.path, name))
     if fields is None:
         return None
-    kind = fields.text("kind")
-    if kind not in set(RequestKind):
-        raise RunFormatError(f"a request of the kind {kind!r:.60} is not known to this version")
-    low = int(kind == RequestKind.TRIGGER)
     return Request(
-        kind=RequestKind(kind),
-        num_iterations=fields.integer("num_iterations", low=low, high=low * MAX_ITERATIONS),
+        num_iterations=fields.integer("num_iterations", low=1, high=MAX_ITERATIONS),
         settings=dict(_selection(fields.inner("settings"))),
         by=fields.text("by")[:_MAX_TEXT],
     )
