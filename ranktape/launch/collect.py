@@ -270,21 +270,18 @@ class _Plan:
         ]
 
     def _wait(self, process: subprocess.Popen[bytes], url: str, *, head: str, until: float) -> bool:
-        """Say what arrives until the training has ended; whether it has, in time."""
-        from ranktape.launch.watching import WatchView, summary
-        from ranktape.storage.maintenance.watch import Snapshot, Watcher
-        from ranktape.storage.places.urls import open_backend
+        """Report the iterations that are stored until the training has ended; whether it has, in time."""
+        from ranktape.storage import open_run
 
-        watcher = Watcher(open_backend(url, storage_options=self.options))
-        before: Snapshot | None = None
+        known = 0
         while True:
             is_over = process.poll() is not None
             # A run that is not there yet, or that is deleted for the new one, is no mistake.
             with contextlib.suppress(RunNotFoundError):
-                if (look := watcher.look()) is not None:
-                    if before is None or (look.complete, look.attempt) != (before.complete, before.attempt):
-                        say(f"{head} {summary(WatchView(snapshot=look))}")
-                    before = look
+                complete = len(open_run(url, storage_options=self.options).iterations)
+                if complete > known:
+                    say(f"{head} {complete} of {self.values['min_iterations']} guaranteed iterations complete")
+                known = complete
             if is_over or time.monotonic() >= until:
                 return is_over
             time.sleep(_LOOK_SECONDS)
