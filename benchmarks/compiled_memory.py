@@ -66,9 +66,15 @@ def train(way: str, folder: str) -> None:
     losses = []
     if way not in {"compiled", "twice"}:
         url = f"{folder}/{way}"
-        how, captured = ("graph", (STEPS,)) if way == "idle" else (way, CAPTURED)
+        how, start = ("graph", STEPS) if way == "idle" else (way, CAPTURED[0])
         context = Capture(
-            url, model=model, iteration=captured, min_iterations=1, compiled=how, host_budget_nbytes=BUDGET_NBYTES
+            url,
+            model=model,
+            start=start,
+            max_iterations=len(CAPTURED),
+            min_iterations=1,
+            compiled=how,
+            host_budget_nbytes=BUDGET_NBYTES,
         )
     # An idle capture has nothing of its minimum at the end.
     unmet = contextlib.suppress(CaptureError)

@@ -117,7 +117,9 @@ def ways(folder: Path, budget_nbytes: int) -> dict[str, Callable[[], AbstractCon
     return {
         "plain": nullcontext,
         "idle": capture("idle", start=10**6),
-        "captured": capture("captured", every=10, start=WARM_UP, min_iterations=2, max_iterations=2, layer_idx="0-1"),
+        "captured": capture(
+            "captured", every=10, start=WARM_UP, min_iterations=2, max_iterations=2, select={"layer_idx": "0-1"}
+        ),
         "recorder": capture("recorder", record_last=2, keep="statistics"),
     }
 

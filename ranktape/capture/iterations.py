@@ -16,9 +16,8 @@ from ranktape.capture.guard import StrictCaptureError
 from ranktape.capture.hooks.compiled import has_compiled, is_left_compiled, why_eager
 from ranktape.capture.passes.tracker import Tracker
 from ranktape.capture.rendezvous import Rendezvous, keep_process_groups
-from ranktape.capture.settings.options import CaptureOptions
+from ranktape.capture.settings.options import CaptureOptions, Policy
 from ranktape.capture.settings.selecting import Selecting
-from ranktape.capture.settings.table import Policy
 from ranktape.capture.staging.ring import NoRoomError
 from ranktape.capture.staging.ring_file import Counter, SlotKind
 from ranktape.errors import CaptureError, RanktapeError
@@ -230,7 +229,7 @@ class Iterations:
         if settings is None:
             return None
         with self._recorder.guarded():  # the coordinator has refused what is no selection
-            return Selecting(self.options.asked(settings), rank=self._rendezvous.rank, is_always_due=True)
+            return Selecting(self.options.asked(settings), rank=self._rendezvous.rank, is_asked=True)
         return None
 
     def _tell_of_eager(self) -> None:

@@ -83,7 +83,6 @@ class Recorder:
         self.num_left_out = 0
         self._num_numbers.clear()
         # What the first captured iteration will cost is counted before it is due.
-        self._selecting.begin(iteration if is_staged else self._selecting.first)
         self.expected.begin()
 
     def end(self) -> dict[str, Any]:

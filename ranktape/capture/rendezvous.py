@@ -158,8 +158,8 @@ class Rendezvous:
             waited = time.monotonic() - began
             if waited > seconds:
                 text = (
-                    f"rank {rank} waited {seconds:g} s for rank 0 to begin its capture, so no rank begins one: raise "
-                    f"--begin-timeout-seconds where ranks train their first forward so far apart"
+                    f"rank {rank} waited {seconds:g} s for rank 0 to begin its capture, so no rank begins one: "
+                    f"give the process group a longer timeout where ranks reach their first forward so far apart"
                 )
                 if on_wait is None or store.compare_set(key, "", _LATE + text).decode() == _LATE + text:
                     raise LateError(text)
@@ -167,7 +167,7 @@ class Rendezvous:
             if on_wait is not None and not is_told and waited > _LONG_SECONDS:
                 is_told = True
                 if store.add(f"{key}/waiting", 1) == 1:
-                    on_wait(f"waiting for rank 0 to begin its capture, at most {seconds:g} s (--begin-timeout-seconds)")
+                    on_wait(f"waiting for rank 0 to begin its capture, at most {seconds:g} s")
             time.sleep(_POLL_SECONDS)
         decided = str(store.get(key).decode())
         if decided.startswith(_LATE):

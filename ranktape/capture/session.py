@@ -11,7 +11,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
 from ranktape.capture.console import Console
 from ranktape.capture.ending import verdict_of
@@ -29,9 +29,8 @@ from ranktape.capture.recorder import Recorder
 from ranktape.capture.rendezvous import Rendezvous, find_place
 from ranktape.capture.roles.known import known_layer_types
 from ranktape.capture.settings.cadence import Schedule, ScheduleOfRecorder
-from ranktape.capture.settings.config import given_arguments, resolve, stray_variables, with_config
-from ranktape.capture.settings.options import CaptureOptions, check_layer_types
-from ranktape.capture.settings.rules import cadence_of
+from ranktape.capture.settings.config import given_arguments, options_of, resolve, stray_variables
+from ranktape.capture.settings.options import CaptureOptions, CaptureSettings, check_layer_types
 from ranktape.capture.settings.selecting import Selecting
 from ranktape.capture.settings.setting import MAX_NUMBER
 from ranktape.capture.source import Source, Tags, TensorRole, site_of
@@ -73,18 +72,28 @@ class Capture(Iterations):
     current: ClassVar[Capture | None] = None
     """The capture that is running in this process; `save_tensor` records into it."""
 
-    def __init__(self, url: str | os.PathLike[str], *, model: nn.Module | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        model: nn.Module | None = None,
+        capture_config: str | os.PathLike[str] | None = None,
+        options: CaptureOptions | None = None,
+        **settings: Unpack[CaptureSettings],
+    ) -> None:
         """Prepare; the context manager starts it.
 
         Args:
             url: A directory, or any URL that fsspec knows.
             model: What to capture; by default every model that the training enters.
-            options: The fields of `CaptureOptions`.
+            capture_config: A YAML or TOML file with settings, for those that are not given here.
+            options: All settings, checked before; in place of the others.
+            settings: The fields of `CaptureOptions`.
 
         Raises:
-            UsageError: an option is unknown or its value not allowed.
+            UsageError: a setting is unknown or its value not allowed.
         """
-        super().__init__(CaptureOptions(**with_config(options)))
+        super().__init__(options or options_of(settings, capture_config=capture_config))
         self._url = os.fspath(url)
         self._model = model
         self._is_closing = False
@@ -105,8 +114,8 @@ class Capture(Iterations):
         Raises:
             UsageError: an option's value is not allowed.
         """
-        url, settings = resolve(given_arguments(args))
-        return NoCapture() if url is None else cls(url, model=model, **settings)
+        found = resolve(given_arguments(args))
+        return NoCapture() if found is None else cls(found[0], model=model, options=found[1])
 
     @property
     def rank(self) -> int:
@@ -141,7 +150,7 @@ class Capture(Iterations):
             is_first = self._place.rank == self._place.first_rank
             self._gate = StopGate(self._rendezvous, is_first=is_first, on_failure=self._console.warn_once)
         count = self.options.target_iterations - len(words["completed"])
-        past = cadence_of(self.options).past(count=count, without=words["completed"])
+        past = self.options.cadence.past(count=count, without=words["completed"])
         self._console.tell_of_past(self.options, past=past, planned=words["iterations"])
         self._follow()
         Capture.current = self
@@ -407,7 +416,7 @@ class Capture(Iterations):
 
     def _new_schedule(self, words: Mapping[str, Any]) -> Schedule:
         if self._is_recorder:
-            return ScheduleOfRecorder(words, cadence=cadence_of(self.options))
+            return ScheduleOfRecorder(words, cadence=self.options.cadence)
         return Schedule(words)
 
     def _show_end(self, pending_nbytes: int, state: str) -> None:

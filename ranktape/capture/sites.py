@@ -175,7 +175,7 @@ def form_of(
     )
 
 
-_AS_IT_IS = CaptureRule(filters=(), where=None, every=1, samples=None, keep=Keep.VALUES.value)
+_AS_IT_IS = CaptureRule(filters=(), where=None, samples=None, keep=Keep.VALUES.value)
 
 
 def number_form(name: str, part: PlainPart, *, call: Call) -> RecordForm:

@@ -20,9 +20,7 @@ import numpy as np
 import torch
 
 from ranktape.capture.rendezvous import RankPlace, Rendezvous, collective_seconds
-from ranktape.capture.settings.options import CaptureOptions
-from ranktape.capture.settings.rules import cadence_of
-from ranktape.capture.settings.table import SETTINGS
+from ranktape.capture.settings.options import SETTINGS, CaptureOptions
 from ranktape.capture.staging.process import WriterConfig, WriterProcess
 from ranktape.errors import LateError, UsageError
 from ranktape.lazy_names import __version__
@@ -67,9 +65,6 @@ def _git_revision() -> str | None:
 WRITER_TIMEOUT_SECONDS = 300.0
 """Longest wait for the writer to be ready, which loads and compiles its kernels: minutes where the machine is busy."""
 
-_MEETING_TIMEOUT_SECONDS = 120.0
-"""Longest wait for rank 0 where it is not known how long the training itself would wait."""
-
 
 def open_place(url: str, options: CaptureOptions) -> RetryingBackend:
     """The store at the URL of a run.
@@ -93,8 +88,8 @@ def try_place(backend: RetryingBackend, options: CaptureOptions) -> None:
         RunExistsError: there is a run at the URL.
         StorageError: the store cannot be reached, or the directory not be written.
     """
-    place = backend.with_deadline(timeout_seconds=options.store_timeout_seconds)
-    check_place(place, resume=options.resume or options.add, overwrite=options.overwrite)
+    place = backend.with_deadline(timeout_seconds=options.block_timeout_seconds)
+    check_place(place, resume=options.resume or options.adds, overwrite=options.overwrite)
     # An object store may let a writer add objects, and not remove them.
     if "://" not in place.url:
         folders = missing_folders(place)
@@ -162,21 +157,20 @@ def start_writer(
 
 def _meeting_seconds(options: CaptureOptions) -> float:
     """Where ranks wait for each other in a circle, our wait for rank 0 must be the first to end."""
-    if options.begin_timeout_seconds is not None:
-        return options.begin_timeout_seconds
     training = collective_seconds()
-    return _MEETING_TIMEOUT_SECONDS if training is None else training / 2
+    return options.block_timeout_seconds if training is None else training / 2
 
 
 def _writer_config(options: CaptureOptions, *, url: str, place: RankPlace, launch_id: str) -> WriterConfig:
     # As plain values: those of classes that a script has defined cannot be passed on.
     own = [one for one in SETTINGS if not (one.takes_several or one.is_free)]
-    plain = dataclasses.replace(options, **{one.name: _plain(one.kind, getattr(options, one.name)) for one in own})
-    changed = {one.name: one.default for one in SETTINGS if one not in own}
+    changed: dict[str, Any] = {one.name: one.default for one in SETTINGS if one not in own}
     triggers = [options.trigger] if isinstance(options.trigger, str) else options.trigger
+    changed |= {one.name: _plain(one.kind, getattr(options, one.name)) for one in own}
     changed["trigger"] = tuple(str.__str__(text) for text in triggers)
     changed["storage_options"] = json.loads(json.dumps(dict(options.storage_options or {})))
     changed["spill_dir"] = None if options.spill_dir is None else str(_absolute(options.spill_dir))
+    plain = dataclasses.replace(options, **changed)
     return WriterConfig(
         url=url,
         rank=place.rank,
@@ -184,10 +178,10 @@ def _writer_config(options: CaptureOptions, *, url: str, place: RankPlace, launc
         launch=Launch(
             launch_id=launch_id, restart=place.restart, world_size=place.world_size, first_rank=place.first_rank
         ),
-        options=dataclasses.replace(plain, **changed, where=None),
+        options=plain,
         document=options.document(),
         environment=describe_environment(),
-        cadence=cadence_of(plain),
+        cadence=plain.cadence,
     )
 
 

@@ -21,7 +21,6 @@ from ranktape.capture.roles.table import UNSAMPLED
 from ranktape.capture.session import Capture
 from ranktape.capture.settings.cadence import Schedule, ScheduleOfOne
 from ranktape.capture.settings.config import DEFAULT_SAVE_DIR, legacy_environment, resolve
-from ranktape.capture.settings.rules import cadence_of
 from ranktape.capture.source import Source, TensorRole
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage.format.legacy_names import recorded_name
@@ -48,7 +47,7 @@ class _OwnCapture(Capture):
         self._place = dataclasses.replace(self._place, world_size=1, first_rank=self._place.rank)
 
     def _new_schedule(self, words: Mapping[str, Any]) -> Schedule:
-        return ScheduleOfOne(words, cadence=cadence_of(self.options))
+        return ScheduleOfOne(words, cadence=self.options.cadence)
 
     def _begin_iteration(self) -> None:
         """Nothing: an iteration begins with the first tensor that is saved in it."""
@@ -219,8 +218,9 @@ class TensorSaver:
 
     def _begin(self) -> None:
         given = {"capture": self.save_dir, "manual": True, "first_iteration": self.current_iteration}
-        _, options = resolve(given, iteration=self.current_iteration)
-        own = _OwnCapture(self.save_dir, **options)
+        found = resolve(given, iteration=self.current_iteration)
+        assert found is not None, "the directory is given"
+        own = _OwnCapture(self.save_dir, options=found[1])
         try:
             own.__enter__()
         except UsageError:

@@ -24,7 +24,7 @@ from ranktape.analyze.numerics.histograms.moments import warm_up
 from ranktape.capture.flight.flight import Flight
 from ranktape.capture.flight.held import take_over
 from ranktape.capture.flight.trainer import Trainer
-from ranktape.capture.settings.table import Policy
+from ranktape.capture.settings.options import Policy
 from ranktape.capture.staging.process import WriterConfig
 from ranktape.capture.staging.ring import RingConsumer
 from ranktape.capture.staging.ring_file import NOTES, Counter, Slot, SlotKind, Words
@@ -102,7 +102,7 @@ class Writer:
     def _start(self) -> None:
         config, options = self._config, self._config.options
         backend = open_backend(config.url, storage_options=options.storage_options)
-        if config.is_first and not options.add:  # what adds changes nothing of what is there, and leaves it to others
+        if config.is_first and not options.adds:  # what adds changes nothing of what is there, and leaves it to others
             self._lease = self._held.enter_context(
                 claim_run(backend, launch=config.launch, resume=options.resume, overwrite=options.overwrite)
             )
@@ -172,7 +172,7 @@ class Writer:
             environment=config.environment,
             resume=options.resume,
             overwrite=options.overwrite,
-            add=options.add,
+            add=options.adds,
         )
 
     def _start_coordinator(self, backend: Backend) -> Coordinator:

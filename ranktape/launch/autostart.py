@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import json
 import multiprocessing
 import multiprocessing.util
@@ -18,10 +19,10 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ranktape.errors import CaptureError, FailedElsewhereError, LateError, RanktapeError, UsageError
 from ranktape.launch.quantization import Quantization
@@ -29,9 +30,8 @@ from ranktape.launch.quantizing import arm_quantizer
 from ranktape.launch.worker import HEAD_START_SECONDS, LAUNCHED, OWNER, complain, one_line, report, say, stand_aside
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from ranktape.capture.session import Capture
+    from ranktape.capture.settings.options import CaptureOptions
 
 _CONFIG = "RANKTAPE_CAPTURE_CONFIG"
 
@@ -41,54 +41,76 @@ class Order:
     """What to record."""
 
     url: str
-    """Of the run, with an absolute path."""
+    """The URL of the run, with an absolute path."""
     given_url: str
-    """The same as it was given."""
+    """The URL as it was given."""
     settings: dict[str, Any]
-    """Every setting of the capture."""
+    """The fields of the capture's options, as JSON has them."""
     launcher_pid: int | None = None
     """The launcher's process; None where a variable asked."""
 
     @classmethod
-    def from_settings(
-        cls, url: str, settings: Mapping[str, Any], *, folder: str, launcher_pid: int | None = None
-    ) -> Self:
-        """As `resolve` gives them, with the paths of the settings from a folder."""
-        spill_dir = settings["spill_dir"]
-        absolute = {"spill_dir": _from(folder, Path(spill_dir).expanduser())} if spill_dir else {}
-        return cls(url=_from(folder, url), given_url=url, settings={**settings, **absolute}, launcher_pid=launcher_pid)
+    def of(cls, url: str, options: CaptureOptions, *, folder: str, launcher_pid: int | None = None) -> Self:
+        """What `resolve` gives, with the paths of the settings from a folder."""
+        settings = {one.name: getattr(options, one.name) for one in dataclasses.fields(options)}
+        if options.spill_dir:
+            settings["spill_dir"] = _from(folder, Path(options.spill_dir).expanduser())
+        return cls(url=_from(folder, url), given_url=url, settings=settings, launcher_pid=launcher_pid)
 
     @property
-    def is_strict(self) -> bool:
-        """Whether a capture that cannot begin is the end of the training."""
-        return self.launcher_pid is not None or bool(self.settings["strict"])
+    def options(self) -> CaptureOptions:
+        """The capture's options."""
+        from ranktape.capture.settings.options import CaptureOptions
+
+        return CaptureOptions(**self.settings)
+
+
+_start: AutoStart | None = None
+"""What waits for the training of this process."""
 
 
 def arm() -> None:
     """Have the first training forward of this process begin a capture; called at the end of `import torch`."""
-    if OWNER in os.environ:
+    global _start  # noqa: PLW0603  (one for each process)
+    if OWNER in os.environ or _start is not None:
         return
     # The program may go elsewhere before it trains, each rank into a folder of its own.
     folder = os.getcwd()  # noqa: PTH109  (a text is what is joined with)
     arm_quantizer(lambda: _is_to_be_recorded(os.environ))
-    start = AutoStart(lambda: _ordered(folder))
+    _start = AutoStart(folder)
     if multiprocessing.parent_process() is None and LAUNCHED not in os.environ:
-        atexit.register(start.tell_of_evaluation)
+        atexit.register(_start.tell_of_evaluation)
+
+
+def arm_launched(order: Order | None, *, quantization: Quantization | None) -> AutoStart:
+    """Set the variables that say what the launcher was asked for, and arm this process by them.
+
+    The processes that the script starts find the same variables: its ranks are recorded and quantised, too. Those of a
+    rank of torchrun are not.
+    """
+    import torch  # noqa: F401  (first: to import it with these variables is to arm the process)
+
+    if order is not None:
+        os.environ[LAUNCHED] = json.dumps(dataclasses.asdict(order))
+    if quantization is not None:
+        os.environ.update(quantization.words)
+    os.environ.pop(OWNER, None)
+    arm()
+    assert _start is not None, "this process has no owner"
+    if "RANK" in os.environ:
+        stand_aside()
+    return _start
 
 
 class AutoStart:
     """Waits for the training of this process, and begins its capture."""
 
-    def __init__(self, ask: Callable[[], Order | None]) -> None:
-        """Wait from now on.
-
-        Args:
-            ask: Says when the training begins what to record; None for nothing.
-        """
+    def __init__(self, folder: str) -> None:
+        """Wait from now on; paths in the environment are relative to a folder."""
         from ranktape.capture import awaited
         from ranktape.launch.standby import Standby
 
-        self._ask = ask
+        self._ask = functools.partial(_ordered, folder)
         self.capture: Capture | None = None
         """What was begun."""
         self._failure: str | None = None
@@ -105,7 +127,7 @@ class AutoStart:
     def explain_nothing(self) -> str:
         """Why no capture has begun in a process that has come to its end, and the way out."""
         if self._standby.has_evaluated:
-            return "models ran, but none in training mode: --mode=eval records inference"
+            return "models ran, but none in training mode: --select mode=eval records inference"
         if self._failure is not None:
             return self._failure
         if self._standby.is_over:
@@ -155,16 +177,17 @@ class AutoStart:
             order = self._ask()
             if order is None:
                 return
-            is_strict = order.is_strict
-            settings = dict(order.settings)
-            if not (settings["start"] or settings["first_iteration"]):
-                settings["start"] = settings["first_iteration"] = self._first_iteration
-            capture = Capture(order.url, **settings)
+            options = order.options
+            is_strict = order.launcher_pid is not None or options.strict
+            if not (options.start or options.first_iteration):
+                first = self._first_iteration
+                options = dataclasses.replace(options, start=first, first_iteration=first)
+            capture = Capture(order.url, options=options)
             if order.launcher_pid is None:
                 capture.yields, capture.wording = True, in_variables
             capture.__enter__()
             if order.launcher_pid != os.getpid():
-                _End(capture, order)
+                _close_at_exit(capture, order)
             self.capture = capture
         except KeyboardInterrupt:
             raise
@@ -180,18 +203,10 @@ class AutoStart:
     def _is_wanted_in_eval(self) -> bool:
         """Whether a pass in evaluation mode is to be recorded too; asked at the first one."""
         try:
-            from ranktape.capture.settings.options import CaptureOptions
-
             order = self._ask()
         except Exception:  # noqa: BLE001  (said when the training begins)
             return False
-        return order is not None and "eval" in CaptureOptions(**order.settings).wanted_modes
-
-
-def hand_down(order: Order) -> None:
-    """Have the processes that this one starts record the same, those that are ranks of a training."""
-    os.environ[LAUNCHED] = json.dumps(dataclasses.asdict(order))
-    os.environ.pop(OWNER, None)
+        return order is not None and "eval" in order.options.wanted_modes
 
 
 def _ordered(folder: str) -> Order | None:
@@ -207,17 +222,16 @@ def _ordered(folder: str) -> Order | None:
         return Order(**json.loads(launched))
     if config := environment.get(_CONFIG):
         environment[_CONFIG] = _from(folder, Path(config.strip()).expanduser())
-    url, settings = resolve({}, environment=environment)
-    if url is None:
+    found = resolve({}, environment=environment)
+    if found is None:
         return None
-    if settings["quant_type"] is None and (
-        quantization := Quantization.of_environment(environment, folder=Path(folder))
-    ):
-        settings["quant_type"] = quantization.tag
+    url, options = found
+    if options.quant_type is None and (quantization := Quantization.of_environment(environment, folder=Path(folder))):
+        options = dataclasses.replace(options, quant_type=quantization.tag)
     # Of a command line a typing error is refused, too; here nobody watches while an expensive training records less.
     if stray := stray_variables():
         raise UsageError(stray[0])
-    return Order.from_settings(url, settings, folder=folder)
+    return Order.of(url, options, folder=folder)
 
 
 def _from(folder: str, path: str | os.PathLike[str]) -> str:
@@ -246,12 +260,12 @@ def _is_to_be_recorded(environment: Mapping[str, str]) -> bool:
 def in_variables(text: str) -> str:
     """A message that names options by their variables: RANKTAPE_RESUME=true for --resume."""
     from ranktape.capture.settings.config import PREFIX
-    from ranktape.capture.settings.table import SETTINGS
+    from ranktape.capture.settings.options import SETTINGS
 
     variables = {
         setting.flag: PREFIX + setting.aliases[-1].upper() + ("=true" if setting.kind is bool else "")
         for setting in SETTINGS
-    }
+    } | {"--capture-config": _CONFIG}
     return re.sub(r"--[a-z-]+", lambda flag: variables.get(flag[0], flag[0]), text)
 
 
@@ -290,78 +304,46 @@ def _is_said_by_rank_0(error: BaseException, *, text: str) -> bool:
     return False
 
 
-class _End:
-    """Ends the capture when the process does, and says then what is missing."""
+def _close_at_exit(capture: Capture, order: Order) -> None:
+    """End the capture when the process ends, and say then what is missing."""
+    owner, shown_before = os.getpid(), getattr(sys, "last_value", None)
+    is_child = multiprocessing.parent_process() is not None
 
-    def __init__(self, capture: Capture, order: Order) -> None:
-        self._capture = capture
-        self._order = order
-        self._owner = os.getpid()
-        self._exit: tuple[Any, int] | None = None
-        self._shown_before = getattr(sys, "last_value", None)
-        self._is_child = multiprocessing.parent_process() is not None
-        if self._is_child:
-            # Such a process runs no handlers of `atexit` if it was forked.
-            multiprocessing.util.Finalize(None, self._close, exitpriority=100)
-        else:
-            atexit.register(self._close)
-            self._leave = sys.exit
-            sys.exit = self._note_exit
-            self._show = sys.excepthook
-            sys.excepthook = self._show_in_a_line
-
-    def _note_exit(self, status: Any = None, /) -> NoReturn:
-        """`sys.exit`: with which code the script ends is known nowhere else."""
-        if threading.current_thread() is threading.main_thread():
-            self._exit = (status, self._capture.iteration)
-        self._leave(status)
-
-    def _show_in_a_line(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """`sys.excepthook`: of what a strict capture ends the training with, the frames tell nobody anything."""
-        from ranktape.capture.guard import StrictCaptureError
-
-        if isinstance(error, StrictCaptureError):
-            report(str(error))
-        else:
-            self._show(kind, error, trace)
-
-    def _close(self) -> None:
-        """End the capture; the wait for what is not stored yet is bounded."""
+    def close() -> None:
         from ranktape.capture.session import Capture
 
-        if os.getpid() != self._owner or Capture.current is not self._capture:
+        if os.getpid() != owner or Capture.current is not capture:
             return
-        error = self._error()
-        reason = self._failure(error)
+        # An exit code that is not 0 is known nowhere: it is the process's own.
+        error: Any = sys.exc_info()[1] if is_child else getattr(sys, "last_value", None)
+        error = None if error is shown_before else error
+        reason = _failure(error)
         try:
             try:
-                verdict = self._capture.close(reason=reason, error=error)
+                verdict = capture.close(reason=reason, error=error)
             except KeyboardInterrupt:
-                verdict = self._capture.close()
+                verdict = capture.close()
             # The launcher says so itself.
-            if reason is None and not verdict.met and self._order.launcher_pid is None:
+            if reason is None and not verdict.met and order.launcher_pid is None:
                 from ranktape.launch.place import shown
 
-                command = f"'ranktape status {shown(self._order.given_url)} --require-minimum' tells a shell"
+                command = f"'ranktape status {shown(order.given_url)} --require-minimum' tells a shell"
                 say(f"{in_variables(verdict.message())} ({command})")
-        except BaseException as error:  # noqa: BLE001  (the training has ended well, and says so by its exit code)
-            complain(one_line(f"the capture did not end well: {error}"))
+        except BaseException as failure:  # noqa: BLE001  (the training has ended well, and says so by its exit code)
+            complain(one_line(f"the capture did not end well: {failure}"))
 
-    def _error(self) -> BaseException | None:
-        """What ended the process, as far as can be known; None for nothing."""
-        error: Any = sys.exc_info()[1] if self._is_child else getattr(sys, "last_value", None)
-        if error is self._shown_before:
-            error = None
-        if self._exit is not None and self._exit[1] == self._capture.iteration:
-            error = SystemExit(self._exit[0])
-        return error  # type: ignore[no-any-return]  # as Python keeps it
+    if is_child:
+        # A forked process runs no handlers of `atexit`.
+        multiprocessing.util.Finalize(None, close, exitpriority=100)
+    else:
+        atexit.register(close)
 
-    @staticmethod
-    def _failure(error: BaseException | None) -> str | None:
-        """Why the capture ends where the training failed; None where it did not."""
-        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
-            return None
-        if isinstance(error, CaptureError):
-            return str(error)  # a strict capture has ended the training itself
-        how = f"exit code {error.code}" if isinstance(error, SystemExit) else type(error).__name__
-        return f"the training failed ({how})"
+
+def _failure(error: BaseException | None) -> str | None:
+    """Why the capture ends where the training failed; None where it did not."""
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return None
+    if isinstance(error, CaptureError):
+        return str(error)  # a strict capture has ended the training itself
+    how = f"exit code {error.code}" if isinstance(error, SystemExit) else type(error).__name__
+    return f"the training failed ({how})"

@@ -55,10 +55,7 @@ _TAIL_LINES = 15
 _OF_TORCHRUN = re.compile(r"[EW]\d{4} .*torch/distributed/elastic/")
 _LOSS = re.compile(r"\bloss\b[\"']?\s*[:=]?\s*[\"']?(-?[0-9]+\.?[0-9]*(?:e[+-]?[0-9]+)?|nan|-?inf)", re.IGNORECASE)
 
-_OWN = (
-    *("capture_config", "stop_when_stored", "resume", "add", "overwrite", "quant_type", "first_iteration"),
-    *("record_last", "record_after", "trigger"),
-)
+_OWN = (*("stop_when_stored", "resume", "overwrite", "quant_type", "first_iteration", "record_last", "trigger"),)
 """Settings of a capture that this command decides on."""
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ranktape.analyze.console import say, say_json
-from ranktape.capture.settings.table import ASKED_SETTINGS, SETTINGS
+from ranktape.capture.settings.options import ASKED_SETTINGS, SETTINGS
 from ranktape.errors import CaptureError, UsageError, expect_least
 from ranktape.launch.options import capture_options
 from ranktape.launch.place import open_backend_of, read_options, shown
@@ -60,8 +60,8 @@ def trigger(
 ) -> ControlReply:
     """Have all ranks of the training that records into RUN record the next iterations that they can, the same ones.
 
-    What they record is what the capture selects, whatever its cadence; with settings that select (`select`,
-    `layer_idx`, `keep`, ...) what these do. It can only be of what the capture attaches to: its kinds of layers.
+    What they record is what the capture selects, whatever its cadence; with `select` or `keep` what these do. It can
+    only be of what the capture attaches to: its kinds of layers.
 
     Args:
         run: A URL or a path.
@@ -69,7 +69,7 @@ def trigger(
         timeout_seconds: Longest wait for the answer.
         no_wait: Leave the request there, and do not wait for the answer.
         storage_options: For fsspec.
-        selection: Settings of a capture that select, by their names.
+        selection: The settings `select` and `keep` of a capture.
 
     Raises:
         UsageError: a value is not allowed.
@@ -164,13 +164,13 @@ def _check_layer_types(backend: Backend, attempt: Attempt, settings: Mapping[str
     from ranktape.capture.settings.rules import fits
     from ranktape.storage.format.documents import read_attributes
 
-    if not {"layer_type", "select"} & set(settings):
+    if "select" not in settings:
         return
     fields = read_attributes(backend, attempt.path)
     given = {} if fields is None else fields.inner("options")
-    chosen = {name: given[name] for name in ("layer_type", "layers", "select") if given.get(name)}
+    chosen = {name: given[name] for name in ("layers", "select") if given.get(name)}
     attached = CaptureOptions(**chosen).wanted_layer_types
-    asked = CaptureOptions().asked({name: settings[name] for name in ("layer_type", "select") if name in settings})
+    asked = CaptureOptions().asked({"select": settings["select"]})
     for one in asked.wanted_layer_types:
         if not (fits(attached, one) or any(fits((one,), kind) for kind in attached)):
             raise UsageError(f"the capture attaches to {', '.join(attached)} only: {one!r:.60} cannot be asked for")

@@ -54,10 +54,7 @@ def read_text(path: str | None) -> bytes:
 NUM_ITERATIONS = 3
 """Iterations that are captured."""
 
-_OWN = (
-    *("first_iteration", "manual", "dtype", "capture_config", "advance_on", "layer_offset"),
-    *("record_last", "record_after", "trigger"),
-)
+_OWN = (*("first_iteration", "manual", "advance_on", "record_last", "trigger"),)
 """Settings of a capture that the demo has no option for: they are its own, or of no use to it."""
 
 
@@ -200,7 +197,7 @@ def _refuse_existing(url: str, *, settings: Mapping[str, Any]) -> None:
     from ranktape.storage import open_run
 
     options = CaptureOptions(**given_settings(settings))
-    if options.overwrite or options.resume or options.add:
+    if options.overwrite or options.resume:
         return
     try:
         open_run(url, storage_options=options.storage_options)

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import click
 
-from ranktape.capture.settings.setting import Setting, is_given
-from ranktape.capture.settings.table import SETTINGS
-from ranktape.errors import RanktapeError, UsageError
+from ranktape.capture.settings.options import SETTINGS
+from ranktape.capture.settings.setting import FILE_HELP, Setting, is_given
+from ranktape.errors import RanktapeError
 from ranktape.launch.script import Script
 from ranktape.launch.worker import report, stand_aside
 
@@ -50,7 +50,9 @@ def script_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     # No `--module` beside `-m`: that is the filter over the modules of the model.
     made = click.argument("arguments", metavar="[ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED)(run)
-    made = capture_options()(click.argument("script", metavar="SCRIPT")(made))
+    made = click.option("--capture-config", metavar="FILE", help=FILE_HELP)(
+        capture_options()(click.argument("script", metavar="SCRIPT")(made))
+    )
     return click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as in 'python -m'.")(made)
 
 
@@ -77,26 +79,6 @@ def run_command(command: click.Command, arguments: Sequence[str], *, program: st
     except RanktapeError as error:
         report(str(error))
         return error.exit_code
-
-
-def capture_request(url: str | None, values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Where to record, and every setting, as keyword arguments for `ranktape.capture.Capture`.
-
-    What the command line leaves out is taken from the environment, and from the file of `--capture-config`.
-
-    Raises:
-        UsageError: nothing says where, or a value is not allowed; the message names where it was given.
-    """
-    # Not at the top: a filter or a file needs packages that the help page does without.
-    from ranktape.capture.settings.config import resolve
-
-    found, settings = resolve({"capture": url, **values})
-    if found is None:
-        raise UsageError(
-            "Missing option '--capture': give the URL of the run, set RANKTAPE_CAPTURE, or write 'capture: URL' into "
-            "the file of --capture-config"
-        )
-    return found, settings
 
 
 def capture_arguments(values: Mapping[str, Any]) -> list[str]:

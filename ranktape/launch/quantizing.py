@@ -17,22 +17,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.launch.quantization import Quantization, is_asked_for
-from ranktape.launch.worker import OWNER, report, say
+from ranktape.launch.worker import report, say
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ranktape.analyze.numerics.recipes.recipe import Recipe
     from ranktape.launch.quantizing_attention import AttentionQuantizer
-
-
-def quantize_from_now(quantization: Quantization) -> None:
-    """Quantise the models of this process, and of the ranks that it may start, before they run."""
-    # Before the variables are set: to import torch is to read them.
-    Quantizer(lambda: quantization)
-    os.environ.update(quantization.words)
-    if "RANK" not in os.environ:
-        os.environ.pop(OWNER, None)
 
 
 def arm_quantizer(is_wanted: Callable[[], bool]) -> None:

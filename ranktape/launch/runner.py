@@ -11,6 +11,7 @@ import of torch itself must be set outside of it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -18,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ranktape.errors import MinimumNotMetError, RanktapeError
-from ranktape.launch.options import SCRIPT_CONTEXT, capture_request, run_command, script_options
+from ranktape.errors import MinimumNotMetError, RanktapeError, UsageError
+from ranktape.launch.options import SCRIPT_CONTEXT, run_command, script_options
 from ranktape.launch.quantization import Quantization, quant_options, quantization_of
 from ranktape.launch.worker import global_rank, restarts, say
 
 if TYPE_CHECKING:
-    from ranktape.launch.autostart import AutoStart
+    from ranktape.launch.autostart import AutoStart, Order
     from ranktape.launch.script import Script
     from ranktape.storage import RunVerdict
     from ranktape.storage.format.attempt import Attempt
@@ -75,33 +76,37 @@ def _run(
     script.enter()
 
     from ranktape.capture.settings.config import resolve
-    from ranktape.launch.quantizing import quantize_from_now
+    from ranktape.launch.autostart import Order, arm_launched
 
     quantization = ask()
-    if quantization is not None:
-        # Before the capture waits for the same models: it is to see them quantised.
-        quantize_from_now(quantization)
-        if resolve({"capture": given_url, **values})[0] is None:
-            say(f"{quantization.tag}: nothing is recorded (--capture URL would)")
-            script.run()
-            return 0
-    url, settings = capture_request(given_url, values)
-    if quantization is not None and settings["quant_type"] is None:
-        settings["quant_type"] = quantization.tag
-    return _record(url, settings, script)
+    found = resolve({"capture": given_url, **values})
+    if found is None and quantization is None:
+        raise UsageError(
+            "Missing option '--capture': give the URL of the run, set RANKTAPE_CAPTURE, or write 'capture: URL' into "
+            "the file of --capture-config"
+        )
+    if found is None:
+        say(f"{quantization.tag}: nothing is recorded (--capture URL would)")
+        arm_launched(None, quantization=quantization)
+        script.run()
+        return 0
+    url, options = found
+    if quantization is not None and options.quant_type is None:
+        options = dataclasses.replace(options, quant_type=quantization.tag)
+    folder = os.getcwd()  # noqa: PTH109  (a text)
+    return _record(Order.of(url, options, folder=folder, launcher_pid=os.getpid()), script, quantization)
 
 
-def _record(url: str, settings: dict[str, Any], script: Script) -> int:
+def _record(order: Order, script: Script, quantization: Quantization | None) -> int:
     from ranktape.capture.roles.known import known_layer_types
-    from ranktape.capture.settings.options import CaptureOptions, check_layer_types
+    from ranktape.capture.settings.options import check_layer_types
     from ranktape.capture.starting import open_place, try_place
     from ranktape.capture.stopping import end_of_process
-    from ranktape.launch.autostart import AutoStart, Order, hand_down
+    from ranktape.launch.autostart import arm_launched
     from ranktape.storage.format.attempt import read_attempts
     from ranktape.storage.format.progress import read_verdict
 
-    order = Order.from_settings(url, settings, folder=os.getcwd(), launcher_pid=os.getpid())  # noqa: PTH109  (a text)
-    options = CaptureOptions(**order.settings)
+    options = order.options
     check_layer_types(options, known=known_layer_types())
     backend = open_place(order.url, options)
     rank, (num_restarts, _) = global_rank(), restarts()
@@ -110,10 +115,7 @@ def _record(url: str, settings: dict[str, Any], script: Script) -> int:
     if rank == 0 and num_restarts == 0:
         try_place(backend, options)
         earlier = [] if options.resume else read_attempts(backend)
-    start = AutoStart(lambda: order)
-    if "RANK" not in os.environ:
-        # The script may start ranks of its own.
-        hand_down(order)
+    start = arm_launched(order, quantization=quantization)
     end_of_process()
     try:
         has_left = script.run()
@@ -134,7 +136,7 @@ def _record(url: str, settings: dict[str, Any], script: Script) -> int:
     if verdict is None:
         verdict = _without_capture(start, has_left=has_left, required=options.min_iterations)
     if verdict is not None:
-        _tell(verdict, backend=backend, url=url)
+        _tell(verdict, backend=backend, url=order.given_url)
     return 0
 
 

@@ -24,7 +24,7 @@ from ranktape.capture import Capture
 from ranktape.storage import Record, open_run
 
 WIDTH, HEADS, VOCABULARY, LENGTH, NUM_STEPS, CAPTURED = 16, 2, 16, 4, 3, 1
-RECORDED: dict[str, Any] = {"layer_type": ("linear", "attention", "embedding"), "layers": "all"}
+RECORDED: dict[str, Any] = {"select": "layer_type=linear,attention,embedding", "layers": "all"}
 """What is recorded inside of compiled graphs."""
 
 
@@ -163,7 +163,7 @@ def train(wrapping: Wrapping, url: Path | None, *, is_compiled: bool, **options:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     context: Any = contextlib.nullcontext()
     if url is not None:
-        context = Capture(url, iteration=(CAPTURED,), min_iterations=1, **options)
+        context = Capture(url, start=CAPTURED, min_iterations=1, **options)
     losses = []
     with context:
         for _ in range(NUM_STEPS):

@@ -141,7 +141,14 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     context: Any = contextlib.nullcontext()
     if url is not None:
-        context = Capture(url, model=model, iteration=captured, min_iterations=len(captured), **options)
+        context = Capture(
+            url,
+            model=model,
+            start=captured[0],
+            every=captured[1] - captured[0],
+            min_iterations=len(captured),
+            **options,
+        )
     trained = Trained([], [], [])
     step = compile_(model)
     with context:

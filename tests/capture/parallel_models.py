@@ -23,7 +23,7 @@ LENGTH = 8
 VOCABULARY = 32
 EXPERTS = 6
 STEPS = 2
-OPTIONS: dict[str, Any] = {"host_budget_nbytes": 32 << 20, "layers": "all", "layer_type": ("linear", "attention")}
+OPTIONS: dict[str, Any] = {"host_budget_nbytes": 32 << 20, "layers": "all", "select": "layer_type=linear,attention"}
 """Of every capture."""
 
 

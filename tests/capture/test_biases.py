@@ -109,7 +109,7 @@ def test_outputs_are_the_product_and_the_bias_to_the_bit(
 def test_a_bias_is_expected_where_there_is_one(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
     model.get_parameter("2.bias").requires_grad = False
-    run = capture(model, tmp_path / "run", layer_type="linear")
+    run = capture(model, tmp_path / "run", select={"layer_type": "linear"})
     assert {name for name in named(run, "0") if "bias" in name} == {"bias", "grad_bias"}
     assert not {name for name in named(run, "1") if "bias" in name}
     said = [named(run, name)["output"].metadata for name in "012"]
@@ -122,7 +122,9 @@ def test_a_bias_is_expected_where_there_is_one(tmp_path: Path) -> None:
 
 
 def test_a_bias_can_be_left_out(tmp_path: Path) -> None:
-    run = capture(nn.Sequential(nn.Linear(8, 8)), tmp_path / "run", where="tensor_name not in ('bias', 'grad_bias')")
+    run = capture(
+        nn.Sequential(nn.Linear(8, 8)), tmp_path / "run", select={"where": "tensor_name not in ('bias', 'grad_bias')"}
+    )
     assert set(named(run, "0")) == {"input", "weight", "output", "grad_output", "grad_weight"}
     assert named(run, "0")["output"].metadata is None
 
@@ -135,7 +137,7 @@ def test_a_bias_that_is_computed_when_it_is_read_is_the_one_that_was_added(tmp_p
     model = nn.Sequential(nn.Linear(8, 8))
     own = model.get_parameter("0.bias").detach().clone()
     parametrize.register_parametrization(model[0], "bias", Doubled())
-    run = capture(model, tmp_path / "run", layer_type="linear")
+    run = capture(model, tmp_path / "run", select={"layer_type": "linear"})
     assert set(named(run, "0")) == {"input", "weight", "bias", "output", "grad_output", "grad_weight", "grad_bias"}
     assert torch.equal(named(run, "0")["bias"].tensor(), 2 * own)
     assert verify_run(run)["output"] == 1

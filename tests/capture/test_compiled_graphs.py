@@ -148,7 +148,7 @@ def test_low_precision_is_recorded_and_computed_as_without(dtype: torch.dtype, t
     assert tensors(tmp_path / "run").keys() == tensors(tmp_path / "eager").keys()
 
 
-@pytest.mark.parametrize("options", [{"layer_type": ("embedding",)}, {"layers": "all"}], ids=str)
+@pytest.mark.parametrize("options", [{"select": "layer_type=embedding"}, {"layers": "all"}], ids=str)
 def test_what_the_code_has_only_unrounded_is_recorded_rounded(options: dict[str, Any], tmp_path: Path) -> None:
     seen = train(whole, tmp_path / "run", dtype=torch.bfloat16, **options)
     assert seen.equals(train(whole, dtype=torch.bfloat16))
@@ -240,7 +240,7 @@ class AtPositions(Model):
         return self.head(self.norm(hidden))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("make", "options"), [(Model, {"layers": "all"}), (AtPositions, {"layer_type": ("hidden",)})])
+@pytest.mark.parametrize(("make", "options"), [(Model, {"layers": "all"}), (AtPositions, {"select": "layer_type=hidden"})])
 def test_what_layers_give_is_recorded_and_held_without_their_products(
     make: Callable[[], Model], options: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -16,8 +16,7 @@ import pytest
 from ranktape.capture import Capture, add_arguments
 from ranktape.capture.rendezvous import RankPlace
 from ranktape.capture.settings.config import given_arguments, read_config, resolve, stray_variables
-from ranktape.capture.settings.options import CaptureOptions
-from ranktape.capture.settings.table import SETTINGS
+from ranktape.capture.settings.options import SETTINGS, CaptureOptions
 from ranktape.capture.starting import _writer_config
 from ranktape.errors import UsageError
 
@@ -25,16 +24,12 @@ YAML = """\
 # what the nightly run records
 capture: s3://bucket/run
 min-iterations: 3
-iteration: 10:20:2
-layer_type: [linear, hidden]
-rank: 0,2
-tensor_name: "grad_*"
 quant_type: no          # a tag, not a false
 resume: true
 block_timeout_seconds: 1e1
 storage_options: {anon: true, retries: 5}
 select:
-  - {layer_type: attention, every: 100, keep: histogram}
+  - {layer_type: attention, rank: [0, 2], keep: histogram}
   - keep=statistics samples=0-3
 max_iterations: ~
 """
@@ -42,14 +37,10 @@ max_iterations: ~
 TOML = """\
 capture = "s3://bucket/run"
 min-iterations = 3
-iteration = "10:20:2"
-layer_type = ["linear", "hidden"]
-rank = "0,2"
-tensor_name = "grad_*"
 quant_type = "no"
 resume = true
 block_timeout_seconds = 10.0
-select = [{layer_type = "attention", every = 100, keep = "histogram"}, "keep=statistics samples=0-3"]
+select = [{layer_type = "attention", rank = [0, 2], keep = "histogram"}, "keep=statistics samples=0-3"]
 [storage_options]
 anon = true
 retries = 5
@@ -58,16 +49,12 @@ retries = 5
 SAID = {
     "capture": "s3://bucket/run",
     "min_iterations": 3,
-    "iteration": ("10:20:2",),
-    "layer_type": ("linear", "hidden"),
-    "rank": ("0", "2"),
-    "tensor_name": ("grad_*",),
     "quant_type": "no",
     "resume": True,
     "block_timeout_seconds": 10.0,
     "storage_options": {"anon": True, "retries": 5},
     "select": (
-        {"layer_type": "attention", "every": 100, "keep": "histogram"},
+        {"layer_type": "attention", "rank": [0, 2], "keep": "histogram"},
         "keep=statistics samples=0-3",
     ),
 }
@@ -85,13 +72,13 @@ def write(folder: Path, text: str | bytes, *, name: str = "capture.yaml") -> Pat
 def test_a_file_says_what_a_command_line_can(text: str, name: str, tmp_path: Path) -> None:
     path = write(tmp_path, text, name=name)
     assert read_config(path) == SAID
-    url, settings = resolve({"capture_config": str(path)}, environment={})
-    assert url == "s3://bucket/run"
-    assert CaptureOptions(**settings).document()["select"] == [
-        {"layer_type": "attention", "every": 100, "keep": "histogram"},
+    found = resolve({"capture_config": str(path)}, environment={})
+    assert found is not None
+    assert found[0] == "s3://bucket/run"
+    assert found[1].document()["select"] == [
+        {"layer_type": "attention", "rank": [0, 2], "keep": "histogram"},
         "keep=statistics samples=0-3",
     ]
-    assert settings["capture_config"] == str(path)
 
 
 def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
@@ -108,61 +95,57 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_file(
     given: dict[str, Any] = {"capture_config": str(write(tmp_path, "policy: skip\n"))}
     environment = {}
     if speaks["file"]:
-        write(tmp_path, "every: 3\nlayer_type: [linear]\nmanual: false\ncapture: file\n")
+        write(tmp_path, "every: 3\nselect: [call=1]\nmanual: false\ncapture: file\n")
     if speaks["environment"]:
         environment = {
             "RANKTAPE_EVERY": "2",
-            "RANKTAPE_LAYER_TYPE": "attention,hidden",
+            "RANKTAPE_SELECT": "call=2",
             "RANKTAPE_MANUAL": "true",
             "RANKTAPE_CAPTURE": "environment",
         }
     if speaks["command line"]:
-        given |= {"every": 1, "layer_type": ("embedding",), "capture": "command line"}
-    url, settings = resolve(given, environment=environment)
+        given |= {"every": 1, "select": ("call=3",), "capture": "command line"}
+    found = resolve(given, environment=environment)
     first = next((source for source in SOURCES if speaks[source]), None)
-    assert url == first
     if first is None:
-        assert settings == {}
+        assert found is None
         return
+    assert found is not None
+    url, options = found
+    assert url == first
     every = {"command line": 1, "environment": 2, "file": 3}
-    assert settings["every"] == every[first]
-    types = {"command line": ("embedding",), "environment": ("attention", "hidden"), "file": ("linear",)}
-    assert settings["layer_type"] == types[first]
+    assert options.every == every[first]
+    rules = {"command line": ("call=3",), "environment": ("call=2",), "file": ("call=1",)}
+    assert options.select == rules[first]
     # A flag is on or not given on a command line: it is never taken back by it.
-    assert settings["manual"] is speaks["environment"]
+    assert options.manual is speaks["environment"]
 
 
 def test_the_environment_can_name_the_file_and_every_setting(tmp_path: Path) -> None:
     path = write(tmp_path, "every: 7\ncapture: here\n")
-    url, values = resolve({"every": None, "module": ()}, environment={"RANKTAPE_CAPTURE_CONFIG": str(path)})
-    assert (url, values["every"]) == ("here", 7)
+    variables = {"RANKTAPE_CAPTURE_CONFIG": str(path)}
+    assert resolve({"every": None, "select": ()}, environment=variables) == ("here", CaptureOptions(every=7))
     environment = {
         "RANKTAPE_MIN_ITERATIONS": "3",
         "RANKTAPE_BLOCK_TIMEOUT_SECONDS": "0.5",
-        "RANKTAPE_MODULE": "a.*, b",
         "RANKTAPE_START_AT": "4",
         "RANKTAPE_RESUME": "Yes",
         "RANKTAPE_LAYERS": "0,30",
-        "RANKTAPE_SAMPLES": "0-3",
-        "RANKTAPE_WHERE": "layer_idx < 3",
-        "RANKTAPE_SELECT": "layer_type=linear,attention every=10; keep=histogram",
+        "RANKTAPE_SELECT": "layer_type=linear,attention rank=1; keep=histogram",
         "RANKTAPE_STORAGE_OPTIONS": '{"anon": true}',
         "RANKTAPE_EVERY": "",
         "RANKTAPE_CAPTURE": "run",
     }
-    defaults = {setting.name: setting.default for setting in SETTINGS}
-    assert resolve({}, environment=environment)[1] == defaults | {
-        "min_iterations": 3,
-        "block_timeout_seconds": 0.5,
-        "module": ("a.*", "b"),
-        "start": 4,
-        "resume": True,
-        "layers": "0,30",
-        "samples": "0-3",
-        "where": "layer_idx < 3",
-        "select": ("layer_type=linear,attention every=10; keep=histogram",),
-        "storage_options": {"anon": True},
-    }
+    expected = CaptureOptions(
+        min_iterations=3,
+        block_timeout_seconds=0.5,
+        start=4,
+        resume=True,
+        layers="0,30",
+        select=("layer_type=linear,attention rank=1; keep=histogram",),
+        storage_options={"anon": True},
+    )
+    assert resolve({}, environment=environment) == ("run", expected)
     for setting in SETTINGS:
         assert stray_variables({f"RANKTAPE_{alias.upper()}": "" for alias in setting.aliases}) == []
 
@@ -183,7 +166,7 @@ def test_variables_that_nobody_reads_are_named_with_the_nearest() -> None:
         ({"RANKTAPE_EVERY": "9" * 5000}, "is not allowed: set it to a number"),
         ({"RANKTAPE_RESUME": "maybe"}, "RANKTAPE_RESUME='maybe' is not allowed: set it to true or false"),
         ({"RANKTAPE_KEEP": "counts"}, "RANKTAPE_KEEP: --keep counts is not allowed: give one of values, histogram"),
-        ({"RANKTAPE_WHERE": "layer_idx <"}, "RANKTAPE_WHERE: invalid syntax"),
+        ({"RANKTAPE_SELECT": "where='layer_idx <'"}, "RANKTAPE_SELECT: --select, rule 1: invalid syntax"),
         ({"RANKTAPE_SELECT": "a=b"}, "RANKTAPE_SELECT: --select, rule 1: tensors have no field 'a'"),
         ({"RANKTAPE_STORAGE_OPTIONS": "{"}, "RANKTAPE_STORAGE_OPTIONS: --storage-options is not JSON"),
         ({"RANKTAPE_START": "1", "RANKTAPE_START_AT": "2"}, "is given twice, by two of its names"),
@@ -220,17 +203,17 @@ LAUGHS = "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n"
         ("capture_config: b.yaml", "a file names no other file"),
         ("every: 1\nevery: 2", "line 2: 'every' is given twice"),
         ("start: 1\nstart_at: 2", "is given twice, by two of its names"),
-        ("module: {a: b}", "is not something a field can hold"),
-        ("module: [[a]]", "is not something a field can hold"),
+        ("select: {module: {a: b}}", "is not something a field can hold"),
+        ("select: {module: [[a]]}", "is not something a field can hold"),
         ("layers: {a: b}", "is not something a field can hold"),
         ("layers: -3", "counted from 0"),
-        ("samples: [x]", "holds numbers and 'x' is not one"),
+        ("select: {samples: [x]}", "holds numbers and 'x' is not one"),
         ("advance_on: [1]", "give optimizer, forward, step"),
-        ("where: overflow.nan.count > 0", "overflow.nan.count is not known yet when a tensor is captured"),
-        ("where: [a]", "give a text"),
+        ("select: {where: overflow.nan.count > 0}", "overflow.nan.count is not known yet when a tensor is captured"),
+        ("select: {where: [a]}", "give a text"),
         ("select: [[a]]", "is no rule"),
         ("select: {layertype: a}", "tensors have no field 'layertype': did you mean layer_type?"),
-        ("select: {every: a}", "every 'a' is not allowed"),
+        ("select: {every: a}", "every is the same for all rules"),
         ("select: {layer_type: {a: b}}", "is not something a field can hold"),
         ("storage_options: [1]", "--storage-options is a list"),
         ("- every", "holds a list, not settings by name"),
@@ -314,16 +297,16 @@ def test_secrets_in_a_file_are_not_shown(tmp_path: Path) -> None:
 def test_the_examples_on_the_page_are_settings(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "selection.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    _, settings = resolve({"capture_config": str(write(tmp_path, text))}, environment={})
-    assert len(CaptureOptions(**settings).select) == 3
+    found = resolve({"capture_config": str(write(tmp_path, text))}, environment={})
+    assert found is not None
+    assert len(found[1].rules) == 3
     words = [
         word
         for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL)
         for word in shlex.split(block.replace("\\\n", " "))
     ]
     given = [word for word in words if not word.startswith("--") and word.strip()]
-    where, *rules = given
-    assert len(CaptureOptions(where=where, select=rules).select) == 3
+    assert len(CaptureOptions(select=given).rules) == 3
     variables = dict(re.findall(r"`(RANKTAPE_\w+)=\"?([^`\"]+)\"?`", page))
     assert len(variables) == 4
     resolve({}, environment=variables)
@@ -373,17 +356,17 @@ def test_a_script_keeps_its_own_options_and_ours_have_a_second_name(
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--resume", action="store_true")
     add_arguments(parser)
-    words = ["--dtype", "fp32", "--resume", "--capture-dtype", "bfloat16", "--every", "2", "--mode", "eval"]
-    args = parser.parse_args([*words, "--capture-phase", "pre,post"])
+    words = ["--dtype", "fp32", "--resume", "--every", "2", "--select", "mode=eval"]
+    args = parser.parse_args([*words, "--capture-select", "phase=pre,post", "--capture-resume"])
     assert (args.dtype, args.resume) == ("fp32", True)
     given = {name: value for name, value in given_arguments(args).items() if value is not None}
-    assert given == {"dtype": ["bfloat16"], "every": 2, "mode": ["eval"], "phase": ["pre,post"]}
+    assert given == {"every": 2, "select": ["mode=eval", "phase=pre,post"], "resume": True}
     assert not Capture.from_arguments(args).is_recording
     monkeypatch.setenv("RANKTAPE_CAPTURE", str(tmp_path / "run"))
     monkeypatch.setenv("RANKTAPE_KEEP", "histogram")
     capture = Capture.from_arguments(args)
     assert isinstance(capture, Capture)
     assert capture.options == CaptureOptions(
-        dtype=("bfloat16",), every=2, mode=("eval",), phase=("pre", "post"), keep="histogram"
+        every=2, select=("mode=eval", "phase=pre,post"), resume=True, keep="histogram"
     )
-    assert "--capture-where EXPR" in parser.format_help()
+    assert "--capture-select RULE" in parser.format_help()

@@ -12,7 +12,6 @@ import pytest
 
 from ranktape.capture.settings.cadence import Cadence
 from ranktape.capture.settings.options import CaptureOptions
-from ranktape.capture.settings.rules import cadence_of
 from ranktape.capture.writing.coordinator import QUIET_SECONDS, Coordinator
 from ranktape.storage import IterationState, open_run
 from ranktape.storage.format.attempt import IterationPlan, read_plan
@@ -34,7 +33,7 @@ class Watched:
         target: int,
         timeout_seconds: float = 0.5,
         keep_last: int | None = None,
-        cadence: Cadence = Cadence.regular(start=0, every=5),  # noqa: B008  (frozen)
+        cadence: Cadence = Cadence(start=0, every=5),  # noqa: B008  (frozen)
         **options: Any,
     ) -> None:
         self.url = url
@@ -85,7 +84,7 @@ class Watched:
             self.backend,
             attempt=self.attempt,
             options=CaptureOptions(finish_timeout_seconds=0.5, **options),
-            cadence=Cadence.regular(start=0, every=5),
+            cadence=Cadence(start=0, every=5),
             plan=plan,
             step=lambda: self.step,
             is_successor=True,
@@ -158,7 +157,7 @@ def test_a_rank_that_does_not_come_is_looked_for_less_and_less_often(tmp_path: P
         backend,
         attempt=attempt,
         options=CaptureOptions(finish_timeout_seconds=4.0),
-        cadence=Cadence.regular(start=10, every=1),
+        cadence=Cadence(start=10, every=1),
         plan=IterationPlan(iterations=(10,), is_done=False),
         step=lambda: 10,
         given_up=given_up,
@@ -167,22 +166,6 @@ def test_a_rank_that_does_not_come_is_looked_for_less_and_less_often(tmp_path: P
     waiting.finish()
     # Four in a second would be 17.
     assert 1 < len(looks) < 10
-
-
-def test_further_iterations_follow_the_rules_and_may_come_to_an_end(tmp_path: Path) -> None:
-    rules = cadence_of(CaptureOptions(iteration="0-10,1000", select="layer_idx=0 every=5; every=4"))
-    watched = Watched(tmp_path / "run", planned=(8, 10), target=2, cadence=rules)
-    watched.step = 11
-    failed = (Mark.COMMITTED, Mark.FAILED)
-    watched.end(8)
-    watched.end(10, marks=failed)
-    plan = watched.announced()
-    assert plan.iterations == (8, 10, 1000)
-    watched.end(1000, marks=failed)
-    watched.close()
-    verdict = watched.coordinator.finish()
-    assert (verdict.met, verdict.complete) == (False, [8])
-    assert watched.plan == plan  # there is nothing more to announce
 
 
 def test_what_failed_is_made_up_for_by_an_iteration_that_nobody_has_reached(tmp_path: Path) -> None:

@@ -86,7 +86,9 @@ def train(url: Path, *, copies: list[nn.Module], make: Callable[[nn.Module], nn.
             made(tokens).sum().backward()
             copies.append(made)
 
-    with Capture(url, model=model, layers="all", layer_type=["linear", "attention"], min_iterations=2, strict=True):
+    with Capture(
+        url, model=model, layers="all", select={"layer_type": ["linear", "attention"]}, min_iterations=2, strict=True
+    ):
         for _ in range(2):
             output = model(tokens)
             at_a_moment()

@@ -201,7 +201,7 @@ def test_a_list_of_parts_that_is_cut_says_how_many_more_there_are(
 
 def test_of_attention_that_is_seen_or_not_asked_for_nothing_is_said(tmp_path: Path) -> None:
     model = nn.Sequential(SelfAttention())
-    with Capture(tmp_path / "run", model=model, layer_type=("linear",), advance_on="step") as capture:
+    with Capture(tmp_path / "run", model=model, select={"layer_type": ("linear",)}, advance_on="step") as capture:
         model(torch.randn(BATCH, LENGTH, WIDTH)).sum().backward()
         capture.step()
     [status] = open_run(tmp_path / "run").status()

@@ -152,7 +152,7 @@ def test_what_runs_only_in_evaluation_is_told_from_what_never_runs(tmp_path: Pat
 
 
 def test_what_was_not_selected_is_not_missing(tmp_path: Path) -> None:
-    (status,) = train(Experts(), tmp_path / "run", tensor_name=("input",), module=("first", "experts.0"))
+    (status,) = train(Experts(), tmp_path / "run", select={"tensor_name": ("input",), "module": ("first", "experts.0")})
     assert silent(status) == {}
     assert (status.num_expected, status.num_recorded) == (2, 2)
 
@@ -230,7 +230,7 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "options",
+    "select",
     [
         {"compute_dtype": "bfloat16"},
         {"where": "tensor_name == 'output' or microbatch == 7"},
@@ -239,8 +239,8 @@ class Mixed(nn.Module):
         {"where": "dtype == 'float32'"},
     ],
 )
-def test_gradients_that_are_left_out_by_their_call_are_not_missing(tmp_path: Path, options: dict[str, Any]) -> None:
-    (status,) = train(Mixed(), tmp_path / "run", **options)
+def test_gradients_that_are_left_out_by_their_call_are_not_missing(tmp_path: Path, select: dict[str, Any]) -> None:
+    (status,) = train(Mixed(), tmp_path / "run", select=select)
     assert silent(status) == {}
     assert status.num_records > 0
     assert status.num_missing == 0
@@ -270,7 +270,9 @@ def test_a_gradient_of_a_call_that_is_wanted_is_missing(num_calls: int, excused:
 
 def test_nothing_is_missing_in_inference(tmp_path: Path) -> None:
     model = nn.Sequential(linear(), nn.ReLU(), linear())
-    with Capture(tmp_path / "run", model=model, mode="eval", advance_on="step", min_iterations=2) as capture:
+    with Capture(
+        tmp_path / "run", model=model, select={"mode": "eval"}, advance_on="step", min_iterations=2
+    ) as capture:
         for step in range(2):
             if step:
                 model.train()(torch.randn(4, WIDTH))  # not recorded, and not missing

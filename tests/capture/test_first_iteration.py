@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ranktape.capture import Capture
-from ranktape.errors import UsageError
 from ranktape.storage import IterationState, open_run
 
 
@@ -79,11 +78,6 @@ def test_by_default_the_first_step_is_the_first_captured(tmp_path: Path, capsys:
         Checkpointed(tmp_path / "checkpoint").train(5)
     assert open_run(tmp_path / "run").iterations == [100, 101, 102]
     assert "cannot be captured" not in capsys.readouterr().err
-
-
-def test_iterations_that_are_all_past_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="leave 0 iterations, fewer than --min-iterations 1"):
-        Capture(tmp_path / "run", iteration="10-20", first_iteration=100)
 
 
 def test_a_step_over_wanted_iterations_skips_them(tmp_path: Path) -> None:

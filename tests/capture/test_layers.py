@@ -209,7 +209,7 @@ def test_layers_and_linear_layers_together(tmp_path: Path) -> None:
     task = Task(
         make=lambda: Model(keys=["4", "5", "6"]),
         batch=tokens,
-        options={"layers": [5], "layer_type": ("linear",)},
+        options={"layers": [5], "select": "layer_type=linear"},
     )
     trained = train_twice(task, tmp_path / "run", steps=1)
     assert trained.is_equal
@@ -266,7 +266,7 @@ def test_hostile_names_of_modules_are_only_data(tmp_path: Path, name: str) -> No
     else:
         model = nn.Sequential()
         model.add_module(name, nn.Linear(WIDTH, WIDTH))
-    run = captured(model, tmp_path / "deep" / "run", layer_type=["linear"])
+    run = captured(model, tmp_path / "deep" / "run", select={"layer_type": ["linear"]})
     assert run.verdict().met
     records = run.select()
     assert len(records) == 7

@@ -84,7 +84,7 @@ def train_with_validation(model: Net) -> Iterator[None]:
 
 
 def test_evaluation_is_marked_and_has_numbers_of_its_own(tmp_path: Path, model: Net) -> None:
-    with Capture(tmp_path / "run", mode=("train", "eval"), min_iterations=2) as capture:
+    with Capture(tmp_path / "run", select={"mode": ("train", "eval")}, min_iterations=2) as capture:
         for number, _ in enumerate(train_with_validation(model), start=1):
             assert capture.iteration == number
     run = open_run(tmp_path / "run")
@@ -118,7 +118,9 @@ def test_in_inference_each_forward_is_an_iteration(tmp_path: Path, model: Net, *
     torch.compile(lambda one: one + 1, backend="eager")(torch.ones(1))  # something else in the process is compiled
     model.eval()
     given = model if steps_by_hand else None
-    with Capture(tmp_path / "run", model=given, mode=("eval",), start=1, every=2, min_iterations=3) as capture:
+    with Capture(
+        tmp_path / "run", model=given, select={"mode": ("eval",)}, start=1, every=2, min_iterations=3
+    ) as capture:
         for size in range(1, 8):
             with torch.inference_mode():
                 model(hidden=batch(size))
@@ -137,7 +139,7 @@ def test_the_last_forward_is_complete_when_the_capture_ends(tmp_path: Path) -> N
     # A layer alone is its own model, and is left and entered by hooks that change its arguments.
     layer = nn.Linear(WIDTH, WIDTH).eval()
     inputs = [batch(2).requires_grad_() for _ in range(3)]
-    with Capture(tmp_path / "run", mode=("eval",), min_iterations=3) as capture:
+    with Capture(tmp_path / "run", select={"mode": ("eval",)}, min_iterations=3) as capture:
         for one in inputs:
             layer(one)
     assert capture.close().met

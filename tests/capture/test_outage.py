@@ -96,7 +96,7 @@ def test_thirty_seconds_lose_nothing_though_the_ring_is_small(
 def test_what_lasts_longer_costs_the_iteration_that_met_it_and_is_told(
     begin: Callable[..., LightTrainer], gate: Gate, s3_server: S3Server
 ) -> None:
-    trainer = begin(max_iterations=9, store_timeout_seconds=8.0)
+    trainer = begin(max_iterations=9, block_timeout_seconds=8.0)
     trainer.stage(0, tensors(0))
     wait_for(trainer, s3_server, 0)
     gate.is_refusing = True
@@ -136,7 +136,7 @@ def test_with_histograms_the_training_goes_on_at_its_pace(
 def test_what_spilled_is_named_by_the_verdict_and_pushed(
     begin: Callable[..., LightTrainer], gate: Gate, s3_server: S3Server, tmp_path: Path
 ) -> None:
-    trainer = begin(min_iterations=2, max_iterations=2, store_timeout_seconds=8.0, spill_dir=str(tmp_path / "spill"))
+    trainer = begin(min_iterations=2, max_iterations=2, block_timeout_seconds=8.0, spill_dir=str(tmp_path / "spill"))
     trainer.stage(0, tensors(0))
     wait_for(trainer, s3_server, 0)
     gate.is_refusing = True

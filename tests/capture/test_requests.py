@@ -78,8 +78,8 @@ def test_what_is_no_request_is_refused_and_nothing_else_happens(tmp_path: Path) 
         "0" * 20: {"num_iterations": 10**9, "settings": {}, "by": ""},
         "1" * 20: {"num_iterations": 0, "settings": {}, "by": ""},
         "2" * 20: {"num_iterations": 1, "settings": {"spill_dir": "/etc"}, "by": ""},
-        "3" * 20: {"num_iterations": 1, "settings": {"where": ["x" * 5000]}, "by": ""},
-        "4" * 20: {"num_iterations": 1, "settings": {"where": 3}, "by": ""},
+        "3" * 20: {"num_iterations": 1, "settings": {"select": ["x" * 5000]}, "by": ""},
+        "4" * 20: {"num_iterations": 1, "settings": {"select": 3}, "by": ""},
         "5" * 20: {"by": ""},
     }
     for name, words in hostile.items():

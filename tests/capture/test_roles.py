@@ -78,8 +78,7 @@ def test_experts_have_the_tokens_that_they_got(tmp_path: Path) -> None:
 
 
 def test_calls_around_hooks_shared_modules_and_tied_weights_each_have_their_share(tmp_path: Path) -> None:
-    layer_types = ("linear", "embedding")
-    trained = train_twice(Task(make=Bare, options={"layer_type": layer_types}), tmp_path / "run")
+    trained = train_twice(Task(make=Bare, options={"select": "layer_type=linear,embedding"}), tmp_path / "run")
     assert trained.is_equal
     records = trained.run.select(iteration=0)
     assert records.select(module="first", tensor_name="grad_weight").column("call").tolist() == [2, 1, 0]
@@ -88,7 +87,7 @@ def test_calls_around_hooks_shared_modules_and_tied_weights_each_have_their_shar
     counts = verify_run(trained.run)
     assert counts["output"] == counts["grad_weight"] == 2 * 4
     assert counts["embedding grad_weight"] == 2
-    tied = [records.select(module="tied", layer_type=kind, tensor_name="grad_weight") for kind in layer_types]
+    tied = [records.select(module="tied", layer_type=kind, tensor_name="grad_weight") for kind in ("linear", "embedding")]
     assert [len(found) for found in tied] == [1, 1]
 
 
@@ -280,7 +279,7 @@ def test_a_function_of_ones_own_is_known_by_places_or_by_names(
     )
     roles.append(role)
     register_role(role)
-    trained = train_twice(Task(make=Calls, options={"layer_type": ["product"]}), tmp_path / "run", steps=1)
+    trained = train_twice(Task(make=Calls, options={"select": "layer_type=product"}), tmp_path / "run", steps=1)
     assert trained.is_equal
     for call in range(2):
         names = sorted(trained.run.select(call=call).column("tensor_name"))
@@ -395,7 +394,7 @@ def test_flex_attention_is_seen_in_inference(tmp_path: Path) -> None:
             return flex_attention(query, query, query)
 
     model = Flex().eval()
-    with torch.no_grad(), Capture(tmp_path / "run", mode=["eval"], advance_on="step") as capture:
+    with torch.no_grad(), Capture(tmp_path / "run", select={"mode": ["eval"]}, advance_on="step") as capture:
         model(torch.randn(BATCH, LENGTH, WIDTH))
         capture.step()
     run = open_run(tmp_path / "run")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ranktape.capture.settings.options import CaptureOptions, check_layer_types
-from ranktape.capture.settings.rules import parse_rules, read_numbers, read_selection
+from ranktape.capture.settings.rules import parse_rules, read_numbers
 from ranktape.errors import UnknownFieldError, UsageError
 
 KNOWN = ("linear", "attention", "embedding", "hidden")
@@ -20,7 +20,7 @@ KNOWN = ("linear", "attention", "embedding", "hidden")
     ("text", "rules"),
     [
         ("keep=histogram", [{"keep": "histogram"}]),
-        ("  layer-type=attention\tevery=100\n", [{"layer_type": "attention", "every": "100"}]),
+        ("  layer-type=attention\tcall=100\n", [{"layer_type": "attention", "call": "100"}]),
         ("a=b; c=d", [{"a": "b"}, {"c": "d"}]),
         ("where='call > 0 and phase == \"pre\"'", [{"where": 'call > 0 and phase == "pre"'}]),
         (r"""module="a\"b\\c;d e" call=1""", [{"module": 'a"b\\c;d e', "call": "1"}]),
@@ -72,34 +72,32 @@ def test_any_text_is_read_or_refused(text: str) -> None:
         CaptureOptions(select=text)
     except UsageError:
         return
-    read_selection(CaptureOptions(select=text))
+    assert CaptureOptions(select=text).rules
 
 
 def test_a_text_and_a_mapping_say_the_same() -> None:
-    text = "layer-type=attention,linear layer_idx=0-3 every=100 samples=0:8:2 keep=histogram where='call < 2'"
+    text = "layer-type=attention,linear layer_idx=0-3 samples=0:8:2 keep=histogram where='call < 2'"
     mapping = {
         "layer-type": ["attention", "linear"],
         "layer_idx": "0-3",
-        "every": 100,
         "samples": "0:8:2",
         "keep": "histogram",
         "where": "call < 2",
     }
     for each in (text, [text], (mapping,), mapping):
-        general, (rule,) = read_selection(CaptureOptions(select=each, every=50))
-        assert (general.filters, general.where) == ((), None)
+        (rule,) = CaptureOptions(select=each).rules
         assert [one.field for one in rule.filters] == ["layer_type", "layer_idx"]
-        assert (rule.every, rule.keep) == (100, "histogram")
+        assert rule.keep == "histogram"
         assert rule.samples is not None
         assert rule.samples.below(10) == [0, 2, 4, 6]
 
 
 def test_what_a_rule_leaves_out_is_what_holds_for_all() -> None:
-    options = CaptureOptions(every=10, keep="statistics", samples=0, select="layer_type=linear; every=20 samples=1")
-    _, (first, second) = read_selection(options)
-    assert (first.every, first.keep) == (10, "statistics")
-    assert (second.every, second.keep) == (20, "statistics")
-    assert [rule.samples and rule.samples.below(5) for rule in (first, second)] == [[0], [1]]
+    first, second = CaptureOptions(keep="statistics", select="layer_type=linear; keep=values samples=1").rules
+    assert (first.keep, first.samples) == ("statistics", None)
+    assert second.keep == "values"
+    assert second.samples is not None
+    assert second.samples.below(5) == [1]
 
 
 @pytest.mark.parametrize(
@@ -109,22 +107,22 @@ def test_what_a_rule_leaves_out_is_what_holds_for_all() -> None:
             {"select": "layertype=a"},
             "--select, rule 1: tensors have no field 'layertype': did you mean layer_type?",
         ),
-        ({"select": "call=1; evry=2"}, "--select, rule 2: tensors have no field 'evry': did you mean every?"),
+        ({"select": "call=1; kep=2"}, "--select, rule 2: tensors have no field 'kep': did you mean keep?"),
         ({"select": "checksum=1"}, "checksum is not known yet when a tensor is captured"),
-        ({"where": "overflow.ratio > 0"}, "overflow.ratio is not known yet when a tensor is captured"),
-        ({"where": "sample_ids == '1'"}, "sample_ids is not known yet when a tensor is captured"),
-        ({"where": "layer_type == 1"}, "layer_type holds text and 1 is a number"),
-        ({"where": "layer_idx == 'a'"}, "layer_idx holds numbers and 'a' is text"),
-        ({"where": "layer_type = 'a'"}, "write =="),
-        ({"where": "__import__('os').system('x')"}, "expected"),
-        ({"where": "x" * 20_000}, "give at most 10000"),
-        ({"where": "not " * 100 + "call == 0"}, "at most 50 levels"),
-        ({"rank": "all"}, "rank holds numbers and 'all' is not one"),
-        ({"layer_idx": "3-0"}, "ends before it begins"),
-        ({"layer_idx": {"a": 1}}, "is not something a field can hold"),
-        ({"operation": "foward"}, "operation 'foward' is not allowed: did you mean forward?"),
-        ({"operation": "x"}, "operation 'x' is not allowed: give one of forward, backward"),
-        ({"mode": "test"}, "--mode test is not allowed: give one of train, eval"),
+        ({"select": {"where": "overflow.ratio > 0"}}, "overflow.ratio is not known yet when a tensor is captured"),
+        ({"select": {"where": "sample_ids == '1'"}}, "sample_ids is not known yet when a tensor is captured"),
+        ({"select": {"where": "layer_type == 1"}}, "layer_type holds text and 1 is a number"),
+        ({"select": {"where": "layer_idx == 'a'"}}, "layer_idx holds numbers and 'a' is text"),
+        ({"select": {"where": "layer_type = 'a'"}}, "write =="),
+        ({"select": {"where": "__import__('os').system('x')"}}, "expected"),
+        ({"select": {"where": "x" * 20_000}}, "give at most 10000"),
+        ({"select": {"where": "not " * 100 + "call == 0"}}, "at most 50 levels"),
+        ({"select": "rank=all"}, "rank holds numbers and 'all' is not one"),
+        ({"select": "layer_idx=3-0"}, "ends before it begins"),
+        ({"select": {"layer_idx": {"a": 1}}}, "is not something a field can hold"),
+        ({"select": "operation=foward"}, "operation 'foward' is not allowed: did you mean forward?"),
+        ({"select": "operation=x"}, "operation 'x' is not allowed: give one of forward, backward"),
+        ({"select": "mode=test"}, "mode 'test' is not allowed: give one of train, eval"),
         ({"start": -1}, "--start-at -1 is not allowed: give 0 or more"),
         ({"every": 0}, "--every 0 is not allowed: give 1 or more"),
         ({"min_iterations": 10**15}, "--min-iterations 1000000000000000 is not allowed: give 100000 or less"),
@@ -138,16 +136,16 @@ def test_what_a_rule_leaves_out_is_what_holds_for_all() -> None:
         ({"host_budget_nbytes": 5}, "--host-budget-nbytes 5 is not allowed: give 1048576 or more"),
         ({"keep": "counts"}, "--keep counts is not allowed: give one of values, histogram, statistics"),
         ({"select": "keep=counts"}, "keep 'counts' is not allowed"),
-        ({"select": "every=15", "every": 10}, "every 15 is not a multiple of --every 10"),
-        ({"select": "every=0"}, "every '0' is not allowed"),
-        ({"select": "every=two"}, "every 'two' is not allowed"),
-        ({"select": {"every": 2.0}}, "every 2.0 is not allowed"),
+        ({"select": "every=15"}, "every is the same for all rules: choose iterations by --start-at and --every"),
+        ({"select": "iteration=15"}, "iteration is the same for all rules"),
+        ({"select": "where='iteration > 3'"}, "iteration is the same for all rules"),
+        ({"layer_offset": -1}, "layer_offset -1 is not allowed"),
         ({"select": "samples=-1"}, "counted from 0"),
-        ({"samples": "0.5"}, "counted from 0"),
-        ({"samples": "0,-1"}, "counted from 0"),
-        ({"samples": "none"}, "counted from 0"),
-        ({"samples": [True]}, "counted from 0"),
-        ({"samples": 1.5}, "counted from 0"),
+        ({"select": "samples=0.5"}, "counted from 0"),
+        ({"select": "samples=0,-1"}, "counted from 0"),
+        ({"select": "samples=none"}, "counted from 0"),
+        ({"select": {"samples": [True]}}, "counted from 0"),
+        ({"select": {"samples": 1.5}}, "counted from 0"),
         ({"select": [{}]}, "rule 1 is empty"),
         ({"select": [3]}, "3 is no rule"),
         ({"select": "keep=histogram; call=1"}, "rule 2 is never asked: rule 1 fits everything"),
@@ -162,24 +160,22 @@ def test_what_a_rule_leaves_out_is_what_holds_for_all() -> None:
         ({"strict": "yes"}, "give true or false"),
         ({"finish_timeout_seconds": float("inf")}, "--finish-timeout-seconds inf is not allowed: give a finite number"),
         ({"block_timeout_seconds": 1e300}, "--block-timeout-seconds 1e+300 is not allowed: give a finite number"),
-        ({"store_timeout_seconds": float("-inf")}, "--store-timeout-seconds -inf is not allowed"),
+        ({"finish_timeout_seconds": float("-inf")}, "--finish-timeout-seconds -inf is not allowed"),
         ({"select": {"layer-type": "a", "layer_type": "b"}}, "rule 1 says layer_type twice"),
         ({"select": {"operation": None}}, "operation None is not allowed"),
-        ({"select": "call=1; mode=eval", "mode": "train"}, "rule 2, is for passes in mode eval, and --mode train"),
-        ({"select": "mode=eval", "where": "mode == 'train'"}, "is for passes in mode eval, and --where takes only"),
-        ({"select": "mode=eval where='mode == \"train\"'"}, "is for passes in mode neither train nor eval"),
-        ({"where": "mode == 'eval'", "mode": "train"}, ", with --mode train, takes neither training nor evaluation"),
+        ({"select": "mode=eval where='mode == \"train\"'"}, "is for passes in neither train nor eval mode"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_before_the_training(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)) as raised:
         CaptureOptions(**options)
-    assert isinstance(raised.value, UnknownFieldError) == ("no field" in message or "not known yet" in message)
+    is_about_a_field = any(words in message for words in ("no field", "not known yet", "is the same for all rules"))
+    assert isinstance(raised.value, UnknownFieldError) == is_about_a_field
 
 
 def test_whatever_is_called_by_hostile_names_is_data() -> None:
     hostile = "'; __import__('os').system('x') #{\n../../etc"
-    options = CaptureOptions(module=hostile, tensor_name=[hostile], select=[{"module": hostile}])
+    options = CaptureOptions(select=[{"module": hostile, "tensor_name": [hostile]}])
     assert options.wants_module(hostile)
     assert not options.wants_module("a")
 
@@ -191,13 +187,14 @@ def test_whatever_is_called_by_hostile_names_is_data() -> None:
     ("options", "types"),
     [
         ({}, ("linear", "attention")),
-        ({"layer_type": "linear"}, ("linear",)),
+        ({"select": "layer_type=linear"}, ("linear",)),
         ({"layers": True}, ("embedding", "hidden")),
-        ({"layers": "0-3", "layer_type": ["linear"]}, ("linear", "embedding", "hidden")),
+        ({"layers": "0-3", "select": "layer_type=linear"}, ("linear", "embedding", "hidden")),
+        ({"layers": "0-3", "select": "mode=eval"}, ("embedding", "hidden")),
         ({"layers": False}, ("linear", "attention")),
         ({"select": "layer_type=hidden; keep=statistics"}, ("hidden", "linear", "attention")),
         ({"select": "layer_type=hidden", "layers": "all"}, ("hidden", "embedding")),
-        ({"where": "layer_idx == 0"}, ("linear", "attention")),
+        ({"select": "layer_idx=0"}, ("linear", "attention")),
     ],
 )
 def test_layers_are_attached_to_that_something_asks_for(options: dict[str, Any], types: tuple[str, ...]) -> None:
@@ -208,19 +205,29 @@ def test_layers_are_attached_to_that_something_asks_for(options: dict[str, Any],
     check_layer_types(made, known=KNOWN)
 
 
-def test_layer_outputs_pass_the_filter_that_names_other_layers() -> None:
-    general, _ = read_selection(CaptureOptions(layers="all", layer_type="linear"))
-    (chosen,) = general.filters
-    assert chosen.alternatives == ("linear", "embedding", "hidden")
+@pytest.mark.parametrize(
+    ("select", "kinds"),
+    [
+        ("layer_type=linear", [["linear"], ["embedding", "hidden"]]),
+        ("layer_type=linear; layer_type=hidden layer_idx=3", [["linear"], ["hidden"], ["embedding"]]),
+        ("layer_type='*' mode=eval", [["*"]]),
+        ("mode=eval", [[]]),
+    ],
+)
+def test_layer_outputs_are_taken_beside_other_layers_unless_a_rule_is_about_them(
+    select: str, kinds: list[list[str]]
+) -> None:
+    rules = CaptureOptions(layers="all", select=select).rules
+    found = [[text for one in rule.filters if one.field == "layer_type" for text in one.alternatives] for rule in rules]
+    assert found == kinds
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layer_type": "atention"}, "no kind of layer is called 'atention' (--layer-type): did you mean attention?"),
-        ({"layer_type": ["linear", "hiden"]}, "did you mean hidden?"),
-        ({"layer_type": "conv"}, "no kind of layer is called 'conv' (--layer-type): give one of linear, attention"),
-        ({"select": "layer_type=atention"}, "did you mean attention?"),
+        ({"select": "layer_type=atention"}, "called 'atention' (--select layer_type=...): did you mean attention?"),
+        ({"select": "layer_type=linear,hiden"}, "did you mean hidden?"),
+        ({"select": "layer_type=conv"}, "called 'conv' (--select layer_type=...): give one of linear, attention"),
     ],
 )
 def test_a_kind_of_layer_that_nobody_knows_is_named_with_the_nearest(options: dict[str, Any], message: str) -> None:
@@ -229,14 +236,16 @@ def test_a_kind_of_layer_that_nobody_knows_is_named_with_the_nearest(options: di
 
 
 def test_kinds_that_are_recorded_by_hand_are_nobodys_business() -> None:
-    check_layer_types(CaptureOptions(layer_type=["linear", "rotary"]), known=KNOWN)
-    check_layer_types(CaptureOptions(layer_type=["rotary"], manual=True), known=KNOWN)
-    check_layer_types(CaptureOptions(layer_type="lin*"), known=KNOWN)
+    check_layer_types(CaptureOptions(select="layer_type=linear,rotary"), known=KNOWN)
+    check_layer_types(CaptureOptions(select="layer_type=rotary", manual=True), known=KNOWN)
+    check_layer_types(CaptureOptions(select="layer_type=lin*"), known=KNOWN)
 
 
-@pytest.mark.parametrize(("given", "is_named"), [(None, False), ((), False), ("emb*", True), (["linear"], False)])
+@pytest.mark.parametrize(
+    ("given", "is_named"), [(None, False), ((), False), ("layer_type=emb*", True), ("layer_type=linear", False)]
+)
 def test_layers_alone_name_no_kind(*, given: Any, is_named: bool) -> None:
-    options = CaptureOptions(layers="all", layer_type=given)
+    options = CaptureOptions(layers="all", select=given)
     assert options.wants_layer_type("embedding")
     assert options.names_layer_type("embedding") == is_named
 
@@ -251,7 +260,7 @@ def test_decoder_layers_are_counted_from_0(layers: Any, wanted: list[int]) -> No
     assert options.wants_layers
     assert options.wanted_modes == ("train", "eval")
     assert not CaptureOptions().wants_layers
-    assert CaptureOptions(layers="all", mode="train").wanted_modes == ("train",)
+    assert CaptureOptions(layers="all", select="mode=train").wanted_modes == ("train",)
 
 
 @pytest.mark.parametrize(
@@ -262,12 +271,9 @@ def test_decoder_layers_are_counted_from_0(layers: Any, wanted: list[int]) -> No
         ({"select": "mode=eval layer_type=attention; keep=statistics"}, ("train", "eval")),
         ({"select": "mode='*'"}, ("train", "eval")),
         ({"select": "where='mode == \"eval\" and call == 0'"}, ("eval",)),
-        ({"where": "mode != 'train'"}, ("eval",)),
-        ({"where": "mode == 'eval'", "select": "call=0"}, ("eval",)),
-        ({"where": "mode == 'eval' or layer_idx == 0"}, ("train", "eval")),
-        ({"where": "layer_idx == 0"}, ("train",)),
-        ({"mode": ["eval", "train"], "select": "mode=eval"}, ("eval",)),
-        ({"mode": "eval", "select": "call=0"}, ("eval",)),
+        ({"select": {"where": "mode != 'train'"}}, ("eval",)),
+        ({"select": {"where": "mode == 'eval' or layer_idx == 0"}}, ("train", "eval")),
+        ({"select": "layer_idx=0"}, ("train",)),
         ({"layers": "all", "select": "mode=train"}, ("train",)),
     ],
 )
@@ -276,7 +282,7 @@ def test_the_modes_are_those_that_something_asks_for(options: dict[str, Any], mo
 
 
 def test_a_field_that_is_none_is_missing_as_in_a_query() -> None:
-    _, (rule,) = read_selection(CaptureOptions(select=[{"tensor_name": None, "where": None, "keep": None}]))
+    (rule,) = CaptureOptions(select=[{"tensor_name": None, "where": None, "keep": None}]).rules
     assert [(one.field, one.alternatives) for one in rule.filters] == [("tensor_name", (None,))]
     assert (rule.where, rule.keep) == (None, "values")
 
@@ -286,9 +292,9 @@ def test_the_documents_of_a_run_hold_what_json_can() -> None:
         def step(self) -> None:
             """What an optimizer can."""
 
-    options = CaptureOptions(
-        layer_idx=range(3), rank={2, 1}, call=slice(0, 2), advance_on=Optimizer(), storage_options={"secret": "CANARY"}
-    )
+    select = {"layer_idx": range(3), "rank": {2, 1}, "call": slice(0, 2)}
+    options = CaptureOptions(select=select, advance_on=Optimizer(), storage_options={"secret": "CANARY"})
     document = options.document()
-    assert (document["layer_idx"], document["rank"], document["advance_on"]) == ("range(0, 3)", [1, 2], "Optimizer")
+    assert document["select"] == {"layer_idx": "range(0, 3)", "rank": [1, 2], "call": "slice(0, 2, None)"}
+    assert document["advance_on"] == "Optimizer"
     assert "CANARY" not in str(document)

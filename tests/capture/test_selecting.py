@@ -15,14 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranktape.capture.passes.passes import Call
-from ranktape.capture.settings.cadence import Beat, Cadence
+from ranktape.capture.settings.cadence import Cadence
 from ranktape.capture.settings.options import CaptureOptions
-from ranktape.capture.settings.rules import CaptureRule, cadence_of
+from ranktape.capture.settings.rules import CaptureRule
 from ranktape.capture.settings.selecting import Selecting
 from ranktape.capture.sites import ids_at, keep_samples
 from ranktape.capture.source import Source, TensorRole
 from ranktape.capture.tensors.parts import PlainPart
-from ranktape.errors import UsageError
 from ranktape.storage.format.catalogue import Catalogue, CatalogueEntry, encode_catalogue
 from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.record_info import Mode, Operation, RecordInfo
@@ -64,7 +63,7 @@ def infos(draw: st.DrawFn) -> RecordInfo:
     )
 
 
-NUMBERS = ("layer_idx", "rank", "microbatch", "call", "iteration")
+NUMBERS = ("layer_idx", "rank", "microbatch", "call")
 TEXTS = ("module", "layer_type", "phase", "component", "tensor_name", "quant_type", "dtype", "compute_dtype")
 
 numbers = st.one_of(
@@ -131,7 +130,6 @@ def decided(records: list[RecordInfo], options: CaptureOptions) -> dict[int, Cap
     by_rank = {rank: Selecting(options, rank=rank) for rank in range(4)}
     for number, info in enumerate(records):
         selecting = by_rank[info.rank]
-        selecting.begin(info.iteration)
         decision = decide(selecting, info)
         # Again from what is remembered, and never what was said to be impossible.
         assert decision == decide(selecting, info)
@@ -176,56 +174,32 @@ def test_a_capture_takes_what_a_query_selects(data: st.DataObject) -> None:
     rule = filters | ({} if where is None else {"where": where})
     if not rule:
         return
-    try:
-        options = CaptureOptions(select=[rule])
-    except UsageError as error:
-        # Iterations that never come are the one thing that only a capture minds.
-        assert "--min-iterations" in str(error)  # noqa: PT017  (either way is right)
-        assert "iteration" in filters or "iteration" in (where or "")
-        return
-    assert sorted(decided(records, options)) == queried(records, filters, where)
+    assert sorted(decided(records, CaptureOptions(select=[rule]))) == queried(records, filters, where)
 
 
 @settings(deadline=None, max_examples=50)
 @given(data=st.data())
-def test_the_first_rule_that_fits_decides_among_what_holds_for_all(data: st.DataObject) -> None:
+def test_the_first_rule_that_fits_decides(data: st.DataObject) -> None:
     records = data.draw(st.lists(infos(), max_size=12))
-    general: dict[str, Any] = data.draw(
-        st.dictionaries(st.sampled_from(["layer_idx", "rank", "call"]), numbers, max_size=2)
-    )
     given_rules = data.draw(
-        st.lists(st.dictionaries(st.sampled_from(["tensor_name", "phase"]), texts, min_size=1, max_size=2), max_size=3)
+        st.lists(
+            st.fixed_dictionaries({"phase": texts}, optional={"tensor_name": texts, "layer_idx": numbers}), max_size=3
+        )
     )
     keeps = ["histogram", "statistics", "values"]
     rules = [{**rule, "keep": keep} for rule, keep in zip(given_rules, keeps, strict=False)]
-    options = CaptureOptions(select=rules, **general)
-    left = set(queried(records, {name: value for name, value in general.items() if value != []}, None))
+    left = set(range(len(records)))
     expected: dict[int, str] = dict.fromkeys(left, "values") if not rules else {}
     for rule, keep in zip(given_rules, keeps, strict=False):
         hits = left & set(queried(records, rule, None))
         expected |= dict.fromkeys(hits, keep)
         left -= hits
-    assert {number: decision.keep for number, decision in decided(records, options).items()} == expected
-
-
-def test_a_rule_that_is_not_due_still_decides() -> None:
-    info = dataclasses.replace(describe(np.zeros(1, dtype=np.float32)), layer_type="attention")
-    options = CaptureOptions(
-        select=[{"layer_type": "attention", "every": 10, "keep": "histogram"}, {"keep": "statistics"}]
-    )
-    selecting = Selecting(options, rank=0)
-    kept = {}
-    for iteration in (0, 5, 10):
-        selecting.begin(iteration)
-        decision = decide(selecting, info)
-        kept[iteration] = decision and decision.keep
-        source, role, _ = identity(info)
-        assert selecting.may_take(source, role) == (decision is not None)
-    assert kept == {0: "histogram", 5: None, 10: "histogram"}
+    found = decided(records, CaptureOptions(select=rules))
+    assert {number: decision.keep for number, decision in found.items()} == expected
 
 
 def test_what_no_rule_names_is_not_asked_again_for_each_microbatch() -> None:
-    selecting = Selecting(CaptureOptions(mode="train"), rank=0)
+    selecting = Selecting(CaptureOptions(select="mode=train"), rank=0)
     source, role, call = identity(describe(np.zeros(1, dtype=np.float32)))
     for microbatch in range(3):
         assert selecting.may_take(source, role, dataclasses.replace(call, microbatch=microbatch))
@@ -233,7 +207,7 @@ def test_what_no_rule_names_is_not_asked_again_for_each_microbatch() -> None:
 
 
 def test_quantised_operands_are_chosen_by_their_own_names() -> None:
-    selecting = Selecting(CaptureOptions(tensor_name="weight_codes"), rank=0)
+    selecting = Selecting(CaptureOptions(select="tensor_name=weight_codes"), rank=0)
     source, role, call = identity(dataclasses.replace(describe(np.zeros(1, dtype=np.float32)), tensor_name="weight"))
     about: dict[str, Any] = {"dtype": "uint8", "shape": (2,), "nbytes": 2, "quant_type": "fp8"}
     assert selecting.decide(source, role, call, suffix="_codes", **about)
@@ -250,62 +224,28 @@ def test_quantised_operands_are_chosen_by_their_own_names() -> None:
     [
         ({}, [0, 1, 2, 3, 4]),
         ({"start": 10, "every": 5}, [10, 15, 20, 25, 30]),
-        ({"select": "layer_type=linear every=4; every=6"}, [0, 4, 6, 8, 12]),
-        ({"start": 3, "every": 2, "select": "layer_type=linear every=4; every=6"}, [3, 7, 9, 11, 15]),
-        ({"iteration": "10:20:3"}, [10, 13, 16, 19]),
-        ({"iteration": ["3-4", 9], "every": 3}, [3, 9]),
-        ({"start": 100, "where": "iteration >= 200 and layer_idx < 3"}, [200, 201, 202, 203, 204]),
-        ({"where": "not (iteration < 7 or rank == 1)"}, [7, 8, 9, 10, 11]),
-        ({"where": "iteration == microbatch"}, [0, 1, 2, 3, 4]),
-        ({"select": "iteration=0-2 layer_type=linear; every=50 keep=histogram"}, [0, 1, 2, 50, 100]),
+        ({"start": 3, "every": 2, "first_iteration": 6}, [7, 9, 11, 13, 15]),
     ],
 )
-def test_iterations_are_those_in_which_a_rule_is_due(options: dict[str, Any], iterations: list[int]) -> None:
-    cadence = cadence_of(CaptureOptions(**options))
+def test_every_nth_iteration_is_captured(options: dict[str, Any], iterations: list[int]) -> None:
+    cadence = CaptureOptions(**options).cadence
     first = cadence.following(-1, count=5)
     assert list(first) == iterations
     assert pickle.loads(pickle.dumps(cadence)) == cadence  # noqa: S301  (as the writer gets it)
-    assert all(any(cadence.due(iteration)) for iteration in first)
+    assert all(map(cadence.due, first))
     assert cadence.following(first[0], count=2, without={first[1]}) == first[2:4]
 
 
-@given(
-    start=st.integers(0, 50),
-    everys=st.lists(st.integers(1, 12), min_size=1, max_size=3),
-    after=st.integers(-1, 200),
-    limited=st.booleans(),
-)
-def test_a_cadence_is_what_it_says(start: int, everys: list[int], after: int, limited: bool) -> None:  # noqa: FBT001
-    options = CaptureOptions(select=[{"call": index, "every": every} for index, every in enumerate(everys)])
-    cadence = dataclasses.replace(cadence_of(options), start=start)
-    if limited:
-        beats = tuple(dataclasses.replace(beat, wheres=("iteration != 77",)) for beat in cadence.beats)
-        cadence = dataclasses.replace(cadence, beats=beats)
-    wanted = [
-        iteration
-        for iteration in range(max(start, after + 1), 500)
-        if any((iteration - start) % every == 0 for every in everys) and not (limited and iteration == 77)
-    ]
-    assert list(cadence.following(after, count=10)) == wanted[:10]
+@given(start=st.integers(0, 50), every=st.integers(1, 12), after=st.integers(-1, 200))
+def test_a_cadence_is_what_it_says(start: int, every: int, after: int) -> None:
+    wanted = [iteration for iteration in range(max(start, after + 1), 500) if (iteration - start) % every == 0]
+    assert list(Cadence(start=start, every=every).following(after, count=10)) == wanted[:10]
 
 
-def test_large_distances_are_not_searched_one_by_one() -> None:
-    cadence = Cadence(start=5, beats=(Beat(every=10**12), Beat(every=10**15, wheres=("iteration > 6",))))
+def test_a_cadence_ends_where_numbers_do() -> None:
+    cadence = Cadence(start=5, every=10**12)
     assert cadence.following(5, count=2) == (5 + 10**12, 5 + 2 * 10**12)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"iteration": "3-4", "min_iterations": 3},
-        {"where": "iteration < 2", "min_iterations": 3},
-        {"iteration": 5, "every": 2},
-        {"select": "iteration=1", "start": 2},
-    ],
-)
-def test_iterations_that_never_come_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=r"leave \d+ iterations?, fewer than --min-iterations"):
-        CaptureOptions(**options)
+    assert cadence.following(2**62 - 10**12, count=2) == (cadence.following(2**62 - 10**12, count=1) or ())
 
 
 # Which samples.
@@ -318,7 +258,7 @@ def part(*shape: int, placement: str | None = None) -> PlainPart:
 
 def sampled(samples: Any, whole: PlainPart, *, sample_dim: int | None) -> Any:
     """What is left of a part."""
-    (decision,) = Selecting(CaptureOptions(samples=samples), rank=0)._rules
+    (decision,) = Selecting(CaptureOptions(select={"samples": samples}), rank=0)._rules
     return keep_samples(whole, decision=decision, sample_dim=sample_dim)
 
 

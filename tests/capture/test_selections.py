@@ -19,10 +19,10 @@ from tests.capture.test_selecting import decide
 
 STEPS = Training(steps=5, microbatches=2, autocast=True)
 RULES = [
-    {"layer_type": "attention", "every": 4, "samples": "0:3:2"},
-    {"tensor_name": ["weight", "grad_weight"], "every": 2, "keep": "statistics"},
+    {"layer_type": "attention", "samples": "0:3:2"},
+    {"tensor_name": ["weight", "grad_weight"], "keep": "statistics"},
     "module=layers.1.* operation=forward microbatch=1 keep=histogram",
-    {"where": "module == 'embed' and iteration >= 3", "samples": [1]},
+    {"where": "module == 'embed' and microbatch >= 1", "samples": [1]},
 ]
 
 
@@ -54,14 +54,12 @@ def expected(run: Run) -> dict[tuple[Any, ...], tuple[Record, str]]:
     found = {}
     for record in run.select():
         if record.layer_type == "attention":
-            if record.iteration % 4 == 0:
-                found[name(record)] = (record, "samples")
+            found[name(record)] = (record, "samples")
         elif record.tensor_name in {"weight", "grad_weight"}:
-            if record.iteration % 2 == 0:
-                found[name(record)] = (record, "statistics")
+            found[name(record)] = (record, "statistics")
         elif record.module.startswith("layers.1.") and record.operation == "forward" and record.microbatch == 1:
             found[name(record)] = (record, "histogram")
-        elif record.module == "embed" and record.iteration >= 3:
+        elif record.module == "embed" and record.microbatch >= 1:
             found[name(record)] = (record, "sample 1")
     return found
 
@@ -103,7 +101,7 @@ def test_nothing_that_was_left_out_is_called_missing(chosen: tuple[Run, list[str
 
 QUERIES: list[dict[str, Any]] = [
     {"layer_type": "attention"},
-    {"layer_type": ["linear"], "tensor_name": "grad_*", "iteration": "1:5:2"},
+    {"layer_type": ["linear"], "tensor_name": "grad_*"},
     {"layer_type": "linear,attention", "tensor_name": ["grad_*, output", "weight"], "mode": "train,eval"},
     {"layer_idx": "0-0", "microbatch": 1, "phase": "pre"},
     {"layer_idx": -1},
@@ -127,40 +125,35 @@ def test_a_selection_takes_the_records_that_the_same_query_selects(
     selecting = Selecting(CaptureOptions(select=[query]), rank=0)
     taken = set()
     for record in whole[0].select():
-        selecting.begin(record.iteration)
         if decide(selecting, record.info) is not None:
             taken.add(record.counter)
     assert taken == selected
 
 
-def test_samples_carry_the_users_ids_and_iterations_that_are_not_due_do_not_count(tmp_path: Path) -> None:
+def test_samples_carry_the_users_ids(tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: dict[str, Any] = {"module": "embed", "samples": "1-2", "operation": "forward"}
-    rules = ["tensor_name=input every=3", "tensor_name=output every=5"]
-    with Capture(tmp_path / "run", min_iterations=3, select=rules, **options) as capture:
-        for step in range(12):
+    rule = "module=embed samples=1-2 operation=forward tensor_name=input"
+    with Capture(tmp_path / "run", min_iterations=2, every=3, select=rule) as capture:
+        for step in range(6):
             capture.set_sample_ids([f"{step}-{index}" for index in range(4)])
             model(torch.randn(4, 2, WIDTH)).square().mean().backward()
             optimizer.step()
     run = open_run(tmp_path / "run")
-    assert run.iterations == [0, 3, 5]
-    assert [(record.iteration, record.tensor_name) for record in run.select()] == [
-        (0, "input"),
-        (0, "output"),
-        (3, "input"),
-        (5, "output"),
-    ]
+    assert [(record.iteration, record.tensor_name) for record in run.select()] == [(0, "input"), (3, "input")]
     record = run.select(iteration=3)[0]
     assert (record.sample_ids, record.shape, record.batch_size) == (["3-1", "3-2"], (2, 2, WIDTH), 4)
 
 
 def test_a_selection_that_fits_nothing_is_an_error_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match=r"none of \d+ tensors fits the selection: widen --module, --where"):
-        captured(Net(), tmp_path / "run", shape=(4, 2, WIDTH), where="layer_idx > 90", module="*")
+    with pytest.raises(CaptureError, match=r"none of \d+ tensors fits the selection: widen --select"):
+        captured(Net(), tmp_path / "run", shape=(4, 2, WIDTH), select={"where": "layer_idx > 90", "module": "*"})
 
 
 def test_a_kind_of_layer_that_nobody_knows_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="did you mean attention"), Capture(tmp_path / "run", layer_type="atention"):
+    with (
+        pytest.raises(UsageError, match="did you mean attention"),
+        Capture(tmp_path / "run", select={"layer_type": "atention"}),
+    ):
         pass
     assert Capture.current is None

@@ -173,7 +173,7 @@ def test_frozen_layers_and_layers_called_twice(tmp_path: Path) -> None:
 
 
 def test_only_what_is_selected_is_recorded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with Capture(tmp_path / "run", module=("layers.1.*",), layer_type=("linear",)):
+    with Capture(tmp_path / "run", select={"module": ("layers.1.*",), "layer_type": ("linear",)}):
         steps(Net(), 2)
     records = open_run(tmp_path / "run").select()
     assert set(records.column("layer_idx")) == {1}
@@ -184,8 +184,8 @@ def test_only_what_is_selected_is_recorded(tmp_path: Path, capfd: pytest.Capture
 
 
 def test_no_match_names_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match=r"no module matches --module layer\.0\.up; nearest: .*layers\.0\.up"):
-        captured(Net(), tmp_path / "run", shape=(2, 4, 16), module=("layer.0.up",))
+    with pytest.raises(CaptureError, match=r"no module matches --select module=layer\.0\.up; nearest: .*layers\.0\.up"):
+        captured(Net(), tmp_path / "run", shape=(2, 4, 16), select={"module": ("layer.0.up",)})
 
 
 def test_a_run_that_is_there(tmp_path: Path) -> None:
@@ -406,13 +406,11 @@ def test_arguments_of_a_script(tmp_path: Path) -> None:
     with Capture.from_arguments(parser.parse_args([])) as nothing:
         assert not nothing.is_recording
         nothing.step(3)
-    text = (
-        f"--capture {tmp_path / 'run'} --start-at 1 --every 2 --module a.* --module b --layer-type linear --overwrite"
-    )
-    capture = Capture.from_arguments(parser.parse_args(text.split()))
+    words = f"--capture {tmp_path / 'run'} --start-at 1 --every 2 --overwrite --select".split()
+    capture = Capture.from_arguments(parser.parse_args([*words, "module=a.*,b layer_type=linear"]))
     assert isinstance(capture, Capture)
     assert capture.options == CaptureOptions(
-        start=1, every=2, module=("a.*", "b"), layer_type=("linear",), overwrite=True
+        start=1, every=2, select=("module=a.*,b layer_type=linear",), overwrite=True
     )
     with pytest.raises(UsageError, match="--storage-options is not JSON"):
         Capture.from_arguments(parser.parse_args(["--capture", "x", "--storage-options", "{"]))

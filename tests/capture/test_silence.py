@@ -70,7 +70,7 @@ def test_an_iteration_without_anything_to_record_does_not_meet_the_minimum(tmp_p
     expect_unmet(url)
 
 
-@pytest.mark.parametrize("options", [{"tensor_name": "gradinput"}, {"manual": True}])
+@pytest.mark.parametrize("options", [{"select": "tensor_name=gradinput"}, {"manual": True}])
 def test_a_program_that_recorded_nothing_is_told_so_and_the_run_says_it_too(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -112,36 +112,37 @@ def warnings_of(folder: Path, capfd: pytest.CaptureFixture[str], **options: Any)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("select", "told"),
     [
         ({"tensor_name": ["input", "grad_*"], "phase": "pre", "module": ["0", "[2]"], "dtype": "float32"}, []),
-        ({"tensor_name": ["input", "grad_ouput"]}, [("--tensor-name 'grad_ouput'", GRAD)]),
-        ({"phase": ["post", "prre"]}, [("--phase 'prre'", PHASE)]),
-        ({"component": ["linear", "fa"]}, [("--component 'fa'", "seen were linear")]),
-        ({"module": ["0", "3"]}, [("--module '3'", "seen were 0, 1, 2")]),
-        ({"layer_idx": "0,2,7"}, [("--layer-idx '7'", "seen were 0 to 2")]),
-        ({"rank": "0,5"}, [("--rank '5'", "")]),
-        ({"dtype": ["float32", "bfloat61"]}, [("--dtype 'bfloat61'", "")]),
-        ({"layer_type": ["linear", "attention"]}, [("--layer-type 'attention'", "seen were linear")]),
-        ({"iteration": "0-9", "call": "0,9", "microbatch": "0,9"}, []),
-        ({"layer_type": "linear", "layers": None, "where": "phase in ['pre', 'prre']"}, []),
-        ({"select": "tensor_name=inpt; keep=statistics"}, [("--select, rule 1: tensor_name 'inpt'", "input")]),
-        ({"select": "phase=post tensor_name=weight; keep=statistics"}, [("--select, rule 1: matches nothing", "")]),
-        ({"select": "tensor_name=input iteration=1; every=2"}, []),
+        ({"tensor_name": ["input", "grad_ouput"]}, [("tensor_name 'grad_ouput'", GRAD)]),
+        ({"phase": ["post", "prre"]}, [("phase 'prre'", PHASE)]),
+        ({"component": ["linear", "fa"]}, [("component 'fa'", "seen were linear")]),
+        ({"module": ["0", "3"]}, [("module '3'", "seen were 0, 1, 2")]),
+        ({"layer_idx": "0,2,7"}, [("layer_idx '7'", "seen were 0 to 2")]),
+        ({"rank": "0,5"}, [("rank '5'", "")]),
+        ({"dtype": ["float32", "bfloat61"]}, [("dtype 'bfloat61'", "")]),
+        ({"layer_type": ["linear", "attention"]}, [("layer_type 'attention'", "seen were linear")]),
+        ({"call": "0,9", "microbatch": "0,9"}, []),
+        ({"layer_type": "linear", "where": "phase in ['pre', 'prre']"}, []),
+        ("tensor_name=inpt; keep=statistics", [("tensor_name 'inpt'", "input")]),
+        ("phase=post tensor_name=weight; keep=statistics", [("matches nothing", "")]),
     ],
 )  # fmt: skip
 def test_a_name_that_nothing_has_is_told_of_with_the_nearest(
-    options: dict[str, Any], told: list[tuple[str, str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    select: Any, told: list[tuple[str, str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    found = warnings_of(tmp_path, capfd, **options)
+    found = warnings_of(tmp_path, capfd, select=select)
     assert len(found) == len(told), found
     for line, (begin, end) in zip(found, told, strict=True):
-        assert line.startswith(begin)
+        assert line.startswith(f"--select, rule 1: {begin}")
         assert end in line
 
 
 def test_many_of_them_are_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    found = warnings_of(tmp_path, capfd, tensor_name=["input", *(f"nothing_{number}" for number in range(20))])
+    found = warnings_of(
+        tmp_path, capfd, select={"tensor_name": ["input", *(f"nothing_{number}" for number in range(20))]}
+    )
     assert len(found) == 9
     assert found[-1] == "12 more names of the selection match nothing"
 

@@ -27,7 +27,7 @@ from tests.capture.test_storing import Bench
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     """A rank that spills."""
-    one = Bench(tmp_path, store_timeout_seconds=0.3, spill_dir=tmp_path / "spill")
+    one = Bench(tmp_path, block_timeout_seconds=0.3, spill_dir=tmp_path / "spill")
     yield one
     one.stop()
 

@@ -21,8 +21,7 @@ import pytest
 from ranktape.analyze.numerics.histograms.histogram import count_values
 from ranktape.analyze.numerics.histograms.moments import statistics_of
 from ranktape.capture.settings.cadence import Cadence
-from ranktape.capture.settings.options import CaptureOptions
-from ranktape.capture.settings.table import Policy
+from ranktape.capture.settings.options import CaptureOptions, Policy
 from ranktape.capture.staging.process import WriterConfig
 from ranktape.capture.staging.ring import RingConsumer, RingProducer
 from ranktape.capture.staging.ring_file import Counter, SlotKind
@@ -71,7 +70,7 @@ class Bench:
         path: Path,
         *,
         policy: Policy = Policy.BLOCK,
-        store_timeout_seconds: float = 30.0,
+        block_timeout_seconds: float = 30.0,
         spill_dir: Path | None = None,
         budget_nbytes: int = 64 << 20,
     ) -> None:
@@ -96,7 +95,7 @@ class Bench:
                 launch=self.attempt.launch,
                 options=CaptureOptions(
                     policy=policy.value,
-                    store_timeout_seconds=store_timeout_seconds,
+                    block_timeout_seconds=block_timeout_seconds,
                     spill_dir=None if spill_dir is None else str(spill_dir),
                 ),
                 document={},
@@ -218,7 +217,7 @@ def test_an_outage_that_ends_in_time_loses_nothing(make: Callable[..., Bench], p
 def test_what_lasts_fails_its_iteration_by_name_and_no_other(
     make: Callable[..., Bench], error: type[StorageError]
 ) -> None:
-    bench = make(store_timeout_seconds=0.5)
+    bench = make(block_timeout_seconds=0.5)
     bench.put(0, tensors(0))
     bench.wait_for(lambda: bench.committer.num_committed == 1)
     bench.store.error = error
@@ -243,7 +242,7 @@ def test_what_lasts_fails_its_iteration_by_name_and_no_other(
 
 
 def test_a_commit_whose_marker_was_refused_counts_all_the_same(make: Callable[..., Bench]) -> None:
-    bench = make(store_timeout_seconds=0.3)
+    bench = make(block_timeout_seconds=0.3)
     put = bench.store.put
 
     def refuse_markers(key: str, parts: Sequence[Buffer]) -> None:
@@ -337,7 +336,7 @@ def test_a_tensor_is_kept_in_both_passes(make: Callable[..., Bench]) -> None:
 
 
 def test_what_stands_for_tensors_fails_as_they_do_in_an_outage(make: Callable[..., Bench]) -> None:
-    bench = make(store_timeout_seconds=1.0)
+    bench = make(block_timeout_seconds=1.0)
     bench.store.error = UnreachableError
     arrays = {f"layer.{number}": np.ones(9000, np.float32) for number in range(40)}
     bench.put(0, arrays, said={name: {"keep": "statistics"} for name in arrays})

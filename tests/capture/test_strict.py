@@ -251,7 +251,7 @@ def test_a_strict_capture_ends_the_training_with_the_error(make: Any, tmp_path: 
 def test_a_failure_of_the_ring_ends_the_capture_and_the_status_tells_whatever_the_minimum(tmp_path: Path) -> None:
     model = nn.Linear(1024, 8, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    options: dict[str, Any] = {"max_iterations": 3, "host_budget_nbytes": 1 << 20, "tensor_name": ("input",)}
+    options: dict[str, Any] = {"max_iterations": 3, "host_budget_nbytes": 1 << 20, "select": "tensor_name=input"}
     with Capture(tmp_path / "run", **options):
         for batch_size in (4, 1024, 4):
             model(torch.randn(batch_size, 1024)).sum().backward()

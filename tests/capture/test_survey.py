@@ -83,7 +83,7 @@ def numbers(found: ModelSurvey) -> dict[str, int]:
 def test_a_property_with_the_name_of_the_stack_is_in_nobodys_way(tmp_path: Path, *, is_given: bool) -> None:
     model = Shallow()
     options: dict[str, Any] = {"model": model} if is_given else {}
-    with Capture(tmp_path / "run", layer_type=["linear", "hidden"], min_iterations=2, **options):
+    with Capture(tmp_path / "run", select={"layer_type": ["linear", "hidden"]}, min_iterations=2, **options):
         train(model)
     assert places(tmp_path / "run", 1) == {("layers.0.up", 0), ("layers.1.up", 1)}
     outputs = open_run(tmp_path / "run").select(iteration=1, layer_type="hidden")

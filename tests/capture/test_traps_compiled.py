@@ -178,8 +178,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[tuple[s
     """The run, and what each training came to without a capture, and with it."""
     url = tmp_path_factory.mktemp("compiled") / "run"
     plain = {case: train(KINDS[case[0]], case[1], None) for case in CASES}
-    iterations = tuple(_iteration(case, step) for case in CASES for step in CAPTURED)
-    with Capture(url, advance_on="step", iteration=iterations, min_iterations=len(iterations)) as capture:
+    first = _iteration(CASES[0], CAPTURED[0])
+    with Capture(url, advance_on="step", start=first, every=STEPS, min_iterations=len(CASES)) as capture:
         # Nothing is compiled yet: the first iteration of a capture tells what it will cost.
         Model()(torch.randn(2, 3, WIDTH)).sum().backward()
         capture.step()
@@ -260,7 +260,7 @@ def called_in_each(capture: Capture, model: Model, *, is_training: bool, steps: 
         (False, False, {}, [1, 1, 1, 1]),
         (True, True, {}, [0, 1, 1, 1]),
         (False, True, {}, [0, 1, 1, 1]),
-        (True, False, {"mode": "eval"}, [0, 1, 1, 1]),
+        (True, False, {"select": "mode=eval"}, [0, 1, 1, 1]),
         (False, False, {"advance_on": "forward"}, [0, 1, 1, 1]),
         (False, False, {"advance_on": "forward", "start": 2, "max_iterations": 1}, [0, 1, 0, 1, 1]),
     ],

@@ -139,7 +139,7 @@ def test_a_weight_is_recorded_again_when_it_changes_within_an_iteration(tmp_path
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
-    run = both(make, step, tmp_path / "run", mode=("train", "eval"))
+    run = both(make, step, tmp_path / "run", select={"mode": ("train", "eval")})
     assert verify_run(run)["output"] == 2 * 2 * 3
     weights = run.select(iteration=0, module="0", tensor_name="weight")
     found = {(one.mode, one.microbatch): one.tensor() for one in weights}
@@ -249,7 +249,7 @@ def test_layers_that_treat_their_operands_unusually_are_recorded_as_they_compute
     def step(model: nn.Module, place: int) -> None:
         model((batch(place)[..., 0].abs() * 5).long().clamp(0, 19)).square().mean().backward()
 
-    run = both(Unusual, step, tmp_path / "run", layer_type=("linear", "attention", "embedding"))
+    run = both(Unusual, step, tmp_path / "run", select={"layer_type": ("linear", "attention", "embedding")})
     true = train(Unusual, step, contextlib.nullcontext())
     for iteration in run.iterations:
         for module in ("embedding", "own"):
@@ -579,7 +579,7 @@ def places(url: Path, name: str = "weight") -> list[tuple[int, str]]:
 
 def test_a_generation_stores_each_weight_and_each_bias_once(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval()
-    with Capture(tmp_path / "run", mode="eval", min_iterations=5), torch.no_grad():
+    with Capture(tmp_path / "run", select={"mode": "eval"}, min_iterations=5), torch.no_grad():
         for token in range(5):
             if token == 2:
                 model.get_parameter("1.bias").add_(1)
@@ -601,7 +601,10 @@ def test_a_generation_with_weights_that_take_turns_has_each_before_its_calls(tmp
     model = nn.Sequential(nn.Linear(8, 8)).eval()
     first, second = model.get_parameter("0.weight").data, torch.randn(8, 8)
     turns = [[first], [first, second, first], [first], [second]]
-    with Capture(tmp_path / "run", mode="eval", min_iterations=4, advance_on="step") as capture, torch.no_grad():
+    with (
+        Capture(tmp_path / "run", select={"mode": "eval"}, min_iterations=4, advance_on="step") as capture,
+        torch.no_grad(),
+    ):
         for weights in turns:
             for weight in weights:
                 model.get_parameter("0.weight").data = weight
@@ -616,7 +619,7 @@ def test_a_generation_with_weights_that_take_turns_has_each_before_its_calls(tmp
 
 def test_where_iterations_are_removed_each_has_the_weights(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval()
-    with Capture(tmp_path / "run", mode="eval", max_iterations=3, keep_last=2), torch.no_grad():
+    with Capture(tmp_path / "run", select={"mode": "eval"}, max_iterations=3, keep_last=2), torch.no_grad():
         for _ in range(3):
             model(torch.randn(1, 8))
     assert places(tmp_path / "run") == [(1, "0"), (1, "1"), (2, "0"), (2, "1")]
@@ -624,7 +627,7 @@ def test_where_iterations_are_removed_each_has_the_weights(tmp_path: Path) -> No
 
 def test_a_training_stores_them_in_each_iteration(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8))
-    with Capture(tmp_path / "run", mode=("train", "eval"), min_iterations=3, advance_on="step") as capture:
+    with Capture(tmp_path / "run", select={"mode": ("train", "eval")}, min_iterations=3, advance_on="step") as capture:
         for _ in range(3):
             model.train()(torch.randn(2, 8)).sum().backward()
             with torch.no_grad():

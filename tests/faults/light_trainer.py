@@ -79,7 +79,7 @@ class _Trainer:
             options=CaptureOptions(
                 min_iterations=len(ITERATIONS),
                 storage_options=storage_options,
-                store_timeout_seconds=20.0,
+                block_timeout_seconds=20.0,
                 finish_timeout_seconds=1.0,
             ),
             document={"min_iterations": len(ITERATIONS)},

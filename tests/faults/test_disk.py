@@ -68,7 +68,7 @@ def test_a_full_disk_costs_the_iteration_that_does_not_fit(disk: Path) -> None:
 
 def test_what_is_stored_of_an_iteration_makes_room_for_the_reason_why_it_failed(disk: Path) -> None:
     url, ballast = str(disk / "run"), disk / "ballast"
-    trainer = LightTrainer(url, budget_nbytes=64 << 20, store_concurrency=1)
+    trainer = LightTrainer(url, budget_nbytes=64 << 20)
     ballast.touch()
     # One large tensor fits: at one of these sizes it leaves no page of the disk for a document.
     for iteration, num_pages in enumerate(range(-1, 6)):

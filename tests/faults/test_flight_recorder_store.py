@@ -39,7 +39,7 @@ APART = Path(flight_apart.__file__)
 
 def armed(url: Path | str, *, last: int = 2, **options: Any) -> LightTrainer:
     """A training with a flight recorder that stores no iteration after the one in which something happens."""
-    return LightTrainer(url, **{"record_last": last, "record_after": 0, "budget_nbytes": 64 << 20, **options})
+    return LightTrainer(url, **{"record_last": last, "budget_nbytes": 64 << 20, **options})
 
 
 def stage(trainer: LightTrainer, *iterations: int) -> None:

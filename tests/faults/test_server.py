@@ -87,7 +87,7 @@ def test_an_outage_in_the_middle_of_writing_costs_nothing(new_ceph_server: Calla
 )
 def test_an_outage_that_outlasts_its_deadline_costs_the_iteration_and_no_other(fault: str, server: CephServer) -> None:
     options = server.storage_options
-    url, trainer = record(server, store_timeout_seconds=10.0)
+    url, trainer = record(server, block_timeout_seconds=10.0)
     fail, mend = FAULTS[fault]
     fail(server)
     began = time.monotonic()

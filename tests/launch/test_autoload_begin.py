@@ -77,7 +77,7 @@ def test_transformations_and_evaluation_do_not_begin_it(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout) == (0, "evaluated\n")
     (line,) = ended.stderr.splitlines()
     assert line.startswith("ranktape: nothing was recorded: models ran, but none in training mode: ")
-    assert "RANKTAPE_MODE=eval records inference" in line
+    assert "RANKTAPE_SELECT mode=eval records inference" in line
     assert not (tmp_path / "run").exists()
 
 
@@ -126,7 +126,7 @@ INFERENCE = """
 """
 
 
-@pytest.mark.parametrize("settings", [{"RANKTAPE_LAYERS": "all"}, {"RANKTAPE_MODE": "eval"}])
+@pytest.mark.parametrize("settings", [{"RANKTAPE_LAYERS": "all"}, {"RANKTAPE_SELECT": "mode=eval"}])
 def test_a_pass_of_inference_begins_it_where_such_passes_are_asked_for(
     settings: dict[str, str], tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from ranktape import launch
 from ranktape.analyze.options import FILTERS
-from ranktape.capture.settings.table import ASKED_SETTINGS, SETTINGS
+from ranktape.capture.settings.options import ASKED_SETTINGS, SETTINGS
 from ranktape.launch.cli import COMMANDS, cli
 from ranktape.lazy_names import __version__
 from tests.launch.processes import python
@@ -24,15 +24,10 @@ HEAVY = ("torch", "zarr", "numpy", "numba", "matplotlib", "fsspec", "rich")
 """Packages that help must not import."""
 
 CAPTURE = {
-    "start", "every", "min_iterations", "max_iterations", "first_iteration", "quant_type", "module", "layer_type",
-    "layer_idx", "layer_stack", "operation", "phase", "component", "tensor_name", "dtype", "compute_dtype", "rank",
-    "microbatch",
-    "call", "iteration", "mode", "where", "samples", "keep", "select", "layers", "layer_offset", "master",
-    "advance_on", "sample_dim", "compiled", "policy", "host_budget_nbytes", "begin_timeout_seconds",
-    "block_timeout_seconds", "finish_timeout_seconds", "store_timeout_seconds", "store_concurrency", "compression",
-    "keep_last",
-    "record_last", "record_after", "trigger", "stop_when_stored",
-    "spill_dir", "strict", "capture_config", "manual", "resume", "overwrite", "add", "storage_options",
+    "start", "every", "min_iterations", "max_iterations", "first_iteration", "quant_type", "select", "layers", "keep",
+    "master", "advance_on", "sample_dim", "compiled", "policy", "host_budget_nbytes", "block_timeout_seconds",
+    "finish_timeout_seconds", "compression", "keep_last", "stop_when_stored", "record_last", "trigger", "spill_dir",
+    "strict", "manual", "resume", "overwrite", "storage_options",
 }  # fmt: skip
 """The settings of a capture."""
 
@@ -45,16 +40,12 @@ RECORDS = {
 
 OPTIONS = {
     "demo": {"output", "num_ranks", "steps", "text", "dtype", "micro_batches", "quant", "quant_plan", "quant_attention"}
-    | (CAPTURE - {"first_iteration", "manual", "capture_config", "advance_on", "layer_offset"})
-    - {"record_last", "record_after", "trigger"},
+    | (CAPTURE - {"first_iteration", "manual", "advance_on", "record_last", "trigger"}),
     "collect": {"quant", "quant_attention", "output", "timeout", "min_records", "words"}
-    | (CAPTURE - {"capture_config", "stop_when_stored", "resume", "add", "quant_type", "first_iteration"})
-    - {"record_last", "record_after", "trigger"},
+    | (CAPTURE - {"stop_when_stored", "resume", "quant_type", "first_iteration", "record_last", "trigger"}),
     "status": {"run", "as_json", "follow", "interval", "require_minimum", "storage_options"},
     "trigger": {
-        "run", "iterations", "timeout_seconds", "no_wait", "as_json", "storage_options", "module", "layer_type",
-        "layer_idx", "layer_stack", "operation", "phase", "component", "tensor_name", "dtype", "compute_dtype", "rank",
-        "microbatch", "call", "where", "samples", "keep", "select",
+        "run", "iterations", "timeout_seconds", "no_wait", "as_json", "storage_options", "keep", "select",
     },
     "runs": {"url", "depth", "as_json", "storage_options"},
     "check": {"run", "deep", "as_json", "storage_options"},

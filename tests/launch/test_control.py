@@ -142,11 +142,11 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for thread in threads:
             thread.join()
         said["together"] = together
-        said["select"] = trigger(one.url, select=["operation=forward tensor_name=input every=7 keep=statistics"])
-        said["command"] = command("trigger", one.url, "--layer-idx", "1", "--phase", "pre", "--json")
+        said["select"] = trigger(one.url, select=["operation=forward tensor_name=input keep=statistics"])
+        said["command"] = command("trigger", one.url, "--select", "layer_idx=1 phase=pre", "--json")
         said["refused"] = [
-            command("trigger", one.url, "--layer-type", "hidden"),
-            command("trigger", one.url, "--where", "loss > 3"),
+            command("trigger", one.url, "--select", "layer_type=hidden"),
+            command("trigger", one.url, "--select", "where='loss > 3'"),
             command("trigger", one.url, "--iterations", "0"),
         ]
         one.wait_for(one.has(*said["select"].iterations, *json.loads(said["command"].stdout)["iterations"]))
@@ -345,6 +345,6 @@ def test_a_capture_of_layers_alone_can_be_asked_for_nothing_else(tmp_path: Path)
     options = {"layers": "all", "min_iterations": 1}
     backend = open_backend(tmp_path / "run")
     begin_attempt(backend, launch=launch, options=options, environment={}, resume=False, overwrite=False)
-    assert trigger(tmp_path / "run", no_wait=True, layer_type="hidden").request
+    assert trigger(tmp_path / "run", no_wait=True, select="layer_type=hidden").request
     with pytest.raises(UsageError, match="attaches to embedding, hidden only: 'linear' cannot be asked for"):
-        trigger(tmp_path / "run", no_wait=True, layer_type="linear")
+        trigger(tmp_path / "run", no_wait=True, select="layer_type=linear")

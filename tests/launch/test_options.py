@@ -12,10 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 from torch.distributed.run import get_args_parser as torch_parser
 
-from ranktape.capture.settings.config import given_settings
-from ranktape.capture.settings.options import CaptureOptions
-from ranktape.capture.settings.table import SETTINGS
-from ranktape.launch.options import capture_arguments, capture_options, capture_request
+from ranktape.capture.settings.config import given_settings, resolve
+from ranktape.capture.settings.options import SETTINGS, CaptureOptions, CaptureSettings
+from ranktape.launch.options import capture_arguments, capture_options
 from ranktape.launch.runner import main
 from ranktape.launch.worker import OWNER
 
@@ -23,10 +22,7 @@ EXAMPLES: dict[type, str] = {int: "2097152", float: "2.5", str: "layers.*"}
 """A word that each kind of setting takes."""
 
 OWN_EXAMPLES = {
-    **dict.fromkeys(("layer_idx", "rank", "microbatch", "call", "iteration", "samples"), "0-3"),
-    "operation": "forward",
-    "where": "layer_idx < 4",
-    "select": "layer_type=attention every=10 keep=histogram",
+    "select": "layer_type=attention where='layer_idx < 4' samples=0-3 keep=histogram",
     "layers": "all",
     "trigger": "absmax > 448",
     "advance_on": "optimizer:1",
@@ -53,11 +49,14 @@ def test_what_is_not_given_is_left_to_the_one_table_of_defaults() -> None:
     received, _ = parse([])
     assert list(received) == [setting.name for setting in SETTINGS]
     assert capture_arguments(received) == []
-    defaults = CaptureOptions()
-    assert capture_request("run", received) == (
-        "run",
-        {setting.name: getattr(defaults, setting.name) for setting in SETTINGS},
-    )
+    assert resolve({"capture": "run", **received}, environment={}) == ("run", CaptureOptions())
+
+
+def test_there_are_few_settings_and_python_completes_their_names() -> None:
+    assert len(SETTINGS) <= 28
+    fields = dataclasses.fields(CaptureOptions)
+    assert list(CaptureSettings.__annotations__) == [one.name for one in fields]
+    assert {one.name for one in fields} - {setting.name for setting in SETTINGS} == {"layer_offset", "adds"}
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
@@ -106,7 +105,7 @@ def test_a_command_may_leave_out_settings_and_have_defaults_of_its_own() -> None
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["--evry", "2"], "No such option '--evry'. (Did you mean one of: '--every'"),
+        (["--evry", "2"], "No such option '--evry'. Did you mean '--every'?"),
         (["--every", "two"], "Invalid value for '--every': 'two' is not a valid integer"),
         (["--policy", "wait"], "Invalid value for '--policy': 'wait' is not one of 'block', 'skip'"),
     ],
@@ -132,12 +131,12 @@ def test_a_wrong_option_is_named_with_what_is_allowed(words: list[str], match: s
         (["--capture-config", "nowhere.yaml", "train.py"], 2, "nowhere.yaml cannot be read"),
         (["--capture-config", "wrong.yaml", "train.py"], 2, "wrong.yaml: there is no setting 'evry': did you mean"),
         (
-            ["--capture", "run", "--where", "layr_idx < 3", "train.py"],
+            ["--capture", "run", "--select", "where='layr_idx < 3'", "train.py"],
             2,
             "no field 'layr_idx': did you mean layer_idx?",
         ),
         (["--capture", "run", "--select", "keep=some", "train.py"], 2, "--select, rule 1: keep 'some' is not allowed"),
-        (["--capture", "run", "--layer-type", "atention", "train.py"], 2, "did you mean attention?"),
+        (["--capture", "run", "--select", "layer_type=atention", "train.py"], 2, "did you mean attention?"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )

@@ -187,7 +187,6 @@ def test_a_place_without_runs_says_so(tmp_path: Path) -> None:
         (["status"], 2, r"Missing argument 'RUN'"),
         (["repair", "rnu"], 1, r"beside it there is run\n"),
         (["cp", "rnu", "copy"], 1, r"beside it there is run\n"),
-        (["watch", "rnu"], 1, r"beside it there is run\n"),
         (["runs", "rnu"], 1, r"there is nothing at .*; beside it there is run\n"),
         (["check", "nosuch://bucket/run"], 2, r"nosuch"),
         (["check", "run", "--storage-options", "{"], 2, r"--storage-options is not JSON"),
@@ -215,7 +214,7 @@ def test_mistakes_are_one_line(
 
 def test_no_credentials_are_printed(tmp_path: Path) -> None:
     place = "memory://user:canary@nowhere/run?token=canary"
-    for words in (["check", place], ["runs", place], ["status", place], ["watch", place], ["cp", place, str(tmp_path)]):
+    for words in (["check", place], ["runs", place], ["status", place], ["cp", place, str(tmp_path)]):
         result = invoke(*words)
         assert result.exit_code != 0
         assert "canary" not in result.output

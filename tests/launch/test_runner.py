@@ -165,7 +165,7 @@ GENERATES = """
     ("script", "exit_code", "match"),
     [
         (ASKED_FOR_HELP, 0, "the process ended before its first training forward"),
-        (GENERATES, 1, "models ran, but none in training mode: --mode=eval records inference"),
+        (GENERATES, 1, "models ran, but none in training mode: --select mode=eval records inference"),
         pytest.param(GENERATES + "    raise SystemExit", 1, "models ran, but none in training mode", marks=ALIKE),
         ("import torch", 1, "the process ended before its first training forward"),
     ],
@@ -220,7 +220,7 @@ def test_an_existing_run_is_refused_resumed_or_replaced(tmp_path: Path) -> None:
     ("words", "exit_code", "match"),
     [
         (["--capture", "run", "--every", "0", "train.py"], 2, "--every 0 is not allowed: give 1 or more"),
-        (["--capture", "run", "--module", "decoder.*", "train.py"], 1, "decoder.*"),
+        (["--capture", "run", "--select", "module=decoder.*", "train.py"], 1, "decoder.*"),
     ],
     ids=["before", "in"],
 )
@@ -424,7 +424,7 @@ min-iterations: 3
 every: 2
 policy: skip
 select:
-  - {layer_type: attention, every: 4, keep: statistics}
+  - {layer_type: attention, phase: pre, keep: statistics}
   - tensor_name=input rank=1
 """
 
@@ -432,16 +432,16 @@ select:
 @pytest.mark.distributed
 def test_a_launch_by_a_file_with_the_last_word_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "capture.yaml").write_text(CONFIG)
-    words = ("--capture-config", "capture.yaml", "--min-iterations", "4", "--phase", "pre", PLAIN, "--steps", "9")
+    words = ("--capture-config", "capture.yaml", "--min-iterations", "4", PLAIN, "--steps", "9")
     ended = torchrun(*LAUNCH, *words, cwd=tmp_path, env={"RANKTAPE_EVERY": "1", "RANKTAPE_MIN_ITERATIONS": "99"})
     assert ended.returncode == 0, ended.stderr
     run = open_run(tmp_path / "run")
     assert run.iterations == [0, 1, 2, 3]
     found = {(record.iteration, record.rank, record.layer_type, record.keep) for record in run.select()}
     assert found == {
-        *((0, rank, "attention", "statistics") for rank in (0, 1)),
+        *((iteration, rank, "attention", "statistics") for iteration in range(4) for rank in (0, 1)),
         *((iteration, 1, "linear", "values") for iteration in range(4)),
     }
     assert {record.tensor_name for record in run.select(layer_type="linear")} == {"input"}
-    assert {record.phase for record in run.select()} == {"pre"}
+    assert {record.phase for record in run.select(layer_type="attention")} == {"pre"}
     assert all(not row.silent_sites for row in run.status())

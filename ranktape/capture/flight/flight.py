@@ -2,7 +2,7 @@
 
     held      the last iterations: values in the ring as long as there is room, histograms or statistics after that
     trigger   on this rank (a tensor, the trainer's word, its death) or on another one (`watch.py`)
-    window    the iteration of the trigger, the last ones recorded before it (`record_last`), and some after it
+    window    the iteration of the trigger, the last ones recorded before it (`record_last`), and the one after it
 
 Every rank commits the same window, each from what it holds. What a rank does not hold any more, or never had, it says.
 """
@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 from ranktape.capture.flight.held import ROOM_FOR_NEXT, HeldIteration, TensorInFlight, cut_off
 from ranktape.capture.flight.rules import Hit, SiteRules
 from ranktape.capture.flight.watch import TriggerWatch
-from ranktape.capture.settings.triggers import read_site_triggers
 from ranktape.capture.staging.ring_file import NOTES, Counter, Slot, SlotKind, iteration_of, noted
 from ranktape.capture.writing.counting import staged_record, statistics_in
 from ranktape.capture.writing.requests import ENDED
 from ranktape.capture.writing.storing import HELD_NBYTES
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.triggers import MAX_STORED, MAX_TEXT, Trigger, TriggerKind
+from ranktape.storage.recording.stack import STORE_CONCURRENCY
 
 if TYPE_CHECKING:
     from ranktape.capture.staging.process import WriterConfig
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from ranktape.capture.writing.committing import Committer
     from ranktape.capture.writing.storing import Storer
     from ranktape.storage.format.attempt import Attempt
+
+_AFTER = 1
+"""Iterations of the cadence that are stored after the one in which something happened."""
 
 _LOOKS_HELD = 4
 """Looks for triggers of other ranks during which an iteration is held at least, however fast the training steps."""
@@ -72,13 +75,13 @@ class Flight:
         """Hold nothing yet, and watch for triggers; `opener` gives what says of an iteration that it was begun."""
         options = config.options
         assert options.record_last is not None
-        self._before, self._after = options.record_last, options.record_after
+        self._before = options.record_last
         self._config, self._ring, self._attempt = config, ring, attempt
         self._storer, self._committer, self._say = storer, committer, say
         self._opener = opener
         self._cadence = config.cadence
-        self._rules = SiteRules(read_site_triggers(options.trigger))
-        self._pool = ThreadPoolExecutor(options.store_concurrency, thread_name_prefix="ranktape-judge")
+        self._rules = SiteRules(options.triggers)
+        self._pool = ThreadPoolExecutor(STORE_CONCURRENCY, thread_name_prefix="ranktape-judge")
         self._watch = TriggerWatch(
             storer.backend, attempt=attempt, rank=config.rank, say=say, is_successor=config.attempt is not None
         )
@@ -312,7 +315,7 @@ class Flight:
         """Have the window around an iteration committed."""
         before = self._previous(iteration, count=self._before)
         own = [iteration] if any(self._cadence.due(iteration)) else []
-        after = self._cadence.following(iteration, count=self._after)
+        after = self._cadence.following(iteration, count=_AFTER)
         window = {*before, *own, *after}
         self._wanted |= window
         for lost in sorted(window - self._settled - self._held.keys()):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.capture.settings.triggers import FIELDS, OF_OVERFLOW, SiteTrigger
+from ranktape.capture.settings.rules import FIELDS, OF_OVERFLOW, SiteTrigger
 from ranktape.capture.writing.counting import LOGGED
 from ranktape.fields import field_names
 from ranktape.storage.format.triggers import TriggerKind

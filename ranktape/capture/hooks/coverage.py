@@ -13,7 +13,6 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from ranktape.capture.roles.table import FunctionRole, ModuleRole
-from ranktape.capture.settings.rules import listed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -183,24 +182,23 @@ NOTHING_CALLED = (
 
 def explain_silence(options: CaptureOptions, recorder: Recorder, *, paths: Collection[str], has_stack: bool) -> str:
     """Why nothing was recorded of models with modules at these paths, and the way out."""
-    globs = listed(options.module)
+    globs = options.named_modules
     if globs and not any(map(options.wants_module, paths)):
         close = {name for glob in globs for name in difflib.get_close_matches(glob, paths, _MAX_NAMED, 0)}
         return (
-            f"no module matches --module {' or '.join(globs)}; "
+            f"no module matches --select module={' or '.join(globs)}; "
             f"nearest: {', '.join(sorted(close)[:_MAX_NAMED]) or 'none'}"
         )
     if options.wants_layers and not has_stack:
-        return "no stack of layers was found in the model (--layers): record layers by --module and --layer-type"
+        return "no stack of layers was found in the model (--layers): record layers by --select module=... instead"
     if reason := recorder.expected.main_refusal():
         return f"nothing was recorded of the layers that ran: {reason}"
     if left_out := recorder.num_left_out:
-        flags = ", ".join(options.selection_flags)
-        return f"none of {left_out} tensors fits the selection: widen {flags}"
+        return f"none of {left_out} tensors fits the selection: widen --select"
     kinds = " or ".join(options.wanted_layer_types)
     return (
-        f"the training ran no {kinds} layer in a module that is in training mode: check --layer-type and --module, "
-        f"add --mode=eval for inference, or record tensors by save_tensor"
+        f"the training ran no {kinds} layer in a module that is in training mode: check --select, "
+        f"add --select mode=eval for inference, or record tensors by save_tensor"
     )
 
 

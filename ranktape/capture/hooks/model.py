@@ -47,6 +47,7 @@ from ranktape.capture.passes.passes import (
 from ranktape.capture.rendezvous import keep_process_groups
 from ranktape.capture.roles.known import registered_roles, role_of
 from ranktape.capture.settings.rules import read_numbers
+from ranktape.capture.settings.setting import is_given
 from ranktape.capture.source import Source
 from ranktape.errors import UsageError
 
@@ -335,7 +336,7 @@ class ModelHooks(Attached):
     def find_coverage(self) -> Coverage | None:
         """What the hooks see of the models, where linear layers are recorded; asked before they are taken off."""
         # What a selection leaves out is left out on purpose.
-        if not self._attached or not self._wants("linear") or self._options.selection_flags:
+        if not self._attached or not self._wants("linear") or is_given(self._options.select):
             return None
         # To walk through all parameters takes the training's time: once, and again where something else is seen.
         expected = self._recorder.expected

@@ -36,7 +36,6 @@ from ranktape.capture.passes.passes import (
     untraced,
 )
 from ranktape.capture.passes.tracker import mode_of
-from ranktape.capture.settings.setting import is_given
 from ranktape.storage.format.record_info import Mode
 
 if TYPE_CHECKING:
@@ -310,7 +309,7 @@ class Clock(OptimizerClock):
         """
         self._modes = options.wanted_modes
         self._is_by_forward = options.advance_on == "forward"
-        is_asked = is_given(options.mode) or not options.wants_layers
+        is_asked = options.names_mode or not options.wants_layers
         self._is_over_training = is_asked and Mode.TRAIN in self._modes
         self._on_forward = on_forward
         self._num_forwards = 0

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from ranktape.capture.roles.table import CallOption, FunctionRole, ModuleRole, Operand, Place, operand_of
-from ranktape.capture.settings.rules import LAYER_OUTPUTS
+from ranktape.capture.settings.options import LAYER_OUTPUTS
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:

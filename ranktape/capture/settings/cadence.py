@@ -1,124 +1,48 @@
 """The iterations in which anything is captured, and those that this rank still captures.
 
-Every rule has its own distance between iterations, counted from the first one, and may ask for certain iterations.
-An iteration is captured when one rule is due in it. The trainers and the coordinator, which knows no rules, agree on
-this from one description. The first iterations follow from the options and are the same on every rank. Later ones are
-named by the coordinator, through the writer, when those were not enough.
+Every N-th iteration is captured, from the first one on. The first iterations follow from the options and are the same
+on every rank. Later ones are named by the coordinator, through the writer, when those were not enough.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import heapq
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-
-from ranktape.storage.query.filters import Filter
-from ranktape.storage.query.where import parse_where
-
-_CHUNK = 1 << 12
-"""Iterations that are looked at together, at first."""
-
-_MAX_CHUNK = 1 << 20
-
-_MAX_LOOKED_AT = 1 << 22
-"""Iterations of one rule that are looked at before it is given up."""
 
 _LAST = 2**62
 """No iteration is above it: what is computed with them stays within 64 bits."""
 
-_KNOWN = ("iteration",)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
-    """The iterations in which one rule is due."""
-
-    every: int
-    """Their distance, from the first one of the capture on."""
-    filters: tuple[Filter, ...] = ()
-    """Which of these; all of the filters must hold."""
-    wheres: tuple[str, ...] = ()
-    """Expressions that must be able to hold in it."""
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether not each of the iterations of that distance is one."""
-        return bool(self.filters or self.wheres)
-
-    def mask(self, iterations: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Which of these iterations, all of the right distance, are its."""
-        found = np.ones(len(iterations), dtype=np.bool_)
-        for one in self.filters:
-            found &= one.mask(lambda _: iterations, len(iterations))
-        for text in self.wheres:
-            where = parse_where(text)
-            found &= where.can_hold(lambda _: iterations, known=_KNOWN, num_rows=len(iterations))
-        return found
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
-    """The iterations in which at least one rule is due."""
+    """Every N-th iteration from a first one on."""
 
     start: int
     """The first that may be captured."""
-    beats: tuple[Beat, ...]
-    """Those of each rule."""
+    every: int
+    """The distance between two of them."""
     first: int = 0
     """The training's first step: none before it can be captured."""
 
-    @classmethod
-    def regular(cls, *, start: int, every: int, first: int = 0) -> Cadence:
-        """Each so manieth iteration."""
-        return cls(start=start, beats=(Beat(every=every),), first=first)
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether there may be an end to it."""
-        return all(beat.is_limited for beat in self.beats)
-
-    def due(self, iteration: int) -> tuple[bool, ...]:
-        """For each rule, whether it is due."""
-        away = iteration - self.start
-        return tuple(
-            away >= 0 and away % beat.every == 0 and bool(beat.mask(np.array([iteration]))[0]) for beat in self.beats
-        )
+    def due(self, iteration: int) -> bool:
+        """Whether an iteration is one of them."""
+        return iteration >= self.start and (iteration - self.start) % self.every == 0
 
     def following(self, after: int = -1, *, count: int, without: Collection[int] = ()) -> tuple[int, ...]:
-        """The next iterations above `after`, ascending; fewer where there are no more.
-
-        Iterations that are chosen one by one are looked for among the next four million.
-        """
-        if count <= 0:
-            return ()
-        begin = max(after, self.first - 1, self.start - 1)
-        merged = heapq.merge(*(self._of(beat, after=begin) for beat in self.beats))
-        distinct = (iteration for iteration, _ in itertools.groupby(merged) if iteration not in without)
-        return tuple(itertools.islice(distinct, count))
+        """The next iterations above `after`, ascending; fewer where there are no more."""
+        return self._following(max(after, self.first - 1), count=count, without=without)
 
     def past(self, *, count: int, without: Collection[int] = ()) -> list[int]:
         """Those of the first iterations from the start on that come before the training's first step."""
-        asked = dataclasses.replace(self, first=0).following(count=count, without=without)
+        asked = self._following(-1, count=count, without=without)
         return [iteration for iteration in asked if iteration < self.first]
 
-    def _of(self, beat: Beat, *, after: int) -> Iterator[int]:
-        first = self.start + ((after - self.start) // beat.every + 1) * beat.every
-        if not beat.is_limited:
-            yield from itertools.takewhile(_LAST.__gt__, itertools.count(first, beat.every))
-            return
-        size, looked_at = _CHUNK, 0
-        while looked_at < _MAX_LOOKED_AT and first < _LAST:
-            size = min(size, (_LAST - first) // beat.every + 1)
-            iterations = first + beat.every * np.arange(size, dtype=np.int64)
-            yield from iterations[beat.mask(iterations)].tolist()
-            first += beat.every * size
-            looked_at += size
-            size = min(4 * size, _MAX_CHUNK)
+    def _following(self, after: int, *, count: int, without: Collection[int]) -> tuple[int, ...]:
+        begin = max(0, (after - self.start) // self.every + 1)
+        numbers = itertools.takewhile(_LAST.__gt__, itertools.count(self.start + begin * self.every, self.every))
+        return tuple(itertools.islice((one for one in numbers if one not in without), max(0, count)))
 
 
 _MAX_NAMED = 3
@@ -186,7 +110,7 @@ class Schedule:
         if is_interrupted:
             return f"the training ended in iteration {iteration}, before its optimizer stepped"
         if num_steps == 0:
-            return "the training ended before its first pass in training mode (--mode=eval records inference)"
+            return "the training ended before its first pass in training mode (--select mode=eval records inference)"
         named = ", ".join(str(wanted) for wanted in left[:_MAX_NAMED]) + (", ..." if len(left) > _MAX_NAMED else "")
         first = "the first captured iteration" if num_recorded == 0 else "the captured iteration"
         return (
@@ -208,7 +132,7 @@ class ScheduleOfOne(Schedule):
     def wants(self, iteration: int) -> bool:
         """Whether an iteration is to be captured, in which something is recorded now."""
         may_begin = len(self._wanted) < self._num_named and iteration not in self._completed
-        if may_begin and any(self._cadence.due(iteration)):
+        if may_begin and self._cadence.due(iteration):
             self._wanted.add(iteration)
         return super().wants(iteration)
 
@@ -228,7 +152,7 @@ class ScheduleOfRecorder(Schedule):
 
     def wants(self, iteration: int) -> bool:
         """Whether an iteration is to be held."""
-        return any(self._cadence.due(iteration))
+        return self._cadence.due(iteration)
 
     def learn(self, words: Mapping[str, Any], *, iteration: int) -> list[int]:
         """Nothing: no iteration is named."""

@@ -7,17 +7,16 @@ or `RANKTAPE_CAPTURE_CONFIG` names, then the defaults of `CaptureOptions`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ranktape.capture.settings.options import CaptureOptions
-from ranktape.capture.settings.setting import SWITCH_WORDS, Setting, is_given, shown
-from ranktape.capture.settings.table import SETTINGS
+from ranktape.capture.settings.options import SETTINGS, CaptureOptions
+from ranktape.capture.settings.setting import FILE_HELP, SWITCH_WORDS, Setting, is_given, shown
 from ranktape.errors import UsageError, nearest
 from ranktape.storage.places.urls import parse_storage_options
-from ranktape.storage.query.filters import split_texts
 
 DEFAULT_SAVE_DIR = "./enhanced_tensor_logs"
 """Where the legacy tools saved where nothing said where to."""
@@ -45,60 +44,56 @@ PREFIX = "RANKTAPE_"
 OTHER_VARIABLES = frozenset(
     PREFIX + name
     for name in (
-        *("CACHE_DIR", "CAPTURE", "LAUNCHED", "OWNER_PID"),
+        *("CACHE_DIR", "CAPTURE", "CAPTURE_CONFIG", "LAUNCHED", "OWNER_PID"),
         *("QUANT", "QUANT_PLAN", "QUANT_ATTENTION"),
     )
 )
 """Variables that begin so and are no setting of a capture."""
 
-_URL = "capture"
+_URL, _FILE = "capture", "capture_config"
 
 _BY_ALIAS: dict[str, Setting] = {alias: setting for setting in SETTINGS for alias in setting.aliases}
 
 
 def resolve(
     given: Mapping[str, Any], *, environment: Mapping[str, str] | None = None, iteration: int | None = None
-) -> tuple[str | None, dict[str, Any]]:
-    """Where to record, and every setting, checked: keyword arguments for `Capture`; None and nothing for nowhere.
+) -> tuple[str, CaptureOptions] | None:
+    """Where to record, and with which options; None for nowhere.
 
     Where nothing else says where to record, the legacy tools' variables are honoured: `TENSOR_SAVE_ENABLED`,
     `TENSOR_SAVE_DIR`, `TENSOR_SAVER_ITERATION`.
 
     Args:
-        given: Values as a command line has them, by the settings' names, and by `capture` the URL; what is None was
-            not given.
+        given: Values as a command line has them, by the settings' names, by `capture` the URL and by `capture_config`
+            the file; what is None was not given.
         environment: The variables; those of the process by default.
         iteration: The number of the first iteration of a capture in the legacy tools' place: it begins at once, and
-            adds to what is there, where that was not set otherwise.
+            adds to the run that is there, unless something else is set.
 
     Raises:
         UsageError: a value is not allowed, a name in the file is unknown, or the file cannot be read; the message
-            names where it was said.
+            names where it was given.
     """
     variables = os.environ if environment is None else environment
     said = _from_environment(variables)
-    asked = given_settings(given)
-    path = asked.get("capture_config", said.get("capture_config"))
-    values = {**({} if path is None else read_config(path)), **said, **asked}
-    if path is not None:
-        values["capture_config"] = os.path.abspath(path)  # noqa: PTH100  (Path.resolve follows links)
+    path = given.get(_FILE) or variables.get(PREFIX + _FILE.upper(), "").strip() or None
+    values = {**({} if path is None else read_config(path)), **said, **given_settings(given)}
     in_file = values.pop(_URL, None)
     url = given.get(_URL) or variables.get(PREFIX + "CAPTURE") or in_file
     if url is None:
         is_enabled, save_dir, iteration = legacy_environment(variables)
         url = save_dir if is_enabled else None
     if url is None:
-        return None, {}
+        return None
     if iteration is not None:
         first = values.get("first_iteration", iteration)
         adds = not (values.get("resume") or values.get("overwrite"))
-        values = {"start": first, "add": adds, **values, "first_iteration": first}
-    options = CaptureOptions(**values)
-    return url, {setting.name: getattr(options, setting.name) for setting in SETTINGS}
+        values = {"start": first, "adds": adds, **values, "first_iteration": first}
+    return url, CaptureOptions(**values)
 
 
 def given_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of parsed command line values that were given, in Python's form; None stands for 'not given'.
+    """The parsed command line values that were given, in Python's form; None stands for 'not given'.
 
     Raises:
         UsageError: `storage_options` is not a JSON object.
@@ -107,30 +102,26 @@ def given_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_python(setting: Setting, value: Any) -> Any:
-    """A setting's value in Python's form, as a command line, a file or the environment says it."""
-    several = value if isinstance(value, list | tuple) else [value]
+    """A setting's value in Python's form, as a command line, a file or the environment has it."""
     if setting.name == "storage_options" and isinstance(value, str):
         return parse_storage_options(value)
-    if setting.name == "select":
-        return tuple(several)
-    return split_texts(several) if setting.is_filter else value
+    if setting.takes_several:
+        return tuple(value) if isinstance(value, list | tuple) else (value,)
+    return value
 
 
-def with_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Python's settings, and what the file that `capture_config` names says besides.
+def options_of(settings: Mapping[str, Any], *, capture_config: str | os.PathLike[str] | None) -> CaptureOptions:
+    """The options of Python's settings, and of a file where they leave something out.
 
     Raises:
-        UsageError: a name is no setting's, the file cannot be read, or it says what no setting is.
+        UsageError: a name is no setting's, the file cannot be read, or a value is not allowed.
     """
-    known = [setting.name for setting in SETTINGS]
-    if unknown := sorted(set(values) - set(known)):
-        raise UsageError(f"{unknown[0]!r} is no option of a capture: {nearest(unknown[0], sorted(known))}")
-    path = values.get("capture_config")
-    if path is None or values.keys() >= set(known):
-        return dict(values)  # the latter were resolved already
-    words = read_config(path)
+    known = sorted(one.name for one in dataclasses.fields(CaptureOptions))
+    if unknown := sorted(set(settings) - set(known)):
+        raise UsageError(f"{unknown[0]!r} is no option of a capture: {nearest(unknown[0], known)}")
+    words = {} if capture_config is None else read_config(capture_config)
     words.pop(_URL, None)
-    return {**words, **values}
+    return CaptureOptions(**{**words, **settings})
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -149,13 +140,13 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
                 raise UsageError(f"{label} {shown(value)} is not allowed: give the URL of a run")
             values[_URL] = value
             continue
+        if name == _FILE:
+            raise UsageError(f"{label} is not allowed: a file names no other file")
         setting = _BY_ALIAS.get(name)
         if setting is None:
             raise UsageError(f"{file}: there is no setting {key!r:.60}: {nearest(name, sorted((*_BY_ALIAS, _URL)))}")
         if setting.name in values:
             raise UsageError(f"{file}: {setting.name} is given twice, by two of its names: give it once")
-        if setting.name == "capture_config":
-            raise UsageError(f"{label} is not allowed: a file names no other file")
         if value is not None:
             values[setting.name] = _alone(setting, value, label=label)
     return values
@@ -236,8 +227,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     taken = parser._option_string_actions  # noqa: SLF001  (argparse tells it in no other way)
     group = parser.add_argument_group("capture (ranktape)")
     group.add_argument("--capture", metavar="URL", default=None, help="Record tensors into the run at this URL.")
+    group.add_argument("--capture-config", metavar="FILE", default=None, help=FILE_HELP)
     for setting in SETTINGS:
-        names = (setting.flag, "--capture-" + setting.flag.removeprefix("--").removeprefix("capture-"))
+        names = (setting.flag, "--capture-" + setting.flag.removeprefix("--"))
         flags = [name for name in dict.fromkeys(names) if name not in taken]
         # A percent sign in a help text is argparse's own.
         about: dict[str, Any] = {"dest": _DEST + setting.name, "default": None, "help": setting.help.replace("%", "%%")}
@@ -255,6 +247,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def given_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The values of `add_arguments`' options, by the settings' names, and by `capture` the URL."""
+    """The values of `add_arguments`' options, by the settings' names, and where to record."""
     given = {setting.name: getattr(args, _DEST + setting.name, None) for setting in SETTINGS}
-    return {"capture": getattr(args, "capture", None), **given}
+    return {**{name: getattr(args, name, None) for name in (_URL, _FILE)}, **given}

@@ -1,60 +1,365 @@
-"""The options of a capture, with the rules among them checked, and what follows from them."""
+"""The settings of a capture: one table from which Python, the command line, a file and the environment take them.
+
+A setting has one name everywhere: `host_budget_nbytes` in Python is `--host-budget-nbytes` on a command line and
+RANKTAPE_HOST_BUDGET_NBYTES in the environment. Rules of `select` are read by `ranktape.capture.settings.rules`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
+import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from ranktape.capture.settings.rules import (
-    CLOSED,
-    DEFAULT_LAYER_TYPES,
-    LAYER_OUTPUTS,
-    CaptureRule,
-    cadence_of,
-    fits,
-    listed,
-    read_numbers,
-    read_selection,
-    rule_words,
-)
-from ranktape.capture.settings.setting import is_given
-from ranktape.capture.settings.table import ASKED_SETTINGS, SETTINGS, Settings
-from ranktape.capture.settings.triggers import read_site_triggers
+from ranktape.capture.settings.cadence import Cadence
+from ranktape.capture.settings.setting import Setting, is_given, option
 from ranktape.errors import UsageError, nearest
-from ranktape.storage.format.record_info import Keep, Mode
-from ranktape.storage.query.columns import StringColumn, glob
+from ranktape.storage.format.record_info import Compression, Keep, Mode, check_term
+
+if TYPE_CHECKING:
+    from ranktape.capture.settings.rules import CaptureRule, SiteTrigger
+
+MAX_ITERATIONS = 100_000
+"""Iterations that a capture may guarantee or go on to: every rank is told the list of them as a whole."""
+
+DEFAULT_LAYER_TYPES = ("linear", "attention")
+LAYER_OUTPUTS = ("embedding", "hidden")
+"""The kinds of layers that `layers` asks for."""
 
 
-class CaptureOptions(Settings):
-    """The settings of a capture, checked; its fields are those of `Settings`.
+class Policy(enum.StrEnum):
+    """What happens when an iteration does not fit into the host budget, because the store is slow or does not answer.
+
+    Until the guaranteed minimum is stored it is always `block`.
+    """
+
+    BLOCK = "block"
+    """The training waits for the writer, at most `block_timeout_seconds`."""
+    SKIP = "skip"
+    """The whole iteration is skipped on every rank, and the run says so."""
+    HISTOGRAM = "histogram"
+    """While the training waits, large tensors are counted instead of stored, and their records say so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureOptions:
+    """The settings of a capture, checked.
 
     Raises:
         UsageError: a value is outside of what its field allows; the message names the option.
     """
 
-    __slots__ = ()
+    # torchrun takes --start, wherever it stands, for an abbreviation of two options of its own.
+    start: int = option(0, "First iteration to capture, counted from 0.", least=0, long_name="start_at")
+    every: int = option(1, "Capture every N-th iteration from the first one on.", least=1)
+    min_iterations: int = option(
+        1, "Iterations guaranteed to be stored complete from all ranks.", least=1, most=MAX_ITERATIONS
+    )
+    max_iterations: int | None = option(
+        None,
+        "Go on to this many complete iterations; the guaranteed minimum by default.",
+        kind=int,
+        least=1,
+        most=MAX_ITERATIONS,
+    )
+    first_iteration: int = option(
+        0, "Number of the first training step, after a checkpoint; none before it is captured.", least=0
+    )
+    quant_type: str | None = option(
+        None, "Tag: what the run computes in (bf16, mxfp8, ...); the compute dtype by default.", metavar="TAG"
+    )
+    select: Any = option(
+        (),
+        "Fields and what is kept, as in 'layer_type=attention rank=0-3 keep=histogram'; of several rules the first "
+        "that fits a tensor decides, and what none fits is not captured.",
+        takes_several=True,
+        metavar="RULE",
+        is_free=True,
+    )
+    layers: Any = option(
+        None,
+        "Record the embedding's output and those of all decoder layers ('all'), or of some: 0,30,61. "
+        "Linear and attention layers are left out unless --select names them.",
+        is_free=True,
+        metavar="LAYERS",
+    )
+    keep: str = option(
+        "values", "What is kept of each tensor for which no rule says it.", choices=tuple(map(str, Keep))
+    )
+    # torchrun takes --master for an abbreviation of several options of its own.
+    master: bool = option(
+        False,  # noqa: FBT003  (the default)
+        "Record the weights that the optimizer updates, and their reduced gradients, too.",
+        long_name="with_master",
+    )
+    advance_on: Any = option(
+        "optimizer",
+        "What ends an iteration: optimizer (the first that steps), optimizer:N (the N-th, from 0), forward "
+        "(each outermost forward pass), or step (the script calls capture.step()).",
+        is_free=True,
+        metavar="EVENT",
+    )
+    sample_dim: int | None = option(
+        None, "Dimension of activations that holds samples; found from the batch by default.", kind=int, least=0
+    )
+    compiled: str = option(
+        "graph",
+        "How compiled code is recorded: inside of its graphs, or run eagerly in captured iterations.",
+        choices=("graph", "eager"),
+    )
+    policy: str = option(
+        Policy.BLOCK.value,
+        "What to do, once the minimum is there, when an iteration does not fit into the budget.",
+        choices=tuple(policy.value for policy in Policy),
+    )
+    host_budget_nbytes: int | None = option(
+        None,
+        "Host memory for staged tensors, in bytes per rank; from the free memory by default.",
+        kind=int,
+        least=1 << 20,
+    )
+    block_timeout_seconds: float = option(
+        120.0,
+        "Longest wait of the training for the writer, after which capture disables itself, and of the writer for a "
+        "store that does not answer, after which the iteration fails.",
+        least=0,
+    )
+    finish_timeout_seconds: float = option(300.0, "Longest wait at the end for what is not stored yet.", least=0)
+    compression: str = option(
+        Compression.NONE.value,
+        "How values are packed: zstd leaves about four fifths of bf16, blosc (bits shuffled first) seven tenths.",
+        choices=tuple(compression.value for compression in Compression),
+    )
+    keep_last: int | None = option(
+        None,
+        "Delete all but the last N complete iterations, as --max-iterations of them come: never more than N are "
+        "there, and one while the next is committed; all stay by default.",
+        kind=int,
+        least=1,
+    )
+    stop_when_stored: bool = option(
+        False,  # noqa: FBT003  (the default)
+        "End the training, with exit code 0 and before the same iteration on all ranks, once the guaranteed "
+        "iterations (with --max-iterations so many) are stored complete.",
+    )
+    record_last: int | None = option(
+        None,
+        "Flight recorder: store nothing until something happens on any rank, then on all ranks the iteration in which "
+        "it did, the last N recorded before it and the one after it.",
+        kind=int,
+        least=1,
+    )
+    trigger: Any = option(
+        (),
+        "With --record-last: a metric's limit, as in \"absmax > 448 where tensor_name == 'input'\"; besides it NaN, "
+        "infinities, errors and crashes always count.",
+        takes_several=True,
+        metavar="RULE",
+    )
+    spill_dir: str | None = option(
+        None, "Directory that takes an iteration when the store cannot, until 'ranktape push' brings it there."
+    )
+    strict: bool = option(False, "End the training with an error when the capture fails inside.")  # noqa: FBT003
+    manual: bool = option(False, "Attach no hooks: record only what save_tensor is given.")  # noqa: FBT003
+    resume: bool = option(False, "Continue the run that is at the URL, as a new attempt.")  # noqa: FBT003
+    overwrite: bool = option(False, "Delete the run that is at the URL first.")  # noqa: FBT003
+    storage_options: Mapping[str, Any] | None = option(
+        None,
+        'JSON object for fsspec, such as \'{"endpoint_url": "http://host:9000"}\'.',
+        is_secret=True,
+        is_free=True,
+        metavar="JSON",
+    )
+    layer_offset: int = 0
+    """Added to the index of each layer, on a later pipeline stage; only in Python, as each rank has its own."""
+    adds: bool = False
+    """Whether the records of a run at the URL are shown beside the new ones, as in a folder of the legacy tools."""
 
     def __post_init__(self) -> None:
-        """Check every value, and the rules together."""
-        super().__post_init__()
-        read_site_triggers(self.trigger)
-        if not (self.selects or is_given(self.layers)):
-            return
-        # What lies before the first step may be complete already in a run that is continued.
-        first = 0 if self.resume else self.first_iteration
-        cadence = dataclasses.replace(cadence_of(self), first=first)
-        read_numbers("layers", self.layers)
-        _ = self.wanted_modes
-        least = self.guaranteed_iterations
-        count = len(cadence.following(count=least)) if cadence.is_limited else least
-        if count < least:
+        """Check every value, and the rules among them.
+
+        Raises:
+            UsageError: one is not allowed.
+        """
+        for setting in SETTINGS:
+            setting.check(getattr(self, setting.name))
+        if not isinstance(self.layer_offset, int) or self.layer_offset < 0:
+            raise UsageError(f"layer_offset {self.layer_offset!r:.60} is not allowed: give a whole number from 0 on")
+        if self.max_iterations is not None and self.max_iterations < self.min_iterations:
             raise UsageError(
-                f"--start-at, --every, --iteration, --where and --select leave {count} iteration{'s' * (count != 1)}, "
-                f"fewer than --min-iterations {self.min_iterations}: choose more, or guarantee fewer"
+                f"--max-iterations {self.max_iterations} is below --min-iterations {self.min_iterations}: raise it"
             )
+        if self.keep_last is not None and self.keep_last < self.min_iterations:
+            raise UsageError(
+                f"--keep-last {self.keep_last} is below --min-iterations {self.min_iterations}, which are guaranteed: "
+                f"raise it"
+            )
+        self._check_recorder()
+        if self.quant_type is not None:
+            check_term(self.quant_type, field="quant_type")
+        self._check_advance_on()
+        given: Any = self.storage_options  # callers without type checks pass anything
+        if not isinstance(given, Mapping | None):
+            kind = type(given).__name__
+            raise UsageError(f"--storage-options is a {kind}: give an object such as {{'anon': True}}")
+        try:
+            json.dumps(given)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"--storage-options cannot be passed on as JSON ({error}): give text and numbers"
+            ) from error
+        if self.resume + self.overwrite + self.adds > 1:
+            raise UsageError("--resume and --overwrite exclude each other: give one")
+        _ = self.triggers
+        if is_given(self.select) or is_given(self.layers):
+            from ranktape.capture.settings.rules import read_numbers
+
+            read_numbers("layers", self.layers)
+            _ = self.wanted_modes
+
+    def _check_recorder(self) -> None:
+        """Return if the values fit a flight recorder, or a capture that is none."""
+        if self.record_last is None:
+            if is_given(self.trigger):
+                raise UsageError("--trigger is for a flight recorder: add --record-last, the iterations that it holds")
+            return
+        counts = {"--max-iterations": self.max_iterations, "--keep-last": self.keep_last}
+        if self.min_iterations != 1:
+            counts["--min-iterations"] = self.min_iterations
+        for flag, count in counts.items():
+            if count is not None:
+                raise UsageError(
+                    f"{flag} {count} counts iterations that are stored in any case, and --record-last stores none "
+                    f"until something happens: leave one of them out"
+                )
+        if self.stop_when_stored:
+            raise UsageError(
+                "--stop-when-stored waits for guaranteed iterations, and --record-last has none: leave one of them out"
+            )
+        if self.manual:
+            raise UsageError("--record-last holds what hooks see, and --manual has none: leave one of them out")
+
+    def _check_advance_on(self) -> None:
+        value, events, most_digits = self.advance_on, ("optimizer", "forward", "step"), 9
+        name, _, number = value.partition(":") if isinstance(value, str) else ("", "", "")
+        is_numbered = name == "optimizer" and number.isdecimal() and len(number) <= most_digits
+        if value not in events and not is_numbered and not callable(getattr(value, "step", None)):
+            raise UsageError(
+                f"--advance-on {value!r:.60} is not allowed: give {', '.join(events)}, optimizer:N, or an optimizer"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: the writer reads no rules."""
+        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+
+    @functools.cached_property
+    def rules(self) -> tuple[CaptureRule, ...]:
+        """The rules of which the first that fits a tensor decides; there is at least one."""
+        from ranktape.capture.settings.rules import read_rules
+
+        return read_rules(self.select, keep=self.keep, outputs=LAYER_OUTPUTS if self.wants_layers else ())
+
+    @functools.cached_property
+    def triggers(self) -> tuple[SiteTrigger, ...]:
+        """The limits of metrics at which a flight recorder stores what it holds."""
+        if not is_given(self.trigger):
+            return ()
+        from ranktape.capture.settings.rules import read_site_triggers
+
+        return read_site_triggers(self.trigger)
+
+    @property
+    def cadence(self) -> Cadence:
+        """The iterations that may be captured."""
+        return Cadence(start=self.start, every=self.every, first=self.first_iteration)
+
+    @property
+    def guaranteed_iterations(self) -> int:
+        """How many iterations are guaranteed to be stored complete; a flight recorder guarantees none."""
+        return self.min_iterations if self.record_last is None else 0
+
+    @property
+    def target_iterations(self) -> int:
+        """How many complete iterations end the capture; a flight recorder does not end for any."""
+        if self.record_last is not None:
+            return 0
+        return self.min_iterations if self.max_iterations is None else self.max_iterations
+
+    @property
+    def wants_layers(self) -> bool:
+        """Whether the outputs of the embedding and of decoder layers are recorded."""
+        return is_given(self.layers) and self.layers is not False
+
+    @functools.cached_property
+    def _chosen(self) -> list[tuple[list[str], list[str]]]:
+        """The kinds of layers and the modules that each rule of `select` names."""
+        if not is_given(self.select):
+            return []
+        from ranktape.capture.settings.rules import listed, rule_words
+
+        names = ("layer_type", "module")
+        found = [
+            [listed(words[name]) if is_given(words.get(name)) else [] for name in names]
+            for words in rule_words(self.select)
+        ]
+        return [(types, modules) for types, modules in found]
+
+    @functools.cached_property
+    def wanted_layer_types(self) -> tuple[str, ...]:
+        """The kinds of layers to attach to: names or globs."""
+        outputs = LAYER_OUTPUTS if self.wants_layers else ()
+        usual = [] if outputs else list(DEFAULT_LAYER_TYPES)
+        found = [one for types, _ in self._chosen for one in (types or usual)] if self._chosen else usual
+        return tuple(dict.fromkeys((*found, *outputs)))
+
+    def wants_layer_type(self, layer_type: str) -> bool:
+        """Whether to attach to layers of that kind."""
+        return _fits(self.wanted_layer_types, layer_type)
+
+    def names_layer_type(self, layer_type: str) -> bool:
+        """Whether a rule names layers of that kind, so that they are not asked for by `layers` alone."""
+        return _fits(tuple(one for types, _ in self._chosen for one in types), layer_type)
+
+    def wants_module(self, path: str) -> bool:
+        """Whether to attach to modules of that path."""
+        return not self._chosen or any(not modules or _fits(tuple(modules), path) for _, modules in self._chosen)
+
+    @property
+    def named_modules(self) -> list[str]:
+        """The globs of modules, where every rule names some."""
+        return [one for _, modules in self._chosen for one in modules] if all(m for _, m in self._chosen) else []
+
+    @property
+    def names_mode(self) -> bool:
+        """Whether a rule says in which mode the passes are."""
+        return any("mode" in rule.names for rule in self.rules)
+
+    @functools.cached_property
+    def wanted_modes(self) -> tuple[str, ...]:
+        """The modes of the passes that are recorded: those that rules ask for; by default `train`, with `layers` both.
+
+        Raises:
+            UsageError: a rule is for none.
+        """
+        modes = tuple(map(str, Mode))
+        usual = modes if self.wants_layers else (Mode.TRAIN.value,)
+        if not is_given(self.select) or not self.names_mode:
+            return usual
+        from ranktape.storage.query.columns import StringColumn
+
+        column = StringColumn.of(modes)
+        found: set[str] = set()
+        for number, rule in enumerate(self.rules, start=1):
+            fitting = rule.can_hold(lambda _: column, known={"mode"}, num_rows=len(modes))
+            own = [mode for mode, fits_it in zip(modes, fitting, strict=True) if fits_it]
+            if not own:
+                raise UsageError(f"--select, rule {number}, is for passes in neither train nor eval mode: change it")
+            found.update(own if "mode" in rule.names else usual)
+        return tuple(mode for mode in modes if mode in found)
 
     def asked(self, settings: Mapping[str, Any]) -> CaptureOptions:
         """The options for an iteration that somebody asked for, in which these settings select, where any is given.
@@ -64,99 +369,89 @@ class CaptureOptions(Settings):
         """
         if unknown := sorted(settings.keys() - set(ASKED_SETTINGS)):
             raise UsageError(f"{unknown[0]!r:.60} selects nothing: {nearest(unknown[0], ASKED_SETTINGS)}")
-        plain = {setting.name: setting.default for setting in SETTINGS if setting.name in ASKED_SETTINGS}
-        own = {**plain, **settings} if settings else {}
-        # A rule's own distance says nothing of a single iteration, and need not fit to that of the capture.
-        return dataclasses.replace(self, iteration=(), every=1, **own)
-
-    @property
-    def selects(self) -> bool:
-        """Whether anything of what the hooks see is left out, or kept in another form."""
-        return self.keep != Keep.VALUES or bool(self.selection_flags)
-
-    @property
-    def wanted_layer_types(self) -> tuple[str, ...]:
-        """The kinds of layers to attach to: names or globs."""
-        outputs = LAYER_OUTPUTS if self.wants_layers else ()
-        if is_given(self.layer_type):
-            found = listed(self.layer_type)
-        elif is_given(self.select):
-            asked = [words.get("layer_type") for words in rule_words(self.select)]
-            found = [one for types in asked for one in (listed(types) if is_given(types) else DEFAULT_LAYER_TYPES)]
-        else:
-            found = [] if outputs else list(DEFAULT_LAYER_TYPES)
-        return tuple(dict.fromkeys((*found, *outputs)))
-
-    def wants_layer_type(self, layer_type: str) -> bool:
-        """Whether layers of that kind are attached to."""
-        return fits(self.wanted_layer_types, layer_type)
-
-    def wants_module(self, path: str) -> bool:
-        """Whether modules of that path are attached to."""
-        return not is_given(self.module) or fits(tuple(listed(self.module)), path)
-
-    def names_layer_type(self, layer_type: str) -> bool:
-        """Whether layers of that kind are asked for by `layer_type`, and not by `layers` alone."""
-        return is_given(self.layer_type) and fits(tuple(listed(self.layer_type)), layer_type)
-
-    @property
-    def wanted_modes(self) -> tuple[str, ...]:
-        """The modes of the passes that are recorded: those that the options and rules ask for, by default `train`.
-
-        Raises:
-            UsageError: a rule, or `where`, is for a mode that the options leave out, or for none.
-        """
-        general, rules = read_selection(self)
-        usual = CLOSED["mode"] if self.wants_layers else (Mode.TRAIN.value,)
-        allowed = _modes_that_fit(general) if "mode" in general.names else CLOSED["mode"]
-        asked = f"--mode {','.join(listed(self.mode))}" if is_given(self.mode) else "--where"
-        if not allowed:
-            with_modes = f", with {asked}," if is_given(self.mode) else ""
-            raise UsageError(f"--where {self.where!r:.60}{with_modes} takes neither training nor evaluation: change it")
-        if "mode" not in general.names and not any("mode" in rule.names for rule in rules):
-            return tuple(usual)
-        found: set[str] = set()
-        for number, rule in enumerate(rules, start=1):
-            own = _modes_that_fit(rule)
-            if not set(own) & set(allowed):
-                raise UsageError(
-                    f"--select, rule {number}, is for passes in mode {' or '.join(own) or 'neither train nor eval'}, "
-                    f"and {asked} takes only {' and '.join(allowed)}: change one of them"
-                )
-            found |= set(own if "mode" in rule.names else allowed if "mode" in general.names else usual)
-        return tuple(mode for mode in allowed if mode in found)
+        own = {"select": (), "keep": Keep.VALUES.value, "layers": None, **settings} if settings else {}
+        return dataclasses.replace(self, **own)
 
     def document(self) -> dict[str, Any]:
         """What the run's document says of the capture: JSON, without secrets."""
-        public = {setting.name: getattr(self, setting.name) for setting in SETTINGS}
+        public = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         del public["storage_options"]
         public["min_iterations"] = self.guaranteed_iterations
         written: dict[str, Any] = json.loads(json.dumps(public, default=_plain))
         return written
 
 
+class CaptureSettings(TypedDict, total=False):
+    """The keyword arguments of `Capture`: the fields of `CaptureOptions`, whose help says what each means."""
+
+    start: int
+    every: int
+    min_iterations: int
+    max_iterations: int | None
+    first_iteration: int
+    quant_type: str | None
+    select: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
+    layers: str | int | bool | Sequence[int] | None
+    keep: str
+    master: bool
+    advance_on: Any
+    sample_dim: int | None
+    compiled: str
+    policy: str
+    host_budget_nbytes: int | None
+    block_timeout_seconds: float
+    finish_timeout_seconds: float
+    compression: str
+    keep_last: int | None
+    stop_when_stored: bool
+    record_last: int | None
+    trigger: str | Sequence[str]
+    spill_dir: str | os.PathLike[str] | None
+    strict: bool
+    manual: bool
+    resume: bool
+    overwrite: bool
+    storage_options: Mapping[str, Any] | None
+    layer_offset: int
+    adds: bool
+
+
+SETTINGS: Sequence[Setting] = tuple(
+    dataclasses.replace(item.metadata["setting"], name=item.name)
+    for item in dataclasses.fields(CaptureOptions)
+    if "setting" in item.metadata
+)
+"""Every setting, in the order of `CaptureOptions`."""
+
+ASKED_SETTINGS = ("select", "keep")
+"""The settings that may be given for iterations that somebody asks for while the training runs."""
+
+
 def check_layer_types(options: CaptureOptions, *, known: Sequence[str]) -> None:
-    """Let kinds of layers pass that there are; besides these, one that is recorded by hand.
+    """Return if there are layers of the wanted kinds; besides known ones, some may be recorded by hand.
 
     Raises:
-        UsageError: none is known, or one has nearly the name of one that is; says which.
+        UsageError: no kind is known, or one has nearly the name of a known one.
     """
-    unknown = [] if options.manual else [one for one in options.wanted_layer_types if not any(map(glob(one), known))]
+    unknown = (
+        []
+        if options.manual
+        else [one for one in options.wanted_layer_types if not any(_fits((one,), each) for each in known)]
+    )
     for pattern in unknown:
         hint = nearest(pattern, known, otherwise="give one of", cutoff=0.6)
         if hint.startswith("did you") or len(unknown) == len(options.wanted_layer_types):
-            raise UsageError(f"no kind of layer is called {pattern!r:.60} (--layer-type): {hint}")
+            raise UsageError(f"no kind of layer is called {pattern!r:.60} (--select layer_type=...): {hint}")
 
 
-def _modes_that_fit(rule: CaptureRule) -> tuple[str, ...]:
-    modes = CLOSED["mode"]
-    column = StringColumn.of(modes)
-    fitting = rule.can_hold(lambda _: column, known={"mode"}, num_rows=len(modes))
-    return tuple(mode for mode, fits_it in zip(modes, fitting, strict=True) if fits_it)
+def _fits(patterns: tuple[str, ...], text: str) -> bool:
+    from ranktape.capture.settings.rules import fits  # imports numpy, which help does not need
+
+    return fits(patterns, text)
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no word for, in one that it has."""
+    """A value that JSON cannot hold, as one that it can."""
     if isinstance(value, set | frozenset):
         return sorted(value, key=str)
     if hasattr(value, "tolist"):

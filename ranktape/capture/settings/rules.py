@@ -1,7 +1,8 @@
-"""The rules by which a capture chooses tensors, checked once, before the training begins.
+"""The rules by which a capture chooses tensors, and the limits at which a flight recorder stores what it holds.
 
-The filters are those of queries (`ranktape.storage.query`), on the fields that are known when a tensor is captured.
-A rule such as `layer_type=attention every=100 where="call > 0"` is read word by word:
+Both are checked once, before the training begins. The filters are those of queries (`ranktape.storage.query`), on the
+fields that are known when a tensor is captured. A rule such as `layer_type=attention where="call > 0"` is read word by
+word:
 
     rules  = rule { ";" rule }
     rule   = item { white-space item }
@@ -10,9 +11,11 @@ A rule such as `layer_type=attention every=100 where="call > 0"` is read word by
     bare   = characters other than white-space, quotes and ";"
     quoted = characters in single or double quotes, with a backslash before a quote or a backslash
 
-Names are a record's fields, `where`, `every`, `samples` and `keep`; a hyphen in a name is an underscore. Values are
-those of the options of the same names. The text is data: it is read by the expression below, and nothing of it is
-ever run.
+Names are a record's fields, `where`, `samples` and `keep`; a hyphen in a name is an underscore. The text is data: it is
+read by the expression below, and nothing of it is ever run.
+
+A limit is a condition on metrics of one tensor, and the records to which it applies, as in a gate rule:
+`absmax > 448 where tensor_name == 'input'`.
 """
 
 from __future__ import annotations
@@ -25,19 +28,20 @@ from typing import Any
 
 import numpy as np
 
-from ranktape.capture.settings.cadence import Beat, Cadence
-from ranktape.capture.settings.setting import COLLECTIONS, MAX_NUMBER, is_given, shown
-from ranktape.capture.settings.table import SETTINGS, Settings
+from ranktape.capture.settings.setting import COLLECTIONS, is_given, shown
 from ranktape.errors import UnknownFieldError, UsageError, nearest
 from ranktape.fields import FieldKind, field_names
-from ranktape.storage.format.record_info import Keep, Mode, Operation
+from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, Keep, Mode, Operation
 from ranktape.storage.query.columns import Column, ColumnSource, Mask, NumberRange, StringColumn, glob
-from ranktape.storage.query.filters import Filter, parse_filter, split_texts
+from ranktape.storage.query.filters import Filter, parse_filter, split_rule, split_texts
 from ranktape.storage.query.where import Where, parse_where
 
 _TEXT_KINDS = (FieldKind.TEXT, FieldKind.JSON)
 TEXT_FIELDS = field_names(lambda field: field.is_early and field.kind in _TEXT_KINDS)
-NUMBER_FIELDS = (*field_names(lambda field: field.is_early and field.kind not in _TEXT_KINDS), "numel")
+NUMBER_FIELDS = (
+    *field_names(lambda field: field.is_early and field.kind not in _TEXT_KINDS and field.name != "iteration"),
+    "numel",
+)
 FIELDS = (*TEXT_FIELDS, *NUMBER_FIELDS)
 """What is known of a tensor when it is captured."""
 
@@ -45,11 +49,6 @@ CLOSED = {"operation": tuple(map(str, Operation)), "mode": tuple(map(str, Mode))
 """Fields of which all values are known."""
 
 KEEPS = tuple(map(str, Keep))
-
-DEFAULT_LAYER_TYPES = ("linear", "attention")
-LAYER_OUTPUTS = ("embedding", "hidden")
-"""The kinds of layers that `layers` asks for."""
-
 
 MAX_LENGTH = 20_000
 """Characters of a text."""
@@ -93,14 +92,12 @@ def _below(chosen: Filter, count: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CaptureRule:
-    """Some tensors, when they are captured, and what is kept of them; each is equal to itself alone."""
+    """Some tensors, and what is kept of them; each rule is equal to itself alone."""
 
     filters: tuple[Filter, ...]
     """All of them must hold."""
     where: Where | None
     """An expression that must hold too."""
-    every: int
-    """Captured in each so manieth iteration, from the first captured one on."""
     samples: Numbers | None
     """The samples that are kept; None for all."""
     keep: str
@@ -123,42 +120,33 @@ class CaptureRule:
         return found
 
 
-def read_selection(options: Settings) -> tuple[CaptureRule, tuple[CaptureRule, ...]]:
-    """What holds for all tensors, and the rules of which the first that fits decides; one of them at least.
+def read_rules(select: Any, *, keep: str, outputs: Sequence[str]) -> tuple[CaptureRule, ...]:
+    """The rules of which the first that fits a tensor decides; one of them at least.
+
+    Args:
+        select: The rules, as texts and mappings.
+        keep: What is kept where a rule does not say it.
+        outputs: Kinds of layers that are taken whatever the rules choose; where a rule fits one, it alone decides.
 
     Raises:
-        UsageError: something that no rule can say; the message names the option, and the rule by its number.
+        UsageError: something that no rule can be; the message names the rule by its number.
     """
-    general = _rule(_top_level(options), options=options, label="")
-    rules = tuple(
-        _rule(words, options=options, label=f"--select, rule {number}: ")
-        for number, words in enumerate(rule_words(options.select), start=1)
-    )
+    rules = [
+        _rule(words, keep=keep, label=f"--select, rule {number}: ")
+        for number, words in enumerate(rule_words(select), start=1)
+    ]
     for number, rule in enumerate(rules[:-1], start=1):
         if not (rule.filters or rule.where):
             raise UsageError(f"--select, rule {number + 1} is never asked: rule {number} fits everything, put it last")
-    alone = CaptureRule(filters=(), where=None, every=options.every, samples=general.samples, keep=general.keep)
-    return general, rules or (alone,)
-
-
-def cadence_of(options: Settings) -> Cadence:
-    """The iterations that a capture's options ask for.
-
-    Raises:
-        UsageError: their rules are none.
-    """
-    if options.keep == Keep.VALUES and not options.selection_flags:
-        return Cadence.regular(start=options.start, every=options.every, first=options.first_iteration)
-    general, rules = read_selection(options)
-    beats = [
-        Beat(
-            every=rule.every,
-            filters=tuple(one for one in (*general.filters, *rule.filters) if one.field == "iteration"),
-            wheres=tuple(each.where.text for each in (general, rule) if each.where and "iteration" in each.where.names),
-        )
-        for rule in rules
-    ]
-    return Cadence(start=options.start, beats=tuple(beats), first=options.first_iteration)
+    if rules and outputs:
+        column = StringColumn.of(outputs)
+        named = np.zeros(len(outputs), dtype=np.bool_)
+        for rule in rules:
+            named |= rule.can_hold(lambda _: column, known={"layer_type"}, num_rows=len(outputs))
+        if not named.all():
+            others = [kind for kind, is_named in zip(outputs, named, strict=True) if not is_named]
+            rules.append(_rule({"layer_type": others}, keep=keep, label=""))
+    return tuple(rules) or (CaptureRule(filters=(), where=None, samples=None, keep=keep),)
 
 
 def parse_rules(text: str) -> list[dict[str, str]]:
@@ -177,7 +165,7 @@ def parse_rules(text: str) -> list[dict[str, str]]:
             rest = text[start:].lstrip()
             raise UsageError(
                 f"--select: expected NAME=VALUE at character {len(text) - len(rest) + 1}, found {rest[:_CONTEXT]!r}: "
-                f"write a rule as in \"layer_type=attention every=100 where='call > 0'\""
+                f"write a rule as in \"layer_type=attention where='call > 0'\""
             )
         start = match.end()
         if match["end"] is not None:
@@ -212,7 +200,7 @@ def rule_words(given: Any) -> list[dict[str, Any]]:
             raise UsageError(f"select: {shown(rule)} is no rule: give a mapping of fields, or a text for --select")
         number = len(rules) + 1
         if not rule:
-            raise UsageError(f"select: rule {number} is empty: give it a field, every, samples or keep")
+            raise UsageError(f"select: rule {number} is empty: give it a field, samples or keep")
         rules.append({})
         for written, value in rule.items():
             name = str(written).replace("-", "_")
@@ -256,40 +244,27 @@ def _counts_from_zero(alternative: Any) -> bool:
     return isinstance(alternative, int) and not isinstance(alternative, bool) and alternative >= 0
 
 
-def _top_level(options: Settings) -> dict[str, Any]:
-    words = {
-        setting.name: getattr(options, setting.name)
-        for setting in SETTINGS
-        if setting.is_filter and is_given(getattr(options, setting.name))
-    }
-    if "layer_type" in words and options.wants_layers:
-        words["layer_type"] = [*listed(words["layer_type"]), *LAYER_OUTPUTS]
-    return {**words, "where": options.where, "samples": options.samples, "keep": options.keep}
-
-
-def _rule(words: Mapping[str, Any], *, options: Settings, label: str) -> CaptureRule:
+def _rule(words: Mapping[str, Any], *, keep: str, label: str) -> CaptureRule:
     # None is a missing value, as in a query; of what is no field it stands for 'not given'.
     given = {name: value for name, value in words.items() if value is not None or name in FIELDS}
-    every = given.pop("every", options.every)
     where = given.pop("where", None)
-    samples = given.pop("samples", options.samples)
-    keep = given.pop("keep", options.keep)
+    samples = given.pop("samples", None)
+    kept = given.pop("keep", keep)
     try:
-        if keep not in KEEPS:
-            raise UsageError(f"keep {shown(keep)} is not allowed: give one of {', '.join(KEEPS)}")
+        if kept not in KEEPS:
+            raise UsageError(f"keep {shown(kept)} is not allowed: give one of {', '.join(KEEPS)}")
         return CaptureRule(
             filters=tuple(_checked_filter(name, value) for name, value in given.items()),
             where=None if where is None else _checked_where(where),
-            every=_checked_every(every, least=options.every),
             samples=None if samples is None else read_numbers("samples", samples),
-            keep=str(keep),
+            keep=str(kept),
         )
     except UsageError as error:
         raise type(error)(label + str(error)) from error
 
 
 def _checked_filter(name: str, value: Any) -> Filter:
-    _check_names([name], others=("where", "every", "samples", "keep"))
+    _check_names([name], others=("where", "samples", "keep"))
     found = parse_filter(name, value)
     found.mask(_no_rows, 0)
     for text in found.parts if name in CLOSED else ():
@@ -309,17 +284,10 @@ def _checked_where(text: Any) -> Where:
     return found
 
 
-def _checked_every(value: Any, *, least: int) -> int:
-    every = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < len(str(MAX_NUMBER)) else value
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1 or every > MAX_NUMBER:
-        raise UsageError(f"every {shown(value)} is not allowed: give a whole number from 1 on")
-    if every % least:
-        raise UsageError(f"every {every} is not a multiple of --every {least}, which all rules share: give one")
-    return every
-
-
 def _check_names(names: Sequence[str], *, others: Sequence[str]) -> None:
     for name in names:
+        if name in {"iteration", "every"}:
+            raise UnknownFieldError(f"{name} is the same for all rules: choose iterations by --start-at and --every")
         if name in FIELDS:
             continue
         from ranktape.storage.format.catalogue import COLUMNS
@@ -347,3 +315,57 @@ def fits(patterns: tuple[str, ...], text: str) -> bool:
 def listed(value: Any) -> list[str]:
     """The texts of a value that is one or several."""
     return [str(one) for one in split_texts(value if isinstance(value, COLLECTIONS) else [value])]
+
+
+OF_STATISTICS = (
+    *("absmax", "minimum", "maximum", "mean", "mean_magnitude", "variance", "std", "rms", "norm"),
+    *("skewness", "kurtosis"),
+)
+"""Metrics of the finite values."""
+
+OF_OVERFLOW = (
+    *(f"overflow.{kind}.{what}" for kind in TALLY_KINDS for what in ("count", "ratio")),
+    *(f"overflow.{name}" for name in (*EXTREMES, "total", "ratio")),
+)
+"""Metrics at the limits of the dtype, infinities included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteTrigger:
+    """A limit of a metric, and the tensors that it holds for."""
+
+    text: str
+    """As it was given."""
+    condition: Where
+    """What has to hold of a tensor's metrics for something to have happened."""
+    where: Where | None
+    """What has to hold of its fields; None for all tensors."""
+
+
+def read_site_triggers(values: Any) -> tuple[SiteTrigger, ...]:
+    """The limits that the option gives.
+
+    Raises:
+        UsageError: one is no rule, or asks for a metric or a field that is not known when a tensor is captured.
+    """
+    given: Sequence[Any] = values if isinstance(values, list | tuple) else [values]
+    return tuple(_read(str(text)) for text in given if is_given(text))
+
+
+def _read(text: str) -> SiteTrigger:
+    try:
+        check, selection = split_rule(text)
+        condition = parse_where(check)
+        where = None if selection is None else parse_where(selection)
+        for name in condition.names:
+            if name not in (*OF_STATISTICS, *OF_OVERFLOW):
+                hint = nearest(name, (*OF_STATISTICS, *OF_OVERFLOW))
+                raise UsageError(f"{name!r} is no metric that is known of every tensor: {hint}")
+        known = (*FIELDS, "iteration")
+        for name in () if where is None else where.names:
+            if name not in known:
+                hint = nearest(name, known)
+                raise UsageError(f"{name!r} is no field that is known when a tensor is captured: {hint}")
+    except UsageError as error:
+        raise UsageError(f"--trigger {text!r:.80}: {error}") from error
+    return SiteTrigger(text=" ".join(text.split()), condition=condition, where=where)

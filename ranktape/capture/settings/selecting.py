@@ -1,4 +1,4 @@
-"""Decides of each tensor whether the capture takes it now and what is kept of it, and names what a selection missed.
+"""Decides of each tensor whether the capture takes it and what is kept of it, and names what a selection missed.
 
 The answer follows from the rules by the same code that selects records when a run is read, on columns of one row. It is
 found once for tensors that the rules cannot tell apart, and looked up from then on.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.capture.settings.rules import LAYER_OUTPUTS, TEXT_FIELDS, CaptureRule, cadence_of, read_selection
+from ranktape.capture.settings.rules import TEXT_FIELDS, CaptureRule, rule_words
 from ranktape.storage.query.columns import Column, StringColumn
 from ranktape.storage.query.filters import Filter
 
@@ -62,28 +62,20 @@ def find_unmatched(options: CaptureOptions, seen: Sightings, *, paths: Collectio
     """A line for each alternative of a filter, and each rule, that nothing matched in a model with these modules."""
     if not seen.sites:
         return  # there was nothing to match, as in a capture of evaluation before that comes
-    general, rules = read_selection(options)
-    yield from (
-        f"--{one.field.replace('_', '-')} {text}"
-        for one in general.filters
-        for text in _unmatched_of(one, seen, paths=paths, without=LAYER_OUTPUTS if options.wants_layers else ())
-    )
-    for number, rule in enumerate(rules, start=1):
+    for number, (rule, _) in enumerate(zip(options.rules, rule_words(options.select), strict=False), start=1):
         found = [f"{one.field} {text}" for one in rule.filters for text in _unmatched_of(one, seen, paths=paths)]
         if not found and not rule.can_hold(seen.column, known=OF_SITES, num_rows=len(seen.sites)).any():
             found = ["matches nothing of the first iteration: see what 'ranktape analyze ls' shows without it"]
         yield from (f"--select, rule {number}: {text}" for text in found)
 
 
-def _unmatched_of(
-    chosen: Filter, seen: Sightings, *, paths: Collection[str], without: Sequence[str] = ()
-) -> Iterator[str]:
+def _unmatched_of(chosen: Filter, seen: Sightings, *, paths: Collection[str]) -> Iterator[str]:
     if chosen.field not in (*OF_SITES, *_OF_TENSORS, "rank"):
         return
     column = seen.column(chosen.field)
     for one in chosen.parts:
         alone = Filter(field=chosen.field, alternatives=(one,))
-        if one not in without and not alone.mask(lambda _: column, len(column)).any():
+        if not alone.mask(lambda _: column, len(column)).any():
             hint = _hint(str(one), column, paths=paths if chosen.field == "module" else ())
             shown = f"{one!r:.60}" if isinstance(one, str) else str(one)
             yield f"{shown} matches nothing of the first iteration{hint}"
@@ -112,7 +104,7 @@ def _site_values(source: Source, role: TensorRole, suffix: str) -> dict[str, Any
 MAX_ANSWERS = 1 << 17
 """Answers that are kept: shapes and calls without end must not fill the memory."""
 
-_ALWAYS_KNOWN = frozenset({*OF_SITES, "rank", "iteration"})
+_ALWAYS_KNOWN = frozenset({*OF_SITES, "rank"})
 """What is known before a tensor is seen."""
 
 _OF_CALL = ("microbatch", "compute_dtype", "batch_size", "mode")
@@ -128,44 +120,26 @@ _SUFFIXES = ("", "_codes", "_scales")
 
 
 class Selecting:
-    """The rules of a capture on one rank, in the iteration that is running."""
+    """The rules of a capture on one rank."""
 
-    def __init__(self, options: CaptureOptions, *, rank: int, is_always_due: bool = False) -> None:
-        """Read the rules; with `is_always_due` each is due in every iteration, and nobody asks what was met.
-
-        Raises:
-            UsageError: they are none.
-        """
-        self._is_always_due = is_always_due
-        self._general, self._rules = read_selection(options)
+    def __init__(self, options: CaptureOptions, *, rank: int, is_asked: bool = False) -> None:
+        """Take the rules; with `is_asked` those of an iteration that somebody asked for, without sightings."""
+        self._rules = options.rules
         self._rank = rank
-        self.cadence = cadence_of(options)
-        names = self._general.names.union(*(rule.names for rule in self._rules))
+        names = frozenset[str]().union(*(rule.names for rule in self._rules))
         self._is_general = not names
+        self.of_all = self._rules[0] if self._is_general else None
+        """What is kept of every tensor, where no rule tells one from another."""
         self._asked = [number for number, name in enumerate(_OF_TENSOR) if name in names]
         of_call = [name for name in _OF_CALL if name in names]
         self.asks_for_calls = bool(of_call)
-        """Whether it is in the call whether a tensor is taken: its microbatch, dtype, batch or mode."""
+        """Whether it depends on the call whether a tensor is taken: its microbatch, dtype, batch or mode."""
         self._asked_of_call = operator.attrgetter(*of_call) if of_call else None
-        self._is_by_iteration = "iteration" in names
         self._is_by_name = "tensor_name" in names
-        self.first = next(iter(self.cadence.following(count=1)), options.start)
-        """The first iteration in which a rule is due."""
-        self.sightings: Sightings | None = None if self._is_general or is_always_due else Sightings(rank)
+        self.sightings: Sightings | None = None if self._is_general or is_asked else Sightings(rank)
         """What there was to choose from so far; None once nobody will ask."""
         self._answers: dict[Any, int] = {}
         self._possible: dict[Any, bool] = {}
-        self.begin(options.start)
-
-    def begin(self, iteration: int) -> None:
-        """An iteration begins."""
-        self._iteration = iteration
-        self._due = (True,) * len(self._rules) if self._is_always_due else self.cadence.due(iteration)
-        self._possible.clear()
-        self.of_all = self._rules[0] if self._is_general and self._due[0] else None
-        """What is kept of every tensor of the iteration, where no rule tells one from another."""
-        if self._is_by_iteration:
-            self._answers.clear()
 
     def decide(
         self,
@@ -179,9 +153,9 @@ class Selecting:
         quant_type: str,
         suffix: str = "",
     ) -> CaptureRule | None:
-        """What is kept of a tensor, whose name may have a suffix; None where it is not taken in this iteration."""
-        if self._is_general:
-            return self._rules[0] if self._due[0] else None
+        """What is kept of a tensor, whose name may have a suffix; None where it is not taken."""
+        if self.of_all is not None:
+            return self.of_all
         seen = (*_call_values(call), call.index, quant_type, dtype, shape, nbytes, math.prod(shape))
         key = (source, role, suffix, *[seen[number] for number in self._asked])
         number = self._answers.get(key)
@@ -190,20 +164,22 @@ class Selecting:
             if len(self._answers) >= MAX_ANSWERS:
                 self._answers.clear()
             self._answers[key] = number
-        return self._rules[number] if number >= 0 and self._due[number] else None
+        return self._rules[number] if number >= 0 else None
 
     def may_take(self, source: Source, role: TensorRole, call: Call | None = None) -> bool:
-        """Whether a tensor of that source and role, and of that call, can be taken in this iteration.
+        """Whether a tensor of that source and role, and of that call, can be taken.
 
         Asked before the tensor is seen: what is not known of it may be anything.
         """
-        if self._is_general:
-            return self._due[0]
+        if self.of_all is not None:
+            return True
         # What no rule names tells no answers apart: most are found once for all microbatches.
         asked = self._asked_of_call
         key = (source, role, call is None, None if call is None or asked is None else asked(call))
         found = self._possible.get(key)
         if found is None:
+            if len(self._possible) >= MAX_ANSWERS:
+                self._possible.clear()
             found = self._possible[key] = self._can_take(source, role, call)
         return found
 
@@ -215,8 +191,6 @@ class Selecting:
                 texts.add(values[name])
         values["shape"] = "[" + ",".join(map(str, values["shape"])) + "]"
         column = _source_of(values)
-        if not self._general.can_hold(column, num_rows=1)[0]:
-            return -1
         return next((number for number, rule in enumerate(self._rules) if rule.can_hold(column, num_rows=1)[0]), -1)
 
     def _can_take(self, source: Source, role: TensorRole, call: Call | None) -> bool:
@@ -226,20 +200,10 @@ class Selecting:
         of_call = {} if call is None else dict(zip(_OF_CALL, _call_values(call), strict=True))
         suffixes = _SUFFIXES if self._is_by_name else ("",)
         columns = (_source_of(self._values(source, role, suffix) | of_call) for suffix in suffixes)
-        return any(self._can_take_part(column, known=known) for column in columns)
-
-    def _can_take_part(self, column: Callable[[str], Column], *, known: frozenset[str]) -> bool:
-        if not self._general.can_hold(column, known=known, num_rows=1)[0]:
-            return False
-        for rule, is_due in zip(self._rules, self._due, strict=True):
-            if is_due and rule.can_hold(column, known=known, num_rows=1)[0]:
-                return True
-            if rule.names <= known and rule.can_hold(column, num_rows=1)[0]:
-                return False  # it decides, and is not due
-        return False
+        return any(rule.can_hold(column, known=known, num_rows=1)[0] for column in columns for rule in self._rules)
 
     def _values(self, source: Source, role: TensorRole, suffix: str) -> dict[str, Any]:
-        return {**_site_values(source, role, suffix), "rank": self._rank, "iteration": self._iteration}
+        return {**_site_values(source, role, suffix), "rank": self._rank}
 
 
 def _source_of(values: Mapping[str, Any]) -> Callable[[str], Column]:

@@ -18,10 +18,13 @@ SWITCH_WORDS: Mapping[str, bool] = {
     **dict.fromkeys(("true", "1", "yes", "on"), True),
     **dict.fromkeys(("false", "0", "no", "off"), False),
 }
-"""What a variable of the environment may say of a switch."""
+"""The texts that a variable of the environment may have for a switch."""
 
 COLLECTIONS = (list, tuple, set, frozenset)
-"""What Python gives several values in."""
+"""The types in which Python gives several values."""
+
+FILE_HELP = "YAML or TOML file with settings by these names; the command line has the last word."
+"""Help of the option `--capture-config`."""
 
 _SHOWN = 60
 """Characters of a wrong value that a message shows."""
@@ -29,32 +32,30 @@ _SHOWN = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How one field of `Settings` is written on a command line, in a file and in the environment."""
+    """How one field of `CaptureOptions` is written on a command line, in a file and in the environment."""
 
     name: str = ""
     """The field's name."""
     default: Any
-    """What holds when it is not given."""
+    """The value when it is not given."""
     help: str
     """One sentence for the help page."""
     kind: type[int | float | str | bool] = str
-    """What the text is parsed into; `bool` is a flag without a value."""
+    """The type into which a text is parsed; `bool` is a flag without a value."""
     choices: tuple[str, ...] = ()
-    """The allowed values; empty where any is."""
+    """The allowed values; empty where any is allowed."""
     least: float | None = None
-    """The smallest number allowed; None where any is, and for text."""
+    """The smallest number allowed; None where any is allowed, and for text."""
     most: float = MAX_NUMBER
     """The largest number allowed."""
-    is_filter: bool = False
-    """Whether it filters that field of a record, in the forms of a query; it may be given several times then."""
-    is_multiple: bool = False
-    """Whether it may be given several times without being a filter."""
+    takes_several: bool = False
+    """Whether a command line may give it several times."""
     is_free: bool = False
-    """Whether Python may give it a value of another kind, which is checked where it is read."""
+    """Whether Python may give a value of another type, which is checked where it is read."""
     metavar: str | None = None
-    """What stands for its value on a help page; the kind's name where None."""
+    """The name of its value on a help page; the type's name where None."""
     long_name: str | None = None
-    """The name of the long option where it is another."""
+    """The name of the option where it is another."""
 
     @property
     def flag(self) -> str:
@@ -66,31 +67,21 @@ class Setting:
         """The names by which a file may call it: the field's, and that of the flag."""
         return tuple(dict.fromkeys((self.name, self.long_name or self.name)))
 
-    @property
-    def takes_several(self) -> bool:
-        """Whether a command line may give it several times."""
-        return self.is_filter or self.is_multiple
-
     def check(self, value: Any) -> None:
-        """Let a value pass that the setting allows.
+        """Return if the setting allows a value.
 
         Raises:
             UsageError: it does not; the message names the option.
         """
-        if value is None or self.is_free or (self.is_filter and not self.choices):
+        if value is None or self.is_free:
             return
-        items = value if self.takes_several and isinstance(value, COLLECTIONS) else (value,)
-        if self.is_filter:
-            from ranktape.storage.query.filters import split_texts  # imports numpy, which help does not need
-
-            items = split_texts(items)
-        for item in items:
+        for item in value if self.takes_several and isinstance(value, COLLECTIONS) else (value,):
             if (allowed := self._allowed(item)) is not None:
                 text = item if self.choices and isinstance(item, str) else shown(item)
                 raise UsageError(f"{self.flag} {text} is not allowed: give {allowed}")
 
     def _allowed(self, item: Any) -> str | None:
-        """What is allowed in the place of one value; None where it is allowed itself."""
+        """The values that are allowed instead of one value; None where it is allowed itself."""
         types, wanted = _KINDS[self.kind]
         if not isinstance(item, types) or (isinstance(item, bool) and self.kind is not bool):
             return wanted
@@ -126,22 +117,12 @@ def shown(value: Any) -> str:
 
 
 def is_given(value: Any) -> bool:
-    """Whether a value says anything: None and an empty list stand for 'not given'."""
+    """Whether a value was given: None and an empty list stand for 'not given'."""
     return not (value is None or (isinstance(value, COLLECTIONS) and not value))
 
 
 def option(default: Any, help_: str, *, is_secret: bool = False, **about: Any) -> Any:
-    """A field of `Settings`, with what `Setting` says of it; its kind is the default's where there is one."""
+    """A field of `CaptureOptions`, described by a `Setting`; its kind is the default's where there is one."""
     kind = {"kind": type(default)} if isinstance(default, bool | int | float | str) else {}
     setting = Setting(default=default, help=help_, **{**kind, **about})
     return field(default=default, metadata={"setting": setting}, repr=not is_secret)
-
-
-def filters(help_: str, **about: Any) -> Any:
-    """A field of `Settings` that filters that field of a record."""
-    return option((), help_, is_filter=True, **about)
-
-
-def switch(help_: str, **about: Any) -> Any:
-    """A field of `Settings` that is on or off."""
-    return option(False, help_, **about)  # noqa: FBT003  (what it is off by)

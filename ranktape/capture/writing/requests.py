@@ -31,7 +31,7 @@ MAX_REPLACED = 3
 ENDED = "the training has ended"
 """The refusal to those who ask then."""
 
-_RECORDER = "a flight recorder stores what it holds: how much that is, --record-last and --record-after have said"
+_RECORDER = "a flight recorder stores what it holds: how much that is, --record-last has said"
 
 
 class Requests:

@@ -3,7 +3,7 @@
 A few threads measure tensors and write them. Small ones stay in the ring until the rank's writer puts them into the
 store together. What happens when the ring is in the way of the training, or the store does not answer:
 
-    block, skip   writes are tried again until `store_timeout_seconds` are over; then the iteration fails, and what is
+    block, skip   writes are tried again until `block_timeout_seconds` are over; then the iteration fails, and what is
                   left of it is given back at once
     histogram     while the training waits for room, and where a write was given up, large tensors are counted, and
                   the counts wait in memory for the store; too many of them, and the oldest iteration fails
@@ -24,13 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ranktape.capture.settings.table import Policy
+from ranktape.capture.settings.options import Policy
 from ranktape.capture.staging.ring_file import Counter, Slot, SlotKind
 from ranktape.capture.writing.counting import counted_dtype, is_taken, reduce_to, staged_record
 from ranktape.errors import CaptureError, NoSpaceError, RanktapeError, UnreachableError
 from ranktape.storage.format.record_info import Keep, RecordInfo
 from ranktape.storage.maintenance.outbox import SpillingBackend
-from ranktape.storage.recording.stack import STACK_BELOW_NBYTES
+from ranktape.storage.recording.stack import STACK_BELOW_NBYTES, STORE_CONCURRENCY
 from ranktape.storage.recording.writer import RankWriter
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Storer:
         self._is_histogram = options.policy == Policy.HISTOGRAM
         # What is worth waiting for depends on what a thread is storing (`trying`): the store asks after each failure.
         # Counts are worth more than values, which hold up the training.
-        longest = max(options.store_timeout_seconds, HOLD_SECONDS if self._is_histogram else 0.0)
+        longest = max(options.block_timeout_seconds, HOLD_SECONDS if self._is_histogram else 0.0)
         give_up = lambda: _gives_up.get()()  # noqa: E731, PLW0108  (each thread and each time anew)
         self.retrying = backend.with_deadline(timeout_seconds=longest, give_up=give_up)
         """The same, tried again."""
@@ -128,9 +128,8 @@ class Storer:
             trouble=config.trouble,
             compression=options.compression,
             stack_below_nbytes=COUNT_FROM_NBYTES if self._is_histogram else STACK_BELOW_NBYTES,
-            store_concurrency=options.store_concurrency,
         )
-        self._pool = ThreadPoolExecutor(options.store_concurrency, thread_name_prefix="ranktape-store")
+        self._pool = ThreadPoolExecutor(STORE_CONCURRENCY, thread_name_prefix="ranktape-store")
         # Not behind the tensors that wait in the pool: they may be waiting for the room that this makes.
         self._flushes = ThreadPoolExecutor(1, thread_name_prefix="ranktape-flush")
         self._flush: Future[None] | None = None
@@ -237,7 +236,7 @@ class Storer:
         not answered for too long: what is held of an iteration that may be incomplete waits longer.
         """
         may_wait = is_held and staged is not None and staged.may_degrade
-        seconds = HOLD_SECONDS if may_wait else self.config.options.store_timeout_seconds
+        seconds = HOLD_SECONDS if may_wait else self.config.options.block_timeout_seconds
         began = time.monotonic()
 
         def gives_up() -> bool:

@@ -30,7 +30,7 @@ MICROBATCHES = 2
 VOCABULARY = 32
 LENGTH = 8
 BATCH = 3
-OPTIONS: dict[str, Any] = {"host_budget_nbytes": 32 << 20, "layers": "all", "layer_type": ("linear", "attention")}
+OPTIONS: dict[str, Any] = {"host_budget_nbytes": 32 << 20, "layers": "all", "select": "layer_type=linear,attention"}
 """Of every capture."""
 
 
@@ -142,7 +142,7 @@ def main(out: Path, variants: list[str]) -> None:
     for variant in variants:
         plain = train(variant, capture=None)
         has_master = variant != "shared"
-        options = OPTIONS if has_master else OPTIONS | {"layer_type": (*OPTIONS["layer_type"], "embedding")}
+        options = OPTIONS if has_master else OPTIONS | {"select": "layer_type=linear,attention,embedding"}
         capture = Capture(out / f"{variant}.run", min_iterations=STEPS, master=has_master, **options)
         captured = train(variant, capture=capture)
         num_states = len(get_layer_hidden_states() or ())

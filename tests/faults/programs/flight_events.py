@@ -37,7 +37,7 @@ def main(url: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)  # a program that saves a checkpoint, say
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    with Capture(url, model=model, record_last=1, record_after=0, trigger=LIMITS) as capture:
+    with Capture(url, model=model, record_last=1, trigger=LIMITS) as capture:
         for iteration in range(NUM_ITERATIONS):
             optimizer.zero_grad()
             loss = model(torch.randn(64, 8)).square().mean()
