@@ -25,7 +25,7 @@ import time
 import torch
 
 from benchmarks import captured_step
-from ranktape.capture import Capture
+from ranktape.capture import Capture, CaptureOptions
 
 captured_step.WIDTH, captured_step.HEADS, captured_step.LAYERS = 384, 6, 8
 PAIRS = 12
@@ -55,8 +55,8 @@ def pairs_of(
 ) -> tuple[list[tuple[Seconds, Seconds]], int]:
     """A block of held steps and the plain one after it, again and again; the bytes of the tensors of a step."""
     # Even steps are held: the numbers that the steps are given choose.
-    options = {"record_last": LAST, "every": 2, "keep": keep, "host_budget_nbytes": BUDGET_NBYTES}
-    with Capture(url, model=training.model, advance_on="step", **options) as capture:
+    options = CaptureOptions(record_last=LAST, every=2, keep=keep, host_budget_nbytes=BUDGET_NBYTES, advance_on="step")
+    with Capture(url, model=training.model, options=options) as capture:
         training.step_seconds()  # finds out what there is
         capture.step(2)
         found = [(block_seconds(training, capture), block_seconds(training, capture)) for _ in range(count + 1)]

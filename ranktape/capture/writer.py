@@ -24,7 +24,6 @@ from ranktape.analyze.numerics.histograms.moments import warm_up
 from ranktape.capture.flight.flight import Flight
 from ranktape.capture.flight.held import take_over
 from ranktape.capture.flight.trainer import Trainer
-from ranktape.capture.settings.options import Policy
 from ranktape.capture.staging.process import WriterConfig
 from ranktape.capture.staging.ring import RingConsumer
 from ranktape.capture.staging.ring_file import NOTES, Counter, Slot, SlotKind, Words
@@ -312,10 +311,7 @@ class Writer:
             self._ring.free(slot)
 
     def _begin(self, iteration: int) -> None:
-        options = self._config.options
-        num_stored = self._committer.num_committed + len(self._attempt.completed)
-        may_degrade = options.policy == Policy.HISTOGRAM and num_stored >= options.min_iterations
-        staged = self._storer.begin(iteration, may_degrade=may_degrade)
+        staged = self._storer.begin(iteration)
         self._iterations[iteration] = staged
         if self._config.is_first:
             self._storer.run(staged, self._opener(iteration))

@@ -80,12 +80,12 @@ def _run(
 
     quantization = ask()
     found = resolve({"capture": given_url, **values})
-    if found is None and quantization is None:
-        raise UsageError(
-            "Missing option '--capture': give the URL of the run, set RANKTAPE_CAPTURE, or write 'capture: URL' into "
-            "the file of --capture-config"
-        )
     if found is None:
+        if quantization is None:
+            raise UsageError(
+                "Missing option '--capture': give the URL of the run, set RANKTAPE_CAPTURE, or write 'capture: URL' "
+                "into the file of --capture-config"
+            )
         say(f"{quantization.tag}: nothing is recorded (--capture URL would)")
         arm_launched(None, quantization=quantization)
         script.run()

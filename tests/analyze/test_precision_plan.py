@@ -185,7 +185,9 @@ def _train(folder: Path, **quantized: Any) -> _Trained:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
     losses = []
-    with Capture(folder, model=model, start=CAPTURED[0], every=CAPTURED[1], min_iterations=2, layer_type=["linear"]):
+    with Capture(
+        folder, model=model, start=CAPTURED[0], every=CAPTURED[1], min_iterations=2, select="layer_type=linear"
+    ):
         for _ in range(NUM_STEPS):
             tokens, targets = draw_batch(text, batch_size=8, context=CONFIG.context, generator=generator)
             with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -240,7 +240,9 @@ class AtPositions(Model):
         return self.head(self.norm(hidden))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("make", "options"), [(Model, {"layers": "all"}), (AtPositions, {"select": "layer_type=hidden"})])
+@pytest.mark.parametrize(
+    ("make", "options"), [(Model, {"layers": "all"}), (AtPositions, {"select": "layer_type=hidden"})]
+)
 def test_what_layers_give_is_recorded_and_held_without_their_products(
     make: Callable[[], Model], options: dict[str, Any], tmp_path: Path
 ) -> None:

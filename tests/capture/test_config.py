@@ -346,7 +346,7 @@ def test_python_reads_the_file_too_and_has_the_last_word(tmp_path: Path) -> None
     capture = Capture(tmp_path / "run", capture_config=path, every=5)
     assert (capture.options.every, capture.options.start) == (5, 2)
     with pytest.raises(UsageError, match="'evry' is no option of a capture: did you mean every"):
-        Capture(tmp_path / "run", evry=1)
+        Capture(tmp_path / "run", evry=1)  # type: ignore[call-arg]  # a typing error
 
 
 def test_a_script_keeps_its_own_options_and_ours_have_a_second_name(

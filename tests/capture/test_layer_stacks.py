@@ -114,7 +114,8 @@ def test_a_model_in_which_no_list_is_found_takes_names_at_their_word() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"select": ["layer_stack='decoder.*' layer_idx=0"]}, {"select": {"layer_stack": "decoder.*", "layer_idx": 0}}]
+    "options",
+    [{"select": ["layer_stack='decoder.*' layer_idx=0"]}, {"select": {"layer_stack": "decoder.*", "layer_idx": 0}}],
 )
 def test_a_capture_can_choose_a_stack_of_layers(tmp_path: Path, options: dict[str, Any]) -> None:
     class Both(Translator):

@@ -113,26 +113,6 @@ def test_what_lasts_longer_costs_the_iteration_that_met_it_and_is_told(
     assert "tried" in statuses[1].missing[0]
 
 
-def test_with_histograms_the_training_goes_on_at_its_pace(
-    begin: Callable[..., LightTrainer], gate: Gate, s3_server: S3Server
-) -> None:
-    trainer = begin(max_iterations=4, policy="histogram", budget_nbytes=8 << 20)
-    trainer.stage(0, tensors(0))
-    wait_for(trainer, s3_server, 0)
-    gate.is_refusing = True
-    began = time.monotonic()
-    for iteration in (1, 2, 3):
-        trainer.stage(iteration, tensors(iteration, num_large=6))
-    assert time.monotonic() - began < 40
-    gate.is_refusing = False
-    words = trainer.close()
-    assert words["verdict"]["complete"] == [0, 1, 2, 3], words
-    assert "are kept as histograms" in words["notices"][-1]
-    records = stored(trainer, s3_server).select(iteration=3)
-    assert len(records) == 14
-    assert set(records.column("keep")) == {"values", "histogram"}
-
-
 def test_what_spilled_is_named_by_the_verdict_and_pushed(
     begin: Callable[..., LightTrainer], gate: Gate, s3_server: S3Server, tmp_path: Path
 ) -> None:

@@ -87,7 +87,8 @@ def test_calls_around_hooks_shared_modules_and_tied_weights_each_have_their_shar
     counts = verify_run(trained.run)
     assert counts["output"] == counts["grad_weight"] == 2 * 4
     assert counts["embedding grad_weight"] == 2
-    tied = [records.select(module="tied", layer_type=kind, tensor_name="grad_weight") for kind in ("linear", "embedding")]
+    kinds = ("linear", "embedding")
+    tied = [records.select(module="tied", layer_type=kind, tensor_name="grad_weight") for kind in kinds]
     assert [len(found) for found in tied] == [1, 1]
 
 
@@ -467,8 +468,8 @@ def test_the_float8_training_of_torchao_has_its_own_quant_type(
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32), nn.Linear(32, 20)).bfloat16()
     config = float8.Float8LinearConfig(emulate=True)
     float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "3")
-    for folder, options in (("own", {}), ("given", {"quant_type": "mine"})):
-        with Capture(tmp_path / folder, model=model, **options) as capturing:
+    for folder, quant_type in (("own", None), ("given", "mine")):
+        with Capture(tmp_path / folder, model=model, quant_type=quant_type) as capturing:
             model(torch.randn(32, 64).bfloat16()).square().mean().backward()
             capturing.step()
     run = open_run(tmp_path / "own")

@@ -62,7 +62,8 @@ def test_llama_with_grouped_heads(tmp_path: Path, attention: str) -> None:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_gpt2_with_transposed_and_tied_weights(tmp_path: Path, attention: str) -> None:
     trained = train_twice(
-        task("GPT2", sizes={"attn_implementation": attention}, select="layer_type=linear,attention,embedding"), tmp_path / "run"
+        task("GPT2", sizes={"attn_implementation": attention}, select="layer_type=linear,attention,embedding"),
+        tmp_path / "run",
     )
     assert trained.is_equal
     assert is_whole(trained)

@@ -128,7 +128,7 @@ def test_what_a_rule_leaves_out_is_what_holds_for_all() -> None:
         ({"min_iterations": 10**15}, "--min-iterations 1000000000000000 is not allowed: give 100000 or less"),
         ({"max_iterations": 100_001}, "--max-iterations 100001 is not allowed: give 100000 or less"),
         ({"min_iterations": 3, "max_iterations": 2}, "--max-iterations 2 is below --min-iterations 3"),
-        ({"policy": "drop"}, "--policy drop is not allowed: give one of block, skip, histogram"),
+        ({"policy": "drop"}, "--policy drop is not allowed: give one of block, skip"),
         ({"compression": "gzip"}, "--compression gzip is not allowed: give one of none, zstd"),
         ({"min_iterations": 3, "keep_last": 2}, "--keep-last 2 is below --min-iterations 3, which are guaranteed"),
         ({"quant_type": ""}, "quant_type='' is not allowed"),

@@ -18,7 +18,7 @@ from tests.capture.models import BATCH, WIDTH, Net, Training, captured, train
 from tests.capture.test_selecting import decide
 
 STEPS = Training(steps=5, microbatches=2, autocast=True)
-RULES = [
+RULES: list[str | dict[str, Any]] = [
     {"layer_type": "attention", "samples": "0:3:2"},
     {"tensor_name": ["weight", "grad_weight"], "keep": "statistics"},
     "module=layers.1.* operation=forward microbatch=1 keep=histogram",

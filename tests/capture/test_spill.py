@@ -173,7 +173,7 @@ def test_what_is_damaged_stays_and_is_named(bench: Bench, tmp_path: Path) -> Non
 
 def test_an_iteration_that_is_being_recorded_is_left_alone(bench: Bench, tmp_path: Path) -> None:
     bench.store.error = UnreachableError
-    staged = bench.storer.begin(0, may_degrade=False)
+    staged = bench.storer.begin(0)
     bench.storer.run(staged, lambda: _write_one(bench))
     bench.wait_for(staged.futures[0].done)
     bench.store.error = None

@@ -6,7 +6,6 @@ The store is a directory that refuses while the test says so; the rest is what a
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import threading
@@ -21,11 +20,10 @@ import pytest
 from ranktape.analyze.numerics.histograms.histogram import count_values
 from ranktape.analyze.numerics.histograms.moments import statistics_of
 from ranktape.capture.settings.cadence import Cadence
-from ranktape.capture.settings.options import CaptureOptions, Policy
+from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.staging.process import WriterConfig
 from ranktape.capture.staging.ring import RingConsumer, RingProducer
 from ranktape.capture.staging.ring_file import Counter, SlotKind
-from ranktape.capture.writing import storing
 from ranktape.capture.writing.committing import Committer
 from ranktape.capture.writing.storing import Staged, Storer
 from ranktape.errors import AccessDeniedError, NoSpaceError, StorageError, UnreachableError
@@ -69,7 +67,6 @@ class Bench:
         self,
         path: Path,
         *,
-        policy: Policy = Policy.BLOCK,
         block_timeout_seconds: float = 30.0,
         spill_dir: Path | None = None,
         budget_nbytes: int = 64 << 20,
@@ -94,13 +91,12 @@ class Bench:
                 trainer_pid=os.getpid(),
                 launch=self.attempt.launch,
                 options=CaptureOptions(
-                    policy=policy.value,
                     block_timeout_seconds=block_timeout_seconds,
                     spill_dir=None if spill_dir is None else str(spill_dir),
                 ),
                 document={},
                 environment={},
-                cadence=Cadence.regular(start=0, every=1),
+                cadence=Cadence(start=0, every=1),
             ),
             backend=backend,
             attempt=self.attempt,
@@ -115,11 +111,10 @@ class Bench:
         iteration: int,
         arrays: dict[str, np.ndarray[Any, Any]],
         *,
-        may_degrade: bool = False,
         said: dict[str, dict[str, Any]] | None = None,
     ) -> None:
         """Stage an iteration, and have the threads take it; `said` is what headers have beside the usual."""
-        staged = self.storer.begin(iteration, may_degrade=may_degrade)
+        staged = self.storer.begin(iteration)
         for counter, (module, array) in enumerate(arrays.items()):
             fields = header_of(array, iteration=iteration, module=module, counter=counter)
             header = json.dumps(fields | (said or {}).get(module, {})).encode()
@@ -196,9 +191,8 @@ def after(seconds: float, work: Callable[[], None]) -> threading.Timer:
     return timer
 
 
-@pytest.mark.parametrize("policy", list(Policy))
-def test_an_outage_that_ends_in_time_loses_nothing(make: Callable[..., Bench], policy: Policy) -> None:
-    bench = make(policy=policy)
+def test_an_outage_that_ends_in_time_loses_nothing(make: Callable[..., Bench]) -> None:
+    bench = make()
     bench.store.error = UnreachableError
     bench.put(0, tensors(0))
     bench.put(1, tensors(1))
@@ -260,33 +254,6 @@ def test_a_commit_whose_marker_was_refused_counts_all_the_same(make: Callable[..
     bench.check(0, tensors(0))
 
 
-def test_while_the_training_waits_large_tensors_are_counted(make: Callable[..., Bench]) -> None:
-    bench = make(policy=Policy.HISTOGRAM)
-    arrays = tensors(0)
-    arrays["half"] = arrays["large.0"].astype(numpy_dtype("bfloat16")).repeat(2)
-    with bench.waiting():
-        bench.put(0, arrays, may_degrade=False)
-        bench.wait_for(lambda: bench.ring.counter(Counter.SETTLED) == 1)
-        bench.put(1, arrays, may_degrade=True)
-        bench.wait_for(lambda: bench.ring.counter(Counter.SETTLED) == 2)
-    bench.close()
-    assert "iteration 1: 3 of 11 tensors are kept as histograms" in bench.words["notice"]
-    bench.check(0, arrays)
-    records = {record.module: record for record in bench.records(1)}
-    assert sorted(records) == sorted(arrays)
-    for module, record in records.items():
-        if module.startswith("small"):
-            assert record.keep == "values"
-            assert record.read().tobytes() == arrays[module].tobytes()
-            continue
-        assert record.keep == "histogram"
-        assert record.shape == arrays[module].shape
-        assert record.dtype == arrays[module].dtype.name
-        rounded = arrays[module].astype(numpy_dtype("bfloat16"))
-        assert np.array_equal(record.counts(), count_values(rounded).counts)
-        assert record.overflow.absmax == float(np.abs(arrays[module].astype(np.float64)).max())
-
-
 ASKED = {
     "bf16": ("bfloat16", {"keep": "histogram"}, "histogram"),
     "wide": ("float32", {"keep": "histogram"}, "histogram"),
@@ -299,10 +266,9 @@ ASKED = {
 """By module: the dtype of a tensor, what its header says, and what is kept of it then."""
 
 
-@pytest.mark.parametrize("policy", [Policy.BLOCK, Policy.HISTOGRAM])
 @pytest.mark.parametrize("count", [0, 300, 700_000])
-def test_what_a_header_asks_for_is_kept_at_once(make: Callable[..., Bench], count: int, policy: Policy) -> None:
-    bench = make(policy=policy)
+def test_what_a_header_asks_for_is_kept_at_once(make: Callable[..., Bench], count: int) -> None:
+    bench = make()
     values = np.random.default_rng(0).standard_normal(count)
     arrays = {name: values.astype(numpy_dtype(dtype)) for name, (dtype, _, _) in ASKED.items()}
     bench.put(0, arrays, said={name: said for name, (_, said, _) in ASKED.items()})
@@ -350,68 +316,6 @@ def test_what_stands_for_tensors_fails_as_they_do_in_an_outage(make: Callable[..
     assert statuses[0].missing
 
 
-def test_in_an_outage_the_training_does_not_wait_for_values(make: Callable[..., Bench]) -> None:
-    bench = make(policy=Policy.HISTOGRAM, budget_nbytes=8 << 20)
-    bench.store.error = UnreachableError
-    arrays = tensors(0, num_large=6)
-    began = time.monotonic()
-    # Twelve large tensors pass through a ring that holds three of them.
-    for iteration in (0, 1):
-        bench.put(iteration, arrays, may_degrade=True)
-    assert time.monotonic() - began < 25
-    bench.store.error = None
-    bench.close()
-    for iteration in (0, 1):
-        records = bench.records(iteration)
-        assert len(records) == len(arrays)
-        assert "histogram" in records.column("keep")
-
-
-def test_counts_that_wait_are_bounded_and_the_oldest_iteration_pays(
-    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(storing, "HELD_NBYTES", 2 << 20)  # four histograms
-    bench = make(policy=Policy.HISTOGRAM)
-    bench.store.error = UnreachableError
-    arrays = tensors(0, num_small=0, num_large=3)
-    with bench.waiting():
-        for iteration in range(4):
-            bench.put(iteration, arrays, may_degrade=True)
-        bench.wait_for(lambda: bench.ring.counter(Counter.SETTLED) == 3)
-        bench.wait_for(lambda: bench.ring.pending_nbytes == 0)
-        bench.store.error = None
-    bench.close()
-    statuses = {status.iteration: status for status in open_run(bench.url).status()}
-    for iteration in range(3):
-        assert "takes more than 2097152 bytes of memory" in statuses[iteration].missing[0]
-    assert len(bench.records(3)) == 3
-
-
-def test_room_that_came_back_in_the_meantime_costs_no_other_iteration(
-    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(storing, "HELD_NBYTES", 2 << 20)  # four histograms
-    bench = make(policy=Policy.HISTOGRAM)
-    fail_oldest, askers = bench.storer._fail_oldest, itertools.count()
-
-    def fail_oldest_late(nbytes: int) -> None:
-        # The first that finds no room fails iteration 0, the second is held up until all of it is given back.
-        if next(askers) == 1:
-            bench.wait_for(lambda: bench.ring.counter(Counter.SETTLED) == 1)
-        fail_oldest(nbytes)
-
-    monkeypatch.setattr(bench.storer, "_fail_oldest", fail_oldest_late)
-    bench.store.error = UnreachableError
-    with bench.waiting():
-        for iteration in range(2):
-            bench.put(iteration, tensors(iteration, num_small=0, num_large=3), may_degrade=True)
-            bench.wait_for(lambda: bench.ring.pending_nbytes == 0)
-        bench.wait_for(lambda: bench.ring.counter(Counter.SETTLED) == 1)
-        bench.store.error = None
-    bench.close()
-    assert len(bench.records(1)) == 3
-
-
 def test_small_tensors_do_not_keep_the_ring(make: Callable[..., Bench]) -> None:
     bench = make(budget_nbytes=1 << 20)
     array = np.ones(1000, dtype=np.float32)
@@ -434,7 +338,7 @@ def test_small_tensors_do_not_keep_the_ring(make: Callable[..., Bench]) -> None:
 
 def test_tensors_that_never_came_out_of_the_ring_fail_the_iteration(make: Callable[..., Bench]) -> None:
     bench = make()
-    staged = bench.storer.begin(0, may_degrade=False)
+    staged = bench.storer.begin(0)
     bench.producer.put(SlotKind.END, end_of(0, tensors(0, num_small=0)), timeout_seconds=1)
     taken = bench.ring.take()
     assert taken is not None

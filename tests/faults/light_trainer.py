@@ -84,7 +84,7 @@ class _Trainer:
             ),
             document={"min_iterations": len(ITERATIONS)},
             environment={},
-            cadence=Cadence.regular(start=ITERATIONS.start, every=ITERATIONS.step),
+            cadence=Cadence(start=ITERATIONS.start, every=ITERATIONS.step),
             join_timeout_seconds=2.0,
         )
         self.writer_pid = fork(lambda: self._write(config))

@@ -314,7 +314,7 @@ class Flight:
     def _want(self, iteration: int) -> None:
         """Have the window around an iteration committed."""
         before = self._previous(iteration, count=self._before)
-        own = [iteration] if any(self._cadence.due(iteration)) else []
+        own = [iteration] if self._cadence.due(iteration) else []
         after = self._cadence.following(iteration, count=_AFTER)
         window = {*before, *own, *after}
         self._wanted |= window
@@ -327,11 +327,11 @@ class Flight:
     def _previous(self, iteration: int, *, count: int) -> list[int]:
         """The last iterations before one that are recorded, as far as the training has any."""
         found: list[int] = []
-        span = count * max(beat.every for beat in self._cadence.beats)
+        span = count * self._cadence.every
         for earlier in range(iteration - 1, max(self._cadence.first, iteration - span) - 1, -1):
             if len(found) == count:
                 break
-            if any(self._cadence.due(earlier)):
+            if self._cadence.due(earlier):
                 found.append(earlier)
         return found
 
@@ -349,7 +349,7 @@ class Flight:
             held.let_go(self._ring)
             return
         held.free_words(self._ring)
-        staged = self._storer.begin(held.iteration, may_degrade=False)
+        staged = self._storer.begin(held.iteration)
         if self._config.is_first:
             self._storer.run(staged, self._opener(held.iteration))
         for note in held.notes:

@@ -41,8 +41,6 @@ class Policy(enum.StrEnum):
     """The training waits for the writer, at most `block_timeout_seconds`."""
     SKIP = "skip"
     """The whole iteration is skipped on every rank, and the run says so."""
-    HISTOGRAM = "histogram"
-    """While the training waits, large tensors are counted instead of stored, and their records say so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +185,8 @@ class CaptureOptions:
         """
         for setting in SETTINGS:
             setting.check(getattr(self, setting.name))
-        if not isinstance(self.layer_offset, int) or self.layer_offset < 0:
-            raise UsageError(f"layer_offset {self.layer_offset!r:.60} is not allowed: give a whole number from 0 on")
+        if self.layer_offset < 0:
+            raise UsageError(f"layer_offset {self.layer_offset} is not allowed: give a whole number from 0 on")
         if self.max_iterations is not None and self.max_iterations < self.min_iterations:
             raise UsageError(
                 f"--max-iterations {self.max_iterations} is below --min-iterations {self.min_iterations}: raise it"

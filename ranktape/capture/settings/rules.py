@@ -14,7 +14,7 @@ word:
 Names are a record's fields, `where`, `samples` and `keep`; a hyphen in a name is an underscore. The text is data: it is
 read by the expression below, and nothing of it is ever run.
 
-A limit is a condition on metrics of one tensor, and the records to which it applies, as in a gate rule:
+A limit is a condition on metrics of one tensor, and the records to which it applies, both as in `--where`:
 `absmax > 448 where tensor_name == 'input'`.
 """
 

@@ -134,11 +134,6 @@ class Committer:
             if lost := lost_tensors(staged.notes):
                 place, reason = next(iter(lost.items()))
                 self._say(notice=f"iteration {staged.iteration}: {len(lost)} tensors are lost ({place}: {reason})")
-            if staged.num_counted:
-                self._say(
-                    notice=f"iteration {staged.iteration}: {staged.num_counted} of {staged.num_tensors} tensors are "
-                    f"kept as histograms, as the store was too slow for their values"
-                )
             self._had_word(staged.iteration)
             self._settle()
         else:

@@ -1,13 +1,8 @@
 """How a staged tensor becomes a record, and what becomes of it when the store is slow or does not answer.
 
 A few threads measure tensors and write them. Small ones stay in the ring until the rank's writer puts them into the
-store together. What happens when the ring is in the way of the training, or the store does not answer:
-
-    block, skip   writes are tried again until `block_timeout_seconds` are over; then the iteration fails, and what is
-                  left of it is given back at once
-    histogram     while the training waits for room, and where a write was given up, large tensors are counted, and
-                  the counts wait in memory for the store; too many of them, and the oldest iteration fails
-Of a tensor whose header asks for its histogram or its statistics nothing else is kept, whatever the policy.
+store together. Writes are tried again until `block_timeout_seconds` are over; then the iteration fails, and what is
+left of it is given back at once.
 """
 
 from __future__ import annotations
@@ -24,13 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ranktape.capture.settings.options import Policy
 from ranktape.capture.staging.ring_file import Counter, Slot, SlotKind
-from ranktape.capture.writing.counting import counted_dtype, is_taken, reduce_to, staged_record
-from ranktape.errors import CaptureError, NoSpaceError, RanktapeError, UnreachableError
-from ranktape.storage.format.record_info import Keep, RecordInfo
+from ranktape.capture.writing.counting import is_taken, reduce_to, staged_record
+from ranktape.errors import CaptureError, NoSpaceError, RanktapeError
+from ranktape.storage.format.record_info import RecordInfo
 from ranktape.storage.maintenance.outbox import SpillingBackend
-from ranktape.storage.recording.stack import STACK_BELOW_NBYTES, STORE_CONCURRENCY
+from ranktape.storage.recording.stack import STORE_CONCURRENCY
 from ranktape.storage.recording.writer import RankWriter
 
 if TYPE_CHECKING:
@@ -41,20 +35,13 @@ if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt
     from ranktape.storage.places.retry import RetryingBackend
 
-COUNT_FROM_NBYTES = 1 << 20
-"""Under the policy `histogram` tensors from this size on are not held: their counts take far less than they do."""
-
 HELD_NBYTES = 96 << 20
-"""Memory for counts, and under the policy `histogram` for small tensors, that wait for the store."""
-
-HOLD_SECONDS = 900.0
-"""Longest time that they wait for it."""
+"""Memory for histograms and statistics that wait for the store."""
 
 _gives_up: ContextVar[Callable[[], bool]] = ContextVar("ranktape_gives_up", default=lambda: False)
 """Whether this thread is to try no more; one that works for another may be given its context."""
 
 _PAUSE_SECONDS = 0.05
-_TOO_MUCH = "the store does not answer, and what waits for it takes more than {nbytes} bytes of memory"
 _TOO_LATE = "the store did not take it within --finish-timeout-seconds after the training"
 
 
@@ -64,16 +51,12 @@ class Staged:
 
     iteration: int
     """Training step."""
-    may_degrade: bool
-    """Whether counts may stand for values: the guaranteed minimum is stored."""
     futures: list[Future[Any]] = field(default_factory=list)
     """One for each tensor on its way to the store."""
     num_tensors: int = 0
     """Tensors that came out of the ring."""
     num_stored: int = 0
     """Those that are stored, or held to be stored."""
-    num_counted: int = 0
-    """Those of them of which only a histogram is kept."""
     num_active: int = 0
     """Threads that are storing one of its tensors."""
     failure: str | None = None
@@ -108,12 +91,9 @@ class Storer:
         """The store, asked once: for markers and plans."""
         self.attempt, self.ring = attempt, ring
         options = config.options
-        self._is_histogram = options.policy == Policy.HISTOGRAM
-        # What is worth waiting for depends on what a thread is storing (`trying`): the store asks after each failure.
-        # Counts are worth more than values, which hold up the training.
-        longest = max(options.block_timeout_seconds, HOLD_SECONDS if self._is_histogram else 0.0)
+        # Whether to try again depends on what a thread is storing (`trying`): the store asks after each failure.
         give_up = lambda: _gives_up.get()()  # noqa: E731, PLW0108  (each thread and each time anew)
-        self.retrying = backend.with_deadline(timeout_seconds=longest, give_up=give_up)
+        self.retrying = backend.with_deadline(timeout_seconds=options.block_timeout_seconds, give_up=give_up)
         """The same, tried again."""
         self.spill: SpillingBackend | None = None
         """The same with a directory for what it does not take; None without one."""
@@ -127,7 +107,6 @@ class Storer:
             environment=config.environment,
             trouble=config.trouble,
             compression=options.compression,
-            stack_below_nbytes=COUNT_FROM_NBYTES if self._is_histogram else STACK_BELOW_NBYTES,
         )
         self._pool = ThreadPoolExecutor(STORE_CONCURRENCY, thread_name_prefix="ranktape-store")
         # Not behind the tensors that wait in the pool: they may be waiting for the room that this makes.
@@ -142,9 +121,9 @@ class Storer:
         self.give_up_at: float | None = None
         """When nothing is tried again any more, by `time.monotonic`."""
 
-    def begin(self, iteration: int, *, may_degrade: bool) -> Staged:
+    def begin(self, iteration: int) -> Staged:
         """An iteration begins."""
-        staged = Staged(iteration=iteration, may_degrade=may_degrade)
+        staged = Staged(iteration=iteration)
         with self._lock:
             self._open[iteration] = staged
         return staged
@@ -216,7 +195,7 @@ class Storer:
         def work() -> None:
             nonlocal is_committed
             if commit is not None:
-                with self.trying(staged, is_held=True):
+                with self.trying(staged):
                     commit()
             is_committed = True
 
@@ -227,22 +206,19 @@ class Storer:
         return None if is_committed else staged.failure
 
     @contextmanager
-    def trying(
-        self, staged: Staged | None = None, *, is_held: bool = False, unless: Callable[[], bool] = lambda: False
-    ) -> Iterator[None]:
+    def trying(self, staged: Staged | None = None) -> Iterator[None]:
         """While this thread writes: each write is tried again as long as there is hope.
 
-        There is none once the iteration, if it is one, has failed, `unless` says so, the time is over, or the store has
-        not answered for too long: what is held of an iteration that may be incomplete waits longer.
+        There is none once the iteration, if it is one, has failed, the time is over, or the store has not answered for
+        too long.
         """
-        may_wait = is_held and staged is not None and staged.may_degrade
-        seconds = HOLD_SECONDS if may_wait else self.config.options.block_timeout_seconds
+        seconds = self.config.options.block_timeout_seconds
         began = time.monotonic()
 
         def gives_up() -> bool:
             since = self.retrying.failing_since
             is_late = since is not None and time.monotonic() - max(since, began) > seconds
-            return is_late or (staged is not None and staged.has_failed()) or self._is_over() or unless()
+            return is_late or (staged is not None and staged.has_failed()) or self._is_over()
 
         token = _gives_up.set(gives_up)
         try:
@@ -283,10 +259,7 @@ class Storer:
         return True
 
     def _give_back(self, staged: Staged) -> None:
-        """Let go of what is held of an iteration that failed; the caller counts as at work on it until then.
-
-        So no other iteration is failed for the room that this one is about to give back.
-        """
+        """Let go of what is held of an iteration that failed; the caller counts as at work on it until then."""
         try:
             self.rank_writer.abandon(staged.iteration)
         finally:
@@ -301,46 +274,13 @@ class Storer:
             self.ring.free(slot)
             self._write_reduced(*reduced, staged, slot)
             return
-        if self.rank_writer.holds(array):
-            self._hold(array, info=info, slot=slot, staged=staged)
-            return
-        is_countable = counted_dtype(info.dtype, info.compute_dtype) is not None
-        may_count = self._is_histogram and staged.may_degrade and is_countable
-        if not (may_count and self._is_waited_for):
-            try:
-                with self.trying(staged, unless=lambda: may_count and self._is_waited_for):
-                    self.rank_writer.write(array, info=info)
-            except UnreachableError:
-                # With a place to spill into, the error is that place's: there is nothing left to hope for.
-                if not may_count or self.spill is not None or staged.has_failed():
-                    raise
-            else:
-                self.ring.free(slot)
-                return
-        self._count(array, info=info, staged=staged)
-        self.ring.free(slot)
-
-    def _hold(self, array: np.ndarray[Any, Any], *, info: RecordInfo, slot: Slot, staged: Staged) -> None:
-        release: Callable[[], None] = partial(self.ring.free, slot)
-        # What is held in the ring keeps the room behind it, too; counting would not help the training then.
-        if self._is_histogram and self._take_room(array.nbytes):
-            release = partial(self._let_go, array.nbytes, None)
-            array = array.copy()
-            self.ring.free(slot)
-        with self.trying(staged, is_held=True):
-            self.rank_writer.write(array, info=info, on_release=release)
-
-    def _count(self, array: np.ndarray[Any, Any], *, info: RecordInfo, staged: Staged) -> None:
-        reduced = reduce_to(Keep.HISTOGRAM.value, array, info=info)
-        assert reduced is not None
-        self._write_reduced(*reduced, staged, None)
-        with self._lock:
-            staged.num_counted += 1
+        with self.trying(staged):
+            self.rank_writer.write(array, info=info, on_release=partial(self.ring.free, slot))
 
     def _write_reduced(self, kept: np.ndarray[Any, Any], info: RecordInfo, staged: Staged, slot: Slot | None) -> None:
         """Write what stands for a tensor; its slot is free then, at the latest."""
         self._make_room(kept.nbytes, staged)
-        with self.trying(staged, is_held=True):
+        with self.trying(staged):
             self.rank_writer.write(kept, info=info, on_release=partial(self._let_go, kept.nbytes, slot))
 
     def _take_room(self, nbytes: int) -> bool:
@@ -357,28 +297,16 @@ class Storer:
             self.ring.free(slot)
 
     def _make_room(self, nbytes: int, staged: Staged) -> None:
-        """Take so much of the budget for what is held, at the cost of the oldest iteration if it must be.
+        """Take so much of the budget for what is held.
 
         Raises:
-            CaptureError: this is the iteration, or the time is over.
+            CaptureError: the iteration has failed, or the time is over.
         """
         while not self._take_room(nbytes):
-            if self.retrying.failing_since is not None and self._is_histogram:
-                self._fail_oldest(nbytes)
-            else:
-                self._start_flush()
+            self._start_flush()
             if staged.has_failed() or self._is_over():
                 raise CaptureError(staged.failure or _TOO_LATE)
             time.sleep(_PAUSE_SECONDS)
-
-    def _fail_oldest(self, nbytes: int) -> None:
-        with self._lock:
-            is_given_back = any(staged.has_failed() and staged.num_active for staged in self._open.values())
-            if is_given_back or nbytes <= self._room_nbytes:
-                return  # what one that failed held comes back in a moment, or did since it was asked for
-            oldest = next((staged for staged in self._open.values() if not staged.has_failed()), None)
-        if oldest is not None:
-            self.fail(oldest, _TOO_MUCH.format(nbytes=HELD_NBYTES))
 
     def _start_flush(self) -> None:
         with self._lock:
@@ -389,10 +317,9 @@ class Storer:
     def _flush_stacks(self) -> None:
         with self._lock:
             waiting = [staged for staged in self._open.values() if not staged.has_failed()]
-        # One after the other, so that one that fails takes none of the others with it; and counted as at work, so
-        # that none is failed for the room that another one is about to give back.
+        # One after the other, so that one that fails takes none of the others with it.
         for staged in waiting:
-            with self.trying(staged, is_held=True):
+            with self.trying(staged):
                 self._run(staged, partial(self.rank_writer.flush_stacks, staged.iteration))
 
     def _is_over(self) -> bool:
