@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ranktape.capture.flight.room import Room
+from ranktape.capture.flight.training import Room
 from ranktape.capture.guard import StrictCaptureError
 from ranktape.capture.hooks.compiled import has_compiled, is_left_compiled, why_eager
 from ranktape.capture.passes.tracker import Tracker

@@ -23,6 +23,3 @@ class NoCapture(contextlib.AbstractContextManager["NoCapture"]):
 
     def trigger(self, why: str) -> None:
         """Nothing."""
-
-    def log(self, **numbers: Any) -> None:
-        """Nothing."""

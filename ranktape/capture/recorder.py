@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from ranktape.capture.passes.passes import TRANSFORMED, Call, dtype_name, is_tra
 from ranktape.capture.passes.tracker import Tracker
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.selecting import Selecting, find_unmatched
-from ranktape.capture.sites import IterationTally, RecordForm, form_of, ids_at, narrow, number_form
+from ranktape.capture.sites import IterationTally, RecordForm, form_of, ids_at, narrow
 from ranktape.capture.source import DIFFERENTIABLE, NO_TAGS, Source, Tags, TensorRole, site_name, source_name
 from ranktape.capture.stager import Stager
 from ranktape.capture.staging.ring import NoRoomError, RingProducer
@@ -66,8 +65,6 @@ class Recorder:
             ring, takes_statistics=options.record_last is not None, timeout_seconds=options.block_timeout_seconds
         )
         self._is_reduced = False
-        self._num_numbers: Counter[tuple[str, int]] = Counter()
-        self._number_forms: dict[Any, RecordForm] = {}
 
     def begin(
         self, iteration: int, *, is_staged: bool, selecting: Selecting | None = None, is_reduced: bool = False
@@ -81,7 +78,6 @@ class Recorder:
         self._is_reduced = is_reduced
         self.tally = IterationTally(iteration=iteration, is_staged=is_staged)
         self.num_left_out = 0
-        self._num_numbers.clear()
         # What the first captured iteration will cost is counted before it is due.
         self.expected.begin()
 
@@ -152,27 +148,6 @@ class Recorder:
         site.seen.add(call.key)
         tally.sources.add(site.source)
         return tally.is_staged
-
-    def record_number(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a number that says how the training goes, whatever was selected; nothing where it is none.
-
-        Raises nothing unless the capture is strict, as `record`.
-        """
-        tally = self.tally
-        if tally is None or not tally.is_staged or os.getpid() != self._owner or tensor.numel() != 1:
-            return
-        with self._guard, contextlib.suppress(UnrecordableError):
-            part = take_apart(tensor)[0]
-            self._stager.check(part.tensor)
-            key = name, tensor.dtype, tensor.shape, part.placement, self.tracker.mode
-            index = self._num_numbers[name, self.tracker.microbatch]
-            self._num_numbers[name, self.tracker.microbatch] += 1
-            call = self.tracker.free_call(index=index, dtype=tensor.dtype, device_type=tensor.device.type)
-            form = self._number_forms.get(key)
-            if form is None:
-                form = self._number_forms[key] = number_form(name, part, call=call)
-            self._stage(part.tensor, form, call, NO_TAGS)
-            tally.count(form)
 
     def record_found_inf(self, found_inf: torch.Tensor) -> None:
         """Say that the running iteration has a step that is skipped where the number is not 0; nothing waits for it."""

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
 from ranktape.capture.console import Console
 from ranktape.capture.ending import verdict_of
-from ranktape.capture.flight.logged import LoggedNumbers
-from ranktape.capture.flight.peers import Peers
-from ranktape.capture.flight.signals import Signals
+from ranktape.capture.flight.training import Peers, Signals
 from ranktape.capture.guard import StrictCaptureError
 from ranktape.capture.hooks.compiled import has_compiled
 from ranktape.capture.hooks.model import ModelHooks
@@ -99,7 +97,6 @@ class Capture(Iterations):
         self._is_closing = False
         self._owner = os.getpid()
         self._verdict: RunVerdict | None = None
-        self._numbers: LoggedNumbers | None = None
         self._signals: Signals | None = None
         self._peers: Peers | None = None
 
@@ -209,15 +206,6 @@ class Capture(Iterations):
         Where nothing is held, as all is stored anyway, that is nothing. The training does not wait.
         """
         self._tell_of_trigger(TriggerKind.USER, why)
-
-    def log(self, **numbers: float | torch.Tensor) -> None:
-        """Record numbers that say how the training goes, such as `grad_norm=norm`; `trigger` may set limits for them.
-
-        Each is a number or a tensor of one element, which nobody waits for. The loss from which a backward pass begins
-        and what `clip_grad_norm_` returns are recorded without being logged. Without `record_last` that is nothing.
-        """
-        if self._numbers is not None and not self.is_forked:
-            self._numbers.log(numbers)
 
     def close(self, *, reason: str | None = None, error: BaseException | None = None) -> RunVerdict:
         """End the capture, wait until everything that was staged is stored, and return the verdict.
@@ -379,7 +367,6 @@ class Capture(Iterations):
         self._hooks.tell_of_roots(self._clock.watch)
         if self._is_recorder:
             self._process.ring.is_patient = True
-            self._numbers = LoggedNumbers(self._recorder)
             self._signals = Signals(self._process.ring.signal)
             if (bulletin := self._rendezvous.bulletin("happened")) is not None:
                 self._peers = Peers(bulletin, ring=self._process.ring, world_size=self._place.world_size)
@@ -394,8 +381,6 @@ class Capture(Iterations):
         self._clock.stop()
         if self._master is not None:
             self._master.stop()
-        if self._numbers is not None:
-            self._numbers.stop()
         if self._signals is not None:
             self._signals.stop()
         Capture.current = None

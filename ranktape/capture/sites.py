@@ -19,8 +19,7 @@ from ranktape.capture.passes.passes import Call, dtype_name
 from ranktape.capture.settings.rules import CaptureRule
 from ranktape.capture.source import Source, TensorRole
 from ranktape.capture.tensors.parts import PlainPart
-from ranktape.capture.writing.counting import LOGGED, kept_as, kept_nbytes
-from ranktape.storage.format.record_info import Keep, Operation
+from ranktape.capture.writing.counting import kept_as, kept_nbytes
 
 _LAYOUTS = {
     # By kind of layer, dimension of samples and number of dimensions.
@@ -173,24 +172,6 @@ def form_of(
         sample_dim=sample_dim,
         places=places,
     )
-
-
-_AS_IT_IS = CaptureRule(filters=(), where=None, samples=None, keep=Keep.VALUES.value)
-
-
-def number_form(name: str, part: PlainPart, *, call: Call) -> RecordForm:
-    """The form of a number that says how the training goes, a loss or a norm; recorded whatever was selected."""
-    form = form_of(
-        Source("", LOGGED, -1, "unknown"),
-        TensorRole(Operation.FORWARD, "post", name, has_samples=False),
-        part,
-        decision=_AS_IT_IS,
-        call=call,
-        quant_type=call.quant_type,
-        given_sample_dim=None,
-    )
-    assert form is not None, "it has no samples that could be left out"
-    return form
 
 
 @dataclass(slots=True)

@@ -83,7 +83,6 @@ def content(url: Path) -> tuple[dict[Any, bytes], list[Any]]:
             record.info.call,
         ): raw_bytes(record.read())
         for record in run.select()
-        if record.info.layer_type != "logged"
     }
     return values, [
         (one.iteration, one.silent_sites, one.num_expected) for one in run.status() if one.iteration < STEPS

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from ranktape.capture.flight.held import ROOM_FOR_NEXT
-from ranktape.capture.flight.room import Room
+from ranktape.capture.flight.training import Room
 from ranktape.capture.staging.ring_file import Counter, SlotKind
 from ranktape.errors import RunNotFoundError
 from ranktape.launch.exchange import push_command

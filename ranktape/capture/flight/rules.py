@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.capture.settings.rules import FIELDS, OF_OVERFLOW, SiteTrigger
-from ranktape.capture.writing.counting import LOGGED
 from ranktape.fields import field_names
 from ranktape.storage.format.triggers import TriggerKind
 from ranktape.storage.query.columns import Column, StringColumn
@@ -54,8 +53,6 @@ class Hit:
 
 def site_text(where: Mapping[str, Any]) -> str:
     """What a tensor is called: `layers.5.mlp.up forward post output`."""
-    if where.get("layer_type") == LOGGED:
-        return f"{where['tensor_name']}"
     name = where.get("module") or f"layer {where.get('layer_idx')} {where.get('layer_type')}"
     return f"{name} {where.get('operation')} {where.get('phase')} {where.get('tensor_name')}"
 

@@ -20,9 +20,6 @@ from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, ElementTally, Keep, Overflow, RecordInfo
 from ranktape.storage.format.statistics import STATISTICS, Statistics
 
-LOGGED = "logged"
-"""The kind of layer of numbers that are no tensors of layers: the loss, a gradient norm, what a program logs."""
-
 BLOCK_SIZE = 32
 """Elements of a block, as in the OCP microscaling formats."""
 
