@@ -7,18 +7,18 @@ one place; what the trainings print is in a log beside each run.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import re
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
@@ -30,9 +30,8 @@ from ranktape.launch.options import capture_arguments, capture_options
 from ranktape.launch.place import read_options, shown
 
 if TYPE_CHECKING:
-    from ranktape.launch.collected import Collected
     from ranktape.launch.quantization import Quantization
-    from ranktape.storage.maintenance.runs import RunSummary
+    from ranktape.storage import Records
     from ranktape.storage.places.backend import Backend
 
 DEMO = ("--nproc-per-node", "2", "-m", "ranktape.launch.demo_train")
@@ -45,17 +44,18 @@ NUM_ITERATIONS = 3
 """Iterations that each run guarantees."""
 
 RECORD = "collect.json"
-"""The file beside the runs that says what they are of."""
+"""The file beside the runs that names the command that they are of."""
 
 END_SECONDS = 60.0
 """How long a training that is told to end may take: torchrun gives its ranks 30."""
 
+PRODUCTS = ("output", "grad_input", "grad_weight")
+"""The results of linear layers, by which runs are compared."""
+
 _LOOK_SECONDS = 0.5
 _TAIL_LINES = 15
-_OF_TORCHRUN = re.compile(r"[EW]\d{4} .*torch/distributed/elastic/")
-_LOSS = re.compile(r"\bloss\b[\"']?\s*[:=]?\s*[\"']?(-?[0-9]+\.?[0-9]*(?:e[+-]?[0-9]+)?|nan|-?inf)", re.IGNORECASE)
 
-_OWN = (*("stop_when_stored", "resume", "overwrite", "quant_type", "first_iteration", "record_last", "trigger"),)
+_OWN = ("stop_when_stored", "resume", "overwrite", "quant_type", "first_iteration", "record_last", "trigger")
 """Settings of a capture that this command decides on."""
 
 
@@ -98,190 +98,233 @@ def command(
     What stands behind -- is what torchrun would be given: its options, the script, the script's arguments; or 'python',
     the script and its arguments, for one process without torchrun. Without it the demo is trained. A training ends as
     soon as its guaranteed iterations are stored. If the first training fails, the others are not begun. Called again,
-    only those trainings are done that are missing. Exit code 3: not everything was stored that was asked for.
+    only what is not stored yet is trained.
     """
-    plan = _Plan.of(quant, has_attention=quant_attention, output=output, words=words, values=values)
-    plan.check(overwrite=overwrite)
-    done: list[Collected] = []
-    for number, quantization in enumerate(plan.quantizations, start=1):
-        head = f"[{quantization.tag}, {number} of {len(plan.quantizations)}]"
-        done.append(plan.collect(quantization, head=head, timeout=timeout, overwrite=overwrite))
-        if number == 1 and done[0].has_failed:
-            # A mistake of the script fails in every precision; and there is nothing to compare the others with.
-            if rest := plan.quantizations[1:]:
-                say(f"{', '.join(one.tag for one in rest)}: not trained, because the first training failed")
-            break
-    done = [_judged(one, min_records=min_records, options=plan.options) for one in done]
-    _finish(done, plan)
+    quantizations = _quantizations(quant, has_attention=quant_attention)
+    before, script = split_words(words or DEMO)
+    _check(values, script)
+    place = _Place(output.rstrip("/"), read_options(values.get("storage_options")))
+    place.claim([*(["--quant-attention"] if quant_attention else []), *before, *script], overwrite=overwrite)
+    values["min_iterations"] = values.get("min_iterations") or NUM_ITERATIONS
+    problems: dict[str, str] = {}
+    has_failed = False
+    for number, one in enumerate(quantizations, start=1):
+        head = f"[{one.tag}, {number} of {len(quantizations)}]"
+        num_stored, problem, is_dead = place.num_stored(one.tag), "", False
+        if num_stored is not None and num_stored >= values["min_iterations"] and not overwrite:
+            say(f"{head} is stored already in {shown(place.url_of(one.tag))} (--overwrite trains it again)")
+        else:
+            call = _launch(before, script, place.url_of(one.tag), one, values, overwrite=num_stored is not None)
+            problem, is_dead = place.train(one.tag, call, head=head, timeout=timeout)
+        if lack := place.lacks(one.tag, values["min_iterations"], min_records):
+            problems[one.tag] = problem or lack
+            has_failed |= is_dead
+            if is_dead and number == 1:
+                # A mistake of the script fails in every precision; and there is nothing to compare the others with.
+                if rest := quantizations[1:]:
+                    say(f"{', '.join(other.tag for other in rest)}: not trained, because the first training failed")
+                break
+    place.compare([one.tag for one in quantizations])
+    if text := "; ".join(f"{tag}: {problem}" for tag, problem in problems.items()):
+        raise (CaptureError if has_failed else CheckFoundError)(text)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """What is to be trained, and where it is recorded."""
+def _quantizations(quant: str, *, has_attention: bool) -> list[Quantization]:
+    from ranktape.launch.quantization import Quantization
 
-    quantizations: tuple[Quantization, ...]
-    output: str
-    before: tuple[str, ...]
-    """The options of torchrun; `python` and its options for one process without torchrun."""
-    script: tuple[str, ...]
-    """The script and its arguments, or -m and a module."""
-    values: dict[str, Any]
-    """The settings of the captures."""
-    folder: Path
-    """Where logs and the page are written; those of runs in an object store are copied there."""
+    found: dict[str, Quantization] = {}
+    for word in map(str.strip, quant.split(",")):
+        one = Quantization.of_words(word, None, has_attention=has_attention) if word else None
+        if one is None:
+            raise UsageError(f"--quant {quant!r:.80} names nothing at one place: give names, as bf16,mxfp8")
+        if one.tag in found:
+            raise UsageError(f"--quant {quant!r:.80} names {one.tag} twice: name it once")
+        found[one.tag] = one
+    return list(found.values())
 
-    @classmethod
-    def of(
-        cls, quant: str, *, has_attention: bool, output: str, words: Sequence[str], values: Mapping[str, Any]
-    ) -> _Plan:
-        from ranktape.launch.quantization import Quantization
 
-        found: dict[str, Quantization] = {}
-        for word in map(str.strip, quant.split(",")):
-            one = Quantization.of_words(word, None, has_attention=has_attention) if word else None
-            if one is None:
-                raise UsageError(f"--quant {quant!r:.80} names nothing at one place: give names, as bf16,mxfp8")
-            if one.tag in found:
-                raise UsageError(f"--quant {quant!r:.80} names {one.tag} twice: name it once")
-            found[one.tag] = one
-        before, script = split_words(words or DEMO)
-        # Beside the runs, not in them: all that is in a run is Zarr.
-        is_remote = "://" in output
-        return cls(
-            quantizations=tuple(found.values()),
-            output=output.rstrip("/"),
-            folder=Path(tempfile.mkdtemp(prefix="ranktape-") if is_remote else output),
-            before=before,
-            script=script,
-            values={**values, "min_iterations": values.get("min_iterations") or NUM_ITERATIONS},
-        )
+def _check(values: Mapping[str, Any], script: Sequence[str]) -> None:
+    """Return if settings and script can work; nothing is trained before."""
+    from ranktape.capture.settings.config import given_settings
+    from ranktape.capture.settings.options import CaptureOptions
+    from ranktape.launch.script import Script
+
+    CaptureOptions(**given_settings(values))
+    is_module = script[0] == "-m"
+    Script(name=script[is_module], arguments=(), is_module=is_module).check()
+
+
+def _launch(
+    before: Sequence[str],
+    script: Sequence[str],
+    url: str,
+    quantization: Quantization,
+    values: Mapping[str, Any],
+    *,
+    overwrite: bool,
+) -> list[str]:
+    """The command line of one training."""
+    if before[:1] == (PYTHON,):
+        launcher = list(before[1:])
+    else:
+        is_placed = any(word.startswith(("--standalone", "--rdzv", "--nnodes", "--master")) for word in before)
+        launcher = ["-m", "torch.distributed.run", *([] if is_placed else ["--standalone"]), *before]
+    own = ["--capture", url, *quantization.options, "--stop-when-stored", *(["--overwrite"] if overwrite else [])]
+    return [sys.executable, *launcher, "-m", "ranktape.launch", *own, *capture_arguments(values), *script]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What the runs, their logs and the page lie below."""
+
+    url: str
+    options: dict[str, Any] | None
 
     @property
-    def options(self) -> dict[str, Any] | None:
-        """Those of the store."""
-        return read_options(self.values.get("storage_options"))
-
-    @property
-    def words(self) -> list[str]:
-        """What two collections must have in common to be one."""
-        has_attention = any(one.has_attention for one in self.quantizations)
-        return [*(["--quant-attention", "--"] if has_attention else []), *self.before, *self.script]
-
-    @functools.cached_property
-    def place(self) -> Backend:
-        """What the runs lie below."""
+    def backend(self) -> Backend:
         from ranktape.storage.places.urls import open_backend
 
-        return open_backend(self.output, storage_options=self.options)
+        return open_backend(self.url, storage_options=self.options)
 
-    def keep(self, path: Path) -> str:
-        """Copy a file of the folder to where the runs are, and return where it is."""
-        if "://" not in self.output:
-            return str(path)
-        self.place.put(path.name, [path.read_bytes()])
-        return f"{shown(self.output)}/{path.name}"
+    def url_of(self, tag: str) -> str:
+        """The URL of one run."""
+        return f"{self.url}/{tag}"
 
-    def check(self, *, overwrite: bool) -> None:
-        """Say what cannot work before anything is trained, and note what the runs are of.
+    def claim(self, words: list[str], *, overwrite: bool) -> None:
+        """Note which command the runs are of.
 
         Raises:
-            UsageError: a setting is not allowed, or the script is missing.
             RunExistsError: the place holds the trainings of another command.
         """
-        from ranktape.capture.settings.config import given_settings
-        from ranktape.capture.settings.options import CaptureOptions
-        from ranktape.launch.script import Script
-
-        CaptureOptions(**given_settings(self.values))
-        is_module = self.script[0] == "-m"
-        Script(name=self.script[is_module], arguments=(), is_module=is_module).check()
-        before = _command_in(self.place.get(RECORD))
-        # A command that has stored nothing, as one with a mistake in it, is not in the way.
-        if before and before != self.words and not overwrite and any(run.iterations for run in self._runs()):
-            raise RunExistsError(
-                f"{shown(self.output)} holds the trainings of another command ({shlex.join(before)}): add --overwrite "
-                "to train anew, or choose another --output"
-            )
-        self.place.put(RECORD, [json.dumps({"command": self.words}, indent=2).encode()])
-
-    def _runs(self) -> list[RunSummary]:
         from ranktape.storage.maintenance.runs import find_runs
 
-        return find_runs(self.output, storage_options=self.options, max_depth=1)
+        try:
+            before = json.loads(self.backend.get(RECORD) or b"{}").get("command")
+        except (ValueError, AttributeError):
+            before = None
+        # A command that has stored nothing, as one with a mistake in it, is not in the way.
+        if before and before != words and not overwrite:
+            runs = find_runs(self.url, storage_options=self.options, max_depth=1)
+            if any(run.iterations for run in runs):
+                raise RunExistsError(
+                    f"{shown(self.url)} holds the trainings of another command ({shlex.join(map(str, before))}): add "
+                    f"--overwrite to train anew, or choose another --output"
+                )
+        self.backend.put(RECORD, [json.dumps({"command": words}, indent=2).encode()])
 
-    def url_of(self, quantization: Quantization) -> str:
-        return f"{self.output}/{quantization.tag}"
+    def records(self, tag: str) -> Records:
+        """Those of one run.
 
-    def collect(self, quantization: Quantization, *, head: str, timeout: float, overwrite: bool) -> Collected:
-        """Train in one precision, unless that is stored already."""
-        from ranktape.launch.collected import Collected
-
-        url = self.url_of(quantization)
-        is_stored = _is_stored(url, options=self.options, min_iterations=self.values["min_iterations"])
-        log = self.folder / f"{quantization.tag}.log"
-        if is_stored and not overwrite:
-            say(f"{head} is stored already in {shown(url)} (--overwrite trains it again)")
-            return Collected(
-                quant_type=quantization.tag, url=url, is_met=True, losses=_losses(self.place.get(log.name))
-            )
-        command = self._command(quantization, overwrite=overwrite or is_stored is not None)
-        say(f"{head} trains; its output is in {log}")
-        started = time.monotonic()
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as output, _training(command, output) as process:
-            is_late = not self._wait(process, url, head=head, until=started + timeout)
-        code = process.returncode
-        kept = self.keep(log)
-        is_met = bool(_is_stored(url, options=self.options, min_iterations=self.values["min_iterations"]))
-        problem = ""
-        if is_late:
-            problem = f"after {timeout:g} s the training was ended; what was stored is kept (--timeout gives more)"
-        elif code != 0:
-            problem = f"the training ended with exit code {code}"
-            say(_tail(log))
-        where = "" if kept == str(log) else f"; its output is in {kept}"
-        say(f"{head} {problem or f'done in {time.monotonic() - started:.0f} s'}{where}")
-        return Collected(
-            quant_type=quantization.tag,
-            url=url,
-            is_met=is_met,
-            problem=problem,
-            has_failed=not is_late and code != 0 and not is_met,
-            losses=_losses(log.read_bytes()),
-        )
-
-    def _command(self, quantization: Quantization, *, overwrite: bool) -> list[str]:
-        before = list(self.before)
-        if before[:1] == [PYTHON]:
-            launcher = before[1:]
-        else:
-            launcher = ["-m", "torch.distributed.run", *before]
-            if not any(word.startswith(("--standalone", "--rdzv", "--nnodes", "--master")) for word in before):
-                launcher.insert(2, "--standalone")
-        return [
-            *(sys.executable, *launcher, "-m", "ranktape.launch"),
-            *("--capture", self.url_of(quantization), *quantization.options, "--stop-when-stored"),
-            *(["--overwrite"] if overwrite else []),
-            *capture_arguments(self.values),
-            *self.script,
-        ]
-
-    def _wait(self, process: subprocess.Popen[bytes], url: str, *, head: str, until: float) -> bool:
-        """Report the iterations that are stored until the training has ended; whether it has, in time."""
+        Raises:
+            RunNotFoundError: there is no run.
+        """
         from ranktape.storage import open_run
 
-        known = 0
-        while True:
-            is_over = process.poll() is not None
-            # A run that is not there yet, or that is deleted for the new one, is no mistake.
-            with contextlib.suppress(RunNotFoundError):
-                complete = len(open_run(url, storage_options=self.options).iterations)
-                if complete > known:
-                    say(f"{head} {complete} of {self.values['min_iterations']} guaranteed iterations complete")
+        return open_run(self.url_of(tag), storage_options=self.options).select()
+
+    def num_stored(self, tag: str) -> int | None:
+        """How many complete iterations a run holds; None where there is no run."""
+        from ranktape.storage import open_run
+
+        try:
+            return len(open_run(self.url_of(tag), storage_options=self.options).iterations)
+        except RunNotFoundError:
+            return None
+
+    def lacks(self, tag: str, min_iterations: int, min_records: int) -> str:
+        """What a run has less of than it should; empty where it has all."""
+        if (self.num_stored(tag) or 0) < min_iterations:
+            return "its guaranteed iterations are not stored"
+        num = len(self.records(tag))
+        why = f"{num} of {min_records} records are stored: select more, or raise --min-iterations"
+        return "" if num >= min_records else why
+
+    def train(self, tag: str, command: Sequence[str], *, head: str, timeout: float) -> tuple[str, bool]:
+        """Train in one precision; what went wrong, and whether the training itself failed."""
+        is_remote = "://" in self.url
+        folder = Path(tempfile.mkdtemp(prefix="ranktape-") if is_remote else self.url)
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder / f"{tag}.log"
+        say(f"{head} trains; its output is in {log}")
+        began, known = time.monotonic(), 0
+        with log.open("wb") as output, _training(command, output) as process:
+            is_over = False
+            while not is_over and time.monotonic() < began + timeout:
+                is_over = process.poll() is not None
+                if (complete := self.num_stored(tag) or 0) > known:
+                    say(f"{head} {complete} iterations are complete")
                 known = complete
-            if is_over or time.monotonic() >= until:
-                return is_over
-            time.sleep(_LOOK_SECONDS)
+                time.sleep(0 if is_over else _LOOK_SECONDS)
+        if is_remote:
+            self.backend.put(log.name, [log.read_bytes()])
+        problem, is_dead = "", is_over and process.returncode != 0
+        if is_dead:
+            problem = f"the training ended with exit code {process.returncode}"
+            say(_tail(log))
+        elif not is_over:
+            problem = f"after {timeout:g} s the training was ended; what was stored is kept (--timeout gives more)"
+        say(f"{head} {problem or f'done in {time.monotonic() - began:.0f} s'}")
+        return problem, is_dead
+
+    def compare(self, tags: Sequence[str]) -> None:
+        """Write a table for the terminal, and the report over all runs that hold records, which begins with it."""
+        from ranktape.analyze import write_report
+        from ranktape.analyze.table import Column, Kind, Table, write_table
+        from ranktape.storage.records.union import unite
+
+        runs = {tag: self.records(tag) for tag in tags if self.num_stored(tag)}
+        runs = {tag: records for tag, records in runs.items() if len(records)}
+        if not runs:
+            return
+        first = next(iter(runs))
+        columns = (
+            Column(name="quant_type", kind=Kind.TEXT),
+            Column(name="iterations", kind=Kind.INTEGER),
+            Column(name="records", kind=Kind.INTEGER),
+            Column(name="sqnr", kind=Kind.FLOAT, unit="dB", head="SQNR"),
+            Column(name="relative_norm", kind=Kind.FLOAT, head="relative error"),
+            Column(name="worst", kind=Kind.TEXT, head="worst module"),
+        )
+        rows = tuple(
+            (tag, len(set(records.column("iteration").tolist())), len(records), *_differences(runs[first], records))
+            for tag, records in runs.items()
+        )
+        note = f"SQNR, relative error: medians over products of linear layers against {first}, first common iteration"
+        table = Table(title=f"what differs from {first}", columns=columns, rows=rows, notes=(note,))
+        write_table(table)
+        is_remote = "://" in self.url
+        page = Path(tempfile.mkdtemp(prefix="ranktape-") if is_remote else self.url) / "report.html"
+        urls = ", ".join(map(self.url_of, runs))
+        write_report(unite(runs) if len(runs) > 1 else runs[first], output=page, url=urls, summary=table)
+        if is_remote:
+            self.backend.put(page.name, [page.read_bytes()])
+        say(f"open it in a browser: {page.resolve().as_uri()}")
+
+
+def _differences(first: Records, records: Records) -> tuple[float | None, float | None, str]:
+    """The medians of SQNR and relative error, and the worst module, in the first iteration that both runs have."""
+    from ranktape.analyze import compare
+
+    common = set(first.column("iteration").tolist()) & set(records.column("iteration").tolist())
+    wanted = f"iteration == {min(common, default=-1)} and layer_type == 'linear' and tensor_name in {list(PRODUCTS)}"
+    sides = first.where(wanted), records.where(wanted)
+    if first is records or not all(map(len, sides)):
+        return None, None, ""
+    tags = [side.column("quant_type").tolist()[0] for side in sides]
+    pair = f"quant_type={tags[0]}:{tags[1]}"
+    found = compare(*sides, pair=pair, allow_unmatched=True, distances=False, in_order=True).records()
+    sqnr: dict[str, list[float]] = {}
+    for row in found:
+        if row["sqnr"] is not None:
+            sqnr.setdefault(f"{row['module']} ({row['tensor_name']}", []).append(row["sqnr"])
+    medians = {site: statistics.median(values) for site, values in sqnr.items()}
+    norms = [row["relative_norm"] for row in found if row["relative_norm"] is not None]
+    worst = min(medians, key=lambda site: medians[site], default=None)
+    return (
+        statistics.median(medians.values()) if medians else None,
+        statistics.median(norms) if norms else None,
+        "" if worst is None else f"{worst}, {medians[worst]:.1f} dB)",
+    )
 
 
 @contextlib.contextmanager
@@ -348,73 +391,10 @@ def _split_python(given: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return (PYTHON, *given[1:start]), script
 
 
-def _command_in(record: bytes | None) -> list[str] | None:
-    """The command that a record beside the runs names; None where there is none that can be read."""
-    try:
-        words = json.loads(record or b"{}").get("command")
-    except (ValueError, AttributeError):
-        return None
-    return list(map(str, words)) if isinstance(words, list) else None
-
-
-def _is_stored(url: str, *, options: Mapping[str, Any] | None, min_iterations: int) -> bool | None:
-    """Whether a run holds so many complete iterations; None where there is none."""
-    from ranktape.storage import open_run
-
-    try:
-        return len(open_run(url, storage_options=options).iterations) >= min_iterations
-    except RunNotFoundError:
-        return None
-
-
-def _judged(one: Collected, *, min_records: int, options: Mapping[str, Any] | None) -> Collected:
-    """With the number of records looked at, too."""
-    from ranktape.storage import open_run
-
-    if not one.is_met:
-        return one
-    num = len(open_run(one.url, storage_options=options).select())
-    if num >= min_records:
-        return one
-    why = f"{num} of {min_records} records are stored: select more, or raise --min-iterations"
-    return replace(one, is_met=False, problem=why)
-
-
-def _finish(done: Sequence[Collected], plan: _Plan) -> None:
-    """Compare what there is, and say what is missing.
-
-    Raises:
-        CaptureError: a training failed.
-        CheckFoundError: less was stored than was asked for.
-    """
-    from ranktape.launch.collected import write_comparison
-
-    page = plan.folder / "report.html"
-    stored = [one for one in done if _is_stored(one.url, options=plan.options, min_iterations=1)]
-    if stored:
-        write_comparison(stored, page, storage_options=plan.options)
-        if (kept := plan.keep(page)) != str(page):
-            say(f"the page is in {kept}, too")
-    missing = [one for one in done if not one.is_met]
-    if not missing:
-        return
-    text = "; ".join(
-        f"{one.quant_type}: {one.problem or 'its guaranteed iterations are not stored'}" for one in missing
-    )
-    if any(one.has_failed for one in missing):
-        raise CaptureError(text)
-    raise CheckFoundError(text)
-
-
-def _losses(log: bytes | None) -> tuple[float, ...]:
-    """The losses that a training has printed, as 'loss 2.5', 'loss: 2.5' or {'loss': '2.5'}; none without a log."""
-    return tuple(float(match) for match in _LOSS.findall((log or b"").decode(errors="replace")))
-
-
 def _tail(log: Path) -> str:
-    """Our errors and the last lines of a training; torchrun says after them that it has failed."""
+    """The last lines of a training, and our errors before them; torchrun says after them that it has failed."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    ends = (place for place, line in enumerate(lines) if _OF_TORCHRUN.match(line))
+    ends = (place for place, line in enumerate(lines) if re.match(r"[EW]\d{4} .*torch/distributed/elastic/", line))
     own = lines[: next(ends, len(lines))]
     errors = [line for line in own[:-_TAIL_LINES] if line.startswith("ranktape: error: ")]
     return "\n".join(f"    {line}" for line in [*errors, *own[-_TAIL_LINES:]])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ranktape.errors import UsageError
-from ranktape.launch.collect import _losses, _tail, split_words
+from ranktape.launch.collect import _tail, split_words
 from ranktape.storage import open_run
 from ranktape.storage.places.urls import open_backend
 from tests.exhaustive import exhaustive
@@ -75,15 +74,14 @@ def test_each_precision_is_trained_recorded_and_compared(folder: Path) -> None:
         run = open_run(folder / "runs" / quant_type)
         assert len(run.iterations) == 2
         assert {(record.quant_type, record.rank) for record in run.select()} == {(quant_type, 0), (quant_type, 1)}
-    assert "[mxfp4, 2 of 2] 2 of 2 guaranteed iterations complete" in ended.stdout
+    assert "[mxfp4, 2 of 2] 2 iterations are complete" in ended.stdout
     rows = {line.split()[0]: line.split() for line in ended.stdout.splitlines() if line.startswith(("bf16 ", "mxfp4 "))}
-    assert rows["bf16"][4:6] == ["-", "-"]
-    assert 5 < float(rows["mxfp4"][4]) < 25
-    assert 0.03 < float(rows["mxfp4"][5]) < 0.5
+    assert rows["bf16"][3:5] == ["-", "-"]
+    assert 5 < float(rows["mxfp4"][3]) < 25
+    assert 0.03 < float(rows["mxfp4"][4]) < 0.5
     page = (folder / "runs" / "report.html").read_text()
     assert page.index("What differs from bf16") < page.index("mxfp4 against bf16") < page.index('id="headline"')
     assert "2 sources (bf16, mxfp4)" in page
-    assert ">loss</th>" in page
 
     other = _collect("--quant", "bf16", "--", "train.py", cwd=folder)
     assert other.returncode == 1
@@ -97,29 +95,13 @@ def test_runs_logs_and_page_are_in_an_object_store(folder: Path, s3_server: S3Se
     words = ("--quant", "mxfp4", "--min-iterations", "1", *access, "--", "train.py")
     ended = python("-m", "ranktape.launch.cli", "collect", "--output", url, *words, cwd=folder)
     assert ended.returncode == 0, ended.stderr
-    assert f"its output is in {url}/mxfp4.log" in ended.stdout
     assert len(open_run(f"{url}/mxfp4", storage_options=s3_server.storage_options).iterations) == 1
     place = open_backend(url, storage_options=s3_server.storage_options)
     assert b"step 0 loss" in (place.get("mxfp4.log") or b"")
     assert b"mxfp4" in (place.get("report.html") or b"")
     again = python("-m", "ranktape.launch.cli", "collect", "--output", url, *words, cwd=folder)
     assert f"[mxfp4, 1 of 1] is stored already in {url}/mxfp4" in again.stdout
-    [row] = [line.split() for line in again.stdout.splitlines() if line.startswith("mxfp4 ")]
-    assert float(row[3]) > 0
     assert not (folder / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("said", "losses"),
-    [
-        ("step 3 loss 2.5 lr 0.1", (2.5,)),
-        ("loss: 1e-3\nloss=nan\nloss -inf", (0.001, math.nan, -math.inf)),
-        ("{'loss': '4.75', 'grad_norm': '0.6'}\n{'train_loss': '4.7'}", (4.75,)),
-        ("no loss of data", ()),
-    ],
-)
-def test_the_losses_that_a_script_prints_are_read(said: str, losses: tuple[float, ...]) -> None:
-    assert _losses(said.encode()) == pytest.approx(losses, nan_ok=True)
 
 
 def test_a_training_that_is_late_or_fails_is_said_and_the_others_go_on(folder: Path) -> None:
