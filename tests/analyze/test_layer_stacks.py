@@ -285,8 +285,8 @@ def test_a_captured_encoder_and_decoder_are_apart_in_every_answer(captured: tupl
 def test_on_the_page_no_line_joins_two_stacks(chromium: Chrome, run: Run, tmp_path: Path) -> None:
     page = Page(chromium, write_report(run.select(), output=tmp_path / "report.html", engine=Engine(use_cache=False)))
     page.open()
-    page.type("#across", "iteration")
-    page.type("#color-by", "operation")
+    page.type("#columns", "iteration")
+    page.type("#lines", "operation")
     names = ["outside", *(f"{stack} {layer}" for stack in ("encoder", "decoder") for layer in range(3))]
     assert page.ask("return document.getElementById('overview-chart')._fullLayout.yaxis.ticktext") == names
     forward, backward = page.ask("return document.getElementById('layers-chart').data.map((one) => [one.x, one.y])")

@@ -28,10 +28,10 @@ from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.finding import Finding, Severity
 from ranktape.analyze.identity import natural
 from ranktape.analyze.metrics.numbers import RecordNumbers
-from ranktape.analyze.numerics.digest import SAMPLE_METRICS
+from ranktape.analyze.numerics.digest import SAMPLE_METRICS as KNOWN_OF_SAMPLES
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array
-from ranktape.analyze.views.report.columns import SampleColumns, packed
-from ranktape.analyze.views.report.details import MAX_SWEPT_NBYTES, OFFSETS, bundles_of
+from ranktape.analyze.views.report import columns
+from ranktape.analyze.views.report.columns import MAX_SWEPT_NBYTES, SAMPLE_METRICS, packed, sample_columns
 from ranktape.analyze.views.report.model import Model, build_model
 from ranktape.analyze.views.report.page import FORMATS, deflated, render, write_report
 from ranktape.errors import NoRecordsError, NoSpaceError, StorageError, UsageError
@@ -116,25 +116,19 @@ def metric_of(model: Model, name: str) -> Array:
     return unpacked(found["column"], count=model.data["count"])
 
 
-def binades_of(model: Model) -> list[dict[int, int]]:
-    """For each bundle how many values have which exponent, as the page's script reads it."""
-    details = model.data["details"]
-    firsts, lengths = (unpacked(details[name], count=details["count"]).astype(int) for name in ("first", "length"))
-    counts = unpacked(details["counts"], count=int(lengths.sum())).astype(int)
+def binades_of(model: Model) -> dict[int, dict[int, int]]:
+    """By record how many values have which exponent, as the page's script reads it."""
+    found = model.data["binades"]
+    records, lengths = (unpacked(found[name], count=found["count"]).astype(int) for name in ("records", "length"))
     ends = np.cumsum(lengths)
-    return [
-        {first + place: int(count) for place, count in enumerate(counts[end - length : end]) if count}
-        for first, length, end in zip(firsts, lengths, ends, strict=True)
-    ]
-
-
-def ratios_of(model: Model, name: str) -> Array:
-    """For each bundle the ratio in dB at each offset; NaN where none is known, infinite where nothing is lost."""
-    details = model.data["details"]
-    (sweep,) = (one for one in details["sweeps"] if one["name"] == name)
-    hundredths = unpacked(sweep["sqnr"], count=details["count"] * len(OFFSETS)).reshape(-1, len(OFFSETS))
-    known = np.where(hundredths == 32767, math.inf, hundredths / 100)
-    return np.where(hundredths == -32768, math.nan, known)
+    exponents, counts = (
+        np.split(unpacked(found["columns"][name], count=int(ends[-1])).astype(int), ends[:-1])
+        for name in ("exponent", "count")
+    )
+    return {
+        record: dict(zip(own.tolist(), number.tolist(), strict=True))
+        for record, own, number in zip(records.tolist(), exponents, counts, strict=True)
+    }
 
 
 @given(
@@ -180,30 +174,28 @@ def test_binades_are_those_of_numpy(run: Run) -> None:
     records = run.select()
     binades = binades_of(model_of(records))
     assert len(binades) == len(records)
-    for found, record in zip(binades, records, strict=True):
+    for index, record in enumerate(records):
         array = record.read()
         if array.dtype.kind == "c":
             continue
         values = array.astype(np.float64)
         exponents = np.frexp(values[np.isfinite(values) & (values != 0)])[1] - 1
-        assert found == dict(zip(*(part.tolist() for part in np.unique(exponents, return_counts=True)), strict=True))
+        assert binades[index] == dict(
+            zip(*(part.tolist() for part in np.unique(exponents, return_counts=True)), strict=True)
+        )
 
 
-def test_sweeps_are_those_of_the_sweep(run: Run) -> None:
-    records = run.select(tensor_name=["plain", "spoiled"])
+def test_ratios_are_those_of_the_sweep(run: Run) -> None:
+    """At the rule of blocks, or the power of two at which the largest value just fits: the sweep's first level."""
+    records = run.select(tensor_name=["plain", "wide", "spoiled", "narrow"])
     model = model_of(records, formats=(*FORMATS, "nvfp4"))
     for name in (*FORMATS, "nvfp4"):
+        found = metric_of(model, f"sqnr.{name}")
         for index, record in enumerate(records):
             levels = sweep_array(record.read(), format=name).levels
-            found = ratios_of(model, name)[index]
-            if name.startswith(("mx", "nv")):
-                expected = {int(level.exponent): level.sqnr for level in levels}
-                np.testing.assert_allclose(found, [expected[offset] for offset in OFFSETS], atol=0.006)
-            else:
-                # The largest value just fits at the sweep's first level.
-                np.testing.assert_allclose(found[OFFSETS.index(0)], levels[0].sqnr, atol=0.006)
-            usual = metric_of(model, f"sqnr.{name}")[index]
-            np.testing.assert_allclose(usual, found[OFFSETS.index(0)], atol=0.006)
+            has_blocks = name.startswith(("mx", "nv"))
+            (usual,) = (one for one in levels if one.exponent == 0) if has_blocks else levels[:1]
+            np.testing.assert_allclose(found[index], usual.sqnr, rtol=1e-6)
 
 
 def test_what_cannot_be_swept_has_no_ratio(run: Run) -> None:
@@ -211,52 +203,36 @@ def test_what_cannot_be_swept_has_no_ratio(run: Run) -> None:
     model = model_of(records)
     names = records.column("tensor_name").tolist()
     for name in FORMATS:
-        known = dict(zip(names, np.any(~np.isnan(ratios_of(model, name)), axis=1).tolist(), strict=True))
-        assert {one for one in names if not known[one]} == {"nothing but NaN", "zeros", "empty", "flags", "tokens"}
         usual = dict(zip(names, metric_of(model, f"sqnr.{name}").tolist(), strict=True))
+        unknown = {one for one in names if math.isnan(usual[one])}
+        assert unknown == {"nothing but NaN", "empty", "flags", "tokens"}
         assert usual["zeros"] == math.inf, "nothing is lost of zeros"
-        assert all(math.isnan(usual[one]) for one in ("nothing but NaN", "empty", "flags", "tokens"))
 
 
-def test_too_many_records_share_their_details(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_many_records_some_of_each_tensor_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of each tensor of the model, before a second of any; what a finding names comes first."""
     records = store(tmp_path, model_tensors(num_ranks=3, iterations=(0, 1))).select()
-    alone = binades_of(model_of(records))
-    monkeypatch.setattr(
-        "ranktape.analyze.views.report.model.bundles_of", lambda *args, **kw: bundles_of(*args, **kw, limit=20)
-    )
-    finding = Finding(kind="x", severity=Severity.LOW, score=1.0, title="t", evidence="e", where={}, places=(7,))
+    everything = binades_of(model_of(records))
+    monkeypatch.setattr(columns, "MAX_LOOKED_AT", 20)
+    finding = Finding(kind="x", severity=Severity.LOW, score=1.0, title="t", evidence="e", where={}, places=(107,))
     model = model_of(records, findings=[finding])
-    of = unpacked(model.data["details"]["of"], count=len(records)).astype(int)
-    together = binades_of(model)
-    assert len(together) == model.data["details"]["count"] == 19
-    assert np.flatnonzero(of == of[7]).tolist() == [7]
-    for bundle, found in enumerate(together):
-        members = [alone[index] for index in np.flatnonzero(of == bundle)]
-        assert found == {key: sum(one.get(key, 0) for one in members) for one in members for key in one}
-    # Signals and errors are added up.
-    bundle = of[0]
-    arrays = [records[int(index)].read().astype(np.float64) for index in np.flatnonzero(of == bundle)]
-    levels = [sweep_array(array.astype(ml_dtypes.bfloat16), format="mxfp4_e2m1").levels for array in arrays]
-    signals = [(array**2).sum() for array in arrays]
-    for place, offset in enumerate(OFFSETS):
-        errors = [
-            next(level.mse for level in some if level.exponent == offset) * array.size
-            for some, array in zip(levels, arrays, strict=True)
-        ]
-        expected = 10 * math.log10(sum(signals) / sum(errors))
-        np.testing.assert_allclose(ratios_of(model, "mxfp4_e2m1")[bundle, place], expected, atol=0.006)
-    assert any("19 groups of the 108 records" in text for text in model.left_out)
+    found = binades_of(model)
+    assert [*found] == [*range(19), 107]
+    assert all(found[index] == everything[index] for index in found)
+    assert np.isfinite(metric_of(model, "sqnr.mxfp8_e4m3")).sum() == 20
+    assert any("Of 20 of 108 records the page has histograms" in text for text in model.left_out)
+    assert any("not tried on 88 records" in text for text in model.left_out)
 
 
 def test_what_is_too_large_to_sweep_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = store(tmp_path, model_tensors(num_ranks=2)).select()
     assert records.column("nbytes").sum() < MAX_SWEPT_NBYTES
-    monkeypatch.setattr("ranktape.analyze.views.report.details.MAX_SWEPT_NBYTES", 18 * 512)
+    monkeypatch.setattr(columns, "MAX_SWEPT_NBYTES", 18 * 512)
     model = model_of(records)
-    known = np.isfinite(metric_of(model, "sqnr.mxfp8_e4m3"))
-    # One record of each place, before a second of any.
-    assert known.tolist() == [True] * 18 + [False] * 18
-    assert np.isfinite(metric_of(model, "sqnr.fp8_e4m3")).all()
+    for name in ("mxfp8_e4m3", "fp8_e4m3"):
+        # One record of each tensor, before a second of any.
+        assert np.isfinite(metric_of(model, f"sqnr.{name}")).tolist() == [True] * 18 + [False] * 18
+    assert len(binades_of(model)) == 36
     assert any("not tried on 18 records" in text for text in model.left_out)
 
 
@@ -266,7 +242,7 @@ def test_samples_are_those_of_numpy(run: Run) -> None:
     samples = model.data["samples"]
     kept = unpacked(samples["records"], count=samples["count"]).astype(int).tolist()
     assert set(records.column("tensor_name")[kept]) == {"plain", "wide", "spoiled"}
-    absmax = unpacked(samples["metrics"]["absmax"], count=12).reshape(3, 4)
+    absmax = unpacked(samples["columns"]["absmax"], count=12).reshape(3, 4)
     for index, found in zip(kept, absmax, strict=True):
         values = records[index].read().astype(np.float64)
         np.testing.assert_allclose(
@@ -275,14 +251,13 @@ def test_samples_are_those_of_numpy(run: Run) -> None:
 
 
 def test_the_samples_that_differ_most_are_kept() -> None:
-    parts = np.ones((10, 4, len(SAMPLE_METRICS)))
-    parts[:, 1, SAMPLE_METRICS.index("absmax")] = 1 + np.arange(10) % 7
+    parts = np.ones((10, 4, len(KNOWN_OF_SAMPLES)))
+    parts[:, 1, KNOWN_OF_SAMPLES.index("absmax")] = 1 + np.arange(10) % 7
     sizes = np.where(np.arange(11) == 10, 0, 4)
     known = RecordNumbers(columns={}, sample_sizes=sizes, samples=parts.reshape(40, -1))
-    samples = SampleColumns(known)
-    assert samples.num_records == 10
-    document, count = samples.to_json(first=[0], limit=12)
-    assert unpacked(document["records"], count=count).tolist() == [0, 5, 6]
+    document = sample_columns(known, first=[0], limit=12)
+    assert set(document["columns"]) == {*SAMPLE_METRICS}
+    assert unpacked(document["records"], count=document["count"]).tolist() == [0, 5, 6]
 
 
 def test_the_first_line_says_what_the_run_is(tmp_path: Path) -> None:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.products import RECORDED
 from ranktape.analyze.numerics.recipes.words import parse_recipes
-from ranktape.analyze.replays.calls import places_in
 from ranktape.analyze.replays.replayed import Replayed, replay_calls
-from ranktape.analyze.views.report import recipes as report_recipes
+from ranktape.analyze.views.report import columns as report_columns
+from ranktape.analyze.views.report.columns import recipe_map
 from ranktape.analyze.views.report.page import write_report
-from ranktape.analyze.views.report.recipes import recipe_columns
 from ranktape.storage import Records
 from tests.analyze.linear_runs import hot_channels, linear_run
 from tests.analyze.report_page import HOSTILE, Page
-from tests.analyze.test_report import unpacked
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -43,45 +39,48 @@ def replayed(records: Records) -> Replayed:
     return replay_calls(records, RECIPES, engine=Engine(use_cache=False))
 
 
-def test_the_page_holds_the_sums_of_every_product(records: Records, replayed: Replayed) -> None:
-    found = recipe_columns(records, replayed, RECIPES)
+def ratios(replayed: Replayed, *, by: str) -> dict[tuple[Any, ...], float | None]:
+    """The SQNR of each product in each recipe, of each value of a field."""
+    groups = replayed.groups([by, "product", "recipe"])
+    return {tuple(group.key.values()): group.exact.sqnr for group in groups}
+
+
+def test_the_page_holds_the_ratio_of_every_product(records: Records, replayed: Replayed) -> None:
+    found = recipe_map(records, replayed, RECIPES)
     assert found is not None
-    assert (found["names"], found["products"], found["num_left_out"]) == (NAMES, PRODUCTS, 0)
-    assert found["bits"] == [*(recipe.bits for recipe in RECIPES), None]
-    rows, calls = found["rows"], found["calls"]
-    assert (rows["count"], calls["count"]) == (6 * 4 * 3 * 4, 6 * 4)
-    assert list(rows["sums"]) == list(ErrorSums.__slots__)
-    sums = np.array([unpacked(column, count=rows["count"]) for column in rows["sums"].values()]).T
-    np.testing.assert_allclose(sums, replayed.exact, rtol=1e-6)
-    ends = np.cumsum(unpacked(calls["length"], count=calls["count"])).astype(int)
-    places = np.split(unpacked(calls["records"], count=ends[-1]).astype(int), ends[:-1])
-    for call, own in zip(replayed.calls.calls, places, strict=True):
-        assert {records[place].module for place in own.tolist()} == {call.field("module")}
-        assert {"input", "weight", "grad_output"} <= {records[place].tensor_name for place in own.tolist()}
+    columns = [(one["product"], one["recipe"]) for one in found["columns"]]
+    assert columns == [(product, name) for product in PRODUCTS for name in NAMES]
+    assert [one["bits"] for one in found["columns"]] == [*(recipe.bits for recipe in RECIPES), None] * 3
+    assert [one["is_recorded"] for one in found["columns"]] == [False, False, False, True] * 3
+    modules = [f"layers.{layer}.{HOSTILE[0]}" for layer in range(6)]
+    assert found["rows"] == modules
+    expected = ratios(replayed, by="module")
+    assert found["sqnr"] == [[expected[module, *column] for column in columns] for module in modules]
+    assert found["num_lost"] == [[0] * 12] * 6
+    for module, own in zip(modules, found["records"], strict=True):
+        assert {records[place].module for place in own} == {module}
+        assert {"input", "weight", "grad_output"} <= {records[place].tensor_name for place in own}
 
 
-def test_of_too_many_products_the_worst_of_each_layer_are_kept(
+def test_of_many_modules_a_row_is_a_layer(
     records: Records, replayed: Replayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report_recipes, "MAX_PRODUCTS", 6 * 3 * 4)
-    found = recipe_columns(records, replayed, RECIPES)
+    monkeypatch.setattr(report_columns, "MAX_RECIPE_ROWS", 5)
+    found = recipe_map(records, replayed, RECIPES)
     assert found is not None
-    assert found["num_left_out"] == 6 * 3 * 3 * 4
-    kept = report_recipes._kept(replayed)
-    worst = [group.worst for group in replayed.groups(["module", "product", "recipe"])]
-    assert kept.tolist() == sorted(worst)
+    assert found["rows"] == [f"layer {layer} linear" for layer in range(6)]
+    expected = ratios(replayed, by="layer_idx")
+    assert found["sqnr"][3][0] == expected[3, "output", "mxfp8"]
 
 
 def test_a_selection_without_layers_says_nothing(records: Records) -> None:
     gradients = records.select(tensor_name="grad_weight", iteration=0)
-    found = replay_calls(gradients, RECIPES, engine=Engine(use_cache=False))
-    columns = recipe_columns(gradients, found, RECIPES)
-    assert columns is not None
-    assert columns["products"] == ["grad_weight"]
+    replayed = replay_calls(gradients, RECIPES, engine=Engine(use_cache=False))
+    found = recipe_map(gradients, replayed, RECIPES)
+    assert found is not None
+    assert {one["product"] for one in found["columns"]} == {"grad_weight"}
     # Operands outside of the selection are read, and are no records of the page.
-    assert {gradients[place].tensor_name for own in places_in(gradients, found.calls) for place in own} == {
-        "grad_weight"
-    }
+    assert {gradients[place].tensor_name for own in found["records"] for place in own} == {"grad_weight"}
 
 
 @pytest.fixture(scope="module")
@@ -101,95 +100,34 @@ def page(chromium: Chrome, records: Records, tmp_path_factory: pytest.TempPathFa
 
 def test_cells_are_those_of_replay(page: Page, replayed: Replayed) -> None:
     (drawn,) = page.ask("return document.getElementById('recipes-chart').data.map((one) => one.text)")
-    expected = {
-        tuple(group.key.values()): group.exact.sqnr for group in replayed.groups(["product", "recipe", "module"])
-    }
-    modules = sorted({module for _, _, module in expected})
+    expected = ratios(replayed, by="module")
     rows = [
-        " ".join(f"{expected[product, recipe, module]:.1f}" for product in PRODUCTS for recipe in NAMES)
-        for module in modules
+        " ".join(
+            f"{expected[f'layers.{layer}.{HOSTILE[0]}', product, name]:.1f}" for product in PRODUCTS for name in NAMES
+        )
+        for layer in range(6)
     ]
     assert [" ".join(filter(None, row)) for row in drawn] == rows
 
 
-def test_a_cell_leads_to_its_calls_and_they_to_their_records(page: Page, records: Records, replayed: Replayed) -> None:
+def test_a_cell_leads_to_the_records_of_its_module(page: Page, records: Records, replayed: Replayed) -> None:
     page.cell(3, NAMES.index("mxfp4"), chart="recipes-chart")
-    assert page.text("#recipe-calls-title") == f"Calls of layers.3.{HOSTILE[0]}: output in mxfp4"
-    calls = [place for place, call in enumerate(replayed.calls.calls) if call.field("layer_idx") == 3]
-    rows = [
-        row
-        for row in range(len(replayed.places))
-        if replayed.places[row] in calls and (replayed.products[row], replayed.names[row]) == ("output", "mxfp4")
-    ]
-    ordered = sorted(rows, key=lambda row: ErrorSums.pooled(replayed.exact[row]).sqnr or 0)
-    shown: list[str] = page.ask(
-        "return Array.from(document.querySelectorAll('#recipe-calls tr'), (row) => row.innerText)"
+    assert page.text("#drill-title") == f"What the products of layers.3.{HOSTILE[0]} are computed from"
+    found = recipe_map(records, replayed, RECIPES)
+    assert found is not None
+    assert page.ask("return window.ranktape.state.focus.records") == found["records"][3]
+    page.ask("window.ranktape.focusOn(null)")
+
+
+def test_a_cell_that_lost_numbers_is_marked(page: Page) -> None:
+    marks = page.ask(
+        """window.ranktape.raw.recipes.num_lost[2][1] = 3; window.ranktape.drawRecipes();
+        return document.getElementById("recipes-chart").data[1].z"""
     )
-    expected = [ErrorSums.pooled(replayed.exact[row]) for row in ordered]
-    assert [line.split("\t")[2] for line in shown] == [f"{float(f'{sums.sqnr:.4g}'):g} dB" for sums in expected]
-    for line, sums in zip(shown, expected, strict=True):
-        assert float(line.split("\t")[6]) == pytest.approx(sums.bias, rel=1e-3, abs=1e-4)
-    page.ask(
-        "document.querySelector('#recipe-calls tr').dispatchEvent("
-        "new KeyboardEvent('keydown', { key: 'Enter', bubbles: true }))"
-    )
-    worst = places_in(records, replayed.calls)[int(replayed.places[ordered[0]])]
-    assert sorted(page.rows()) == sorted(worst)
-    page.ask("window.ranktape.selection.focus(null)")
-
-
-def test_an_address_opens_a_cell_of_recipes(page: Page) -> None:
-    page.type("#recipe-metric", "cosine")
-    page.cell(2, NAMES.index("mxfp4"), chart="recipes-chart")
-    seen = [page.text("#recipe-calls-title"), page.text("#recipe-calls")]
-    link = page.browser.current_url
-    for address, shown in ((link, seen), (link.replace("mxfp4", "nothing"), ["Calls", None])):
-        page.browser.get("about:blank")
-        page.browser.get(address)
-        page.wait("document.documentElement.dataset.ready === 'yes'")
-        assert page.ask("return document.getElementById('recipe-metric').value") == "cosine"
-        assert page.text("#recipe-calls-title") == shown[0]
-        assert page.text("#recipe-calls") == shown[1] or shown[1] is None
-    page.open()
-
-
-def test_filters_act_on_calls(page: Page) -> None:
-    page.click("#recipe-calls-clear")
-    count = "return document.getElementById('recipe-calls-count').innerText"
-    assert page.ask(count).startswith("the worst 200 of 216")
-    page.ask("window.ranktape.selection.filter('layer_idx', new Set([3]))")
-    assert page.ask(count).startswith("36,")
-    page.ask("window.ranktape.selection.filter('rank', new Set([9]))")
-    assert page.text("#recipes-chart + .empty") == "No product that was computed again passes the filters."
-    page.ask("window.ranktape.selection.clearFilters()")
-
-
-def test_a_call_that_lost_numbers_is_the_worst(page: Page) -> None:
-    change = """const lost = window.ranktape.recipes.sums.find(([name]) => name === "num_lost")[1];
-        lost[5] = arguments[0]; window.ranktape.recipePanel.update();
-        return [document.getElementById("recipe-calls-head").innerText,
-                document.querySelector("#recipe-calls tr").dataset.row,
-                document.querySelector("#recipe-calls td:last-child").innerText]"""
-    head, row, lost = page.ask(change, 3)
-    assert (head.split("\t")[-1], row, lost) == ("lost", "5", "3")
-    head, row, _ = page.ask(change, 0)
-    assert head.split("\t")[-1] == "against recorded"
-    assert row != "5"
-
-
-def test_every_metric_and_both_kinds_of_rows_are_drawn(page: Page) -> None:
-    for metric in ("relative_error", "cosine", "largest_error", "bias", "gain", "norm_ratio", "sqnr"):
-        page.type("#recipe-metric", metric)
-        page.type("#recipe-down", "layer_idx")
-        page.click("#recipe-worst")
-        (drawn,) = page.ask("return document.getElementById('recipes-chart').data.map((one) => one.z)")
-        assert np.isfinite(np.array(drawn, dtype=float)[:, :4]).all()
-        assert page.text("#recipe-iterations-title").endswith("over the iterations: of each the worst product")
-    page.type("#recipe-down", "module")
-    page.click("#theme")
-    assert page.ask("return document.getElementById('recipes-chart').layout.paper_bgcolor") == "#1b1e24"
-    page.click("#theme")
-    assert page.ask("return window.hurt") is None
+    marked = [(row, column) for row, line in enumerate(marks) for column, mark in enumerate(line) if mark is not None]
+    assert marked == [(2, 1)]
+    assert page.text("#recipes-legend") == "NaN"
+    page.ask("window.ranktape.raw.recipes.num_lost[2][1] = 0; window.ranktape.drawRecipes()")
 
 
 def test_a_finding_says_which_layer_and_why(page: Page) -> None:

@@ -38,9 +38,8 @@ def test_names_of_strangers_do_nothing(chromium: Chrome, tmp_path: Path) -> None
     )
     page = Page(chromium, path)
     page.open()
-    for column in ("module", "kind", "component"):
-        page.type("#down", column) if column != "component" else page.type("#color-by", column)
-    page.type("#across", "kind")
+    for menu, column in (("rows", "module"), ("rows", "kind"), ("lines", "component"), ("columns", "kind")):
+        page.type(f"#{menu}", column)
     page.click(".filter[data-field=module] summary")
     page.click("tr[data-record='7']")
     page.click("[data-finding='0']")

@@ -19,7 +19,7 @@ from ranktape.analyze.legacy import export_records
 from ranktape.analyze.questions.compare import compare
 from ranktape.analyze.questions.stats import stats
 from ranktape.analyze.sources import Sources, open_sources
-from ranktape.analyze.views.report.differences import MAX_ROWS, differences_of
+from ranktape.analyze.views.report.model import MAX_MODULES, differences_of
 from ranktape.analyze.views.report.page import write_report
 from ranktape.errors import RunNotFoundError, UsageError
 from ranktape.storage import Records, open_run
@@ -190,7 +190,7 @@ def test_a_report_of_two_sources_begins_with_what_sets_them_apart(tmp_path: Path
     assert f"{answer.title[:1].upper()}{answer.title[1:]}." in page
     assert next(iter(data_of(page)["urls"].items())) == ("good", good.reader.url)
     (one,) = differences_of(unite({"good": good, "bad": bad}), engine=Engine())
-    assert [row[0] for row in one.cells] == answer.column("module")[:MAX_ROWS]
+    assert [row[0] for row in one.cells] == answer.column("module")[:MAX_MODULES]
     assert one.command == f"ranktape analyze compare {good.reader.url} {bad.reader.url} --allow-unmatched"
 
 

@@ -1,8 +1,8 @@
-"""Gives the columns of numbers of a page: which metrics it shows, of records and samples, and how JSON holds them.
+"""Gives the columns of numbers of a report: metrics of records and samples, histograms, and what recipes keep.
 
 Every column is base64 of little-endian numbers, of the narrowest type that holds them: whole numbers exactly, others
-with the 24 bits of a float32, which is seven digits. First come the first bytes of all numbers, then the second ones,
-and so on: those that are like one another, which compresses better. A column of one value is that value.
+with the 24 bits of a float32, which is seven digits. The first bytes of all numbers come first, then the second ones,
+and so on: similar bytes lie together, which compresses better. A column of one value is that value.
 """
 
 from __future__ import annotations
@@ -10,28 +10,53 @@ from __future__ import annotations
 import base64
 import enum
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ranktape.analyze.engine.digests import digest_columns
+from ranktape.analyze.engine.sweep_measure import Job, sweep_records
 from ranktape.analyze.findings.survey import medians_of
+from ranktape.analyze.metrics.target import is_sweepable
+from ranktape.analyze.numerics.error_sums import ErrorSums
+from ranktape.analyze.numerics.products import RECORDED
+from ranktape.analyze.numerics.sweeps.options import SweepOptions
+from ranktape.analyze.questions.swept import parse_jobs
+from ranktape.analyze.replays.calls import places_in
+from ranktape.errors import RanktapeError
+from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.engine.values import View
     from ranktape.analyze.metrics.numbers import RecordNumbers
-
-Packed = dict[str, Any]
-"""What JSON holds of a column: `type`, and `data` or `value`."""
+    from ranktape.analyze.numerics.recipes.recipe import Recipe
+    from ranktape.analyze.replays.replayed import Replayed
+    from ranktape.storage import Records
 
 _INTEGERS = (np.dtype("u1"), np.dtype("<u2"), np.dtype("<u4"), np.dtype("i1"), np.dtype("<i2"), np.dtype("<i4"))
 _SMALLEST, _LARGEST = 1e-38, 3e38
 """Magnitudes that a float32 holds with all of its digits."""
 
+MAX_SAMPLES = 200_000
+"""Samples of all records together; of more, the records whose samples differ most are kept."""
 
-def packed(values: Sequence[float | None] | NDArray[Any]) -> Packed:
-    """A column as JSON holds it; NaN for None, infinities as they are."""
+MAX_LOOKED_AT = 10_000
+"""Records of which the page has histograms, and in which formats are tried: those of findings, then one of each tensor
+of the model, then another of each."""
+
+MAX_SWEPT_NBYTES = 1_000_000_000
+"""Bytes that are read to try formats: less than a minute's work."""
+
+MAX_RECIPE_ROWS = 60
+"""Modules that have a row of their own in the map of recipes; if there are more, a row is a layer."""
+
+
+def packed(values: Sequence[float | None] | NDArray[Any]) -> dict[str, Any]:
+    """A column as JSON holds it: `type`, and `data` or `value`; NaN for None, infinities as they are."""
     known = values if isinstance(values, np.ndarray) else [math.nan if value is None else value for value in values]
     column = np.array(known, dtype=np.float64)
     if column.size and np.all((column == column[0]) | (np.isnan(column) & np.isnan(column[0]))):
@@ -55,7 +80,7 @@ def _narrowest(column: NDArray[np.float64]) -> np.dtype[Any]:
 
 
 class Merge(enum.StrEnum):
-    """What the metric of several records is, for the page's script: counts over elements, or one of theirs."""
+    """The metric of several records, for the page's script: counts over elements, or one of theirs."""
 
     RATIO, LARGEST, SMALLEST, MEDIAN = "ratio", "largest", "smallest", "median"
 
@@ -64,22 +89,22 @@ class PageMetric(NamedTuple):
     """A metric of the page; a magnitude is positive and compared as a ratio, on a logarithmic scale."""
 
     name: str
-    """Its name in `ranktape.analyze.metrics.metric`; `sqnr.` and a format for what a format makes of it."""
+    """Its name in `ranktape.analyze.metrics.metric`; `sqnr.` and a format for the ratio that the format keeps."""
     head: str
-    """What people read."""
+    """The name that people read."""
     merge: Merge
     is_magnitude: bool = False
     unit: str = ""
 
     @property
     def source(self) -> str:
-        """The metric of which the page holds a column: of a ratio the count."""
+        """The metric whose column the page holds: the count of a ratio."""
         if self.merge is not Merge.RATIO:
             return self.name
         return "overflow.total" if self.name == "overflow.ratio" else self.name.removesuffix(".ratio") + ".count"
 
     def to_json(self, column: NDArray[np.float64]) -> dict[str, Any]:
-        """The metric with its column, as the page's script knows it."""
+        """The metric with its column, as the page's script reads it."""
         about = {"name": self.name, "head": self.head, "unit": self.unit, "merge": self.merge.value}
         return {**about, "isMagnitude": self.is_magnitude, "column": packed(column)}
 
@@ -104,55 +129,183 @@ SHOWN = (
     PageMetric("p50", "median", Merge.MEDIAN),
     PageMetric("p99", "99th percentile", Merge.MEDIAN),
 )
-"""The metrics, in the order of the page's menu; what formats make of the tensors comes after them."""
-
+"""The metrics, in the order of the page's menu; the ratios that formats keep come after them."""
 
 SAMPLE_METRICS = ("overflow.ratio", "overflow.underflow.ratio", "absmax", "std", "mean", "norm")
-"""What the page knows of each sample."""
-
-MAX_SAMPLES = 200_000
-"""Samples of all records together; of more, the records whose samples differ most are kept."""
+"""The metrics of single samples."""
 
 
-class SampleColumns:
-    """The metrics of samples."""
+def sample_columns(known: RecordNumbers, *, first: Collection[int], limit: int = MAX_SAMPLES) -> dict[str, Any]:
+    """The metrics of samples as columns; the records of `first` come first, then those whose samples differ most."""
+    sizes, owners = known.sample_sizes, known.owners
+    num_elements = np.maximum(1, known.of_samples("num_elements"))
+    ratios = {
+        "overflow.ratio": (known.of_samples("upper") + known.of_samples("lower")) / num_elements,
+        "overflow.underflow.ratio": known.of_samples("underflow") / num_elements,
+    }
+    columns = {name: ratios[name] if name in ratios else known.of_samples(name) for name in SAMPLE_METRICS}
+    # By record the largest magnitude of a sample over their median.
+    spreads = np.zeros(sizes.size)
+    is_known = np.isfinite(columns["absmax"])
+    middles = medians_of(owners[is_known], columns["absmax"][is_known])
+    is_positive = middles > 0
+    np.maximum.at(
+        spreads, owners[is_known][is_positive], columns["absmax"][is_known][is_positive] / middles[is_positive]
+    )
+    rows = np.flatnonzero(sizes)
+    order = rows[np.lexsort((rows, -spreads[rows], ~np.isin(rows, list(first))))]
+    kept = np.sort(order[np.cumsum(sizes[order]) <= limit])
+    return {
+        "records": packed(kept),
+        "length": packed(sizes[kept]),
+        "count": len(kept),
+        "columns": {name: packed(column[np.isin(owners, kept)]) for name, column in columns.items()},
+    }
 
-    def __init__(self, known: RecordNumbers) -> None:
-        """Take those of all records."""
-        self._sizes = known.sample_sizes
-        elements = np.maximum(1, known.of_samples("num_elements"))
-        made = {
-            "overflow.ratio": (known.of_samples("upper") + known.of_samples("lower")) / elements,
-            "overflow.underflow.ratio": known.of_samples("underflow") / elements,
-        }
-        self._columns = {name: made[name] if name in made else known.of_samples(name) for name in SAMPLE_METRICS}
-        self._owners = known.owners
 
-    @property
-    def num_records(self) -> int:
-        """Records that have samples."""
-        return int((self._sizes > 0).sum())
+_SITE_FIELDS = (
+    *("source", "module", "layer_idx", "layer_type", "operation", "phase"),
+    *("component", "quant_type", "tensor_name", "dtype", "mode"),
+)
+"""The fields that tell one tensor of the model from another."""
 
-    def to_json(self, *, first: Collection[int], limit: int = MAX_SAMPLES) -> tuple[dict[str, Any], int]:
-        """The metrics as columns, and of how many records; those of `first` before others."""
-        places = np.flatnonzero(self._sizes)
-        order = places[np.lexsort((places, -self._spreads()[places], ~np.isin(places, list(first))))]
-        kept = np.sort(order[np.cumsum(self._sizes[order]) <= limit])
-        chosen = np.isin(self._owners, kept)
-        document = {
-            "records": packed(kept),
-            "length": packed(self._sizes[kept]),
-            "count": len(kept),
-            "metrics": {name: packed(column[chosen]) for name, column in self._columns.items()},
-        }
-        return document, len(kept)
 
-    def _spreads(self) -> NDArray[np.float64]:
-        """For each record the largest magnitude of its samples over their median; 0 where there is none."""
-        found = np.zeros(self._sizes.size)
-        is_known = np.isfinite(self._columns["absmax"])
-        owners, sizes = self._owners[is_known], self._columns["absmax"][is_known]
-        middles = medians_of(owners, sizes)
-        is_positive = middles > 0
-        np.maximum.at(found, owners[is_positive], sizes[is_positive] / middles[is_positive])
-        return found
+def looked_at(records: Records, *, first: Sequence[int]) -> NDArray[np.int64]:
+    """The rows of `MAX_LOOKED_AT` records in the order in which they are looked at."""
+    is_first = np.zeros(len(records), dtype=bool)
+    is_first[list(first)] = True
+    sites = np.zeros(len(records), dtype=np.int64)
+    for field in _SITE_FIELDS:
+        _, codes = np.unique(records.column(field).astype(str), return_inverse=True)
+        _, sites = np.unique(sites * (codes.max(initial=0) + 1) + codes, return_inverse=True)
+    # How many records of the same site come before each.
+    by_site = np.argsort(sites, kind="stable")
+    starts = np.flatnonzero(np.diff(sites[by_site], prepend=-1))
+    again = np.empty(len(records), dtype=np.int64)
+    again[by_site] = np.arange(len(records)) - np.repeat(starts, np.diff(np.append(starts, len(records))))
+    return np.lexsort((np.arange(len(records)), again, ~is_first))[:MAX_LOOKED_AT]
+
+
+class Histograms(NamedTuple):
+    """How many magnitudes of some records lie in each binade."""
+
+    columns: dict[str, Any]
+    """The counts as columns, for the page's script."""
+    num_without_values: int
+    """Records of which statistics alone were kept."""
+    num_rounded: int
+    """Records whose values are known as a quantile summary."""
+
+
+def histograms_of(records: Records, rows: NDArray[np.int64], *, view: View, engine: Engine) -> Histograms:
+    """The binades of the records of these rows.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        StorageError: the store cannot be read.
+    """
+    kept = np.sort(rows)
+    exponents, counts, lengths, has_values, is_exact = [], [], [], [], []
+    for known in digest_columns(records.take(kept.tolist()), view=view, engine=engine):
+        is_magnitude = np.isfinite(known.values) & (known.values != 0)
+        owners = np.repeat(np.arange(len(known)), np.diff(known.starts))[is_magnitude]
+        binades = np.frexp(known.values[is_magnitude])[1].astype(np.int64) - 1
+        first = int(binades.min(initial=0))
+        width = int(binades.max(initial=0)) - first + 1
+        cells, places = np.unique(owners * width + binades - first, return_inverse=True)
+        exponents.append(cells % width + first)
+        counts.append(np.bincount(places, weights=known.counts[is_magnitude], minlength=len(cells)))
+        lengths.append(np.bincount(cells // width, minlength=len(known)))
+        has_values.append(known.has_values)
+        is_exact.append(known.is_exact)
+    columns = {
+        "records": packed(kept),
+        "length": packed(np.concatenate(lengths)),
+        "count": len(kept),
+        "columns": {"exponent": packed(np.concatenate(exponents)), "count": packed(np.concatenate(counts))},
+    }
+    return Histograms(columns, int((~np.concatenate(has_values)).sum()), int((~np.concatenate(is_exact)).sum()))
+
+
+class Ratios(NamedTuple):
+    """The signal to noise ratio that each format keeps of each record, at the usual scale."""
+
+    names: list[str]
+    """The formats."""
+    columns: list[NDArray[np.float64]]
+    """For each format the ratio of each record in dB: infinite if nothing is lost, NaN where it is not known."""
+    num_not_tried: int
+    """Records that could have been tried, and were not."""
+
+    def metrics(self) -> Iterator[tuple[PageMetric, NDArray[np.float64]]]:
+        """The ratios as metrics of the page: the worst of several records."""
+        for name, column in zip(self.names, self.columns, strict=True):
+            yield PageMetric(f"sqnr.{name}", f"SQNR in {name}", Merge.SMALLEST, unit="dB"), column
+
+
+def usual_jobs(formats: Sequence[str]) -> list[Job]:
+    """The formats at their usual scale alone: the rule of blocks, or the power of two at which the largest value fits.
+
+    Raises:
+        UsageError: a format is not known, or has no room for a scale.
+    """
+    at_rule, at_largest = SweepOptions(max_scale_exp=0, min_scale_exp=0), SweepOptions(num_levels=1)
+    return [job._replace(options=at_rule if job.mode.has_offsets else at_largest) for job in parse_jobs(formats)]
+
+
+def ratios_of(records: Records, rows: NDArray[np.int64], *, jobs: Sequence[Job], view: View, engine: Engine) -> Ratios:
+    """What the formats keep of the records of these rows, as far as `MAX_SWEPT_NBYTES` allows, in their order."""
+    can_sweep = np.array([is_sweepable(dtype) for dtype in records.column("dtype").tolist()], dtype=bool)
+    wanted = rows[can_sweep[rows]]
+    kept = np.sort(wanted[np.cumsum(records.column("nbytes")[wanted]) <= MAX_SWEPT_NBYTES])
+    columns = np.full((len(jobs), len(records)), math.nan)
+    swept = sweep_records(records.take(kept.tolist()), [{None: jobs}] * len(kept), view=view, engine=engine)
+    for row, found in zip(kept.tolist(), swept, strict=True):
+        if not isinstance(found, RanktapeError):  # what was kept of this record does not tell
+            columns[:, row] = [
+                math.inf if sweep.is_lossless else sweep.levels[0].sqnr if sweep.levels else math.nan
+                for sweep in found[None]
+            ]
+    return Ratios([job.scheme.name for job in jobs], [*columns], int(can_sweep.sum()) - len(kept))
+
+
+def recipe_map(records: Records, replayed: Replayed, recipes: Sequence[Recipe]) -> dict[str, Any] | None:
+    """The SQNR of each product of each module in each recipe, for the page's script; None if there are no products."""
+    modules = {group.key["module"] for group in replayed.groups(["module"])}
+    fields = ["module"] if len(modules) <= MAX_RECIPE_ROWS and modules != {""} else ["layer_idx", "layer_type"]
+    bits = {recipe.name: recipe.bits for recipe in recipes}
+    rows: dict[tuple[Any, ...], dict[tuple[str, str], ErrorSums]] = {}
+    for group in replayed.groups([*fields, "product", "recipe"]):
+        *row, product, recipe = group.key.values()
+        rows.setdefault(tuple(row), {})[product, recipe] = group.exact
+    of_products = [group.key["product"] for group in replayed.groups(["product"])]
+    names = [*replayed.recipes, *([RECORDED] if RECORDED in replayed.names else [])]
+    columns = [(product, recipe) for product in of_products for recipe in names]
+    if not rows:
+        return None
+    places = places_in(records, replayed.calls)
+    members: dict[tuple[Any, ...], set[int]] = {row: set() for row in rows}
+    for call, own in zip(replayed.calls.calls, places, strict=True):
+        members.get(tuple(call.field(field) for field in fields), set()).update(own)
+
+    def ratio(sums: ErrorSums | None) -> float | str | None:
+        value = None if sums is None else sums.sqnr
+        return "Infinity" if value == math.inf else value
+
+    return {
+        "rows": [printable(" ".join(map(str, row)) if len(row) == 1 else f"layer {row[0]} {row[1]}") for row in rows],
+        "columns": [
+            {
+                "product": product,
+                "recipe": printable(recipe),
+                "bits": bits.get(recipe),
+                "is_recorded": recipe == RECORDED,
+            }
+            for product, recipe in columns
+        ],
+        "sqnr": [[ratio(cells.get(column)) for column in columns] for cells in rows.values()],
+        "num_lost": [
+            [cells[column].num_lost if column in cells else 0 for column in columns] for cells in rows.values()
+        ],
+        "records": [sorted(own) for own in members.values()],
+    }

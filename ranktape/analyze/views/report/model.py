@@ -1,11 +1,14 @@
-"""Gathers what the page shows: facts, findings and columns of numbers, as plain data."""
+"""Gathers what a report shows: facts, findings, tables of differences, and columns of numbers, as plain data."""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import json
 import math
-from collections.abc import Mapping, Sequence
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,23 +27,32 @@ from ranktape.analyze.identity import (
 )
 from ranktape.analyze.metrics.numbers import numbers_of
 from ranktape.analyze.numerics.formats import FORMATS
-from ranktape.analyze.numerics.recipes.recipe import Recipe
-from ranktape.analyze.replays.replayed import Replayed
-from ranktape.analyze.views.report.columns import SHOWN, SampleColumns, packed
-from ranktape.analyze.views.report.details import Details, bundles_of
-from ranktape.analyze.views.report.differences import SourceDifferences, differences_of, summary_of
-from ranktape.analyze.views.report.recipes import recipe_columns, recipes_left_out
+from ranktape.analyze.questions.compare import compare
+from ranktape.analyze.table import Table
+from ranktape.analyze.views.report.columns import (
+    SHOWN,
+    histograms_of,
+    looked_at,
+    packed,
+    ratios_of,
+    recipe_map,
+    sample_columns,
+    usual_jobs,
+)
+from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage.format.memory import nbytes_text
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.numerics.formats import Format
-    from ranktape.analyze.table import Table
+    from ranktape.analyze.numerics.recipes.recipe import Recipe
+    from ranktape.analyze.replays.replayed import Replayed
     from ranktape.storage import Records
+    from ranktape.storage.records.records import SourcePart
 
 FIELDS = (*IDENTITY, "batch_size", "keep")
-"""The fields that the page knows of each record, and filters by; `kind` is added.
+"""The fields of each record that the page shows and filters by; `kind` is added.
 
 The stack of layers only where there are several."""
 
@@ -53,6 +65,33 @@ MAX_FINDINGS, MAX_PLACES = 200, 500
 MAX_NAMED = 6
 """Iterations, types and so on that the first line names one by one."""
 
+MAX_REASONS = 5
+"""Reasons why products cannot be computed that the page names, the most frequent ones."""
+
+MAX_MODULES, MAX_PAIRS = 10, 8
+"""Modules that are listed of two sources, and sources that are compared with the first one."""
+
+_COMPARED = ("module", "layer_idx", "pairs", "differing", "relative_norm.worst", "relative_norm.median", "cosine.worst")
+"""Columns of a comparison that the page has room for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextTable:
+    """A table above the findings, as texts."""
+
+    title: str
+    """What it is of."""
+    said: str
+    """Sentences below the title."""
+    heads: Sequence[str] = ()
+    """Of the columns."""
+    cells: Sequence[Sequence[str]] = ()
+    """The rows."""
+    is_left: Sequence[bool] = ()
+    """Of each column whether it holds words."""
+    command: str = ""
+    """The command that gives all of it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
@@ -64,8 +103,8 @@ class Model:
     """What the run is, in a few words each."""
     headline: str
     """What was found, in one sentence."""
-    differences: tuple[SourceDifferences, ...]
-    """Of several sources each against the first, below the table that was given for all of them."""
+    tables: tuple[TextTable, ...]
+    """The table that was given, and of several sources each against the first."""
     findings: tuple[Finding, ...]
     """The worst first."""
     left_out: tuple[str, ...]
@@ -95,27 +134,45 @@ def build_model(
         StorageError: the store cannot be read.
         UsageError: a format is not known, or has no room for a scale.
     """
-    used = engine or Engine()
+    used, jobs = engine or Engine(), usual_jobs(formats)
     named = sorted({place for finding in findings[:MAX_FINDINGS] for place in finding.places[:MAX_PLACES]})
-    known = numbers_of(records, view=view, engine=used)
-    samples = SampleColumns(known)
+    known = numbers_of(records, ["elements", *(one.source for one in SHOWN)], view=view, engine=used)
+    samples = sample_columns(known, first=set(named))
     columns = {name: known.column(name) for name in ("elements", *(one.source for one in SHOWN))}
-    details = _details(records, named, formats=formats, view=view, engine=used)
-    sample_columns, num_sampled = samples.to_json(first=set(named))
+    rows = looked_at(records, first=named)
+    next_step()
+    histograms = histograms_of(records, rows, view=view, engine=used)
+    next_step()
+    ratios = ratios_of(records, rows, jobs=jobs, view=view, engine=used)
     shown = [(one, columns[one.source]) for one in SHOWN]
-    swept = [job.scheme.element.name for job in details.targets]
-    of_recipes = None if replayed is None else recipe_columns(records, replayed, recipes)
+    swept = [job.scheme.element.name for job in jobs]
     if len(records.sources) > 1:
         next_step()
+
+    num_sampled, num_with_samples = samples["count"], int((known.sample_sizes > 0).sum())
+    left_out = {
+        f"{len(findings) - MAX_FINDINGS:,} findings more than the {MAX_FINDINGS} that the page lists.": len(findings)
+        > MAX_FINDINGS,
+        f"Of {len(rows):,} of {len(records):,} records the page has histograms: those of findings, then of each tensor "
+        "of the model alike.": len(rows) < len(records),
+        f"Of {histograms.num_without_values:,} records the statistics alone were kept: they have no histogram, no "
+        "percentile and no SQNR.": histograms.num_without_values,
+        f"Formats were not tried on {ratios.num_not_tried:,} records, for time: 'ranktape analyze sweep' does.": (
+            ratios.num_not_tried
+        ),
+        f"Of {histograms.num_rounded:,} records of wide types, histograms are of summaries.": histograms.num_rounded,
+        f"Samples are shown of {num_sampled:,} of {num_with_samples:,} records that have some: those that differ "
+        "most.": num_sampled < num_with_samples,
+    }
     return Model(
         url=printable(url),
         facts=_facts(records, scope=scope, environment=environment or {}),
         headline=headline(findings, num_records=len(records)),
-        differences=(*([] if summary is None else [summary_of(summary)]), *differences_of(records, engine=used)),
+        tables=(*([] if summary is None else [_as_text(summary)]), *differences_of(records, engine=used)),
         findings=tuple(findings[:MAX_FINDINGS]),
         left_out=(
-            *_left_out(details, samples, num_findings=len(findings), num_sampled=num_sampled),
-            *recipes_left_out(records, replayed, of_recipes),
+            *(text for text, is_so in left_out.items() if is_so),
+            *([] if replayed is None else _not_replayed(replayed)),
         ),
         data={
             "url": printable(url),
@@ -124,28 +181,80 @@ def build_model(
             "fields": _fields(records),
             "nbytes": packed(records.column("nbytes")),
             "elements": packed(columns["elements"]),
-            "metrics": [one.to_json(column) for one, column in (*shown, *details.ratios())],
-            "details": details.to_json(),
-            "samples": sample_columns,
-            "recipes": of_recipes,
+            "metrics": [one.to_json(column) for one, column in (*shown, *ratios.metrics())],
+            "binades": histograms.columns,
+            "samples": samples,
+            "recipes": None if replayed is None else recipe_map(records, replayed, recipes),
             "bands": [_band(FORMATS[name]) for name in dict.fromkeys((*BANDS, *swept)) if name != "nvfp4"],
-            "findings": [_shown_on_charts(finding, records) for finding in findings[:MAX_FINDINGS]],
+            "findings": [_finding_json(finding, records) for finding in findings[:MAX_FINDINGS]],
             "start": _start(findings, columns, records),
         },
     )
 
 
-def _details(records: Records, named: Sequence[int], *, formats: Sequence[str], view: View, engine: Engine) -> Details:
-    """What the page shows of a record that is chosen; those that findings name come first."""
-    details = Details(bundles_of(records, alone=named), num_records=len(records), formats=formats, view=view)
-    next_step()
-    details.add_records(records, engine=engine)
-    next_step()
-    details.add_block_sweeps(records, first=named, engine=engine)
-    return details
+def _not_replayed(replayed: Replayed) -> Iterator[str]:
+    """Why products were not computed again, a sentence each."""
+    for reason, count in Counter(one.reason for one in replayed.calls.left_out).most_common(MAX_REASONS):
+        yield f"{count:,} product{'s' if count > 1 else ''} of calls could not be computed again: {printable(reason)}."
 
 
-def _shown_on_charts(finding: Finding, records: Records) -> dict[str, Any]:
+def _as_text(table: Table, *, title: str = "", command: str = "") -> TextTable:
+    heads, cells, is_left = table.text_cells()
+    sentences = [table.title, *table.notes] if title else table.notes
+    return TextTable(
+        title=title or f"{table.title[:1].upper()}{table.title[1:]}",
+        said=printable(" ".join(f"{text[:1].upper()}{text[1:]}." for text in sentences)),
+        heads=heads,
+        cells=cells,
+        is_left=is_left,
+        command=printable(command),
+    )
+
+
+def differences_of(records: Records, *, engine: Engine) -> Iterator[TextTable]:
+    """Each source against the first, if there are several; of values of both every one is read.
+
+    Raises:
+        DataError: bytes or parts of a tensor are missing, or damaged.
+        StorageError: a store cannot be read.
+    """
+    parts = records.by_source()
+    for other in parts[1 : MAX_PAIRS + 1]:
+        yield _difference(parts[0], other, engine=engine)
+
+
+def _difference(one: SourcePart, other: SourcePart, *, engine: Engine) -> TextTable:
+    title = printable(f"{other.name} against {one.name}")
+    types = [sorted(set(part.records.column("quant_type").tolist())) for part in (one, other)]
+    # Two captures of one model are told apart by what they computed in.
+    is_pair = types[0] != types[1] and [len(names) for names in types] == [1, 1]
+    pair = [f"quant_type={types[0][0]}:{types[1][0]}"] if is_pair else []
+    urls = [shlex.quote(part.records.reader.url) for part in (one, other)]
+    words = ["ranktape analyze compare", *urls, *(f"--pair {shlex.quote(text)}" for text in pair), "--allow-unmatched"]
+    try:
+        table = compare(
+            one.records,
+            other.records,
+            pair=pair,
+            allow_unmatched=True,
+            distances=False,
+            by=["module", "layer_idx"],
+            engine=engine,
+        )
+    except (NoRecordsError, UsageError) as error:
+        return TextTable(title=title, said=f"They cannot be compared: {printable(str(error))}.")
+    names = [column.name for column in table.columns]
+    kept = [names.index(name) for name in _COMPARED if name in names]
+    brief = dataclasses.replace(
+        table,
+        columns=tuple(table.columns[place] for place in kept),
+        rows=tuple(tuple(row[place] for place in kept) for row in table.rows[:MAX_MODULES]),
+        notes=(),
+    )
+    return _as_text(brief, title=title, command=" ".join(words))
+
+
+def _finding_json(finding: Finding, records: Records) -> dict[str, Any]:
     """What the page's script knows of a finding, which an address names by its title.
 
     `samples` are the numbers of its sample in its records, from 0; None where it is about none.
@@ -154,11 +263,9 @@ def _shown_on_charts(finding: Finding, records: Records) -> dict[str, Any]:
     names = [] if sample is None else sample_names(records.take(places))
     return {
         "title": printable(finding.title),
-        "severity": finding.severity.value,
         "places": list(places),
         "metric": finding.metric,
         "samples": None if sample is None else [[*map(str, known)].index(str(sample)) for known in names],
-        "followed_by": list(finding.followed_by),
     }
 
 
@@ -262,29 +369,6 @@ def _when(timestamps: Any) -> str:
     return f"{start} to {stop.removeprefix(f'{first:%Y-%m-%d} ')} UTC"
 
 
-def _left_out(details: Details, samples: SampleColumns, *, num_findings: int, num_sampled: int) -> tuple[str, ...]:
-    """What the page does not show or shows together, and of which numbers it speaks."""
-    said, bundles = [], details.bundles
-    if num_findings > MAX_FINDINGS:
-        said.append(f"{num_findings - MAX_FINDINGS:,} findings more than the {MAX_FINDINGS} that the page lists.")
-    if bundles.together:
-        groups = f"{bundles.num:,} groups of the {len(bundles.of):,} records, which agree in {bundles.together}"
-        said.append(f"Distributions and sweeps are of {groups}; those that a finding names have their own.")
-    if details.num_without_values:
-        kept = f"Of {details.num_without_values:,} records the statistics alone were kept"
-        said.append(f"{kept}: they have no distribution, no percentile and no sweep.")
-    if details.num_not_read:
-        untried = f"Formats with scales of blocks were not tried on {details.num_not_read:,} records"
-        said.append(f"{untried}, for time: 'ranktape analyze sweep' does.")
-    if details.num_rounded:
-        wide = f"Of {details.num_rounded:,} records of wide types"
-        said.append(f"{wide}, distributions and sweeps with one scale are of summaries.")
-    if num_sampled != samples.num_records:
-        some = f"{num_sampled:,} of {samples.num_records:,} records that have some"
-        said.append(f"Samples are shown of {some}: those that differ most.")
-    return tuple(said)
-
-
 _OF_RANKS = ("rank_differs", "replica_differs")
 _OF_LAYERS = ("layer_differs", "gradient_exploding", "gradient_vanishing")
 """Kinds of findings in which a rank is compared with the other ranks, or a layer with the other layers."""
@@ -302,17 +386,17 @@ def _start(findings: Sequence[Finding], columns: Mapping[str, Any], records: Rec
     def first(*fields: str, or_else: str) -> str:
         return next((field for field in fields if np.unique(records.column(field)).size > 1), or_else)
 
-    across = first("source", "rank", "iteration", or_else="kind")
-    if worst is not None and across == "rank" and worst.kind not in _OF_RANKS:
-        across = first("iteration", "rank", or_else="kind")
+    columns_by = first("source", "iteration", "rank", or_else="kind")
+    if worst is not None and columns_by == "iteration" and worst.kind in _OF_RANKS:
+        columns_by = first("rank", or_else="iteration")
     if worst is not None and "sample" in worst.where:
-        across = "sample"
+        columns_by = "sample"
+    against = "layers" if worst is not None and worst.kind in _OF_LAYERS else "places"
     return {
         "metric": name,
-        "across": across,
-        "down": first("layer_idx", or_else="module"),
-        "againstPeers": is_magnitude[name],
-        "peersOf": "layers" if worst is not None and worst.kind in _OF_LAYERS else "places",
-        "ofKind": kinds.pop() if len(kinds) == 1 else "",
-        "colorBy": first("source", "operation", "layer_type", or_else="kind"),
+        "rows": first("layer_idx", or_else="module"),
+        "columns": columns_by,
+        "against": against if is_magnitude[name] else "",
+        "kind": kinds.pop() if len(kinds) == 1 else "",
+        "lines": first("source", "operation", "layer_type", or_else="kind"),
     }

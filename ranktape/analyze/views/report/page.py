@@ -11,7 +11,6 @@ import stat
 import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,32 +40,14 @@ from ranktape.lazy_names import __version__
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
-    import jinja2
-
     from ranktape.analyze.table import Table
     from ranktape.storage import Records
 
 FORMATS = ("mxfp8_e4m3", "mxfp4_e2m1", "fp8_e4m3", "hif8")
 """The formats that are tried on every record: those whose sweeps cost little."""
 
-SCRIPTS = (
-    *("data.js", "selection.js", "folding.js", "templates.js", "themes.js", "keyboard.js", "overview.js"),
-    *(
-        "panels.js",
-        "recipes.js",
-        "drill.js",
-        "peers.js",
-        "filters.js",
-        "tables.js",
-        "modules.js",
-        "address.js",
-        "page.js",
-    ),
-)
-"""The page's own scripts, each of which needs those before it: together one module, which waits for its data."""
-
-LIVE_SCRIPT = "live.js"
-"""What is added where the page is served while its run is recorded."""
+SCRIPTS = ("data.js", "charts.js", "selection.js", "overview.js", "drill.js", "tables.js", "page.js")
+"""The page's own scripts: together one module, in which each may use what the ones before it define."""
 
 COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, "#999999", "#8C6D1F")
 """Those of the plots, with a lighter grey and brown in the place of black: all can be seen on white and on black."""
@@ -129,7 +110,8 @@ def write_report(
         summary=summary,
         engine=engine,
     )
-    write_whole(path, page_bytes(model, view=chosen), what="report")
+    # Half of a surrogate pair, which a name may hold, has no UTF-8.
+    write_whole(path, render(model, view=chosen).encode("utf-8", errors="replace"), what="report")
     return path
 
 
@@ -184,54 +166,6 @@ def model_of(
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Live:
-    """What a page that is served knows of its run while it is recorded."""
-
-    version: int
-    """Number of the page: another one is there when the server says another number."""
-    text: str
-    """How far the run is."""
-    milliseconds: int
-    """From one question to the server to the next."""
-
-
-def page_bytes(model: Model, *, view: View, live: Live | None = None) -> bytes:
-    """The page as the bytes of a file; half of a character, which a run may hold, has none."""
-    return render(model, view=view, live=live).encode("utf-8", errors="replace")
-
-
-def waiting_bytes(title: str, *, live: Live) -> bytes:
-    """The page of a run of which nothing can be shown yet."""
-    from markupsafe import Markup
-
-    style = _static("style.css")
-    text = (
-        _templates()
-        .get_template("waiting.html.j2")
-        .render(
-            title=title,
-            policy=policy(is_live=True),
-            style=Markup(style),  # noqa: S704 - our own file
-            live_script=Markup(_static(LIVE_SCRIPT)),  # noqa: S704 - our own file
-            live=live,
-        )
-    )
-    return text.encode("utf-8", errors="replace")
-
-
-def _templates() -> jinja2.Environment:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    return Environment(
-        loader=PackageLoader("ranktape.analyze.views.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-
-
 class _Plotly(NamedTuple):
     """The library that draws the charts."""
 
@@ -257,24 +191,24 @@ def deflated(text: str) -> str:
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode("ascii")
 
 
-def policy(*, is_live: bool) -> str:
-    """What the browser may run and load on a page; a live one may ask the server that it came from."""
-    scripts = [_module(), *([_static(LIVE_SCRIPT)] if is_live else [])]
-    allowed = _policy(scripts=[*map(_hash, scripts), _plotly().hash], style=_static("style.css"))
-    return f"{allowed}; connect-src 'self'" if is_live else allowed
-
-
-def _module() -> str:
-    """The page's own scripts as one, which waits for its data and for plotly."""
-    return "\n".join(map(_static, SCRIPTS))
-
-
-def render(model: Model, *, view: View = View.COMPUTE, live: Live | None = None) -> str:
+def render(model: Model, *, view: View = View.COMPUTE) -> str:
     """The page as text: every string of the run is escaped, and the browser may run our scripts alone."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
-    environment = _templates()
-    style = _static("style.css")
+    environment = Environment(
+        loader=PackageLoader("ranktape.analyze.views.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    style, script = _static("style.css"), "\n".join(map(_static, SCRIPTS))
+    # plotly makes an empty style element, which it fills with rules of its own, and sets style attributes.
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)} {_plotly().hash}; style-src-elem {_hash(style)} {_hash('')}; "
+        "style-src-attr 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
     words = {
         View.COMPUTE: "Values are those that the operations computed with: rounded to their compute dtype.",
         View.SEEN: "Values are as they were captured.",
@@ -282,11 +216,9 @@ def render(model: Model, *, view: View = View.COMPUTE, live: Live | None = None)
     return environment.get_template("report.html.j2").render(
         model=model,
         title=f"What the numbers do in {model.url}" if model.url else "What the numbers do",
-        policy=policy(is_live=live is not None),
-        live=live,
+        policy=policy,
         style=Markup(style),  # noqa: S704 - our own file
-        script=Markup(_module()),  # noqa: S704 - our own files
-        live_script=Markup(_static(LIVE_SCRIPT)),  # noqa: S704 - our own file
+        script=Markup(script),  # noqa: S704 - our own files
         plotly=_plotly().deflated,
         data=deflated(json.dumps({**model.data, "charts": CHARTS}, separators=(",", ":"), allow_nan=False)),
         commands=[finding.command_in(model.url) for finding in model.findings],
@@ -294,17 +226,6 @@ def render(model: Model, *, view: View = View.COMPUTE, live: Live | None = None)
         taken_ids=_plotly().taken_ids,
         version=__version__,
         values=words[view],
-    )
-
-
-def _policy(*, scripts: Sequence[str], style: str) -> str:
-    """What the browser may run and load: scripts and styles by their hashes, images from the page itself.
-
-    plotly makes an empty style element, which it fills with rules of its own, and sets style attributes.
-    """
-    return (
-        f"default-src 'none'; script-src {' '.join(scripts)}; style-src-elem {_hash(style)} {_hash('')}; "
-        "style-src-attr 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
 
 

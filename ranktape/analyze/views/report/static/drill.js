@@ -1,220 +1,182 @@
-// Shows what is in the records that were clicked: how large their values are, and what each format makes of them.
-(function () {
-  "use strict";
-  const page = window.ranktape;
-  const { selection, themes, label, element } = page;
-  const LOSSLESS = 32767;
-  const UNKNOWN = -32768;
-  const at = (id) => document.getElementById(id);
+// Shows the records that were clicked: beside their peers, how large their values are, and a metric through layers and
+// iterations.
+const AXES = ["rank", "layer_idx", "iteration", "source", "microbatch"];
+const MAX_PEERS = 3000;
 
-  /** The groups of records that have one histogram, and how many of their records were not asked for. */
-  function bundlesOf(records) {
-    const { of, count } = page.details;
-    const bundles = new Set();
-    for (const record of records) bundles.add(of[record]);
-    if (count === page.count) return { bundles, num: records.length };
-    let num = 0;
-    for (let record = 0; record < page.count; record += 1) num += bundles.has(of[record]);
-    return { bundles, num };
-  }
+/** The field in which the records are fewest among their peers: which rank, layer or iteration they are of. */
+function peerAxis(records) {
+  const shares = AXES.filter((name) => fields.has(name)).map((name) => {
+    const { codes } = fields.get(name);
+    const num = (some) => new Set(some.map((record) => codes[record])).size;
+    const peers = num(placesLike(records, name === "layer_idx" ? "layers" : "places"));
+    return { name, share: peers > 1 ? num(records) / peers : Infinity };
+  });
+  const best = shares.reduce((least, one) => (one.share < least.share ? one : least));
+  return best.share <= 1 ? best.name : null;
+}
 
-  function binadesOf(bundles) {
-    const { first, starts, counts } = page.details;
-    const binades = new Map();
-    for (const bundle of bundles) {
-      for (let place = starts[bundle]; place < starts[bundle + 1]; place += 1) {
-        const exponent = first[bundle] + place - starts[bundle];
-        binades.set(exponent, (binades.get(exponent) ?? 0) + counts[place]);
-      }
-    }
-    return new Map(Array.from(binades).sort(([one], [other]) => one - other));
-  }
-
-  function drawDistribution(binades) {
-    const place = at("distribution-chart");
-    if (binades.size === 0) {
-      themes.say(place, "Of these records no finite value other than zero is known.");
-      return;
-    }
-    const exponents = Array.from(binades.keys());
-    const low = exponents[0];
-    const high = exponents[exponents.length - 1];
-    const total = Array.from(binades.values()).reduce((sum, one) => sum + one, 0);
-    const { bands } = page.raw;
-    const names = bands.map((band) => band.name);
-    const text = exponents.map((one) => `2<sup>${one}</sup> to 2<sup>${one + 1}</sup><br>${label(page.number(binades.get(one)))} values, ${page.percent(binades.get(one) / total)}`);
-    themes.draw(
-      place, "distribution",
-      [
-        { x: exponents.map((one) => one + 0.5), y: Array.from(binades.values()), text, textposition: "none", hovertemplate: "%{text}<extra></extra>" },
-        {
-          y: names, base: bands.map((band) => band.subnormal), x: bands.map((band) => band.normal - band.subnormal),
-          hovertemplate: "%{y}: subnormal from 2<sup>%{base}</sup><extra></extra>",
-        },
-        {
-          y: names, base: bands.map((band) => band.normal), x: bands.map((band) => band.largest + 1 - band.normal),
-          hovertemplate: "%{y}: normal from 2<sup>%{base}</sup><extra></extra>",
-        },
-      ],
-      {
-        height: 420,
-        xaxis: { range: [Math.min(low, -26) - 1, Math.max(high, 17) + 1], tickformat: "d" },
-        yaxis: {
-          type: at("distribution-log").checked ? "log" : "linear", exponentformat: "power",
-          dtick: at("distribution-log").checked ? Math.ceil(Math.log10(total) / 5) || 1 : null,
-        },
-      }
-    );
-  }
-
-  const PARTS = ["beyond the largest", "normal", "subnormal", "too small"];
-
-  /** How much of the values lies in which part of a format's range, once its exponents are moved by a scale. */
-  function partsOf(binades, band, shift) {
-    const sums = [0, 0, 0, 0];
-    for (const [exponent, count] of binades) {
-      const scaled = exponent - shift;
-      const part = scaled > band.largest ? 0 : scaled >= band.normal ? 1 : scaled >= band.subnormal ? 2 : 3;
-      sums[part] += count;
-    }
-    const total = sums.reduce((sum, one) => sum + one, 0);
-    return sums.map((sum) => sum / total);
-  }
-
-  function drawOccupancy(binades) {
-    const place = at("occupancy-chart");
-    if (binades.size === 0) {
-      themes.say(place, "Of these records no finite value other than zero is known.");
-      return;
-    }
-    const high = Math.max(...binades.keys());
-    const rows = page.raw.bands.flatMap((band) => [
-      { name: `${band.name}, as it is`, parts: partsOf(binades, band, 0) },
-      { name: `${band.name}, scaled to fit`, parts: partsOf(binades, band, high - band.largest) },
-    ]);
-    const colors = [themes.colors[1], themes.colors[2], themes.colors[5], themes.colors[6]];
-    const shapes = ["x", "", "/", "."];
-    themes.draw(
-      place, "occupancy",
-      PARTS.map((name, part) => ({
-        name, y: rows.map((row) => row.name), x: rows.map((row) => row.parts[part]),
-        text: rows.map((row) => `${row.name}<br>${name}: ${page.percent(row.parts[part])}`), textposition: "none",
-        hovertemplate: "%{text}<extra></extra>",
-        marker: { color: colors[part], pattern: { shape: shapes[part], size: 5, solidity: 0.25 } },
-      })),
-      { height: 420 }
-    );
-  }
-
-  /** The ratio of all records together at each offset: signals and errors are added up. */
-  function curveOf(sweep, bundles) {
-    const { offsets } = page.details;
-    const known = Array.from(bundles).filter((bundle) => !Number.isNaN(sweep.log2Signal[bundle]));
-    if (known.length === 0) return null;
-    const largest = known.reduce((best, bundle) => Math.max(best, sweep.log2Signal[bundle]), -Infinity);
-    const signals = known.map((bundle) => 2 ** (sweep.log2Signal[bundle] - largest));
-    const signal = signals.reduce((sum, one) => sum + one, 0);
-    return offsets.map((_, offset) => {
-      let noise = 0;
-      known.forEach((bundle, index) => {
-        const ratio = sweep.sqnr[bundle * offsets.length + offset];
-        if (ratio === UNKNOWN) noise = NaN;
-        else if (ratio !== LOSSLESS) noise += signals[index] * 10 ** (-ratio / 1000);
-      });
-      return 10 * Math.log10(signal / noise);
+/** What was clicked and its peers as points: of a finding about samples all samples, else a point for each record. */
+function peerPoints({ records, finding }, metric) {
+  const bad = finding === null ? null : raw.findings[finding].samples;
+  if (bad !== null && samples.columns.has(metric.name)) {
+    const { places } = raw.findings[finding];
+    const sampleOf = new Map(places.map((record, index) => [record, bad[index]]));
+    const points = placesLike(records, "places").flatMap((record) => {
+      const values = Array.from(samples.columns.get(metric.name).subarray(...(samples.rangeOf(record) ?? [0, 0])));
+      return values.map((value, sample) => ({ record, x: sample, value, isBad: sampleOf.get(record) === sample }));
     });
+    return { points, axis: "sample" };
   }
+  const axis = peerAxis(records);
+  if (axis === null) return { points: [], axis };
+  const field = fields.get(axis);
+  const chosen = new Set(records);
+  const point = (record) => ({ record, x: field.values[field.codes[record]], value: valueOf(metric, record), isBad: chosen.has(record) });
+  return { points: [...records, ...placesLike(records, axis === "layer_idx" ? "layers" : "places").filter((record) => !chosen.has(record))].map(point), axis };
+}
 
-  function drawSweep(bundles) {
-    const place = at("sweep-chart");
-    const { offsets, sweeps } = page.details;
-    const curves = sweeps.map((sweep) => ({ ...sweep, curve: curveOf(sweep, bundles) })).filter((one) => one.curve !== null);
-    if (curves.length === 0) {
-      themes.say(place, "No format was tried on these records: their values are not known, are all zero, or are whole numbers.");
-      return;
+function drawPeers() {
+  const { focus } = state;
+  at("peers").hidden = focus === null;
+  if (focus === null) return;
+  const metric = metrics.get(focus.finding === null ? state.metric : raw.findings[focus.finding].metric) ?? metrics.get(state.metric);
+  const { points, axis } = peerPoints(focus, metric);
+  const peers = points.filter(({ value, isBad }) => !isBad && Number.isFinite(value));
+  const bad = points.filter(({ isBad }) => isBad);
+  at("peers-title").textContent = `${metric.head}, beside the peers`;
+  if (peers.length === 0 || bad.length === 0) {
+    say("peers-chart", `There are no peers whose ${metric.head} is known.`);
+    return;
+  }
+  const step = Math.ceil(peers.length / MAX_PEERS);
+  const middle = median(peers.map(({ value }) => value));
+  const yaxis = valueAxis(metric, points.map(({ value }) => value));
+  const trace = (some, name, marker) => ({
+    type: "scatter", mode: "markers", name, marker, x: some.map(({ x }) => x), y: some.map(({ value }) => (Number.isFinite(value) ? value : null)),
+    customdata: some.map(({ record }) => record),
+    text: some.map(({ record, x, value }) => {
+      const who = ["module", "tensor_name", "operation"].map((field) => wordOf(field, record)).join(" ");
+      return `<b>${label(name)}</b><br>${label(who)}<br>rank ${wordOf("rank", record)}, iteration ${wordOf("iteration", record)}${axis === "sample" ? `, sample ${x}` : ""}<br>${label(metric.head)}: ${label(shown(metric, value))}`;
+    }),
+  });
+  const known = axis === "sample" ? {} : fieldTicks(fields.get(axis), points.map(({ record }) => record));
+  const hasLine = yaxis.type !== "log" || middle > 0;
+  draw("peers-chart", [
+    trace(peers.filter((_, index) => index % step === 0), step === 1 ? "peers" : `peers (one of ${step} is drawn)`, { color: colors[6], size: 7, opacity: 0.55, symbol: "circle-open", line: { width: 1.5 } }),
+    trace(bad, "what was clicked", { color: colors[1], size: 11, symbol: "diamond" }),
+  ], {
+    xaxis: { title: { text: nameOf(axis) }, ...known }, yaxis, showlegend: true,
+    shapes: hasLine ? [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: middle, y1: middle, line: { dash: "dot", width: 1.5 } }] : [],
+    annotations: hasLine ? [{ xref: "paper", x: 1, xanchor: "right", y: yaxis.type === "log" ? Math.log10(middle) : middle, yanchor: "bottom", showarrow: false, text: `median of the peers ${label(shown(metric, middle))}` }] : [],
+  });
+  onClick("peers-chart", ({ customdata }) => openRecord(customdata));
+}
+
+/** The values of a field as ticks of an axis. */
+function fieldTicks(field, records) {
+  const codes = Array.from(groups(records, field).keys()).filter((code) => field.values[code] !== null);
+  return ticksOf(codes.map((code) => word(field, code)), { places: codes.map((code) => field.values[code]), maxTicks: 14 });
+}
+
+/** Magnitudes by binade, above the ranges of the formats. */
+function drawDistribution() {
+  const sums = new Map();
+  let num = 0;
+  for (const record of focused()) {
+    const range = binades.rangeOf(record);
+    if (range === null) continue;
+    num += 1;
+    for (let place = range[0]; place < range[1]; place += 1) {
+      const exponent = binades.columns.get("exponent")[place];
+      sums.set(exponent, (sums.get(exponent) ?? 0) + binades.columns.get("count")[place]);
     }
-    themes.draw(
-      place, "sweep",
-      curves.map((one, index) => ({
-        x: offsets, y: one.curve.map((value) => (Number.isFinite(value) ? value : null)),
-        name: `${label(one.name)} (${one.is_block ? "scales of blocks" : "one scale"})`,
-        text: one.curve.map((value, place_) => `${label(one.name)}<br>2<sup>${offsets[place_]}</sup> times the usual scale<br>SQNR ${label(page.number(value))} dB`),
-        hovertemplate: "%{text}<extra></extra>",
-        line: { color: themes.colorOf(index), dash: themes.dashes[index % themes.dashes.length] },
-        marker: { color: themes.colorOf(index) },
-      })),
-      { height: 420 }
-    );
   }
-
-  /** The samples of the one record that is looked at. */
-  function updateSamples() {
-    const { focus } = selection.state;
-    const record = focus !== null && focus.records.length === 1 ? focus.records[0] : null;
-    const card = at("samples");
-    const { placeOf, starts, length, metrics } = page.samples;
-    const place = record === null ? undefined : placeOf.get(record);
-    card.hidden = place === undefined;
-    if (card.hidden) return;
-    const chosen = metrics.has(selection.state.metric) ? selection.metric() : page.metrics.get("absmax");
-    const values = Array.from(metrics.get(chosen.name).subarray(starts[place], starts[place] + length[place]));
-    at("samples-title").textContent = `Samples of this record: ${chosen.head}`;
-    themes.draw(
-      at("samples-chart"), "bars",
-      [{
-        x: values.map((_, sample) => sample), y: values.map((value) => (Number.isFinite(value) ? value : null)), showlegend: false,
-        text: values.map((value, sample) => `sample ${sample}<br>${label(page.shown(chosen, value))}`), textposition: "none",
-        hovertemplate: "%{text}<extra></extra>", marker: { color: themes.colors[0] },
-      }],
-      { height: 420, showlegend: false, xaxis: { title: { text: "sample" }, tickformat: "d" }, yaxis: { title: { text: label(chosen.head) }, rangemode: "tozero", exponentformat: "power" } }
-    );
+  at("distribution-note").textContent = num === focused().length ? "" : `Of ${number(num)} of these ${number(focused().length)} records: the page holds no histogram of the others.`;
+  if (sums.size === 0) {
+    say("distribution-chart", "Of these records no finite value other than zero is known.");
+    return;
   }
+  const exponents = Array.from(sums.keys()).sort((one, other) => one - other);
+  const total = exponents.reduce((sum, one) => sum + sums.get(one), 0);
+  const { bands } = raw;
+  const names = bands.map((band) => band.name);
+  const range = (name, color, base, top) => ({
+    type: "bar", orientation: "h", yaxis: "y2", width: 0.6, name, marker: { color }, y: names, base: bands.map(base), x: bands.map((band) => top(band) - base(band)),
+    hovertemplate: `%{y}: ${name} from 2<sup>%{base}</sup><extra></extra>`,
+  });
+  draw("distribution-chart", [
+    {
+      type: "bar", name: "values", showlegend: false, marker: { color: colors[0] }, x: exponents.map((one) => one + 0.5), y: exponents.map((one) => sums.get(one)), textposition: "none",
+      text: exponents.map((one) => `2<sup>${one}</sup> to 2<sup>${one + 1}</sup><br>${number(sums.get(one))} values, ${percent(sums.get(one) / total)}`),
+    },
+    range("subnormal range of the format", colors[5], (band) => band.subnormal, (band) => band.normal),
+    range("normal range", colors[2], (band) => band.normal, (band) => band.largest + 1),
+  ], {
+    barmode: "overlay", bargap: 0.05,
+    xaxis: { title: { text: "exponent: log2 of the magnitude" }, anchor: "y2", range: [Math.min(exponents[0], -26) - 1, Math.max(exponents[exponents.length - 1], 17) + 1], tickformat: "d" },
+    yaxis: { domain: [0.4, 1], title: { text: "values" }, type: "log", exponentformat: "power", dtick: Math.ceil(Math.log10(total) / 5) || 1 },
+    yaxis2: { domain: [0, 0.36], automargin: true, autorange: "reversed", showgrid: false },
+  });
+}
 
-  function quoted(text) {
-    return /^[\w./:-]+$/.test(text) ? text : `'${text.replace(/'/g, "'\\''")}'`;
+const quoted = (text) => (/^[\w./:-]+$/.test(text) ? text : `'${text.replace(/'/g, "'\\''")}'`);
+
+function commandOf(record) {
+  const valueIn = (name) => fields.get(name).values[fields.get(name).codes[record]];
+  const options = ["iteration", "rank", "module", "operation", "phase", "tensor_name", "microbatch", "call"]
+    .filter((name) => valueIn(name) !== "" && valueIn(name) !== null)
+    .map((name) => `--${name.replace(/_/g, "-")} ${quoted(String(valueIn(name)))}`);
+  const url = fields.has("source") ? raw.urls[valueIn("source")] : raw.url;
+  return ["ranktape analyze distribution", quoted(url || "RUN"), ...options].join(" ");
+}
+
+function drawRecord(record) {
+  const pairs = Array.from(fields.values()).filter(({ name }) => name !== "kind").map((field) => [nameOf(field.name), wordOf(field.name, record)]);
+  pairs.push(["elements", number(elements[record])], ["size", nbytes(sizes[record])]);
+  for (const metric of metrics.values()) pairs.push([metric.head, shown(metric, valueOf(metric, record))]);
+  at("record-fields").replaceChildren(...pairs.map(([name, value]) => element("div", { children: [element("dt", { text: name }), element("dd", { text: value })] })));
+  at("record-command").textContent = commandOf(record);
+}
+
+function drawDrill() {
+  const { focus } = state;
+  const records = focused();
+  at("drill-title").textContent = focus === null ? `All ${number(records.length)} selected records` : focus.name;
+  at("drill-count").textContent = focus === null ? "" : `${number(records.length)} record${records.length === 1 ? "" : "s"}`;
+  at("drill-clear").hidden = focus === null;
+  at("record").hidden = focus === null || records.length !== 1;
+  if (!at("record").hidden) drawRecord(records[0]);
+  drawPeers();
+  drawDistribution();
+}
+
+/** A column with nothing between two stacks of layers, so that no line joins them. */
+function withGaps(column, codes, field) {
+  const stackOf = (code) => (field.words === undefined ? "" : field.words[code].replace(/\d+$/, ""));
+  return column.flatMap((value, index) => (index > 0 && stackOf(codes[index]) !== stackOf(codes[index - 1]) ? [null, value] : [value]));
+}
+
+/** The chosen metric over a field: one line for each value of the field `lines`. */
+function drawLines(id, over) {
+  const metric = metrics.get(state.metric);
+  const [overField, byField] = [fields.get(over), fields.get(state.lines)];
+  const all = Array.from(groups(selected, byField));
+  const drawn = [];
+  const traces = all.slice(0, MAX_LINES).map(([code, members], index) => {
+    const points = Array.from(groups(members, overField)).filter(([x]) => overField.values[x] !== null);
+    const values = points.map(([, some]) => folded(metric, some));
+    drawn.push(...values);
+    const name = label(word(byField, code));
+    const spaced = (column) => withGaps(column, points.map(([x]) => x), overField);
+    return {
+      type: "scatter", mode: "lines+markers", name, ...lineStyle(index), x: spaced(points.map(([x]) => overField.values[x])), y: spaced(values.map((value) => (Number.isFinite(value) ? value : null))),
+      text: spaced(points.map(([x, some], place) => `<b>${name}</b><br>${nameOf(over)} ${label(word(overField, x))}<br>${label(shown(metric, values[place]))}<br>${number(some.length)} records`)),
+    };
+  });
+  if (!drawn.some(Number.isFinite)) say(id, selected.length === 0 ? "No record passes the filters." : `No record has ${metric.head}.`);
+  else if (metric.merge === "ratio" && !drawn.some((value) => value > 0)) say(id, `${metric.head}: 0 % in all of these records.`);
+  else {
+    const more = all.length > MAX_LINES ? ` (${all.length - MAX_LINES} more lines are not drawn: filter)` : "";
+    draw(id, traces, { showlegend: true, xaxis: { title: { text: nameOf(over) + more }, ...fieldTicks(overField, selected) }, yaxis: valueAxis(metric, drawn) });
   }
-
-  function commandOf(record) {
-    const options = ["iteration", "rank", "module", "operation", "phase", "tensor_name", "microbatch", "call"]
-      .map((name) => [name, page.fields.get(name)])
-      .filter(([, field]) => field.values[field.codes[record]] !== "" && field.values[field.codes[record]] !== null)
-      .map(([name, field]) => `--${name.replace(/_/g, "-")} ${quoted(String(field.values[field.codes[record]]))}`);
-    const source = page.fields.get("source");
-    const url = source ? page.raw.urls[source.values[source.codes[record]]] : page.raw.url;
-    return ["ranktape analyze distribution", quoted(url || "RUN"), ...options].join(" ");
-  }
-
-  function showRecord(record) {
-    const pairs = Array.from(page.fields.values())
-      .filter((field) => field.name !== "kind")
-      .map((field) => [page.overview.nameOf(field.name), page.word(field, field.codes[record])]);
-    pairs.push(["elements", page.number(page.elements[record])], ["size", page.nbytes(page.nbytesOf[record])]);
-    for (const metric of page.metrics.values()) pairs.push([metric.head, page.shown(metric, page.folding.valueOf(metric, record))]);
-    at("record-fields").replaceChildren(
-      ...pairs.map(([name, value]) => element("div", { children: [element("dt", { text: name }), element("dd", { text: value })] }))
-    );
-    at("record-command").textContent = commandOf(record);
-  }
-
-  function update() {
-    const records = selection.focused();
-    const { focus } = selection.state;
-    const total = page.number(records.length);
-    at("drill-title").textContent = focus === null ? `All ${total} selected records` : focus.name;
-    at("drill-count").textContent = focus === null ? "" : `${total} record${records.length === 1 ? "" : "s"}`;
-    at("drill-clear").hidden = focus === null;
-    const isSingle = focus !== null && records.length === 1;
-    at("record").hidden = !isSingle;
-    if (isSingle) showRecord(records[0]);
-    updateSamples();
-    const { bundles, num } = bundlesOf(records);
-    at("drill-note").textContent =
-      num === records.length ? "" : `The charts below are of ${page.number(num)} records: there are too many for a histogram each, and those that agree in ${page.details.together} share one.`;
-    const binades = binadesOf(bundles);
-    drawDistribution(binades);
-    drawOccupancy(binades);
-    drawSweep(bundles);
-  }
-
-  page.drill = { update, updateSamples, binadesOf };
-})();
+}

@@ -1,134 +1,132 @@
-// Knows which records are looked at: those that the filters leave, and of these the ones that were clicked.
-(function () {
-  "use strict";
-  const page = window.ranktape;
-  const listeners = [];
-  const panels = [];
-  const start = page.raw.start;
-  const state = {
-    /** By the name of a field the codes that are let through; a field that is not in it lets all through. */
-    filters: new Map(),
-    /**
-     * What was clicked: its records, its name, and what it is: the number of a `finding`, or `where`, pairs of fields
-     * and words in which its records agree; null where nothing was clicked.
-     */
-    focus: null,
-    metric: start.metric,
-    across: start.across,
-    down: start.down,
-    againstPeers: start.againstPeers,
-    /** Whom the overview compares with: the same place in other ranks and iterations ("places"), or other "layers". */
-    peersOf: start.peersOf,
-    /** The kind of tensors that the overview is of; empty for all. */
-    ofKind: start.ofKind,
-    colorBy: start.colorBy,
-  };
-  let selected = Int32Array.from({ length: page.count }, (_, record) => record);
+// Knows which records are shown: those that the filters leave, and of these the ones that were clicked.
+const MAX_SHOWN_VALUES = 200;
+const MENU_WIDTH = 290;
+const state = {
+  ...raw.start,
+  /** By the name of a field the codes that are let through. A field that is not in it lets all through. */
+  filters: new Map(),
+  /** What was clicked: its records, its name, and the number of the finding, if it is one; null if nothing was. */
+  focus: null,
+};
+let selected = Array.from({ length: count }, (_, record) => record);
+const menus = new Map();
 
-  function filtered() {
-    const active = Array.from(state.filters, ([name, codes]) => [page.fields.get(name).codes, codes]);
-    const found = [];
-    for (let record = 0; record < page.count; record += 1) {
-      if (active.every(([column, codes]) => codes.has(column[record]))) found.push(record);
-    }
-    return Int32Array.from(found);
-  }
+/** The records of the drill-down: what was clicked, or else the whole selection. */
+const focused = () => (state.focus === null ? selected : state.focus.records);
 
-  function tell(what) {
-    for (const listener of listeners) listener(what);
-  }
+/** Let these codes of a field through; none or all of them remove the filter. */
+function filterBy(name, codes) {
+  if (codes.size === 0 || codes.size === fields.get(name).values.length) state.filters.delete(name);
+  else state.filters.set(name, codes);
+  refilter();
+}
 
-  /** Let through those codes of a field; null lets all through. */
-  function filter(name, codes) {
-    if (codes === null || codes.size === 0) state.filters.delete(name);
-    else state.filters.set(name, codes);
-    selected = filtered();
-    if (state.focus !== null) {
-      const left = new Set(selected);
-      const records = state.focus.records.filter((record) => left.has(record));
-      state.focus = records.length > 0 ? { ...state.focus, records } : null;
-    }
-    tell("selection");
-  }
+function clearFilters() {
+  state.filters.clear();
+  refilter();
+}
 
-  function clearFilters() {
-    if (state.filters.size === 0) return;
-    state.filters.clear();
-    selected = filtered();
-    tell("selection");
-  }
-
-  /** Look at some records; filters that would hide one are lifted. */
-  function focus(records, name, about = {}) {
-    if (records === null && state.focus === null) return;
-    const isNone = records === null;
-    const isHidden = !isNone && !isSelected(records);
-    if (isHidden) {
-      state.filters.clear();
-      selected = filtered();
-    }
-    state.focus = isNone ? null : { records: Array.from(records), name, ...about };
-    tell(isHidden ? "selection" : "focus");
-  }
-
-  function isSelected(records) {
+function refilter() {
+  const active = Array.from(state.filters, ([name, codes]) => [fields.get(name).codes, codes]);
+  selected = Array.from({ length: count }, (_, record) => record).filter((record) => active.every(([column, codes]) => codes.has(column[record])));
+  if (state.focus !== null) {
     const left = new Set(selected);
-    return records.every((record) => left.has(record));
+    const records = state.focus.records.filter((record) => left.has(record));
+    state.focus = records.length > 0 ? { ...state.focus, records } : null;
   }
+  selectionChanged();
+}
 
-  function openFinding(number) {
-    const { places, title } = page.raw.findings[number];
-    focus(places, title, { finding: number });
-  }
+/** Show some records in the drill-down, null for the whole selection; filters that would hide one are cleared. */
+function focusOn(records, name = "", finding = null) {
+  const left = new Set(selected);
+  state.focus = records === null ? null : { records, name, finding };
+  if (records !== null && !records.every((record) => left.has(record))) clearFilters();
+  else focusChanged();
+  if (records !== null) at("drill").scrollIntoView({ block: "start" });
+}
 
-  function openRecord(record) {
-    const words = ["module", "operation", "tensor_name"].map((name) => page.wordOf(name, record));
-    focus([record], `Record ${record}: ${words.join(" ")}`, { where: page.identity.map((name) => [name, page.wordOf(name, record)]) });
-  }
+function openFinding(index) {
+  focusOn(raw.findings[index].places, raw.findings[index].title, index);
+}
 
-  /** The records of the selection whose fields are these words; a sample is one that they must have. */
-  function recordsWhere(where) {
-    const tests = where.map(([name, word]) => {
-      if (name === "sample") {
-        const { placeOf, length } = page.samples;
-        return (record) => placeOf.has(record) && length[placeOf.get(record)] > Number(word);
-      }
-      const field = page.fields.get(name);
-      const codes = new Set(field === undefined ? [] : page.codesOf(field, [word]));
-      return (record) => codes.has(field.codes[record]);
+function openRecord(record) {
+  focusOn([record], `Record ${record}: ${["module", "operation", "tensor_name"].map((name) => wordOf(name, record)).join(" ")}`);
+}
+
+/** The codes of a field that a text means: numbers and ranges (0-3, 7), or a part of a word. */
+function matching(field, text) {
+  const trimmed = text.trim().toLowerCase();
+  const codes = field.values.map((_, code) => code);
+  if (field.isNumber && /^-?\d+(\s*-\s*\d+)?(\s*,\s*-?\d+(\s*-\s*\d+)?)*$/.test(trimmed)) {
+    const spans = trimmed.split(",").map((part) => {
+      const [, low, high] = /^(-?\d+)(?:\s*-\s*(\d+))?$/.exec(part.trim());
+      return [Number(low), Number(high ?? low)];
     });
-    return Array.from(selected).filter((record) => tests.every((test) => test(record)));
+    return codes.filter((code) => spans.some(([low, high]) => field.values[code] !== null && field.values[code] >= low && field.values[code] <= high));
   }
+  return codes.filter((code) => word(field, code).toLowerCase().includes(trimmed));
+}
 
-  /** All that can be chosen, at once: what an address says. */
-  function restore({ filters, finding, where, name, pairs, ...choices }) {
-    Object.assign(state, { filters, focus: null }, choices);
-    for (const panel of panels) panel.read(pairs);
-    selected = filtered();
-    const records = finding !== null ? page.raw.findings[finding].places : where.length > 0 ? recordsWhere(where) : [];
-    if (records.length > 0 && isSelected(records)) {
-      state.focus = { records, name, ...(finding !== null ? { finding } : { where }) };
-    }
-    tell("restored");
+function fillMenu({ field, list, search }) {
+  const chosen = state.filters.get(field.name) ?? new Set();
+  const codes = matching(field, search.value);
+  const rows = codes.slice(0, MAX_SHOWN_VALUES).map((code) => {
+    const box = element("input", { type: "checkbox" });
+    box.checked = chosen.has(code);
+    box.addEventListener("change", () => {
+      const wanted = new Set(state.filters.get(field.name));
+      if (box.checked) wanted.add(code);
+      else wanted.delete(code);
+      filterBy(field.name, wanted);
+    });
+    return element("label", { children: [box, element("span", { text: word(field, code) })] });
+  });
+  if (codes.length > rows.length) rows.push(element("small", { text: `${codes.length - rows.length} more: type to find them` }));
+  if (codes.length === 0) rows.push(element("small", { text: "no such value" }));
+  list.replaceChildren(...rows);
+}
+
+/** One menu for each field that has more than one value. */
+function makeMenu(field) {
+  const summary = element("summary", { children: [element("span", { text: nameOf(field.name) }), element("b")] });
+  const search = element("input", { type: "search", placeholder: field.isNumber ? "0-3, 7" : "part of a word", "aria-label": `values of ${nameOf(field.name)}` });
+  const [only, all] = ["only these", "all"].map((text) => element("button", { type: "button", text }));
+  const list = element("div", { class: "values" });
+  const body = element("div", { class: "menu", children: [search, element("div", { class: "row", children: [only, all] }), list] });
+  const box = element("details", { class: "filter", "data-field": field.name, children: [summary, body] });
+  const menu = { field, box, list, search, chosen: summary.lastChild };
+  search.addEventListener("input", () => fillMenu(menu));
+  only.addEventListener("click", () => filterBy(field.name, new Set(matching(field, search.value))));
+  all.addEventListener("click", () => {
+    search.value = "";
+    filterBy(field.name, new Set());
+  });
+  box.addEventListener("toggle", () => {
+    // Near the right edge it opens to the left.
+    box.classList.toggle("end", box.getBoundingClientRect().left + MENU_WIDTH > document.documentElement.clientWidth);
+    if (box.open) fillMenu(menu);
+  });
+  return menu;
+}
+
+function drawFilters() {
+  for (const { field, box, chosen, ...menu } of menus.values()) {
+    const codes = state.filters.get(field.name);
+    box.classList.toggle("active", codes !== undefined);
+    chosen.textContent = codes === undefined ? "" : codes.size === 1 ? word(field, [...codes][0]) : `${codes.size} of ${field.values.length}`;
+    if (box.open) fillMenu({ field, ...menu });
   }
+  at("selected-count").textContent = selected.length === count ? `all ${number(count)} records` : `${number(selected.length)} of ${number(count)} records`;
+  at("clear-filters").hidden = state.filters.size === 0;
+}
 
-  function choose(changes) {
-    Object.assign(state, changes);
-    tell("metric");
-  }
-
-  page.selection = {
-    state, filter, clearFilters, focus, openFinding, openRecord, choose, restore,
-    onChange: (listener) => listeners.push(listener),
-    /** A panel with choices of its own: `written` gives them as pairs of words, `read` takes them from `URLSearchParams`. */
-    keep: (panel) => panels.push(panel),
-    /** The choices of the panels, as pairs of words. */
-    ofPanels: () => panels.flatMap((panel) => panel.written()),
-    /** A panel has another choice, and has drawn it. */
-    chose: () => tell("panel"),
-    records: () => selected,
-    /** The records of the drill-down: what was clicked, or else the whole selection. */
-    focused: () => (state.focus === null ? selected : state.focus.records),
-    metric: () => page.metrics.get(state.metric),
-  };
-})();
+for (const field of fields.values()) {
+  if (field.values.length < 2 || field.name === "kind" || field.name === "shape") continue;
+  menus.set(field.name, makeMenu(field));
+  at("filters").append(menus.get(field.name).box);
+}
+document.addEventListener("click", (event) => {
+  for (const { box } of menus.values()) if (box.open && event.target.isConnected && !box.contains(event.target)) box.open = false;
+});
+at("clear-filters").addEventListener("click", clearFilters);

@@ -1,160 +1,87 @@
 // Shows records and their metrics in tables that sort, search and open a record.
-(function () {
-  "use strict";
-  const page = window.ranktape;
-  const { selection, element } = page;
-  const ROWS_AT_ONCE = 50;
-  const WHO = [...(page.fields.has("source") ? ["source"] : []), "iteration", "rank", "layer_idx", "module", "operation", "phase", "tensor_name"];
-  const TABS = {
-    records: { fields: [...WHO, "microbatch", "quant_type", "dtype", "shape"], metrics: ["elements", "nbytes"] },
-    overflow: {
-      fields: WHO,
-      metrics: ["overflow.ratio", "overflow.upper.ratio", "overflow.lower.ratio", "overflow.underflow.ratio", "overflow.nan.ratio", "overflow.inf.ratio", "overflow.zero.ratio"],
-    },
-    stats: {
-      fields: WHO,
-      metrics: ["mean", "std", "minimum", "maximum", "absmax", "skewness", "kurtosis", "p1", "p50", "p99", "smallest_nonzero", "log2_range"],
-    },
-    formats: { fields: WHO, metrics: Array.from(page.metrics.keys()).filter((name) => name.startsWith("sqnr.")) },
-  };
-  const START = { tab: "records", sort: null, isDescending: true, search: "", first: 0 };
-  const state = { ...START };
-  const head = document.querySelector("#table thead tr");
-  const body = document.querySelector("#table tbody");
-  const count = document.getElementById("table-count");
-  let order = [];
+const ROWS_AT_ONCE = 50;
+const WHO = [...(fields.has("source") ? ["source"] : []), "iteration", "rank", "layer_idx", "module", "operation", "phase", "tensor_name"];
+const byPrefix = (prefix) => Array.from(metrics.keys()).filter((name) => name.startsWith(prefix));
+const TABS = {
+  records: { fields: [...WHO, "microbatch", "quant_type", "dtype", "shape"], metrics: ["absmax", "elements", "nbytes"] },
+  overflow: { fields: WHO, metrics: byPrefix("overflow.") },
+  stats: { fields: WHO, metrics: ["mean", "std", "minimum", "maximum", "absmax", "skewness", "kurtosis", "p1", "p50", "p99", "smallest_nonzero", "log2_range"] },
+  formats: { fields: WHO, metrics: byPrefix("sqnr.") },
+};
+const table = { tab: "records", sort: null, isDescending: true, first: 0 };
 
-  function fieldColumn(name) {
-    const field = page.fields.get(name);
-    return {
-      name, head: page.overview.nameOf(name), isNumber: field.isNumber,
-      value: (record) => (field.isNumber ? field.values[field.codes[record]] ?? NaN : field.codes[record]),
-      text: (record) => page.word(field, field.codes[record]),
-    };
+function columnOf(name) {
+  const field = fields.get(name);
+  if (field !== undefined) {
+    const value = (record) => (field.isNumber ? field.values[field.codes[record]] ?? NaN : field.codes[record]);
+    return { name, head: nameOf(name), isNumber: field.isNumber, value, text: (record) => wordOf(name, record) };
   }
+  if (name === "elements") return { name, head: name, isNumber: true, value: (record) => elements[record], text: (record) => number(elements[record]) };
+  if (name === "nbytes") return { name, head: "size", isNumber: true, value: (record) => sizes[record], text: (record) => nbytes(sizes[record]) };
+  const metric = metrics.get(name);
+  return { name, head: metric.head, isNumber: true, value: (record) => valueOf(metric, record), text: (record) => shown(metric, valueOf(metric, record)) };
+}
 
-  function metricColumn(name) {
-    if (name === "elements") return { name, head: "elements", isNumber: true, value: (record) => page.elements[record], text: (record) => page.number(page.elements[record]) };
-    if (name === "nbytes") return { name, head: "size", isNumber: true, value: (record) => page.nbytesOf[record], text: (record) => page.nbytes(page.nbytesOf[record]) };
-    const metric = page.metrics.get(name);
-    const value = (record) => page.folding.valueOf(metric, record);
-    return { name, head: metric.head, isNumber: true, value, text: (record) => page.shown(metric, value(record)) };
-  }
+function columnsOfTable() {
+  const tab = TABS[table.tab];
+  return [...tab.fields.filter((name) => fields.get(name).values.length > 1 || name === "tensor_name"), ...tab.metrics].map(columnOf);
+}
 
-  function columns() {
-    const { fields, metrics } = TABS[state.tab];
-    const differing = fields.filter((name) => page.fields.get(name).values.length > 1 || name === "tensor_name");
-    return [...differing.map(fieldColumn), ...metrics.map(metricColumn)];
-  }
+/** The records in whose fields all words are found. */
+function searched(records, text) {
+  const words = text.toLowerCase().split(/\s+/).filter(Boolean);
+  // Each value of a field is searched once, and no text of a record is made.
+  const tests = words.map((one) => Array.from(fields.values(), (field) => ({ codes: field.codes, hits: field.values.map((_, code) => word(field, code).toLowerCase().includes(one)) })));
+  return records.filter((record) => tests.every((test) => test.some(({ codes, hits }) => hits[codes[record]])));
+}
 
-  /** For each word of each field whether it holds what is searched, so that no record's text is made. */
-  function searched(records) {
-    const words = state.search.toLowerCase().split(/\s+/).filter(Boolean);
-    if (words.length === 0) return Array.from(records);
-    const fields = Array.from(page.fields.values()).map((field) => ({
-      codes: field.codes, texts: field.values.map((_, code) => page.word(field, code).toLowerCase()),
-    }));
-    const tests = words.map((word) => fields.map(({ codes, texts }) => ({ codes, hits: texts.map((text) => text.includes(word)) })));
-    return Array.from(records).filter((record) => tests.every((test) => test.some(({ codes, hits }) => hits[codes[record]])));
-  }
-
-  function ordered(records) {
-    const column = columns().find((one) => one.name === state.sort);
-    if (column === undefined) return records;
-    const values = new Map(records.map((record) => [record, column.value(record)]));
-    const sign = state.isDescending ? -1 : 1;
-    return records.sort((one, other) => {
-      const [first, second] = [values.get(one), values.get(other)];
-      if (Number.isNaN(first) || Number.isNaN(second)) return Number.isNaN(first) - Number.isNaN(second) || one - other;
-      return first === second ? one - other : sign * (first < second ? -1 : 1);
-    });
-  }
-
-  function drawHead() {
-    head.replaceChildren(
-      ...columns().map((column) => {
-        const isSorted = column.name === state.sort;
-        const button = element("button", { type: "button", text: column.head });
-        button.addEventListener("click", () => choose({ sort: column.name, isDescending: isSorted ? !state.isDescending : column.isNumber }));
-        return element("th", {
-          scope: "col", class: column.isNumber ? "number" : null, "data-column": column.name,
-          "aria-sort": isSorted ? (state.isDescending ? "descending" : "ascending") : "none", children: [button],
-        });
-      })
-    );
-  }
-
-  function drawRows() {
-    const shown = order.slice(state.first, state.first + ROWS_AT_ONCE);
-    const made = columns();
-    body.replaceChildren(
-      ...shown.map((record) => {
-        const row = element("tr", { tabindex: "0", "data-record": record });
-        for (const column of made) {
-          const text = column.text(record);
-          row.append(element("td", { text, class: column.isNumber ? "number" : null, title: text.length > 24 ? text : null }));
-        }
-        return row;
-      })
-    );
-    const last = state.first + shown.length;
-    count.textContent = order.length === 0 ? "no records" : `${page.number(state.first + 1)} to ${page.number(last)} of ${page.number(order.length)}`;
-    document.getElementById("table-back").disabled = state.first === 0;
-    document.getElementById("table-on").disabled = last >= order.length;
-  }
-
-  function update() {
-    order = ordered(searched(selection.focused()));
-    if (state.first >= order.length) state.first = 0;
-    for (const tab of document.querySelectorAll("[data-tab]")) tab.setAttribute("aria-selected", String(tab.dataset.tab === state.tab));
-    drawHead();
-    drawRows();
-  }
-
-  function choose(changes) {
-    Object.assign(state, changes, { first: 0 });
-    update();
-    selection.chose();
-  }
-
-  /** What differs from the tables as the page opens. */
-  function written() {
-    const sort = state.sort === null ? "" : (state.isDescending ? "-" : "") + state.sort;
-    return [["table", state.tab === START.tab ? "" : state.tab], ["sort", sort], ["search", state.search]].filter(([, word]) => word !== "");
-  }
-
-  function read(pairs) {
-    const tab = Object.keys(TABS).find((name) => name === pairs.get("table") && TABS[name].metrics.length > 0) ?? START.tab;
-    Object.assign(state, START, { tab, search: pairs.get("search") ?? "" });
-    const sort = pairs.get("sort") ?? "";
-    const column = columns().find((one) => one.name === sort.replace(/^-/, ""));
-    if (column !== undefined) Object.assign(state, { sort: column.name, isDescending: sort.startsWith("-") });
-    document.getElementById("table-search").value = state.search;
-  }
-
-  function open(event) {
-    const row = event.target.closest("tr[data-record]");
-    if (row === null) return;
-    selection.openRecord(Number(row.dataset.record));
-    document.getElementById("drill").scrollIntoView({ block: "start" });
-  }
-
-  body.addEventListener("click", open);
-  body.addEventListener("keydown", (event) => {
-    if (event.key === "Enter") open(event);
+function sorted(records, column) {
+  if (column === undefined) return records;
+  const values = new Map(records.map((record) => [record, column.value(record)]));
+  const sign = table.isDescending ? -1 : 1;
+  return [...records].sort((one, other) => {
+    const [first, second] = [values.get(one), values.get(other)];
+    if (Number.isNaN(first) || Number.isNaN(second)) return Number.isNaN(first) - Number.isNaN(second) || one - other;
+    return first === second ? one - other : sign * (first < second ? -1 : 1);
   });
-  for (const tab of document.querySelectorAll("[data-tab]")) {
-    if (TABS[tab.dataset.tab].metrics.length === 0) tab.hidden = true;
-    tab.addEventListener("click", () => choose({ tab: tab.dataset.tab, sort: null }));
-  }
-  document.getElementById("table-search").addEventListener("input", (event) => choose({ search: event.target.value }));
-  for (const [id, step] of [["table-back", -ROWS_AT_ONCE], ["table-on", ROWS_AT_ONCE]]) {
-    document.getElementById(id).addEventListener("click", () => {
-      state.first = Math.max(0, state.first + step);
-      drawRows();
-    });
-  }
+}
 
-  selection.keep({ written, read });
-  page.tables = { update };
-})();
+function headOf(column) {
+  const isSorted = column.name === table.sort;
+  const button = element("button", { type: "button", text: column.head });
+  button.addEventListener("click", () => drawTable({ sort: column.name, isDescending: isSorted ? !table.isDescending : column.isNumber, first: 0 }));
+  const order = isSorted ? (table.isDescending ? "descending" : "ascending") : "none";
+  return element("th", { scope: "col", class: column.isNumber && "number", "data-column": column.name, "aria-sort": order, children: [button] });
+}
+
+function drawTable(changes = {}) {
+  Object.assign(table, changes);
+  const columns = columnsOfTable();
+  const order = sorted(searched(focused(), at("table-search").value), columns.find((one) => one.name === table.sort));
+  if (table.first >= order.length) table.first = 0;
+  const records = order.slice(table.first, table.first + ROWS_AT_ONCE);
+  const cell = (column, text) => element("td", { text, class: column.isNumber && "number", title: text.length > 24 && text });
+  document.querySelector("#table thead tr").replaceChildren(...columns.map(headOf));
+  document.querySelector("#table tbody").replaceChildren(
+    ...records.map((record) => element("tr", { tabindex: "0", "data-record": record, children: columns.map((column) => cell(column, column.text(record))) }))
+  );
+  const last = table.first + records.length;
+  at("table-count").textContent = order.length === 0 ? "no records" : `${number(table.first + 1)} to ${number(last)} of ${number(order.length)}`;
+  at("table-back").disabled = table.first === 0;
+  at("table-on").disabled = last >= order.length;
+  for (const tab of document.querySelectorAll("[data-tab]")) tab.setAttribute("aria-selected", String(tab.dataset.tab === table.tab));
+}
+
+function openRow(event) {
+  const row = event.target.closest("tr[data-record]");
+  if (row !== null && (event.type === "click" || event.key === "Enter")) openRecord(Number(row.dataset.record));
+}
+
+for (const type of ["click", "keydown"]) document.querySelector("#table tbody").addEventListener(type, openRow);
+for (const tab of document.querySelectorAll("[data-tab]")) {
+  tab.hidden = TABS[tab.dataset.tab].metrics.length === 0;
+  tab.addEventListener("click", () => drawTable({ tab: tab.dataset.tab, sort: null, first: 0 }));
+}
+at("table-search").addEventListener("input", () => drawTable({ first: 0 }));
+at("table-back").addEventListener("click", () => drawTable({ first: Math.max(0, table.first - ROWS_AT_ONCE) }));
+at("table-on").addEventListener("click", () => drawTable({ first: table.first + ROWS_AT_ONCE }));
