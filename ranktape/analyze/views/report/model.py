@@ -76,7 +76,7 @@ _COMPARED = ("module", "layer_idx", "pairs", "differing", "relative_norm.worst",
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextTable:
+class ShownTable:
     """A table above the findings, as texts."""
 
     title: str
@@ -103,7 +103,7 @@ class Model:
     """What the run is, in a few words each."""
     headline: str
     """What was found, in one sentence."""
-    tables: tuple[TextTable, ...]
+    tables: tuple[ShownTable, ...]
     """The table that was given, and of several sources each against the first."""
     findings: tuple[Finding, ...]
     """The worst first."""
@@ -198,10 +198,10 @@ def _not_replayed(replayed: Replayed) -> Iterator[str]:
         yield f"{count:,} product{'s' if count > 1 else ''} of calls could not be computed again: {printable(reason)}."
 
 
-def _as_text(table: Table, *, title: str = "", command: str = "") -> TextTable:
+def _as_text(table: Table, *, title: str = "", command: str = "") -> ShownTable:
     heads, cells, is_left = table.text_cells()
     sentences = [table.title, *table.notes] if title else table.notes
-    return TextTable(
+    return ShownTable(
         title=title or f"{table.title[:1].upper()}{table.title[1:]}",
         said=printable(" ".join(f"{text[:1].upper()}{text[1:]}." for text in sentences)),
         heads=heads,
@@ -211,7 +211,7 @@ def _as_text(table: Table, *, title: str = "", command: str = "") -> TextTable:
     )
 
 
-def differences_of(records: Records, *, engine: Engine) -> Iterator[TextTable]:
+def differences_of(records: Records, *, engine: Engine) -> Iterator[ShownTable]:
     """Each source against the first, if there are several; of values of both every one is read.
 
     Raises:
@@ -223,7 +223,7 @@ def differences_of(records: Records, *, engine: Engine) -> Iterator[TextTable]:
         yield _difference(parts[0], other, engine=engine)
 
 
-def _difference(one: SourcePart, other: SourcePart, *, engine: Engine) -> TextTable:
+def _difference(one: SourcePart, other: SourcePart, *, engine: Engine) -> ShownTable:
     title = printable(f"{other.name} against {one.name}")
     types = [sorted(set(part.records.column("quant_type").tolist())) for part in (one, other)]
     # Two captures of one model are told apart by what they computed in.
@@ -242,7 +242,7 @@ def _difference(one: SourcePart, other: SourcePart, *, engine: Engine) -> TextTa
             engine=engine,
         )
     except (NoRecordsError, UsageError) as error:
-        return TextTable(title=title, said=f"They cannot be compared: {printable(str(error))}.")
+        return ShownTable(title=title, said=f"They cannot be compared: {printable(str(error))}.")
     names = [column.name for column in table.columns]
     kept = [names.index(name) for name in _COMPARED if name in names]
     brief = dataclasses.replace(
