@@ -25,9 +25,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.engine import Engine, keep_freed_memory
 from ranktape.analyze.engine.executors import end_executors
-from ranktape.analyze.engine.engine import keep_freed_memory
 from ranktape.analyze.numerics.pieces import num_threads, share_cores
 from ranktape.analyze.numerics.products import replay_products
 from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, one_operand
