@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -59,7 +60,9 @@ def write_whole(path: Path, data: bytes, *, what: str = "plot", option: str = "-
     """
     # What is no file, as /dev/stdout, cannot be replaced by one.
     is_special = path.exists() and not path.is_file() and not path.is_dir()
-    partial = path if is_special else path.with_name(f".{path.name[:100]}.{os.getpid()}.partial")
+    # Two threads may write one file.
+    writer = f"{os.getpid()}.{threading.get_ident()}"
+    partial = path if is_special else path.with_name(f".{path.name[:100]}.{writer}.partial")
     with writing(path, what=what, option=option):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

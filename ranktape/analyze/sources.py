@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -135,11 +136,19 @@ def _below(folder: Path, *, depth: int) -> Iterator[str]:
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
     for name in names:
-        # What was counted lies beside a run that cannot be written; hidden folders are nobody's runs.
-        if name.startswith(".") or name.endswith(".analysis"):
-            continue
         path = folder / name
+        if name.startswith(".") or (name.endswith(".analysis") and _is_cache(path)):
+            continue
         if _is_source(path):
             yield str(path)
         elif depth > 1:
             yield from _below(path, depth=depth - 1)
+
+
+def _is_cache(folder: Path) -> bool:
+    """Whether a folder holds what was counted of the run beside it, and is no run itself."""
+    try:
+        document = json.loads((folder / layout.DOCUMENT).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(document, dict) and document.get("node_type") == "array"

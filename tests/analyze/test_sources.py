@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,16 @@ def test_several_are_compared_with_one_each(parent: Path) -> None:
     done = ask("compare", reference, other, parent.parent / "shallow")
     assert done.stderr.startswith("Error: ")
     assert "shallow: " in done.stderr
+
+
+def test_a_folder_is_left_out_for_what_it_holds_and_not_for_its_name(tmp_path: Path) -> None:
+    """What was counted of a run that cannot be written lies beside it under such a name, too."""
+    for name in ("first", "second.analysis"):
+        store(tmp_path / name, model_tensors(num_layers=1))
+    stats(open_run(tmp_path / "first").select())
+    shutil.copytree(tmp_path / "first" / "analysis", tmp_path / "first.analysis")
+    found = rows("ls", tmp_path)
+    assert {row["source"] for row in found} == {"first", "second.analysis"}
 
 
 def test_mistakes_name_what_there_is(parent: Path, tmp_path: Path) -> None:
