@@ -57,6 +57,7 @@ def archive(path: Path, pickle: bytes, *, compress: bool = False, **members: byt
     method = zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED
     with zipfile.ZipFile(path, "w", method) as file:
         file.writestr("archive/data.pkl", pickle)
+        file.writestr("archive/version", b"3\n")
         for name, data in members.items():
             file.writestr(f"archive/{name.replace('__', '/')}", data)
     return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import tracemalloc
@@ -15,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from ranktape.analyze.legacy.payload import _fill, read_header, read_values
+from ranktape.analyze.legacy.payload import read_header, read_values
 from ranktape.errors import DataError, StorageError
-from tests.analyze.pt_files import archive, save, tensor_pickle
+from tests.analyze.pt_files import archive, save
 
 DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "int8", "int16", "int32", "int64", "bool"),
@@ -25,7 +24,7 @@ DTYPES = (
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
 NOT_READ_BY_TORCH = {name for name in DTYPES if name.startswith(("float8", "uint")) and name != "uint8"}
-"""In the older form torch writes them and does not read them back with `weights_only`."""
+"""In the older form torch writes them, and refuses to read them with `weights_only`."""
 
 LEGACY = pytest.mark.parametrize("legacy", [False, True], ids=["archive", "legacy"])
 MEBIBYTE = 1 << 20
@@ -54,15 +53,18 @@ def test_the_bits_are_those_that_torch_reads(tmp_path: Path, dtype: str, legacy:
     for tensor in layouts:
         for payload in (tensor, [tensor], {"tensor": tensor, "metadata": {"rank": 3}}):
             path = save(tmp_path / "x.pt", payload, legacy=legacy)
+            if legacy and dtype in NOT_READ_BY_TORCH:
+                with pytest.raises(DataError, match=f"{dtype}|damaged"):
+                    read_header(path)
+                continue
             header = read_header(path)
             values = read_values(path, header)
             assert (header.dtype, header.shape, values.shape) == (dtype, tuple(tensor.shape), tuple(tensor.shape))
             assert np.ascontiguousarray(values).tobytes() == raw(tensor)
-            if not (legacy and dtype in NOT_READ_BY_TORCH):
-                loaded = torch.load(path, weights_only=True)
-                found = loaded["tensor"] if isinstance(loaded, dict) else loaded
-                theirs = found[0] if isinstance(loaded, list) else found
-                assert (tuple(theirs.shape), raw(theirs)) == (header.shape, raw(tensor))
+            loaded = torch.load(path, weights_only=True)
+            found = loaded["tensor"] if isinstance(loaded, dict) else loaded
+            theirs = found[0] if isinstance(loaded, list) else found
+            assert (tuple(theirs.shape), raw(theirs)) == (header.shape, raw(tensor))
 
 
 @LEGACY
@@ -118,7 +120,7 @@ def test_an_archive_that_is_cut_off_is_called_so(tmp_path: Path) -> None:
 def test_tensors_of_other_kinds_are_refused(tmp_path: Path, kind: str, legacy: bool) -> None:  # noqa: FBT001
     with warnings.catch_warnings(action="ignore"):  # of torch's, about such tensors
         path = save(tmp_path / "x.pt", {"tensor": other_kind(kind)}, legacy=legacy)
-    with pytest.raises(DataError, match=r"is not read: its pickle holds|is not read: its tensor is conj.* save tensor"):
+    with pytest.raises(DataError, match=r"x\.pt is not read: "):
         read_header(path)
 
 
@@ -188,7 +190,7 @@ def test_damaged_values_in_an_archive_are_found(tmp_path: Path) -> None:
     path = save(tmp_path / "x.pt", tensor)
     header = read_header(path)
     whole = bytearray(path.read_bytes())
-    whole[header.position + 17] ^= 4
+    whole[whole.index(raw(tensor)) + 17] ^= 4
     path.write_bytes(whole)
     with pytest.raises(DataError, match=r"the values in .* are damaged"):
         read_values(path, header)
@@ -198,7 +200,10 @@ def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
     path = save(tmp_path / "x.pt", torch.randn(1000), legacy=True)
     header = read_header(path)
     os.truncate(path, 500)
-    with pytest.raises(DataError, match="shorter than when it was listed"):
+    with pytest.raises(DataError, match=r"x\.pt is not read: it is damaged"):
+        read_values(path, header)
+    save(path, torch.randn(999))
+    with pytest.raises(DataError, match="is not what it was when it was listed"):
         read_values(path, header)
 
 
@@ -216,46 +221,25 @@ def test_values_stay_what_they_were_whatever_becomes_of_the_file(tmp_path: Path,
     assert not values.flags.writeable
 
 
-def test_a_file_that_ends_while_it_is_read_is_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    path.write_bytes(bytes(100))
-    with path.open("rb") as file, pytest.raises(DataError, match="shorter than when it was listed"):
-        _fill(file.fileno(), memoryview(bytearray(50)), position=60, path=path)
-
-
-@LEGACY
-def test_a_part_of_a_large_storage_takes_the_memory_of_the_part(tmp_path: Path, legacy: bool) -> None:  # noqa: FBT001
-    whole = torch.arange(5 << 22, dtype=torch.int32)  # 80 MiB
-    part = whole.view(5, -1)[1:3, 1_000_000:1_000_050:7]
-    path = save(tmp_path / "x.pt", part, legacy=legacy)
-    header = read_header(path)
-    with measured_memory():
-        values = read_values(path, header)
+def test_a_part_of_a_large_storage_is_read_without_the_rest(tmp_path: Path) -> None:
+    whole = torch.arange(5 << 16, dtype=torch.int32)
+    part = whole.view(5, -1)[1:3, 1_000:1_050:7]
+    path = save(tmp_path / "x.pt", part)
+    values = read_values(path, read_header(path))
     assert np.array_equal(values, part.numpy())
-    for place in (header.extent.position + 5, header.extent.position + header.extent.nbytes - 5):
-        with path.open("r+b") as file:
-            file.seek(place)
-            (byte,) = file.read(1)
-            for changed in (byte ^ 1, byte):
-                file.seek(place)
-                file.write(bytes([changed]))
-                file.flush()
-                # The older form has no checksum.
-                is_found = changed != byte and not legacy
-                with pytest.raises(DataError, match="are damaged") if is_found else contextlib.nullcontext():
-                    assert np.array_equal(read_values(path, header), part.numpy())
+    base: Any = values
+    while getattr(base, "base", None) is not None:
+        base = base.base
+    assert base.nbytes == values.nbytes
 
 
 def test_archives_of_other_things_are_refused(tmp_path: Path) -> None:
     other = tmp_path / "x.pt"
     with zipfile.ZipFile(other, "w") as file:
         file.writestr("word/document.xml", "<x/>")
-    with pytest.raises(DataError, match=r"not one of torch\.save"):
+    with pytest.raises(DataError, match=r"x\.pt is not read"):
         read_header(other)
-    pickle_text = tensor_pickle(shape=(4,), strides=(1,), num_elements=4)
-    with pytest.raises(DataError, match="byte order b'big'"):
-        read_header(archive(other, pickle_text, data__0=bytes(16), byteorder=b"big"))
-    with pytest.raises(DataError, match=r"holds the name __torch__\.Linear"):
+    with pytest.raises(DataError, match=r"x\.pt is not read"):
         read_header(archive(other, b"\x80\x02c__torch__\nLinear\n)\x81."))
 
 

@@ -1,54 +1,59 @@
-"""Finds where in a `.pt` file the values of its tensor are, and what the file says of it.
+"""Reads the tensor in a `.pt` file, and what the file says of it, by `torch.load(weights_only=True)`.
 
-Both forms that torch writes: the archive, and the older one of pickles and bytes one after the other, which the saver
-before us used. Values are read when somebody looks at them, into memory of our own: a file that is cut or written
-anew while it is mapped would end the process, or change under its reader. No memory is taken for what a file declares:
-every extent is compared with the size of the file first.
+A description is read from a mapped file, so that the values of an archive stay on the disk; the older form of
+`torch.save` has to be read whole. Values are read into memory of our own, and the checksums of an archive are compared:
+torch does not. No memory is taken for what a file declares and does not hold.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import errno
-import io
+import json
 import math
 import os
 import stat
-import struct
+import threading
 import zipfile
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ranktape.analyze.legacy.pickles import MAX_NBYTES, Pairs, Storage, TensorData, plain, read_pickle
 from ranktape.errors import DataError, StorageError
-from ranktape.storage.format.dtypes import dtype_row
+from ranktape.storage.format.dtypes import DTYPES, dtype_row
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+MAX_NBYTES = 1 << 22
+"""Length of the pickle of an archive; those that describe one tensor take hundreds of bytes."""
 
 MAX_FOLDER_CHARACTERS = 1 << 20
 """Length of a description of a folder, which every record of it repeats."""
 
-MAX_LISTED = 1 << 14
-"""Elements of a tensor among the words about a folder: the tokens of a prompt."""
+MAX_CHARACTERS = 1 << 24
+"""Characters of what a file says of its tensor: a pickle names one long text many times in few bytes."""
+
+MAX_NODES, MAX_DEPTH = 100_000, 64
+"""Values that a description may hold, and lists within one another: what refers to itself is endless otherwise."""
+
+MAX_DIMENSIONS = 32
+"""More than any tensor that was trained with; numpy ends at 64."""
 
 MAX_EXTENT = 2**62
 """Elements that a shape may have, were its empty dimensions not empty."""
 
-_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-_ARCHIVE_MAGIC = b"PK\x03\x04"
-_HEAD_NBYTES = 1 << 16
-"""What is read at once of a file of the older form, whose description comes first."""
+MAX_LISTED = 1 << 14
+"""Elements of a tensor among the words about a folder: the tokens of a prompt."""
 
-_PART_NBYTES = 1 << 22
-"""Values that are read at once: their checksum is taken while they are in the cache."""
+_LARGE_NBYTES = 1 << 26
+"""Files that are read whole one at a time: threads would hold one each."""
 
-_LOCAL_HEADER = struct.Struct("<4s22xHH")
-_ENCRYPTED = 1
+_large = threading.Lock()
+
+_ARCHIVE_MAGIC, _OLDER_MAGIC = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +68,8 @@ class TensorFile:
     """What the file says of it under `metadata`, as JSON has it; None where it says nothing."""
     tensor_info: Any
     """What the file says of it under `tensor_info`, as JSON has it; None where it says nothing."""
-    strides: tuple[int, ...]
-    """Bytes from one element to the next along each dimension."""
-    position: int
-    """Of the first element, in bytes from the start of the file."""
-    extent: _Extent
-    """Where the bytes lie that hold the tensor and perhaps others."""
+    is_first_enough: bool
+    """Whether the tensor may be the first of several things."""
 
     @property
     def num_elements(self) -> int:
@@ -80,31 +81,9 @@ class TensorFile:
         """Of its values, without gaps."""
         return self.num_elements * dtype_row(self.dtype).itemsize
 
-    @property
-    def span_nbytes(self) -> int:
-        """From its first element to behind its last one, gaps included; of a tensor with elements."""
-        steps = sum((count - 1) * stride for count, stride in zip(self.shape, self.strides, strict=True))
-        return steps + dtype_row(self.dtype).itemsize
-
-    def without_words(self) -> TensorFile:
-        """The same without what the file says of it, which many files say at length."""
-        return dataclasses.replace(self, metadata=None, tensor_info=None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Extent:
-    """A run of bytes of the file."""
-
-    position: int
-    """Where it begins."""
-    nbytes: int
-    """How long it is."""
-    crc: int
-    """Its CRC-32; 0 where none was written."""
-
 
 def read_header(path: Path, *, is_first_enough: bool = False) -> TensorFile:
-    """What is known of the one tensor in a file; its values are not read.
+    """What is known of the one tensor in a file.
 
     The file holds a tensor, a list of one, or a dictionary with one under `tensor`; with `is_first_enough` a list
     of several things, of which the first is a tensor, will do.
@@ -113,17 +92,19 @@ def read_header(path: Path, *, is_first_enough: bool = False) -> TensorFile:
         DataError: it holds something else, is damaged, or declares more than it holds.
         StorageError: it cannot be read.
     """
-    with _opened(path) as file:
-        payload, extents = _contents(file, place=str(path))
-        tensor = _tensor_of(payload, place=str(path), is_first_enough=is_first_enough)
-        described = payload if isinstance(payload, Pairs) else Pairs([])
-        return _located(
-            tensor,
-            extents,
-            place=str(path),
-            metadata=plain(described.get("metadata"), place=str(path)),
-            tensor_info=plain(described.get("tensor_info"), place=str(path)),
-        )
+    payload, largest = _load(path, is_mapped=True)
+    tensor = _tensor_of(payload, path, is_first_enough=is_first_enough)
+    # Torch believes what the pickle says of the length of a member.
+    if tensor.numel() and largest is not None and tensor.untyped_storage().nbytes() > largest:
+        raise DataError(f"{path} is damaged or cut off: it holds fewer values than it declares")
+    described = payload if isinstance(payload, dict) else {}
+    return TensorFile(
+        dtype=_dtype_of(tensor),
+        shape=tuple(tensor.shape),
+        metadata=plain(described.get("metadata"), path),
+        tensor_info=plain(described.get("tensor_info"), path),
+        is_first_enough=is_first_enough,
+    )
 
 
 def read_plain(path: Path) -> Any:
@@ -137,239 +118,176 @@ def read_plain(path: Path) -> Any:
         StorageError: it cannot be read.
     """
 
-    def listed(tensor: TensorData) -> dict[str, Any] | None:
-        if math.prod(tensor.shape) > MAX_LISTED or dtype_row(tensor.dtype).is_complex:
+    def listed(tensor: torch.Tensor) -> dict[str, Any] | None:
+        if tensor.numel() > MAX_LISTED or tensor.is_complex():
             return None
-        header = _located(tensor, extents, place=str(path), metadata=None, tensor_info=None)
-        values = read_values(path, header).reshape(-1)
-        numbers = (values.astype(np.float64) if dtype_row(tensor.dtype).is_floating else values).tolist()
+        numbers = (tensor.double() if tensor.is_floating_point() else tensor).reshape(-1).tolist()
         finite = [number if math.isfinite(number) else str(number) for number in numbers]
-        return {"tensor": tensor.dtype, "shape": list(tensor.shape), "values": finite}
+        return {"tensor": _dtype_of(tensor), "shape": list(tensor.shape), "values": finite}
 
-    with _opened(path) as file:
-        payload, extents = _contents(file, place=str(path))
-    return plain(payload, place=str(path), max_characters=MAX_FOLDER_CHARACTERS, listed=listed)
+    payload, _ = _load(path, is_mapped=True)
+    return plain(payload, path, max_characters=MAX_FOLDER_CHARACTERS, listed=listed)
 
 
 def read_values(path: Path, header: TensorFile) -> NDArray[Any]:
     """The values of the tensor that `header` describes, read-only.
 
     Raises:
-        DataError: the file has changed since its header was read, or its bytes are not what its checksum says.
+        DataError: the file has changed since its header was read, or its bytes are not what its checksums say.
         StorageError: it cannot be read, or memory has no room for it.
     """
+    import torch
+
+    payload, _ = _load(path)
+    tensor = _tensor_of(payload, path, is_first_enough=header.is_first_enough)
+    if (_dtype_of(tensor), tuple(tensor.shape)) != (header.dtype, header.shape):
+        raise DataError(f"{path} is not what it was when it was listed: it is still written, or was replaced")
     dtype = dtype_row(header.dtype).numpy_dtype
-    if not header.num_elements:
-        return np.empty(header.shape, dtype=dtype)
-    extent = header.extent
-    with _opened(path) as file:
-        if os.fstat(file.fileno()).st_size < extent.position + extent.nbytes:
-            raise DataError(_shorter(path))
-        try:
-            raw = np.empty(header.span_nbytes, dtype=np.uint8)
-        except MemoryError as error:
-            raise StorageError(f"{path} cannot be read: memory has no {header.span_nbytes} bytes for it") from error
-        crc = _read_extent(file.fileno(), header, raw.data, path=path)
-    if extent.crc and crc != extent.crc:
-        raise DataError(f"the values in {path} are damaged: they are not what the archive's checksum says")
-    values = np.ndarray(header.shape, dtype=dtype, buffer=raw, strides=header.strides)
+    # A view of a larger tensor is copied, so that the rest is not kept with it.
+    is_part = not tensor.is_contiguous() or tensor.untyped_storage().nbytes() > header.nbytes
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format) if is_part else tensor.detach()
+    values: NDArray[np.generic] = flat.reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(header.shape)
     values.flags.writeable = False
     return values
 
 
-def _read_extent(descriptor: int, header: TensorFile, raw: memoryview, *, path: Path) -> int:
-    """Fill `raw` with the bytes of the tensor; the CRC-32 of all that lie with them, where one was written."""
-    extent, start, end = header.extent, header.position, header.position + raw.nbytes
-    ranges: list[tuple[int, int, memoryview | None]] = [(start, end, raw)]
-    if extent.crc:
-        ranges = [(extent.position, start, None), *ranges, (end, extent.position + extent.nbytes, None)]
-    scratch, crc = memoryview(b""), 0
-    for first, behind, target in ranges:
-        for position in range(first, behind, _PART_NBYTES):
-            nbytes = min(_PART_NBYTES, behind - position)
-            if target is None and scratch.nbytes < nbytes:
-                scratch = memoryview(bytearray(nbytes))
-            part = scratch[:nbytes] if target is None else target[position - first :][:nbytes]
-            _fill(descriptor, part, position=position, path=path)
-            crc = zlib.crc32(part, crc) if extent.crc else 0
-    return crc
+def _load(path: Path, *, is_mapped: bool = False) -> tuple[Any, int | None]:
+    """What the pickle of a file says, and the bytes of the largest storage of an archive.
 
-
-def _fill(descriptor: int, part: memoryview, *, position: int, path: Path) -> None:
-    filled = 0
-    while filled < part.nbytes:
-        count = os.preadv(descriptor, [part[filled:]], position + filled)
-        if not count:
-            raise DataError(_shorter(path))
-        filled += count
-
-
-def _shorter(path: Path) -> str:
-    return f"{path} is shorter than when it was listed: it is still written, or was replaced"
-
-
-class _Bounded(io.BufferedReader):
-    """A file of which no single read takes more than a description of a tensor is long."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """At most `MAX_NBYTES` bytes."""
-        return super().read(MAX_NBYTES if size is None or size < 0 else min(size, MAX_NBYTES))
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[_Bounded]:
+    With `is_mapped` the values of an archive are not read.
+    """
     try:
         # A pipe by that name would be waited for.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with _Bounded(io.FileIO(descriptor)) as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise DataError(f"{path} is not a file")
-            yield file
+        if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - a Path that is no file has no better one
+            raise DataError(f"{path} is not a file")
+        with path.open("rb") as file:
+            head = file.read(len(_OLDER_MAGIC))
+        is_archive = head.startswith(_ARCHIVE_MAGIC)
+        if not is_archive and head != _OLDER_MAGIC:
+            what = "is empty" if not head else "was not written by torch.save"
+            raise DataError(f"{path} {what}: it begins with {head[:8]!r}")
+        largest = _check_archive(path, with_values=not is_mapped) if is_archive else None
+        if is_mapped and is_archive:
+            return _loaded(path, is_mapped=True), largest
+        with _large if path.stat().st_size > _LARGE_NBYTES else nullcontext():
+            return _loaded(path, is_mapped=False), largest
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _contents(file: _Bounded, *, place: str) -> tuple[Any, dict[str, _Extent]]:
-    """What the file's pickle says, and where each of its storages lies."""
-    head = file.read(len(_LEGACY_MAGIC))
-    if head.startswith(_ARCHIVE_MAGIC):
-        return _archive_contents(file, place=place)
-    if head == _LEGACY_MAGIC:
-        return _legacy_contents(file, place=place)
-    what = "is empty" if not head else "was not written by torch.save"
-    raise DataError(f"{place} {what}: it begins with {head[:8]!r}")
+def _check_archive(path: Path, *, with_values: bool) -> int:
+    """Refuse an archive that torch would unpack, or, with its values, one whose checksums do not hold.
 
-
-def _archive_contents(file: _Bounded, *, place: str) -> tuple[Any, dict[str, _Extent]]:
-    size = os.fstat(file.fileno()).st_size
+    Gives the bytes of the largest storage.
+    """
     try:
-        # Only the list of members is read here, and never with a decompressor.
-        members = zipfile.ZipFile(file).infolist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, OSError) as error:
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:
-            raise  # EINVAL: it names a place before the file's first byte
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.infolist():
+                if member.compress_type != zipfile.ZIP_STORED:
+                    raise DataError(f"{path} is not read: {member.filename[:100]!r} in it is compressed")
+                if member.filename.endswith("/data.pkl") and member.file_size > MAX_NBYTES:
+                    raise DataError(f"{path} is not read: its pickle is longer than {MAX_NBYTES} bytes")
+            if with_values and archive.testzip() is not None:
+                raise DataError(f"the values in {path} are damaged: they are not what the archive's checksum says")
+            return max((one.file_size for one in archive.infolist() if "/data/" in one.filename), default=0)
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError) as error:
         raise DataError(
-            f"{place} is damaged or cut off: it begins as an archive of torch.save does, and does not end as one"
+            f"{path} is damaged or cut off: it begins as an archive of torch.save does, and does not end as one"
         ) from error
-    by_name = {member.filename: member for member in members}
-    prefixes = [
-        name.removesuffix("data.pkl") for name in by_name if name.endswith("/data.pkl") and name.count("/") == 1
-    ]
-    if len(by_name) != len(members) or len(prefixes) != 1:
-        raise DataError(f"{place} is an archive, but not one of torch.save")
-    extents = {
-        name.removeprefix(prefixes[0]): _member_extent(file, member, size=size, place=place)
-        for name, member in by_name.items()
-        if name.startswith(prefixes[0])
-    }
-    order = _bytes_of(file, extents["byteorder"]) if "byteorder" in extents else b"little"
-    if order != b"little":
-        raise DataError(f"{place} holds its values in the byte order {order[:16]!r}: save it again on this machine")
-    storages: dict[str, Storage] = {}
-    if extents["data.pkl"].nbytes > MAX_NBYTES:
-        raise DataError(f"{place} is not read: its pickle is longer than {MAX_NBYTES} bytes")
-    payload = read_pickle(io.BytesIO(_bytes_of(file, extents["data.pkl"])), place=place, storages=storages)
-    return payload, {key: extents[f"data/{key}"] for key in storages if f"data/{key}" in extents}
 
 
-def _member_extent(file: _Bounded, member: zipfile.ZipInfo, *, size: int, place: str) -> _Extent:
-    if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & _ENCRYPTED:
-        raise DataError(f"{place} is not read: {member.filename[:100]!r} in it is compressed, as torch never writes it")
-    # A damaged list of members may name places that no file has.
-    file.seek(member.header_offset if 0 <= member.header_offset < size else size)
-    header = file.read(_LOCAL_HEADER.size)
-    if len(header) == _LOCAL_HEADER.size:
-        magic, name_length, extra_length = _LOCAL_HEADER.unpack(header)
-        position = member.header_offset + _LOCAL_HEADER.size + name_length + extra_length
-        if magic == _ARCHIVE_MAGIC and position + member.file_size <= size:
-            return _Extent(position=position, nbytes=member.file_size, crc=member.CRC)
-    raise DataError(f"{place} is damaged or cut off: {member.filename[:100]!r} in it is not where it should be")
+def _loaded(path: Path, *, is_mapped: bool) -> Any:
+    import torch
 
-
-def _bytes_of(file: _Bounded, extent: _Extent) -> bytes:
-    file.seek(extent.position)
-    return file.read(extent.nbytes)
-
-
-def _legacy_contents(file: _Bounded, *, place: str) -> tuple[Any, dict[str, _Extent]]:
-    size = os.fstat(file.fileno()).st_size
-    source = io.BytesIO(file.read(_HEAD_NBYTES))
     try:
-        payload, keys, storages = _legacy_pickles(source, place=place)
-    except DataError:
-        if size <= len(_LEGACY_MAGIC) + _HEAD_NBYTES:
-            raise
-        # Its words may be longer than those of most files.
-        file.seek(len(_LEGACY_MAGIC))
-        source = io.BytesIO(file.read(MAX_NBYTES))
-        payload, keys, storages = _legacy_pickles(source, place=place)
-    position = len(_LEGACY_MAGIC) + source.tell()
-    extents: dict[str, _Extent] = {}
-    for key in keys:
-        file.seek(position)
-        (stated,) = struct.unpack("<q", file.read(8).ljust(8, b"\xff"))
-        nbytes = storages[key].num_elements * dtype_row(storages[key].dtype).itemsize
-        if stated != storages[key].num_elements or position + 8 + nbytes > size:
-            raise DataError(f"{place} is damaged or cut off: it holds fewer values than it declares")
-        extents[key] = _Extent(position=position + 8, nbytes=nbytes, crc=0)
-        position += 8 + nbytes
-    return payload, extents
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
+    except MemoryError as error:
+        raise DataError(f"{path} is not read: memory has no room for what it declares") from error
+    except OSError:
+        raise
+    except Exception as error:  # what a stranger's pickle ends with is anything
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"{path} is not read: it is damaged, or holds what is neither a dense tensor nor plain data; nothing of it "
+            f"was run ({reason})"
+        ) from error
 
 
-def _legacy_pickles(source: io.BytesIO, *, place: str) -> tuple[Any, list[str], dict[str, Storage]]:
-    """What the file holds, the order of its storages, and what is known of each."""
-    storages: dict[str, Storage] = {}
-    read_pickle(source, place=place)  # the version of the form, of which there is one
-    system = read_pickle(source, place=place)
-    if not isinstance(system, Pairs) or system.get("little_endian") is not True:
-        raise DataError(f"{place} holds its values in another byte order: save it again on this machine")
-    payload = read_pickle(source, place=place, storages=storages)
-    keys = read_pickle(source, place=place)
-    is_named = isinstance(keys, list) and all(type(key) in {str, int} for key in keys)
-    if not is_named or sorted(map(str, keys)) != sorted(storages):
-        raise DataError(f"{place} is damaged: it does not hold the storages that its tensors name")
-    return payload, [str(key) for key in keys], storages
+def _tensor_of(payload: Any, path: Path, *, is_first_enough: bool) -> torch.Tensor:
+    """The one tensor in what a file holds, if a record can hold it."""
+    import torch
 
-
-def _tensor_of(payload: Any, *, place: str, is_first_enough: bool) -> TensorData:
-    is_list = isinstance(payload, list | tuple) and not isinstance(payload, TensorData)
-    found = payload.get("tensor") if isinstance(payload, Pairs) else payload
+    is_list = isinstance(payload, list | tuple)
+    found = payload.get("tensor") if isinstance(payload, dict) else payload
     if is_list and (len(payload) == 1 or (is_first_enough and payload)):
         found = payload[0]
-    if isinstance(found, TensorData):
-        return found
-    what = f"{len(payload)} values" if is_list else f"a {type(payload).__name__}"
-    if isinstance(payload, Pairs):
-        named = ", ".join(name[:40] for name in payload.names()[:8])
-        what = f"a dictionary of {named or 'nothing'}, without a tensor under 'tensor'"
-    raise DataError(f"{place} holds {what}: give files that hold one tensor each")
-
-
-def _located(
-    tensor: TensorData, extents: dict[str, _Extent], *, place: str, metadata: Any, tensor_info: Any
-) -> TensorFile:
-    """The tensor in bytes of the file, once it is sure that the file has them."""
-    itemsize = dtype_row(tensor.dtype).itemsize
-    shape, num_elements = tensor.shape, math.prod(tensor.shape)
-    extent = extents.get(tensor.storage.key)
-    declared = tensor.storage.num_elements * dtype_row(tensor.storage.dtype).itemsize
-    if num_elements and (extent is None or extent.nbytes != declared):
-        raise DataError(f"{place} is damaged or cut off: it holds fewer values than it declares")
-    if math.prod(max(1, count) for count in shape) > MAX_EXTENT:
-        raise DataError(f"{place} declares {len(shape)} dimensions with {max(shape)} elements in one of them")
-    located = extent or _Extent(position=0, nbytes=0, crc=0)
-    last = tensor.offset + sum((count - 1) * stride for count, stride in zip(shape, tensor.strides, strict=True))
-    if num_elements and max(last + 1, num_elements) * itemsize > located.nbytes:
+    if not isinstance(found, torch.Tensor):
+        what = f"{len(payload)} values" if is_list else f"a {type(payload).__name__}"
+        if isinstance(payload, dict):
+            named = ", ".join(str(name)[:40] for name in list(payload)[:8] if isinstance(name, str))
+            what = f"a dictionary of {named or 'nothing'}, without a tensor under 'tensor'"
+        raise DataError(f"{path} holds {what}: give files that hold one tensor each")
+    if found.is_conj() or found.is_neg():
+        raise DataError(f"{path} is not read: its tensor is conjugated; save tensor.resolve_conj().resolve_neg()")
+    is_dense = found.layout is torch.strided and found.device.type == "cpu" and not found.is_quantized
+    if not is_dense or found.is_nested or _dtype_of(found) not in DTYPES or found.dim() > MAX_DIMENSIONS:
+        kind = f"{_dtype_of(found)}, {found.layout}, {found.device.type}, {found.dim()} dimensions"
+        raise DataError(f"{path} is not read: its tensor is no dense one of a type that records have ({kind})")
+    if math.prod(max(1, count) for count in found.shape) > MAX_EXTENT:
+        raise DataError(f"{path} declares {found.dim()} dimensions with {max(found.shape)} elements in one of them")
+    # One element may stand for many in a view: memory would be taken for all of them.
+    if found.numel() * found.element_size() > found.untyped_storage().nbytes():
         raise DataError(
-            f"{place} declares {num_elements} elements of {tensor.dtype} and holds {located.nbytes} bytes: "
-            f"save tensor.contiguous(), or the file is damaged"
+            f"{path} declares {found.numel()} elements and holds fewer: save tensor.contiguous(), or it is damaged"
         )
-    return TensorFile(
-        dtype=tensor.dtype,
-        shape=shape,
-        metadata=metadata,
-        tensor_info=tensor_info,
-        strides=tuple(stride * itemsize for stride in tensor.strides),
-        position=located.position + tensor.offset * itemsize,
-        extent=located,
-    )
+    return found
+
+
+def _dtype_of(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def plain(
+    value: Any,
+    path: Path,
+    *,
+    max_characters: int = MAX_CHARACTERS,
+    listed: Callable[[torch.Tensor], Any] = lambda _: None,
+) -> Any:
+    """The same as JSON has it: dictionaries of texts, lists, numbers; NaN becomes a text.
+
+    A tensor becomes what `listed` gives of it, while half of the characters are not taken yet; else a text.
+
+    Raises:
+        DataError: it is larger than any description of a tensor, or refers to itself.
+    """
+    import torch
+
+    num_nodes = num_characters = 0
+
+    def counted(text: str) -> str:
+        nonlocal num_characters
+        num_characters += len(text)
+        if num_characters > max_characters:
+            raise DataError(f"what {path} says of its tensor is longer than {max_characters} characters")
+        return text
+
+    def convert(entry: Any, depth: int) -> Any:
+        nonlocal num_nodes
+        num_nodes += 1
+        if num_nodes > MAX_NODES or depth > MAX_DEPTH:
+            raise DataError(f"what {path} says of its tensor is larger than {MAX_NODES} values or refers to itself")
+        if isinstance(entry, dict):
+            return {counted(str(key)): convert(inner, depth + 1) for key, inner in entry.items()}
+        if isinstance(entry, torch.Tensor):
+            has_room = num_characters + 26 * entry.numel() <= max_characters // 2
+            known = listed(entry) if has_room else None
+            text = counted(f"tensor {_dtype_of(entry)}{list(entry.shape)}" if known is None else json.dumps(known))
+            return text if known is None else known
+        if isinstance(entry, list | tuple | set):
+            return [convert(inner, depth + 1) for inner in entry]
+        text = counted(str(entry))
+        is_plain = entry is None or isinstance(entry, int) or (isinstance(entry, float) and math.isfinite(entry))
+        return entry if is_plain else text
+
+    return convert(value, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -93,7 +94,9 @@ class SourceFile:
             described = described_fields(
                 header, path=self.path, file_name=self.file_name, layer=self._layer, said=self._said, given=self._given
             )
-            self._header, self._fields = header.without_words(), {"call": self.call} | described | self.named
+            # Many files say the same at length.
+            self._header = dataclasses.replace(header, metadata=None, tensor_info=None)
+            self._fields = {"call": self.call} | described | self.named
         return self._fields
 
     def values(self) -> Any:
