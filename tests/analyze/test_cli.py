@@ -50,7 +50,7 @@ OPTIONS = {
     | {"--by", "--format", "--elem-format", "--view", "--sweep-mode", "--scale-rule"}
     | {"--rounding", "--block-size", "--axis", "--scale-bits", "--num-levels", "--max-scale-exp", "--min-scale-exp"}
     | {"--levels", "--target-sqnr", "--output-dir", "--no-plots"},
-    "findings": SELECTION | OUTPUT | ENGINE | {"--view", "--severity", "--kind", "--channels", "--recipe"},
+    "findings": SELECTION | OUTPUT | ENGINE | {"--view", "--severity", "--kind", "--channels"},
     "trend": SELECTION | OUTPUT | ENGINE | {"--by", "--view", "--metric", "--summary"},
     "trace": SELECTION | OUTPUT | ENGINE | {"--view", "--metric", "--sample"},
     "replay": SELECTION

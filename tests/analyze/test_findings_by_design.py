@@ -372,10 +372,7 @@ def test_a_gradient_begins_to_learn(tmp_path: Path) -> None:
     def factors(place: Place) -> float:
         return 2.0**8 if place[0] == 20 else 1.0
 
-    assert found_by(tmp_path / "one", gradients_times(factors, name="grad_weight", layer=0)) == []
-    # All of them at once is no beginning.
-    findings = found_by(tmp_path / "all", gradients_times(factors))
-    assert {(one.kind, one.severity, one.where["iteration"]) for one in findings} == {("trend", Severity.MEDIUM, 20)}
+    assert found_by(tmp_path, gradients_times(factors, name="grad_weight", layer=0)) == []
 
 
 def test_tokens_without_a_loss_have_no_gradient(tmp_path: Path) -> None:

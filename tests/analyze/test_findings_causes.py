@@ -220,22 +220,6 @@ def test_a_module_that_was_given_clean_numbers_lost_them_itself(tmp_path: Path) 
     assert begin(found) == [("nan", 0, 2, "grad_weight")]
 
 
-def test_gradients_of_another_loss_scale_are_no_trend(tmp_path: Path) -> None:
-    """The scale is halved from 2^16 on until all is finite."""
-
-    def fault(place: Place, tensor: Array) -> Array:
-        skipped = place[0] <= 20
-        if place[3] not in BACKWARD or not skipped:
-            return tensor
-        if place[2] == 4:
-            return np.full_like(tensor, np.inf)
-        scaled: Array = normal(*tensor.shape) * 2.0 ** (8 - place[0] / 10)
-        return scaled.astype(tensor.dtype)
-
-    findings = found_in(tmp_path, fault, iterations=range(0, 100, 10), skipped_steps=[0, 10, 20])
-    assert {one.kind for one in findings} <= {"inf", "nan"}
-
-
 def test_findings_alike_are_no_consequences(tmp_path: Path) -> None:
     """Three modules at one time, none of which is computed from another; the worst stands for them."""
     tensors = []

@@ -89,17 +89,15 @@ def test_no_records_no_findings(tmp_path: Path) -> None:
     assert find(store(tmp_path, [describe_tensor(normal(4))]).select()[:0]) == []
 
 
-def test_zeros_and_constants(tmp_path: Path) -> None:
+def test_zeros(tmp_path: Path) -> None:
     tensors = [
         describe_tensor(np.zeros((4, 8), dtype=np.float32), tensor_name="output", layer_idx=0),
         describe_tensor(np.zeros((4, 8), dtype=np.float32), tensor_name="bias", layer_idx=0),
         describe_tensor(np.full((4, 8), -2.5, dtype=np.float32), tensor_name="input", layer_idx=0),
         describe_tensor(np.ones((4, 8), dtype=np.float32), tensor_name="weight", layer_idx=0),
     ]
-    findings = found_in(tmp_path, tensors)
-    assert [(one.kind, one.where["tensor_name"]) for one in findings] == [("zero", "output"), ("constant", "input")]
-    assert findings[1].value == 2.5
-    assert {one.severity for one in findings} == {Severity.LOW}
+    (found,) = found_in(tmp_path, tensors)
+    assert (found.kind, found.where["tensor_name"], found.severity) == ("zero", "output", Severity.LOW)
 
 
 def shards(*, num_ranks: int, seed: int = 0) -> list[Tensor]:
@@ -162,11 +160,9 @@ def test_placements_say_what_is_a_copy(tmp_path: Path, word: str) -> None:
     )
 
 
-def test_placements_of_a_stranger_are_said(tmp_path: Path) -> None:
+def test_placements_of_a_stranger_say_nothing(tmp_path: Path) -> None:
     tensors = [describe_tensor(normal(4, 8), rank=rank, placement={"mesh": [0, 1]}) for rank in range(2)]
-    findings = found_in(tmp_path, tensors)
-    assert [(one.kind, one.severity) for one in findings] == [("placement_unknown", Severity.LOW)]
-    assert "none that can be assembled" in findings[0].evidence
+    assert found_in(tmp_path, tensors) == []
 
 
 @pytest.mark.parametrize("keep", ["histogram", "statistics"])
@@ -201,24 +197,6 @@ def test_channels(tmp_path: Path) -> None:
     assert findings[0].value == pytest.approx(expected[7])
     assert findings[0].expected == pytest.approx(np.median(expected[expected > 0]), rel=1e-2)
     assert found_in(tmp_path / "without", [describe_tensor(array)]) == []
-
-
-def test_what_grows_reaches_its_limit(tmp_path: Path) -> None:
-    tensors = [
-        describe_tensor((normal(8, 8) * 2.0 ** (1.5 * step)).astype(np.float16), iteration=10 * step)
-        for step in range(8)
-    ]
-    findings = found_in(tmp_path, tensors)
-    assert [(one.kind, one.severity) for one in findings] == [("trend", Severity.MEDIUM)]
-    assert findings[0].binades == pytest.approx(7 * 1.5, abs=0.1)
-    assert "65504" in findings[0].title.replace("6.55e+04", "65504")
-
-
-def test_a_jump(tmp_path: Path) -> None:
-    tensors = [describe_tensor(normal(8, 8) * (1000 if step >= 3 else 1), iteration=step) for step in range(5)]
-    findings = found_in(tmp_path, tensors)
-    assert [(one.kind, one.severity, one.where["iteration"]) for one in findings] == [("trend", Severity.MEDIUM, 3)]
-    assert findings[0].binades == pytest.approx(np.log2(1000), abs=0.01)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import scipy.stats  # type: ignore[import-untyped]  # it has no types
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranktape.analyze.findings.along import kendall_z, sen_slope
 from ranktape.analyze.findings.survey import binades, codes_of, deviations_of, medians_of, robust_z, sizes_of
 from ranktape.analyze.findings.thresholds import NORMAL_MAD
+from ranktape.analyze.questions.trend import kendall_z, sen_slope
 
 PAIRS = st.lists(st.tuples(st.integers(0, 3), st.floats(-50, 50, width=32)), min_size=1, max_size=30)
 

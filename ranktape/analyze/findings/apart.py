@@ -1,4 +1,4 @@
-"""Finds ranks, samples and channels that are far from the other ones at the same place, and channels that are zero.
+"""Finds ranks, layers, samples and channels that are far from their peers, and channels that are zero.
 
 A channel is a place along the last dimension. Digests do not know it: records are read once more, and what is found is
 kept.
@@ -37,6 +37,7 @@ from ranktape.analyze.findings.survey import (
     codes_of,
     deviations_of,
     medians_of,
+    members_of,
     middles_of,
     robust_z,
     sizes_of,
@@ -188,6 +189,115 @@ def _rank_finding(survey: Survey, name: str, places: Codes, *, apart: Floats, sc
         deviation=float(scores[worst]),
         binades=far,
     )
+
+
+LAYER_METRICS = ("rms", "absmax")
+"""What layers are compared by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Course:
+    """A metric along the layers: at each layer the middle over ranks and microbatches."""
+
+    records: Codes
+    """Those that it is made of."""
+    at: Codes
+    """The step of each of these."""
+    steps: Codes
+    """The steps that there are, ascending."""
+    values: Floats
+    """The metric at each of those: two rows, for the two in the middle of an even number of records. So what one of
+    two ranks does, and the other does not share, is none of the step."""
+
+    def at_step(self, step: int) -> Codes:
+        """The records of a step."""
+        found: Codes = self.records[self.at == step]
+        return found
+
+
+def _courses_of(groups: Codes, steps: Codes, values: Floats, *, known: Mask, min_steps: int) -> Iterator[_Course]:
+    """For each group its course, where it has so many steps; of the records that are known and have a value."""
+    records = np.flatnonzero(known & np.isfinite(values))
+    at = steps[records].astype(np.int64)
+    middles = np.stack(middles_of(codes_of(groups[records], at), values[records]))
+    for part in members_of(groups[records], at):
+        found, firsts = np.unique(at[part], return_index=True)
+        if found.size >= min_steps:
+            yield _Course(records=records[part], at=at[part], steps=found, values=middles[:, part][:, firsts])
+
+
+def _layers(survey: Survey, name: str) -> Iterator[_Course]:
+    """A metric over the layers of one kind of place, in one iteration."""
+    layers = survey.fields["layer_idx"].astype(np.int64)
+    groups = codes_of(survey.roles, survey.codes("attempt", "iteration"))
+    known = survey.is_floating & (layers >= 0)
+    yield from _courses_of(groups, layers, binades(survey.metrics[name]), known=known, min_steps=limit.MIN_LAYERS)
+
+
+def differing_layers(survey: Survey) -> Iterator[Finding]:
+    """One for each place of a layer, by the metric that shows it best.
+
+    A layer stands out if it does so from the layers on both sides, in the same direction.
+    """
+    found: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for name in LAYER_METRICS:
+        for course in _layers(survey, name):
+            for known in _standing_out(survey, course, name):
+                found[int(survey.sites[known["places"][0]])].append(known)
+    for several in found.values():
+        worst = max(several, key=lambda known: abs(known["binades"]))
+        # With the records of every iteration in which it shows.
+        places = list(dict.fromkeys(place for known in (worst, *several) for place in known["places"].tolist()))
+        seen = f"{worst['seen']}, in {named_numbers('iteration', survey.fields['iteration'][places].tolist())}"
+        yield far_finding(survey, **worst | {"places": places, "seen": seen})
+
+
+def _standing_out(survey: Survey, course: _Course, name: str) -> Iterator[dict[str, Any]]:
+    """What `far_finding` takes of each layer that stands out."""
+    is_gradient = bool(survey.is_gradient[course.records[0]])
+    low, high = map(_from_neighbours, course.values)
+    apart = np.where(low * high > 0, np.where(np.abs(low) < np.abs(high), low, high), 0.0)
+    scores = robust_z(apart, float(np.median(np.abs(apart))))
+    for step, far, score in zip(course.steps.tolist(), apart.tolist(), scores.tolist(), strict=True):
+        is_edge = step in {course.steps[0], course.steps[-1]}
+        edge = limit.GRADIENT_TAIL_BINADES if is_gradient else limit.EDGE_LAYER_BINADES
+        least = edge if is_edge else limit.LAYER_BINADES
+        if abs(score) <= limit.ROBUST_Z or abs(far) < least:
+            continue
+        places = course.at_step(step)
+        sizes, worst = binades(survey.metrics[name][places]), int(places[0])
+        middle = float(np.median(sizes))
+        # Of all that a layer has, its weights are most like those of the layers around it.
+        is_serious = not is_edge and (abs(far) >= limit.SERIOUS_BINADES or bool(survey.is_weight[worst]))
+        yield {
+            "places": places[np.argsort(-np.abs(sizes - middle + far), kind="stable")],
+            "kind": "layer_differs",
+            "severity": Severity.MEDIUM if is_serious else Severity.LOW,
+            "peers": "the next layers" if is_edge else "the layers on both sides",
+            "seen": f"median of {records_text(len(places))}",
+            "metric": name,
+            "value": 2.0**middle,
+            "expected": 2.0 ** (middle - far),
+            "deviation": score,
+            "binades": far,
+        }
+
+
+def _from_neighbours(values: Floats) -> Floats:
+    """How far each layer is from those on both sides, the nearer ones; 0 where it lies between them."""
+    below, above = values - _before(values), values - _before(values[::-1])[::-1]
+    nearer = np.where(np.abs(below) <= np.abs(above), below, above)
+    apart = np.where(below * above > 0, nearer, 0.0)
+    apart[0] = values[0] - np.median(values[1 : 1 + limit.NUM_EDGE_NEIGHBOURS])
+    apart[-1] = values[-1] - np.median(values[:-1][-limit.NUM_EDGE_NEIGHBOURS :])
+    return apart
+
+
+def _before(values: Floats) -> Floats:
+    """The mean of the two layers before each; of the second the first, and of the first itself."""
+    means = np.concatenate((values[:2], (values[:-2] + values[1:-1]) / 2))
+    means[1] = values[0]
+    return means
 
 
 def outlying_samples(survey: Survey) -> Iterator[Finding]:

@@ -24,17 +24,11 @@ from ranktape.analyze.findings.survey import Codes, Mask, Survey, codes_of
 _LOST = frozenset({"nan", "inf", "overflow"})
 """Kinds that spread to everything that is computed from them, and to all ranks with the next step."""
 
-_TOO_LARGE = frozenset({"rank_differs", "sample_outlier", "layer_differs", "gradient_exploding", "trend"})
+_TOO_LARGE = frozenset({"rank_differs", "sample_outlier", "layer_differs"})
 """Kinds that may end in an overflow."""
 
-_SHRINKING = frozenset({"gradient_underflow", "gradient_vanishing", "zero"})
-"""Kinds that explain smaller values downstream, and nothing else."""
-
-_LOCAL = frozenset({"replica_differs", "recipe_outlier", "channel_outlier", "constant", "placement_unknown", "trend"})
+_LOCAL = frozenset({"replica_differs", "channel_outlier"})
 """Kinds that explain only what else is found at their own place."""
-
-_OWN_REASON = frozenset({"recipe_outlier"})
-"""Kinds that give a reason at each place: none of them stands for the others."""
 
 _REDUCED = "reduced_"
 """Begins the names of gradients that the optimizer got: their mean over ranks and microbatches, clipped together."""
@@ -52,6 +46,12 @@ class Seen:
         self.finding, self.kind = finding, finding.kind
         self.is_low = finding.severity is Severity.LOW
         """Whether it is merely worth knowing."""
+        is_odd_gradient = finding.kind == "layer_differs" and bool(survey.is_gradient[chosen[0]])
+        is_small = is_odd_gradient and (finding.binades or 0) < 0
+        self.is_shrinking = finding.kind in {"gradient_underflow", "zero"} or is_small
+        """Whether it explains smaller values downstream, and nothing else."""
+        self.is_exploding = is_odd_gradient and not is_small
+        """Whether it is a gradient that is larger than those of the layers around it."""
         self.is_lost = finding.kind in _LOST and not self.is_low
         """Whether numbers are lost; infinities of a mask are not."""
         self.sample, self.channel = (finding.where.get(name) for name in ("sample", "channel"))
@@ -164,7 +164,7 @@ class Flow:
     def __init__(self, survey: Survey, found: Sequence[Seen]) -> None:
         self._survey = survey
         self._lost = _places_of(survey, [one for one in found if one.is_lost])
-        self._shrunk = _places_of(survey, [one for one in found if one.kind in _SHRINKING])
+        self._shrunk = _places_of(survey, [one for one in found if one.is_shrinking])
         self._episodes = survey.episodes(self._lost)
 
     def episode(self, one: Seen) -> int:
@@ -173,7 +173,7 @@ class Flow:
 
     def explains(self, cause: Seen, one: Seen) -> bool:
         """Whether something follows from what began earlier at another place."""
-        if cause.site == one.site or cause.kind in _LOCAL or one.kind in _LOCAL - {"trend"}:
+        if cause.site == one.site or {cause.kind, one.kind} & _LOCAL:
             return False
         # Infinities of a mask are there on purpose: they spread to nothing, and come from nothing.
         if any(other.kind in _LOST and not other.is_lost for other in (cause, one)):
@@ -202,8 +202,8 @@ class Flow:
 
     def _is_clean_between(self, cause: Seen, one: Seen) -> bool:
         """Whether what it was computed from, or some layer between them, is clean in the pass in which it began."""
-        kinds = _LOST if cause.is_lost else _SHRINKING if cause.kind in _SHRINKING else frozenset()
-        if one.kind not in kinds or one.is_reduced or min(cause.layer, one.layer) < 0 or cause.stack != one.stack:
+        is_alike = one.kind in _LOST if cause.is_lost else cause.is_shrinking and one.is_shrinking
+        if not is_alike or one.is_reduced or min(cause.layer, one.layer) < 0 or cause.stack != one.stack:
             return cause.is_lost and self._is_own(one)
         if cause.is_lost and self._is_own(one):
             return True
@@ -272,12 +272,12 @@ class Flow:
     def _is_step_with(self, gradient: Seen, weight: Seen) -> bool:
         """Whether a weight became too large by a step that was taken with its gradient, which had exploded before.
 
-        What explodes in a layer reaches those before it. Steady growth has begun before.
+        What explodes in a layer reaches those before it.
         """
         before = [time for time in gradient.times if time < weight.time]
         return (
-            gradient.kind == "gradient_exploding"
-            and (weight.kind == "layer_differs" or weight.finding.is_sudden)
+            gradient.is_exploding
+            and weight.kind == "layer_differs"
             and (weight.finding.binades or 0) > 0
             and bool(before)
             and (gradient.module == weight.module or 0 <= weight.layer < gradient.layer)
@@ -332,9 +332,9 @@ def _is_plausible(cause: Seen, one: Seen) -> bool:
     """Whether what was found of the one can come of what was found of the other, wherever they are."""
     if cause.finding.metric.startswith(_HYPOTHETICAL):
         return False
-    shrinks = one.kind in _SHRINKING or (one.finding.binades or 0) < 0
-    if cause.kind in _SHRINKING:
-        is_worse = one.kind in _SHRINKING and one.finding.severity.order < cause.finding.severity.order
+    shrinks = one.is_shrinking or (one.finding.binades or 0) < 0
+    if cause.is_shrinking:
+        is_worse = one.is_shrinking and one.finding.severity.order < cause.finding.severity.order
         # Both by the part that is lost: what loses far more has a reason of its own.
         is_worse |= cause.kind == one.kind == "gradient_underflow" and one.finding.score > 2 * cause.finding.score
         is_zero = cause.kind == one.kind == "zero" and cause.module == one.module
@@ -359,7 +359,7 @@ def _is_same_thing(cause: Seen, one: Seen) -> bool:
         return bool(cause.channel == one.channel)
     if cause.sample is not None and one.sample is not None:
         return bool(cause.sample == one.sample) and cause.ranks == one.ranks
-    if cause.sample is not None and one.kind != "trend":
+    if cause.sample is not None:
         return one.kind not in {"nan", "inf", "replica_differs"} and one.moments.keys() <= cause.moments.keys()
     return bool(cause.ranks & one.ranks) and one.sample is None
 
@@ -419,8 +419,6 @@ def _alike(families: Iterator[Family]) -> list[Family]:
     for family in families:
         root = family.root
         about: tuple[object, ...] = (root.ranks, root.time, root.is_weight, root.sample, root.channel)
-        if root.kind in _OWN_REASON:
-            about = (root.finding.title,)
         # What is merely worth knowing is one finding for each kind, and each metric that it is about.
         is_low = root.finding.severity is Severity.LOW
         about = (root.finding.metric,) if is_low else (root.finding.severity, *about)

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+
+import numpy as np
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.findings.along import changing, differing_layers, vanishing_gradients
-from ranktape.analyze.findings.apart import differing_ranks, outlying_channels, outlying_samples
+from ranktape.analyze.findings.apart import differing_layers, differing_ranks, outlying_channels, outlying_samples
 from ranktape.analyze.findings.causes import families_of
-from ranktape.analyze.findings.finding import KINDS, Finding
+from ranktape.analyze.findings.finding import KINDS, Finding, Severity
 from ranktape.analyze.findings.lost import spoiled, underflowing
 from ranktape.analyze.findings.replicas import differing_replicas
 from ranktape.analyze.findings.survey import Survey
-from ranktape.analyze.findings.triggered import triggered
-from ranktape.analyze.numerics.recipes.recipe import Recipe
-from ranktape.analyze.numerics.recipes.words import RecipeWord, parse_recipes
-from ranktape.analyze.replays.replayed import Replayed, replay_calls
 from ranktape.storage import Records
+from ranktape.storage.format.attempt import read_attempts
+from ranktape.storage.format.triggers import Trigger, read_triggers
+from ranktape.storage.records.reader import RunReader
 
 
 def find(
-    records: Records,
-    *,
-    view: View | None = None,
-    engine: Engine | None = None,
-    with_channels: bool = False,
-    recipe: RecipeWord | Sequence[RecipeWord] = (),
-    replayed: Replayed | None = None,
+    records: Records, *, view: View | None = None, engine: Engine | None = None, with_channels: bool = False
 ) -> list[Finding]:
     """What is wrong and what stands out, the worst first; one finding for each cause.
 
@@ -36,55 +29,105 @@ def find(
     bits of their copies alone. Where histograms or statistics were kept, nothing is known of single samples and
     channels. No records, no findings.
 
-    Every value is read once, unless it is known from an earlier question; with `with_channels` once more. With recipes
-    products of layers are computed again in each, unless `replayed` is what came of that already.
+    Every value is read once, unless it is known from an earlier question; with `with_channels` once more.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
         StorageError: the store cannot be read.
-        UsageError: of a record values were kept that are rounded already, and are to be looked at as they were seen; or
-            a recipe is not known.
+        UsageError: of a record values were kept that are rounded already, and are to be looked at as they were seen.
     """
-    recipes = parse_recipes(recipe) if recipe else []
-    options: dict[str, Any] = {"view": view, "engine": engine, "with_channels": with_channels, "recipes": recipes}
+
+    def find_in(own: Records) -> list[Finding]:
+        return _find(own, view=view, engine=engine, with_channels=with_channels)
+
     if len(records.sources) <= 1:
-        return _find(records, replayed=replayed, **options)
+        return find_in(records)
     # What one source recorded is no peer, and no cause, of what another one did.
-    parts = records.by_source()
-    found = [one.in_source(part) for part in parts for one in _find(part.records, replayed=None, **options)]
+    found = [one.in_source(part) for part in records.by_source() for one in find_in(part.records)]
     return sorted(found, key=lambda one: (one.severity.order, KINDS.index(one.kind), -one.score))
 
 
-def _find(
-    records: Records,
-    *,
-    view: View | None,
-    engine: Engine | None,
-    with_channels: bool,
-    recipes: Sequence[Recipe],
-    replayed: Replayed | None,
-) -> list[Finding]:
+def _find(records: Records, *, view: View | None, engine: Engine | None, with_channels: bool) -> list[Finding]:
     """What stands out in one source."""
     if not len(records):
         return []
     known = Survey(records, view=view, engine=engine)
-    found = [*all_findings(known)]
+    found = [*_all_findings(known)]
     if with_channels:
         found.extend(outlying_channels(known, view=view, engine=engine))
-    if recipes:
-        from ranktape.analyze.findings.recipes import recipe_outliers
-
-        found.extend(recipe_outliers(known, replayed or replay_calls(records, recipes, engine=engine), recipes))
-    return [*triggered(records), *(family.as_finding() for family in families_of(known, found))]
+    return [*_triggered(records), *(family.as_finding() for family in families_of(known, found))]
 
 
-def all_findings(known: Survey) -> Iterator[Finding]:
+def _all_findings(known: Survey) -> Iterator[Finding]:
     """Everything that stands out in what is known, cause or not; channels apart."""
     yield from spoiled(known)
     yield from underflowing(known)
-    yield from vanishing_gradients(known)
-    yield from changing(known)
     yield from outlying_samples(known)
     yield from differing_ranks(known)
     yield from differing_replicas(known)
     yield from differing_layers(known)
+
+
+MAX_FOLLOWING = 20
+"""Later triggers that are named as consequences."""
+
+_MAX_PLACES = 8
+"""Records that stand for a trigger that no single one showed: the last ones of its rank."""
+
+_OF_PLACE = ("module", "layer_type", "layer_idx", "layer_stack", "operation", "phase", "component", "tensor_name")
+
+
+def _triggered(records: Records) -> list[Finding]:
+    """The first trigger that the records are about, with those after it as its consequences; none for other runs.
+
+    Raises:
+        StorageError: the store cannot be read.
+    """
+    reader = records.reader
+    if not (isinstance(reader, RunReader) and len(records)):
+        return []
+    attempts = read_attempts(reader.backend)
+    found = [one for attempt in attempts for one in read_triggers(reader.backend, attempt)]
+    held = set(np.unique(records.column("iteration")).tolist())
+    about = sorted((one for one in found if one.iteration in held), key=lambda one: one.order)
+    return [_trigger_finding(records, about)] if about else []
+
+
+def _trigger_finding(records: Records, triggers: Sequence[Trigger]) -> Finding:
+    first, *others = triggers
+    where = {name: first.where[name] for name in _OF_PLACE if name in first.where}
+    where |= {"iteration": first.iteration, "rank": first.rank}
+    following = [f"{one.kind}: {one.message()}" for one in others[:MAX_FOLLOWING]]
+    if len(others) > MAX_FOLLOWING:
+        following.append(f"and {len(others) - MAX_FOLLOWING} more triggers")
+    place = f"iteration {first.iteration}, rank {first.rank}:"
+    evidence = f"{first.kind}, for which the flight recorder stored what it held"
+    if first.traceback:
+        evidence += f"; {' '.join(first.traceback.strip().splitlines()[-1].split())}"
+    return Finding(
+        kind="triggered",
+        severity=Severity.HIGH,
+        score=float("inf"),
+        title=f"{place} {first.text}",
+        evidence=evidence,
+        where=where,
+        places=_trigger_places(records, first),
+        place=place,
+        metric=first.metric,
+        value=first.value,
+        consequences=tuple(following),
+        command=f"ranktape analyze trace RUN --iteration {first.iteration} --rank {first.rank}",
+    )
+
+
+def _trigger_places(records: Records, trigger: Trigger) -> tuple[int, ...]:
+    """The record that showed it; where none did, the last ones of its rank and iteration, else of all."""
+    is_there = (records.column("iteration") == trigger.iteration) & (records.column("rank") == trigger.rank)
+    rows = np.flatnonzero(is_there)
+    if len(rows) and (counter := trigger.where.get("counter")) is not None:
+        exact = rows[records.column("counter")[rows] == counter]
+        if len(exact):
+            return tuple(exact.tolist())
+    if not len(rows):
+        rows = np.arange(len(records))
+    return tuple(rows[-_MAX_PLACES:][::-1].tolist())

@@ -30,15 +30,9 @@ KINDS = (
     "sample_outlier",
     "rank_differs",
     "replica_differs",
-    "gradient_exploding",
-    "gradient_vanishing",
     "layer_differs",
-    "trend",
-    "recipe_outlier",
     "channel_outlier",
     "zero",
-    "constant",
-    "placement_unknown",
 )
 """Every kind of finding. Of two at the same place the first says more, and is the title."""
 
@@ -92,8 +86,6 @@ class Finding:
     """How far the value is from the peers, in MADs made comparable to standard deviations: the robust z."""
     binades: float | None = None
     """How far the value is from the peers, in powers of two; None for metrics that are not on such a scale."""
-    is_sudden: bool = False
-    """Whether it came from one captured iteration to the next."""
     consequences: tuple[str, ...] = ()
     """The titles of all else that was found and follows from this one, the nearest first."""
     alike: tuple[str, ...] = ()
@@ -227,12 +219,7 @@ _COMMANDS = {
     "gradient_underflow": ("distribution RUN --kind formats", (*_SITE, "iteration")),
     "replica_differs": ("compare RUN --in-order", _SITE),
     "rank_differs": ("stats RUN --by iteration,rank", _SITE),
-    **dict.fromkeys(
-        ("layer_differs", "gradient_exploding", "gradient_vanishing"),
-        ("stats RUN --neighbours", ("tensor_name", "iteration")),
-    ),
-    "trend": ("trend RUN", _SITE),
-    "recipe_outlier": ("replay RUN --by iteration,rank", ("module", "layer_stack", "layer_idx", "quant_type")),
+    "layer_differs": ("stats RUN --neighbours", ("tensor_name", "iteration")),
 }
 """For each kind the question to ask next, and the fields of the place that it takes; others have statistics."""
 

@@ -1,4 +1,4 @@
-"""Finds what a tensor's own values say: NaN, infinities, zeros, one value everywhere, and gradients that underflow."""
+"""Finds what a tensor's own values say: NaN, infinities, zeros, and gradients that underflow."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SMALLEST = {row.min_subnormal: row.name for row in reversed(FORMATS.values())}
 
 
 def spoiled(survey: Survey) -> Iterator[Finding]:
-    """NaN, infinities, values beyond the type that was computed with, zeros and constants: one for each place."""
+    """NaN, infinities, values beyond the type that was computed with, and zeros: one for each place."""
     yield from lost(survey)
     counts = survey.counts["saturated"]
     mask = (survey.shares(counts) > limit.MIN_SATURATED_RATIO) & (counts > 1)
@@ -38,7 +38,6 @@ def spoiled(survey: Survey) -> Iterator[Finding]:
         yield _counted(survey, counts, places, "overflow", cut_off, severity=Severity.MEDIUM)
     yield from _zero(survey)
     yield from _unused(survey)
-    yield from _constant(survey)
 
 
 def lost(survey: Survey) -> Iterator[Finding]:
@@ -151,26 +150,6 @@ def _unused(survey: Survey) -> Iterator[Finding]:
             evidence=f"{records_text(len(first))} of {iterations}, all of them empty",
             metric="elements",
             value=0.0,
-        )
-
-
-def _constant(survey: Survey) -> Iterator[Finding]:
-    low, high, elements = (survey.metrics[name] for name in ("minimum", "maximum", "elements"))
-    is_same = (low == high) & (low != 0) & (elements >= limit.MIN_CONSTANT_ELEMENTS)
-    # Weights of norms begin as ones, and what is not finite is said elsewhere.
-    is_clean = (survey.counts["nan"] == 0) & (survey.counts["inf"] == 0) & ~survey.is_weight
-    for places in survey.by_site(is_same & is_clean & survey.is_floating, elements):
-        value = float(low[places[0]])
-        yield finding_of(
-            survey,
-            places=places,
-            kind="constant",
-            severity=Severity.LOW,
-            score=len(places),
-            text=f"is {number_text(value)} everywhere",
-            evidence=f"all {int(elements[places[0]])} elements, in {records_text(len(places))}",
-            metric="absmax",
-            value=abs(value),
         )
 
 

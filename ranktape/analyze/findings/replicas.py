@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ranktape.analyze.comparison.tensors import ComparedTensor, compare_tensors
 from ranktape.analyze.findings import thresholds as limit
-from ranktape.analyze.findings.finding import Finding, Severity, finding_of, named_numbers, number_text, records_text
+from ranktape.analyze.findings.finding import Finding, Severity, finding_of, named_numbers, number_text
 from ranktape.analyze.findings.survey import SITE, Survey, codes_of, members_of
 from ranktape.errors import DataError
 from ranktape.storage import Records
@@ -37,23 +37,22 @@ _MIN_COMPARABLE = 4
 _MOMENT = ("attempt", "iteration", "microbatch", "call")
 
 
-def parse_placements(records: Records) -> tuple[dict[str, Placement | None], DataError | None]:
-    """What each different document says; None for what cannot be understood, with the first reason.
+def parse_placements(records: Records) -> dict[str, Placement | None]:
+    """What each different document says; None for one that cannot be understood, whose copies are not compared.
 
     Raises:
         StorageError: the store cannot be read.
     """
     texts, firsts = np.unique(records.column("placement").astype(str), return_index=True)
     found: dict[str, Placement | None] = {}
-    failure: DataError | None = None
     for text, first in zip(texts.tolist(), firsts.tolist(), strict=True):
         if text == "null":
             continue
         try:
             found[text] = parse_placement(records[first].info)
-        except DataError as error:
-            found[text], failure = None, failure or error
-    return found, failure
+        except DataError:
+            found[text] = None
+    return found
 
 
 def placed_copies(records: Records, parsed: Mapping[str, Placement | None]) -> Iterator[list[int]]:
@@ -71,7 +70,7 @@ def placed_copies(records: Records, parsed: Mapping[str, Placement | None]) -> I
 def differing_replicas(survey: Survey) -> Iterator[Finding]:
     """One for each place, with the ranks whose copy is not that of the others; all where no majority says which."""
     placements = survey.records.column("placement")
-    parsed, failure = parse_placements(survey.records)
+    parsed = parse_placements(survey.records)
     bits = list(zip(survey.records.column("checksum").tolist(), survey.fields["shape"].tolist(), strict=True))
     found: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)
     equal: dict[int, list[int]] = defaultdict(list)
@@ -92,17 +91,6 @@ def differing_replicas(survey: Survey) -> Iterator[Finding]:
     ordered = sorted(found.items(), key=lambda item: survey.when(item[1][0][0][0]))
     for number, (site, differing) in enumerate(ordered):
         yield _finding(survey, differing, equal=equal[site], is_measured=number < _MAX_MEASURED)
-    if failure is not None:
-        places = [place for place, text in enumerate(placements.tolist()) if parsed.get(text, 0) is None]
-        yield finding_of(
-            survey,
-            places=places,
-            kind="placement_unknown",
-            severity=Severity.LOW,
-            score=len(places),
-            text="has a placement that is not understood: its copies were not compared",
-            evidence=f"{records_text(len(places))}; {failure}",
-        )
 
 
 def _unplaced_copies(survey: Survey, mask: NDArray[np.bool_]) -> Iterator[list[int]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -282,40 +281,3 @@ def robust_z(apart: Floats, mads: Floats | float, *, floor: float = limit.MIN_MA
     """Deviations in MADs that are made comparable to standard deviations, and are at least `floor`."""
     found: Floats = apart / (limit.NORMAL_MAD * np.maximum(mads, floor))
     return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Course:
-    """A metric along the layers, or the iterations: at each step the middle over ranks and microbatches."""
-
-    records: Codes
-    """Those that it is made of."""
-    at: Codes
-    """The step of each of these."""
-    steps: Codes
-    """The steps that there are, ascending."""
-    values: Floats
-    """The metric at each of those: two rows, for the two in the middle of an even number of records. So what one of
-    two ranks does, and the other does not share, is none of the step."""
-
-    @property
-    def means(self) -> Floats:
-        """The median at each step."""
-        found: Floats = self.values.mean(axis=0)
-        return found
-
-    def at_step(self, step: int) -> Codes:
-        """The records of a step."""
-        found: Codes = self.records[self.at == step]
-        return found
-
-
-def courses_of(groups: Codes, steps: Codes, values: Floats, *, known: Mask, min_steps: int) -> Iterator[Course]:
-    """For each group its course, where it has so many steps; of the records that are known and have a value."""
-    records = np.flatnonzero(known & np.isfinite(values))
-    at = steps[records].astype(np.int64)
-    middles = np.stack(middles_of(codes_of(groups[records], at), values[records]))
-    for part in members_of(groups[records], at):
-        found, firsts = np.unique(at[part], return_index=True)
-        if found.size >= min_steps:
-            yield Course(records=records[part], at=at[part], steps=found, values=middles[:, part][:, firsts])

@@ -93,29 +93,9 @@ COARSE_RATIO = 0.95
 """Of a tensor that went through an 8-bit format with power-of-two scales, all elements have 4 significant bits; of
 other bf16 numbers one in 16 has."""
 
-VANISHING_BINADES = 12.0
-"""Over all layers the norm of a gradient changes by a factor of 4,096. Normal numbers of fp16 below 1 span 14."""
-
-TREND_BINADES = 2.0
-"""Growth or shrinking over the whole run by a factor of 4; less may be noise of the batch."""
-
-MIN_TREND_ITERATIONS = 5
-"""Five values in one order are a chance of 2 in 120 (Kendall's test); fewer say nothing."""
-
-JUMP_BINADES = 5.0
-"""From one captured iteration to the next by a factor of 32. Activations of clean runs change by up to 4. The gradient
-of one place changes by up to 2^12.6 while it begins to learn, and counts if most gradients change by 32 with it (in
-clean runs by up to 8), or beyond `GRADIENT_SERIOUS_BINADES`."""
-
-MIN_ITERATIONS_OF_JUMP = 3
-"""A jump is seen against other steps; of two iterations there is one step alone."""
-
 MIN_SATURATED_RATIO = 1e-3
 """A part of a tensor that is exactly the largest number of an 8-bit type without infinities: with a scale chosen from
 the largest value, a single element is."""
-
-MIN_CONSTANT_ELEMENTS = 16
-"""Smaller tensors are constants by right: scales, steps, counters."""
 
 SAME_CAUSE_SITES = 3
 """From so many places on, the same deviation of the same ranks that begins in the same iteration is one cause."""
@@ -126,21 +106,3 @@ says it."""
 
 MAX_ODD_RATIO = 0.25
 """So many of the ranks at most differ from a majority that agrees, for them to be wrong rather than shards."""
-
-RECIPE_DECIBELS = 3.0
-"""A product loses so much more in a recipe than those of its peers: twice the squared error."""
-
-SERIOUS_RECIPE_DECIBELS = 6.0
-"""What one bit less of the mantissa costs."""
-
-MIN_MAD_DECIBELS = 0.5
-"""Peers that agree more closely count as if they spread so much: other data of the same model give 0.2 dB."""
-
-ENERGY_SHARE = 0.3
-"""A few channels or tokens hold so much of the sum of squares, and at least twice what they hold in the peers."""
-
-ENERGY_GAP = 4.0
-"""Each of these few holds so many times what the next one does."""
-
-FLUSHED_EXCESS = 0.25
-"""So much more of an operand becomes zero than of those of its peers."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ranktape.analyze.console import encodable
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.findings import rows
 from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.finding import KINDS, Finding, Severity, headline
 from ranktape.analyze.identity import words
@@ -38,9 +37,31 @@ _INDENT = 10
 _MIN_WIDTH = 40
 """Narrower lines are of single words."""
 
+_FIELDS = ("layer_stack", "layer_idx", "layer_type", "module", "operation", "tensor_name", "sample", "channel")
+"""What of the place has a column of its own beside the iteration and the ranks."""
+
 _COLUMNS = (
     Column(name="severity", kind=Kind.TEXT),
-    *rows.COLUMNS,
+    Column(name="kind", kind=Kind.TEXT),
+    Column(name="where", kind=Kind.TEXT),
+    Column(name="source", kind=Kind.TEXT, is_detail=True),
+    Column(name="iteration", kind=Kind.INTEGER, is_detail=True),
+    Column(name="ranks", kind=Kind.LIST, is_detail=True),
+    Column(name="layer_stack", kind=Kind.TEXT, is_detail=True),
+    Column(name="layer_idx", kind=Kind.INTEGER, is_detail=True),
+    Column(name="layer_type", kind=Kind.TEXT, is_detail=True),
+    Column(name="module", kind=Kind.TEXT, is_detail=True),
+    Column(name="operation", kind=Kind.TEXT, is_detail=True),
+    Column(name="tensor_name", kind=Kind.TEXT, is_detail=True),
+    Column(name="sample", kind=Kind.TEXT, is_detail=True),
+    Column(name="channel", kind=Kind.INTEGER, is_detail=True),
+    Column(name="records", kind=Kind.INTEGER),
+    Column(name="metric", kind=Kind.TEXT),
+    Column(name="value", kind=Kind.FLOAT),
+    Column(name="expected", kind=Kind.FLOAT, head="median of peers"),
+    Column(name="deviation", kind=Kind.FLOAT, head="robust z"),
+    Column(name="binades", kind=Kind.FLOAT),
+    Column(name="evidence", kind=Kind.TEXT, is_detail=True),
     Column(name="title", kind=Kind.TEXT, is_detail=True),
     Column(name="reason", kind=Kind.TEXT, is_detail=True),
     Column(name="consequences", kind=Kind.LIST, is_detail=True),
@@ -120,7 +141,6 @@ def findings(
     severity: str | None = None,
     kind: str | Sequence[str] = (),
     channels: bool = False,
-    recipe: str | Sequence[str] = (),
     view: View | None = None,
     engine: Engine | None = None,
 ) -> FindingsTable:
@@ -134,20 +154,16 @@ def findings(
     Args:
         severity (LEVEL): Only what is so bad, or worse: high, medium, low.
         kind (KIND): Only these: triggered, nan, inf, overflow, gradient_underflow, sample_outlier, rank_differs,
-            replica_differs, gradient_exploding, gradient_vanishing, layer_differs, trend, recipe_outlier,
-            channel_outlier, zero, constant, placement_unknown; repeatable.
+            replica_differs, layer_differs, channel_outlier, zero; repeatable.
         channels: Look for channels that stand out, too, for which every value is read once more.
-        recipe (NAME): Recipes in which each product of each layer is computed again, as mxfp8,mxfp4,nvfp4: names, or
-            files, with commas between them; repeatable.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
         StorageError: the store cannot be read.
-        UsageError: a severity, a kind or a recipe is not known.
+        UsageError: a severity or a kind is not known.
     """
     least, kinds = _severity(severity), _kinds(kind)
-    recipes = [recipe] if isinstance(recipe, str) else list(recipe)
-    found = find(records, view=view, engine=engine, with_channels=channels, recipe=recipes)
+    found = find(records, view=view, engine=engine, with_channels=channels)
     chosen = [one for one in found if one.severity.order <= least.order and (not kinds or one.kind in kinds)]
     rest = len(found) - len(chosen)
     table = findings_table(chosen, num_records=len(records), url=records.reader.url)
@@ -166,14 +182,28 @@ def findings_table(found: Sequence[Finding], *, num_records: int, url: str) -> F
 
 
 def _row(one: Finding, url: str) -> tuple[Any, ...]:
-    said = (
+    where = one.where
+    return (
+        one.severity.value,
+        one.kind,
+        one.place,
+        where.get("source"),
+        where.get("iteration"),
+        where.get("ranks", [where["rank"]] if "rank" in where else []),
+        *(where.get(name) for name in _FIELDS),
+        len(one.places),
+        one.metric or None,
+        one.value,
+        one.expected,
+        one.deviation,
+        one.binades,
+        one.evidence,
         one.title,
         one.reason,
         list(one.consequences),
         list(one.alike),
         one.command_in(url) if one.command else None,
     )
-    return (one.severity.value, *rows.cells(one), *said)
 
 
 def _severity(name: str | None) -> Severity:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.findings.along import kendall_z, sen_slope
 from ranktape.analyze.findings.survey import SITE
 from ranktape.analyze.identity import group_columns, with_stacks, words
 from ranktape.analyze.metrics.gather import Groups, group_records
@@ -184,3 +184,23 @@ def _jump(known: Sequence[tuple[int, float]]) -> tuple[Any, ...]:
         return None, None, None
     is_by_factor = all(factor is not None for _, factor, _ in steps)
     return max(steps, key=lambda step: abs((step[1] or 0.0) if is_by_factor else step[0]))
+
+
+def kendall_z(values: NDArray[np.float64]) -> float:
+    """How sure it is that values rise (positive) or fall, in standard deviations of what chance would do.
+
+    S = sum of sign(x_j - x_i) over i < j has the variance n (n - 1) (2 n + 5) / 18 if the order is chance, ties apart.
+    """
+    count = values.size
+    signs = np.sign(values[None, :] - values[:, None])[np.triu_indices(count, k=1)].sum()
+    if not signs:
+        return 0.0
+    return float((signs - np.sign(signs)) / math.sqrt(count * (count - 1) * (2 * count + 5) / 18))
+
+
+def sen_slope(times: NDArray[np.int64], values: NDArray[np.float64]) -> float:
+    """The median of the slopes between all pairs; NaN of less than two."""
+    first, second = np.triu_indices(values.size, k=1)
+    if not first.size:
+        return math.nan
+    return float(np.median((values[second] - values[first]) / (times[second] - times[first])))

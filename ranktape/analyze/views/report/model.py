@@ -370,7 +370,7 @@ def _when(timestamps: Any) -> str:
 
 
 _OF_RANKS = ("rank_differs", "replica_differs")
-_OF_LAYERS = ("layer_differs", "gradient_exploding", "gradient_vanishing")
+_OF_LAYERS = ("layer_differs",)
 """Kinds of findings in which a rank is compared with the other ranks, or a layer with the other layers."""
 
 

@@ -150,7 +150,7 @@ def model_of(
             next_step()
             replayed = replay_calls(records, recipes, engine=used)
         next_step()
-        findings = find(records, view=view, recipe=recipes, replayed=replayed, engine=used)
+        findings = find(records, view=view, engine=used)
         return build_model(
             records,
             findings=findings,
