@@ -33,8 +33,7 @@ from typing import Any
 
 import click
 
-from ranktape.analyze.options import OPTIONS, Output, Selection, flag_of
-from ranktape.analyze.parameters import JsonObject, NamedPath
+from ranktape.analyze.options import OPTIONS, JsonObject, NamedPath, Output, Selection, flag_of
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 """What adds an option to a command."""

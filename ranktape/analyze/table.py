@@ -16,8 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ranktape.analyze.console import encodable, printable_lines
-from ranktape.analyze.json_text import json_value, rows_text
-from ranktape.analyze.text_table import TextTable
 from ranktape.errors import UsageError, nearest
 from ranktape.storage.format.memory import nbytes_text
 
@@ -26,7 +24,8 @@ if TYPE_CHECKING:
 
     import pandas as pd  # type: ignore[import-untyped]  # it has no types
     from numpy.typing import NDArray
-    from rich.console import Group
+    from rich.console import Group, RenderableType
+    from rich.table import Table as RichTable
 
 MAX_BRIEF_ROWS, MAX_BRIEF_LINE, MAX_BRIEF_NOTES = 20, 1000, 20
 """What an interpreter or a notebook shows: rows, letters of a line above or below them, and lines below."""
@@ -408,3 +407,152 @@ def _csv_field(value: Any) -> Any:
     if value is None:
         return ""
     return json.dumps(json_value(value)) if isinstance(value, list | tuple | dict) else value
+
+
+_GAP = 2
+"""Spaces between columns."""
+
+_MIN_COLUMNS = 2
+"""Fewer do not make a table: each row is a block of lines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextTable:
+    """An answer as text, field by field; `heading` above the table, `notes` below it."""
+
+    heading: Sequence[str]
+    heads: Sequence[str]
+    is_left: Sequence[bool]
+    cells: Sequence[Sequence[str]]
+    notes: Sequence[str]
+    turns: Sequence[int] = ()
+    """Places of columns in the order in which a narrow terminal does without them."""
+
+    def fitted(self, width: int) -> TextTable:
+        """The same without columns for which there is no room, and a note that names them.
+
+        Where the others have none either, all of it as one block for each row.
+        """
+        widths = [max(map(len, column)) for column in zip(self.heads, *self.cells, strict=True)]
+        gone: list[int] = []
+
+        def needed() -> int:
+            left = [one for place, one in enumerate(widths) if place not in gone]
+            return sum(left) + _GAP * (len(left) - 1)
+
+        turns = iter(self.turns)
+        while needed() > width and (place := next(turns, None)) is not None:
+            gone.append(place)
+        if not gone and needed() <= width:
+            return self
+        if needed() > width or len(widths) - len(gone) < _MIN_COLUMNS:
+            return self._as_blocks()
+        kept = [place for place in range(len(widths)) if place not in gone]
+        named = ", ".join(self.heads[place] for place in sorted(gone))
+        return replace(
+            self,
+            heads=[self.heads[place] for place in kept],
+            is_left=[self.is_left[place] for place in kept],
+            cells=[[row[place] for place in kept] for row in self.cells],
+            notes=[f"not shown for want of room: {named}; --wide shows all", *self.notes],
+            turns=(),
+        )
+
+    def _as_blocks(self) -> TextTable:
+        lines = [[*zip(self.heads, row, strict=True), ("", "")] for row in self.cells]
+        cells = [list(pair) for block in lines for pair in block]
+        return replace(self, heads=["", ""], is_left=[True, True], cells=cells[:-1], turns=())
+
+    def aligned(self) -> str:
+        """Lines, each column as wide as it needs to be."""
+        widths = [max(map(len, column)) for column in zip(self.heads, *self.cells, strict=True)]
+
+        def line(texts: Sequence[str]) -> str:
+            padded = (
+                text.ljust(width) if is_left else text.rjust(width)
+                for text, width, is_left in zip(texts, widths, self.is_left, strict=True)
+            )
+            return "  ".join(padded).rstrip()
+
+        body = [line(self.heads), *map(line, self.cells)] if self.heads else []
+        return "\n".join([*self.heading, *body, *self.notes])
+
+    def rich_parts(self) -> list[RenderableType]:
+        """All of it, in colour."""
+        from rich.text import Text
+
+        above, below = (
+            [Text(encodable(line, sys.stdout), style=style) for line in lines]
+            for lines, style in ((self.heading, "italic"), (self.notes, "dim"))
+        )
+        return [*above, self.rich_table(), *below]
+
+    def print(self, *, is_fitted: bool) -> None:
+        """Write it to stdout, in colour: what there is room for, or all of it."""
+        from rich.console import Console, Group
+
+        # A terminal that is too narrow wraps the lines: better than numbers cut off.
+        # (A simple terminal is taken at its word only if the height is given too.)
+        size = Console(file=sys.stdout).size
+        shown = self.fitted(size.width) if is_fitted else self
+        needed = Console(width=100_000, height=size.height).measure(shown.rich_table()).maximum
+        console = Console(file=sys.stdout, highlight=False, width=max(needed, size.width), height=size.height)
+        console.print(Group(*shown.rich_parts()))
+
+    def rich_table(self) -> RichTable:
+        """The rows alone."""
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table: RichTable = RichTable(box=None, pad_edge=False, header_style="bold")
+        for head, is_left in zip(self.heads, self.is_left, strict=True):
+            text = Text(encodable(head, sys.stdout))
+            table.add_column(text, justify="left" if is_left else "right", no_wrap=True)
+        for row in self.cells:
+            table.add_row(*(Text(encodable(cell, sys.stdout)) for cell in row))
+        return table
+
+
+_NOT_JSON = {"NaN": '"nan"', "Infinity": '"inf"', "-Infinity": '"-inf"'}
+"""What `json_value` makes of what JSON has no numbers for."""
+
+
+def rows_text(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A list of dictionaries as `json.dumps` writes it within another, with two spaces for each level.
+
+    Made column by column, by what json has in C: each row by itself takes ten times as long.
+    """
+    if not rows or not names:
+        return json.dumps([{} for _ in rows], indent=2).replace("\n", "\n  ")
+    cells = (f"      {json.dumps(name)}: ".replace("%", "%%") + "%s" for name in names)
+    row = "    {\n" + ",\n".join(cells) + "\n    }"
+    columns = (_texts([row[place] for row in rows]) for place in range(len(names)))
+    return "[\n" + ",\n".join([row % texts for texts in zip(*columns, strict=True)]) + "\n  ]"
+
+
+def _texts(values: Sequence[Any]) -> list[str]:
+    """The JSON of each value of a column."""
+    kinds = set(map(type, values))
+    if kinds <= {int, float, bool, type(None)}:
+        text = json.dumps(values)[1:-1]
+        texts = text.split(", ")
+        return [_NOT_JSON.get(one, one) for one in texts] if "N" in text or "I" in text else texts
+    known: dict[str, str] = {}
+    names = values if kinds == {str} else [*map(repr, values)]
+    for name, value in zip(names, values, strict=True):
+        if name not in known:
+            known[name] = json.dumps(json_value(value), indent=2, allow_nan=False).replace("\n", "\n      ")
+    return [known[name] for name in names]
+
+
+def json_value(value: Any) -> Any:
+    """A value that JSON has, numpy scalars included."""
+    if hasattr(value, "item") and not isinstance(value, str):
+        return json_value(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
+    return value

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.identity import IDENTITY
-from ranktape.analyze.json_text import json_value
+from ranktape.analyze.table import json_value
 from ranktape.storage.places.failures import printable
 from ranktape.storage.records.records import SOURCE
 

@@ -23,13 +23,12 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.identity import NUMBER_FIELDS, SAMPLE, are_files, source_fields
-from ranktape.analyze.json_text import json_value
 from ranktape.analyze.metrics.counts import Places, find_places
 from ranktape.analyze.metrics.metric import count_names
 from ranktape.analyze.metrics.target import KINDS, Target, largest_value, parse_targets
 from ranktape.analyze.numerics.quantization.encoded import HIGH_RATIO, MEDIUM_RATIO, LossSeverity, severity_of
 from ranktape.analyze.numerics.quantization.schemes import Scaling
-from ranktape.analyze.table import Column, Kind, Table
+from ranktape.analyze.table import Column, Kind, Table, json_value
 from ranktape.errors import UsageError
 from ranktape.storage import Records
 from ranktape.storage.format.record_info import EXTREMES
