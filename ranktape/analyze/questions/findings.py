@@ -93,18 +93,6 @@ class FindingsTable(Table):
         for note in (*self.notes, self.title):
             console.print(_text(note, "bold" if note is self.title else "dim"))
 
-    def lines(self, count: int) -> list[Text]:
-        """The first findings, a line for each, and the verdict: for a screen that shows something else, too."""
-        from rich.text import Text
-
-        found = []
-        for row in self.records()[:count]:
-            head = (f"{row['severity']:{_INDENT}}", _COLORS[Severity(row["severity"])])
-            found.append(
-                Text.assemble(head, encodable(printable(row["title"]), sys.stdout), no_wrap=True, overflow="ellipsis")
-            )
-        return [*found, _text(self.title, "bold")]
-
     def _lines(self, *, wide: bool) -> Iterator[tuple[str, str, str]]:
         """What stands in the margin, what beside it, and in which style; a blank line ends each finding."""
         for row in self.records():
