@@ -116,7 +116,6 @@ def test_less_bad_ones_and_other_kinds_are_left_out_and_counted(run: Run) -> Non
         ({"severity": "hgih"}, "severity 'hgih' is not allowed: did you mean high"),
         ({"severity": "x"}, "use high, medium, low"),
         ({"kind": "over_flow"}, "kind 'over_flow' is not allowed: did you mean overflow"),
-        ({"recipe": "mxfp9"}, "mxfp9"),
     ],
 )
 def test_what_is_not_known_is_answered_with_the_nearest(run: Run, options: dict[str, str], match: str) -> None:

@@ -128,7 +128,3 @@ def test_a_cell_that_lost_numbers_is_marked(page: Page) -> None:
     assert marked == [(2, 1)]
     assert page.text("#recipes-legend") == "NaN"
     page.ask("window.ranktape.raw.recipes.num_lost[2][1] = 0; window.ranktape.drawRecipes()")
-
-
-def test_a_finding_says_which_layer_and_why(page: Page) -> None:
-    assert "because 3 channels of its input hold " in page.text("#findings")
