@@ -1,13 +1,16 @@
 """Does the device path hold on a GPU, and what does it cost? Everything for one loan of a machine, in under 8 minutes.
 
     PYTHONPATH=. python benchmarks/gpu.py            # tests of the device path, then the figures
+    PYTHONPATH=. python benchmarks/gpu.py --figures  # the figures alone
     PYTHONPATH=. python benchmarks/gpu.py --tiny     # the same with a small model, to try the script
 
-A bf16 transformer of about 1 B parameters, eager and compiled; each way trains `STEPS` steps after `WARM_UP` more:
+A bf16 transformer of about 1 B parameters, eager and compiled. The ways take turns, `ROUNDS` times `STEPS` steps each,
+and wait for the device after each step, as a training does that logs its loss:
 
     plain       no capture
     idle        a capture is open, and no step is captured
     captured    one step in ten, the tensors of the first two layers
+    eight       one step, the tensors of the first eight layers
     recorder    a flight recorder holds the statistics of every tensor
 
 The bars: idle under 1.01 of plain; staging at half or more of the bytes per second of a plain copy into pinned memory.
@@ -17,10 +20,12 @@ Without a GPU, `--device sim --tiny` runs it on the simulated accelerator: its f
 from __future__ import annotations
 
 import argparse
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -35,8 +40,9 @@ from ranktape.capture import Capture
 from ranktape.capture.staging.device import DeviceStage
 from ranktape.capture.staging.ring import RingConsumer, RingProducer
 from ranktape.capture.staging.ring_file import SlotKind
+from ranktape.storage import open_run
 
-STEPS, WARM_UP = 20, 4
+STEPS, ROUNDS = 20, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +90,8 @@ class Training:
         torch.manual_seed(0)
         # The CPU's kernels, by which the simulated accelerator computes, have other types for bfloat16 than a GPU's.
         dtype = torch.float32 if device.type == "sim" else torch.bfloat16
-        model = nn.Sequential(*(Block(size) for _ in range(size.num_layers))).to(device, dtype)
+        with nullcontext() if device.type == "sim" else device:
+            model = nn.Sequential(*(Block(size) for _ in range(size.num_layers))).to(device, dtype)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.model = torch.compile(model) if is_compiled else model
@@ -96,16 +103,16 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def seconds(self) -> float:
-        """Of a step, over `STEPS` of them."""
-        for _ in range(WARM_UP):
-            self.step()
+    def seconds(self) -> list[float]:
+        """Of each step."""
+        seconds = []
         torch.accelerator.synchronize()
-        start = time.perf_counter()
         for _ in range(STEPS):
+            start = time.perf_counter()
             self.step()
-        torch.accelerator.synchronize()
-        return (time.perf_counter() - start) / STEPS
+            torch.accelerator.synchronize()
+            seconds.append(time.perf_counter() - start)
+        return seconds
 
 
 def ways(folder: Path, budget_nbytes: int) -> dict[str, Callable[[], AbstractContextManager[object]]]:
@@ -118,26 +125,38 @@ def ways(folder: Path, budget_nbytes: int) -> dict[str, Callable[[], AbstractCon
         "plain": nullcontext,
         "idle": capture("idle", start=10**6),
         "captured": capture(
-            "captured", every=10, start=WARM_UP, min_iterations=2, max_iterations=2, select={"layer_idx": "0-1"}
+            "captured", every=10, start=4, min_iterations=2, max_iterations=2, select=["layer_idx=0-1"]
         ),
+        "eight": capture("eight", start=4, min_iterations=1, max_iterations=1, select=["layer_idx=0-7"]),
         "recorder": capture("recorder", record_last=2, keep="statistics"),
     }
 
 
 def measure_steps(size: Size, device: torch.device, *, is_compiled: bool, budget_nbytes: int) -> None:
-    """Print the step of each way, and the peak of its memory."""
-    plain = 0.0
-    for name in ways(Path(), budget_nbytes):
+    """Print the step of each way, and the peak of its memory; the ways take turns on one training."""
+    training = Training(size, device, is_compiled=is_compiled)
+    training.seconds()  # compiles, allocates, and lets the clocks of the device settle
+    seconds, peaks, stored = defaultdict[str, list[float]](list), Counter[str](), Counter[str]()
+    for number in range(ROUNDS):
         with tempfile.TemporaryDirectory() as folder:
-            training = Training(size, device, is_compiled=is_compiled)
-            torch.accelerator.reset_peak_memory_stats(device)
-            with ways(Path(folder), budget_nbytes)[name]():
-                seconds = training.seconds()
-        plain = plain or seconds
-        peak = torch.accelerator.max_memory_allocated(device) / 2**30
-        kind = "compiled" if is_compiled else "eager"
-        print(f"{kind} {name}: {1e3 * seconds:.1f} ms per step, {seconds / plain:.3f} of plain, peak {peak:.2f} GiB")
-        del training
+            for name, capture in ways(Path(folder), budget_nbytes).items():
+                torch.accelerator.reset_peak_memory_stats(device)
+                with capture():
+                    # The first step attaches hooks, and says what a captured one costs.
+                    seconds[name] += training.seconds()[0 if name == "recorder" else 1 :]
+                peaks[name] = max(peaks[name], torch.accelerator.max_memory_allocated(device))
+                if number == 0 and (Path(folder) / name).exists():
+                    stored[name] = sum(record.nbytes for record in open_run(Path(folder) / name).select())
+    plain = statistics.median(seconds["plain"])
+    for name, all_seconds in seconds.items():
+        median, mean = statistics.median(all_seconds), statistics.fmean(all_seconds)
+        slowest = ", ".join(f"{1e3 * one:.1f}" for one in sorted(all_seconds)[-7:])
+        print(
+            f"{'compiled' if is_compiled else 'eager'} {name}: median {1e3 * median:.1f} ms ({median / plain:.3f}), "
+            f"mean {1e3 * mean:.1f} ms ({mean / plain:.3f}), slowest {slowest} ms, "
+            f"peak {peaks[name] / 2**30:.2f} GiB, {stored[name] / 1e9:.2f} GB stored",
+            flush=True,
+        )
 
 
 def measure_staging(device: torch.device, *, num: int, nbytes: int) -> None:
@@ -147,23 +166,34 @@ def measure_staging(device: torch.device, *, num: int, nbytes: int) -> None:
     ring = RingProducer(2 * num * nbytes, keep_alive=lambda: None)
     consumer = RingConsumer(ring.descriptor)
     stage = DeviceStage(ring, device=device, timeout_seconds=60)
-    torch.accelerator.synchronize()
-    start = time.perf_counter()
-    for tensor in tensors:
-        pinned.copy_(tensor, non_blocking=True)
-    torch.accelerator.synchronize()
-    plain = num * nbytes / (time.perf_counter() - start)
-    start, num_published = time.perf_counter(), 0
-    for tensor in tensors:
-        stage.copy(tensor, ring.reserve(SlotKind.TENSOR, b"{}", nbytes, timeout_seconds=60))
-    submitted = time.perf_counter() - start
-    while num_published < num:
-        num_published += consumer.take() is not None
-    staged = num * nbytes / (time.perf_counter() - start)
+    staged = plain = submitted = 0.0
+    for _ in range(2):  # the first time, memory is allocated and streams are made
+        torch.accelerator.synchronize()
+        start = time.perf_counter()
+        for tensor in tensors:
+            pinned.copy_(tensor, non_blocking=True)
+        torch.accelerator.synchronize()
+        plain = num * nbytes / (time.perf_counter() - start)
+        start, num_published = time.perf_counter(), 0
+        for tensor in tensors:
+            stage.copy(tensor, ring.reserve(SlotKind.TENSOR, b"{}", nbytes, timeout_seconds=60))
+        submitted = time.perf_counter() - start
+        slots = []
+        while num_published < num:
+            if (slot := consumer.take()) is None:
+                time.sleep(1e-4)  # the publisher needs the GIL
+                continue
+            assert slot.kind is SlotKind.TENSOR, slot.header
+            num_published += 1
+            slots.append(slot)
+        staged = num * nbytes / (time.perf_counter() - start)
+        for slot in slots:
+            consumer.free(slot)
     stage.close(timeout_seconds=60)
     print(
         f"staging: {staged / 1e9:.2f} GB/s into the ring, {plain / 1e9:.2f} GB/s by a plain copy into pinned memory; "
-        f"the training thread spends {1e6 * submitted / num:.0f} us for each tensor of {nbytes / 2**20:g} MiB"
+        f"the training thread spends {1e6 * submitted / num:.0f} us for each tensor of {nbytes / 2**20:g} MiB",
+        flush=True,
     )
 
 
@@ -171,7 +201,9 @@ def main() -> None:
     """Run everything."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=("cuda", "sim"))
+    parser.add_argument("--figures", action="store_true", help="run no tests")
     parser.add_argument("--tiny", action="store_true", help="train a small model, eager only")
+    parser.add_argument("--kind", choices=("eager", "compiled", "both"), default="both", help="of the large model")
     asked = parser.parse_args()
     if asked.device == "sim":
         from tests.device.accelerator import load
@@ -182,8 +214,10 @@ def main() -> None:
         print("no CUDA device: nothing is measured; --device sim --tiny tries the script")
         return
     command = [sys.executable, "-m", "pytest", "-q", "tests/device"]
-    status = subprocess.run([*command, *(["--run-gpu"] if asked.device == "cuda" else [])], check=False).returncode
-    print(f"tests of the device path: exit code {status}")
+    status = 0
+    if not asked.figures:
+        status = subprocess.run([*command, *(["--run-gpu"] if asked.device == "cuda" else [])], check=False).returncode
+        print(f"tests of the device path: exit code {status}", flush=True)
     device = torch.device(asked.device, 0)
     measure_staging(device, num=16, nbytes=(1 if asked.tiny else 32) << 20)
     size = TINY if asked.tiny else LARGE
@@ -191,7 +225,8 @@ def main() -> None:
     print(
         f"a transformer of {num / 1e6:.0f} M parameters in bfloat16, {size.batch} x {size.length} tokens, {STEPS} steps"
     )
-    for is_compiled in (False,) if asked.tiny else (False, True):
+    kinds = {"eager": (False,), "compiled": (True,), "both": (False, True)}
+    for is_compiled in kinds["eager" if asked.tiny else asked.kind]:
         measure_steps(size, device, is_compiled=is_compiled, budget_nbytes=(64 << 20) if asked.tiny else (8 << 30))
     sys.exit(status)
 

@@ -188,6 +188,7 @@ def test_gradients_are_not_followed() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::ranktape.analyze.numerics.quantization.encoded.QuantizationWarning")
 @pytest.mark.parametrize("case", CASES, ids=_name)
 def test_a_gpu_gives_the_same_bits(case: tuple[str, dict[str, Any]]) -> None:
     scheme, options = case
@@ -197,6 +198,7 @@ def test_a_gpu_gives_the_same_bits(case: tuple[str, dict[str, Any]]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::ranktape.analyze.numerics.quantization.encoded.QuantizationWarning")
 @pytest.mark.parametrize("case", TILES, ids=_name)
 def test_a_gpu_gives_the_same_bits_of_tiles(case: tuple[str, dict[str, Any]]) -> None:
     scheme, options = case

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ranktape.capture.staging.device import DRIVERS, Driver
+from ranktape.capture.staging.device import DRIVERS, CudaDriver, Driver
 from tests.device.accelerator import Accelerator, NoCompilerError, load
 
 
@@ -33,6 +33,13 @@ class SimDriver(Driver):
 
     def relax_capture_mode(self) -> None:
         self.sim.relax()
+
+
+class RefusingDriver(CudaDriver):
+    """Registers nothing, as a CUDA driver that refuses."""
+
+    def register(self, memory: torch.Tensor, device: torch.device) -> bool:  # noqa: ARG002  (the signature is that of `CudaDriver`)
+        return False
 
 
 _accelerator = pytest.StashKey[Accelerator]()
@@ -84,7 +91,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How copies reach the ring: straight into its registered memory, or through a pool of pinned blocks."""
     if _accelerator not in request.config.stash:
         if request.param == "pool":
-            monkeypatch.setitem(DRIVERS, "cuda", Driver())
+            monkeypatch.setitem(DRIVERS, "cuda", RefusingDriver())
     elif request.param == "registered":
         monkeypatch.setitem(DRIVERS, "sim", SimDriver(request.config.stash[_accelerator]))
     return str(request.param)

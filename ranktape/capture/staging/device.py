@@ -52,7 +52,9 @@ class Driver:
 
     def is_capturing(self, device: torch.device) -> bool:
         """Whether the current stream of a device captures a graph."""
-        return bool(torch.accelerator.current_stream(device).is_capturing())
+        # torch 2.11 and earlier cannot say for backends other than CUDA.
+        asks = getattr(torch.accelerator.current_stream(device), "is_capturing", None)
+        return asks is not None and bool(asks())
 
     def record(self, stream: torch.Stream) -> torch.Event:
         """An event at the end of what the stream has to do now."""
@@ -87,6 +89,11 @@ class CudaDriver(Driver):
         for path in {line.split()[-1] for line in maps if name in line}:
             relaxed = ctypes.byref(ctypes.c_int(2))
             getattr(ctypes.CDLL(path), f"{function}ThreadExchangeStreamCaptureMode")(relaxed)
+
+    def is_capturing(self, device: torch.device) -> bool:
+        """Whether the current stream of a device captures a graph."""
+        with torch.cuda.device(device):
+            return torch.cuda.is_current_stream_capturing()
 
     def record(self, stream: torch.Stream) -> torch.Event:
         """An event at the end of what the stream has to do now."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,9 @@ def take_on_device(tensor: torch.Tensor, *, sample_dim: int | None) -> torch.Ten
     zeros among them. Then six float32: the smallest and the largest finite value; the mean and the variance, with 0 in
     the place of what is not finite; the sum of finite magnitudes; the largest of them.
     """
+    if tensor.is_cuda and (fused := _fused_statistics()) is not None:
+        dense, dim = _in_memory_order(tensor.detach(), sample_dim)
+        return fused(dense.contiguous(), sample_dim=dim, normal=_NORMALS[tensor.dtype])
     wide = tensor.detach().float()
     rows = (
         wide.reshape(1, -1) if sample_dim is None else wide.movedim(sample_dim, 0).reshape(wide.shape[sample_dim], -1)
@@ -70,6 +75,23 @@ def take_on_device(tensor: torch.Tensor, *, sample_dim: int | None) -> torch.Ten
         ]
     )
     return torch.cat([counts.view(-1).view(torch.uint8), values.view(torch.uint8)])
+
+
+@cache
+def _fused_statistics() -> Callable[..., torch.Tensor] | None:
+    """Kernels that read a tensor once, where torch's reductions take 15 passes; None where Triton does not work.
+
+    Triton comes with torch's builds for CUDA. It compiles its launcher with a C compiler, which may be missing.
+    """
+    try:
+        from ranktape.capture.tensors.fused_statistics import fused_statistics
+
+        fused_statistics(torch.zeros(1, device="cuda"), sample_dim=None, normal=_NORMALS[torch.float32])
+    except torch.AcceleratorError:
+        raise
+    except Exception:  # noqa: BLE001  # Triton fails with anything
+        return None
+    return fused_statistics
 
 
 class StatisticsTaker:
