@@ -162,12 +162,12 @@ def _check_layer_types(backend: Backend, attempt: Attempt, settings: Mapping[str
     """
     from ranktape.capture.settings.options import CaptureOptions
     from ranktape.capture.settings.rules import fits
-    from ranktape.storage.format.documents import read_attributes
+    from ranktape.storage.format.documents import converted, read_attributes
 
     if "select" not in settings:
         return
-    fields = read_attributes(backend, attempt.path)
-    given = {} if fields is None else fields.inner("options")
+    options = (read_attributes(backend, attempt.path) or {}).get("options", {})
+    given = converted(options, dict[str, Any], place=f"{backend.url}/{attempt.path}, options")
     chosen = {name: given[name] for name in ("layers", "select") if given.get(name)}
     attached = CaptureOptions(**chosen).wanted_layer_types
     asked = CaptureOptions().asked({"select": settings["select"]})

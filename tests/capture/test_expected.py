@@ -69,7 +69,7 @@ def test_a_module_that_was_not_called_is_one_line(tmp_path: Path) -> None:
     backend = open_backend(tmp_path / "run")
     (attempt,) = read_attempts(backend)
     for iteration, num_missing in ((0, 5), (1, 10)):
-        assert read_commit(backend, attempt.path, 0, iteration).counts["num_missing"] == num_missing
+        assert read_commit(backend, attempt.path, 0, iteration).num_missing == num_missing
 
 
 class Tangle(nn.Module):

@@ -89,7 +89,7 @@ def test_many_forged_ranks_are_counted_and_not_told_one_by_one(path: Path) -> No
     assert [len(status.missing) for status in statuses] == [1000, 1000]
     forge(path, key, lambda document: put_in(document, ("attributes", "launch", "world_size"), MAX_WORLD_SIZE + 1))
     (error,) = [one for one in check_run(open_backend(path)).errors if one.kind is FindingKind.DAMAGED]
-    assert "its world_size is 131073, not a whole number from 1 to 131072" in error.message
+    assert "Expected `int` <= 131072 - at `attributes.launch.world_size`" in error.message
     (listed,) = find_runs(path)
     assert listed.state is RunState.UNREADABLE
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import struct
 import zipfile
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from ranktape.storage.format.documents import write_group
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import Progress, open_iteration
 from ranktape.storage.format.status import IterationState
+from ranktape.storage.format.triggers import Trigger, TriggerKind, write_trigger
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.prune import drop_iteration
 from ranktape.storage.places.backend import Backend
@@ -100,11 +102,11 @@ def test_an_archive_that_lies_about_its_directory_takes_no_memory(run: Path) -> 
 def test_an_attempt_is_what_it_can_be(run: Path, field: str, value: Any) -> None:
     way = field.split(".")
     change(run, ".", "attributes", *way, value=value)
-    with pytest.raises(RunFormatError, match=f"its {way[-1]} is|launch is damaged: its attributes"):
+    with pytest.raises(RunFormatError, match=rf"is damaged: Expected `.* - at `attributes\.{field}(\[0\])?`; see"):
         open_run(run.parent)
 
 
-@pytest.mark.parametrize("value", [True, 0, "2", 2**70, []])
+@pytest.mark.parametrize("value", [True, 0, "2", []])
 def test_a_schema_is_a_number(run: Path, value: Any) -> None:
     change(run, "..", "attributes", "ranktape_schema", value=value)
     with pytest.raises(RunFormatError, match="ranktape_schema"):
@@ -124,7 +126,9 @@ def test_a_commit_is_what_it_can_be(run: Path, name: str, value: Any) -> None:
     change(run, COMMIT, "attributes", name, value=value)
     backend = open_backend(run.parent)
     [attempt] = read_attempts(backend)
-    with pytest.raises(RunFormatError, match=f"its {name} is"):
+    with pytest.raises(
+        RunFormatError, match=rf"is damaged: Expected `.* - at `attributes\.{name}(\[...\]|\[0\])?`; see"
+    ):
         finish_iteration(backend, attempt=attempt, iteration=0)
 
 
@@ -153,13 +157,42 @@ def test_what_documents_of_arrays_say_is_compared_with_the_catalogue(run: Path, 
     assert (error.record, error.key) == (large, f"{run.name}/{COMMIT}/{large}/zarr.json")
 
 
+@pytest.mark.parametrize(
+    ("way", "value"),
+    [
+        (("where",), {"counter": "first"}),
+        (("where",), {"counter": None}),
+        (("value",), 10**400),
+        (("time",), -(10**400)),
+        (("count",), 2**64),
+        (("kind",), "sabotage"),
+        (("last_iteration",), -1),
+    ],
+)
+def test_a_trigger_is_what_it_can_be(run: Path, way: tuple[str, ...], value: Any) -> None:
+    backend = open_backend(run.parent)
+    [attempt] = read_attempts(backend)
+    for iteration in (3, 4):
+        trigger = Trigger(kind=TriggerKind.NAN, iteration=iteration, rank=0, text="a NaN", value=1.5)
+        write_trigger(backend, attempt=attempt, trigger=trigger)
+    assert check_run(backend).errors == []
+    change(run, "triggers/iter_00000003.rank_00000", "attributes", *way, value=value)
+    # The others are told of without it, and a check names it.
+    assert [one.iteration for one in open_run(run.parent).triggers()] == [4]
+    [error] = check_run(backend).errors
+    assert error.key.endswith("triggers/iter_00000003.rank_00000/zarr.json")
+    assert re.search(rf"Expected `|Number out of range|Invalid enum value .*`attributes\.{way[0]}", error.message)
+
+
 @pytest.mark.parametrize(("name", "value"), [("iterations", [1.5]), ("iterations", None), ("is_done", 0)])
 def test_a_plan_is_what_it_can_be(run: Path, name: str, value: Any) -> None:
     backend = open_backend(run.parent)
     [attempt] = read_attempts(backend)
     write_plan(backend, attempt=attempt, plan=IterationPlan(iterations=(0, 10), is_done=False))
     change(run, "plan", "attributes", name, value=value)
-    with pytest.raises(RunFormatError, match=f"its {name} is"):
+    with pytest.raises(
+        RunFormatError, match=rf"is damaged: Expected `.* - at `attributes\.{name}(\[...\]|\[0\])?`; see"
+    ):
         read_plan(backend, attempt=attempt)
 
 

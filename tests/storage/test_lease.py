@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -132,6 +134,30 @@ def test_a_lease_that_is_just_being_written_is_anothers(tmp_path: Path) -> None:
         with pytest.raises(RunExistsError, match="another launch records"):
             later.result()
     assert backend.list_names("") == ["lease_000"]
+
+
+@pytest.mark.parametrize("said", [{}, {"launch_id": "other", "host": "node-3"}, {"process": 7}])
+def test_a_lease_of_another_version_is_anothers(backend: RetryingBackend, said: dict[str, Any]) -> None:
+    numbers = iter(range(100))
+
+    def renew() -> None:
+        write_group(backend, layout.lease_path(0), {**said, "renewed": float(next(numbers))})
+
+    renew()
+    is_over = threading.Event()
+
+    def holder() -> None:
+        while not is_over.wait(0.2):
+            renew()
+
+    thread = threading.Thread(target=holder)
+    thread.start()
+    try:
+        with pytest.raises(RunExistsError, match=r"another launch records .* process"):
+            Lease(backend, launch=Launch(launch_id="mine", restart=0, world_size=1))
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def test_who_was_not_heard_of_learns_that_another_has_the_run(

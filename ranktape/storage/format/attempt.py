@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from ranktape.errors import RunFormatError, RunNotFoundError, StorageError
 from ranktape.storage.format import layout
@@ -13,13 +15,16 @@ from ranktape.storage.format.documents import (
     MAX_DOCUMENT_NBYTES,
     SCHEMA_KEY,
     SCHEMA_VERSION,
+    Count,
+    converted,
     decode_document,
     for_each,
+    read_as,
     read_attributes,
     read_document,
     write_group,
 )
-from ranktape.storage.format.validation import MAX_WORLD_SIZE, Fields
+from ranktape.storage.format.validation import MAX_WORLD_SIZE
 from ranktape.storage.places.backend import Backend
 
 
@@ -29,11 +34,11 @@ class Launch:
 
     launch_id: str
     """Tells one launch from all others; the same over its restarts."""
-    restart: int
+    restart: Count
     """Restart count of the worker group."""
-    world_size: int
+    world_size: Annotated[int, Meta(ge=1, le=MAX_WORLD_SIZE)]
     """Number of ranks."""
-    first_rank: int = 0
+    first_rank: Annotated[int, Meta(ge=0, le=MAX_WORLD_SIZE)] = 0
     """The lowest of their numbers."""
 
     @property
@@ -56,21 +61,17 @@ class Attempt:
     """Its group below the run; no other attempt, here or in a later run at the same place, has the same."""
     launch: Launch
     """The start it belongs to."""
-    min_iterations: int
+    min_iterations: Count
     """Iterations that the run guarantees, over all attempts."""
-    completed: tuple[int, ...]
+    completed: tuple[Count, ...]
     """The iterations that earlier attempts had stored complete."""
     adds: bool = False
     """Whether what it records stands beside what the run held, instead of in its place."""
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary for the attempt's document."""
-        return {
-            "launch": dataclasses.asdict(self.launch),
-            "min_iterations": self.min_iterations,
-            "completed": list(self.completed),
-            "adds": self.adds,
-        }
+        """A dictionary for the attempt's document; its key says the rest."""
+        document = dataclasses.asdict(self)
+        return {name: document[name] for name in document if name not in {"number", "path"}}
 
 
 def read_attempts(backend: Backend) -> list[Attempt]:
@@ -90,23 +91,7 @@ def read_attempt(backend: Backend, path: str) -> Attempt | None:
     number = layout.parse_attempt(path)
     if number is None:
         return None
-    fields = read_attributes(backend, path)
-    if fields is None:
-        return None
-    launch = fields.inner("launch")
-    return Attempt(
-        number=number,
-        path=path,
-        launch=Launch(
-            launch_id=launch.text("launch_id"),
-            restart=launch.integer("restart"),
-            world_size=launch.integer("world_size", low=1, high=MAX_WORLD_SIZE),
-            first_rank=launch.integer("first_rank", default=0, high=MAX_WORLD_SIZE),
-        ),
-        min_iterations=fields.integer("min_iterations"),
-        completed=fields.integers("completed"),
-        adds=fields.flag("adds", default=False),
-    )
+    return read_as(backend, path, Attempt, number=number, path=path)
 
 
 def shown_attempts(attempts: Iterable[Attempt]) -> list[Attempt]:
@@ -166,16 +151,18 @@ def run_attributes(data: bytes | None, *, place: str) -> dict[str, Any]:
     if data is None:
         raise RunNotFoundError(f"there is no run at {place}: check the URL")
     document = decode_document(data, place=place, key=layout.document_key(""))
-    attributes = Fields(document.get("attributes", {}), place=place)
+    attributes: dict[str, Any] = document["attributes"]
     version = attributes.get(SCHEMA_KEY)
     if version is None:
         raise RunFormatError(f"{place} holds a Zarr group, but no run: check the URL")
-    if attributes.integer(SCHEMA_KEY, low=1) != SCHEMA_VERSION:
+    if type(version) is not int or version < 1:
+        raise RunFormatError(f"{place} is damaged: its {SCHEMA_KEY} is {version!r:.60}; see 'ranktape check'")
+    if version != SCHEMA_VERSION:
         raise RunFormatError(
             f"the run at {place} has schema {version}, this version reads schema {SCHEMA_VERSION}: read it with the "
             f"version that wrote it"
         )
-    return dict(attributes)
+    return attributes
 
 
 def complete_iterations(backend: Backend, attempt: Attempt) -> list[int]:
@@ -201,9 +188,9 @@ class Asked:
 
     name: str
     """That of the request."""
-    iterations: tuple[int, ...]
+    iterations: tuple[Count, ...]
     """Those that were named for it, ascending: as many as were asked for, and others for those that failed."""
-    num_iterations: int
+    num_iterations: Count
     """How many were asked for."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What is selected in them, by the names of the capture's settings; empty for what the capture selects."""
@@ -213,7 +200,7 @@ class Asked:
 class IterationPlan:
     """The iterations of an attempt."""
 
-    iterations: tuple[int, ...]
+    iterations: tuple[Count, ...]
     """All that are or were to be captured, ascending."""
     is_done: bool
     """Whether capture ends: enough iterations are complete, or no more can be."""
@@ -252,26 +239,16 @@ def read_plan(backend: Backend, *, attempt: Attempt) -> IterationPlan | None:
         DataError: its document is not what was written.
         RunFormatError: it says what no plan does.
     """
-    fields = read_attributes(backend, layout.plan_path(attempt.path))
-    if fields is None:
+    path = layout.plan_path(attempt.path)
+    attributes = read_attributes(backend, path)
+    if attributes is None:
         return None
-    asked = fields.inner("asked") if "asked" in fields else {}
-    return IterationPlan(
-        iterations=fields.integers("iterations"),
-        is_done=fields.flag("is_done"),
-        is_enough=fields.flag("is_enough"),
-        asked=tuple(_read_asked(name, asked.inner(name)) for name in asked) if isinstance(asked, Fields) else (),
-    )
+    asked = attributes.get("asked", {})
+    if isinstance(asked, dict):
+        named = [{**one, "name": name} if isinstance(one, dict) else one for name, one in asked.items()]
+        attributes["asked"] = named
+    return converted(attributes, IterationPlan, place=f"{backend.url}/{layout.document_key(path)}")
 
 
 def _asked_document(one: Asked) -> dict[str, Any]:
     return {"iterations": list(one.iterations), "num_iterations": one.num_iterations, "settings": dict(one.settings)}
-
-
-def _read_asked(name: str, fields: Fields) -> Asked:
-    return Asked(
-        name=name,
-        iterations=fields.integers("iterations"),
-        num_iterations=fields.integer("num_iterations"),
-        settings=dict(fields.inner("settings")),
-    )

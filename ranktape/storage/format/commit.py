@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ranktape.errors import DataError
@@ -14,16 +14,17 @@ from ranktape.storage.format.blob import blob_document, blob_key, blob_parts, op
 from ranktape.storage.format.catalogue import Catalogue, merge_catalogues
 from ranktape.storage.format.documents import (
     MAX_COMMIT_NBYTES,
+    Count,
+    converted,
     decode_document,
     document_checksum,
     encode_document,
     for_each,
-    read_attributes,
+    read_as,
     read_document,
     write_group,
 )
 from ranktape.storage.format.layout import Mark
-from ranktape.storage.format.validation import Fields
 from ranktape.storage.places.backend import Backend
 
 
@@ -31,24 +32,55 @@ from ranktape.storage.places.backend import Backend
 class RankCommit:
     """What the document of a rank's commit says of one iteration."""
 
-    num_records: int
+    num_records: Count
     """Its records."""
-    nbytes: int
+    nbytes: Count
     """Bytes of what is kept of them."""
-    silent_sites: dict[str, str]
-    """The tensors that were expected and not recorded, each with the reason."""
     checksum: str | None
     """Of the document; None where it has none."""
-    catalogue: str
+    silent_sites: dict[str, str] = field(default_factory=dict)
+    """The tensors that were expected and not recorded, each with the reason."""
+    catalogue: str = ""
     """The checksum of the rank's catalogue; empty in runs of early versions."""
-    counts: dict[str, int]
-    """`num_expected` tensors, and `num_missing` of them that were not recorded; empty where it says nothing."""
-    compiled: str
+    num_expected: Count | None = None
+    """Tensors that were expected; None where nobody counted."""
+    num_missing: Count | None = None
+    """Those of them that were not recorded."""
+    compiled: str = ""
     """How compiled code was recorded; empty where none ran."""
-    step_skipped: bool
+    step_skipped: bool = False
     """Whether a gradient scaler skipped the step of the optimizer, because a gradient was not finite."""
-    cut_off: str
+    cut_off: str = ""
     """Why the rank did not end the iteration; empty where it did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationSummary:
+    """What the document of an iteration commit says of it, from the commits of its ranks."""
+
+    num_records: Count = 0
+    """Its records, of all ranks."""
+    nbytes: Count = 0
+    """Bytes of what is kept of them."""
+    silent_sites: dict[Count, dict[str, str]] = field(default_factory=dict)
+    """For each rank that has any: the tensors that were expected and not recorded, each with the reason."""
+    num_expected: Count | None = None
+    """Tensors that were expected on all ranks; None where one of them did not count."""
+    num_missing: Count | None = None
+    """Those of them that were not recorded."""
+    compiled: str = ""
+    """How compiled code was recorded, each way once; empty where none ran."""
+    step_skipped_ranks: tuple[Count, ...] = ()
+    """The ranks on which a gradient scaler skipped the step of the optimizer."""
+    cut_off: dict[Count, str] = field(default_factory=dict)
+    """For each rank that did not end the iteration: why."""
+
+    @property
+    def num_recorded(self) -> int | None:
+        """Expected tensors that were recorded."""
+        if self.num_expected is None or self.num_missing is None:
+            return None
+        return self.num_expected - self.num_missing
 
 
 def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> None:
@@ -95,20 +127,21 @@ SUMMARY = ("num_records", "nbytes", "silent_sites", *_COUNTS, "compiled", "step_
 
 def summary_of(commits: Mapping[int, RankCommit]) -> dict[str, Any]:
     """The attributes of `SUMMARY`, without those that say nothing."""
-    are_counted = all(commit.counts for commit in commits.values())
-    compiled = "; ".join(dict.fromkeys(commit.compiled for commit in commits.values() if commit.compiled))
-    skipped = [rank for rank, commit in commits.items() if commit.step_skipped]
-    cut_off = {str(rank): commit.cut_off for rank, commit in commits.items() if commit.cut_off}
-    return {
-        "num_records": sum(commit.num_records for commit in commits.values()),
-        "nbytes": sum(commit.nbytes for commit in commits.values()),
+    every = commits.values()
+    summary = {
+        "num_records": sum(commit.num_records for commit in every),
+        "nbytes": sum(commit.nbytes for commit in every),
         "silent_sites": {str(rank): commit.silent_sites for rank, commit in commits.items() if commit.silent_sites},
-        **({name: sum(commit.counts[name] for commit in commits.values()) for name in _COUNTS} if are_counted else {}),
-        **({"compiled": compiled} if compiled else {}),
-        **({"step_skipped_ranks": skipped} if skipped else {}),
-        **({"cut_off": cut_off} if cut_off else {}),
-        "commits": [commit.checksum for commit in commits.values()],
+        "compiled": "; ".join(dict.fromkeys(commit.compiled for commit in every if commit.compiled)),
+        "step_skipped_ranks": [rank for rank, commit in commits.items() if commit.step_skipped],
+        "cut_off": {str(rank): commit.cut_off for rank, commit in commits.items() if commit.cut_off},
     }
+    for name in _COUNTS:
+        counts = [getattr(commit, name) for commit in every]
+        summary |= {} if None in counts else {name: sum(counts)}
+    always = {"num_records", "nbytes", "silent_sites", *_COUNTS}
+    said = {name: value for name, value in summary.items() if value or name in always}
+    return {**said, "commits": [commit.checksum for commit in every]}
 
 
 def _is_dropped(backend: Backend, attempt: Attempt, iteration: int) -> bool:
@@ -137,19 +170,8 @@ def parse_commit(data: bytes, *, place: str, key: str) -> RankCommit:
         DataError: it is not what was written there.
         RunFormatError: it says what no commit does.
     """
-    fields = Fields(decode_document(data, place=place, key=key).get("attributes", {}), place=place)
-    has_counts = all(name in fields for name in _COUNTS)
-    return RankCommit(
-        num_records=fields.integer("num_records"),
-        nbytes=fields.integer("nbytes"),
-        silent_sites=fields.texts("silent_sites", default={}),
-        checksum=document_checksum(data),
-        catalogue=fields.text("catalogue", default=""),
-        counts={name: fields.integer(name) for name in _COUNTS} if has_counts else {},
-        compiled=fields.text("compiled", default=""),
-        step_skipped=fields.flag("step_skipped", default=False),
-        cut_off=fields.text("cut_off", default=""),
-    )
+    attributes = {**decode_document(data, place=place, key=key)["attributes"], "checksum": document_checksum(data)}
+    return converted(attributes, RankCommit, place=place)
 
 
 def _read_part(backend: Backend, attempt: str, rank: int, iteration: int) -> tuple[RankCommit, Catalogue]:
@@ -196,15 +218,10 @@ def read_skipped_ranks(backend: Backend, attempt: str, iteration: int) -> tuple[
         RunFormatError: its document says what none does.
     """
     path = layout.iteration_path(attempt, iteration)
-    fields = read_attributes(backend, path)
-    if fields is None:
+    summary = read_as(backend, path, IterationSummary)
+    if summary is None:
         raise DataError(f"{backend.url}/{path} has no document; see 'ranktape check'")
-    return skipped_ranks(fields)
-
-
-def skipped_ranks(fields: Fields) -> tuple[int, ...]:
-    """The same, from the attributes of an iteration commit."""
-    return fields.integers("step_skipped_ranks") if "step_skipped_ranks" in fields else ()
+    return summary.step_skipped_ranks
 
 
 def mark_committed(backend: Backend, attempt: str, rank: int, iteration: int, *, commit: bytes) -> None:

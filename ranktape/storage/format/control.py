@@ -7,16 +7,25 @@ only data.
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import Meta
 
 from ranktape.errors import RunFormatError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import Attempt
-from ranktape.storage.format.documents import encode_document, group_document, read_attributes, write_group
-from ranktape.storage.format.validation import Fields
+from ranktape.storage.format.documents import (
+    Count,
+    encode_document,
+    group_document,
+    read_as,
+    write_group,
+)
 from ranktape.storage.places.backend import Backend
 
 MAX_ITERATIONS = 1000
@@ -33,7 +42,7 @@ _MAX_VALUES = 200
 class Request:
     """Iterations that somebody asks a running training to record."""
 
-    num_iterations: int
+    num_iterations: Annotated[int, Meta(ge=1, le=MAX_ITERATIONS)]
     """How many."""
     settings: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     """What to select in them, by the names of the capture's settings; empty for what the capture selects."""
@@ -45,7 +54,7 @@ class Request:
 class Answer:
     """What the coordinator answers."""
 
-    iterations: tuple[int, ...] = ()
+    iterations: tuple[Count, ...] = ()
     """The iterations that all ranks record; empty where the request is refused."""
     is_held: bool = False
     """Whether the iterations around the one that is named are stored, which the ranks of a flight recorder hold."""
@@ -92,14 +101,14 @@ def read_request(backend: Backend, *, attempt: Attempt, name: str) -> Request | 
         DataError: the document is not what was written.
         RunFormatError: it says what no request does.
     """
-    fields = read_attributes(backend, layout.request_path(attempt.path, name))
-    if fields is None:
+    path = layout.request_path(attempt.path, name)
+    request = read_as(backend, path, Request)
+    if request is None:
         return None
-    return Request(
-        num_iterations=fields.integer("num_iterations", low=1, high=MAX_ITERATIONS),
-        settings=dict(_selection(fields.inner("settings"))),
-        by=fields.text("by")[:_MAX_TEXT],
-    )
+    texts = [text for one in request.settings.values() for text in ([one] if isinstance(one, str) else one)]
+    if len(texts) > _MAX_VALUES or sum(map(len, [*request.settings, *texts])) > MAX_SELECTION:
+        raise RunFormatError(f"{backend.url}/{path} selects with more than {MAX_SELECTION} characters")
+    return dataclasses.replace(request, by=request.by[:_MAX_TEXT])
 
 
 def write_answer(backend: Backend, *, attempt: Attempt, name: str, answer: Answer) -> None:
@@ -124,22 +133,4 @@ def read_answer(backend: Backend, *, attempt: Attempt, name: str) -> Answer | No
         DataError: the document is not what was written.
         RunFormatError: it says what no answer does.
     """
-    fields = read_attributes(backend, layout.answer_path(attempt.path, name))
-    if fields is None:
-        return None
-    return Answer(
-        iterations=fields.integers("iterations"), is_held=fields.flag("is_held"), refusal=fields.text("refusal")
-    )
-
-
-def _selection(fields: Fields) -> Iterator[tuple[str, str | tuple[str, ...]]]:
-    """The texts of a selection; which names there are, and what they may say, is the capture's to know."""
-    num_characters = 0
-    for name, value in fields.items():
-        texts = value if isinstance(value, list) else [value]
-        if len(texts) > _MAX_VALUES or not all(isinstance(text, str) for text in texts):
-            raise RunFormatError(f"a request selects by {name!r:.60} with something that is no text")
-        num_characters += len(name) + sum(map(len, texts))
-        if num_characters > MAX_SELECTION:
-            raise RunFormatError(f"a request selects with more than {MAX_SELECTION} characters")
-        yield name, tuple(texts) if isinstance(value, list) else value
+    return read_as(backend, layout.answer_path(attempt.path, name), Answer)

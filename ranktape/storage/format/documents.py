@@ -13,17 +13,21 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import google_crc32c
+import msgspec
 import numpy as np
 
 from ranktape.errors import DataError, ObjectTooLargeError, RunFormatError
 from ranktape.storage.format.dtypes import DtypeRow
 from ranktape.storage.format.layout import document_key
 from ranktape.storage.format.record_info import Compression, spelled
-from ranktape.storage.format.validation import Fields, parse_json
+from ranktape.storage.format.validation import MAX_INTEGER, parse_json
 from ranktape.storage.places.backend import Backend
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
+"""A whole number in a document that is not negative."""
 
 SCHEMA_VERSION = 1
 """Of the layout, the documents and the catalogue; readers refuse what is newer."""
@@ -85,7 +89,7 @@ def decode_document(data: bytes, *, place: str, key: str | None = None) -> dict[
             f"{place} is not JSON that can be read ({error}): the store is damaged or is not a run"
         ) from error
     is_zarr = isinstance(document, dict) and document.get("zarr_format") == 3  # noqa: PLR2004
-    if not is_zarr or "node_type" not in document or not isinstance(document.get("attributes", {}), dict):
+    if not is_zarr or "node_type" not in document or not isinstance(document.setdefault("attributes", {}), dict):
         raise RunFormatError(f"{place} is not a Zarr v3 document: the store is damaged or is not a run")
     if key is not None and is_document_intact(data, key=key) is False:
         raise DataError(f"{place} is not what was written there: its checksum differs; see 'ranktape check'")
@@ -269,7 +273,7 @@ def read_document(backend: Backend, path: str, *, max_nbytes: int = MAX_DOCUMENT
         raise RunFormatError(str(error)) from error
 
 
-def read_attributes(backend: Backend, path: str, *, max_nbytes: int = MAX_DOCUMENT_NBYTES) -> Fields | None:
+def read_attributes(backend: Backend, path: str, *, max_nbytes: int = MAX_DOCUMENT_NBYTES) -> dict[str, Any] | None:
     """What the document of the group or array at a path says, by name; None where there is none.
 
     Raises:
@@ -277,8 +281,32 @@ def read_attributes(backend: Backend, path: str, *, max_nbytes: int = MAX_DOCUME
         RunFormatError: it is not a document of Zarr, or larger than it can be.
     """
     data = read_document(backend, path, max_nbytes=max_nbytes)
-    if data is None:
-        return None
     key = document_key(path)
-    place = f"{backend.url}/{key}"
-    return Fields(decode_document(data, place=place, key=key).get("attributes", {}), place=place)
+    return None if data is None else dict(decode_document(data, place=f"{backend.url}/{key}", key=key)["attributes"])
+
+
+def read_as(
+    backend: Backend, path: str, kind: type[_Answer], /, *, max_nbytes: int = MAX_DOCUMENT_NBYTES, **known: Any
+) -> _Answer | None:
+    """The same as a dataclass, whose declaration says what each attribute may be; `known` are fields beside them.
+
+    Raises:
+        DataError: it is not what was written there.
+        RunFormatError: it says what no such document does, or it is larger than it can be.
+    """
+    attributes = read_attributes(backend, path, max_nbytes=max_nbytes)
+    place = f"{backend.url}/{document_key(path)}"
+    return None if attributes is None else converted({**attributes, **known}, kind, place=place)
+
+
+def converted(attributes: Mapping[str, Any], kind: type[_Answer], *, place: str) -> _Answer:
+    """The attributes of a document as a dataclass; those that it does not declare are of other versions, and ignored.
+
+    Raises:
+        RunFormatError: an attribute is missing, or not what it is declared to be.
+    """
+    try:
+        return msgspec.convert(attributes, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        what = str(error).replace("`$", "`attributes")
+        raise RunFormatError(f"{place} is damaged: {what}; see 'ranktape check'") from error

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ranktape.errors import DataError, RunFormatError, RunNotFoundError
 from ranktape.storage.format import layout
@@ -23,12 +23,11 @@ from ranktape.storage.format.attempt import (
     read_attempts,
     read_plan,
 )
-from ranktape.storage.format.commit import finish_iteration, skipped_ranks
-from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, for_each, read_attributes, write_group
+from ranktape.storage.format.commit import IterationSummary, finish_iteration
+from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, for_each, read_as, write_group
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.status import DISABLED, IterationState, IterationStatus, RunVerdict, judge
 from ranktape.storage.format.triggers import count_triggers
-from ranktape.storage.format.validation import Fields
 from ranktape.storage.places.backend import Backend
 
 _MAX_REASONS = 1000
@@ -144,14 +143,9 @@ def read_verdict(backend: Backend, *, until: str | None = None) -> tuple[RunVerd
         return None
     last = attempts[-1]
     # Read first: a rank's last words come before it.
-    closing, damage = _read_or_damage(
-        backend,
-        layout.verdict_path(last.path),
-        lambda fields: (fields.texts("problems", default={}), fields.text("ended", default="")),
-        default=None,
-    )
+    closing, damage = _read_or_damage(backend, layout.verdict_path(last.path), _Closing)
     final = closing is not None or bool(damage)
-    problems, ended = closing or ({}, "")
+    closing = closing or _Closing()
     progresses = [read_progress(backend, attempt) for attempt in attempts]
     statuses = [
         status
@@ -168,8 +162,8 @@ def read_verdict(backend: Backend, *, until: str | None = None) -> tuple[RunVerd
         final=final,
         # Of the first rank that closed; the others' are in the iterations that they did not commit.
         notes={rank: _last_words(backend, last.path, rank) for rank in sorted(progresses[-1].closed)[: int(final)]},
-        problems={**problems, **({"the verdict": damage} if damage else {})},
-        ended=ended,
+        problems={**closing.problems, **({"the verdict": damage} if damage else {})},
+        ended=closing.ended,
         # What guarantees nothing is a flight recorder; its launch may have had several attempts.
         num_triggers=None if last.min_iterations else sum(count_triggers(backend, one) for one in attempts),
     )
@@ -215,17 +209,9 @@ def write_verdict(
 
 def judge_again(backend: Backend, attempt: Attempt) -> None:
     """Write the verdict on an attempt anew, as the run stands; what its coordinator met stays in it."""
-    try:
-        words: Mapping[str, Any] = read_attributes(backend, layout.verdict_path(attempt.path)) or {}
-        problems, ended = words.get("problems"), words.get("ended")
-    except (DataError, RunFormatError):
-        problems, ended = {"verdict": "it was damaged, and written again"}, ""
-    write_verdict(
-        backend,
-        attempt=attempt,
-        problems=problems if isinstance(problems, dict) else {},
-        ended=ended if isinstance(ended, str) else "",
-    )
+    words, damage = _read_or_damage(backend, layout.verdict_path(attempt.path), _Closing)
+    words = words or _Closing(problems={"verdict": "it was damaged, and written again"} if damage else {})
+    write_verdict(backend, attempt=attempt, problems=words.problems, ended=words.ended)
 
 
 def finish_ready(backend: Backend, attempt: Attempt, *, problems: dict[int, str] | None = None) -> list[int]:
@@ -258,16 +244,15 @@ def _status(
     absent = set() if iteration in progress.dropped else set(expected).difference(committed)
     named = sorted(absent)[:_MAX_REASONS]
     missing = {rank: _reason(backend, progress, iteration, rank, final=final) for rank in named}
-    summary: dict[str, Any] = {}
-    damage = ""
+    summary, damage = IterationSummary(), ""
     if iteration in progress.dropped:
         state = IterationState.DROPPED
     elif iteration in progress.complete:
         path = layout.iteration_path(attempt.path, iteration)
-        summary, damage = _read_or_damage(backend, path, _summary, default=summary)
-        cut_off = summary.pop("cut_off", {})
-        missing |= cut_off
-        state = IterationState.PARTIAL if cut_off else IterationState.COMPLETE
+        found, damage = _read_or_damage(backend, path, IterationSummary)
+        summary = found or summary
+        missing |= summary.cut_off
+        state = IterationState.PARTIAL if summary.cut_off else IterationState.COMPLETE
     elif Mark.SKIPPED in marks.values():
         state = IterationState.SKIPPED
     elif final or Mark.FAILED in marks.values() or absent & progress.closed:
@@ -282,24 +267,15 @@ def _status(
         committed_ranks=committed,
         missing=missing,
         problem=damage,
-        **summary,
+        silent_sites=summary.silent_sites,
+        num_records=summary.num_records,
+        nbytes=summary.nbytes,
+        num_expected=summary.num_expected,
+        num_recorded=summary.num_recorded,
+        num_missing=summary.num_missing,
+        compiled=summary.compiled,
+        step_skipped_ranks=list(summary.step_skipped_ranks),
     )
-
-
-def _summary(fields: Fields) -> dict[str, Any]:
-    """What the document of an iteration commit says of it: fields of `IterationStatus`."""
-    num_expected, num_missing = fields.count("num_expected"), fields.count("num_missing")
-    return {
-        "num_records": fields.integer("num_records", default=0),
-        "nbytes": fields.integer("nbytes", default=0),
-        "silent_sites": fields.texts_by_rank("silent_sites", default={}),
-        "num_expected": num_expected,
-        "num_missing": num_missing,
-        "compiled": fields.text("compiled", default=""),
-        "cut_off": {int(rank): reason for rank, reason in fields.texts("cut_off", default={}).items()},
-        "step_skipped_ranks": list(skipped_ranks(fields)),
-        "num_recorded": None if num_expected is None or num_missing is None else num_expected - num_missing,
-    }
 
 
 def _reason(backend: Backend, progress: Progress, iteration: int, rank: int, *, final: bool) -> str:
@@ -307,8 +283,8 @@ def _reason(backend: Backend, progress: Progress, iteration: int, rank: int, *, 
     mark = progress.marks.get(iteration, {}).get(rank)
     if mark is not None:
         marker = layout.marker_path(path, iteration, rank, mark)
-        reason, damage = _read_text(backend, marker, "reason", default=mark.value)
-        return f"{mark}, and {damage}" if damage else reason
+        words, damage = _read_or_damage(backend, marker, _Words)
+        return f"{mark}, and {damage}" if damage else (words and words.reason) or mark.value
     if rank in progress.closed:
         return f"ended before it ({_last_words(backend, path, rank) or 'no reason was left'})"
     return "never reported (its host may be lost)" if final else "has not committed yet"
@@ -332,23 +308,35 @@ def _read_of_ranks(backend: Backend, path_of: Callable[[str, int], str], name: s
         return {}
     path = attempts[-1].path
     ranks = sorted(layout.ranks_named(backend.list_names(path_of(path, 0).rpartition("/")[0])))
-    found = for_each(lambda rank: _read_text(backend, path_of(path, rank), name), ranks)
-    return {rank: damage or text for rank, (text, damage) in zip(ranks, found, strict=True) if damage or text}
+    found = for_each(lambda rank: _read_or_damage(backend, path_of(path, rank), _Words), ranks)
+    texts = {rank: damage or getattr(words, name, "") for rank, (words, damage) in zip(ranks, found, strict=True)}
+    return {rank: text for rank, text in texts.items() if text}
 
 
 def _last_words(backend: Backend, attempt: str, rank: int) -> str:
-    text, damage = _read_text(backend, layout.closed_path(attempt, rank), "reason")
-    return damage or text
+    words, damage = _read_or_damage(backend, layout.closed_path(attempt, rank), _Words)
+    return damage or (words.reason if words is not None else "")
 
 
-def _read_text(backend: Backend, path: str, name: str, *, default: str = "") -> tuple[str, str]:
-    return _read_or_damage(backend, path, lambda fields: fields.text(name, default=default), default="")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Words:
+    """What ranks say in their own document, in markers and when they close."""
+
+    reason: str = ""
+    trouble: str = ""
 
 
-def _read_or_damage(backend: Backend, path: str, take: Callable[[Fields], _T], *, default: _T) -> tuple[_T, str]:
-    """What the document at a path says, and what is wrong with it: the rest of a run is told of without it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Closing:
+    """What a coordinator says in the verdict, beside the verdict itself."""
+
+    problems: dict[str, str] = field(default_factory=dict)
+    ended: str = ""
+
+
+def _read_or_damage(backend: Backend, path: str, kind: type[_T]) -> tuple[_T | None, str]:
+    """The document at a path, and what is wrong with it: the rest of a run is told of without it."""
     try:
-        fields = read_attributes(backend, path, max_nbytes=MAX_COMMIT_NBYTES)
-        return (default if fields is None else take(fields)), ""
+        return read_as(backend, path, kind, max_nbytes=MAX_COMMIT_NBYTES), ""
     except (DataError, RunFormatError) as error:
-        return default, f"its document is damaged: {error}"
+        return None, f"its document is damaged: {error}"

@@ -15,8 +15,7 @@ from typing import Any
 from ranktape.errors import DataError, RunFormatError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import Attempt, check_attempt
-from ranktape.storage.format.documents import for_each, read_attributes, write_group
-from ranktape.storage.format.validation import Fields
+from ranktape.storage.format.documents import Count, for_each, read_as, write_group
 from ranktape.storage.places.backend import Backend
 
 
@@ -49,9 +48,9 @@ class Trigger:
 
     kind: TriggerKind
     """What kind of thing it is."""
-    iteration: int
+    iteration: Count
     """The training step in which it happened."""
-    rank: int
+    rank: Count
     """The rank on which."""
     text: str
     """What happened, in a sentence: the value and the limit, the exception, the signal."""
@@ -71,10 +70,15 @@ class Trigger:
     """Number of the attempt."""
     is_stored: bool = True
     """Whether the iterations around it are stored; not where iterations of many triggers of its kind are."""
-    count: int = 1
+    count: Count = 1
     """How many triggers of its kind and rank it stands for, this one and later ones."""
-    last_iteration: int | None = None
+    last_iteration: Count | None = None
     """The iteration of the last of them; None where it stands for itself alone."""
+
+    def __post_init__(self) -> None:
+        """Refuse what could not be put in order."""
+        if type(self.where.get("counter", 0)) is not int:
+            raise ValueError(f"Expected `int` as `counter` of the record, got {self.where['counter']!r:.60}")
 
     @property
     def order(self) -> tuple[int, int, int, int, float]:
@@ -85,7 +89,7 @@ class Trigger:
             rank_of_kind = 3 if self.signal in _LATE_SIGNALS else 1
         else:
             rank_of_kind = 0
-        return self.attempt, self.iteration, rank_of_kind, int(self.where.get("counter", 0)), self.time
+        return self.attempt, self.iteration, rank_of_kind, self.where.get("counter", 0), self.time
 
     def message(self) -> str:
         """One line for a person."""
@@ -152,29 +156,6 @@ def merge_repeated(triggers: Iterable[Trigger]) -> list[Trigger]:
 
 def _read(backend: Backend, attempt: Attempt, name: str) -> Trigger | None:
     try:
-        fields = read_attributes(backend, f"{layout.triggers_path(attempt.path)}/{name}")
-        return None if fields is None else _parse(fields, attempt)
+        return read_as(backend, f"{layout.triggers_path(attempt.path)}/{name}", Trigger, attempt=attempt.number)
     except (DataError, RunFormatError):
         return None  # 'ranktape check' names it
-
-
-def _parse(fields: Fields, attempt: Attempt) -> Trigger:
-    kind = fields.text("kind")
-    if kind not in set(TriggerKind):
-        raise RunFormatError(f"a trigger of the kind {kind!r:.60} is not known to this version")
-    return Trigger(
-        kind=TriggerKind(kind),
-        iteration=fields.integer("iteration"),
-        rank=fields.integer("rank"),
-        text=fields.text("text"),
-        where={**fields.inner("where")},
-        metric=fields.text("metric", default=""),
-        value=fields.number("value"),
-        signal=fields.text("signal", default=""),
-        traceback=fields.text("traceback", default=""),
-        time=fields.number("time") or 0.0,
-        attempt=attempt.number,
-        is_stored=fields.flag("is_stored", default=True),
-        count=fields.integer("count", default=1),
-        last_iteration=None if fields.get("last_iteration") is None else fields.integer("last_iteration"),
-    )

@@ -9,13 +9,11 @@ from __future__ import annotations
 import functools
 import json
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from ranktape.errors import RunFormatError
 from ranktape.fields import FieldKind
 from ranktape.storage.format.block_counts import NUM_CODES
 from ranktape.storage.format.dtypes import DTYPES
@@ -53,74 +51,6 @@ WORDS = {
 _TALLIES = frozenset(TALLY_KINDS)
 _WORD_NBYTES = 4
 _MAX_ITEMSIZE = max(row.itemsize for row in DTYPES.values())
-_REQUIRED = object()
-_RANK = re.compile("[0-9]{1,7}")
-
-
-class Fields(dict[str, Any]):
-    """The attributes of a document, each taken as what it must be.
-
-    Every method raises `RunFormatError`, which names the document and the field, for a value of another kind and
-    for one that is missing where no default is given.
-    """
-
-    def __init__(self, values: Any, *, place: str) -> None:
-        self._place = place
-        if not isinstance(values, Mapping):
-            self._refuse("attributes", values, "a dictionary")
-        super().__init__(values)
-
-    def integer(self, name: str, *, low: int = 0, high: int = MAX_INTEGER, default: Any = _REQUIRED) -> int:
-        """A whole number between two."""
-        expected = f"a whole number from {low} to {high}"
-        return int(self._taken(name, expected, lambda value: type(value) is int and low <= value <= high, default))
-
-    def count(self, name: str) -> int | None:
-        """A whole number that is not negative; None where there is none."""
-        return self.integer(name) if name in self else None
-
-    def number(self, name: str) -> float | None:
-        """A number; None where there is none."""
-        value = self._taken(name, "a number", lambda value: value is None or type(value) in {int, float}, None)
-        return None if value is None else float(value)
-
-    def flag(self, name: str, *, default: Any = _REQUIRED) -> bool:
-        """True or false."""
-        return bool(self._taken(name, "true or false", lambda value: type(value) is bool, default))
-
-    def text(self, name: str, *, default: Any = _REQUIRED) -> str:
-        """A text."""
-        return str(self._taken(name, "a text", lambda value: isinstance(value, str), default))
-
-    def integers(self, name: str) -> tuple[int, ...]:
-        """Whole numbers that are not negative."""
-        return tuple(self._taken(name, "a list of whole numbers", _are_counts))
-
-    def texts(self, name: str, *, default: Any = _REQUIRED) -> dict[str, str]:
-        """A dictionary of texts."""
-        return dict(self._taken(name, "a dictionary of texts", _are_texts, default))
-
-    def inner(self, name: str) -> Fields:
-        """What is in a dictionary."""
-        return Fields(self._taken(name, "", lambda _: True), place=f"{self._place}, {name}")
-
-    def texts_by_rank(self, name: str, *, default: Any = _REQUIRED) -> dict[int, dict[str, str]]:
-        """A dictionary of texts for each of some ranks."""
-        value = self._taken(name, "a dictionary of ranks", _are_by_rank, default)
-        below = Fields(value, place=f"{self._place}, {name}")
-        return {int(rank): below.texts(rank) for rank in value}
-
-    def _taken(self, name: str, expected: str, fits: Callable[[Any], bool], default: Any = _REQUIRED) -> Any:
-        value = self.get(name, default)
-        if value is _REQUIRED:
-            raise RunFormatError(f"{self._place} is damaged: it has no {name}; see 'ranktape check'")
-        if not fits(value):
-            self._refuse(name, value, expected)
-        return value
-
-    def _refuse(self, name: str, value: Any, expected: str) -> NoReturn:
-        shown = repr(value)[:_SHOWN]
-        raise RunFormatError(f"{self._place} is damaged: its {name} is {shown}, not {expected}; see 'ranktape check'")
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -266,14 +196,6 @@ def check_sample_ids(ids: Any) -> list[int | str]:
     if not isinstance(ids, list) or not all(type(one) is int or isinstance(one, str) for one in ids):
         raise ValueError("sample_ids are no list of numbers and texts")
     return ids
-
-
-def _are_texts(values: Any) -> bool:
-    return isinstance(values, dict) and all(isinstance(text, str) for text in values.values())
-
-
-def _are_by_rank(values: Any) -> bool:
-    return isinstance(values, dict) and all(map(_RANK.fullmatch, values))
 
 
 def _are_counts(values: Any) -> bool:

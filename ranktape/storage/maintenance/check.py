@@ -13,8 +13,10 @@ from typing import Any
 from ranktape.errors import DataError, RunFormatError, RunNotFoundError, StorageError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import Attempt, read_attempt, read_run, run_attributes
-from ranktape.storage.format.documents import document_checksum, is_document_intact, read_document
+from ranktape.storage.format.control import Answer, Request
+from ranktape.storage.format.documents import converted, document_checksum, is_document_intact, read_document
 from ranktape.storage.format.layout import KeyKind, Mark
+from ranktape.storage.format.triggers import Trigger
 from ranktape.storage.maintenance.check_iteration import (
     AttemptView,
     RankResult,
@@ -264,7 +266,7 @@ class _AttemptCheck:
     def _check_documents(self) -> None:
         """Every document that is not part of a commit; what markers say is kept."""
         view = self.view
-        jobs = {key: view.leaves.submit(_remembered, view, key) for key in view.documents}
+        jobs = {key: view.leaves.submit(_remembered, view, key, about.kind) for key, about in view.documents.items()}
         for key, job in jobs.items():
             about = view.documents[key]
             try:
@@ -310,10 +312,15 @@ class _AttemptCheck:
         return {iteration: [] if iteration in view.dropped else sorted(seen[iteration]) for iteration in sorted(seen)}
 
 
-def _remembered(view: AttemptView, key: str) -> dict[str, Any] | None:
+_DECLARED: dict[KeyKind, type] = {KeyKind.TRIGGER: Trigger, KeyKind.REQUEST: Request, KeyKind.ANSWER: Answer}
+
+
+def _remembered(view: AttemptView, key: str, kind: KeyKind) -> dict[str, Any] | None:
     """What is remembered of a document; None where there is none."""
     document = view.document(key)
     if document is None:
         return None
-    attributes = document.get("attributes", {})
+    attributes = document["attributes"]
+    if kind in _DECLARED:
+        converted(attributes, _DECLARED[kind], place=view.place(key))
     return {name: attributes[name] for name in _REMEMBERED if name in attributes}

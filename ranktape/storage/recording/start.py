@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 from ranktape.errors import CaptureError, RanktapeError, RunExistsError, StorageError, UsageError
@@ -34,7 +35,7 @@ from ranktape.storage.format.documents import (
     SCHEMA_VERSION,
     encode_document,
     group_document,
-    read_attributes,
+    read_as,
     write_group,
 )
 from ranktape.storage.format.progress import finish_ready, read_verdict
@@ -221,6 +222,17 @@ _REPLACED = (
 _LOOK_SECONDS = 0.5
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Holder:
+    """What the document of a lease says."""
+
+    launch_id: str = ""
+    host: str = ""
+    process: int | None = None
+    renewed: float = 0.0
+    is_ending: bool = False
+
+
 class Lease:
     """A lease on a run, held until `release` or the end of a `with` block."""
 
@@ -273,15 +285,15 @@ class Lease:
 
         A holder whose training has failed, and that stores what is left, is waited for.
         """
-        first: dict[int, dict[str, Any]] | None = None
+        first: dict[int, _Holder | None] | None = None
         num_still = -1
         for num_looks in itertools.count():
             leases = {number: self._read(number) for number in _numbers(self._backend)}
             # One without a document is being written, or half of it was removed: a directory comes before its file.
-            others = {number: said for number, said in leases.items() if said.get("launch_id") != self._launch_id}
+            others = {number: said for number, said in leases.items() if not self._is_own(said)}
             first = others if first is None else first
             changed = {number for number, said in others.items() if said != first.get(number)}
-            is_ending = all(others[number].get("is_ending") for number in changed)
+            is_ending = all((said := others[number]) is not None and said.is_ending for number in changed)
             if changed and not (is_ending and num_looks * _LOOK_SECONDS < ENDING_SECONDS):
                 raise self._refusal(max(changed))
             first, num_still = (others, 0) if changed else (first, num_still + 1)
@@ -310,7 +322,7 @@ class Lease:
             with contextlib.suppress(StorageError):
                 latest = max(_numbers(backend), default=self._number)
                 if latest > self._number:
-                    if self._read(latest).get("launch_id") != self._launch_id:
+                    if not self._is_own(self._read(latest)):
                         self.lost = _REPLACED
                     return
                 write_group(backend, layout.lease_path(self._number), self._attributes())
@@ -319,8 +331,11 @@ class Lease:
         about = {"launch_id": self._launch_id, "host": socket.gethostname(), "process": os.getpid()}
         return {**about, "renewed": time.time(), "is_ending": self._is_ending}
 
-    def _read(self, number: int) -> dict[str, Any]:
-        return read_attributes(self._backend, layout.lease_path(number)) or {}
+    def _read(self, number: int) -> _Holder | None:
+        return read_as(self._backend, layout.lease_path(number), _Holder)
+
+    def _is_own(self, holder: _Holder | None) -> bool:
+        return holder is not None and holder.launch_id == self._launch_id
 
     def _remove(self, numbers: set[int]) -> None:
         # One that stays is nobody's, and passed over: a store that is away must not keep the writer.
@@ -330,7 +345,10 @@ class Lease:
 
     def _refusal(self, number: int) -> RunExistsError:
         said = self._read(number)
-        holder = f"process {said['process']} on {said['host']}" if said else "which has just ended"
+        holder = "which has just ended"
+        if said is not None:
+            process = "a process" if said.process is None else f"process {said.process}"
+            holder = f"{process} on {said.host or 'an unknown host'}"
         return RunExistsError(
             f"another launch records into the run at {self._backend.url} ({holder}): wait until it has ended, end it, "
             f"or choose another URL; once its processes are gone, the run is free after {EXPIRY_SECONDS:g} s"
