@@ -23,7 +23,7 @@ from ranktape.lazy_names import __version__
 from ranktape.storage.format.attempt import Attempt, Launch
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.documents import for_each
-from ranktape.storage.format.layout import TensorSite, site_path
+from ranktape.storage.format.layout import site_path
 from ranktape.storage.format.legacy_names import parse_tensor_file_name
 from ranktape.storage.format.progress import open_iteration, write_verdict
 from ranktape.storage.format.record_info import RecordInfo
@@ -244,7 +244,7 @@ def _distinct(info: RecordInfo, taken: set[str], *, place: str) -> RecordInfo:
     """The identity under a call of its own: files of single samples share one, and so do names that say little."""
     found = info
     try:
-        while (path := site_path(TensorSite.of(found))) in taken:
+        while (path := site_path(found)) in taken:
             found = dataclasses.replace(found, call=found.call + 1)
     except UsageError as error:
         raise UsageError(f"{place} cannot be stored: {error}, or leave the file out with --skip-unreadable") from error

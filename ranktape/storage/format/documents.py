@@ -65,12 +65,19 @@ def encode_document(document: Mapping[str, Any], *, key: str) -> bytes:
         ValueError: a NaN or an infinity is in it, which JSON cannot hold.
     """
     stamped = {**document, "attributes": {CHECKSUM_KEY: _BLANK, **document["attributes"]}}
-    written = json.dumps(stamped, separators=(",", ":"), allow_nan=False)
-    if "\\ud" in written:
-        written = json.dumps(spelled(stamped), separators=(",", ":"), allow_nan=False)
-    text = written.encode()
+    # Of arrays, which grow with what was captured; what is said of a tensor has been looked at (`check_form`).
+    write = msgspec.json.encode if "shape" in document else _strict_json
+    try:
+        text = write(stamped)
+    except (OverflowError, TypeError, UnicodeEncodeError):
+        # Lone surrogates; and what the faster one does not take, such as a key that is no text.
+        text = _strict_json(spelled(stamped))
     digits = text.index(_BLANK.encode()) + len(_ALGORITHM)
     return text[:digits] + b"%08x" % _document_crc(text, key=key) + text[digits + 8 :]
+
+
+def _strict_json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode()
 
 
 def decode_document(data: bytes, *, place: str, key: str | None = None) -> dict[str, Any]:

@@ -350,8 +350,8 @@ SITE_FIELDS = tuple(field.name for field in dataclasses.fields(TensorSite))
 """The fields of a record that name it."""
 
 
-def site_path(site: TensorSite) -> str:
-    """The path of a site below its iteration's group; no two sites have one.
+def site_path(site: TensorSite | RecordInfo) -> str:
+    """The path of a site, or of that of a record, below its iteration's group; no two sites have one.
 
     Segments are joined by slashes where a name is longer than file systems allow.
     """

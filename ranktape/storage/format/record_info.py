@@ -272,9 +272,9 @@ class RecordInfo:
     def with_checksum(self, checksum: str) -> RecordInfo:
         """The same with another checksum; `dataclasses.replace` takes longer than a small tensor's share of a write."""
         clone = object.__new__(RecordInfo)
-        for field, value in zip(FIELDS, _fields(self), strict=True):
-            object.__setattr__(clone, field, value)
-        object.__setattr__(clone, "checksum", checksum)
+        for put, value in zip(_SETTERS, _fields(self), strict=True):
+            put(clone, value)
+        _SETTERS[_CHECKSUM](clone, checksum)
         return clone
 
     @classmethod
@@ -290,6 +290,11 @@ FIELDS = tuple(field.name for field in dataclasses.fields(RecordInfo))
 """The names of a record's fields, in the order of `RecordInfo`."""
 
 _fields = operator.attrgetter(*FIELDS)
+
+_SETTERS = tuple(RecordInfo.__dict__[name].__set__ for name in FIELDS)
+"""Of the fields of a frozen instance that is being made."""
+
+_CHECKSUM = FIELDS.index("checksum")
 
 _TEXTS = tuple(field.name for field in dataclasses.fields(RecordInfo) if field.type == "str")
 

@@ -30,7 +30,7 @@ from ranktape.storage.format.encode import (
     stored_dtype,
     stored_shape,
 )
-from ranktape.storage.format.layout import TensorSite, site_path
+from ranktape.storage.format.layout import site_path
 from ranktape.storage.format.record_info import Compression, Keep, RecordInfo
 from ranktape.storage.recording import stack
 from ranktape.storage.recording.stack import HeldTensor, Pending
@@ -117,7 +117,7 @@ class RankWriter:
         try:
             check_form(array, info=info)
             info = info.spelled()
-            site = site_path(TensorSite.of(info))
+            site = site_path(info)
             pending = self._take(site, info.iteration)
             is_held = self.holds(array)
             whole, sample_crcs = (checksum(array), None) if is_held else checksums(array, info=info)
