@@ -98,7 +98,7 @@ def encode_array(
     packing = _packing(compression, info=info) if array.nbytes <= MAX_PACKED_NBYTES else Compression.NONE
     raws = [] if by_sample is None else list(_samples(array, sample_dim=by_sample))
     samples = list(zip(raws, sample_crcs or map(_crc, raws), strict=True))
-    attributes = info.to_json()
+    attributes = info.to_attributes()
     if samples:
         # One sample is read without the others: what it must be is said where nobody can exchange it.
         attributes["sample_checksums"] = [f"crc32c:{crc:08x}" for _, crc in samples]
@@ -131,7 +131,7 @@ def encode_stack(
     row = stored_dtype(first)
     packing = _packing(compression, info=first)
     shape = (len(arrays), *arrays[0].shape)
-    common, captures = shared_fields([info.to_json() for info in infos])
+    common, captures = shared_fields([info.to_attributes() for info in infos])
     document = array_document(
         shape=shape,
         row=row,

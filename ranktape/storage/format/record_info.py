@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -150,12 +151,16 @@ class Overflow:
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary for JSON; infinities become the strings that JSON lacks."""
+        document = self.to_attributes()
+        for kind in TALLY_KINDS:
+            document[kind]["ratio"] = getattr(self, kind).ratio
+        return {**document, "total": self.total, "ratio": self.ratio}
+
+    def to_attributes(self) -> dict[str, Any]:
+        """The same for Zarr attributes, without what follows from the rest: ratios and sums."""
         document: dict[str, Any] = {
-            kind: {"count": tally.count, "ratio": tally.ratio}
-            for kind, tally in zip(TALLY_KINDS, _tallies(self), strict=True)
+            kind: {"count": tally.count} for kind, tally in zip(TALLY_KINDS, _tallies(self), strict=True)
         }
-        document["total"] = self.total
-        document["ratio"] = self.ratio
         for name in EXTREMES:
             value = getattr(self, name)
             document[name] = value if value is None or abs(value) != float("inf") else str(value)
@@ -163,9 +168,13 @@ class Overflow:
         return document
 
     @classmethod
-    def from_json(cls, document: dict[str, Any]) -> Overflow:
-        """Rebuild what `to_json` wrote."""
-        parts: dict[str, Any] = {kind: ElementTally(**document[kind]) for kind in TALLY_KINDS}
+    def from_json(cls, document: dict[str, Any], *, num_elements: int) -> Overflow:
+        """Rebuild what `to_json` or `to_attributes` wrote of a tensor with so many elements."""
+        counts = {kind: document[kind]["count"] for kind in TALLY_KINDS}
+        parts: dict[str, Any] = {
+            kind: ElementTally(count=count, ratio=count / num_elements if num_elements else 0.0)
+            for kind, count in counts.items()
+        }
         parts |= {name: None if document[name] is None else float(document[name]) for name in EXTREMES}
         return cls(**parts, per_sample=document.get("per_sample"))
 
@@ -255,10 +264,14 @@ class RecordInfo:
         return int(is_one_sample(self.sample_ids, tensor_name=self.tensor_name))
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary for JSON and for Zarr attributes, field by field."""
+        """A dictionary for JSON, field by field."""
+        return {**self.to_attributes(), "overflow": self.overflow.to_json()}
+
+    def to_attributes(self) -> dict[str, Any]:
+        """The same for Zarr attributes, without what follows from other fields."""
         document = dict(zip(FIELDS, _fields(self), strict=True))
         document["shape"] = list(self.shape)
-        document["overflow"] = self.overflow.to_json()
+        document["overflow"] = self.overflow.to_attributes()
         return document
 
     def spelled(self) -> RecordInfo:
@@ -282,7 +295,8 @@ class RecordInfo:
         """Rebuild what `to_json` wrote; unknown keys are ignored."""
         values = {field: document[field] for field in FIELDS}
         values["shape"] = tuple(document["shape"])
-        values["overflow"] = Overflow.from_json(document["overflow"])
+        num_elements = math.prod(values["shape"])
+        values["overflow"] = Overflow.from_json(document["overflow"], num_elements=num_elements)
         return cls(**values)
 
 
