@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ranktape.analyze import quantize
-from ranktape.analyze.numerics.quantization import fast_values
+from ranktape.analyze.numerics.quantization import operand
 from ranktape.analyze.numerics.quantization.operand import quantized_values
 from ranktape.analyze.numerics.quantization.schemes import SCHEMES, ScaleRule
 
@@ -80,7 +80,7 @@ def _name(case: tuple[str, dict[str, Any]]) -> str:
 @pytest.fixture
 def many_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several pieces of every tensor, and several threads for them."""
-    monkeypatch.setattr(fast_values, "PIECE_SIZE", 200)
+    monkeypatch.setattr(operand, "PIECE_SIZE", 200)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield

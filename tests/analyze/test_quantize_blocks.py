@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ranktape.analyze.numerics.pieces import RUN, Box, boxes, grouped_shape
-from ranktape.analyze.numerics.quantization.array_ops import BOX_SIZE
+
+BOX_SIZE = 1 << 17
 
 
 @st.composite

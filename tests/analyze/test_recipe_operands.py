@@ -60,7 +60,7 @@ def test_a_prescale_moves_the_numbers_on_the_grid_and_the_factor_takes_it_back()
     found, plain = quantized_operands(product, matrix, matrix, seed=0)
     assert torch.equal(found.values, quantize(matrix * 0.75, "mxfp4", warn=False).values)
     assert (found.factor, plain.factor) == (4 / 3, 1)
-    assert found.is_bf16_exact
+    assert found.is_bf16
 
 
 def test_draws_follow_the_seed_and_differ_between_the_operands() -> None:

@@ -1,4 +1,4 @@
-"""Is a tensor quantised by torch operations what the compiled code makes of it, bit for bit?"""
+"""Does a GPU quantise as a CPU does, bit for bit?"""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from ranktape.analyze.numerics.formats import FORMATS, uniforms
-from ranktape.analyze.numerics.quantization import tensor_ops
+from ranktape.analyze.numerics.formats.values import round_magnitudes, uniforms_at
 from ranktape.analyze.numerics.quantization.encoded import Quantized
-from ranktape.analyze.numerics.quantization.plan import plan_of
-from ranktape.analyze.numerics.quantization.quantizer import quantize, quantize_pieces
+from ranktape.analyze.numerics.quantization.quantizer import quantize
 from ranktape.analyze.numerics.quantization.schemes import SCHEMES, ScaleRule
 from ranktape.errors import UsageError
 
@@ -59,12 +58,6 @@ def _numbers(*shape: int) -> torch.Tensor:
     return numbers
 
 
-def quantize_tensor(tensor: torch.Tensor, scheme: str, **options: Any) -> Quantized:
-    """By the operations for other devices, on a CPU."""
-    plan = plan_of(scheme, num_dims=tensor.ndim, **options)
-    return quantize_pieces(tensor.detach(), plan=plan, ops=tensor_ops)
-
-
 def _assert_same(found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
     if found is None or expected is None:
         assert found is expected
@@ -93,17 +86,6 @@ def _assert_equal(found: Quantized, expected: Quantized) -> None:
         _assert_same(found.codes, expected.codes)
 
 
-@pytest.mark.parametrize("case", CASES, ids=_name)
-def test_every_scheme_equals_its_twin(case: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_ops, "BOX_SIZE", 400)
-    scheme, options = case
-    for dtype in WIDE:
-        numbers = _numbers(6, 40, 6).to(dtype)
-        for axis in (0, 1, -1):
-            found = quantize_tensor(numbers, scheme, axis=axis, **options)
-            _assert_equal(found, quantize(numbers, scheme, axis=axis, warn=False, **options))
-
-
 TILES: list[tuple[str, dict[str, Any]]] = [
     ("nvfp4", {"block_size": (16, 16)}),
     ("nvfp4", {"block_size": (4, 7), "four_over_six": True}),
@@ -114,77 +96,31 @@ TILES: list[tuple[str, dict[str, Any]]] = [
 """What is done along the last dimensions alone."""
 
 
-@pytest.mark.parametrize("case", TILES, ids=_name)
-def test_tiles_equal_their_twin(case: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_ops, "BOX_SIZE", 700)
-    scheme, options = case
-    for dtype in WIDE:
-        numbers = _numbers(2, 70, 64).to(dtype)
-        _assert_equal(quantize_tensor(numbers, scheme, **options), quantize(numbers, scheme, warn=False, **options))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ELEMENTS)
-def test_every_value_of_16_bits_becomes_what_its_twin_becomes(name: str, dtype: torch.dtype) -> None:
-    every = torch.arange(1 << 16).to(torch.int16).view(dtype)
-    roundings: list[dict[str, Any]] = [{"rounding": one} for one in ("even", "away", "floor")] + [{"seed": 7}]
-    if name == "hif8":
-        roundings.append({"rounding": "hybrid"})
-    for options in roundings:
-        _assert_equal(quantize_tensor(every, name, **options), quantize(every, name, warn=False, **options))
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz], ids=str)
-def test_8_bit_floats_are_quantised_too(dtype: torch.dtype) -> None:
-    every = torch.arange(256).to(torch.uint8).view(dtype).reshape(2, 128)
-    _assert_equal(quantize_tensor(every, "mxfp4"), quantize(every, "mxfp4", warn=False))
+def test_uniform_numbers_are_those_of_the_seed_and_the_index() -> None:
+    for seed in (0, 1, -5, 1 << 70):
+        found = uniforms_at(torch.arange(10, 1010), seed=seed)
+        np.testing.assert_array_equal(found.numpy(), uniforms(seed, start=10, size=1000))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float64], ids=str)
 def test_hybrid_rounding_refuses_types_whose_bits_it_does_not_know(dtype: torch.dtype) -> None:
-    for function in (quantize_tensor, quantize):
-        with pytest.raises(UsageError, match="give float32, float16, bfloat16, not float"):
-            function(torch.ones(3).to(dtype), "hif8", rounding="hybrid")
+    with pytest.raises(UsageError, match="give float32, float16, bfloat16, not float"):
+        quantize(torch.ones(3).to(dtype), "hif8", rounding="hybrid")
 
 
-@pytest.mark.parametrize("offset", [-10, 0, 10])
-def test_nvfp4_of_float64_beyond_float32_equals_its_twin(offset: int) -> None:
-    for largest in (1e39, 1e41, 1e300):
-        numbers = torch.tensor([largest, -largest / 4, 1.0, 0.0], dtype=torch.float64)
-        found = quantize_tensor(numbers, "nvfp4", scale_offset=offset)
-        assert found.values.isfinite().all()
-        _assert_equal(found, quantize(numbers, "nvfp4", scale_offset=offset, warn=False))
-
-
-@pytest.mark.parametrize("scaling", ["none", "tensor", "channel", "block"])
-def test_shapes_without_elements_or_dimensions_have_the_same_answer(scaling: str) -> None:
-    for shape in ((), (0,), (3, 0), (0, 3), (1,)):
-        numbers = torch.full(shape, 3.3)
-        found = quantize_tensor(numbers, "fp8_e4m3", scaling=scaling)
-        _assert_equal(found, quantize(numbers, "fp8_e4m3", scaling=scaling))
-
-
-def test_views_are_quantised_in_place_of_copies() -> None:
+def test_views_are_quantised_as_copies_and_gradients_are_not_followed() -> None:
     numbers = _numbers(40, 66)
-    for view in (numbers.T, numbers[::2, 1:], numbers.expand(2, 40, 66)):
-        _assert_equal(quantize_tensor(view, "mxfp8_e4m3"), quantize(view, "mxfp8_e4m3", warn=False))
-
-
-def test_uniform_numbers_are_those_of_the_seed_and_the_index() -> None:
-    for seed in (0, 1, -5, 1 << 70):
-        found = tensor_ops.uniforms_at(torch.arange(10, 1010), seed=seed)
-        np.testing.assert_array_equal(found.numpy(), uniforms(seed, start=10, size=1000))
+    for view in (numbers.T, numbers[::2, 1:], numbers.expand(2, 40, 66), numbers.requires_grad_()):
+        found = quantize(view, "mxfp8_e4m3", warn=False)
+        _assert_equal(found, quantize(view.detach().clone(), "mxfp8_e4m3", warn=False))
+        assert not found.values.requires_grad
 
 
 def test_codes_are_those_of_the_tensor_as_it_was() -> None:
     numbers = torch.ones(64)
-    quantized = quantize_tensor(numbers, "fp8_e4m3")
+    quantized = quantize(numbers, "fp8_e4m3")
     numbers.zero_()
     assert quantized.codes.unique().tolist() == [0x38]
-
-
-def test_gradients_are_not_followed() -> None:
-    assert not quantize_tensor(torch.ones(3, requires_grad=True), "fp8_e4m3").values.requires_grad
 
 
 @pytest.mark.gpu
@@ -211,7 +147,6 @@ def test_a_gpu_divides_and_rounds_as_a_cpu_does() -> None:
     numbers, element = torch.rand(1 << 20, dtype=torch.float64) * 500, FORMATS["fp8_e4m3"]
     for rounding in (element.rounding, FORMATS["hif8"].rounding):
         expected, found = (
-            tensor_ops.round_magnitudes(one / 3, element=element, rounding=rounding, seed=0, places=None)
-            for one in (numbers, numbers.cuda())
+            round_magnitudes(one / 3, element=element, rounding=rounding) for one in (numbers, numbers.cuda())
         )
         torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0)

@@ -248,8 +248,7 @@ def quantised_one(name: str, operand: torch.Tensor, recipe: Recipe, *, seed: int
     last = operand.transpose(-2, -1) if name == "value" else operand
     how = _operand_recipes(recipe)[name]
     matrix = one_operand(ProductRecipe(operands={"input": how}), "input", last.flatten(0, -2), seed=seed)
-    factor = matrix.factor if isinstance(matrix.factor, float) else matrix.factor[:, None]
-    values = (matrix.values * factor).to(operand.dtype).view(last.shape)
+    values = matrix.whole().to(operand.dtype).view(last.shape)
     return values.transpose(-2, -1).contiguous() if name == "value" else values
 
 

@@ -292,3 +292,24 @@ def array_of(tensor: torch.Tensor) -> NDArray[Any]:
         return array
     pattern = torch.int16 if dtype.itemsize == HALF_NBYTES else torch.uint8
     return plain.view(pattern).numpy().view(dtype)
+
+
+def tensor_of(array: NDArray[Any]) -> torch.Tensor:
+    """The same numbers as a tensor on a CPU, of an array of a type that records hold.
+
+    Its memory, where it can be written and torch knows the type; float32 numbers of floats that torch does not know.
+    """
+    import torch
+
+    name = array.dtype.name
+    if not hasattr(torch, name):
+        array, name = array.astype(np.float32), "float32"
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = array.copy()
+    dtype = getattr(torch, name)
+    if array.dtype.itemsize > HALF_NBYTES:
+        return torch.from_numpy(array)
+    pattern = np.int16 if array.dtype.itemsize == HALF_NBYTES else np.uint8
+    return torch.from_numpy(array.view(pattern)).view(dtype)

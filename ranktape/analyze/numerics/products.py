@@ -270,29 +270,21 @@ class _Operands:
 
 
 def _quantised(x_RS: torch.Tensor, use: _Use) -> QuantizedOperand:
-    """The operand, in half the memory where that loses nothing."""
     if use.is_plain:
-        return _plain(x_RS)
+        return _plain_operand(x_RS)
     product = ProductRecipe(operands={use.name: use.recipe}, rotation=use.rotation, rotation_seed=use.rotation_seed)
-    return _narrow(one_operand(product, use.name, x_RS, seed=use.seed))
+    return one_operand(product, use.name, x_RS, seed=use.seed)
 
 
-def _plain(x_RS: torch.Tensor) -> QuantizedOperand:
-    if _is_bf16(x_RS):
-        return QuantizedOperand(values=x_RS, factor=1.0, is_bf16_exact=True)
-    return _narrow(quantized_operand(x_RS))
+def _plain_operand(x_RS: torch.Tensor) -> QuantizedOperand:
+    """A matrix as it is: in bfloat16 it is multiplied from where it lies, turned over or not."""
+    return QuantizedOperand(values=x_RS, factor=1.0) if _is_bf16(x_RS) else quantized_operand(x_RS)
 
 
 def _is_bf16(matrix: torch.Tensor) -> bool:
     import torch
 
     return matrix.dtype is torch.bfloat16
-
-
-def _narrow(operand: QuantizedOperand) -> QuantizedOperand:
-    import torch
-
-    return replace(operand, values=operand.values.to(torch.bfloat16)) if operand.is_bf16_exact else operand
 
 
 class _Reference:
@@ -310,7 +302,9 @@ class _Reference:
 
         self._split = split
         names, dims = PRODUCTS[product], SUMMED[product]
-        a, b = (_plain(matrices[name] if dim else matrices[name].T) for name, dim in zip(names, dims, strict=True))
+        a, b = (
+            _plain_operand(matrices[name] if dim else matrices[name].T) for name, dim in zip(names, dims, strict=True)
+        )
         shape = a.values.shape[0], b.values.shape[0]
         self.recorded: torch.Tensor | None = None
         if recorded is not None:

@@ -11,15 +11,14 @@ this module removes the caches of the modules that call it.
 from __future__ import annotations
 
 import functools
-import operator
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.formats.table import Format, Rounding
+from ranktape.analyze.numerics.formats.values import GOLDEN, HYBRID_BITS, UNIFORM_UNIT, mix
 from ranktape.analyze.numerics.kernels import compiled
-from ranktape.errors import UsageError
 
 NO_TAPER = 2000
 """A limit that no exponent of a float64 reaches."""
@@ -39,23 +38,10 @@ ONE_BITS = ONE_FIELD << 52
 BEYOND = 4.0
 """How far beyond the largest value of the format rounding goes on, where it must be seen that it goes beyond."""
 
-HYBRID_BITS = 14
-"""Of the discarded bits of a float32, how many hybrid rounding compares with the last bits of the significand."""
+_NUM_BITS = HYBRID_BITS["float32"]
 
 EVEN, EVEN_TAPERED, AWAY, FLOOR, RANDOM, HYBRID = range(6)
 """How to round; `EVEN_TAPERED` is for formats whose significand gets shorter away from 1, the others are for all."""
-
-GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-"""The step from one number's state to the next one's: 2**64 over the golden ratio, odd, as a signed integer."""
-
-FIRST_FACTOR = 0xBF58476D1CE4E5B9 - (1 << 64)
-"""What `mix` multiplies by first."""
-
-SECOND_FACTOR = 0x94D049BB133111EB - (1 << 64)
-"""What `mix` multiplies by second."""
-
-UNIFORM_UNIT = 2.0**-53
-"""The step between two uniform numbers."""
 
 
 class RoundingConstants(NamedTuple):
@@ -107,17 +93,6 @@ def constants_of(target: Format, rounding: Rounding | None = None, *, beyond: fl
         overflow_start=target.overflow_start_of(chosen),
         min_normal=target.min_normal,
     )
-
-
-def check_values(target: Format) -> None:
-    """Refuse formats that no tensor is quantised to.
-
-    Raises:
-        UsageError: of e8m0 and ue5m3, which have no sign, and of fp64, which holds every float64.
-    """
-    if not target.is_signed or target.name == "fp64":
-        why = "holds every float64" if target.name == "fp64" else "holds the scales of blocks, and has no sign"
-        raise UsageError(f"{target.name} is no format to quantise to: it {why}. Use `round_to` for single values")
 
 
 @compiled
@@ -211,90 +186,29 @@ def round_block(scaled: NDArray[np.float64], constants: RoundingConstants, round
     elif constants.kind == HYBRID:
         for index in range(scaled.size):
             narrow = np.float32(scaled[index])
-            threshold = narrow.view(np.int32) & ((1 << HYBRID_BITS) - 1)
-            rounded[index] = round_hybrid(np.float64(narrow), threshold, HYBRID_BITS, constants)
+            threshold = narrow.view(np.int32) & ((1 << _NUM_BITS) - 1)
+            rounded[index] = round_hybrid(np.float64(narrow), threshold, _NUM_BITS, constants)
     else:
         for index in range(scaled.size):
             rounded[index] = round_floor(scaled[index], constants)
 
 
-@compiled
-def draw(
-    magnitudes: NDArray[np.float64],
-    constants: RoundingConstants,
-    state: int,
-    places: NDArray[np.int64],
-    rounded: NDArray[np.float64],
-) -> None:
-    """Write a neighbour of each magnitude, by the uniform numbers of the elements with these indices in C order."""
-    for index in range(magnitudes.size):
-        clipped = min(magnitudes[index], constants.maximum)
-        steps = _steps(clipped, constants)
-        nearest = (clipped + steps) - steps
-        step = steps * 2.0**-52
-        below = nearest - (step if nearest > clipped else 0.0)
-        # Both sides are exact: the uniform number has 53 bits, and the step is a power of two.
-        is_up = uniform_at(state, places[index]) * step < clipped - below
-        rounded[index] = below + (step if is_up else 0.0)
-
-
-@compiled
-def round_hybrids(
-    magnitudes: NDArray[np.float64],
-    thresholds: NDArray[np.int64],
-    num_bits: int,
-    constants: RoundingConstants,
-    rounded: NDArray[np.float64],
-) -> None:
-    """Write what hybrid rounding makes of magnitudes of any type, whose last bits are the thresholds."""
-    for index in range(magnitudes.size):
-        rounded[index] = round_hybrid(magnitudes[index], thresholds[index], num_bits, constants)
-
-
-@compiled
-def mix(state: Any) -> Any:
-    """A signed 64-bit number of which each bit depends on every bit of the state: a bijection.
-
-    The output function of splitmix64 (Steele, Lea and Flood, 2014) in operations that int64 has everywhere, products
-    modulo 2**64 and shifts that keep the sign, whose copies of the sign are masked away:
-
-        x ^= (x >> 30) & (2**34 - 1);  x *= 0xBF58476D1CE4E5B9
-        x ^= (x >> 27) & (2**37 - 1);  x *= 0x94D049BB133111EB
-        x ^= (x >> 31) & (2**33 - 1)
-
-    Its Python is called with torch tensors, too.
-    """
-    first = (state ^ ((state >> 30) & 0x3FFFFFFFF)) * FIRST_FACTOR
-    second = (first ^ ((first >> 27) & 0x1FFFFFFFFF)) * SECOND_FACTOR
-    return second ^ ((second >> 31) & 0x1FFFFFFFF)
+_mix = compiled(mix)
 
 
 @compiled
 def uniform_at(state: int, index: int) -> np.float64:
     """The uniform number of the element with that index in C order; `state` is `state_of(seed)`."""
-    mixed = mix(state + (index + 1) * GOLDEN)
+    mixed = _mix(state + (index + 1) * GOLDEN)
     return np.float64((mixed >> 11) & 0x1FFFFFFFFFFFFF) * UNIFORM_UNIT
 
 
-def state_of(seed: int) -> int:
-    """Where the numbers of a seed begin, as a signed 64-bit integer: `mix` of seed + `GOLDEN`, modulo 2**64.
-
-    Raises:
-        UsageError: the seed is not an integer.
-    """
-    try:
-        whole = operator.index(seed)
-    except TypeError as error:
-        raise UsageError(f"seed is {seed!r}: give an integer") from error
-    return int(mix(np.int64(_signed(whole + GOLDEN))))
-
-
-def _signed(number: int) -> int:
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
 @compiled
-def fill_uniforms(state: int, start: int, uniforms: NDArray[np.float64]) -> None:
-    """Write the uniform numbers of the elements from index `start` on."""
-    for offset in range(uniforms.size):
-        uniforms[offset] = uniform_at(state, start + offset)
+def draw(
+    magnitudes: NDArray[np.float64], constants: RoundingConstants, state: int, place: int, rounded: NDArray[np.float64]
+) -> None:
+    """Write a neighbour of each magnitude, by the uniform numbers of the elements from index `place` on."""
+    for index in range(magnitudes.size):
+        below = round_floor(magnitudes[index], constants)
+        passed, step = passed_of(magnitudes[index], below, constants)
+        rounded[index] = below + (step if uniform_at(state, place + index) < passed else 0.0)

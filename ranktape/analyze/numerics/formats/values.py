@@ -1,29 +1,21 @@
 """Rounds numbers to the values of a format, and gives the bits that stand for them.
 
-To nearest, stochastic, and HiFloat8's hybrid way. A code is an integer whose lowest `num_bits` bits are those of the
-format, the sign first: of fp4_e2m1 -6 is 0b1111.
+The functions that take arrays of numpy take tensors of torch, too, and compute on their device. A code is an integer
+whose lowest `num_bits` bits are those of the format, the sign first: of fp4_e2m1 -6 is 0b1111.
 """
 
 from __future__ import annotations
 
 import bisect
 import functools
+import operator
+import sys
+from types import ModuleType
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ranktape.analyze.numerics.formats.kernels import (
-    BEYOND,
-    HYBRID_BITS,
-    constants_of,
-    draw,
-    fill_uniforms,
-    round_block,
-    round_hybrids,
-    state_of,
-)
 from ranktape.analyze.numerics.formats.table import FORMATS, Coding, Format, Rounding
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import numpy_dtype
@@ -42,10 +34,28 @@ first one are powers of two: 2**(code - 23).
 """
 
 
-NUM_BITS = {np.dtype(np.float32): HYBRID_BITS, np.dtype(np.float16): 2, np.dtype(ml_dtypes.bfloat16): 2}
+HYBRID_BITS = {"float32": 14, "float16": 2, "bfloat16": 2}
 """The types that hybrid rounding takes, and how many of the discarded bits are compared with the threshold."""
 
+_FIELD_SHIFT, _ONE_FIELD = 52, 1023
+"""Of a float64: the bits below its exponent field, and the exponent field of 1.0."""
 
+_HALF = 0.5
+"""Of a step: from here on the value above is nearer."""
+
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+"""The step from one number's state to the next one's: 2**64 over the golden ratio, odd, as a signed integer."""
+
+UNIFORM_UNIT = 2.0**-53
+"""The step between two uniform numbers."""
+
+
+def namespace(x: Any) -> ModuleType:
+    """The module numpy or torch, whichever `x` is of: what both call alike is written once."""
+    return np if isinstance(x, np.ndarray) else sys.modules["torch"]
+
+
+@np.errstate(invalid="ignore")  # signalling NaN
 def round_to(
     values: ArrayLike,
     *,
@@ -77,31 +87,94 @@ def round_to(
     overflow = target.overflow_value(saturate=saturate)
     if np.iscomplexobj(values):
         raise UsageError("complex numbers are not rounded: give their real and imaginary parts")
-    with np.errstate(invalid="ignore"):  # signalling NaN
-        exact = np.asarray(values, dtype=np.float64)
+    given = np.asarray(values)
+    exact = given.reshape(-1).astype(np.float64)
     if target.coding is Coding.TABLE:
-        return _nearest_in_table(exact, target=target)
+        found: NDArray[np.float64] = nearest_in_table(exact, target=target)
+        return found.reshape(given.shape)
     magnitude = np.abs(exact)
+    source, places = np.ascontiguousarray(given).reshape(-1), np.arange(exact.size)
+    endless = round_magnitudes(magnitude, element=target, rounding=chosen, seed=seed or 0, places=places, source=source)
+    is_over = endless > target.maximum
     if chosen is Rounding.HYBRID:
-        endless = _hybrid(np.asarray(values), magnitude, target=target)
-        is_over = (endless > target.maximum) | (magnitude >= target.overflow_start_of(Rounding.AWAY))
-    else:
-        places = np.arange(magnitude.size) if chosen is Rounding.STOCHASTIC else None
-        how: dict[str, Any] = {"element": target, "rounding": chosen, "seed": seed or 0, "places": places}
-        endless = magnitude if target.name == "fp64" else round_magnitudes(magnitude, **how)
-        is_over = endless > target.maximum
+        is_over |= magnitude >= target.overflow_start_of(Rounding.AWAY)
     rounded = np.where(np.isnan(magnitude), np.nan, np.where(is_over, overflow, endless))
-    if not target.is_signed:
-        least = target.min_subnormal if target.coding is Coding.EXPONENT else 0.0
-        return np.where(exact < 0, np.nan, np.maximum(rounded, least))
-    signed = np.copysign(rounded, exact)
-    return np.asarray(signed if target.has_negative_zero else signed + 0.0)
+    if target.is_signed:
+        signed = np.copysign(rounded, exact)
+        return (signed if target.has_negative_zero else signed + 0.0).reshape(given.shape)
+    least = target.min_subnormal if target.coding is Coding.EXPONENT else 0.0
+    return np.where(exact < 0, np.nan, np.maximum(rounded, least)).reshape(given.shape)
 
 
-def _nearest_in_table(exact: NDArray[np.float64], *, target: Format) -> NDArray[np.float64]:
-    table = np.array(target.table)
-    nearest = table[np.searchsorted((table[:-1] + table[1:]) / 2, exact)]
-    return np.asarray(np.where(np.isnan(exact), np.nan, nearest))
+def nearest_in_table(exact: Any, *, target: Format) -> Any:
+    """The values of a table that float64 numbers, an array or a tensor, round to; of NaN NaN."""
+    xp = namespace(exact)
+    table = xp.asarray(target.table, dtype=xp.float64, device=exact.device)
+    nearest = table[xp.searchsorted((table[:-1] + table[1:]) / 2, xp.nan_to_num(exact).reshape(-1))]
+    return xp.where(xp.isnan(exact), xp.nan, nearest.reshape(exact.shape))
+
+
+def round_magnitudes(
+    magnitudes: Any, *, element: Format, rounding: Rounding, seed: int = 0, places: Any = None, source: Any = None
+) -> Any:
+    """The values of the format, were it without end, that float64 magnitudes round to; of NaN, anything.
+
+    Stochastic rounding draws by the indices `places` of the elements in C order; hybrid rounding looks at the bits of
+    `source`, the same numbers as they are stored.
+
+    Raises:
+        UsageError: rounding is hybrid, and the source is of a type whose bits it does not know; the seed is no integer.
+    """
+    if element.name == "fp64":
+        return magnitudes
+    xp = namespace(magnitudes)
+    step = float(np.ldexp(1.0, element.unit_exponent(element.emax)))
+    bounded = xp.clip(magnitudes, None, element.maximum + 2 * step)
+    exponent = (bounded.view(xp.int64) >> _FIELD_SHIFT) - _ONE_FIELD
+    exponent = xp.clip(exponent, element.lowest_exponent, element.emax)
+    unit_exponent = exponent - element.mantissa_bits
+    for limit in element.taper:
+        unit_exponent += xp.abs(exponent) > limit
+    # In units of the last place every value of the format is an integer, and powers of two scale exactly.
+    in_units = bounded * powers_of_two(-unit_exponent)
+    if rounding is Rounding.EVEN:
+        whole = xp.round(in_units)
+    else:
+        whole = xp.floor(in_units)
+        passed = in_units - whole
+        if rounding is Rounding.AWAY:
+            whole += passed >= _HALF
+        elif rounding is Rounding.STOCHASTIC:
+            whole += uniforms_at(places, seed=seed) < passed
+        elif rounding is Rounding.HYBRID:
+            whole += _is_up(passed, magnitudes, source=source, exponent=exponent, element=element)
+    return whole * powers_of_two(unit_exponent)
+
+
+def powers_of_two(exponents: Any) -> Any:
+    """2.0 to each int64 exponent from -1022 to 1023, as float64."""
+    return ((exponents + _ONE_FIELD) << _FIELD_SHIFT).view(namespace(exponents).float64)
+
+
+def _is_up(passed: Any, magnitudes: Any, *, source: Any, exponent: Any, element: Format) -> Any:
+    """What hybrid rounding rounds up: by half a step where HiF8 has all its significand bits, elsewhere by the bits.
+
+    Those are the first of the discarded bits and the last ones of the significand; of the 16-bit types the last one
+    alone, with a 1 behind it. More than one binade below the smallest value nothing rounds up.
+    """
+    xp, kind = namespace(passed), str(source.dtype).removeprefix("torch.")
+    num_bits = HYBRID_BITS.get(kind)
+    if num_bits is None:
+        raise UsageError(
+            "hybrid rounding looks at the bits of the type that values come in: give "
+            f"{', '.join(HYBRID_BITS)}, not {kind}"
+        )
+    is_wide = source.dtype.itemsize == np.dtype(np.float32).itemsize
+    bits = xp.asarray(source.view(xp.int32 if is_wide else xp.int16), dtype=xp.int64)
+    thresholds = bits & ((1 << num_bits) - 1) if is_wide else (bits & 1) * 2 + 1
+    is_reached = xp.floor(passed * (1 << num_bits)) >= thresholds
+    is_reached &= magnitudes >= _HALF * float(np.ldexp(1.0, element.lowest_exponent))
+    return xp.where(xp.abs(exponent) <= element.taper[0], passed >= _HALF, is_reached)
 
 
 def parse_rounding(rounding: Rounding | str | None, *, target: Format, seed: int | None) -> Rounding:
@@ -129,7 +202,7 @@ def uniforms(seed: int, *, start: int, size: int) -> NDArray[np.float64]:
     """The uniform numbers in [0, 1), multiples of 2**-53, of `size` elements from index `start` on.
 
     Each follows from the seed and its own index alone, so chunks, threads and machines do not change it. With int64
-    arithmetic modulo 2**64, `GOLDEN` = 0x9E3779B97F4A7C15 and `mix` as `kernels.mix` has it:
+    arithmetic modulo 2**64, `GOLDEN` = 0x9E3779B97F4A7C15 and `mix`:
 
         state = mix(seed + GOLDEN)
         uniform = ((mix(state + (index + 1) * GOLDEN) >> 11) & (2**53 - 1)) * 2**-53
@@ -140,43 +213,47 @@ def uniforms(seed: int, *, start: int, size: int) -> NDArray[np.float64]:
     Raises:
         UsageError: the seed is not an integer.
     """
-    found = np.empty(size)
-    fill_uniforms(state_of(seed), start, found)
+    found: NDArray[np.float64] = uniforms_at(np.arange(start, start + size, dtype=np.int64), seed=seed)
     return found
 
 
-def round_magnitudes(
-    magnitudes: NDArray[np.float64], *, element: Format, rounding: Rounding, seed: int, places: NDArray[np.int64] | None
-) -> NDArray[np.float64]:
-    """The values of the format, were it without end, that magnitudes round to; of NaN, anything.
+def uniforms_at(index: Any, *, seed: int) -> Any:
+    """`uniforms` of the elements with these int64 indices in C order, an array or a tensor.
 
-    Stochastic rounding draws by the indices `places` of the elements in C order.
+    Raises:
+        UsageError: the seed is not an integer.
     """
-    flat = np.ascontiguousarray(magnitudes).reshape(-1)
-    constants, rounded = constants_of(element, rounding, beyond=BEYOND), np.empty(flat.size)
-    if places is None:
-        round_block(flat, constants, rounded)
-    else:
-        draw(flat, constants, state_of(seed), places.reshape(-1), rounded)
-    return rounded.reshape(magnitudes.shape)
+    mixed = mix((index + 1) * GOLDEN + state_of(seed))
+    return namespace(index).asarray((mixed >> 11) & 0x1FFFFFFFFFFFFF, dtype=namespace(index).float64) * UNIFORM_UNIT
 
 
-def _hybrid(source: NDArray[Any], magnitude: NDArray[np.float64], *, target: Format) -> NDArray[np.float64]:
-    num_bits = NUM_BITS.get(source.dtype)
-    if num_bits is None:
-        raise UsageError(
-            "hybrid rounding looks at the bits of the type that values come in: give "
-            f"{', '.join(map(str, NUM_BITS))}, not {source.dtype}"
-        )
-    # The last bits of the significand; of the 16-bit types the last one alone, with a 1 behind it.
-    flat = np.ascontiguousarray(source).reshape(-1)
-    is_wide = source.dtype == np.float32
-    bits = flat.view(np.uint32 if is_wide else np.uint16).astype(np.int64)
-    thresholds = bits & ((1 << num_bits) - 1) if is_wide else (bits & 1) * 2 + 1
-    rounded = np.empty(flat.size)
-    constants = constants_of(target, Rounding.HYBRID, beyond=BEYOND)
-    round_hybrids(np.ascontiguousarray(magnitude).reshape(-1), thresholds, num_bits, constants, rounded)
-    return rounded.reshape(magnitude.shape)
+def mix(state: Any) -> Any:
+    """A signed 64-bit number of which each bit depends on every bit of the state: a bijection.
+
+    The output function of splitmix64 (Steele, Lea and Flood, 2014) in operations that int64 has everywhere, products
+    modulo 2**64 and shifts that keep the sign, whose copies of the sign are masked away:
+
+        x ^= (x >> 30) & (2**34 - 1);  x *= 0xBF58476D1CE4E5B9
+        x ^= (x >> 27) & (2**37 - 1);  x *= 0x94D049BB133111EB
+        x ^= (x >> 31) & (2**33 - 1)
+    """
+    first = (state ^ ((state >> 30) & 0x3FFFFFFFF)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    second = (first ^ ((first >> 27) & 0x1FFFFFFFFF)) * (0x94D049BB133111EB - (1 << 64))
+    return second ^ ((second >> 31) & 0x1FFFFFFFF)
+
+
+def state_of(seed: int) -> int:
+    """Where the numbers of a seed begin, as a signed 64-bit integer: `mix` of seed + `GOLDEN`, modulo 2**64.
+
+    Raises:
+        UsageError: the seed is not an integer.
+    """
+    try:
+        whole = operator.index(seed)
+    except TypeError as error:
+        raise UsageError(f"seed is {seed!r}: give an integer") from error
+    state = (whole + GOLDEN + (1 << 63)) % (1 << 64) - (1 << 63)
+    return int(mix(np.array([state]))[0])
 
 
 def encode(
@@ -282,6 +359,32 @@ def code_table(name: str) -> NDArray[np.uint8]:
     )
     codes.flags.writeable = False
     return codes
+
+
+def narrow_codes(values: Any, *, target: Format) -> Any:
+    """The codes, as uint8, of float64 values of a format of at most `NARROW_BITS` bits, an array or a tensor.
+
+    NaN has the code 0 where the format has none for it.
+    """
+    xp = namespace(values)
+    if target.coding is Coding.TABLE:
+        table = xp.asarray(target.table, dtype=xp.float64, device=values.device)
+        found = xp.searchsorted(table, xp.nan_to_num(values).reshape(-1))
+        return xp.asarray(found, dtype=xp.uint8).reshape(values.shape)
+    patterns = (xp.asarray(values, dtype=xp.float32).view(xp.int32) >> 16) & 0xFFFF
+    codes = code_table(target.name)
+    return (codes if xp is np else xp.tensor(codes, device=values.device))[patterns]
+
+
+def check_values(target: Format) -> None:
+    """Refuse formats that no tensor is quantised to.
+
+    Raises:
+        UsageError: of e8m0 and ue5m3, which have no sign, and of fp64, which holds every float64.
+    """
+    if not target.is_signed or target.name == "fp64":
+        why = "holds every float64" if target.name == "fp64" else "holds the scales of blocks, and has no sign"
+        raise UsageError(f"{target.name} is no format to quantise to: it {why}. Use `round_to` for single values")
 
 
 def _stored(target: Format) -> np.dtype[Any]:

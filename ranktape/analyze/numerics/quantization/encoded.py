@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ranktape.analyze.numerics.quantization.schemes import Scaling, Scheme
@@ -126,6 +126,16 @@ class Quantized:
     """What the scheme could not keep."""
     stored_codes: Any = field(repr=False)
     """`codes`, with that of 0 for NaN where the format has no code for it."""
+
+    def as_arrays(self) -> Quantized:
+        """The same with arrays of numpy, of tensors on a CPU."""
+        return replace(
+            self,
+            values=self.values.numpy(),
+            scales=None if self.scales is None else self.scales.numpy(),
+            scale_values=None if self.scale_values is None else self.scale_values.numpy(),
+            stored_codes=self.stored_codes.numpy(),
+        )
 
     @property
     def codes(self) -> Any:

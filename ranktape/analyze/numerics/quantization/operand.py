@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
-from ranktape.analyze.numerics.pieces import check_readable
-from ranktape.analyze.numerics.quantization import tensor_ops
-from ranktape.analyze.numerics.quantization.fast_values import are_bf16, fast_values, is_fast, rotated_rows
+import numpy as np
+
+from ranktape.analyze.numerics.formats import FORMATS
+from ranktape.analyze.numerics.pieces import check_readable, each
+from ranktape.analyze.numerics.quantization.kernels import add_squared_errors, is_compiled, quantize_rows, rounding_of
 from ranktape.analyze.numerics.quantization.plan import (
     OperandOptions,
     QuantizeOptions,
@@ -25,14 +27,16 @@ from ranktape.analyze.numerics.quantization.plan import (
     check_rotation_options,
     plan_of,
 )
-from ranktape.analyze.numerics.quantization.quantizer import quantize_planned
+from ranktape.analyze.numerics.quantization.quantizer import ScaleGroups, quantize_planned
 from ranktape.analyze.numerics.quantization.rotation import rotated
+from ranktape.analyze.numerics.quantization.scales import GroupScales, factors_of
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.numerics.recipes.recipe import OPERANDS, ProductRecipe
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
 
 def quantized_values(x: torch.Tensor, scheme: str, **options: Unpack[QuantizeOptions]) -> torch.Tensor:
@@ -52,11 +56,25 @@ class QuantizedOperand:
     """A quantised matrix of which rows are multiplied and the last dimension is summed over."""
 
     values: torch.Tensor
-    """Float32, contiguous: what times `factor` is the operand. NaN where a block or an element is NaN."""
+    """Contiguous: what times `factor` is the operand. Bfloat16 where every value is a number of it, so that a product
+    in bfloat16 loses nothing; else float32. NaN where a block or an element is NaN."""
     factor: float | torch.Tensor
     """Constant along the sum, and finite: a number, or a float32 for each row."""
-    is_bf16_exact: bool
-    """Whether every value is a number of bfloat16, so that a product in bfloat16 loses nothing; NaN counts as one."""
+
+    @property
+    def is_bf16(self) -> bool:
+        """Whether every value is a number of bfloat16; NaN counts as one."""
+        import torch
+
+        return self.values.dtype is torch.bfloat16
+
+    def whole(self) -> torch.Tensor:
+        """Values times factor, in float32; the values themselves where the factor is 1."""
+        import torch
+
+        if isinstance(self.factor, float):
+            return self.values if self.factor == 1 else self.values.to(torch.float32) * self.factor
+        return self.values.to(torch.float32) * self.factor[:, None]
 
 
 def quantized_operand(
@@ -74,8 +92,6 @@ def quantized_operand(
     Raises:
         UsageError: `x_RS` is no matrix; an option goes with no scheme; or as `quantize`.
     """
-    import torch
-
     if x_RS.ndim != 2:  # noqa: PLR2004
         raise UsageError(f"an operand is a matrix, and this has {x_RS.ndim} dimensions: reshape it to [rows, summed]")
     rotation, rotation_seed = options.pop("rotation", 0), options.pop("rotation_seed", None)
@@ -90,38 +106,45 @@ def quantized_operand(
     # Turned over as it is, and then widened, takes a fifth of both at once.
     x = x_RS.detach().contiguous()
     if check_rotation_options(rotation, seed=rotation_seed):
-        x = _rotated(x, size=rotation, seed=rotation_seed)
+        x = rotated(x, axis=1, size=rotation, seed=rotation_seed)
     if scheme is None:
-        values = x.to(torch.float32)
-        return QuantizedOperand(values=values, factor=1.0, is_bf16_exact=_is_bf16(values))
+        return QuantizedOperand(values=_narrowed(x), factor=1.0)
     values, factor = _values_and_factor(x, plan=plan, is_apart=True)
-    return QuantizedOperand(values=values, factor=factor, is_bf16_exact=_is_bf16(values))
+    return QuantizedOperand(values=_narrowed(values), factor=factor)
 
 
-def _rotated(x_RS: torch.Tensor, *, size: int, seed: int | None) -> torch.Tensor:
+LOOKED_AT = 4096
+"""Elements that are looked at first: numbers that are none of bfloat16 show among them."""
+
+
+def _narrowed(values: torch.Tensor) -> torch.Tensor:
+    """In bfloat16 where every value is a number of it, else in float32."""
     import torch
 
-    if x_RS.device.type == "cpu" and x_RS.dtype is not torch.float64:
-        return rotated_rows(x_RS, size=size, seed=seed)
-    found: torch.Tensor = rotated(x_RS, axis=1, size=size, seed=seed, ops=tensor_ops)
-    return found
-
-
-def _is_bf16(values: torch.Tensor) -> bool:
-    if values.device.type == "cpu":
-        return are_bf16(values)
-    rounded = values.bfloat16().float()
-    return bool(((rounded == values) | values.isnan()).all())
+    if values.dtype is torch.bfloat16:
+        return values
+    wide = values.to(torch.float32)
+    narrow = wide
+    for part in (wide.flatten()[:LOOKED_AT], wide):
+        narrow = part.to(torch.bfloat16)
+        back = narrow.to(torch.float32)
+        if not (torch.equal(back, part) or bool(((back == part) | part.isnan()).all())):
+            return wide
+    return narrow
 
 
 def _values_and_factor(
     x: torch.Tensor, *, plan: QuantizePlan, is_apart: bool
 ) -> tuple[torch.Tensor, float | torch.Tensor]:
-    """The values, as float32 (of float64 as such if nothing is apart), and the factor that was left out of them."""
+    """The values, and the factor that was left out of them.
+
+    Float32, or bfloat16 where it is known that every value is a number of it; of float64 float64.
+    """
     import torch
 
-    if is_fast(x, plan=plan):
-        return fast_values(x, plan=plan, is_apart=is_apart)
+    is_plain = x.device.type == "cpu" and x.layout is torch.strided and x.is_floating_point() and x.numel() > 0
+    if is_plain and x.dtype is not torch.float64 and is_compiled(plan):
+        return _compiled_values(x.detach(), plan=plan, is_apart=is_apart)
     slow = quantize_planned(x, plan=plan, is_apart=is_apart)
     if not is_apart:
         return slow.values, 1.0
@@ -130,7 +153,143 @@ def _values_and_factor(
         factor = float(slow.scale_values)
     elif plan.scheme.scaling is Scaling.CHANNEL:
         factor = slow.scale_values.to(torch.float32)
-    return slow.values.to(torch.float32), factor
+    return slow.values, factor
+
+
+def _compiled_values(
+    x: torch.Tensor, *, plan: QuantizePlan, is_apart: bool
+) -> tuple[torch.Tensor, float | torch.Tensor]:
+    """The same by the compiled loop, of a tensor on a CPU that has elements and is not float64."""
+    import torch
+
+    scheme, shape = plan.scheme, x.shape
+    given = (x if x.dtype in {torch.float32, torch.bfloat16} else x.to(torch.float32)).contiguous()
+    given = given.view(shape or (1,))
+    if plan.rotation:
+        given = rotated(given, axis=plan.axis, size=plan.rotation, seed=plan.rotation_seed)
+    rows = _Rows.of(ScaleGroups.of(given, plan=plan))
+    scales = rows.groups.scales(rows.squared_errors)
+    before = after = torch.ones(1, dtype=torch.float64)
+    factor: float | torch.Tensor = 1.0
+    if scales is not None:
+        before, after = factors_of(scales, plan=plan)
+        if is_apart and scheme.scaling is Scaling.BLOCK:
+            after = scales.values
+            factor = 1.0 if scales.tensor is None else scales.tensor.scale
+        elif is_apart:
+            factor = scales.values.to(torch.float32) if scheme.scaling is Scaling.CHANNEL else float(scales.values)
+            after = torch.ones_like(after)
+    is_wanted = (is_apart or x.dtype is torch.bfloat16) and not plan.rotation
+    is_bf16 = is_wanted and _gives_bf16(scales, after, plan=plan, is_apart=is_apart)
+    values = rows.quantized(before, after, dtype=torch.bfloat16 if is_bf16 else torch.float32)
+    if plan.rotation:
+        values = rotated(values, axis=plan.axis, size=plan.rotation, seed=plan.rotation_seed, is_back=True)
+    return values.view(shape), factor
+
+
+def _gives_bf16(scales: GroupScales | None, after: torch.Tensor, *, plan: QuantizePlan, is_apart: bool) -> bool:
+    """Whether elements times these factors are numbers of bfloat16, whatever the elements are."""
+    element, scheme, narrow = plan.scheme.element, plan.scheme, FORMATS["bf16"]
+    if element.mantissa_bits > narrow.mantissa_bits or element.exponent_bits > narrow.exponent_bits:
+        return False
+    if scales is None or scheme.scaling is not Scaling.BLOCK:
+        return scales is None or is_apart
+    if scheme.has_power_scales:
+        # Blocks of zeros have the lowest scale that there is, and no bits to lose.
+        has_bits = (scales.largest > 0) & scales.largest.isfinite()
+        return bool((after * element.min_subnormal >= narrow.min_subnormal).logical_or_(~has_bits).all())
+    bits = element.mantissa_bits + 1 + (0 if scheme.scale is None else scheme.scale.mantissa_bits + 1)
+    return (scales.tensor is None or is_apart) and bits <= narrow.mantissa_bits + 1
+
+
+PIECE_SIZE = 1 << 17
+"""Elements that a thread takes at a time: they stay in a core's cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Rows:
+    """A contiguous tensor on a CPU as a matrix, for the compiled loops, which work in the threads of torch."""
+
+    groups: ScaleGroups
+    """The tensor and its groups."""
+    numbers_RC: NDArray[Any]
+    """Its patterns."""
+    group_R: NDArray[np.int64]
+    """By row, the row of the factors of its groups."""
+    run: int
+    """Neighbours in a row that share a factor."""
+    unit: int
+    """Rows whose groups no other row has."""
+
+    @classmethod
+    def of(cls, groups: ScaleGroups) -> _Rows:
+        """The rows of a tensor."""
+        outer, along, inner = groups.x_OLI.shape
+        scaling, height = groups.plan.scheme.scaling, groups.plan.scheme.block_rows
+        num_rows, columns = (outer * along, inner) if inner > 1 else (outer, along)
+        place, run, unit = np.arange(num_rows), columns, 1
+        if scaling is Scaling.BLOCK and inner > 1:
+            group, run, unit = place // along * groups.num_runs + place % along // groups.length, 1, along
+        elif scaling is Scaling.BLOCK:
+            unit, run = groups.shape[-2] if height > 1 else 1, groups.length
+            group = place // unit * -(-unit // height) + place % unit // height
+        elif scaling is Scaling.CHANNEL:
+            group, run = (place % along, columns) if inner > 1 else (0 * place, 1)
+        else:
+            group = 0 * place
+        numbers_RC = _patterns(groups.x_OLI).reshape(num_rows, columns)
+        return cls(groups=groups, numbers_RC=numbers_RC, group_R=group, run=run, unit=unit)
+
+    def _of_groups(self, values: torch.Tensor) -> NDArray[Any]:
+        return values.view(int(self.group_R.max()) + 1, -1).numpy()
+
+    def _each(self, work: Callable[[slice], None], *, unit: int = 1) -> None:
+        num_rows, columns = self.numbers_RC.shape
+        step = max(1, PIECE_SIZE // (columns * unit)) * unit
+        parts = [slice(start, start + step) for start in range(0, num_rows, step)]
+        import torch
+
+        each(work, parts, threads=torch.get_num_threads())
+
+    def quantized(self, before: torch.Tensor, after: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+        """The values with factors in `scale_shape`, in float32 or bfloat16, in the shape of the tensor."""
+        import torch
+
+        values = torch.empty(self.groups.shape, dtype=dtype)
+        results_RC = _patterns(values).reshape(self.numbers_RC.shape)
+        factors = [self._of_groups(one.to(torch.float32)) for one in (before, after)]
+        narrow, wide, divides = rounding_of(self.groups.plan)
+
+        def work(part: slice) -> None:
+            own = self.numbers_RC[part], results_RC[part], self.group_R[part], factors[0], factors[1]
+            quantize_rows(*own, self.run, part.start * self.numbers_RC.shape[1], narrow, wide, divides)
+
+        self._each(work)
+        return values
+
+    def squared_errors(self, scales: GroupScales) -> torch.Tensor:
+        """What the squared errors of the values of each group add up to, in `scale_shape`."""
+        import torch
+
+        values = self.quantized(*factors_of(scales, plan=self.groups.plan), dtype=torch.float32)
+        results_RC = _patterns(values).reshape(self.numbers_RC.shape)
+        errors = torch.zeros_like(scales.values)
+        errors_GK = self._of_groups(errors)
+
+        def work(part: slice) -> None:
+            add_squared_errors(self.numbers_RC[part], results_RC[part], self.group_R[part], self.run, errors_GK)
+
+        self._each(work, unit=self.unit)
+        return errors
+
+
+def _patterns(tensor: torch.Tensor) -> NDArray[Any]:
+    import torch
+
+    if tensor.dtype is torch.bfloat16:
+        return cast("NDArray[Any]", tensor.view(torch.int16).numpy().view(np.uint16))
+    patterns: NDArray[Any] = tensor.view(torch.int32).numpy()
+    return patterns
 
 
 SMALL = 1 << 22
@@ -151,9 +310,9 @@ def matrix_product(a: QuantizedOperand, b: QuantizedOperand) -> torch.Tensor:
     """
     import torch
 
-    is_bf16 = a.is_bf16_exact and b.is_bf16_exact
+    is_bf16 = a.is_bf16 and b.is_bf16
     if is_bf16 and a.values.is_cuda:
-        product = torch.mm(_bf16(a), _bf16(b).T, out_dtype=torch.float32)
+        product = torch.mm(a.values, b.values.T, out_dtype=torch.float32)
     else:
         with _float32_products("bf16" if is_bf16 else "ieee"):
             product = a.values.to(torch.float32) @ b.values.to(torch.float32).T
@@ -170,19 +329,13 @@ def difference_from(base_RC: torch.Tensor, a: QuantizedOperand, b: QuantizedOper
     leaves the product far more digits than bfloat16 has: what a format loses is right to 2**-9 of itself.
     """
     size = base_RC.numel() * a.values.shape[1]
-    if not (isinstance(a.factor, float) and isinstance(b.factor, float) and a.is_bf16_exact and b.is_bf16_exact):
+    if not (isinstance(a.factor, float) and isinstance(b.factor, float) and a.is_bf16 and b.is_bf16):
         return None
     if size <= SMALL or not _multiplies_bf16(base_RC.device):
         return None
     import torch
 
-    return torch.addmm(base_RC, _bf16(a), _bf16(b).T, beta=-1, alpha=a.factor * b.factor)
-
-
-def _bf16(operand: QuantizedOperand) -> torch.Tensor:
-    import torch
-
-    return operand.values.to(torch.bfloat16)
+    return torch.addmm(base_RC, a.values, b.values.T, beta=-1, alpha=a.factor * b.factor)
 
 
 def _multiplies_bf16(device: torch.device) -> bool:

@@ -174,10 +174,7 @@ def _narrow(product: str, a_RS: Tensor, b_CS: Tensor, *, recipe: Recipe, draws: 
 
 
 def _in_type(operand: QuantizedOperand, dtype: torch.dtype) -> Tensor:
-    factor = operand.factor
-    if isinstance(factor, Tensor):
-        return (operand.values * factor[:, None]).to(dtype)
-    return (operand.values if factor == 1 else operand.values * factor).to(dtype)
+    return operand.whole().to(dtype)
 
 
 def _filled(grad: Tensor, num_zeros: int) -> Tensor:

@@ -1,44 +1,59 @@
-"""Quantises what users pass, arrays of numpy, tensors of torch or lists, and warns of what is lost."""
+"""Quantises what users pass, arrays of numpy, tensors of torch or lists, and warns of what is lost.
+
+Elements are rounded in float64, by operations of torch on the tensor's device, piece by piece.
+"""
+
+# Shapes: O = everything before the axis, L = elements along it, B = groups along it, I = everything after it;
+# R = rows, C = columns of a matrix.
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 import warnings
 from collections.abc import Callable, Iterator
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias, Unpack
 
 import numpy as np
 
-from ranktape.analyze.numerics.formats import Coding, Rounding, round_to
-from ranktape.analyze.numerics.pieces import (
-    Box,
-    array_of,
-    boxes,
-    check_readable,
-    grouped_shape,
-    in_batches,
-    tensor_or_array,
+from ranktape.analyze.numerics.formats import Coding, Format, Rounding, codes_of
+from ranktape.analyze.numerics.formats.values import (
+    HYBRID_BITS,
+    NARROW_BITS,
+    narrow_codes,
+    nearest_in_table,
+    round_magnitudes,
 )
-from ranktape.analyze.numerics.quantization import array_ops
+from ranktape.analyze.numerics.pieces import check_readable, tensor_of, tensor_or_array
 from ranktape.analyze.numerics.quantization.encoded import Losses, LossSeverity, QuantizationWarning, Quantized
-from ranktape.analyze.numerics.quantization.group_scales import STRETCH, GroupScales, group_scales, nvfp4_factors
 from ranktape.analyze.numerics.quantization.plan import QuantizeOptions, QuantizePlan, plan_of
 from ranktape.analyze.numerics.quantization.rotation import rotated
-from ranktape.analyze.numerics.quantization.schemes import ScaleRecipe, Scaling
+from ranktape.analyze.numerics.quantization.scales import (
+    STRETCH,
+    GroupScales,
+    factors_of,
+    group_scales,
+    is_divided,
+    stored_scales,
+)
+from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import DTYPES
 
 if TYPE_CHECKING:
     import torch
-    from numpy.typing import NDArray
 
     from ranktape.analyze.numerics.histograms.histogram import AnyArray
 
-Result = TypeVar("Result")
+Part: TypeAlias = tuple[slice, slice, slice]
+"""A piece of a tensor in three dimensions."""
+
+PIECE_SIZE, DEVICE_PIECE_SIZE = 1 << 17, 1 << 22
+"""Elements of a piece on a CPU, where it stays in a cache, and on other devices, where each operation is a launch."""
 
 
 def quantize(
@@ -92,247 +107,303 @@ def quantize_planned(x: AnyArray | torch.Tensor, *, plan: QuantizePlan, is_apart
     Raises:
         UsageError: the elements are not real floating-point numbers.
     """
-    if isinstance(x, np.ndarray):
-        _check(x.dtype.name)
-        return quantize_pieces(x, plan=plan, ops=array_ops, is_apart=is_apart)
-    _check(str(x.dtype).removeprefix("torch."))
-    check_readable(x)
-    if x.device.type == "cpu":
-        return _as_tensors(quantize_pieces(array_of(x), plan=plan, ops=array_ops, is_apart=is_apart))
-    from ranktape.analyze.numerics.quantization import tensor_ops
-
-    return quantize_pieces(x.detach(), plan=plan, ops=tensor_ops, is_apart=is_apart)
-
-
-def quantize_pieces(x: Any, *, plan: QuantizePlan, ops: ModuleType, is_apart: bool = False) -> Quantized:
-    """An array of numpy, or with `tensor_ops` a tensor of torch, quantised piece by piece."""
-    turn = functools.partial(rotated, axis=plan.axis, size=plan.rotation, seed=plan.rotation_seed, ops=ops)
-    work = _Pieces(turn(x.reshape(x.shape or (1,))) if plan.rotation else x, plan=plan, ops=ops, is_apart=is_apart)
-    scales = work.scales()
-    work.quantize(scales)
-    names = (field.name for field in dataclasses.fields(Losses))
-    losses = Losses(**dict(zip(names, [math.prod(x.shape), *work.counts.tolist()], strict=True)))
-    values = turn(work.values, is_back=True) if plan.rotation else work.values
-    return Quantized(
-        scheme=plan.scheme,
-        values=values.reshape(x.shape),
-        scales=None if scales is None else work.moved(scales.stored).reshape(work.scales_shape),
-        scale_values=None if scales is None else work.moved(scales.values).reshape(work.scales_shape),
-        tensor_scale=None if scales is None else scales.tensor_scale,
-        losses=losses,
-        stored_codes=work.codes.reshape(x.shape),
-    )
-
-
-class _Pieces:
-    """A tensor with at least one dimension, and what it has become so far."""
-
-    def __init__(self, x: Any, *, plan: QuantizePlan, ops: ModuleType, is_apart: bool) -> None:
-        self._plan, self._ops, self._xp, self._is_apart = plan, ops, ops.namespace(), is_apart
-        self._rows = x.reshape(1) if x.ndim == 0 else x
-        self._shape, scheme = tuple(self._rows.shape), plan.scheme
-        self._runs_shape: tuple[int, ...] = (1,)
-        if scheme.scaling is Scaling.CHANNEL:
-            self._runs_shape = (self._shape[plan.axis],)
-        elif scheme.scaling is Scaling.BLOCK:
-            self._runs_shape = grouped_shape(self._shape, axis=plan.axis, block_size=scheme.block_size)
-        has_scales = x.ndim and scheme.scaling in {Scaling.CHANNEL, Scaling.BLOCK}
-        self.scales_shape = tuple(self._in_tiles(self._new(self._runs_shape)).shape) if has_scales else ()
-        self._kind = self._xp.float64 if self._rows.dtype == self._xp.float64 else self._xp.float32
-        kinds = self._kind, ops.code_dtype(scheme.element)
-        self.values, self.codes = (self._xp.empty(self._shape, dtype=kind, device=x.device) for kind in kinds)
-        self.counts = self._new((len(dataclasses.fields(Losses)) - 1,), self._xp.int64)
-
-    def _new(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
-        return self._xp.zeros(shape, dtype=dtype or self._xp.float64, device=self._rows.device)
-
-    def moved(self, array: AnyArray) -> Any:
-        """An array as what the tensor is, beside it."""
-        return self._xp.asarray(array, device=self._rows.device)
-
-    def _each(self, work: Callable[[Box], Result]) -> Iterator[tuple[Box, Result]]:
-        """Every piece, and what the work makes of it: on a CPU in several threads."""
-        length = self._plan.group_length(self._shape)
-        pieces = boxes(self._shape, axis=self._plan.axis, block_size=length, box_size=self._ops.BOX_SIZE)
-
-        def answer(box: Box) -> tuple[Box, Result]:
-            with np.errstate(all="ignore"):  # what overflows, vanishes or is NaN is part of the answer
-                return box, work(box)
-
-        return in_batches(answer, pieces, threads=self._ops.num_threads())
-
-    def _values(self, box: Box) -> Any:
-        """The elements of a box by their block, as float64."""
-        return self._xp.asarray(self._rows[box.place], dtype=self._xp.float64).reshape(box.shape_OBEI)
-
-    def scales(self) -> GroupScales | None:
-        """The scales of all groups; None without."""
-        plan = self._plan
-        if plan.scheme.scaling is Scaling.NONE:
-            return None
-        largest, largest_of_all = self._largest()
-        again = largest.copy() if plan.four_over_six else largest
-        found = group_scales(largest, plan=plan, largest_of_all=largest_of_all)
-        if not plan.four_over_six:
-            return found
-        other = group_scales(again, plan=plan, largest_of_all=largest_of_all, stretch=STRETCH)
-        is_better = self._squared_errors(other) < self._squared_errors(found)
-        return GroupScales(
-            stored=np.where(is_better, other.stored, found.stored),
-            values=np.where(is_better, other.values, found.values),
-            tensor=found.tensor,
-        )
-
-    def _largest(self) -> tuple[NDArray[np.float64], float]:
-        """The largest magnitudes of groups, those of blocks not always finite, and the largest finite one of all."""
-        xp, plan, scaling = self._xp, self._plan, self._plan.scheme.scaling
-        of_runs, of_all = self._new(self._runs_shape), self._new((1,))
-
-        def largest_in(box: Box) -> tuple[Any, Any]:
-            magnitudes, found, finite = xp.abs(self._values(box)), None, None
-            if scaling is Scaling.BLOCK:
-                found = xp.amax(magnitudes, axis=2)
-            if scaling is not Scaling.BLOCK or plan.scheme.has_tensor_scale:
-                are_finite = xp.where(magnitudes < np.inf, magnitudes, 0.0)
-                finite = xp.amax(are_finite, axis=(0, 2, 3) if scaling is Scaling.CHANNEL else (0, 1, 2, 3))
-            return found, finite
-
-        for box, (found, finite) in self._each(largest_in):
-            if found is not None:
-                kept = of_runs[box.groups]
-                kept[...] = xp.maximum(kept, found.reshape(kept.shape))
-            if finite is not None:
-                kept = of_runs[box.place[plan.axis]] if scaling is Scaling.CHANNEL else of_all
-                kept[...] = xp.maximum(kept, finite)
-        groups = of_all if scaling is Scaling.TENSOR else self._in_tiles(of_runs)
-        return self._ops.on_host(groups), float(of_all[0])
-
-    def _squared_errors(self, scales: GroupScales) -> NDArray[np.float64]:
-        """The squared errors of the values of each block with these scales, added up one after the other."""
-        xp, element = self._xp, self._plan.scheme.element
-        of_runs, expanded = self._new(self._runs_shape), self._of_runs(scales)
-
-        def errors_in(box: Box) -> Any:
-            magnitudes = xp.abs(self._values(box))
-            scaled, _, factor = self._scaled(magnitudes, box, expanded, is_apart=False)
-            rounded = self._rounded(scaled, box, is_scaled=True).clip(max=element.maximum)
-            values = xp.asarray(xp.asarray(rounded * factor, dtype=self._kind), dtype=xp.float64)
-            squares = (values - magnitudes) * (values - magnitudes)
-            # One after the other, as a loop does: `sum` of numpy adds pairs.
-            return functools.reduce(operator.add, (squares[:, :, place] for place in range(box.shape_OBEI[2])))
-
-        for box, found in self._each(errors_in):
-            kept = of_runs[box.groups]
-            kept += found.reshape(kept.shape)
-        errors: NDArray[np.float64] = self._ops.on_host(self._in_tiles(of_runs, are_added=True))
-        return errors
-
-    def _in_tiles(self, of_runs: Any, *, are_added: bool = False) -> Any:
-        """The largest of the runs that are the rows of a tile, or their sum; the runs themselves without tiles."""
-        rows = self._plan.scheme.block_rows
-        if rows == 1:
-            return of_runs
-        shape = tuple(of_runs.shape)
-        of_tiles = self._new(grouped_shape(shape, axis=len(shape) - 2, block_size=rows))
-        for row in range(min(rows, shape[-2])):
-            found = of_runs[..., row::rows, :]
-            kept = of_tiles[..., : found.shape[-2], :]
-            kept[...] = kept + found if are_added else self._xp.maximum(kept, found)
-        return of_tiles
-
-    def _of_runs(self, scales: GroupScales) -> GroupScales:
-        """The scales, those of a tile for each of its rows."""
-        rows = self._plan.scheme.block_rows
-        if rows == 1:
-            return scales
-        return dataclasses.replace(scales, values=np.repeat(scales.values, rows, axis=-2)[..., : self._shape[-2], :])
-
-    def quantize(self, scales: GroupScales | None) -> None:
-        """Write the values and codes of every piece, and add up what is lost."""
-        xp, plan, element = self._xp, self._plan, self._plan.scheme.element
-        expanded = None if scales is None else self._of_runs(scales)
-        has_spoiled = scales is not None and bool(np.isnan(scales.values).any())
-
-        def write(box: Box) -> Any:
-            values = self._values(box)
-            magnitudes, scale, factor = self._scaled(xp.abs(values), box, expanded, is_apart=self._is_apart)
-            rounded, lost = self._ops.finish(
-                values,
-                magnitudes,
-                self._rounded(magnitudes, box, is_scaled=scales is not None, signs=values),
-                element=element,
-                rounding=plan.rounding,
-                saturate=plan.saturate,
-            )
-            # A block that is NaN as a whole has the codes of 0.
-            kept = xp.where(xp.isnan(scale), 0.0, rounded) if has_spoiled else rounded
-            self.codes[box.place] = self._ops.encode(kept, element=element).reshape(box.shape)
-            self.values[box.place] = (rounded if factor is None else rounded * factor).reshape(box.shape)
-            return lost
-
-        for _, lost in self._each(write):
-            self.counts += lost
-
-    def _scaled(self, magnitudes: Any, box: Box, scales: GroupScales | None, *, is_apart: bool) -> tuple[Any, Any, Any]:
-        """The magnitudes of a piece divided by their scales, the scales, and the factors of rounded elements."""
-        if scales is None:
-            return magnitudes, None, None
-        xp, scheme, own = self._xp, self._plan.scheme, scales.values
-        before, count, _, after = box.shape_OBEI
-        if scheme.scaling is Scaling.BLOCK:
-            own = own[box.groups].reshape(before, count, 1, after)
-        elif scheme.scaling is Scaling.CHANNEL:
-            own = own[box.place[self._plan.axis]].reshape(1, count, 1, 1)
-        first = factor = scale = self.moved(own)
-        if scales.tensor is not None:
-            first, factor = map(self.moved, nvfp4_factors(own, scales.tensor))
-        is_divided = scales.tensor is None or scales.tensor.recipe == ScaleRecipe.MODELOPT
-        scaled = magnitudes / first if is_divided else magnitudes * first
-        if self._plan.scale_rule is None:  # scales that programs divide by in float32
-            scaled = xp.asarray(xp.asarray(scaled, dtype=xp.float32), dtype=xp.float64)
-        if is_apart:
-            return scaled, scale, scale if scheme.scaling is Scaling.BLOCK else None
-        return scaled, scale, factor
-
-    def _rounded(self, magnitudes: Any, box: Box, *, is_scaled: bool, signs: Any = None) -> Any:
-        """The magnitudes rounded; `signs` are numbers with the signs that count in a table."""
-        plan, element = self._plan, self._plan.scheme.element
-        if plan.rounding is Rounding.HYBRID or element.coding is Coding.TABLE:
-            # On a CPU: the one looks at bits of several types, the other has few values, and few ask for them.
-            signed = magnitudes if signs is None else self._xp.copysign(magnitudes, signs)
-            source = self._xp.asarray(signed, dtype=self._xp.float32) if is_scaled else self._rows[box.place]
-            array = source if isinstance(source, np.ndarray) else array_of(source.cpu())
-            found = round_to(array, target=element, rounding=plan.rounding, saturate=plan.saturate)
-            return self._xp.abs(self.moved(found)).reshape(box.shape_OBEI)
-        places = self._places(box) if plan.rounding is Rounding.STOCHASTIC else None
-        return self._ops.round_magnitudes(
-            magnitudes, element=element, rounding=plan.rounding, seed=plan.seed, places=places
-        )
-
-    def _places(self, box: Box) -> Any:
-        """The indices of the elements of a box in C order of the tensor."""
-        found = self._new(box.shape, self._xp.int64)
-        for dim, part in enumerate(box.place):
-            indices = self._xp.arange(part.start, part.stop, device=self._rows.device)
-            steps = indices * math.prod(self._shape[dim + 1 :])
-            found += steps.reshape(-1, *[1] * (len(self._shape) - 1 - dim))
-        return found.reshape(box.shape_OBEI)
-
-
-def _check(dtype: str) -> None:
-    row = DTYPES.get(dtype)
+    is_array = isinstance(x, np.ndarray)
+    name = x.dtype.name if isinstance(x, np.ndarray) else str(x.dtype).removeprefix("torch.")
+    row = DTYPES.get(name)
     if row is None or not row.is_floating:
         allowed = ", ".join(row.name for row in DTYPES.values() if row.is_floating)
         raise UsageError(
-            f"elements of {dtype} cannot be quantised: convert them to real floating-point numbers, of {allowed}"
+            f"elements of {name} cannot be quantised: convert them to real floating-point numbers, of {allowed}"
         )
+    if plan.rounding is Rounding.HYBRID and plan.scheme.scaling is Scaling.NONE and name not in HYBRID_BITS:
+        known = ", ".join(HYBRID_BITS)
+        raise UsageError(f"hybrid rounding looks at the bits of the type that values come in: give {known}, not {name}")
+    tensor = tensor_of(x) if isinstance(x, np.ndarray) else x.detach()
+    check_readable(tensor)
+    found = _quantized(tensor, plan=plan, is_apart=is_apart)
+    return found.as_arrays() if is_array else found
 
 
-def _as_tensors(quantized: Quantized) -> Quantized:
+def _quantized(x: torch.Tensor, *, plan: QuantizePlan, is_apart: bool) -> Quantized:
     import torch
 
-    tensors: dict[str, Any] = {}
-    for name in ("values", "scales", "scale_values", "stored_codes"):
-        array = getattr(quantized, name)
-        tensors[name] = None if array is None else torch.from_numpy(array)
-    return dataclasses.replace(quantized, **tensors)
+    shape, scheme = tuple(x.shape), plan.scheme
+    turned = x.reshape(shape or (1,))
+    if plan.rotation:
+        turned = rotated(turned, axis=plan.axis, size=plan.rotation, seed=plan.rotation_seed)
+    groups = ScaleGroups.of(turned, plan=plan)
+    scales = groups.scales()
+    factors, after = None, None
+    if scales is not None:
+        factors = tuple(groups.in_three(one) for one in factors_of(scales, plan=plan))
+        # What is apart is the scale of the tensor or of channels; of NVFP4, whose blocks have scales, that of these.
+        after = (
+            factors[1] if not is_apart else groups.in_three(scales.values) if scheme.scaling is Scaling.BLOCK else None
+        )
+    values = torch.empty(groups.x_OLI.shape, dtype=groups.value_dtype, device=x.device)
+    codes = torch.empty(groups.x_OLI.shape, dtype=_code_dtype(scheme.element), device=x.device)
+    counts = torch.zeros(len(dataclasses.fields(Losses)) - 1, dtype=torch.int64, device=x.device)
+    for part in groups.parts():
+        scaled, rounded = groups.rounded(part, factors)
+        signed, lost = _finished(groups.x_OLI[part].to(torch.float64), scaled, rounded, plan=plan)
+        counts += lost
+        values[part] = signed if after is None else signed * groups.part_of(after, part)
+        if factors is not None:  # a block that is NaN as a whole has the codes of 0
+            signed = signed.masked_fill(groups.part_of(factors[1], part).isnan(), 0.0)
+        codes[part] = _codes(signed, scheme.element)
+    found = values.view(turned.shape)
+    if plan.rotation:
+        found = rotated(found, axis=plan.axis, size=plan.rotation, seed=plan.rotation_seed, is_back=True)
+    names, scale_shape = (field.name for field in dataclasses.fields(Losses)), groups.scale_shape if shape else ()
+    return Quantized(
+        scheme=scheme,
+        values=found.reshape(shape),
+        scales=None if scales is None else stored_scales(scales, plan=plan).reshape(scale_shape),
+        scale_values=None if scales is None else scales.values.reshape(scale_shape),
+        tensor_scale=None if scales is None or scales.tensor is None else scales.tensor.scale,
+        losses=Losses(**dict(zip(names, [x.numel(), *counts.tolist()], strict=True))),
+        stored_codes=codes.reshape(shape),
+    )
+
+
+_INFINITIES = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF << 52}
+"""The pattern of an infinity: those of larger magnitude are NaN."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScaleGroups:
+    """A tensor in three dimensions, and the groups along the second one whose elements share a scale."""
+
+    x_OLI: torch.Tensor
+    """The elements."""
+    shape: tuple[int, ...]
+    """The tensor's own."""
+    plan: QuantizePlan
+    """How it is quantised."""
+    length: int
+    """Elements of a group along the axis; tiles are such runs in several rows."""
+
+    @classmethod
+    def of(cls, x: torch.Tensor, *, plan: QuantizePlan) -> ScaleGroups:
+        """The groups of a tensor with at least one dimension."""
+        shape = tuple(x.shape)
+        sizes = math.prod(shape[: plan.axis]), shape[plan.axis], math.prod(shape[plan.axis + 1 :])
+        length = min(plan.group_length(shape), max(1, sizes[1]))
+        return cls(x_OLI=x.reshape(sizes), shape=shape, plan=plan, length=length)
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """Of dequantised values: float64 of float64, float32 of every other type."""
+        import torch
+
+        return torch.float64 if self.x_OLI.dtype is torch.float64 else torch.float32
+
+    @property
+    def num_runs(self) -> int:
+        """ScaleGroups along the axis; the last one may be shorter."""
+        return -(-self.x_OLI.shape[1] // self.length)
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """The shape of the scales."""
+        axis, scheme = self.plan.axis, self.plan.scheme
+        if scheme.scaling is not Scaling.BLOCK:
+            return (self.shape[axis],) if scheme.scaling is Scaling.CHANNEL else ()
+        found = [*self.shape[:axis], self.num_runs, *self.shape[axis + 1 :]]
+        if scheme.block_rows > 1:
+            found[-2] = -(-found[-2] // scheme.block_rows)
+        return tuple(found)
+
+    def parts(self, unit: int = 1) -> Iterator[Part]:
+        """Pieces that cover the tensor once, with whole runs of `unit` elements along the axis."""
+        outer, along, inner = self.x_OLI.shape
+        size = PIECE_SIZE if self.x_OLI.device.type == "cpu" else DEVICE_PIECE_SIZE
+        columns = max(1, min(inner, size // unit))
+        rows = max(1, size // (columns * unit)) * unit
+        planes = max(1, size // max(1, columns * along)) if columns == inner and rows >= along else 1
+        cuts = zip((outer, along, inner), (planes, rows, columns), strict=True)
+        yield from itertools.product(
+            *([slice(start, min(start + step, end)) for start in range(0, end, step)] for end, step in cuts)
+        )
+
+    def scales(self, errors_of: Callable[[GroupScales], torch.Tensor] | None = None) -> GroupScales | None:
+        """The scales of all groups, in `scale_shape`; None without.
+
+        Of two scales that a block may have, the better one has the smaller of `errors_of`, the squared errors of its
+        values added up one after the other, and those of the rows of a tile.
+        """
+        if self.plan.scheme.scaling is Scaling.NONE:
+            return None
+        largest, of_all = self._largest()
+        first = group_scales(largest, plan=self.plan, largest_of_all=of_all)
+        if not self.plan.four_over_six:
+            return first
+        second = group_scales(largest, plan=self.plan, largest_of_all=of_all, stretch=STRETCH)
+        squared_errors = errors_of or self._squared_errors
+        is_better = squared_errors(second) < squared_errors(first)
+        return dataclasses.replace(first, values=second.values.where(is_better, first.values))
+
+    def _largest(self) -> tuple[torch.Tensor, float]:
+        """The largest magnitudes of groups, those of blocks not always finite, and the largest finite one of all.
+
+        Patterns of magnitudes are in the order of the magnitudes, and compared in less time.
+        """
+        import torch
+
+        scheme, x_OLI = self.plan.scheme, self.x_OLI
+        wide = x_OLI if x_OLI.dtype.itemsize > 1 else x_OLI.to(torch.float32)
+        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[wide.dtype.itemsize]
+        patterns, top = wide.view(kind), torch.iinfo(kind).max
+        infinity = _INFINITIES[str(wide.dtype).removeprefix("torch.")]
+
+        def finite(part: Part) -> torch.Tensor:
+            magnitudes = patterns[part] & top
+            return magnitudes.masked_fill_(magnitudes >= infinity, 0)
+
+        if scheme.scaling is Scaling.BLOCK:
+            found = torch.zeros((x_OLI.shape[0], self.num_runs, x_OLI.shape[2]), dtype=kind, device=x_OLI.device)
+            for part in self.parts(self.length):
+                found[self._runs(part)] = _in_runs(patterns[part] & top, self.length).amax(2)
+        else:
+            dims = (0, 2) if scheme.scaling is Scaling.CHANNEL else (0, 1, 2)
+            found = torch.zeros(self.scale_shape or (1,), dtype=kind, device=x_OLI.device)
+            for part in self.parts():
+                own = found[part[1]] if scheme.scaling is Scaling.CHANNEL else found
+                own.copy_(own.maximum(finite(part).amax(dims)))
+        of_all = 0.0
+        if scheme.has_tensor_scale and found.numel():
+            most = found.amax()
+            if most >= infinity:
+                most = torch.stack([finite(part).amax() for part in self.parts()]).amax()
+            of_all = float(most.view(wide.dtype))
+        return self._in_tiles(found.view(wide.dtype).to(torch.float64), torch.maximum), of_all
+
+    def _runs(self, part: Part) -> Part:
+        """Which groups the elements of a piece are of."""
+        return part[0], slice(part[1].start // self.length, -(-part[1].stop // self.length)), part[2]
+
+    def _squared_errors(self, scales: GroupScales) -> torch.Tensor:
+        """The squared errors of the values of each block with these scales, added up one after the other."""
+        import torch
+
+        factors = tuple(self.in_three(one) for one in factors_of(scales, plan=self.plan))
+        found = torch.zeros_like(self.in_three(scales.values))
+        for part in self.parts(self.length):
+            rounded = self.rounded(part, factors)[1].clamp(max=self.plan.scheme.element.maximum)
+            values = (rounded * self.part_of(factors[1], part)).to(self.value_dtype).to(torch.float64)
+            squares = (values - self.x_OLI[part].to(torch.float64).abs()).square_()
+            # One after the other, as a loop does: a sum adds pairs.
+            found[self._runs(part)] = functools.reduce(operator.add, _in_runs(squares, self.length).unbind(2))
+        return self._in_tiles(found, operator.add)
+
+    def _in_tiles(
+        self, of_runs: torch.Tensor, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """What is known of runs, in `scale_shape`: of those that are the rows of a tile together."""
+        rows = self.plan.scheme.block_rows
+        if rows == 1:
+            return of_runs.view(self.scale_shape)
+        by_rows = _in_runs(of_runs.view(math.prod(self.shape[:-2]), self.shape[-2], self.num_runs), rows)
+        return functools.reduce(combine, by_rows.unbind(2)).view(self.scale_shape)
+
+    def in_three(self, of_groups: torch.Tensor) -> torch.Tensor:
+        """What is known of groups, in `scale_shape`, in three dimensions: of tiles for each of their rows."""
+        if self.plan.scheme.scaling is not Scaling.BLOCK:
+            return of_groups.view(1, -1, 1)
+        rows = self.plan.scheme.block_rows
+        if rows > 1:
+            of_groups = of_groups.repeat_interleave(rows, dim=-2)[..., : self.shape[-2], :]
+        return of_groups.reshape(self.x_OLI.shape[0], self.num_runs, self.x_OLI.shape[2])
+
+    def part_of(self, in_three: torch.Tensor, part: Part) -> torch.Tensor:
+        """Of each element of a piece what is known of its group, or of all at once."""
+        if self.plan.scheme.scaling is not Scaling.BLOCK:
+            return in_three if in_three.shape[1] == 1 else in_three[:, part[1]]
+        own = in_three[self._runs(part)].repeat_interleave(self.length, dim=1)
+        first = part[1].start % self.length
+        return own[:, first : first + part[1].stop - part[1].start]
+
+    def rounded(self, part: Part, factors: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The magnitudes of a piece, scaled, and what they are rounded to, were the format without end."""
+        import torch
+
+        plan, element, own = self.plan, self.plan.scheme.element, self.x_OLI[part]
+        exact = own.to(torch.float64)
+        scaled = exact.abs()
+        if factors is not None:
+            before = self.part_of(factors[0], part)
+            scaled = scaled / before if is_divided(plan) else scaled * before
+            if plan.scale_rule is None:  # scales that programs divide by in float32
+                scaled = scaled.to(torch.float32).to(torch.float64)
+        if element.coding is Coding.TABLE:
+            return scaled, nearest_in_table(scaled.copysign(exact), target=element).abs()
+        source = own if factors is None else scaled.copysign(exact).to(torch.float32)
+        places = self._places(part) if plan.rounding is Rounding.STOCHASTIC else None
+        rounded: torch.Tensor = round_magnitudes(
+            scaled, element=element, rounding=plan.rounding, seed=plan.seed, places=places, source=source
+        )
+        return scaled, rounded
+
+    def _places(self, part: Part) -> torch.Tensor:
+        """The indices of the elements of a piece in C order of the tensor."""
+        import torch
+
+        _, along, inner = self.x_OLI.shape
+        outer, place, index = (torch.arange(one.start, one.stop, device=self.x_OLI.device) for one in part)
+        return (outer[:, None, None] * along + place[:, None]) * inner + index
+
+
+def _in_runs(x_OLI: torch.Tensor, length: int) -> torch.Tensor:
+    """The elements by their runs along the second dimension, the last one filled up with zeros."""
+    import torch
+
+    missing = -x_OLI.shape[1] % length
+    filled = torch.nn.functional.pad(x_OLI, (0, 0, 0, missing)) if missing else x_OLI
+    runs: torch.Tensor = filled.unflatten(1, (filled.shape[1] // length, length))
+    return runs
+
+
+def _finished(
+    values: torch.Tensor, scaled: torch.Tensor, rounded: torch.Tensor, *, plan: QuantizePlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounded magnitudes, bounded and with the signs of the values, and the counts of `Losses` in their order.
+
+    `scaled` are the magnitudes before rounding: NaN where the value or its scale is.
+    """
+    import torch
+
+    element = plan.scheme.element
+    is_finite = values.isfinite()
+    is_spoiled = is_finite & scaled.isnan()
+    is_counted = is_finite & ~is_spoiled & (values != 0)
+    kinds = (
+        is_counted & (scaled < element.min_normal),
+        is_counted & (rounded == 0),
+        is_counted & (scaled >= element.overflow_start_of(plan.rounding)),
+        is_spoiled,
+        values.isnan(),
+        values.isinf(),
+    )
+    beyond = element.overflow_value(saturate=plan.saturate)
+    signed = rounded.masked_fill(rounded > element.maximum, beyond).copysign(values)
+    signed = signed.masked_fill(scaled.isnan(), torch.nan)
+    return signed if element.has_negative_zero else signed + 0.0, torch.stack([kind.sum() for kind in kinds])
+
+
+def _code_dtype(element: Format) -> torch.dtype:
+    import torch
+
+    return {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}[max(NARROW_BITS, element.num_bits)]
+
+
+def _codes(values: torch.Tensor, element: Format) -> torch.Tensor:
+    """The codes of values of the format; of NaN that of 0 where it has none."""
+    import torch
+
+    if element.num_bits <= NARROW_BITS:
+        codes: torch.Tensor = narrow_codes(values, target=element)
+        return codes
+    bits = values.to(getattr(torch, str(element.dtype))).view({16: torch.int16, 32: torch.int32}[element.num_bits])
+    # Each device has its own idea of the bits of a NaN.
+    bits[values.isnan()] = int(codes_of(np.nan, target=element))
+    return bits.view(_code_dtype(element))

@@ -9,16 +9,22 @@ orthonormal.
 from __future__ import annotations
 
 import math
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.formats import uniforms
-from ranktape.analyze.numerics.formats.kernels import HALF
-from ranktape.analyze.numerics.kernels import compiled
 from ranktape.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+HALF = 0.5
+"""Where uniform numbers have as many below as above them."""
+
+PIECE, DEVICE_PIECE = 1 << 17, 1 << 24
+"""Elements that are rotated at once, on a CPU and on other devices."""
 
 
 def rotation_signs(size: int, *, seed: int | None) -> NDArray[np.float64]:
@@ -50,45 +56,35 @@ def check_rotation(length: int, *, size: int) -> None:
         )
 
 
-def rotated(x: Any, *, axis: int, size: int, seed: int | None, ops: ModuleType, is_back: bool = False) -> Any:
+def rotated(x: torch.Tensor, *, axis: int, size: int, seed: int | None, is_back: bool = False) -> torch.Tensor:
     """Each run of `size` neighbours along the axis, times signs and the normalised Hadamard matrix; or else undone.
 
     In Sylvester's order: element i of a run becomes the sum over j of (-1)**(number of bits that i and j share) times
     sign j times element j, over sqrt(size). Added up in pairs of neighbours, then of pairs, and so on, in float32 (of
     float64 in float64), and multiplied by 1 / sqrt(size) at last. NaN and Inf spread over their run. The result is a
-    new array, or with `tensor_ops` a tensor, in the shape of `x`.
+    new tensor in the shape of `x`.
 
     Raises:
         UsageError: the axis is no multiple of the size.
     """
+    import torch
+
     shape = tuple(x.shape)
     check_rotation(shape[axis], size=size)
-    xp = ops.namespace()
-    groups_GNI = xp.asarray(x, dtype=xp.float64 if x.dtype == xp.float64 else xp.float32).reshape(
-        math.prod(shape[:axis]) * (shape[axis] // size), size, math.prod(shape[axis + 1 :])
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    groups_GNI = x.detach().reshape(math.prod(shape[:axis]) * (shape[axis] // size), size, math.prod(shape[axis + 1 :]))
+    before, after = (
+        torch.asarray(factors, dtype=dtype, device=x.device).view(1, size, 1)
+        for factors in rotation_factors(size, seed=seed, is_back=is_back)
     )
-    before_N, after_N = rotation_factors(size, seed=seed, is_back=is_back)
-    with np.errstate(all="ignore"):  # what is NaN or overflows is part of the answer
-        return ops.butterflies(groups_GNI, before_N, after_N).reshape(shape)
-
-
-@compiled
-def rotate_groups(groups_GNI: NDArray[Any], before_N: NDArray[Any], after_N: NDArray[Any]) -> None:
-    """Rotate each group in place, the first factors before and the second ones after it."""
-    size = groups_GNI.shape[1]
-    for number in range(groups_GNI.shape[0]):
-        group = groups_GNI[number]
-        for row in range(size):
-            for index in range(group.shape[1]):
-                group[row, index] *= before_N[row]
+    found = torch.empty(groups_GNI.shape, dtype=dtype, device=x.device)
+    piece = max(1, (PIECE if x.device.type == "cpu" else DEVICE_PIECE) // max(1, size * groups_GNI.shape[2]))
+    for start in range(0, len(groups_GNI), piece):
+        own = groups_GNI[start : start + piece].to(dtype) * before
         span = 1
         while span < size:
-            for start in range(0, size, 2 * span):
-                for row in range(start, start + span):
-                    for index in range(group.shape[1]):
-                        one, other = group[row, index], group[row + span, index]
-                        group[row, index], group[row + span, index] = one + other, one - other
-            span *= 2
-        for row in range(size):
-            for index in range(group.shape[1]):
-                group[row, index] *= after_N[row]
+            one, other = own.view(-1, size // (2 * span), 2, span, own.shape[2]).unbind(2)
+            own, span = torch.stack((one + other, one - other), dim=2), 2 * span
+            own = own.view(-1, size, groups_GNI.shape[2])
+        torch.mul(own, after, out=found[start : start + piece])
+    return found.view(shape)

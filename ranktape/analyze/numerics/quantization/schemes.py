@@ -6,13 +6,13 @@ import dataclasses
 import difflib
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from ranktape.analyze.numerics.formats import FORMATS, Coding, Format, parse_format
-from ranktape.analyze.numerics.formats.kernels import ONE_FIELD
 from ranktape.analyze.numerics.formats.table import NF4
+from ranktape.analyze.numerics.formats.values import namespace
 from ranktape.errors import UsageError
 
 
@@ -182,27 +182,27 @@ MIN_SCALE_BITS, MAX_SCALE_BITS = 2, 8
 
 
 def scale_exponents(
-    largest: ArrayLike, *, rule: ScaleRule, element: Format, offset: int = 0, scale_bits: int = MAX_SCALE_BITS
-) -> NDArray[np.int64]:
-    """The exponents of the scales of groups with these largest magnitudes.
+    largest: Any, *, rule: ScaleRule, element: Format, offset: int = 0, scale_bits: int = MAX_SCALE_BITS
+) -> Any:
+    """The exponents of the scales of groups with these largest magnitudes, an array or a tensor of float64.
 
-    Groups of nothing but zeros have the lowest exponent there is. The magnitudes are finite. `offset` is added to
+    ScaleGroups of nothing but zeros have the lowest exponent there is. The magnitudes are finite. `offset` is added to
     what the rule says; the sum is clamped to what `scale_bits` bits can say: -127 to 127 for 8 of them.
     """
     end = (1 << (scale_bits - 1)) - 1
-    found = np.clip(unbounded_exponents(largest, rule=rule, element=element) + offset, -end, end)
-    return np.where(np.asarray(largest) == 0, -end, found)
+    xp = namespace(largest)
+    found = xp.clip(unbounded_exponents(largest, rule=rule, element=element) + offset, -end, end)
+    return xp.where(largest == 0, -end, found)
 
 
-def unbounded_exponents(largest: ArrayLike, *, rule: ScaleRule, element: Format) -> NDArray[np.int64]:
+def unbounded_exponents(largest: Any, *, rule: ScaleRule, element: Format) -> Any:
     """What the rule says of groups with these largest magnitudes, however few bits there are to say it; of 0, anything.
 
     The magnitudes are finite.
     """
-    half, exponent = np.frexp(np.asarray(largest, dtype=np.float64))
-    carried = (np.asarray(2 * half).view(np.int64) + raise_of(rule, element=element)) >> 52
-    found: NDArray[np.int64] = exponent + (carried - ONE_FIELD - 1 - element.emax)
-    return found
+    half, exponent = namespace(largest).frexp(largest)
+    carried = ((2 * half).view(namespace(largest).int64) + raise_of(rule, element=element)) >> 52
+    return exponent + (carried - (1 << 10) - element.emax)
 
 
 HIF8_TARGET = 8.0

@@ -24,7 +24,7 @@ from ranktape.analyze.numerics.formats.kernels import RoundingConstants, constan
 from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram
 from ranktape.analyze.numerics.histograms.histogram import AnyArray, pattern_values
 from ranktape.analyze.numerics.pieces import RUN, Box, frozen, in_batches
-from ranktape.analyze.numerics.quantization.group_scales import level_of
+from ranktape.analyze.numerics.quantization.scales import level_of
 from ranktape.analyze.numerics.quantization.schemes import ScaleRule, Scaling, Scheme, exact_target, unbounded_exponents
 from ranktape.analyze.numerics.sweeps.kernels import (
     CODES,
@@ -303,7 +303,8 @@ def sums_of_groups(
 
     def known(largest_G: NDArray[np.float64]) -> NDArray[np.float64]:
         if kind == POWERS:
-            return unbounded_exponents(largest_G, rule=options.rule, element=scheme.element).astype(np.float64)
+            exponents = unbounded_exponents(largest_G, rule=options.rule, element=scheme.element)
+            return np.asarray(exponents, dtype=np.float64)
         if kind == CODES:
             return largest_G
         with np.errstate(over="ignore", under="ignore"):
