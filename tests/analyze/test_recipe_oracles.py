@@ -62,7 +62,7 @@ def matrices(product: str, tensors: Products) -> dict[str, torch.Tensor]:
 
 def whole(operand: QuantizedOperand) -> torch.Tensor:
     factor = operand.factor
-    return operand.values * (factor[:, None] if isinstance(factor, torch.Tensor) else factor)
+    return operand.values.float() * (factor[:, None] if isinstance(factor, torch.Tensor) else factor)
 
 
 def replayed(recipe: str, tensors: Products) -> Products:
@@ -191,7 +191,7 @@ def test_operands_in_fp8_with_one_scale_are_those_of_torchao() -> None:
             scale = primitives._choose_scale_float8(matrix, list(matrix.shape), dtype)
             codes = primitives._quantize_affine_float8(matrix, scale, dtype)
             assert found.factor == scale, (product, name)
-            assert torch.equal(found.values, codes.float()), (product, name)
+            assert torch.equal(found.values.float(), codes.float()), (product, name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -200,7 +200,7 @@ def test_operands_in_int8_are_divided_by_their_scales(dtype: torch.dtype) -> Non
         scales = matrix.abs().amax(1) / 127
         assert isinstance(found.factor, torch.Tensor)
         assert torch.equal(found.factor, 64 * scales)
-        assert torch.equal(found.values, (matrix / scales[:, None]).round() / 64)
+        assert torch.equal(found.values.float(), (matrix / scales[:, None]).round() / 64)
 
 
 @needs("en_dtypes")
@@ -211,7 +211,7 @@ def test_operands_in_hif8_are_those_of_en_dtypes() -> None:
         scale = (matrix.abs().max() / 8).numpy()
         codes = (matrix.numpy() / scale).astype(en_dtypes.hifloat8)
         assert found.factor == scale
-        assert torch.equal(found.values, torch.from_numpy(codes.astype("float32")))
+        assert torch.equal(found.values.float(), torch.from_numpy(codes.astype("float32")))
 
 
 def test_operands_in_bf16_are_those_of_torch() -> None:
@@ -244,7 +244,7 @@ def test_operands_in_nvfp4_are_those_of_transformer_engine(recipe: str) -> None:
         values, scale = nvfp4(given, tile)
         assert found.factor == scale
         if not RECIPES[recipe].products[product].operands[name].is_stochastic:
-            assert torch.equal(found.values, values)
+            assert torch.equal(found.values.float(), values)
             continue
         down, up = (nvfp4(given, tile, to_whole)[0] for to_whole in (torch.floor, torch.ceil))
         assert ((found.values == down) | (found.values == up)).all()
@@ -260,7 +260,7 @@ def test_scales_of_blocks_on_a_tie_are_those_of_transformer_engine() -> None:
         found = quantized_operands(how, x_RS, x_RS, seed=0)[0]
         values, scale = nvfp4(x_RS)
         assert found.factor == scale
-        assert torch.equal(found.values, values)
+        assert torch.equal(found.values.float(), values)
 
 
 def test_operands_of_four_over_six_are_those_of_its_authors() -> None:
@@ -270,7 +270,7 @@ def test_operands_of_four_over_six_are_those_of_its_authors() -> None:
         values, scale = nvfp4_four_over_six(given, tile)
         assert found.factor == scale
         if name != "grad_output":
-            assert torch.equal(found.values, values)
+            assert torch.equal(found.values.float(), values)
             continue
         is_one = []
         for stretch in (1.0, 1.5):
