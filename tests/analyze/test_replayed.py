@@ -196,7 +196,7 @@ def test_a_call_without_tokens_adds_nothing(tmp_path: Path) -> None:
 def test_what_was_found_is_kept_for_each_recipe(tmp_path: Path) -> None:
     run = one_call(tmp_path)
     first = replay_calls(run.select(), parse_recipes("nvfp4"))
-    (kept,) = Path(run.url).glob("analysis/*/replay/attempt_*/rank_*/iter_*/*.counts")
+    (kept,) = Path(run.url).glob("analysis/*/replay_*/attempt_*/rank_*/iter_*/*.counts")
     for values in Path(run.url).glob("attempt_*/rank_*/iter_*/*/c*"):
         values.unlink()
     again = replay_calls(open_run(run.url).select(), parse_recipes("nvfp4"))
