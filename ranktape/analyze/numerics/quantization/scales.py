@@ -208,5 +208,7 @@ def factors_of(scales: GroupScales, *, plan: QuantizePlan) -> tuple[Any, Any]:
     elif tensor.recipe is ScaleRecipe.TRANSFORMER_ENGINE:
         before = xp.where(narrow == 0, 0.0, xp.clip(1.0 / after, None, MAX_FLOAT32))
     else:
-        before = xp.clip(_nearest_float32(1.0 / tensor.scale) / narrow, None, MAX_FLOAT32)
+        # Not a number of Python, which torch would multiply by the reciprocal.
+        inverse = _number(_nearest_float32(1.0 / tensor.scale), narrow)
+        before = xp.clip(inverse / narrow, None, MAX_FLOAT32)
     return xp.asarray(before, dtype=xp.float64), xp.asarray(after, dtype=xp.float64)
