@@ -82,6 +82,10 @@ class NoBucketError(StorageError):
     """The bucket or container that the URL names is not there."""
 
 
+class RunLostError(StorageError):
+    """The run was deleted or replaced while it was recorded."""
+
+
 class ObjectTooLargeError(StorageError):
     """An object is larger than what it is read as may be."""
 

@@ -16,8 +16,6 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from ranktape.analyze.numerics.histograms.moments import warm_up
@@ -34,7 +32,6 @@ from ranktape.capture.writing.storing import Staged, Storer
 from ranktape.errors import RanktapeError, StorageError
 from ranktape.storage.format.attempt import Attempt, IterationPlan, lost_message, read_attempt, read_plan
 from ranktape.storage.format.layout import Mark
-from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.failures import printable
 from ranktape.storage.places.urls import open_backend
@@ -151,7 +148,6 @@ class Writer:
             attempt=self._attempt,
             storer=self._storer,
             committer=self._committer,
-            opener=self._opener,
             say=self._say,
         )
 
@@ -311,15 +307,7 @@ class Writer:
             self._ring.free(slot)
 
     def _begin(self, iteration: int) -> None:
-        staged = self._storer.begin(iteration)
-        self._iterations[iteration] = staged
-        if self._config.is_first:
-            self._storer.run(staged, self._opener(iteration))
-
-    def _opener(self, iteration: int) -> Callable[[], None]:
-        """What says in the store that an iteration was begun."""
-        target = self._storer.spill or self._storer.retrying
-        return partial(open_iteration, target, attempt=self._attempt, iteration=iteration)
+        self._iterations[iteration] = self._storer.begin(iteration)
 
     def _speak_of_outages(self) -> None:
         since = self._storer.retrying.failing_since

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from ranktape.capture.staging.ring_file import Counter
-from ranktape.errors import AccessDeniedError, NoSpaceError, StorageError, UnreachableError
+from ranktape.errors import AccessDeniedError, DataError, NoSpaceError, StorageError, UnreachableError
 from ranktape.launch.exchange import push_command as command
 from ranktape.storage import IterationState, open_run
+from ranktape.storage.format.attempt import Launch
 from ranktape.storage.format.progress import write_verdict
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.finding import Mend
@@ -20,8 +23,12 @@ from ranktape.storage.maintenance.outbox import find_spills, push_spill
 from ranktape.storage.maintenance.repair import repair_run
 from ranktape.storage.places.backend import Buffer
 from ranktape.storage.places.local import LocalBackend
+from ranktape.storage.places.retry import RetryingBackend
+from ranktape.storage.recording.start import begin_attempt
+from ranktape.storage.recording.writer import RankWriter, SpillDirectory
 from tests.capture.light import check_arrays, tensors
-from tests.capture.test_storing import Bench
+from tests.capture.test_storing import Bench, Moody
+from tests.runs import describe
 
 
 @pytest.fixture
@@ -106,36 +113,92 @@ def test_the_store_is_used_again_when_it_answers_again(bench: Bench) -> None:
     bench.check(2, tensors(2))
 
 
-def test_after_a_flush_that_failed_the_store_is_flushed_before_the_commit(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put, get, flush = bench.store.put, bench.store.get, bench.store.flush
-    done: list[str] = []
-    is_down = True
+def test_an_iteration_of_which_the_flush_failed_waits_and_is_pushed(bench: Bench, tmp_path: Path) -> None:
+    flush = bench.store.flush
 
-    def noted_put(key: str, parts: Sequence[Buffer]) -> None:
-        done.append(key)
+    def refuse() -> None:
+        raise UnreachableError("the store has gone")
+
+    bench.store.flush = refuse  # type: ignore[method-assign]
+    bench.put(0, tensors(0))
+    bench.wait_for(lambda: bench.ring.counter(Counter.SETTLED) == 1)
+    bench.store.flush = flush  # type: ignore[method-assign]
+    bench.put(1, tensors(1))
+    bench.close()
+    assert not (bench.url / bench.attempt.path / "rank_00000" / "iter_00000000" / "zarr.json").exists()
+    [spill] = find_spills(tmp_path / "spill")
+    report = push_spill(spill, bench.store, keep=False)
+    assert (report.iterations, report.finished, report.problems) == ([0], [0, 1], {})
+    assert check_run(bench.store, deep=True).errors == []
+    for iteration in (0, 1):
+        bench.check(iteration, tensors(iteration))
+
+
+def test_while_the_store_is_away_whole_iterations_go_to_the_directory(bench: Bench, tmp_path: Path) -> None:
+    bench.store.error = UnreachableError
+    for iteration in range(3):
+        bench.put(iteration, tensors(iteration))
+    bench.wait_for(lambda: bench.ring.counter(Counter.SETTLED) == 3)
+    spilled = open_run(tmp_path / "spill" / bench.attempt.path)
+    assert [status.committed_ranks for status in spilled.status()] == [[0]] * 3
+    assert not list((bench.url / bench.attempt.path / "rank_00000").glob("iter_*")), "the store was away"
+    bench.store.error = None
+    bench.close()
+    assert f"{tmp_path / 'spill'} for 'ranktape push'" in open_run(bench.url).status()[1].missing[0]
+    [spill] = find_spills(tmp_path / "spill")
+    report = push_spill(spill, bench.store, keep=False)
+    assert (report.iterations, report.finished) == ([0, 1, 2], [0, 1, 2])
+    assert not list((tmp_path / "spill").iterdir())
+    for iteration in range(3):
+        bench.check(iteration, tensors(iteration))
+
+
+def test_what_the_directory_has_no_room_for_fails_and_leaves_nothing_there(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bench.storer.spill is not None
+    spill = bench.storer.spill.backend
+    put = spill.put
+
+    def refuse_large(key: str, parts: Sequence[Buffer]) -> None:
+        if "/c." in key and "catalogue" not in key:
+            raise NoSpaceError(f"cannot write {spill.url}/{key}: No space left on device")
         put(key, parts)
 
-    def get_again(key: str, *, max_nbytes: int | None = None) -> bytes | None:
-        nonlocal is_down
-        is_down = False
-        return get(key, max_nbytes=max_nbytes)
-
-    def flush_unless_down() -> None:
-        if is_down:
-            monkeypatch.setattr(bench.store, "get", get_again)
-            raise UnreachableError("the store has gone")
-        flush()
-        done.append("flushed")
-
-    monkeypatch.setattr(bench.store, "put", noted_put)
-    monkeypatch.setattr(bench.store, "flush", flush_unless_down)
+    monkeypatch.setattr(spill, "put", refuse_large)
+    bench.store.error = UnreachableError
     bench.put(0, tensors(0))
-    bench.wait_for(lambda: bench.committer.num_committed == 1)
+    bench.wait_for(lambda: bench.ring.counter(Counter.SETTLED) == 1)
+    bench.store.error = None
     bench.close()
-    commit = done.index(f"{bench.attempt.path}/rank_00000/iter_00000000/zarr.json")
-    assert done[commit - 1] == "flushed"
+    assert f"cannot write {tmp_path / 'spill'}" in bench.words["problem"]
+    assert not list((tmp_path / "spill").rglob("iter_*/c.*"))
+    [left] = find_spills(tmp_path / "spill")
+    assert push_spill(left, bench.store, keep=False).iterations == []
+    assert not list((tmp_path / "spill").iterdir())
+
+
+def test_two_ranks_share_a_directory(tmp_path: Path) -> None:
+    store = RetryingBackend(Moody(str(tmp_path / "run")), timeout_seconds=0.1)
+    launch = Launch(launch_id="launch", restart=0, world_size=2)
+    about: dict[str, Any] = {"options": {"min_iterations": 1}, "environment": {}}
+    attempt = begin_attempt(store, launch=launch, resume=False, overwrite=False, **about)
+    spill = SpillDirectory(store, directory=tmp_path / "spill", attempt=attempt)
+    writers = [RankWriter(store, attempt=attempt, rank=rank, environment={}, spill=spill) for rank in range(2)]
+    store._backend.error = UnreachableError  # type: ignore[attr-defined]
+    for rank, writer in enumerate(writers):
+        array = np.full((64,), rank, dtype=np.float32)
+        writer.open(0)
+        writer.write(array, info=describe(array, rank=rank))
+        assert "bad mood" in (writer.commit(0, expected=[], silent_sites={}) or "")
+        writer.close(reason="done")
+    store._backend.error = None  # type: ignore[attr-defined]
+    spills = find_spills(tmp_path / "spill")
+    assert [one.rank for one in spills] == [0, 1]
+    reports = [push_spill(one, store, keep=False) for one in spills]
+    assert [(one.iterations, one.finished) for one in reports] == [([0], []), ([0], [0])]
+    assert not list((tmp_path / "spill").iterdir())
+    assert [float(record.read()[0]) for record in open_run(tmp_path / "run").select(iteration=0)] == [0.0, 1.0]
 
 
 def test_keeping_repeating_and_interrupting_a_push(bench: Bench, tmp_path: Path) -> None:
@@ -175,7 +238,7 @@ def test_an_iteration_that_is_being_recorded_is_left_alone(bench: Bench, tmp_pat
     bench.store.error = UnreachableError
     staged = bench.storer.begin(0)
     bench.storer.run(staged, lambda: _write_one(bench))
-    bench.wait_for(staged.futures[0].done)
+    bench.wait_for(lambda: all(future.done() for future in staged.futures))
     bench.store.error = None
     [spill] = find_spills(tmp_path / "spill")
     report = push_spill(spill, bench.store, keep=False)
@@ -184,35 +247,19 @@ def test_an_iteration_that_is_being_recorded_is_left_alone(bench: Bench, tmp_pat
 
 
 def _write_one(bench: Bench) -> None:
-    from tests.runs import describe
-
     array = tensors(0)["large.0"]
     bench.storer.rank_writer.write(array, info=describe(array))
 
 
-def test_names_in_a_spill_cannot_lead_elsewhere(tmp_path: Path, make_manifest: Callable[..., Path]) -> None:
-    make_manifest(attempt="../attempt_000-00000000")
-    with pytest.raises(StorageError, match="does not say what its name says"):
-        find_spills(tmp_path)
-    make_manifest(rank="zero")
-    with pytest.raises(StorageError, match="is not the file of a spill"):
-        find_spills(tmp_path)
-    make_manifest()
-    [spill] = find_spills(tmp_path)
+def test_a_folder_that_is_no_spill_is_named(bench: Bench, tmp_path: Path) -> None:
+    spill_one(bench)
+    [spill] = find_spills(tmp_path / "spill")
     with pytest.raises(StorageError, match="give the run that has by --to"):
-        push_spill(spill, LocalBackend(str(tmp_path / "run")), keep=False)
-
-
-@pytest.fixture
-def make_manifest(tmp_path: Path) -> Callable[..., Path]:
-    """Writes the file of a spill, with some words changed."""
-
-    def make(**changes: object) -> Path:
-        folder = tmp_path / "attempt_000-00000000"
-        folder.mkdir(exist_ok=True)
-        words = {"url": "run", "attempt": folder.name, "rank": 0, "host": "here", **changes}
-        path = folder / "rank_00000.spill.json"
-        path.write_text(json.dumps(words))
-        return path
-
-    return make
+        push_spill(spill, LocalBackend(str(tmp_path / "other")), keep=False)
+    document = spill.folder / "zarr.json"
+    document.write_text(document.read_text().replace("spilled_from", "spilled_into"))
+    with pytest.raises(DataError, match="not what was written there"):
+        find_spills(tmp_path / "spill")
+    document.unlink()
+    with pytest.raises(StorageError, match=r"has no zarr\.json of a run"):
+        find_spills(tmp_path / "spill")

@@ -69,16 +69,14 @@ class Flight:
         attempt: Attempt,
         storer: Storer,
         committer: Committer,
-        opener: Callable[[int], Callable[[], None]],
         say: Callable[..., None],
     ) -> None:
-        """Hold nothing yet, and watch for triggers; `opener` gives what says of an iteration that it was begun."""
+        """Hold nothing yet, and watch for triggers."""
         options = config.options
         assert options.record_last is not None
         self._before = options.record_last
         self._config, self._ring, self._attempt = config, ring, attempt
         self._storer, self._committer, self._say = storer, committer, say
-        self._opener = opener
         self._cadence = config.cadence
         self._rules = SiteRules(options.triggers)
         self._pool = ThreadPoolExecutor(STORE_CONCURRENCY, thread_name_prefix="ranktape-judge")
@@ -350,8 +348,6 @@ class Flight:
             return
         held.free_words(self._ring)
         staged = self._storer.begin(held.iteration)
-        if self._config.is_first:
-            self._storer.run(staged, self._opener(held.iteration))
         for note in held.notes:
             self._storer.note(note, staged)
         for tensor in held.tensors:

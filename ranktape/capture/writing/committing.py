@@ -118,17 +118,18 @@ class Committer:
         if num_tensors != staged.num_tensors:
             self._storer.fail(staged, f"{staged.num_tensors} of the {num_tensors} tensors came out of the ring")
 
+        why_spilled: str | None = None
+
         def commit() -> None:
-            self._rank_writer.commit(staged.iteration, **expectations(header, notes=staged.notes))
+            nonlocal why_spilled
+            why_spilled = self._rank_writer.commit(staged.iteration, **expectations(header, notes=staged.notes))
 
         failure, waits_in = self._storer.finish(staged, commit), None
         if failure is not None and staged.lacks_space and self._spill is None:
             failure = f"{failure}; --spill-dir DIR takes what the store has no room for, until 'ranktape push'"
-        if failure is None and self._spill is not None:
-            why = self._spill.why_spilled(staged.iteration)
-            if why is not None:
-                waits_in = self._spill.place
-                failure = f"it waits in {waits_in} for 'ranktape push', as the store did not take it ({why})"
+        if failure is None and self._spill is not None and why_spilled is not None:
+            waits_in = self._spill.place
+            failure = f"it waits in {waits_in} for 'ranktape push', as the store did not take it ({why_spilled})"
         if failure is None:
             self.num_committed += 1
             if lost := lost_tensors(staged.notes):

@@ -23,9 +23,8 @@ from ranktape.capture.staging.ring_file import Counter, Slot, SlotKind
 from ranktape.capture.writing.counting import is_taken, reduce_to, staged_record
 from ranktape.errors import CaptureError, NoSpaceError, RanktapeError
 from ranktape.storage.format.record_info import RecordInfo
-from ranktape.storage.maintenance.outbox import SpillingBackend
 from ranktape.storage.recording.stack import STORE_CONCURRENCY
-from ranktape.storage.recording.writer import RankWriter
+from ranktape.storage.recording.writer import RankWriter, SpillDirectory
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,18 +94,18 @@ class Storer:
         give_up = lambda: _gives_up.get()()  # noqa: E731, PLW0108  (each thread and each time anew)
         self.retrying = backend.with_deadline(timeout_seconds=options.block_timeout_seconds, give_up=give_up)
         """The same, tried again."""
-        self.spill: SpillingBackend | None = None
-        """The same with a directory for what it does not take; None without one."""
+        self.spill: SpillDirectory | None = None
+        """Takes the iterations that the store does not take; None without one."""
         if options.spill_dir is not None:
-            directory = Path(options.spill_dir)
-            self.spill = SpillingBackend(self.retrying, directory=directory, attempt=attempt, rank=config.rank)
+            self.spill = SpillDirectory(self.retrying, directory=Path(options.spill_dir), attempt=attempt)
         self.rank_writer = RankWriter(
-            self.spill or self.retrying,
+            self.retrying,
             attempt=attempt,
             rank=config.rank,
             environment=config.environment,
             trouble=config.trouble,
             compression=options.compression,
+            spill=self.spill,
         )
         self._pool = ThreadPoolExecutor(STORE_CONCURRENCY, thread_name_prefix="ranktape-store")
         # Not behind the tensors that wait in the pool: they may be waiting for the room that this makes.
@@ -122,10 +121,12 @@ class Storer:
         """When nothing is tried again any more, by `time.monotonic`."""
 
     def begin(self, iteration: int) -> Staged:
-        """An iteration begins."""
+        """An iteration begins; the first rank says so in the store."""
         staged = Staged(iteration=iteration)
         with self._lock:
             self._open[iteration] = staged
+        if self.config.is_first:
+            self.run(staged, partial(self.rank_writer.open, iteration))
         return staged
 
     def submit(self, slot: Slot, staged: Staged) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from ranktape.errors import RunFormatError, RunNotFoundError, StorageError
+from ranktape.errors import RunFormatError, RunLostError, RunNotFoundError
 from ranktape.storage.format import layout
 from ranktape.storage.format.documents import (
     MAX_DOCUMENT_NBYTES,
@@ -118,10 +118,10 @@ def check_attempt(backend: Backend, attempt: Attempt) -> None:
     """Make sure, before something is written that counts, that the run still is the attempt's.
 
     Raises:
-        StorageError: the run was deleted, or another one is in its place.
+        RunLostError: the run was deleted, or another one is in its place.
     """
     if not is_attempt_there(backend, attempt):
-        raise StorageError(lost_message(backend))
+        raise RunLostError(lost_message(backend))
 
 
 def lost_message(backend: Backend) -> str:

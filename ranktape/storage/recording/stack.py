@@ -66,6 +66,8 @@ class Pending:
     """Threads that are writing stacks."""
     failure: Exception | None = None
     """Why a stack could not be written."""
+    why_spilled: str | None = None
+    """Why the spill directory takes what is written of it; None where the store does."""
 
     def hold(self, item: HeldTensor) -> list[HeldTensor] | None:
         """Keep a tensor; its stack, when it is full and to be written."""

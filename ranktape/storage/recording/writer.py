@@ -3,23 +3,35 @@
 Large tensors are written as they come, small ones together. An iteration exists when its group's document has been
 written after everything else and after a flush; a marker then tells the coordinator. A reader sees the whole
 iteration of a rank, or nothing of it.
+
+What the store does not take of an iteration goes into a directory of the host (`SpillDirectory`), with all that follows
+of that iteration.
 """
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextvars import copy_context
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ranktape.errors import CaptureError, DataError, StorageError
+from ranktape.errors import CaptureError, DataError, RunLostError, StorageError
 from ranktape.storage.format import layout
-from ranktape.storage.format.attempt import Attempt, check_attempt
+from ranktape.storage.format.attempt import Attempt, check_attempt, is_attempt_there, read_run, run_attributes
 from ranktape.storage.format.blob import blob_checksum, write_blob
 from ranktape.storage.format.catalogue import CatalogueEntry, encode_catalogue
-from ranktape.storage.format.documents import chunk_key, document_checksum, encode_document, group_document, write_group
+from ranktape.storage.format.documents import (
+    CHECKSUM_KEY,
+    chunk_key,
+    document_checksum,
+    encode_document,
+    group_document,
+    write_group,
+)
 from ranktape.storage.format.encode import (
     EncodedArray,
     check_form,
@@ -31,20 +43,72 @@ from ranktape.storage.format.encode import (
     stored_shape,
 )
 from ranktape.storage.format.layout import site_path
+from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.format.record_info import Compression, Keep, RecordInfo
+from ranktape.storage.places.backend import Backend, Result
+from ranktape.storage.places.local import LocalBackend
+from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.recording import stack
 from ranktape.storage.recording.stack import HeldTensor, Pending
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ranktape.storage.places.backend import Backend
-
 _CHECK_SECONDS = 1.0
 """While tensors are written, it is looked this often whether the run is still there; less often by many ranks."""
 
 _CHECKS_PER_SECOND = 200
 """By all ranks together: all of them look at one object."""
+
+SPILLED_FROM = "spilled_from"
+"""The attribute of a run in a spill directory that holds the URL of the run in the store."""
+
+_PROBE_SECONDS = 5.0
+
+
+class SpillDirectory:
+    """A directory of the host for the iterations that the store does not take.
+
+    Below it, in a folder with the attempt's name, is a run with the keys of the one in the store: the documents of the
+    run and of the attempt, and of each spilled iteration all that the store has not taken. The folder is made when it
+    is needed. Safe for several threads, and for several ranks.
+    """
+
+    def __init__(self, store: RetryingBackend, *, directory: Path, attempt: Attempt) -> None:
+        """Read from the store what the run in the directory needs.
+
+        Raises:
+            StorageError: the store cannot be read.
+        """
+        self.place = f"{socket.gethostname()}:{directory.absolute()}"
+        """The host and the directory, for people."""
+        self.backend = LocalBackend(str(directory / attempt.path))
+        """The run in the directory."""
+        run = {**run_attributes(read_run(store), place=store.url), SPILLED_FROM: store.url}
+        run.pop(CHECKSUM_KEY, None)
+        self._documents = {"": run, attempt.path: attempt.to_json()}
+        self._attempt = attempt
+        self._probing = store.with_deadline(timeout_seconds=_PROBE_SECONDS, give_up=lambda: True)  # one try
+        self._lock = threading.Lock()
+        self._is_store_down = False
+
+    def announce(self) -> None:
+        """Write the documents of the run; `ranktape push` may have removed them meanwhile."""
+        for path, attributes in self._documents.items():
+            write_group(self.backend, path, attributes)
+
+    def reason(self, error: StorageError | None = None) -> str | None:
+        """Why the directory is used: `error`, or why the store still does not answer; None where it does."""
+        with self._lock:
+            if error is None and self._is_store_down:
+                try:
+                    is_attempt_there(self._probing, self._attempt)
+                except StorageError as failure:
+                    error = failure
+            self._is_store_down = error is not None
+            if error is not None:
+                self.announce()
+            return None if error is None else str(error)
 
 
 class RankWriter:
@@ -61,6 +125,7 @@ class RankWriter:
         compression: str = Compression.NONE.value,
         stack_below_nbytes: int = stack.STACK_BELOW_NBYTES,
         store_concurrency: int = stack.STORE_CONCURRENCY,
+        spill: SpillDirectory | None = None,
     ) -> None:
         """Announce the rank in the store.
 
@@ -73,8 +138,10 @@ class RankWriter:
             compression: How values are packed.
             stack_below_nbytes: Tensors smaller than this are kept, and written together.
             store_concurrency: How many stacks are sent at the same time.
+            spill: Where iterations go that the store does not take; without it they fail.
         """
         self._backend = backend
+        self._spill = spill
         self._attempt = attempt
         self._next_check = 0.0
         self._rank = rank
@@ -96,6 +163,16 @@ class RankWriter:
     def holds(self, array: np.ndarray[Any, Any]) -> bool:
         """Whether a tensor is kept when it is written, to be stored with others."""
         return 0 < array.nbytes < self._stack_below_nbytes
+
+    def open(self, iteration: int) -> None:
+        """Say in the store that an iteration was begun.
+
+        Raises:
+            StorageError: the run was deleted or replaced, or cannot be written.
+        """
+        with self._changed:
+            pending = self._begun(iteration)
+        self._put_through(pending, lambda backend: open_iteration(backend, attempt=self._attempt, iteration=iteration))
 
     def write(
         self, array: np.ndarray[Any, Any], *, info: RecordInfo, on_release: Callable[[], None] | None = None
@@ -123,8 +200,6 @@ class RankWriter:
             whole, sample_crcs = (checksum(array), None) if is_held else checksums(array, info=info)
             stored = info.with_checksum(whole)
             if not is_held:
-                # Not before a tensor is kept: that needs no answer from the store.
-                self._check_now_and_then()
                 self._write_alone(pending, array, info=stored, site=site, sample_crcs=sample_crcs)
         except BaseException:
             if pending is not None:
@@ -181,8 +256,10 @@ class RankWriter:
         compiled: str = "",
         step_skipped: bool = False,
         cut_off: str = "",
-    ) -> None:
+    ) -> str | None:
         """Make everything written of the iteration durable and visible. Atomic.
+
+        Returns why the iteration is in the spill directory; None where it is in the store.
 
         Args:
             iteration: The training step.
@@ -209,51 +286,55 @@ class RankWriter:
             raise pending.failure
         if expected and not pending.entries:
             raise DataError(f"nothing was recorded of {len(expected)} expected tensors")
-        check_attempt(self._backend, self._attempt)
-        summary: dict[str, Any] = self._write_catalogue(iteration, pending)
+        words: dict[str, Any] = {"expected": expected, "silent_sites": dict(silent_sites)}
         if num_expected is not None and num_missing is not None:
-            summary |= {"num_expected": num_expected, "num_missing": num_missing}
-        if compiled:
-            summary["compiled"] = compiled
-        if step_skipped:
-            summary["step_skipped"] = True
-        if cut_off:
-            summary["cut_off"] = cut_off
+            words |= {"num_expected": num_expected, "num_missing": num_missing}
+        others = {"compiled": compiled, "step_skipped": step_skipped, "cut_off": cut_off}
+        words |= {name: value for name, value in others.items() if value}
+        self._put_through(pending, lambda backend: self._commit(backend, iteration, pending, words))
+        with self._changed:
+            self._settle(iteration)
+        return pending.why_spilled
+
+    def _commit(self, backend: Backend, iteration: int, pending: Pending, words: Mapping[str, Any]) -> None:
+        check_attempt(backend, self._attempt)
         attributes = {
             "complete": True,
             "iteration": iteration,
             "rank": self._rank,
-            **summary,
-            "expected": expected,
-            "silent_sites": dict(silent_sites),
+            **self._write_catalogue(backend, iteration, pending),
+            **words,
             "committed": time.time(),
         }
         key = layout.document_key(layout.rank_iteration_path(self._attempt.path, self._rank, iteration))
         document = encode_document(group_document(attributes), key=key)
-        self._backend.flush()
-        self._backend.put(key, [document])
-        self._backend.flush()
-        self.mark(iteration, mark=layout.Mark.COMMITTED, attributes={"commit": document_checksum(document)})
-        with self._changed:
-            self._settle(iteration)
+        backend.flush()
+        if self._spill is not None and pending.why_spilled is not None:
+            self._spill.announce()
+        backend.put(key, [document])
+        backend.flush()
+        self._mark(backend, iteration, mark=layout.Mark.COMMITTED, attributes={"commit": document_checksum(document)})
 
-    def _write_catalogue(self, iteration: int, pending: Pending) -> dict[str, Any]:
+    def _write_catalogue(self, backend: Backend, iteration: int, pending: Pending) -> dict[str, Any]:
         """Write what was recorded as columns; how many records those are, their bytes, and the catalogue's checksum."""
         entries = sorted(pending.entries, key=lambda entry: (entry.info.counter, entry.site))
         number = {"num_records": len(entries)}
         path = layout.catalogue_path(self._attempt.path, self._rank, iteration)
         data = encode_catalogue(entries)
-        write_blob(self._backend, path, data, attributes=number)
+        write_blob(backend, path, data, attributes=number)
         nbytes = sum(entry.info.nbytes for entry in entries)
         return {**number, "nbytes": nbytes, "catalogue": blob_checksum(data)}
 
     def abandon(self, iteration: int) -> None:
-        """Give back what is kept of an iteration that will not be committed."""
+        """Give back what is kept of an iteration that will not be committed, and what the spill directory has of it."""
         with self._changed:
-            work = self._settle(iteration).take_all()
+            pending = self._settle(iteration)
+            work = pending.take_all()
         for held in work:
             for item in held:
                 item.release()
+        if self._spill is not None and pending.why_spilled is not None:
+            self._spill.backend.delete(layout.rank_iteration_path(self._attempt.path, self._rank, iteration))
 
     def mark(self, iteration: int, *, mark: layout.Mark, attributes: Mapping[str, Any]) -> None:
         """Leave a marker of the rank on an iteration where the coordinator looks.
@@ -261,8 +342,11 @@ class RankWriter:
         Raises:
             StorageError: the run was deleted or replaced, or cannot be written.
         """
-        check_attempt(self._backend, self._attempt)
-        write_group(self._backend, layout.marker_path(self._attempt.path, iteration, self._rank, mark), attributes)
+        self._mark(self._backend, iteration, mark=mark, attributes=attributes)
+
+    def _mark(self, backend: Backend, iteration: int, *, mark: layout.Mark, attributes: Mapping[str, Any]) -> None:
+        check_attempt(backend, self._attempt)
+        write_group(backend, layout.marker_path(self._attempt.path, iteration, self._rank, mark), attributes)
 
     def close(self, *, reason: str) -> None:
         """Say that the rank will commit nothing more, and why.
@@ -270,10 +354,31 @@ class RankWriter:
         Raises:
             StorageError: the run was deleted or replaced, or cannot be written.
         """
-        check_attempt(self._backend, self._attempt)
-        write_group(
-            self._backend, layout.closed_path(self._attempt.path, self._rank), {"reason": reason, "closed": time.time()}
-        )
+        words = {"reason": reason, "closed": time.time()}
+
+        def close(backend: Backend) -> None:
+            check_attempt(backend, self._attempt)
+            write_group(backend, layout.closed_path(self._attempt.path, self._rank), words)
+
+        self._put_through(Pending(), close)
+
+    def _put_through(self, pending: Pending, work: Callable[[Backend], Result]) -> Result:
+        """What `work` makes of the store, or else of the spill directory, where all that follows of it goes as well.
+
+        `work` may be done twice, and in part.
+        """
+        if self._spill is None:
+            return work(self._backend)
+        if pending.why_spilled is None:
+            pending.why_spilled = self._spill.reason()
+        if pending.why_spilled is None:
+            try:
+                return work(self._backend)
+            except RunLostError:
+                raise
+            except StorageError as error:
+                pending.why_spilled = self._spill.reason(error)
+        return work(self._spill.backend)
 
     def _begun(self, iteration: int) -> Pending:
         """What there is of an iteration; with the lock held."""
@@ -299,13 +404,13 @@ class RankWriter:
             pending.taken.add(site)
             return pending
 
-    def _check_now_and_then(self) -> None:
+    def _check_now_and_then(self, backend: Backend) -> None:
         """So that a late writer does not fill the place of a run that is gone, at the cost of few requests."""
         if time.monotonic() < self._next_check:
             return
         self._next_check = time.monotonic() + max(_CHECK_SECONDS, self._attempt.launch.world_size / _CHECKS_PER_SECOND)
         try:
-            check_attempt(self._backend, self._attempt)
+            check_attempt(backend, self._attempt)
         except StorageError:
             self._next_check = 0.0
             raise
@@ -339,7 +444,6 @@ class RankWriter:
                         pending.failure = pending.failure or error
 
     def _store_stack(self, pending: Pending, held: list[HeldTensor]) -> None:
-        self._check_now_and_then()
         info = held[0].info
         with self._changed:
             number = pending.num_stacks
@@ -354,7 +458,7 @@ class RankWriter:
         encoded = encode_stack(
             [item.array for item in held], infos=[item.info for item in held], compression=self._compression
         )
-        self._put_array(info.iteration, name, encoded)
+        self._put_through(pending, lambda backend: self._put_array(backend, info.iteration, name, encoded))
         entries = [
             CatalogueEntry(site=item.site, stack=name, index=index, info=item.info) for index, item in enumerate(held)
         ]
@@ -371,16 +475,21 @@ class RankWriter:
         sample_crcs: Sequence[int] | None = None,
     ) -> None:
         encoded = encode_array(array, info=info, compression=self._compression, sample_crcs=sample_crcs)
-        self._put_array(info.iteration, site, encoded)
         group = layout.rank_iteration_path(self._attempt.path, self._rank, info.iteration)
-        for parent in layout.parents_of(site):
-            write_group(self._backend, f"{group}/{parent}", {})
+
+        def put(backend: Backend) -> None:
+            self._put_array(backend, info.iteration, site, encoded)
+            for parent in layout.parents_of(site):
+                write_group(backend, f"{group}/{parent}", {})
+
+        self._put_through(pending, put)
         with self._changed:
             pending.entries.append(CatalogueEntry(site=site, stack="", index=-1, info=info))
 
-    def _put_array(self, iteration: int, name: str, encoded: EncodedArray) -> None:
+    def _put_array(self, backend: Backend, iteration: int, name: str, encoded: EncodedArray) -> None:
+        self._check_now_and_then(backend)
         folder = f"{layout.rank_iteration_path(self._attempt.path, self._rank, iteration)}/{name}"
         if encoded.parts is not None:
-            self._backend.put(f"{folder}/{chunk_key(len(encoded.document['shape']))}", encoded.parts)
+            backend.put(f"{folder}/{chunk_key(len(encoded.document['shape']))}", encoded.parts)
         key = layout.document_key(folder)
-        self._backend.put(key, [encode_document(encoded.document, key=key)])
+        backend.put(key, [encode_document(encoded.document, key=key)])
