@@ -12,14 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import zarr
 
 from ranktape.errors import ObjectTooLargeError, StorageError, UsageError
 from ranktape.storage.places import local
 from ranktape.storage.places.local import LocalBackend
 from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.places.urls import open_backend
-from ranktape.storage.places.zarr_store import BackendStore
 from tests.storage.test_retry import names_in, spoil
 
 
@@ -89,19 +87,15 @@ def test_a_link_to_a_file_is_neither_read_nor_listed(backend: RetryingBackend, r
     assert backend.list_names("a") == ["b", "link", "lost"]
 
 
-def test_a_link_to_a_folder_leads_nowhere(backend: RetryingBackend, root: Path, tmp_path: Path) -> None:
+def test_nothing_is_listed_or_deleted_through_a_link_to_a_folder(
+    backend: RetryingBackend, root: Path, tmp_path: Path
+) -> None:
     private = tmp_path / "private"
     private.mkdir()
     (private / "key").write_text("key")
     (private / "1.partial").write_text("another's")
     (root / "a" / "link").symlink_to(private)
     works: list[Callable[[], object]] = [
-        lambda: backend.get("a/link/key"),
-        lambda: backend.size("a/link/key"),
-        lambda: backend.put("a/link/key", [b"mine"]),
-        lambda: backend.create("a/link/new/key", b"mine"),
-        lambda: backend.list_keys("a/link"),
-        lambda: backend.list_names("a/link"),
         lambda: backend.delete("a/link/key"),
         lambda: backend.delete_keys(["a/link/key"]),
     ]
@@ -113,28 +107,49 @@ def test_a_link_to_a_folder_leads_nowhere(backend: RetryingBackend, root: Path, 
     backend.delete("a/link")
     assert backend.list_names("a") == ["b"]
     assert names_in(private) == ["1.partial", "key"]
-    assert (private / "key").read_text() == "key"
 
 
-def test_a_link_that_took_the_place_of_a_folder_of_ours_is_not_written_through(
-    backend: RetryingBackend, root: Path, tmp_path: Path
+def test_a_flush_brings_what_was_written_to_the_disk_and_nothing_else(
+    root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "private").mkdir()
-    shutil.rmtree(root / "a")
-    (root / "a").symlink_to(tmp_path / "nothing")
-    with pytest.raises(StorageError, match="run/a is a symbolic link"):
-        backend.put("a/c", [b"mine"])
-    assert names_in(tmp_path) == ["private", "run"]
+    flushed: list[str] = []
+
+    def noted(flush: Callable[[int], None]) -> Callable[[int], None]:
+        def work(descriptor: int) -> None:
+            flushed.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+            flush(descriptor)
+
+        return work
+
+    monkeypatch.setattr(os, "fdatasync", noted(os.fdatasync))
+    monkeypatch.setattr(os, "fsync", noted(os.fsync))
+    monkeypatch.setattr(local, "_flush_file_system", lambda folder: flushed.append(f"all of {folder}"))
+    backend = LocalBackend(str(root))
+    backend.put("a/b/c.0", [b"."])
+    backend.create("a/b/zarr.json", b"{}")
+    backend.put("gone", [b"."])
+    backend.delete_keys(["gone"])
+    backend.flush()
+    folders = [root.parent, root, root / "a", root / "a" / "b"]
+    assert sorted(flushed) == sorted(map(str, [*folders, root / "a" / "b" / "c.0", root / "a" / "b" / "zarr.json"]))
+    flushed.clear()
+    backend.flush()
+    assert flushed == [], "nothing was written since"
+    backend.put("zarr.json", [b"{}"])
+    backend.flush()
+    assert sorted(flushed) == sorted(map(str, [root.parent, root, root / "zarr.json"]))
+    flushed.clear()
+    monkeypatch.setattr(local, "_MAX_UNFLUSHED", 3)
+    for number in range(9):
+        backend.put(f"a/{number}", [b"."])
+    backend.flush()
+    assert flushed == [f"all of {root}"]
 
 
-def test_zarr_does_not_follow_links_either(root: Path, tmp_path: Path) -> None:
-    zarr.create_group(tmp_path / "private").create_array("x", shape=(3,), dtype="int32")[:] = 7
-    zarr.create_group(root).create_array("y", shape=(3,), dtype="int32")[:] = 7
-    (root / "x").symlink_to(tmp_path / "private" / "x")
-    group = zarr.open_group(BackendStore(open_backend(root)), mode="r")
-    assert group["y"][:].tolist() == [7, 7, 7]  # type: ignore[index,union-attr]
-    with pytest.raises(StorageError, match="run/x is a symbolic link"):
-        group["x"]
+def test_a_flush_that_failed_is_made_again(backend: RetryingBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = spoil(monkeypatch, "fdatasync", errno.EIO, times=1)
+    backend.flush()
+    assert calls[0] == 2
 
 
 def test_the_run_itself_may_be_behind_a_link(backend: RetryingBackend, root: Path, tmp_path: Path) -> None:
@@ -167,15 +182,6 @@ def test_a_folder_that_others_empty_is_written_into(root: Path) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(make_and_remove, range(4)))
-
-
-def test_a_long_capture_does_not_remember_every_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_MAX_REMEMBERED", 4)
-    backend = LocalBackend(str(root))
-    for number in range(20):
-        backend.put(f"{number}/a", [b"."])
-        assert len(backend._made) <= 4
-    assert len(backend.list_keys("")) == 20
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])

@@ -1,12 +1,12 @@
 """Keeps a run in a local directory.
 
 Objects are files. A file is written under another name beside its place and renamed, so that nobody sees
-half of it; `os.link` creates it only if it is not there. No executor and no event loop is involved, so
-writing works until the last line of a process. NFS and Lustre answer some requests twice or with `ESTALE`:
+half of it; `os.link` creates it only if it is not there. No event loop is involved, so writing works until the last
+line of a process. NFS and Lustre answer some requests twice or with `ESTALE`:
 a rename that was done counts as done whatever was answered, and `retry.py` tries the others again.
 
-Only plain files are objects. A run may come from a stranger: symbolic links below its root are not followed, for they
-could name any file of this machine, and pipes and devices are not read, for they never end.
+Only plain files are objects: links to files are not followed, links to folders are not listed, nothing is deleted
+through one, and pipes and devices are not read, for they never end.
 
 Not in our hands: a hard-mounted NFS whose server is away holds the process inside the system call, beyond any deadline
 of ours; and a client may believe for as long as its attribute cache lasts (`acdirmax`, a minute) that a file of another
@@ -16,42 +16,60 @@ host is not there yet.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import itertools
 import os
+import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ranktape.errors import StorageError
-from ranktape.storage.places.backend import Backend, Buffer, ObjectInfo, is_text, range_within, refuse_escape, too_large
-from ranktape.storage.places.failures import local_error, printable
-from ranktape.storage.places.local_files import (
-    absolute,
-    flush_file_system,
-    not_plain,
-    open_plain,
-    read_all,
-    remove_tree,
-    rename_unless_there,
-    status_of,
-    write_all,
+from ranktape.errors import StorageError, UsageError
+from ranktape.storage.places.backend import (
+    Backend,
+    Buffer,
+    ObjectInfo,
+    byte_view,
+    is_text,
+    range_within,
+    refuse_escape,
+    too_large,
 )
+from ranktape.storage.places.failures import local_error, printable
 
 PARTIAL_SUFFIX = ".partial"
 """Ends the names of files that are being written; a crash can leave them behind, and readers pass them over."""
 
 _FOLDER_TRIES = 10
 """How often a folder is made for a file before its absence is an error."""
-_MAX_REMEMBERED = 4096
-"""Folders that are known to be there; a long capture makes one for each large tensor."""
+
+_MAX_UNFLUSHED = 4096
+"""More files than this are flushed with the whole file system; a capture has some tens in an iteration."""
+
+_FLUSH_THREADS = 8
+"""Files flushed at once: a journal takes them together."""
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 """What a file system answers that has no hard links."""
 
 _NO_RENAMES = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 """What one answers that cannot rename without replacing."""
+
+_MAX_PARTS = 1024
+"""Buffers in one `writev`: IOV_MAX on Linux."""
+
+_REMOVALS = 30
+"""Tries to remove a directory before its writers count as unstoppable."""
+
+_REMOVAL_SECONDS = 0.1
+
+_AT_CWD = -100
+_RENAME_NOREPLACE = 1
+_SYNC_FILE_RANGE_WRITE = 2
 
 
 class LocalBackend(Backend):
@@ -63,11 +81,12 @@ class LocalBackend(Backend):
         Raises:
             UsageError: no directory can have such a path.
         """
-        self.url = absolute(path)
+        self.url = _absolute(path)
         self.is_shared = True
         self._root = Path(self.url)
-        self._made: set[Path] = set()
         self._serial = itertools.count()
+        self._unflushed: set[Path] = set()
+        self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[LocalBackend], tuple[str]]:
         return LocalBackend, (self.url,)
@@ -79,7 +98,7 @@ class LocalBackend(Backend):
                 partial.rename(self._root / key)
             except OSError:
                 # A file server that lost its answer is asked again, and says that there is nothing to rename.
-                status = status_of(self._root / key)
+                status = _status_of(self._root / key)
                 if status is None or status.st_ino != inode:
                     raise
                 partial.unlink(missing_ok=True)
@@ -116,7 +135,7 @@ class LocalBackend(Backend):
     def size(self, key: str) -> int | None:
         """The bytes that a file has; None where there is none."""
         with self._translated("read", key):
-            status = status_of(self._place(key))
+            status = _status_of(self._place(key))
             return status.st_size if status else None
 
     def list_keys(self, prefix: str) -> list[str]:
@@ -133,7 +152,7 @@ class LocalBackend(Backend):
         """The names of everything in a directory, sorted."""
         with self._translated("list", prefix):
             try:
-                names = [entry.name for entry in self._folder(prefix).iterdir()]
+                names = [entry.name for entry in self._place(prefix).iterdir()]
                 return sorted(name for name in names if is_text(name) and not name.endswith(PARTIAL_SUFFIX))
             except (FileNotFoundError, NotADirectoryError):
                 return []
@@ -141,20 +160,18 @@ class LocalBackend(Backend):
     def delete(self, prefix: str) -> None:
         """Remove a directory with everything in it, or the contents of the root."""
         with self._translated("delete", prefix):
-            self._made.clear()
             # The root itself stays: it may be a mount, or a directory that the user made with care.
-            for path in [self._place(prefix)] if prefix else self._everything():
+            for path in [self._within(prefix)] if prefix else self._everything():
                 if path.is_dir() and not path.is_symlink():
-                    remove_tree(path)
+                    _remove_tree(path)
                 else:
                     path.unlink(missing_ok=True)
 
     def delete_keys(self, keys: Sequence[str]) -> None:
         """Remove many files, and the directories that nothing is left in."""
-        self._made.clear()
         for key in keys:
             with self._translated("delete", key):
-                self._unlink(self._place(key))
+                self._unlink(self._within(key))
 
     def list_debris(self) -> list[ObjectInfo]:
         """Partial files, of crashed writers and of those still at it."""
@@ -166,27 +183,43 @@ class LocalBackend(Backend):
         self.delete_keys([one.key for one in debris if one.key.endswith(PARTIAL_SUFFIX)])
 
     def flush(self) -> None:
-        """Flush the file system that holds the run to its disk, once for all files."""
-        with self._translated("flush", ""):
-            descriptor = os.open(self._root, os.O_RDONLY)
-            try:
-                flush_file_system(descriptor)
-            finally:
-                os.close(descriptor)
+        """Flush the files that this backend has written since the last time, and their directories, to the disk.
+
+        Not the whole file system, unless they are very many: that would wait for whatever others have written to it.
+        """
+        with self._lock:
+            paths, self._unflushed = self._unflushed, set()
+        outside = set(self._root.parent.parents)
+        folders = {folder for path in paths for folder in path.parents} - outside
+        try:
+            with self._translated("flush", ""):
+                if len(paths) > _MAX_UNFLUSHED:
+                    _flush_file_system(self._root)
+                elif paths:
+                    _flush_files(paths)
+                    _flush_folders(folders)
+        except StorageError:
+            with self._lock:
+                self._unflushed |= paths
+            raise
+
+    def _note(self, path: Path) -> None:
+        """Remember that a file is to be flushed."""
+        with self._lock:
+            if len(self._unflushed) <= _MAX_UNFLUSHED:
+                self._unflushed.add(path)
 
     def _place(self, key: str) -> Path:
         """Where a key lies; keys come from what others have stored, too, and must not lead out of the run."""
         refuse_escape(self.url, key)
-        path = self._root / key
-        if path.parent not in self._made:
-            self._refuse_links(key.split("/")[:-1])
-        return path
+        return self._root / key
 
-    def _folder(self, prefix: str) -> Path:
-        """Where the keys below a prefix lie."""
-        refuse_escape(self.url, prefix)
-        self._refuse_links(prefix.split("/"))
-        return self._root / prefix
+    def _within(self, key: str) -> Path:
+        """The same of what is to be deleted: nothing is, through a link that leads out of the run."""
+        path = self._place(key)
+        if not path.parent.resolve().is_relative_to(self._root.resolve()):
+            raise _not_plain(str(path.parent), stat.S_IFLNK)
+        return path
 
     def _everything(self) -> list[Path]:
         try:
@@ -194,26 +227,15 @@ class LocalBackend(Backend):
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def _refuse_links(self, names: Sequence[str]) -> None:
-        folder = str(self._root)
-        for name in names:
-            folder = f"{folder}/{name}"
-            try:
-                mode = os.stat(folder, follow_symlinks=False).st_mode  # noqa: PTH116  # a third of Path's time
-            except (FileNotFoundError, NotADirectoryError):
-                return
-            if stat.S_ISLNK(mode):
-                raise not_plain(folder, mode)
-
     def _read(self, key: str, choose: Callable[[int], tuple[int, int]]) -> bytes | None:
         """The part of a plain file that is chosen by its size."""
         with self._translated("read", key):
             try:
-                descriptor = open_plain(str(self._place(key)))
+                descriptor = _open_plain(str(self._place(key)))
             except (FileNotFoundError, NotADirectoryError):
                 return None
             try:
-                return read_all(descriptor, *choose(os.fstat(descriptor).st_size))
+                return _read_all(descriptor, *choose(os.fstat(descriptor).st_size))
             finally:
                 os.close(descriptor)
 
@@ -222,7 +244,7 @@ class LocalBackend(Backend):
 
         Names that are no text are no keys, and links are not followed.
         """
-        top = self._folder(prefix)
+        top = self._place(prefix)
         folders = [""]
         while folders:
             folder = folders.pop()
@@ -238,7 +260,7 @@ class LocalBackend(Backend):
         """The files below a directory that are partial, or are not, sorted; those that went away are left out."""
         for path in sorted(self._files(prefix)):
             if path.endswith(PARTIAL_SUFFIX) is are_partial:
-                status = status_of(self._root / prefix / path)
+                status = _status_of(self._root / prefix / path)
                 if status is not None:
                     yield ObjectInfo(key=path, nbytes=status.st_size, modified=status.st_mtime)
 
@@ -259,40 +281,18 @@ class LocalBackend(Backend):
         path = self._place(key)
         # The name's length must not grow with the key's last segment, which may be as long as names can be.
         partial = path.parent / f"{os.getpid()}-{threading.get_ident()}-{next(self._serial)}{PARTIAL_SUFFIX}"
-        descriptor = self._open_new(partial)
+        descriptor = _open_new(partial)
         try:
             try:
-                write_all(descriptor, parts)
+                _write_all(descriptor, parts)
                 inode = os.fstat(descriptor).st_ino
             finally:
                 os.close(descriptor)
             yield partial, inode
+            self._note(path)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-
-    def _open_new(self, path: Path) -> int:
-        """A descriptor of a file that is made, with its folder where that is not there."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        if path.parent in self._made:
-            try:
-                return os.open(path, flags, 0o666)
-            except FileNotFoundError:
-                self._made.discard(path.parent)  # another process has removed the folder since
-                self._refuse_links(path.relative_to(self._root).parts[:-1])
-        if len(self._made) >= _MAX_REMEMBERED:
-            self._made.clear()
-        for _ in range(_FOLDER_TRIES - 1):
-            # Who removes the last file of a folder removes the folder, perhaps between these two.
-            with contextlib.suppress(FileNotFoundError, FileExistsError):
-                return self._made_with_folder(path, flags)
-        return self._made_with_folder(path, flags)
-
-    def _made_with_folder(self, path: Path, flags: int) -> int:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, flags, 0o666)
-        self._made.add(path.parent)
-        return descriptor
 
     @contextlib.contextmanager
     def _translated(self, verb: str, key: str) -> Iterator[None]:
@@ -305,7 +305,7 @@ class LocalBackend(Backend):
 def _rename_new(partial: Path, target: Path) -> bool:
     """As `create`, where the file system has no hard links."""
     try:
-        rename_unless_there(partial, target)
+        _rename_unless_there(partial, target)
     except FileExistsError:
         return False
     except FileNotFoundError:
@@ -321,3 +321,173 @@ def _rename_new(partial: Path, target: Path) -> bool:
             f"way to create a file only if there is none: choose a directory on another file system, or another URL"
         ) from error
     return True
+
+
+def _absolute(path: str) -> str:
+    """The whole path of a directory; a `~` at the beginning is the home directory.
+
+    Raises:
+        UsageError: no directory can have such a path.
+    """
+    try:
+        full = str(Path(path).expanduser().absolute())
+        is_possible = "\0" not in full
+        os.fsencode(full)
+    except (ValueError, RuntimeError, OSError) as error:  # no such text, no such user, no current directory
+        raise UsageError(f"{path!r} cannot be the path of a directory ({error}): give another one") from error
+    if not is_possible:
+        raise UsageError(f"{path!r} cannot be the path of a directory: it holds a NUL: give another one")
+    return full
+
+
+def _not_plain(place: str, mode: int) -> StorageError:
+    """The error for what is neither a file nor a directory, or a directory in the place of a file."""
+    if stat.S_ISLNK(mode):
+        return StorageError(
+            f"{printable(place)} is a symbolic link, which is not followed inside of a run, since it can lead "
+            f"anywhere: put what it means in its place (cp -rL copies a run so)"
+        )
+    kind = "a directory" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
+    return StorageError(
+        f"{printable(place)} is {kind} and not a file: move aside what is in the way, or choose another URL"
+    )
+
+
+def _status_of(path: Path) -> os.stat_result | None:
+    """What a plain file is; None where it is none, or went away meanwhile."""
+    try:
+        status = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status if stat.S_ISREG(status.st_mode) else None
+
+
+def _open_plain(path: str) -> int:
+    """A descriptor to read a plain file with.
+
+    Raises:
+        StorageError: a link, a directory or something else is there.
+        OSError: it cannot be opened.
+    """
+    try:
+        # Without O_NONBLOCK, to open a pipe is to wait for whoever writes into it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _not_plain(path, stat.S_IFLNK) from error
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise _not_plain(path, mode)
+    return descriptor
+
+
+def _read_all(descriptor: int, begin: int, stop: int) -> bytes:
+    """The bytes of a file from one place to another, fewer where it ends before."""
+    parts = []
+    while begin < stop:
+        part = os.pread(descriptor, stop - begin, begin)
+        if not part:
+            break
+        parts.append(part)
+        begin += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a directory, in which a writer that has not noticed yet may still be making files."""
+    for _ in range(_REMOVALS - 1):
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            if error.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}:
+                raise
+            time.sleep(_REMOVAL_SECONDS)
+        if not path.exists():
+            return
+    shutil.rmtree(path)
+
+
+def _write_all(descriptor: int, parts: Sequence[Buffer]) -> None:
+    """Write all bytes of the parts."""
+    views = [view for view in (byte_view(part) for part in parts) if view.nbytes]
+    while views:
+        written = os.writev(descriptor, views[:_MAX_PARTS])
+        while views and written >= views[0].nbytes:
+            written -= views.pop(0).nbytes
+        if written:
+            views[0] = views[0][written:]
+
+
+def _rename_unless_there(source: Path, target: Path) -> None:
+    """Rename a file, atomically.
+
+    Raises:
+        FileExistsError: something is at the new name.
+        OSError: it failed otherwise, or the file system knows no such renaming.
+    """
+    # Python's rename replaces what is there.
+    library = ctypes.CDLL(None, use_errno=True)
+    number = errno.ENOSYS
+    if hasattr(library, "renameat2"):
+        names = os.fsencode(source), os.fsencode(target)
+        if library.renameat2(_AT_CWD, names[0], _AT_CWD, names[1], _RENAME_NOREPLACE) == 0:
+            return
+        number = ctypes.get_errno()
+    raise OSError(number, os.strerror(number))
+
+
+def _flush_files(paths: Collection[Path]) -> None:
+    """Bring files to the disk; those that are gone are passed over."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if hasattr(library, "sync_file_range"):
+        # All of them are on their way before the first is waited for. Not every file system can: no failure.
+        whole = ctypes.c_int64(0), ctypes.c_int64(0)
+        for path in paths:
+            _with_descriptor(path, lambda one: library.sync_file_range(one, *whole, _SYNC_FILE_RANGE_WRITE))
+    with ThreadPoolExecutor(_FLUSH_THREADS) as pool:
+        list(pool.map(lambda path: _with_descriptor(path, os.fdatasync), paths))
+
+
+def _flush_folders(folders: Iterable[Path]) -> None:
+    """Bring the entries of directories to the disk, where the file system knows how and we may."""
+    for folder in folders:
+        try:
+            _with_descriptor(folder, os.fsync)
+        except OSError as error:
+            if error.errno not in {errno.EINVAL, errno.EACCES, errno.EPERM}:
+                raise
+
+
+def _with_descriptor(path: Path, work: Callable[[int], object]) -> None:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            work(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _flush_file_system(folder: Path) -> None:
+    """Bring everything that was written to the file system of a directory to its disk; Python has no syncfs."""
+    library = ctypes.CDLL(None, use_errno=True)
+
+    def flush(descriptor: int) -> None:
+        if library.syncfs(descriptor) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+    _with_descriptor(folder, flush)
+
+
+def _open_new(path: Path) -> int:
+    """A descriptor of a file that is made, with its folder where that is not there."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    for _ in range(_FOLDER_TRIES):
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path, flags, 0o666)
+        # Who removes the last file of a folder removes the folder, perhaps between these two.
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, flags, 0o666)
