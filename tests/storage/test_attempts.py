@@ -23,6 +23,7 @@ from ranktape.storage.format.progress import open_iteration, read_progress, writ
 from ranktape.storage.recording.start import join_attempt
 from tests.runs import complete, start
 from tests.storage.test_run import write_iterations, write_tensors
+from tests.storage.whole_run import record, whole_run
 from tests.storage.wrapped import wrapped
 
 
@@ -107,6 +108,13 @@ def test_the_same_launch_resumes_by_itself(url: str) -> None:
     assert len(run.select(iteration=20)) == 1
     assert len(run.select(iteration=10)) == 6
     assert len(run.select(iteration=20, attempt="0-9")) == 7
+
+
+def test_an_iteration_that_was_cut_off_is_recorded_again(url: str) -> None:
+    backend, attempt, writers = whole_run(url, iterations=(0,), close=False, restart=0)
+    record(backend, attempt, writers, iteration=10, cut_off="cut off: SIGKILL")
+    _, restarted, _ = start(url, restart=1, world_size=2)
+    assert restarted.completed == (0,)
 
 
 def test_a_restart_finishes_what_the_coordinator_left(url: str) -> None:

@@ -23,7 +23,7 @@ from ranktape.storage.recording import start as lease
 from ranktape.storage.recording.start import Lease
 from ranktape.storage.records.run import open_run
 from tests.s3 import BUCKET, S3Server
-from tests.storage.whole_run import whole_run
+from tests.storage.whole_run import record, whole_run
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +38,17 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def path(sound: Path, tmp_path: Path) -> Path:
     """A copy of it, to be made smaller."""
     return Path(shutil.copytree(sound, tmp_path / "run"))
+
+
+def test_an_iteration_that_was_cut_off_does_not_count_as_complete(tmp_path: Path) -> None:
+    backend, attempt, writers = whole_run(tmp_path / "run", iterations=(0, 10), close=False)
+    record(backend, attempt, writers, iteration=20, cut_off="cut off: SIGKILL")
+    opened = open_backend(tmp_path / "run")
+    assert prune_run(opened, keep_last=2).removed == ()
+    assert prune_run(opened, keep_last=1).removed == (0,)
+    assert open_run(tmp_path / "run").iterations == [10, 20]
+    assert prune_run(opened, iteration="20").removed == (20,)
+    assert open_run(tmp_path / "run").iterations == [10]
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,10 @@ from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import (
     Attempt,
     IterationPlan,
-    complete_iterations,
     is_attempt_there,
+    is_whole,
     read_attempts,
+    whole_iterations,
     write_plan,
 )
 from ranktape.storage.format.commit import finish_iteration
@@ -124,6 +125,7 @@ class Coordinator:
         self._seen: Progress | None = None
         self._lock = threading.Lock()
         self._earlier: list[tuple[Attempt, int]] | None = None
+        self._whole: dict[int, bool] = {}
         self.complete: set[int] = set()
         self.problems: dict[str, str] = {}
 
@@ -276,8 +278,12 @@ class Coordinator:
             earlier = [one for one in read_attempts(self._backend) if one.number < self._attempt.number]
             for attempt in earlier:
                 finish_drops(self._backend, attempt=attempt)
-            self._earlier = [(one, number) for one in earlier for number in complete_iterations(self._backend, one)]
-        kept = [*self._earlier, *((self._attempt, number) for number in sorted(complete))]
+            self._earlier = [(one, number) for one in earlier for number in whole_iterations(self._backend, one)]
+        for number in complete - self._whole.keys():
+            self._whole[number] = is_whole(self._backend, self._attempt, number)
+        # An iteration that was cut off is partial: it stays, and counts for nothing.
+        own = [(self._attempt, number) for number in sorted(complete) if self._whole[number]]
+        kept = [*self._earlier, *own]
         for attempt, iteration in kept[: max(0, len(kept) - keep_last)]:
             drop_iteration(self._backend, attempt=attempt, iteration=iteration)
             if attempt is self._attempt:

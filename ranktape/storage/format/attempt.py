@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from ranktape.errors import RunFormatError, RunLostError, RunNotFoundError
+from ranktape.errors import DataError, RunFormatError, RunLostError, RunNotFoundError
 from ranktape.storage.format import layout
 from ranktape.storage.format.documents import (
+    MAX_COMMIT_NBYTES,
     MAX_DOCUMENT_NBYTES,
     SCHEMA_KEY,
     SCHEMA_VERSION,
@@ -170,6 +171,22 @@ def complete_iterations(backend: Backend, attempt: Attempt) -> list[int]:
     # In this order: what is removed in between is in the second list.
     committed = committed_iterations(backend, attempt)
     return sorted(committed - dropped_iterations(backend, attempt)) if committed else []
+
+
+def whole_iterations(backend: Backend, attempt: Attempt) -> list[int]:
+    """Those of the complete iterations that no rank was cut off in, ascending; one GET for each beside the LISTs."""
+    iterations = complete_iterations(backend, attempt)
+    are_whole = for_each(lambda iteration: is_whole(backend, attempt, iteration), iterations)
+    return [iteration for iteration, is_one in zip(iterations, are_whole, strict=True) if is_one]
+
+
+def is_whole(backend: Backend, attempt: Attempt, iteration: int) -> bool:
+    """Whether no rank was cut off in a complete iteration; damage to its document changes nothing."""
+    try:
+        fields = read_attributes(backend, layout.iteration_path(attempt.path, iteration), max_nbytes=MAX_COMMIT_NBYTES)
+    except (DataError, RunFormatError):
+        return True
+    return fields is None or not fields.get("cut_off")
 
 
 def committed_iterations(backend: Backend, attempt: Attempt) -> frozenset[int]:

@@ -20,6 +20,7 @@ from ranktape.storage.format.attempt import (
     read_attempts,
     read_run,
     run_attributes,
+    whole_iterations,
 )
 from ranktape.storage.format.documents import for_each, read_attributes, write_group
 from ranktape.storage.maintenance.work import OnProgress, Work
@@ -55,7 +56,7 @@ def prune_run(
 
     Args:
         backend: Where the run is.
-        keep_last: Remove all but so many of the latest ones.
+        keep_last: Remove all but so many of the latest ones; iterations that were cut off stay.
         iteration: Remove these: a filter such as `"10:20:2"`, `"0-3"` or `"0,2"`.
         dry_run: Change nothing, and say what would be removed.
         on_progress: Called with the number of iterations removed and of all to be removed.
@@ -72,7 +73,9 @@ def prune_run(
     run_attributes(read_run(backend), place=backend.url)
     with contextlib.nullcontext() if dry_run else _lease(backend):
         attempts = read_attempts(backend)
-        places = [(attempt, one) for attempt in attempts for one in complete_iterations(backend, attempt)]
+        # An iteration that was cut off is partial: it counts for nothing, and goes only where it is named.
+        among = complete_iterations if keep_last is None else whole_iterations
+        places = [(attempt, one) for attempt in attempts for one in among(backend, attempt)]
         complete = sorted({one for _, one in places})
         removed = _chosen(complete, keep_last=keep_last, iteration=iteration)
         due = [place for place in places if place[1] in removed]

@@ -24,11 +24,11 @@ from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import (
     Attempt,
     Launch,
-    complete_iterations,
     read_attempts,
     read_plan,
     read_run,
     run_attributes,
+    whole_iterations,
 )
 from ranktape.storage.format.documents import (
     SCHEMA_KEY,
@@ -120,9 +120,9 @@ def begin_attempt(
 
 
 def _planned_iterations(backend: Backend, attempt: Attempt) -> set[int]:
-    """The complete iterations of an attempt, without those that somebody asked for while it ran."""
+    """The whole iterations of an attempt, without those that somebody asked for while it ran."""
     plan = read_plan(backend, attempt=attempt)
-    return set(complete_iterations(backend, attempt)) - (set() if plan is None else plan.asked_iterations)
+    return set(whole_iterations(backend, attempt)) - (set() if plan is None else plan.asked_iterations)
 
 
 def check_place(backend: Backend, *, resume: bool, overwrite: bool, launch_id: str | None = None) -> bytes | None:
