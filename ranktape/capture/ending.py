@@ -33,6 +33,8 @@ def verdict_of(
         return RunVerdict(**words["verdict"])
     state = words.get("state")
     problem = words.get("error") or words.get("problem")
+    if "error" not in words and (num_more := words.get("num_more_problems")):
+        problem = f"{problem}; {num_more} more problem{'s' * (num_more > 1)} came after it"
     if state == "late":
         problem = f"not everything was stored within {waited_seconds:g} s; the writer goes on"
     elif state not in {"closed", "failed"}:

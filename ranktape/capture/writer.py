@@ -388,6 +388,13 @@ class Writer:
 
     def _say(self, **changes: Any) -> None:
         with self._words_lock:
+            if (problem := changes.pop("problem", None)) is not None:
+                # The first one is the cause of the others, which are counted, and told as they come.
+                first = self._words.get("problem")
+                if first is None:
+                    changes["problem"] = problem
+                elif problem != first and problem not in self._words.get("notices", ()):
+                    changes |= {"notice": problem, "num_more_problems": self._words.get("num_more_problems", 0) + 1}
             if (notice := changes.pop("notice", None)) is not None:
                 # The trainer looks now and then: the last notice alone would hide its cause.
                 changes["notices"] = [*self._words.get("notices", ()), notice][-_MAX_NOTICES:]

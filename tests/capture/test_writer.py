@@ -9,6 +9,9 @@ import torch
 
 from ranktape.capture import Capture
 from ranktape.capture.staging.process import writer_environment
+from ranktape.storage import open_run
+from tests.capture.light import LightTrainer, tensors
+from tests.waiting import until
 
 
 def test_what_the_trainer_tells_the_writer_has_it_load_no_torch(tmp_path: Path) -> None:
@@ -21,6 +24,21 @@ def test_what_the_trainer_tells_the_writer_has_it_load_no_torch(tmp_path: Path) 
         assert "numpy" in maps
         assert "libtorch" not in maps
         torch.optim.SGD(model.parameters()).step()
+
+
+def test_the_first_problem_stays_and_the_others_are_counted(tmp_path: Path) -> None:
+    trainer = LightTrainer(str(tmp_path / "run"))
+    trainer.stage(0, tensors(0))
+    until(lambda: open_run(tmp_path / "run").iterations == [0])
+    [rank] = (tmp_path / "run").glob("attempt_*/rank_00000")
+    rank.rename(tmp_path / "hidden")
+    rank.write_text("in the way")
+    for iteration in (1, 2):
+        trainer.stage(iteration, tensors(iteration))
+    words = trainer.close()
+    assert words["problem"].startswith("iteration 1 is not stored by rank 0: cannot write")
+    later = [notice for notice in words["notices"] if notice.startswith("iteration 2 is not stored by rank 0")]
+    assert (len(later), words["num_more_problems"]) == (1, 1)
 
 
 def test_the_writer_inherits_no_rank_and_no_capture() -> None:

@@ -31,8 +31,13 @@ def stage(trainer: LightTrainer, *iterations: int) -> None:
 
 def wait_for_problem(trainer: LightTrainer, *, about: str) -> str:
     """What the writer says of something that went wrong."""
-    until(lambda: about in str(trainer.hear().get("problem")), said=trainer.hear)
-    return str(trainer.hear()["problem"])
+
+    def said() -> list[str]:
+        words = trainer.hear()
+        return [text for text in (words.get("problem"), *words.get("notices", ())) if about in str(text)]
+
+    until(lambda: bool(said()), said=trainer.hear)
+    return said()[-1]
 
 
 def wait_until_settled(trainer: LightTrainer, num_iterations: int) -> None:

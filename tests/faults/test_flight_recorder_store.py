@@ -27,7 +27,7 @@ from tests.capture.gate import Gate
 from tests.capture.light import LightTrainer, check_arrays, tensors
 from tests.exhaustive import exhaustive
 from tests.faults.programs import flight_apart
-from tests.faults.recording import wait_until_settled
+from tests.faults.recording import wait_for_problem, wait_until_settled
 from tests.faults.test_disk import disk as disk  # noqa: PLC0414  (a fixture)
 from tests.launch.processes import Ended, torchrun
 from tests.s3 import S3Server
@@ -57,15 +57,6 @@ def wait_until_taken(trainer: LightTrainer) -> None:
             time.sleep(0.01)
 
 
-def wait_for_words(trainer: LightTrainer, *, about: str) -> str:
-    """What the writer says of something."""
-    deadline = time.monotonic() + SECONDS
-    while about not in str((words := trainer.hear()).get("problem")):
-        assert time.monotonic() < deadline, words
-        time.sleep(0.02)
-    return str(words["problem"])
-
-
 def check_stored(url: Path, *iterations: int) -> None:
     """That these iterations are complete, no others, every bit of them, and that nothing is damaged."""
     assert open_run(url).iterations == list(iterations)
@@ -81,7 +72,7 @@ class TestStores:
         stage(trainer, 0, 1, 2)
         ballast.write_bytes(bytes(12 << 20))
         trainer.trigger(2)
-        problem = wait_for_words(trainer, about="is not stored by rank 0")
+        problem = wait_for_problem(trainer, about="is not stored by rank 0")
         assert str(url) in problem
         # Where there is room before the last of them has failed, two are stored, and the disk holds no five.
         wait_until_settled(trainer, 3)
@@ -106,7 +97,7 @@ class TestStores:
         stage(trainer, 0, 1, 2)
         ballast.write_bytes(bytes(18 << 20))
         trainer.trigger(2)
-        wait_for_words(trainer, about="ranktape push")
+        wait_for_problem(trainer, about="ranktape push")
         trainer.close()
         ballast.unlink()
         pushed = CliRunner().invoke(push_command, [str(tmp_path / "spill")], catch_exceptions=False)
