@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.console import say
 from ranktape.analyze.table import Column, Kind, Table
-from ranktape.errors import CheckFoundError, expect_least
+from ranktape.errors import CheckFoundError, RunNotFoundError, expect_least
 from ranktape.launch.place import MAX_NAMED, CommandAnswer, by_reason, command_of, count_text, shown
 from ranktape.storage import IterationStatus, RunVerdict
 from ranktape.storage.format.memory import nbytes_text
@@ -19,7 +19,7 @@ from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
-    from ranktape.storage import Run
+    from ranktape.storage.format.attempt import Attempt
     from ranktape.storage.format.triggers import Trigger
 
 COLUMNS = (
@@ -128,34 +128,54 @@ def status(
         require_minimum: Exit with 3 unless the guaranteed minimum is stored complete.
         on_line: Called with each line of `follow`.
     """
-    from ranktape.storage import open_run
+    from ranktape.storage.format.attempt import read_attempts, read_run, run_attributes
+    from ranktape.storage.format.documents import for_each
+    from ranktape.storage.format.progress import read_disabled, read_troubles
+    from ranktape.storage.format.triggers import read_triggers
     from ranktape.storage.maintenance.runs import suggest_nearest
+    from ranktape.storage.places.urls import open_backend
 
     expect_least(_SHORTEST_SECONDS, interval=interval)
     with suggest_nearest(run, storage_options=storage_options):
-        opened = open_run(run, storage_options=storage_options)
+        backend = open_backend(run, storage_options=storage_options)
+        run_attributes(read_run(backend), place=backend.url)
     if follow:
-        _follow(opened, interval=interval, on_line=on_line)
+        _follow(backend, interval=interval, on_line=on_line)
+    attempts = read_attempts(backend)
+    verdict, statuses = _judge(backend, attempts)
+    triggers = for_each(lambda attempt: read_triggers(backend, attempt), attempts)
     found = RunStatus(
         run=shown(run),
-        iterations=opened.status(),
-        verdict=opened.verdict(),
-        disabled=opened.disabled(),
-        troubles=opened.troubles(),
-        triggers=opened.triggers(),
+        iterations=statuses,
+        verdict=verdict,
+        disabled=read_disabled(backend, attempts=attempts),
+        troubles=read_troubles(backend, attempts=attempts),
+        triggers=sorted((one for found in triggers for one in found), key=lambda one: one.order),
     )
     if require_minimum and not found.is_met:
         raise CheckFoundError(verdict_line(found.verdict))
     return found
 
 
-def _follow(run: Run, *, interval: float, on_line: Callable[[str], object]) -> None:
+def _judge(backend: Backend, attempts: list[Attempt]) -> tuple[RunVerdict, list[IterationStatus]]:
+    """The verdict on a run with its iterations, from one reading."""
+    from ranktape.storage.format.progress import read_verdict
+
+    judged = read_verdict(backend, attempts=attempts)
+    if judged is None:
+        raise RunNotFoundError(f"the run at {backend.url} has no attempt yet: no rank has started to record")
+    return judged
+
+
+def _follow(backend: Backend, *, interval: float, on_line: Callable[[str], object]) -> None:
     """Report each change of a run until it is closed."""
+    from ranktape.storage.format.attempt import read_attempts
+
     known: dict[tuple[int, int], str] = {}
     closed_at: float | None = None
     while True:
-        verdict, now = run.verdict(), time.monotonic()  # read first: nothing changes after the final one
-        for one in run.status():
+        (verdict, statuses), now = _judge(backend, read_attempts(backend)), time.monotonic()
+        for one in statuses:
             line = (
                 f"iteration {one.iteration}: {one.state.value}, {len(one.committed_ranks)} of "
                 f"{count_text(len(one.expected_ranks), 'rank')}, {count_text(one.num_records, 'record')}, "

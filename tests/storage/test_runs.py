@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ranktape.errors import RunNotFoundError, StorageError, UsageError
+from ranktape.launch.run_status import status
 from ranktape.storage import open_run
 from ranktape.storage.format.documents import encode_document, group_document
 from ranktape.storage.maintenance import runs
@@ -22,6 +23,23 @@ LABELS: dict[str, dict[str, Any]] = {
     "strange": {"ranktape_schema": 1, "created": 1e300},
 }
 """Documents of runs that are made by hand."""
+
+
+def test_the_attempts_of_a_run_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, attempt, _ = whole_run(str(tmp_path / "run"))
+    read: list[str] = []
+    get = LocalBackend.get
+
+    def noted(self: LocalBackend, key: str, *, max_nbytes: int | None = None) -> bytes | None:
+        read.append(key)
+        return get(self, key, max_nbytes=max_nbytes)
+
+    monkeypatch.setattr(LocalBackend, "get", noted)
+    for ask in (lambda: find_runs(tmp_path), lambda: status(str(tmp_path / "run"))):
+        read.clear()
+        ask()
+        assert read.count(f"{attempt.path}/zarr.json") == 1
+        assert read.count(f"{attempt.path}/iterations/iter_00000000/zarr.json") == 1
 
 
 def states(url: str | Path, **options: Any) -> dict[str, RunState]:

@@ -131,12 +131,15 @@ def read_statuses(backend: Backend, progress: Progress, *, final: bool) -> list[
     return for_each(lambda one: _status(backend, progress, one, expected=expected, final=final), iterations)
 
 
-def read_verdict(backend: Backend, *, until: str | None = None) -> tuple[RunVerdict, list[IterationStatus]] | None:
+def read_verdict(
+    backend: Backend, *, until: str | None = None, attempts: list[Attempt] | None = None
+) -> tuple[RunVerdict, list[IterationStatus]] | None:
     """The verdict on a run, with all its iterations; None for a run in which no attempt has begun.
 
-    With `until`, the path of an attempt, as if none had come after it.
+    With `until`, the path of an attempt, as if none had come after it. `attempts` are those of the run, where they were
+    read already.
     """
-    attempts = read_attempts(backend)
+    attempts = read_attempts(backend) if attempts is None else attempts
     paths = [one.path for one in attempts]
     attempts = attempts[: paths.index(until) + 1] if until in paths else attempts
     if not attempts:
@@ -290,20 +293,22 @@ def _reason(backend: Backend, progress: Progress, iteration: int, rank: int, *, 
     return "never reported (its host may be lost)" if final else "has not committed yet"
 
 
-def read_disabled(backend: Backend) -> dict[int, str]:
+def read_disabled(backend: Backend, *, attempts: list[Attempt] | None = None) -> dict[int, str]:
     """The ranks whose capture disabled itself in the last attempt of a run, each with the reason."""
-    reasons = _read_of_ranks(backend, layout.closed_path, "reason")
+    reasons = _read_of_ranks(backend, layout.closed_path, "reason", attempts=attempts)
     return {rank: reason for rank, reason in reasons.items() if reason.startswith(DISABLED)}
 
 
-def read_troubles(backend: Backend) -> dict[int, str]:
+def read_troubles(backend: Backend, *, attempts: list[Attempt] | None = None) -> dict[int, str]:
     """The ranks that something befell in the last attempt of a run and that went on, each with what it was."""
-    return _read_of_ranks(backend, layout.rank_path, "trouble")
+    return _read_of_ranks(backend, layout.rank_path, "trouble", attempts=attempts)
 
 
-def _read_of_ranks(backend: Backend, path_of: Callable[[str, int], str], name: str) -> dict[int, str]:
+def _read_of_ranks(
+    backend: Backend, path_of: Callable[[str, int], str], name: str, *, attempts: list[Attempt] | None
+) -> dict[int, str]:
     """What a field says in the documents that some ranks of the last attempt have at a path."""
-    attempts = read_attempts(backend)
+    attempts = read_attempts(backend) if attempts is None else attempts
     if not attempts:
         return {}
     path = attempts[-1].path

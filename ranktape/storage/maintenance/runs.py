@@ -144,13 +144,13 @@ def summarize(backend: Backend, *, path: str = "") -> RunSummary:
     attributes = run_attributes(read_run(backend), place=backend.url)
     value = attributes.get("created")
     created = float(value) if isinstance(value, int | float) and 0 <= value < _LAST_SECOND else None
-    judged = read_verdict(backend)
+    attempts = read_attempts(backend)
+    judged = read_verdict(backend, attempts=attempts)
     if judged is None:
         state, message = RunState.EMPTY, "no attempt has begun in it"
         return RunSummary(path=path, url=backend.url, state=state, message=message, created=created)
     verdict, statuses = judged
     closed = RunState.MET if verdict.met else RunState.UNMET
-    attempts = read_attempts(backend)
     complete = [status for status in statuses if status.state is IterationState.COMPLETE]
     return RunSummary(
         path=path,
@@ -159,7 +159,7 @@ def summarize(backend: Backend, *, path: str = "") -> RunSummary:
         message=verdict.message(),
         created=created,
         num_attempts=len(attempts),
-        world_size=attempts[-1].launch.world_size if attempts else 0,
+        world_size=attempts[-1].launch.world_size,
         iterations=tuple(sorted({status.iteration for status in complete})),
         num_records=sum(status.num_records for status in complete),
         nbytes=sum(status.nbytes for status in complete),
