@@ -131,6 +131,64 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert int(ran.stdout) < 50 << 10  # KiB
 
 
+FOUR_TENSORS = """
+import http.server, json, resource, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+import fsspec
+from ranktape.storage.places.urls import open_backend
+
+class Sink(http.server.BaseHTTPRequestHandler):
+    # Takes PUTs and multipart uploads of S3, and keeps nothing.
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *arguments):
+        pass
+
+    def do_PUT(self):
+        if self.headers.get("Expect"):
+            self.send_response_only(100)
+            self.end_headers()
+        left = int(self.headers.get("Content-Length") or 0)
+        while left:
+            left -= len(self.rfile.read(min(left, 1 << 16)))
+        body = b"<Answer><UploadId>u</UploadId></Answer>" if self.command == "POST" else b""
+        self.send_response(200)
+        self.send_header("ETag", "e")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_PUT
+
+class Nowhere(fsspec.AbstractFileSystem):
+    protocol = "nowhere"
+
+    def pipe_file(self, path, value, **options):
+        threading.Event().wait(0.2)
+
+fsspec.register_implementation("nowhere", Nowhere)
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Sink)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+pair = {"endpoint_url": f"http://127.0.0.1:{server.server_port}", "key": "k", "secret": "s"}
+url = sys.argv[1]
+backend = open_backend(url, storage_options=pair if url.startswith("s3") else {}, timeout_seconds=300)
+tensor = memoryview(bytes(1) * 200_000_000)
+backend.put("a", [tensor[: 2 << 20]])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with ThreadPoolExecutor(4) as pool:
+    list(pool.map(lambda number: backend.put(f"t{number}", [tensor, b"crc."]), range(4)))
+print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+"""
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "nowhere://run"])
+def test_four_tensors_of_200_mb_take_at_most_300_mb_beside_them(url: str) -> None:
+    command = [sys.executable, "-c", FOUR_TENSORS, url]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) < 300_000_000
+
+
 @pytest.mark.s3
 def test_a_forked_process_opens_connections_of_its_own(s3_server: S3Server) -> None:
     backend = open_backend(s3_server.new_url(), storage_options=s3_server.storage_options)

@@ -1,9 +1,12 @@
-"""How much memory is left, the refusal of what does not fit into it, and how a size is written."""
+"""How much memory is left, the refusal of what does not fit, budgets that threads share, and how a size is written."""
 
 from __future__ import annotations
 
 import functools
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -71,6 +74,32 @@ def expect_memory(nbytes: int, *, place: str) -> None:
             f"{place} takes {nbytes:,} bytes of memory, {left:,} are left here: it was not written by ranktape, or "
             f"has to be read on a larger machine"
         )
+
+
+BUDGET_NBYTES = 256 << 20
+"""Bytes of objects held in memory at once; one that is larger is held alone."""
+
+
+class MemoryBudget:
+    """Bytes that several threads may hold together; one that needs more than all of them holds them alone."""
+
+    def __init__(self, nbytes: int = BUDGET_NBYTES) -> None:
+        self._nbytes = nbytes
+        self._num_taken = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, nbytes: int) -> Iterator[None]:
+        """Hold so many bytes; waits for others to give theirs back."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_taken or self._num_taken + nbytes <= self._nbytes)
+            self._num_taken += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_taken -= nbytes
+                self._changed.notify_all()
 
 
 def _read(path: Path) -> str:

@@ -38,10 +38,10 @@ from ranktape.storage.format.documents import (
 )
 from ranktape.storage.format.encode import checksum
 from ranktape.storage.format.layout import DOCUMENT, AttemptKey, KeyKind, Mark, document_key
+from ranktape.storage.format.memory import MemoryBudget
 from ranktape.storage.format.validation import check_records
 from ranktape.storage.maintenance.finding import CheckFinding, FindingKind, Findings, Mend
 from ranktape.storage.maintenance.outbox import SPILLED_KEY
-from ranktape.storage.maintenance.work import MemoryBudget
 from ranktape.storage.places.backend import Backend, ObjectInfo
 from ranktape.storage.query.columns import StringColumn, rows_of, values_of
 

@@ -19,8 +19,9 @@ from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import Launch, read_attempts, read_run, run_attributes
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.layout import AttemptKey, KeyKind
+from ranktape.storage.format.memory import MemoryBudget
 from ranktape.storage.format.progress import open_iteration, write_verdict
-from ranktape.storage.maintenance.work import MemoryBudget, OnProgress, Work
+from ranktape.storage.maintenance.work import OnProgress, Work
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.recording.start import begin_attempt, claim_run

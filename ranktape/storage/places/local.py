@@ -47,8 +47,8 @@ PARTIAL_SUFFIX = ".partial"
 _FOLDER_TRIES = 10
 """How often a folder is made for a file before its absence is an error."""
 
-_MAX_UNFLUSHED = 4096
-"""More files than this are flushed with the whole file system; a capture has some tens in an iteration."""
+_MAX_UNFLUSHED = 1 << 16
+"""More files than this are not remembered: everything is flushed. A capture writes fewer in an iteration."""
 
 _FLUSH_THREADS = 8
 """Files flushed at once: a journal takes them together."""
@@ -185,7 +185,7 @@ class LocalBackend(Backend):
     def flush(self) -> None:
         """Flush the files that this backend has written since the last time, and their directories, to the disk.
 
-        Not the whole file system, unless they are very many: that would wait for whatever others have written to it.
+        Not whole file systems, unless the files are very many: that would wait for whatever others have written.
         """
         with self._lock:
             paths, self._unflushed = self._unflushed, set()
@@ -194,7 +194,7 @@ class LocalBackend(Backend):
         try:
             with self._translated("flush", ""):
                 if len(paths) > _MAX_UNFLUSHED:
-                    _flush_file_system(self._root)
+                    os.sync()
                 elif paths:
                     _flush_files(paths)
                     _flush_folders(folders)
@@ -467,18 +467,6 @@ def _with_descriptor(path: Path, work: Callable[[int], object]) -> None:
             work(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _flush_file_system(folder: Path) -> None:
-    """Bring everything that was written to the file system of a directory to its disk; Python has no syncfs."""
-    library = ctypes.CDLL(None, use_errno=True)
-
-    def flush(descriptor: int) -> None:
-        if library.syncfs(descriptor) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
-
-    _with_descriptor(folder, flush)
 
 
 def _open_new(path: Path) -> int:

@@ -28,6 +28,7 @@ from fsspec.asyn import AsyncFileSystem, sync
 from fsspec.core import url_to_fs
 
 from ranktape.errors import StorageError, UsageError
+from ranktape.storage.format.memory import MemoryBudget
 from ranktape.storage.places.backend import (
     Backend,
     Buffer,
@@ -184,7 +185,10 @@ class RemoteBackend(Backend):
         raise failure from cause
 
     def _put(self, path: str, views: list[memoryview]) -> None:
-        self._run("pipe_file", path, b"".join(views))
+        # The file system takes one piece of memory: the copies of all threads together are bounded.
+        with self._copies.taken(sum(view.nbytes for view in views)):
+            answered()  # the time in which others held it is not the request's
+            self._run("pipe_file", path, b"".join(views))
 
     def _create(self, path: str, data: bytes) -> bool:
         try:
@@ -253,7 +257,7 @@ class RemoteBackend(Backend):
         except Exception as error:  # noqa: BLE001  # what a file system's constructor raises is its own affair
             return error
         self._set_root(root.rstrip("/") + "/")
-        self._pid = os.getpid()
+        self._pid, self._copies = os.getpid(), MemoryBudget()
         return None
 
     def _set_root(self, root: str) -> None:
