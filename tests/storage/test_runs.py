@@ -159,7 +159,6 @@ def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pyt
     [
         ("experiment-1", r"there is no run at .*experiment-1: check the URL; beside it there is experiment_1$"),
         ("other", r"check the URL$"),
-        ("", r"check the URL; below it there is experiment_1$"),
     ],
 )
 def test_a_mistyped_name_is_answered_with_the_nearest(tmp_path: Path, typed: str, match: str) -> None:

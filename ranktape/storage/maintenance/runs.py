@@ -6,11 +6,9 @@ import contextlib
 import difflib
 import enum
 import functools
-import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -110,28 +108,18 @@ def find_runs(
     return sorted(found, key=lambda one: one.path)
 
 
-_MAX_TRIED = 64
-"""Names of which an error asks whether they are runs."""
-
-
 @contextlib.contextmanager
 def suggest_nearest(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Around what opens a run: where there is none, the error also says which similar names lie beside the place.
-
-    Of a place that has runs below it, it says which.
-
-    Raises:
-        RunNotFoundError: as the block raised it, with the names.
-    """
+    """Around what opens a run: where there is none, the error names what beside it has nearly its name."""
     try:
         yield
     except RunNotFoundError as error:
-        place = os.fspath(url)
-        if below := _below(place, storage_options):
-            raise RunNotFoundError(f"{error}; below it there is {' and '.join(below)}") from error
-        if near := _nearest(place, storage_options):
-            raise RunNotFoundError(f"{error}; beside it there is {' and '.join(near)}") from error
-        raise
+        parent, slash, name = str(url).rstrip("/").rpartition("/")
+        near: list[str] = []
+        with contextlib.suppress(RanktapeError):  # the question was another one
+            names = open_backend(parent or slash or ".", storage_options=storage_options).list_names("")
+            near = difflib.get_close_matches(name, [other for other in names if other != name], n=1)
+        raise (RunNotFoundError(f"{error}; beside it there is {near[0]}") if near else error) from error
 
 
 def summarize(backend: Backend, *, path: str = "") -> RunSummary:
@@ -196,33 +184,3 @@ def _join(url: str, place: str) -> str:
     # Of the URLs that we open, those of files are percent-encoded, and no others.
     is_file = url.partition("://")[0].lower() in {"file", "local"}
     return f"{url.rstrip('/')}/{quote(place) if is_file else place}"
-
-
-def _below(url: str, storage_options: Mapping[str, Any] | None) -> list[str]:
-    """The first runs right below a place, at most two, among its first names; none where one cannot look."""
-    try:
-        backend = open_backend(url, storage_options=storage_options)
-        names = backend.list_names("")[:_MAX_TRIED]
-        runs = (name for name in names if b"ranktape" in (read_document(backend, name) or b""))
-        return list(itertools.islice(runs, 2))
-    except RanktapeError:
-        # The question was another one, and its answer stands.
-        return []
-
-
-def _nearest(url: str, storage_options: Mapping[str, Any] | None) -> Sequence[str]:
-    """Names beside a place that are similar to its own; none where one cannot look."""
-    protocol, separator, rest = url.partition("://")
-    path = (rest if separator else str(Path(url).expanduser().absolute())).rstrip("/")
-    parent, _, name = path.rpartition("/")
-    if not name or (separator and not parent):
-        return []
-    try:
-        backend = open_backend(
-            f"{protocol}://{parent}" if separator else parent or "/", storage_options=storage_options
-        )
-        names = backend.list_names("")
-    except RanktapeError:
-        # The question was another one, and its answer stands.
-        return []
-    return difflib.get_close_matches(name, [other for other in names if other != name], n=2)
