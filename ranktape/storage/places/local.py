@@ -24,8 +24,10 @@ import shutil
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from ranktape.errors import StorageError, UsageError
@@ -85,8 +87,8 @@ class LocalBackend(Backend):
         self.is_shared = True
         self._root = Path(self.url)
         self._serial = itertools.count()
-        self._unflushed: set[Path] = set()
-        self._lock = threading.Lock()
+        # No lock: a forked process could inherit it locked.
+        self._unflushed: deque[Path] = deque()
 
     def __reduce__(self) -> tuple[type[LocalBackend], tuple[str]]:
         return LocalBackend, (self.url,)
@@ -187,27 +189,27 @@ class LocalBackend(Backend):
 
         Not whole file systems, unless the files are very many: that would wait for whatever others have written.
         """
-        with self._lock:
-            paths, self._unflushed = self._unflushed, set()
+        are_all_known, paths = len(self._unflushed) <= _MAX_UNFLUSHED, set[Path]()
+        with contextlib.suppress(IndexError):  # until it is empty
+            while True:
+                paths.add(self._unflushed.popleft())
         outside = set(self._root.parent.parents)
         folders = {folder for path in paths for folder in path.parents} - outside
         try:
             with self._translated("flush", ""):
-                if len(paths) > _MAX_UNFLUSHED:
+                if not are_all_known:
                     os.sync()
                 elif paths:
                     _flush_files(paths)
                     _flush_folders(folders)
         except StorageError:
-            with self._lock:
-                self._unflushed |= paths
+            self._unflushed.extend(paths)
             raise
 
     def _note(self, path: Path) -> None:
         """Remember that a file is to be flushed."""
-        with self._lock:
-            if len(self._unflushed) <= _MAX_UNFLUSHED:
-                self._unflushed.add(path)
+        if len(self._unflushed) <= _MAX_UNFLUSHED:
+            self._unflushed.append(path)
 
     def _place(self, key: str) -> Path:
         """Where a key lies; keys come from what others have stored, too, and must not lead out of the run."""
@@ -446,8 +448,13 @@ def _flush_files(paths: Collection[Path]) -> None:
         whole = ctypes.c_int64(0), ctypes.c_int64(0)
         for path in paths:
             _with_descriptor(path, lambda one: library.sync_file_range(one, *whole, _SYNC_FILE_RANGE_WRITE))
-    with ThreadPoolExecutor(_FLUSH_THREADS) as pool:
-        list(pool.map(lambda path: _with_descriptor(path, os.fdatasync), paths))
+    flush = partial(_with_descriptor, work=os.fdatasync)
+    try:
+        with ThreadPoolExecutor(_FLUSH_THREADS) as pool:
+            list(pool.map(flush, paths))
+    except RuntimeError:  # no thread can be started in the last lines of a process
+        for path in paths:
+            flush(path)
 
 
 def _flush_folders(folders: Iterable[Path]) -> None:
