@@ -8,7 +8,6 @@ that is written, or that was there, is read back and compared.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,20 +31,18 @@ from ranktape.storage.records.run import Run
 _NUM_THREADS = 16
 """Objects in flight."""
 
-_PIECE_NBYTES = 8 << 20
-"""Bytes that are compared at a time."""
+_STAGES: dict[KeyKind | None, int] = {
+    **dict.fromkeys((KeyKind.RANK, KeyKind.MEMBER, KeyKind.ITERATION_CATALOGUE), 0),
+    KeyKind.RANK_COMMIT: 1,
+    **dict.fromkeys((KeyKind.MARKER, KeyKind.OPENED), 2),
+    KeyKind.ITERATION_COMMIT: 3,
+    KeyKind.ATTEMPT: 5,
+    None: 6,
+}
+"""When each kind of object is copied: all of one number before the next begins. None is the run's document."""
 
-
-class Stage(enum.IntEnum):
-    """When an object is copied; everything of one stage is there before the next begins."""
-
-    VALUES = 0
-    RANK_COMMITS = 1
-    MARKERS = 2
-    ITERATION_COMMITS = 3
-    CLOSING = 4
-    ATTEMPTS = 5
-    RUN = 6
+_CLOSING = 4
+"""The stage of the others, which close an attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +53,15 @@ class Item:
     """Below the run."""
     nbytes: int
     """Its size when it was listed."""
-    stage: Stage
-    """When it is copied."""
-    iteration: tuple[str, int] | None
+    kind: KeyKind | None
+    """What it is; None for the run's document."""
+    iteration: tuple[str, int] | None = None
     """The attempt's path and the iteration that it is a part of, if it is."""
+
+    @property
+    def stage(self) -> int:
+        """When it is copied; everything of one stage is there before the next begins."""
+        return _STAGES.get(self.kind, _CLOSING)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,8 +110,8 @@ def copy_run(
     copy = _RunCopy(source, target, verify=verify)
     work = Work(on_progress, len(items))
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        for stage in Stage:
-            due = [item for item in items if item.stage is stage]
+        for stage in sorted({item.stage for item in items}):
+            due = [item for item in items if item.stage == stage]
             for item, is_new in zip(due, pool.map(copy.copy_item, due), strict=True):
                 if is_new is None:
                     report.left_out.append(item.key)
@@ -131,7 +133,7 @@ def list_run(source: Backend) -> tuple[list[Item], list[str]]:
     left_out = []
     for name in source.list_names(""):
         if name == layout.DOCUMENT:
-            items.append(Item(key=name, nbytes=source.size(name) or 0, stage=Stage.RUN, iteration=None))
+            items.append(Item(key=name, nbytes=source.size(name) or 0, kind=None))
         elif name == layout.ANALYSIS or layout.parse_lease(name) is not None:
             continue  # what analysis has counted is counted again, and nobody records into the copy
         elif layout.parse_attempt(name) is None or not source.exists(layout.document_key(name)):
@@ -165,22 +167,8 @@ def _list_attempt(source: Backend, attempt: str) -> tuple[list[Item], list[str]]
             left_out.append(key)
             continue
         iteration = (attempt, found.iteration) if found.iteration >= 0 else None
-        stage = _STAGES.get(found.kind, Stage.CLOSING)
-        items.append(Item(key=key, nbytes=info.nbytes, stage=stage, iteration=iteration))
+        items.append(Item(key=key, nbytes=info.nbytes, kind=found.kind, iteration=iteration))
     return items, left_out
-
-
-_STAGES = {
-    KeyKind.ATTEMPT: Stage.ATTEMPTS,
-    KeyKind.MARKER: Stage.MARKERS,
-    KeyKind.OPENED: Stage.MARKERS,
-    KeyKind.ITERATION_COMMIT: Stage.ITERATION_COMMITS,
-    KeyKind.RANK_COMMIT: Stage.RANK_COMMITS,
-    KeyKind.RANK: Stage.VALUES,
-    KeyKind.MEMBER: Stage.VALUES,
-    KeyKind.ITERATION_CATALOGUE: Stage.VALUES,
-}
-"""By what lies at a key; what is not here closes an attempt."""
 
 
 def _is_committed(key: str, found: AttemptKey, committed: set[str]) -> bool:
@@ -216,59 +204,43 @@ class _RunCopy:
     """One copy on its way."""
 
     def __init__(self, source: Backend, target: Backend, *, verify: bool) -> None:
-        self._source = source
-        self._target = target
+        self._source, self._target = source, target
         self._verify = verify
         self._removed: set[tuple[str, int]] = set()
         self._memory = MemoryBudget()
 
     def copy_item(self, item: Item) -> bool | None:
         """Have one object at the target, equal to the source's: whether it was not yet; None where it is left out."""
-        if self._is_left_out(item):
-            return None
-        if not self._verify and item.stage is Stage.VALUES and self._target.size(item.key) == item.nbytes:
-            return False
-        with self._memory.taken(item.nbytes):
-            return self._copy(item)
-
-    def _is_left_out(self, item: Item) -> bool:
-        if item.iteration is None:
-            return False
-        attempt, iteration = item.iteration
-        if item.key == layout.document_key(layout.dropped_path(attempt, iteration)):
+        source, target, key = self._source, self._target, item.key
+        is_left_out = item.iteration in self._removed
+        if item.kind is KeyKind.DROPPED and item.iteration is not None:
             # What a retention removed at the source since an earlier copy stays complete in that copy.
-            return self._target.exists(layout.document_key(layout.iteration_path(attempt, iteration)))
-        return item.iteration in self._removed
-
-    def _copy(self, item: Item) -> bool | None:
-        data = self._source.get(item.key)
-        if data is None:
-            # A retention removes whole iterations, their commit first: the rest of this one is not copied either.
-            if item.iteration is None:
-                raise DataError(f"{self._source.url}/{item.key} was removed while the run was copied: copy it again")
-            self._removed.add(item.iteration)
+            is_left_out = target.exists(layout.document_key(layout.iteration_path(*item.iteration)))
+        if is_left_out:
             return None
-        if is_equal(self._target, item.key, data):
+        if not self._verify and item.stage == 0 and target.size(key) == item.nbytes:
             return False
-        self._target.put(item.key, [data])
-        if self._verify and not is_equal(self._target, item.key, data):
-            raise DataError(
-                f"{self._target.url}/{item.key} does not read back as it was written: the store lost or changed it"
-            )
-        return True
+        with self._memory.taken(2 * item.nbytes):
+            data = source.get(key)
+            if data is None:
+                # A retention removes whole iterations, their commit first: the rest of this one is not copied either.
+                if item.iteration is None:
+                    raise DataError(f"{source.url}/{key} was removed while the run was copied: copy it again")
+                self._removed.add(item.iteration)
+                return None
+            if is_equal(target, key, data):
+                return False
+            target.put(key, [data])
+            if self._verify and not is_equal(target, key, data):
+                raise DataError(
+                    f"{target.url}/{key} does not read back as it was written: the store lost or changed it"
+                )
+            return True
 
 
 def is_equal(backend: Backend, key: str, data: bytes) -> bool:
-    """Whether an object is there and holds these bytes; compared in pieces."""
-    if backend.size(key) != len(data):
-        return False
-    view = memoryview(data)
-    for start in range(0, len(data), _PIECE_NBYTES):
-        piece = view[start : start + _PIECE_NBYTES]
-        there = backend.get_range(key, start, len(piece))
-        if there is None or memoryview(there) != piece:
-            return False
-    return True
+    """Whether an object is there and holds these bytes."""
+    return backend.size(key) == len(data) and backend.get(key) == data
 
 
 LEFT_OUT = "(other records)"
