@@ -240,7 +240,7 @@ def test_a_commit_whose_marker_was_refused_counts_all_the_same(make: Callable[..
     put = bench.store.put
 
     def refuse_markers(key: str, parts: Sequence[Buffer]) -> None:
-        if "/commits/" in key and bench.store.error is not None:
+        if ".committed" in key and bench.store.error is not None:
             raise bench.store.error("no marker now")
         put(key, parts)
 
