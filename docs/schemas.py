@@ -32,7 +32,7 @@ from ranktape.analyze.metrics.metric import METRICS
 from ranktape.analyze.table import Kind
 from ranktape.fields import FieldKind
 from ranktape.launch.control import ControlReply
-from ranktape.launch.doctor import Examined
+from ranktape.launch.machine import Examined
 from ranktape.storage import open_run
 from ranktape.storage.format.status import IterationStatus, RunVerdict
 from ranktape.storage.format.triggers import Trigger

@@ -9,11 +9,11 @@ from ranktape.lazy_names import public_names
 
 if TYPE_CHECKING:
     from ranktape.launch.control import trigger as trigger
-    from ranktape.launch.doctor import doctor as doctor
     from ranktape.launch.exchange import cp as cp
     from ranktape.launch.exchange import export as export
     from ranktape.launch.exchange import import_files as import_files
     from ranktape.launch.exchange import push as push
+    from ranktape.launch.machine import doctor as doctor
     from ranktape.launch.maintain import check as check
     from ranktape.launch.maintain import prune as prune
     from ranktape.launch.maintain import repair as repair

@@ -22,7 +22,7 @@ COMMANDS = {
     "rm": "ranktape.launch.maintain:rm_command",
     "export": "ranktape.launch.exchange:export_command",
     "import": "ranktape.launch.exchange:import_command",
-    "doctor": "ranktape.launch.doctor:command",
+    "doctor": "ranktape.launch.machine:command",
     "analyze": "ranktape.analyze.cli:cli",
 }
 """Where each command is."""

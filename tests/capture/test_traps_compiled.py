@@ -279,6 +279,6 @@ def test_which_first_iteration_runs_as_written(
     with Capture(tmp_path / "run", **chosen) as capture:
         if runs_before:
             model.blocks[0](torch.randn(2, 3, WIDTH))
-        is_training = options.get("mode") != "eval"
+        is_training = "select" not in options
         assert called_in_each(capture, model, is_training=is_training, steps=len(expected)) == expected
     torch._dynamo.reset()

@@ -123,7 +123,7 @@ def test_a_store_that_is_dead_when_something_happens_takes_it_later(s3_server: S
         gate.close()
     assert words.get("problem") is None, words
     run = open_run(url, storage_options=s3_server.storage_options)
-    assert run.iterations == [0, 1, 2]
+    assert run.iterations == [0, 1, 2, 3]
     assert [one.iteration for one in run.triggers()] == [2]
 
 
@@ -178,7 +178,7 @@ class TestWriters:
         assert trainer.close()["state"] == "closed"
         run = open_run(tmp_path / "run")
         statuses = {one.iteration: one for one in run.status()}
-        assert list(statuses) == [0, 1, 2, 5, 6, 7]
+        assert list(statuses) == [0, 1, 2, 3, 5, 6, 7]
         assert {5, 6, 7} <= set(run.iterations)
         for iteration in run.iterations:
             check_arrays(run.select(iteration=iteration), tensors(iteration))
