@@ -1,6 +1,7 @@
-"""Compiles the loops over elements, and keeps what was compiled.
+"""Compiles the loops over elements when the first of them is called, and keeps what was compiled.
 
-Loops that the compiler turns into vector instructions; everything that needs Python stays outside of them.
+Loops that the compiler turns into vector instructions; everything that needs Python stays outside of them. To import
+the compiler takes longer than many questions: it is imported when something is counted.
 """
 
 # Shapes: O = everything before the dimension of samples, S = samples, I = everything after it,
@@ -8,17 +9,13 @@ Loops that the compiler turns into vector instructions; everything that needs Py
 
 from __future__ import annotations
 
-import ctypes
 import functools
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import numba
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
-from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -45,11 +42,50 @@ def compiled_products(function: Function) -> Function:
     return _compiled(function, fastmath={"reassoc", "contract"})
 
 
+class _Kernel:
+    """A loop that is compiled when it, or any other, is first called."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._function, self._options = function, options
+
+    def __call__(self, *values: Any) -> Any:
+        load_compiler()
+        return self.dispatcher(*values)
+
+    @functools.cached_property
+    def dispatcher(self) -> Any:
+        """The compiled loop."""
+        import numba
+
+        try:
+            return numba.njit(nogil=True, cache=True, **self._options)(self._function)
+        except RuntimeError:  # numba found no directory for its cache
+            return numba.njit(nogil=True, **self._options)(self._function)
+
+
+_is_loaded = False
+_loading = threading.RLock()
+
+
+def load_compiler() -> None:
+    """Put what the compiler makes in the place of each loop, by which loops find the ones that they call."""
+    global _is_loaded  # noqa: PLW0603  # of the process
+    with _loading:
+        if _is_loaded:
+            return
+        package = __name__.partition(".")[0]
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] == package:
+                for own, value in list(vars(module).items()):
+                    if isinstance(value, _Kernel):
+                        setattr(module, own, value.dispatcher)
+        _is_loaded = True
+
+
 def _compiled(function: Function, **options: Any) -> Function:
-    try:
-        return cast("Function", numba.njit(nogil=True, cache=True, **options)(function))
-    except RuntimeError:  # numba found no directory for its cache
-        return cast("Function", numba.njit(nogil=True, **options)(function))
+    kernel = _Kernel(function, options)
+    return cast("Function", kernel.dispatcher if _is_loaded else kernel)
 
 
 @compiled
@@ -145,191 +181,3 @@ def sum_powers(values: NDArray[Any], sums_BM: NDArray[np.float64]) -> None:
             fourth += square * square
         sums = sums_BM[number]
         sums[0], sums[1], sums[2], sums[3], sums[4], sums[5] = count, total, second, third, fourth, magnitudes
-
-
-_NUM_SIZES = 7
-"""Arguments of `summarise` that are no addresses."""
-
-
-_NUM_SUMS = 6
-"""Count, mean, second to fourth moment about it, sum of magnitudes."""
-
-_SIGN = 0x80000000
-"""The pattern of a float32 of which the sign alone is set."""
-
-
-def _wide_vectors(_: Any) -> Any:
-    """Have the function that calls it use all of a vector register: for some processors LLVM prefers half of one."""
-
-    def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
-        # A set of words for LLVM, of which llvmlite lets through those that it knows itself.
-        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
-        return context.get_dummy_value()
-
-    return types.void(), generate
-
-
-_use_wide_vectors: Any = intrinsic(_wide_vectors)
-
-
-_PART = 256
-"""Elements of a block that are added up at once."""
-
-_LINE = 16
-"""Float32 values in a line of the cache."""
-
-_AHEAD = 1024
-"""Elements ahead of which memory is asked for: the processor itself does not look beyond the end of a page."""
-
-
-def _prefetched(_: Any, values: Any, index: Any) -> Any:
-    """Ask memory for an element, and do not wait; one beyond the end does no harm."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        word, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        place = builder.bitcast(builder.gep(array.data, [arguments[1]]), pointer)
-        # To be read (0), into the nearest cache (3), as data (1).
-        builder.call(prefetch, [place, *(word(number) for number in (0, 3, 1))])
-        return context.get_dummy_value()
-
-    return types.void(values, index), generate
-
-
-_prefetch: Any = intrinsic(_prefetched)
-
-
-@compiled_products
-def _sum_block(block: NDArray[np.float32], sums: NDArray[np.float64], ends: NDArray[np.int64]) -> np.int64:
-    """Add float32 values to sums; the pattern of the smallest magnitude among them, -1 where one is not finite.
-
-    The ends are the largest pattern as a signed and as an unsigned number, and the smallest magnitude.
-    """
-    _use_wide_vectors()
-    keys = block.view(np.int32)
-    count, mean, second, third, fourth, _ = sums
-    size, top = np.float64(block.size), np.uint32(_SIGN - 1)
-    # Differences from what the mean has been so far, so that nothing is read twice; from the block's own mean where
-    # that is far off.
-    about, is_near = mean, False
-    while True:
-        positive, negative, least = np.int32(-_SIGN), np.uint32(0), top
-        total, magnitudes, own_2, own_3, own_4 = 0.0, 0.0, 0.0, 0.0, 0.0
-        # In parts, as a loop in which something else is done is not made into vector instructions.
-        for start in range(0, block.size, _PART):
-            for line in range(start, start + _PART, _LINE):
-                _prefetch(block, line + _AHEAD)
-            part, part_keys = block[start : start + _PART], keys[start : start + _PART]
-            for index in range(part.size):
-                key = part_keys[index]
-                positive, negative = max(positive, key), max(negative, np.uint32(key))
-                least = min(least, np.uint32(np.uint32(key) & top))
-                value = np.float64(part[index])
-                magnitudes += abs(value)
-                difference = value - about
-                square = difference * difference
-                total += difference
-                own_2 += square
-                own_3 += square * difference
-                own_4 += square * square
-        if not magnitudes < np.inf:
-            return np.int64(-1)
-        shift = total / size
-        if is_near or 2.0 * shift * total <= own_2:
-            break
-        about, is_near = about + shift, True
-    # What this block and those before it come to together, about their common mean.
-    both = count + size
-    new_mean = mean + (about - mean + shift) * (size / both)
-    a, b = mean - new_mean, about - new_mean
-    fourth += 4 * a * third + 6 * a * a * second + count * a * a * a * a
-    fourth += own_4 + 4 * b * own_3 + 6 * b * b * own_2 + 4 * b * b * b * total + size * b * b * b * b
-    third += 3 * a * second + count * a * a * a + own_3 + 3 * b * own_2 + 3 * b * b * total + size * b * b * b
-    second += count * a * a + own_2 + 2 * b * total + size * b * b
-    sums[0], sums[1], sums[2], sums[3], sums[4] = both, new_mean, second, third, fourth
-    sums[5] += magnitudes
-    ends[0], ends[1], ends[2] = max(ends[0], positive), max(ends[1], negative), min(ends[2], least)
-    return np.int64(least)
-
-
-@compiled
-def _count_small(keys: NDArray[np.int32], normal: np.uint32) -> tuple[np.int32, np.int32]:
-    """How many magnitudes are below that pattern, and how many of these are zero."""
-    below, zero = np.int32(0), np.int32(0)
-    for index in range(keys.size):
-        magnitude = np.uint32(np.uint32(keys[index]) & np.uint32(_SIGN - 1))
-        zero += np.int32(magnitude == 0)
-        below += np.int32(magnitude < normal)
-    return below, zero
-
-
-@functools.cache
-def summariser() -> Callable[..., int]:
-    """`summarise` in machine code that takes addresses as numbers: a call makes no array, and looks at none.
-
-    Compiled, or loaded from the cache, when it is first asked for.
-    """
-    pointer: Any = types.CPointer
-    floats, numbers = pointer(types.float32), pointer(types.float64)
-    signature = types.int32(floats, numbers, numbers, *[types.int64] * _NUM_SIZES)
-    try:
-        entry: Any = numba.cfunc(signature, cache=True, fastmath={"reassoc"})(summarise)
-    except RuntimeError:  # numba found no directory for its cache
-        entry = numba.cfunc(signature, fastmath={"reassoc"})(summarise)
-    taken = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * _NUM_SIZES]
-    call: Any = ctypes.CFUNCTYPE(ctypes.c_int32, *taken)(entry.address)
-    call.code = entry  # which goes with what it is part of
-    return cast("Callable[..., int]", call)
-
-
-def summarise(  # noqa: PLR0917  (called from outside of Python)
-    values: Any,
-    summary: Any,
-    counts: Any,
-    before: int,
-    samples: int,
-    after: int,
-    normal: int,
-    kinds: int,
-    below_at: int,
-    zero_at: int,
-) -> int:
-    """Write what float32 values add up to, and per sample how many are subnormal and zero, in one pass over memory.
-
-    The summary is count, count of finite values, sum, the second to fourth moment about the mean, the sum of
-    magnitudes, and twice smallest, largest and the largest magnitude. Of each sample there are so many kinds of counts:
-    those that are below the pattern `normal` and not zero, and the zeros, at these places. 0 where a value is not
-    finite: what is written then means nothing.
-    """
-    values_OSI = carray(values, (before, samples, after))
-    sums, ends = np.zeros(_NUM_SUMS), np.array([-_SIGN, 0, _SIGN - 1])
-    for place in range(samples * kinds):
-        counts[place] = 0.0
-    for outer in range(before):
-        for sample in range(samples):
-            for start in range(0, after, BLOCK):
-                block = values_OSI[outer, sample, start : start + BLOCK]
-                least = _sum_block(block, sums, ends)
-                if least < 0:
-                    return 0
-                if least < normal:
-                    below, zero = _count_small(block.view(np.int32), np.uint32(normal))
-                    counts[sample * kinds + below_at] += below - zero
-                    counts[sample * kinds + zero_at] += zero
-    positive, negative, least = ends
-    # As a number the largest pattern is that of the lowest negative value, where there is one.
-    keys = np.empty(3, dtype=np.uint32)
-    keys[0] = negative if negative >= _SIGN else least
-    keys[1] = positive if positive >= 0 else least + _SIGN
-    keys[2] = max(keys[0] & (_SIGN - 1), keys[1] & (_SIGN - 1))
-    extremes = keys.view(np.float32)
-    if extremes[0] == extremes[1]:
-        sums[2:5] = 0.0
-    summary[0], summary[1], summary[2] = sums[0], sums[0], sums[1] * sums[0]
-    for place in range(2, _NUM_SUMS):
-        summary[1 + place] = sums[place]
-    for place in range(6):
-        summary[1 + _NUM_SUMS + place] = extremes[place % 3]
-    return 1

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.analyze.numerics.histograms.moments import statistics_of
-from ranktape.analyze.numerics.kernels import summariser
+from ranktape.analyze.numerics.summary_kernels import summariser
 from ranktape.capture.passes.passes import dtype_name, in_backward
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS
