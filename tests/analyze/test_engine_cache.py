@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -178,6 +180,25 @@ def test_a_key_is_that_of_one_record_alone() -> None:
     assert record_keys([*names, numbers.astype(np.uint8)]).tolist() == keys.tolist()
     texts = StringColumn.of(names[0])
     assert record_keys([texts]).tolist() == record_keys([names[0]]).tolist()
+
+
+@pytest.mark.parametrize("words", [["stats"], ["overflow", "--format", "fp8_e4m3"], ["trend"]])
+def test_what_was_counted_is_answered_without_the_compiler(run: Run, words: list[str]) -> None:
+    command = [sys.executable, "-c", _SAYS_MODULES, words[0], run.url, *words[1:], "--json"]
+    loaded = []
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        loaded.append("numba" in done.stderr.split())
+    assert loaded == [True, False]
+
+
+_SAYS_MODULES = """
+import sys
+from ranktape.analyze.cli import cli
+cli(standalone_mode=False)
+print(*sys.modules, file=sys.stderr)
+"""
 
 
 def test_a_name_carries_every_version(run: Run) -> None:

@@ -6,12 +6,14 @@ import csv
 import io
 import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ranktape.analyze.console import write_whole
 from ranktape.analyze.table import Column, Form, Kind, Table, write_table
 from ranktape.errors import UsageError
 from ranktape.storage.format.memory import nbytes_text
@@ -223,3 +225,14 @@ def test_a_terminal_without_room_for_a_table_shows_a_block_for_each_row() -> Non
 def test_all_columns_are_there_where_they_are_asked_for() -> None:
     text = on_terminal(lambda: write_table(WIDE_TABLE, wide=True), columns=20, term="dumb").replace("\n", "")
     assert all(name in text for name in ("dtype", "absmax", "std", "severity"))
+
+
+def test_two_threads_that_write_one_file_leave_one_of_both_whole(tmp_path: Path) -> None:
+    """Each writes beside the file under a name of its own: neither moves away what the other is writing."""
+    path = tmp_path / "table.json"
+    texts = [letter * 200_000 for letter in (b"a", b"b")]
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(write_whole, path, texts[number % 2]) for number in range(64)]:
+            done.result()
+    assert path.read_bytes() in texts
+    assert [one.name for one in tmp_path.iterdir()] == ["table.json"]

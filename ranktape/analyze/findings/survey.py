@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.values import View, viewed_dtype
+from ranktape.analyze.engine.values import View, viewed_dtypes
 from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.identity import IDENTITY, role_of, stacks_of
 from ranktape.analyze.metrics.masks import additive_masks
@@ -75,8 +75,7 @@ class Survey:
         """The selection."""
         self.fields: dict[str, NDArray[Any]] = {name: records.column(name) for name in ("source", *IDENTITY, "counter")}
         """What of the catalogue every finding may ask for."""
-        pairs = zip(self.fields["dtype"].tolist(), self.fields["compute_dtype"].tolist(), strict=True)
-        self.dtypes = np.array([viewed_dtype(dtype=one, compute_dtype=two, view=view) for one, two in pairs], object)
+        self.dtypes = np.array(viewed_dtypes(records, view=view), object)
         """What the values were looked at as."""
         self.is_floating = _mask(self.dtypes, lambda name: dtype_row(name).is_floating or dtype_row(name).is_complex)
         """Whether the elements are real or complex floating point numbers: of others nothing is judged."""

@@ -119,15 +119,20 @@ class Places:
 
     def together(self, counts: Counts, places: Sequence[int] | NDArray[np.int64]) -> Row:
         """The counts of several places; a count is not known if that of one is not, extremes are of those known."""
-        if len(places) == 1:
-            return {name: float(column[places[0]]) for name, column in counts.items()}
-        found = {name: float(column[places].sum()) for name, column in counts.items() if name not in EXTREMES}
-        for name in EXTREMES:
-            known = counts[name][places]
-            known = known[~np.isnan(known)]
-            ends = known.min if name == "minimum" else known.max
-            found[name] = float(ends()) if known.size else math.nan
-        return found
+        chosen = np.asarray(places)
+        columns = together({name: column[chosen] for name, column in counts.items()}, np.zeros(1, dtype=np.int64))
+        return {name: float(column[0]) for name, column in columns.items()}
+
+
+def together(counts: Counts, starts: NDArray[np.int64]) -> Counts:
+    """The counts of groups of places that follow one another; `starts` is the first of each."""
+    found = {}
+    for name, column in counts.items():
+        if name not in EXTREMES:
+            found[name] = np.add.reduceat(column, starts)
+        else:
+            found[name] = (np.fmin if name == "minimum" else np.fmax).reduceat(column, starts)
+    return found
 
 
 def find_places(

@@ -31,6 +31,11 @@ _GRID_TOLERANCE = 2.0**-6
 _COARSE_BITS = 4
 """Significant bits of fp8_e4m3, the most that an 8-bit floating-point format has."""
 
+_FINE_BITS = (1 << 53 - _COARSE_BITS) - 1
+"""Bits of a float64 that are zero where its significand has no more than `_COARSE_BITS` bits."""
+
+_MIN_NORMAL = 2.0**-1022
+
 _MIN_COARSE = 8
 """Magnitudes of so few bits that differ: fewer may come from a loss, as the multiples of 1/16 of a mean."""
 
@@ -68,9 +73,10 @@ def _floored(known: Digests) -> NDArray[np.float64]:
 
 
 def _coarse(known: Digests) -> NDArray[np.float64]:
-    magnitudes = np.abs(known.values)
-    mantissas = np.frexp(magnitudes)[0] * 2**_COARSE_BITS
-    is_coarse = (mantissas == np.floor(mantissas)) & np.isfinite(magnitudes) & (magnitudes > 0)
+    # Of a float64 all bits behind the first few of its significand are zero; subnormal ones are brought up first.
+    values = known.values * 2.0**100 if (np.abs(known.end("smallest_nonzero")) < _MIN_NORMAL).any() else known.values
+    magnitudes = np.abs(values)
+    is_coarse = (magnitudes.view(np.int64) & _FINE_BITS == 0) & (magnitudes > 0) & np.isfinite(known.values)
     owners = np.repeat(np.arange(len(known)), known.sizes)[is_coarse]
     counts = np.bincount(owners, weights=known.counts[is_coarse], minlength=len(known))
     pairs = np.stack([owners.astype(np.float64), magnitudes[is_coarse]])

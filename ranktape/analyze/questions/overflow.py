@@ -6,12 +6,13 @@ no value is read. Against another format, the digest of each record answers, whi
 A value overflows in a format if rounding to nearest takes it beyond the largest value: from half a step above
 it on. (The legacy tool counts everything above the largest value, also what rounds back to it: for
 fp8_e4m3 that is from 448 to 464.) It underflows if it is not zero and below the smallest normal value, and is
-flushed if it rounds to zero. With a scale it is divided by that first. `severity_cells` says what is how bad.
+flushed if it rounds to zero. With a scale it is divided by that first. `severity_columns` says what is how bad.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,8 +24,8 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.identity import NUMBER_FIELDS, SAMPLE, are_files, source_fields
-from ranktape.analyze.metrics.counts import Places, find_places
-from ranktape.analyze.metrics.metric import count_names
+from ranktape.analyze.metrics.counts import Counts, Places, find_places, together
+from ranktape.analyze.metrics.metric import cells_of, count_names
 from ranktape.analyze.metrics.target import KINDS, Target, largest_value, parse_targets
 from ranktape.analyze.numerics.quantization.encoded import HIGH_RATIO, MEDIUM_RATIO, LossSeverity, severity_of
 from ranktape.analyze.numerics.quantization.schemes import Scaling
@@ -64,7 +65,7 @@ def overflow(
 
     Without `format` against the limits of the dtype, as counted when the run was written: no value is read.
     With `format` every value is read once; what autocast rounded is rounded first (see `view`). The severity of a row
-    is high with any NaN or Inf, and high or medium where much is lost (see `severity_cells`).
+    is high with any NaN or Inf, and high or medium where much is lost (see `severity_columns`).
 
     NaN counts as NaN alone; infinities count as infinite, and as overflow too. The ratios of an empty tensor are 0.
     Of several formats each has a row.
@@ -98,18 +99,20 @@ def overflow(
 
 def _table(places: Places, targets: Sequence[Target], *, view: View) -> Table:
     """A row for each place and format, and the verdict on all of them."""
+    heads, members = zip(*places.rows(), strict=True) if len(places.owners) else ((), ())
+    order = np.concatenate([np.zeros(0, dtype=np.int64), *map(np.asarray, members)]).astype(np.int64)
+    starts = np.cumsum([0, *map(len, members)])[:-1].astype(np.int64)
+    answers = []
+    for target, counts in places.counted:
+        own = {name: column[order] for name, column in counts.items()}
+        numbers = together(own, starts) if len(starts) < len(order) else own
+        limits = [_limit_cells(places, one, target) for one in members]
+        cells = zip(*_count_cells(numbers, targets, target), strict=True)
+        answers.append([(*head, *limit, *row) for head, limit, row in zip(heads, limits, cells, strict=True)])
     table = Table(
         title=_title(targets, view=view),
         columns=(*places.columns, *_limit_columns(targets), *_count_columns(targets)),
-        rows=tuple(
-            (
-                *head,
-                *_limit_cells(places, members, target),
-                *_count_cells(places.together(counts, members), targets, target),
-            )
-            for head, members in places.rows()
-            for target, counts in places.counted
-        ),
+        rows=tuple(itertools.chain.from_iterable(zip(*answers, strict=True))),
         notes=places.notes,
         worst_first=worst_first,
     )
@@ -210,17 +213,18 @@ def _count_columns(targets: Sequence[Target]) -> tuple[Column, ...]:
     )
 
 
-def _count_cells(numbers: Mapping[str, float], targets: Sequence[Target], target: Target | None) -> tuple[Any, ...]:
-    elements = int(numbers["elements"])
-    cells: list[Any] = [elements]
+def _count_cells(numbers: Counts, targets: Sequence[Target], target: Target | None) -> list[list[Any]]:
+    """The columns of counts, extremes and severities of all rows."""
+    elements = numbers["elements"]
+    columns = [cells_of(elements, kind=Kind.INTEGER)]
     for kind in _kinds(targets):
-        count = numbers[kind]
-        cells += [None, None] if math.isnan(count) else [int(count), int(count) / max(1, elements)]
-    cells += [None if math.isnan(numbers[name]) else float(numbers[name]) for name in EXTREMES]
-    return (*cells, *severity_cells(numbers, target))
+        columns.append(cells_of(numbers[kind], kind=Kind.INTEGER))
+        columns.append(cells_of(numbers[kind] / np.maximum(1, elements), kind=Kind.RATIO))
+    columns += [cells_of(numbers[name], kind=Kind.FLOAT) for name in EXTREMES]
+    return [*columns, *severity_columns(numbers, target)]
 
 
-def severity_cells(numbers: Mapping[str, float], target: Target | None) -> tuple[str | None, str | None, str | None]:
+def severity_columns(numbers: Counts, target: Target | None) -> list[list[str | None]]:
     """How bad the counts are: all together, overflow, and underflow; None where it is not known.
 
     A single NaN or Inf is high, but for the -Inf of additive masks. Overflow is high above 1 % and medium above 0.1 %;
@@ -228,22 +232,30 @@ def severity_cells(numbers: Mapping[str, float], target: Target | None) -> tuple
     above 25 %. It is medium where more than 1 % is subnormal in the dtype, or more than 10 % becomes zero in a format:
     as in `findings`.
     """
-    elements = max(1, int(numbers["elements"]))
+    elements = np.maximum(1, numbers["elements"])
     overflow, lost = (numbers[kind] / elements for kind in ("total", "underflow" if target is None else "flushed"))
-    if numbers["inf"] > numbers["masked"]:
-        overflow = math.inf
-    elif target is not None and target.scaling is Scaling.BLOCK and not math.isnan(overflow):
-        overflow = 0.0
+    if target is not None and target.scaling is Scaling.BLOCK:
+        overflow = np.where(np.isnan(overflow), overflow, 0.0)
+    overflow = np.where(numbers["inf"] > numbers["masked"], math.inf, overflow)
     medium = limit.LOST_RATIO if target is None else limit.FLUSHED_RATIO
-    both = (
-        None if math.isnan(overflow) else severity_of(overflow),
-        None if math.isnan(lost) else severity_of(lost, medium=medium, high=limit.LOST_RATIO_SERIOUS),
-    )
-    known = [one for one in both if one is not None]
-    worst = None
-    if len(known) == len(both):
-        worst = LossSeverity.HIGH if numbers["nan"] > 0 else max(known, key=list(LossSeverity).index)
-    return worst and worst.value, both[0] and both[0].value, both[1] and both[1].value
+    names = [severity.value for severity in LossSeverity]
+    of_overflow = _ranks(overflow, medium=MEDIUM_RATIO, high=HIGH_RATIO)
+    of_lost = _ranks(lost, medium=medium, high=limit.LOST_RATIO_SERIOUS)
+    highest = names.index(LossSeverity.HIGH.value)
+    worst = np.where(numbers["nan"] > 0, highest, np.maximum(of_overflow, of_lost))
+    worst = np.where((of_overflow < 0) | (of_lost < 0), -1, worst)
+    words = [*names, None]
+    return [[words[rank] for rank in ranks.tolist()] for ranks in (worst, of_overflow, of_lost)]
+
+
+def _ranks(ratios: NDArray[np.float64], *, medium: float, high: float) -> NDArray[np.int64]:
+    """The place of the severity of each ratio in `LossSeverity`; -1 where it is not known."""
+    names = list(LossSeverity)
+    known = {
+        ratio: names.index(severity_of(ratio, medium=medium, high=high))
+        for ratio in set(ratios[~np.isnan(ratios)].tolist())
+    }
+    return np.array([-1 if math.isnan(ratio) else known[ratio] for ratio in ratios.tolist()], dtype=np.int64)
 
 
 def _title(targets: Sequence[Target], *, view: View) -> str:
