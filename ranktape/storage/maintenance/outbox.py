@@ -17,14 +17,13 @@ from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import Attempt, read_attempt
 from ranktape.storage.format.commit import mark_committed, open_rank_catalogue, parse_commit
 from ranktape.storage.format.decode import open_stored, read_stored
-from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, for_each, read_attributes, read_document
+from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, for_each, read_as, read_document
 from ranktape.storage.format.layout import KeyKind, Mark, document_key
 from ranktape.storage.format.progress import finish_ready, judge_again
 from ranktape.storage.maintenance.copy import is_equal
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.local import LocalBackend
 from ranktape.storage.query.columns import values_of
-from ranktape.storage.recording.writer import SPILLED_FROM
 
 SPILLED_KEY = "spilled"
 """The attribute of a rank's marker that says where the iteration waits; what the store has of it is still needed."""
@@ -67,6 +66,14 @@ class PushReport:
     """For each iteration that stays here: why."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Origin:
+    """What the document of a run in a spill directory says beside the run's own."""
+
+    spilled_from: str
+    """The URL of the run in the store."""
+
+
 def find_spills(directory: Path) -> list[Spill]:
     """What lies in a spill directory, by attempt and rank.
 
@@ -78,10 +85,10 @@ def find_spills(directory: Path) -> list[Spill]:
     spills = []
     for folder in sorted(path for path in directory.iterdir() if layout.parse_attempt(path.name) is not None):
         backend = LocalBackend(str(folder))
-        fields = read_attributes(backend, "")
-        if fields is None:
+        origin = read_as(backend, "", _Origin)
+        if origin is None:
             raise StorageError(f"{folder} has no {layout.DOCUMENT} of a run: remove it, or give another folder")
-        url, found = fields.text(SPILLED_FROM), map(layout.parse_key, backend.list_keys(folder.name))
+        url, found = origin.spilled_from, map(layout.parse_key, backend.list_keys(folder.name))
         ranks = {key.rank for key in found if key is not None and key.rank >= 0}
         # Without a rank, that iterations were begun is all that the store did not take.
         spills += [Spill(folder=folder, url=url, attempt=folder.name, rank=rank) for rank in sorted(ranks) or [0]]

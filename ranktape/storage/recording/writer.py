@@ -60,9 +60,6 @@ _CHECK_SECONDS = 1.0
 _CHECKS_PER_SECOND = 200
 """By all ranks together: all of them look at one object."""
 
-SPILLED_FROM = "spilled_from"
-"""The attribute of a run in a spill directory that holds the URL of the run in the store."""
-
 _PROBE_SECONDS = 5.0
 
 
@@ -84,7 +81,7 @@ class SpillDirectory:
         """The host and the directory, for people."""
         self.backend = LocalBackend(str(directory / attempt.path))
         """The run in the directory."""
-        run = {**run_attributes(read_run(store), place=store.url), SPILLED_FROM: store.url}
+        run = {**run_attributes(read_run(store), place=store.url), "spilled_from": store.url}
         run.pop(CHECKSUM_KEY, None)
         self._documents = {"": run, attempt.path: attempt.to_json()}
         self._attempt = attempt
