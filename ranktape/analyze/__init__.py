@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.questions.trend import trend as trend
     from ranktape.analyze.replays.precision_plan import precision_plan as precision_plan
     from ranktape.analyze.table import Table as Table
-    from ranktape.analyze.views.plots.write import plot_overflow as plot_overflow
+    from ranktape.analyze.views.plots.write import write_plots as write_plots
     from ranktape.analyze.views.report.page import write_report as write_report
 else:
     __all__, __getattr__, __dir__ = public_names(__name__)

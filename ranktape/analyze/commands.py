@@ -62,6 +62,7 @@ def plot(
     all: bool = False,  # noqa: A002 - the option's name
     format: str | None = None,  # noqa: A002 - the option's name
     recipe: Sequence[str] = (),
+    by: Sequence[str] = (),
     output: Path | None = None,
     view: View | None = None,
     engine: Engine | None = None,
@@ -75,17 +76,24 @@ def plot(
         kind (NAME): Which plot: a name below, one with * and ?, or a folder; repeatable. overflow by default.
         all: Every plot that the selection has something for.
         format (NAME): Low-precision format: fp8_e4m3, fp8_e5m2, fp6_e2m3, fp6_e3m2, fp4_e2m1, int8, hif8, nvfp4, bf16,
-            fp16. fp8_e4m3 by default; for the plot overflow alone, the captured dtype.
+            fp16. fp8_e4m3 by default.
         recipe (NAME): Recipes of the plots of replay_analysis, which compute products again: names, or files, with
             commas between them; repeatable. mxfp8,mxfp4,nvfp4 by default; with `all` those plots are left out where
             none is named.
+        by (FIELD): Fields whose values make the groups of the plots that --kind names; of a heat map the field of its
+            columns; repeatable.
         output (PATH): Where one plot goes, as .png, .svg or .pdf (NAME.png by default), or the folder of several
             (draw).
     """
     if all and kind:
         raise UsageError("--all and --kind exclude each other: --all is every kind")
     wanted = list(PLOTS.values()) if all else parse_kinds(kind or ("overflow",))
-    is_one = len(wanted) == 1 and not all
+    if by and all:
+        raise UsageError("--by is for the plots that --kind names, and --all has every plot as it is")
+    fields = [field.strip().replace("-", "_") for text in by for field in text.split(",")]
+    wanted = [one.grouped_by(fields) for one in wanted] if by else wanted
+    names_folder = any(part.strip().rstrip("/") in FOLDERS for text in kind for part in text.split(","))
+    is_one = len(wanted) == 1 and not all and not names_folder
     path = _path_of(output, name=wanted[0].name if is_one else None)
     from ranktape.analyze.views.plots import write
 
@@ -101,12 +109,7 @@ def plot(
         rest = f", {len(written.left_out)} left out" if written.left_out else ""
         say(f"{len(written.drawn)} plots{rest}: see {path / write.README}", err=True)
         return
-    if wanted[0].name == "overflow":
-        said = write.what_is_not_lost(write.plot_overflow(records, path=path, format=format, **look))
-        if said:
-            say(said, err=True)
-    else:
-        write.write_one(wanted[0], records, path=path, target=target, recipes=recipes, **look)
+    write.write_one(wanted[0], records, path=path, target=target, recipes=recipes, **look)
     say(str(path))
 
 

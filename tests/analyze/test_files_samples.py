@@ -188,7 +188,7 @@ def test_samples_of_two_ranks_are_drawn_apart(tmp_path: Path) -> None:
     for place, digest in enumerate(digests(records, view=View.COMPUTE, engine=UNCACHED)):
         found.add(place, digest)
     assert found.ordered() == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert found.grid("extreme", operation="forward", layers=[1]).tolist() == [[1.0, 2.0, 3.0, 4.0]]
+    assert found.grid(operation="forward", layers=[1]).tolist() == [[1.0, 2.0, 3.0, 4.0]]
 
 
 def test_weights_are_no_samples(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ranktape.analyze import View, overflow, plot_overflow, sweep
+from ranktape.analyze import View, overflow, sweep
 from ranktape.analyze.engine.values import read_block_histogram
 from ranktape.analyze.numerics.histograms.block_histogram import APART, CELLS, count_blocks
 from ranktape.analyze.numerics.histograms.histogram import count_values, own_limits, scan, scan_histogram
+from ranktape.analyze.views.plots.table import PLOTS
+from ranktape.analyze.views.plots.write import write_one
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import DataError, UsageError
 from ranktape.storage import Run
@@ -77,7 +79,7 @@ def test_the_limits_of_the_dtype_have_too(tmp_path: Path, fields: dict[str, Any]
     values, histogram = both(tmp_path, **dict(fields))
     for view in (None, View.COMPUTE):
         assert overflow(histogram.select(), view=view).rows == overflow(values.select(), view=view).rows
-    plot_overflow(histogram.select(), path=tmp_path / "plot.png", format="fp8_e4m3")
+    write_one(PLOTS["overflow"], histogram.select(), path=tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 0
 
 

@@ -182,7 +182,7 @@ def test_two_stacks_are_two_times_the_rows_of_a_heat_map(run: Run, survey: PlotD
 
 def test_every_picture_of_layers_can_be_drawn(survey: PlotData) -> None:
     """No line joins two stacks, and each axis says which they are."""
-    for name in ("overflow", "layer_statistics", "neighbouring_layers", "layer_binades", "layer_iteration_std"):
+    for name in ("overflow", "layer_statistics", "neighbouring_layers", "layer_binades", "layer_iteration_absmax"):
         figure = PLOTS[name].draw(survey)
         labels = {axes.get_xlabel() for axes in figure.axes}
         if name in {"overflow", "layer_statistics", "neighbouring_layers"}:

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from ranktape.analyze import overflow, plot_overflow
+from ranktape.analyze import overflow
 from ranktape.analyze.legacy.plots import draw_panels
 from ranktape.analyze.views.plots.overflow_layers import draw_overflow
-from ranktape.errors import StorageError, UsageError
 from ranktape.storage import Records
 from tests.analyze.runs import describe_tensor, model_tensors, store
 
@@ -193,21 +192,6 @@ def test_the_element_type_int8_is_not_taken_for_the_format_of_that_name(tmp_path
     assert "int8 with one scale for each tensor: largest value 1.984, smallest normal 0.0156" in against.replace(
         "\n", " "
     )
-
-
-def test_a_png_is_written_and_folders_are_made(records: Records, tmp_path: Path) -> None:
-    path = tmp_path / "draw" / "overflow.png"
-    table = plot_overflow(records, path=path, format="fp8_e4m3")
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert len(table.rows) == len(records)
-
-
-def test_what_cannot_be_drawn_is_an_error(records: Records, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="the plot cannot be written to"):
-        plot_overflow(records, path=tmp_path / "file" / "overflow.png")
-    with pytest.raises(UsageError, match="is not known"):
-        plot_overflow(records, path=tmp_path / "overflow.png", format="fp9")
 
 
 def test_no_global_state_of_matplotlib_is_touched() -> None:

@@ -84,12 +84,38 @@ def test_all_plots_fill_the_folders_of_the_legacy_tool(tmp_path: Path) -> None:
     assert not drawn & left_out
     # No tensor of the model has a dimension of samples, and its components are its layer types.
     assert {path for path in left_out if "sample" not in path} == {
-        *(f"distributions/distribution_by_{field}.png" for field in ("component", "batch_size")),
-        *("statistics/statistics_by_component.png", "comparisons/batch_differences.png"),
+        "distributions/distribution_by_batch_size.png",
         # No recipe is named.
         *(kind.path for kind in PLOTS.values() if kind.folder == REPLAYED),
     }
     assert all(any(path.startswith(f"{name}/") for path in drawn) for name in FOLDERS if name != REPLAYED)
+
+
+def test_one_name_is_one_plot(run: str, tmp_path: Path) -> None:
+    """Alone, beside others and with --all."""
+    assert invoke(run, "--kind", "overflow", "-o", str(tmp_path / "alone.png")).exit_code == 0
+    assert invoke(run, "--kind", "overflow,overflow_histogram", "-o", str(tmp_path / "some")).exit_code == 0
+    assert invoke(run, "--all", "-o", str(tmp_path / "all")).exit_code == 0
+    files = [tmp_path / "alone.png", *(tmp_path / one / PLOTS["overflow"].path for one in ("some", "all"))]
+    assert len({path.read_bytes() for path in files}) == 1
+
+
+def test_groups_by_another_field(run: str, tmp_path: Path) -> None:
+    path = tmp_path / "plot.svg"
+    for kind, field in (("distribution_by_phase", "component"), ("statistics_by_tensor", "phase")):
+        assert invoke(run, "--kind", kind, "--by", field, "-o", str(path)).exit_code in (0, 2)
+    result = invoke(run, "--kind", "distribution_by_phase", "--by", "tensor_name", "-o", str(path))
+    assert result.exit_code == 0
+    result = invoke(run, "--kind", "layer_rank_absmax", "--by", "iteration", "-o", str(path))
+    assert (result.exit_code, "there is one iteration" in result.stderr) == (2, True)
+    for words, message in (
+        (["--kind", "overflow", "--by", "rank"], "overflow has none"),
+        (["--kind", "distribution_by_phase", "--by", "rank"], "not by rank"),
+        (["--kind", "layer_rank_absmax", "--by", "phase"], "not by phase"),
+        (["--all", "--by", "phase"], "--by is for the plots that --kind names"),
+    ):
+        result = invoke(run, *words)
+        assert (result.exit_code, message in result.stderr) == (2, True), (words, result.stderr)
 
 
 def test_without_a_format_one_is_chosen_and_named(run: str, tmp_path: Path) -> None:
@@ -134,7 +160,7 @@ def test_kinds_are_named_by_folder_and_pattern() -> None:
         "fp8_scatter",
         "fp8_normal_fit",
     ]
-    assert len(parse_kinds(["layer_*_std", "layer-rank-std", "heatmaps"])) == 12
+    assert len(parse_kinds(["layer_*_absmax", "layer-rank-absmax", "heatmaps"])) == 5
     with pytest.raises(UsageError, match="names no plot"):
         parse_kinds([""])
 
@@ -169,7 +195,8 @@ def test_an_interruption_leaves_whole_plots(run: str, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write_plots(open_run(run).select(), folder=tmp_path, kinds=parse_kinds(["overflow_*"]), on_plot=interrupt)
     found = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert [path.name for path in found] == ["overflow_by_layer_type.png"]
+    assert tmp_path / PLOTS["overflow_by_layer_type"].path in found
+    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in found)
 
 
 def test_a_terminal_says_which_plot_of_how_many_is_drawn(
@@ -197,9 +224,9 @@ def test_what_was_kept_instead_of_values_has_plots(tmp_path: Path) -> None:
         written[keep] = write_plots(
             store(tmp_path / keep, [kept]).select(),
             folder=tmp_path / "draw" / keep,
-            kinds=parse_kinds(["exponent_occupancy", "layer_sample_std", "sweep_summary"]),
+            kinds=parse_kinds(["bf16_raw", "layer_sample_absmax", "sweep_panels"]),
         )
-    assert [kind.name for kind in written["histogram"].drawn] == ["exponent_occupancy", "sweep_summary"]
-    assert [kind.name for kind in written["statistics"].drawn] == ["exponent_occupancy"]
-    assert [kind.name for kind, _ in written["statistics"].left_out] == ["layer_sample_std", "sweep_summary"]
+    assert [kind.name for kind in written["histogram"].drawn] == ["sweep_panels", "bf16_raw"]
+    assert [kind.name for kind in written["statistics"].drawn] == ["bf16_raw"]
+    assert [kind.name for kind, _ in written["statistics"].left_out] == ["layer_sample_absmax", "sweep_panels"]
     assert written["statistics"].notes[1:] == ("Of 1 records statistics alone were kept: they are in no distribution.",)

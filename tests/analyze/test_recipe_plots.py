@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli
+from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.recipes.words import parse_recipes
 from ranktape.analyze.views.plots import recipes as recipe_plots
 from ranktape.analyze.views.plots.data import PlotData
@@ -18,7 +20,7 @@ from ranktape.analyze.views.plots.table import PLOTS
 from tests.analyze.linear_runs import hot_channels, linear_run
 from tests.analyze.runs import model_tensors, store
 from tests.analyze.test_plot import readable_texts, texts
-from tests.analyze.test_plots import cells
+from tests.analyze.test_plots import cells, colour_numbers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,10 +36,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> PlotData:
     return PlotData(run.select(), recipes=RECIPES)
 
 
-@pytest.mark.parametrize("name", ["replay_modules", "replay_iterations", "replay_bits"])
-def test_a_plot_can_be_read(data: PlotData, name: str) -> None:
-    assert PLOTS[name].missing(data) == ""
-    figure = PLOTS[name].draw(data)
+def test_a_plot_can_be_read(data: PlotData) -> None:
+    assert PLOTS["replay_modules"].missing(data) == ""
+    figure = PLOTS["replay_modules"].draw(data)
     readable_texts(figure)
     assert [axes.get_title() for axes in figure.axes[:3]] == PRODUCTS
 
@@ -83,29 +84,29 @@ def test_many_modules_are_layers_and_many_layers_neighbours(data: PlotData, monk
     np.testing.assert_array_equal(cells(pairs.axes[0])[:, :3], np.minimum(whole[::2], whole[1::2])[:, :3])
 
 
-def test_the_worst_module_is_named_over_the_iterations(data: PlotData) -> None:
-    figure = PLOTS["replay_iterations"].draw(data)
-    words = [text.get_text() for text in texts(figure)]
-    assert any(
-        text.startswith("Worst module of output: ") and "layers.3.query in mxfp4, nvfp4" in text for text in words
-    )
-    lines = figure.axes[0].get_lines()
-    groups = data.replayed.groups(["product", "recipe", "iteration", "module"])
-    of_mxfp4 = [group for group in groups if (group.key["product"], group.key["recipe"]) == ("output", "mxfp4")]
-    for step, iteration in enumerate((0, 10)):
-        values = {group.key["module"]: group.exact.sqnr for group in of_mxfp4 if group.key["iteration"] == iteration}
-        shown = [float(np.asarray(line.get_ydata(), dtype=float)[step]) for line in lines[2:4]]
-        assert shown == pytest.approx([np.median([*values.values()]), values["layers.3.query"]])
+def test_a_product_that_is_nan_alone_is_marked(data: PlotData, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all calls NaN comes of finite operands: there is no ratio, and the cell is not an empty one."""
+    replayed = data.replayed
+    is_lost = (replayed.products == "output") & (replayed.names == "mxfp4")
+    exact = replayed.exact.copy()
+    exact[is_lost] = 0.0
+    exact[is_lost, ErrorSums.__slots__.index("num_lost")] = 5.0
+    found = PlotData(data.records, recipes=RECIPES)
+    monkeypatch.setitem(vars(found), "replayed", dataclasses.replace(replayed, exact=exact))
+    figure = PLOTS["replay_modules"].draw(found)
+    assert (colour_numbers(figure.axes[0])[:, 1] == 2).all()
+    assert (colour_numbers(figure.axes[1]) == -1).all()
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [" NaN"]
 
 
 def test_without_recipes_they_are_left_out_of_all_and_usual_ones_are_taken_for_one(tmp_path: Path) -> None:
     linear_run(tmp_path / "run", num_layers=2)
     result = CliRunner().invoke(
-        cli, ["plot", str(tmp_path / "run"), "--kind", "replay_bits", "-o", str(tmp_path / "a.png")]
+        cli, ["plot", str(tmp_path / "run"), "--kind", "replay_modules", "-o", str(tmp_path / "a.png")]
     )
     assert (result.exit_code, result.stdout) == (0, f"{tmp_path}/a.png\n")
     data = PlotData(store(tmp_path / "model", model_tensors()).select())
-    assert PLOTS["replay_bits"].missing(data) == (
+    assert PLOTS["replay_modules"].missing(data) == (
         "no recipe was named: --recipe mxfp8,mxfp4,nvfp4 computes products again"
     )
 

@@ -18,8 +18,7 @@ import numpy as np
 from ranktape.analyze.engine.digests import merge_digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View, viewed_dtype
-from ranktape.analyze.identity import SAMPLE, places_of, quant_types, sample_names
-from ranktape.analyze.metrics.counts import find_places
+from ranktape.analyze.identity import places_of, quant_types, sample_names
 from ranktape.analyze.metrics.gather import gather
 from ranktape.analyze.metrics.metric import METRICS
 from ranktape.analyze.metrics.target import Target, one_target
@@ -217,18 +216,6 @@ class PlotData:
         ]
         return merge_digests(chosen) if chosen else None
 
-    def sample_metrics(self, name: str) -> SampleMetrics:
-        """Metrics of samples; counts are those against the target's limits, where there is one."""
-        samples = self.passed.samples
-        if self.target is not None and name in {"overflow", "underflow"} and not samples.is_recounted:
-            fields = ("operation", "layer_stack", "layer_idx", "rank", SAMPLE)
-            found = find_places(self.records, [self.target], by=fields, view=self.view, engine=self._engine)
-            groups = [(key, found.together(found.counts[0], places)) for key, places in found.groups()]
-            columns = (self.records.column("layer_stack"), self.records.column("layer_idx"), self.column("layer_idx"))
-            rows = zip(*(column.tolist() for column in columns), strict=True)
-            samples.recount(groups, places={(stack, layer): place for stack, layer, place in rows})
-        return samples
-
     def operations(self) -> list[str]:
         """Forward, then the others."""
         return sorted(self.values_of("operation"), key=lambda name: (name != "forward", name))
@@ -289,11 +276,11 @@ def _listed(value: Any) -> Any:
 
 
 class Binades:
-    """Counts of finite magnitudes by binade, [2^e, 2^(e+1)) for an exponent e, by operation and value of a field."""
+    """Counts of finite magnitudes by binade, [2^e, 2^(e+1)) for an exponent e, by operation and layer."""
 
-    def __init__(self, data: PlotData, field: str) -> None:
-        self._operations, self._num_values = data.values_of("operation"), len(data.values_of(field))
-        self._row_of = data.codes("operation") * self._num_values + data.codes(field)
+    def __init__(self, data: PlotData) -> None:
+        self._operations, self._num_values = data.values_of("operation"), len(data.values_of("layer_idx"))
+        self._row_of = data.codes("operation") * self._num_values + data.codes("layer_idx")
         # Zeros, and what is not finite, are behind the binades.
         self._counts = np.zeros((len(self._operations) * self._num_values, HIGHEST - LOWEST + 3))
 
@@ -304,7 +291,7 @@ class Binades:
         row[-2:] += digest.tallies.zero, digest.tallies.nan + digest.tallies.inf
 
     def shares(self, operation: str, *, with_zeros: bool = False) -> NDArray[np.float64]:
-        """For each value of the field, in order, the part of all its elements in each binade.
+        """For each layer, in order, the part of all its elements in each binade.
 
         With zeros in a column of their own behind. NaN where no record is, or no value is known.
         """
@@ -326,8 +313,8 @@ class DataPass:
         self.cells: dict[int, Digest] = {}
         """The distribution of each kind of tensor of which values are known."""
         self._pending: dict[int, list[Digest]] = {}
-        self.binades = {field: Binades(data, field) for field in ("layer_idx", "rank")}
-        """How many values lie in each binade, for each operation and value of these fields."""
+        self.binades = Binades(data)
+        """How many values lie in each binade, for each operation and layer."""
         self.samples = SampleMetrics(data.records, layers=data.column("layer_idx").tolist())
         """Metrics of samples."""
         self.num_without_values = 0
@@ -348,8 +335,7 @@ class DataPass:
             self.num_without_values += 1
             return
         self.num_rounded += not digest.is_exact
-        for binades in self.binades.values():
-            binades.add(index, digest)
+        self.binades.add(index, digest)
         kind = self._kinds[index]
         waiting = self._pending.setdefault(kind, [])
         waiting.append(digest)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -201,11 +200,6 @@ def pooled(data: PlotData, name: str, groups: NDArray[np.int64], *, num_groups: 
 SITE_OF_RANKS = ("iteration", "microbatch", "call", "module", "operation", "phase", "tensor_name")
 """What is the same of a tensor on all ranks."""
 
-MAX_COMPARED, MAX_SITES = 128, 4096
-"""Ranks that are compared with one another, and tensors that they are compared by.
-
-Of more ranks blocks of neighbours are compared, of more tensors every n-th."""
-
 
 def _rank_logs(data: PlotData, metric: str) -> tuple[NDArray[np.float64], list[int]]:
     """log2 of a metric for each site and rank, NaN where there is none; and the layer of each site."""
@@ -234,26 +228,3 @@ def rank_deviations(data: PlotData, *, layers: Sequence[int]) -> NDArray[np.floa
         row = found[rows[layer_of[site]]]
         row[:] = np.where(np.isnan(row) | (np.abs(values) > np.abs(row)), np.where(np.isnan(values), row, values), row)
     return found
-
-
-def rank_distances(data: PlotData) -> tuple[NDArray[np.float64], int]:
-    """For each pair of ranks the mean |log2| of the ratio of the deviations of the same tensors, and ranks in a block.
-
-    Of blocks of neighbouring ranks, a tensor's deviation is the one farthest from the median rank's. NaN where two
-    have no tensor in common.
-    """
-    logs, _ = _rank_logs(data, "std")
-    logs = logs[:: math.ceil(logs.shape[0] / MAX_SITES)]
-    size = math.ceil(logs.shape[1] / MAX_COMPARED)
-    if size > 1:
-        known = logs[(~np.isnan(logs)).any(axis=1)]
-        off = known - np.nanmedian(known, axis=1, keepdims=True)
-        starts = np.arange(0, off.shape[1], size)
-        high, low = np.fmax.reduceat(off, starts, axis=1), np.fmin.reduceat(off, starts, axis=1)
-        logs = np.where(-low > high, low, high)
-    found = np.full((logs.shape[1], logs.shape[1]), np.nan)
-    for rank in range(logs.shape[1]):
-        gaps = np.abs(logs - logs[:, rank : rank + 1])
-        counts = (~np.isnan(gaps)).sum(axis=0)
-        found[rank] = np.where(counts > 0, np.nansum(gaps, axis=0) / np.maximum(1, counts), np.nan)
-    return found, size

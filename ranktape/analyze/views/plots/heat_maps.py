@@ -17,6 +17,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
@@ -30,7 +31,7 @@ from ranktape.analyze.views.plots.axes import (
     share_text,
     thinned,
 )
-from ranktape.analyze.views.plots.groups import page_of, pooled, rank_deviations, rank_distances
+from ranktape.analyze.views.plots.groups import page_of, pooled, rank_deviations
 from ranktape.analyze.views.plots.style import (
     INK,
     SEQUENTIAL,
@@ -60,6 +61,17 @@ _MOST = ((1, 256), (0, 160))
 MAX_WRITTEN_COLUMNS, MAX_WRITTEN_ROWS = 6, 12
 """Cells up to which the metrics are written into them."""
 
+NAN_MARK: dict[str, Any] = {
+    "marker": "X",
+    "color": NAN_COLOR,
+    "edgecolors": "white",
+    "linewidths": 0.6,
+}
+"""A cell of whose values some are NaN."""
+
+MIN_CORNER_POINTS = 20
+"""Size of a cell from which the mark stands above the number in it, and not in the middle."""
+
 LIGHT_FROM = 0.6
 """Part of the colour map from which letters on it are dark."""
 
@@ -73,7 +85,7 @@ OUTSIDE = "outside"
 class Scale(NamedTuple):
     """What the colours of a heat map mean, and what stands beside them.
 
-    `share` of a whole, `magnitude`, `factor`, as its log2, `binades`, a distance, or `decibel`, a ratio.
+    `share` of a whole, `magnitude`, `factor`, as its log2, or `decibel`, a ratio.
     """
 
     kind: str
@@ -81,7 +93,7 @@ class Scale(NamedTuple):
 
     def logs(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """The values as they are placed among the colours."""
-        if self.kind in {"factor", "binades", "decibel"}:
+        if self.kind in {"factor", "decibel"}:
             return values
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.asarray(np.log10(values) if self.kind == "share" else np.log2(values))
@@ -105,8 +117,6 @@ class Scale(NamedTuple):
             reach = max(1.0, float(np.abs(known).max(initial=0.0)))
             return Normalize(-reach, reach)
         low, high = (float(known.min()), float(known.max())) if known.size else (-1.0, 0.0)
-        if self.kind == "binades":
-            return Normalize(0.0, max(high, 1e-6))
         # Of metrics that hardly differ, a difference must not look like a large one.
         least = {"magnitude": 1.0, "decibel": 6.0}.get(self.kind, 0.3)
         if high - low < least:
@@ -119,9 +129,6 @@ class Scale(NamedTuple):
         if self.kind == "decibel":
             places = [place for place in MaxNLocator(8, integer=True).tick_values(low, high) if low <= place <= high]
             return places, [f"{place:.0f}" for place in places]
-        if self.kind == "binades":
-            places = [low + (high - low) * part / 4 for part in range(5)]
-            return places, [f"{place:.3g}" for place in places]
         if self.kind == "share":
             powers = [one for one in range(math.floor(low), math.ceil(high) + 1) if low - 1e-9 <= one <= high + 1e-9]
             places = [*map(float, powers[:: max(1, len(powers) // 7)])]
@@ -158,9 +165,8 @@ class Scale(NamedTuple):
 
 
 CELLS: Mapping[str, tuple[str, Scale]] = {
-    **{name: (name, Scale("share", "share of the cell's elements")) for name in ("overflow", "underflow")},
+    "underflow": ("underflow", Scale("share", "share of the cell's elements")),
     "absmax": ("extreme", Scale("magnitude", "largest magnitude, unit of the tensor")),
-    "std": ("std", Scale("magnitude", "standard deviation, unit of the tensor")),
 }
 """Metrics of heat maps: what `pooled` calls them, and what the colours mean."""
 
@@ -196,10 +202,10 @@ def heat_map(data: PlotData, row: Plot, *, field: str, metric: str) -> Figure:
     operations, layers = data.operations(), data.values_of("layer_idx")
     spoiled: Callable[[str], NDArray[np.bool_]] = functools.partial(_nan_in, data, field)
     if field == "sample":
-        samples = data.sample_metrics(pool)
+        samples = data.passed.samples
         spoiled = functools.partial(samples.has_nan, layers=layers)
         columns, label = sample_names(samples)
-        found = {one: samples.grid(pool, operation=one, layers=layers) for one in operations}
+        found = {one: samples.grid(operation=one, layers=layers) for one in operations}
         known = {one: values for one, values in found.items() if not np.isnan(values).all()}
         grids = known or {operations[0]: found[operations[0]]}
     else:
@@ -219,17 +225,6 @@ def rank_deviation(data: PlotData, row: Plot) -> Figure:
     grid = Grid("all tensors that several ranks have", values, layer_names(layers), ranks, has_nan)
     scale = Scale("factor", "absmax over that of the median rank")
     return draw_heat_maps(_page_of_maps(data, row, [grid]), [grid], scale=scale, labels=("layer", "rank"), unit="ranks")
-
-
-def rank_against_rank(data: PlotData, row: Plot) -> Figure:
-    """Each rank against each other."""
-    distances, size = rank_distances(data)
-    names = [str(rank) for rank in data.values_of("rank")][::size]
-    note = f"Each row and column is {size} neighbouring ranks, by what is farthest from the median." if size > 1 else ""
-    grid = Grid("standard deviations of the same tensors", distances, names, names)
-    scale = Scale("binades", "mean |log2| of their ratio, in binades")
-    page = _page_of_maps(data, row, [grid], notes=[note])
-    return draw_heat_maps(page, [grid], scale=scale, labels=("rank", "rank"), unit="ranks")
 
 
 def _nan_in(data: PlotData, field: str, operation: str) -> NDArray[np.bool_]:
@@ -319,12 +314,20 @@ def draw_cells(
     special = np.where(np.isinf(values), 1.0, np.where((values == 0) & scale.has_zero, 0.0, np.nan))
     if scale.kind == "factor":
         special = np.full(values.shape, np.nan)
-    is_nan = np.zeros(values.shape, dtype=bool) if has_nan is None else has_nan
+    some_nan = np.zeros(values.shape, dtype=bool) if has_nan is None else has_nan
+    # Where all values are NaN, the metric is not known; where some are, a mark stands in the cell.
+    is_nan = some_nan & np.isnan(values)
     special[is_nan] = 2.0
     own = ListedColormap([ZERO_COLOR, INFINITE_COLOR, NAN_COLOR])
     axes.imshow(np.ma.masked_invalid(special), cmap=own, vmin=0, vmax=2, **place)
     colored = np.ma.masked_where(~scale.has_color(values) | is_nan, scale.logs(values))
     axes.imshow(colored, cmap=scale.colors, norm=norm, **place)
+    rows, columns = np.nonzero(some_nan & ~is_nan)
+    if rows.size:
+        box = axes.get_window_extent()
+        size = min(box.width / values.shape[1], box.height / values.shape[0]) * 72 / axes.figure.dpi
+        heights = rows - 0.32 if size > MIN_CORNER_POINTS else rows
+        axes.scatter(columns, heights, s=min(30.0, (0.5 * size) ** 2), **NAN_MARK)
 
 
 def add_colorbar(figure: Figure, panels: Sequence[Axes], *, norm: Normalize, scale: Scale) -> None:
@@ -351,8 +354,12 @@ def special_handles(
             handles.append(key(Patch(facecolor=ZERO_COLOR, edgecolor="0.75"), zero))
         if np.isinf(values).any():
             handles.append(key(Patch(facecolor=INFINITE_COLOR, edgecolor="0.75"), "infinite"))
-    if is_nan.any():
-        handles.append(key(Patch(facecolor=NAN_COLOR, edgecolor="0.75"), "NaN among the values"))
+    if (is_nan & np.isnan(values)).any():
+        handles.append(key(Patch(facecolor=NAN_COLOR, edgecolor="0.75"), "NaN"))
+    if (is_nan & ~np.isnan(values)).any():
+        handles.append(
+            key(Line2D([], [], linestyle="", markersize=6, marker="X", color=NAN_COLOR), "NaN among the values")
+        )
     return handles
 
 
@@ -375,17 +382,16 @@ def _write_metrics(axes: Axes, grid: Grid, *, scale: Scale, norm: Normalize) -> 
         return
     for (row, column), value in np.ndenumerate(values):
         place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": SMALL_SIZE}
-        if is_nan[row, column]:
+        if is_nan[row, column] and math.isnan(value):
             axes.text(column, row, "NaN", color="white", **place)
         elif not math.isnan(value):
             axes.text(column, row, scale.text(value), color=scale.ink(value, norm), **place)
 
 
-def binade_map(data: PlotData, row: Plot, *, field: str) -> Figure:
-    """For each value of a field the part of its values in each binade, and below what formats reach."""
-    values = data.values_of(field)
-    names = layer_names(values) if field == "layer_idx" else [str(int(value)) for value in values]
-    grids = {one: data.passed.binades[field].shares(one) for one in data.operations()}
+def binade_map(data: PlotData, row: Plot) -> Figure:
+    """For each layer the part of its values in each binade, and below what formats reach."""
+    names = layer_names(data.values_of("layer_idx"))
+    grids = {one: data.passed.binades.shares(one) for one in data.operations()}
     height = min(4.5, max(2.4, 1.2 + 0.09 * len(names)))
     ratios: dict[str, Any] = {"height_ratios": (height, 2.3), "sharex": "col"}
     page = page_of(data, row, 2, len(grids), width=5.6, height=(height + 2.3) / 2, **ratios)
@@ -406,7 +412,7 @@ def binade_map(data: PlotData, row: Plot, *, field: str) -> Figure:
         draw_bands(axes, bands, places, is_named=index == 0)
         _name_rows(axes, names, height=height)
         axes.tick_params(labelbottom=False)
-        name(axes, title=title, y={"layer_idx": "layer"}.get(field, field) if index == 0 else "")
+        name(axes, title=title, y="layer" if index == 0 else "")
     add_colorbar(page.figure, list(page.panels[0]), norm=norm, scale=scale)
     page.handles += [*special_handles(shown[:, inside], scale, zero="no value"), *band_handles()]
     return page.finish()

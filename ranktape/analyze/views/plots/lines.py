@@ -156,7 +156,7 @@ def neighbouring_layers(data: PlotData, row: Plot) -> Figure:
         scale_layers(axes, layers[1:], is_labelled=False)
     axes = page.panels[2, 0]
     # The part that would have to move to another binade from each layer to the next, zeros being one.
-    shares = (data.passed.binades["layer_idx"].shares(group.label, with_zeros=True)[-len(layers) :] for group in groups)
+    shares = (data.passed.binades.shares(group.label, with_zeros=True)[-len(layers) :] for group in groups)
     distances = [np.abs(np.diff(one, axis=0)).sum(axis=1) / 2 for one in shares]
     draw(axes, "share of values that lie in another binade than in the layer before", distances)
     axes.set_ylim(0, 1.02)

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ranktape.analyze.engine.sweep_measure import sweep_one
 from ranktape.analyze.engine.values import read_values
-from ranktape.analyze.legacy.plots import draw_panels, draw_summary
+from ranktape.analyze.legacy.plots import draw_panels
 from ranktape.analyze.questions.swept import parse_jobs
 from ranktape.analyze.views.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
 from ranktape.analyze.views.plots.axes import lowest_decade, name_rows, scale_numbers, scale_shares, share_text
@@ -220,8 +220,8 @@ def pairs(data: PlotData, row: Plot) -> Figure:
     return page.finish()
 
 
-def sweep(data: PlotData, _: Plot, *, is_summary: bool) -> Figure:
-    """Six panels or a summary of the sweep of that record, one scale for the tensor; it is read once more.
+def sweep(data: PlotData, _: Plot) -> Figure:
+    """Six panels of the sweep of that record, one scale for the tensor; it is read once more.
 
     It is the first of those whose finite magnitudes reach over the most binades.
 
@@ -241,4 +241,4 @@ def sweep(data: PlotData, _: Plot, *, is_summary: bool) -> Figure:
     (found,) = sweep_one(record, parse_jobs(name), view=data.view)
     title = f"{record.module or record.layer_type} {record.tensor_name}, {record.operation} {record.phase}"
     named = f"{title}, iteration {record.iteration}, rank {record.rank}"
-    return (draw_summary if is_summary else draw_panels)(found, name=named)
+    return draw_panels(found, name=named)

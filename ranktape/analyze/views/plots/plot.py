@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+from ranktape.analyze.identity import SAMPLE
+from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,6 +21,9 @@ Need = Callable[["PlotData"], str]
 
 DEFAULT_RECIPES = "mxfp8,mxfp4,nvfp4"
 """What plots of recipes are of where none is named: what hardware has."""
+
+COLUMN_FIELDS = ("iteration", "rank", "microbatch", "call", "batch_size")
+"""Fields of whole numbers, whose values may be the columns of a heat map of layers."""
 
 GROUPED = frozenset({"distributions.distributions", "boxes.boxes", "losses.loss_bars"})
 """Functions that draw one thing of each group: two plots of the same groups would show the same."""
@@ -35,6 +41,8 @@ class Plot:
     """The values that its records have in some fields."""
     needs: tuple[Need, ...]
     """What it needs that a selection may not have."""
+    reads_values: bool = False
+    """Whether it reads tensors itself, beside what is known of all records."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """What else the function is given."""
     title: str = ""
@@ -77,6 +85,30 @@ class Plot:
         types = data.two_quant_types() if self.of is of_two_types else None
         return self.title if types is None else f"{self.title}: {_plain(types[0])} and {_plain(types[1])}"
 
+    def grouped_by(self, fields: Sequence[str]) -> Plot:
+        """The same plot of groups by other fields; a heat map has one field, whose values are its columns.
+
+        Raises:
+            UsageError: it has no groups, or cannot be grouped by these fields.
+        """
+        from ranktape.analyze.views.plots.data import CELL_FIELDS
+
+        is_map = self.function == "heat_maps.heat_map" and self.options["field"] != SAMPLE
+        if not self.by and not is_map:
+            raise UsageError(f"--by is for plots of groups, and {self.name} has none")
+        allowed = COLUMN_FIELDS if is_map else CELL_FIELDS
+        unknown = [field for field in fields if field not in allowed]
+        if unknown or not fields or (is_map and len(fields) > 1):
+            some = "one of " if is_map else ""
+            raise UsageError(
+                f"{self.name} has groups by {some}{', '.join(allowed)}: not by {', '.join(fields) or 'none'}"
+            )
+        about = f"{self.title}, by {' and '.join(fields).replace('_', ' ')}"
+        if is_map:
+            return replace(self, title=about, options={**self.options, "field": fields[0]}, needs=(several(fields[0]),))
+        needs = tuple(need for need in self.needs if need.__qualname__.partition(".")[0] != several.__name__)
+        return replace(self, title=about, by=tuple(fields), needs=(several(fields[0]), *needs))
+
     def says(self, title: str, sentence: str) -> Plot:
         """The same under a title, with a sentence for the index."""
         return replace(self, title=title, sentence=sentence)
@@ -85,13 +117,14 @@ class Plot:
 def plot(
     function: str,
     *by: str,
+    reads_values: bool = False,
     of: Mapping[str, Any] | Callable[[PlotData], Mapping[str, Any]] | None = None,
     needs: tuple[Need, ...] | None = None,
     **options: Any,
 ) -> Plot:
     """A row of the table; to compare groups needs two values of the first field by default."""
     wanted = needs or ((several(by[0]),) if function in GROUPED else ())
-    return Plot(function=function, by=by, of=of or {}, needs=wanted, options=options)
+    return Plot(function=function, by=by, of=of or {}, needs=wanted, reads_values=reads_values, options=options)
 
 
 def has(reason: str, **fields: Any) -> Need:

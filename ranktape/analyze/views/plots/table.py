@@ -58,10 +58,8 @@ def _in_bf16(function: str, *by: str, **options: Any) -> Plot:
 
 
 _OF_CELLS = {
-    "overflow": ("Overflow", "part of the elements that is beyond the largest value"),
     "underflow": ("Underflow", "part of the elements that is below the smallest normal value, zeros left out"),
     "absmax": ("Largest magnitude", "largest magnitude, infinities included"),
-    "std": ("Standard deviation", "standard deviation of all finite values"),
 }
 
 REPLAYED = "replay_analysis"
@@ -69,23 +67,12 @@ REPLAYED = "replay_analysis"
 
 _BY_FOLDER = {
     "distributions": {
-        "exponent_occupancy": plot("distributions.occupancy", "operation").says(
-            "Which binades hold the values, and which formats reach them",
-            "Part of all values in each binade, forward and backward, above the ranges of the formats as bands.",
-        ),
         "distribution_by_phase": _distributions("phase", "operation").says(
             "Distribution by phase",
             "Values before and after an operation: shape in units of the standard deviation, and range in binades.",
         ),
-        "distribution_by_component": _distributions("component", "operation").says(
-            "Distribution by component", "Values of each component, such as FA and linear: shape and range."
-        ),
         "distribution_by_batch_size": _distributions("batch_size", "operation").says(
             "Distribution by batch size", "Values of tensors with each number of samples: shape and range."
-        ),
-        "distribution_by_tensor": _distributions("tensor_name").says(
-            "Distribution by tensor",
-            "Values of each tensor name, such as input, weight and grad_output: shape and range.",
         ),
     },
     "heatmaps": {
@@ -97,15 +84,13 @@ _BY_FOLDER = {
         ).says(f"{title} by layer and {field}", f"For each layer and {field}, forward and backward: {what}.")
         for field in ("rank", "iteration", "sample")
         for metric, (title, what) in _OF_CELLS.items()
+        if (field, metric) != ("sample", "underflow")
     },
     "comparisons": {
         "neighbouring_layers": plot("lines.neighbouring_layers", "operation", needs=(two_layers,)).says(
             "Each layer against the one before it",
             "Factor by which the standard deviation and absmax grow from a layer to the next, and how far "
             "the distributions lie apart.",
-        ),
-        "batch_differences": _boxes("batch_size", "operation").says(
-            "Statistics by batch size", "Box plots over tensors with each number of samples."
         ),
         "sample_differences": plot("lines.sample_differences", needs=(several_samples,)).says(
             "Samples against the median sample",
@@ -116,12 +101,6 @@ _BY_FOLDER = {
     "statistics": {
         "statistics_by_tensor": _boxes("tensor_name").says(
             "Statistics by tensor", "Box plots over tensors of each name: mean, standard deviation, absmax, kurtosis."
-        ),
-        "statistics_by_phase": _boxes("phase", "operation").says(
-            "Statistics by phase", "Box plots over tensors of each phase."
-        ),
-        "statistics_by_component": _boxes("component", "operation").says(
-            "Statistics by component", "Box plots over tensors of each component."
         ),
         "statistics_by_iteration": plot(
             "lines.lines", "operation", needs=(several("iteration"),), field="iteration"
@@ -135,31 +114,18 @@ _BY_FOLDER = {
             "Attention against linear",
             "Values of attention and of linear layers, forward and backward: shape and range.",
         ),
-        "attention_statistics": _of_attention_and_linear(_boxes).says(
-            "Statistics of attention and linear layers",
-            "Box plots over tensors of attention and of linear layers, forward and backward.",
-        ),
         "attention_tensors": _distributions(
             "tensor_name", "operation", of={"layer_type": "attention"}, needs=(ATTENTION,)
         ).says("Tensors of attention", "Values of query, key, value, output and their gradients: shape and range."),
     },
     "quantization_analysis": {
-        "distribution_by_quant_type": _distributions("quant_type", "operation").says(
-            "Distribution by quant type", "Values of each quant type: shape and range."
-        ),
-        "statistics_by_quant_type": _boxes("quant_type", "operation").says(
-            "Statistics by quant type", "Box plots over tensors of each quant type."
-        ),
-        "sweep_panels": plot("losses.sweep", needs=(a_scale,), is_summary=False).says(
+        "sweep_panels": plot("losses.sweep", needs=(a_scale,), reads_values=True).says(
             "What every scale loses",
             "Six panels: each metric of the sweep over the scales of one tensor, the one that needs the widest range.",
         ),
-        "sweep_summary": plot("losses.sweep", needs=(a_scale,), is_summary=True).says(
-            "What every scale loses, in short", "MSE, cosine and PSNR of the same sweep beside a box of statistics."
-        ),
     },
     "layer_analysis": {
-        "layer_binades": plot("heat_maps.binade_map", field="layer_idx").says(
+        "layer_binades": plot("heat_maps.binade_map").says(
             "Where the values of each layer lie",
             "For each layer the part of its values in each binade, above the ranges of the formats as bands.",
         ),
@@ -200,7 +166,7 @@ _BY_FOLDER = {
             "Statistics of two quant types",
             "Box plots of mean, standard deviation, minimum and maximum over tensors of both quant types.",
         ),
-        "fp8_scatter": _of_two_types("losses.pairs", matched_pairs).says(
+        "fp8_scatter": _of_two_types("losses.pairs", matched_pairs, reads_values=True).says(
             "The same tensor in two quant types",
             "Values of one against those of the other, element by element, and the correlation of each tensor.",
         ),
@@ -246,35 +212,15 @@ _BY_FOLDER = {
         ),
     },
     "rank_analysis": {
-        "rank_metrics": plot("lines.lines", "operation", needs=(several("rank"),), field="rank").says(
-            "Metrics of each rank",
-            "Standard deviation, absmax, overflow and underflow of each rank, forward and backward.",
-        ),
-        "rank_binades": plot("heat_maps.binade_map", needs=(several("rank"),), field="rank").says(
-            "Where the values of each rank lie",
-            "For each rank the part of its values in each binade, above the ranges of the formats as bands.",
-        ),
         "rank_deviation": plot("heat_maps.rank_deviation", needs=(several("rank"),)).says(
             "Each rank against the median rank",
             "For each layer and rank the absmax over that of the median rank: the tensor that is farthest off.",
         ),
-        "rank_against_rank": plot("heat_maps.rank_against_rank", needs=(several("rank"),)).says(
-            "Rank against rank",
-            "For each pair of ranks how far the standard deviations of the same tensors lie apart, on average.",
-        ),
     },
     REPLAYED: {
-        "replay_modules": plot("recipes.by_module", needs=(a_product,)).says(
+        "replay_modules": plot("recipes.by_module", needs=(a_product,), reads_values=True).says(
             "What recipes keep of each product, by module",
             "For each product of each module the signal to noise ratio in each recipe, all calls together.",
-        ),
-        "replay_iterations": plot("recipes.over_iterations", needs=(a_product, several("iteration"))).says(
-            "What recipes keep over the iterations",
-            "Lines over iterations for each recipe: the median module, the worst one, and the range of all.",
-        ),
-        "replay_bits": plot("recipes.against_bits", needs=(a_product,)).says(
-            "What recipes keep against the bits that they take",
-            "Each mark is a recipe at its bits of an element: the median module, and how far modules spread.",
         ),
     },
 }

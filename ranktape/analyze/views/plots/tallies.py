@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ranktape.analyze.identity import SAMPLE, SampleName
+from ranktape.analyze.identity import SampleName
 from ranktape.analyze.identity import sample_names as names_of_samples
 from ranktape.analyze.views.plots.style import plain
 
@@ -45,14 +45,12 @@ def filled(counts: NDArray[np.float64]) -> slice:
 MAX_COLUMNS = 4096
 """Samples that are kept apart: where ranks have more, those in one place of their batches are one."""
 
-_TAKEN = ("num_elements", "upper", "lower", "underflow", "num_finite", "mean", "std", "absmax")
-
 
 class SampleMetrics:
     """Metrics of samples by operation and layer.
 
     A sample is known by the id that the user gave it; without ids by its rank and its place in the batch, as ranks have
-    batches of their own. Over iterations, microbatches and tensors counts add up, and the largest magnitude remains.
+    batches of their own. Over iterations, microbatches and tensors the largest magnitude remains.
     """
 
     def __init__(self, records: Records, *, layers: Sequence[int]) -> None:
@@ -67,14 +65,11 @@ class SampleMetrics:
         keys = {(rank, name) for names, rank, has_ids in places if not has_ids for name in names}
         self.is_by_rank = len({rank for rank, _ in keys}) > 1 and len(keys) <= MAX_COLUMNS
         """Whether samples without ids are told apart by their rank."""
-        self.is_recounted = False
-        """Whether counts are those of `recount`."""
         self.columns: dict[tuple[int | None, SampleName], int] = {}
         """Rank, or None, and id or place of each sample, and its column."""
         self._operations = records.column("operation").tolist()
         self._layers = layers
-        # Elements, overflow, underflow, finite values, their sum, that of their squares; the largest magnitude.
-        self._cells: dict[tuple[str, int, int], list[float]] = {}
+        self._largest: dict[tuple[str, int, int], float] = {}
         self._with_nan: set[tuple[str, int, int]] = set()
         # How many tensors, the sum of their ratios, the lowest, the highest.
         self._ratios: dict[tuple[str, int], list[float]] = {}
@@ -87,58 +82,30 @@ class SampleMetrics:
         operation, layer = self._operations[index], self._layers[index]
         median = float(np.nanmedian(samples["absmax"])) if np.isfinite(samples["absmax"]).any() else math.nan
         rank = self._ranks[index] if self.is_by_rank and not self._has_ids[index] else None
-        rows = zip(*(samples[name].tolist() for name in _TAKEN), strict=True)
-        for name, num_nan in zip(self._names[index], samples["nan"].tolist(), strict=True):
-            if num_nan > 0:
-                column = self.columns.setdefault((rank, name), len(self.columns))
-                self._with_nan.add((operation, layer, column))
-        for name, (elements, upper, lower, underflow, count, mean, std, absmax) in zip(
-            self._names[index], rows, strict=True
-        ):
+        rows = zip(self._names[index], samples["nan"].tolist(), samples["absmax"].tolist(), strict=True)
+        for name, num_nan, absmax in rows:
             column = self.columns.setdefault((rank, name), len(self.columns))
-            cell = self._cells.setdefault((operation, layer, column), [0.0] * 6 + [math.nan])
-            of_finite = (count, count * mean, count * (std**2 + mean**2)) if count and std == std else (0.0, 0.0, 0.0)  # noqa: PLR0124
-            added = (elements, upper + lower, underflow, *of_finite)
-            cell[:] = [*map(sum, zip(cell, added, strict=False)), float(np.fmax(cell[-1], absmax))]
+            cell = (operation, layer, column)
+            if num_nan > 0:
+                self._with_nan.add(cell)
+            self._largest[cell] = float(np.fmax(self._largest.get(cell, math.nan), absmax))
             if absmax > 0 and median > 0:
                 ratio = math.log2(absmax / median)
                 found = self._ratios.setdefault((operation, column), [0.0, 0.0, math.inf, -math.inf])
                 found[:] = [found[0] + 1, found[1] + ratio, min(found[2], ratio), max(found[3], ratio)]
 
-    def recount(
-        self, groups: Iterable[tuple[Mapping[str, Any], Mapping[str, float]]], *, places: Mapping[tuple[str, int], int]
-    ) -> None:
-        """Replace counts by those of groups by operation, stack, layer, rank and sample.
-
-        `places` says for each stack and layer where it lies.
-        """
-        self.is_recounted = True
-        for cell in self._cells.values():
-            cell[:3] = 0.0, 0.0, 0.0
-        for key, counts in groups:
-            column = self.columns.get((key["rank"], key[SAMPLE]), self.columns.get((None, key[SAMPLE]), -1))
-            layer = places[key["layer_stack"], key["layer_idx"]]
-            found = self._cells.get((key["operation"], layer, column))
-            if found is not None:
-                added = (counts["elements"], counts["total"], counts["underflow"])
-                found[:3] = [one + other for one, other in zip(found[:3], added, strict=True)]
-
     def ordered(self) -> list[tuple[int | None, SampleName]]:
         """The samples: by rank and place, then by id; numbers before words."""
         return sorted(self.columns, key=lambda key: (key[0] is None, key[0] or 0, isinstance(key[1], str), key[1]))
 
-    def grid(self, name: str, *, operation: str, layers: list[int]) -> NDArray[np.float64]:
-        """A metric for each layer and sample, in the order of `ordered`; NaN where there is none.
-
-        `overflow` and `underflow` are parts of all elements, `std` is of all finite values, `extreme` the largest
-        finite magnitude.
-        """
+    def grid(self, *, operation: str, layers: list[int]) -> NDArray[np.float64]:
+        """The largest finite magnitude of each layer and sample, in the order of `ordered`; NaN if there is none."""
         order = {self.columns[key]: place for place, key in enumerate(self.ordered())}
         rows = {layer: row for row, layer in enumerate(layers)}
         grid = np.full((len(layers), len(order)), np.nan)
-        for (whose, layer, column), cell in self._cells.items():
+        for (whose, layer, column), largest in self._largest.items():
             if whose == operation and layer in rows:
-                grid[rows[layer], order[column]] = _metric(name, cell)
+                grid[rows[layer], order[column]] = largest
         return grid
 
     def has_nan(self, operation: str, layers: list[int]) -> NDArray[np.bool_]:
@@ -164,15 +131,6 @@ class SampleMetrics:
 def _are_places(names: list[SampleName]) -> bool:
     """Whether names may be places in a batch: of all of it, or of one sample that was saved alone."""
     return names == list(range(len(names))) or (len(names) == 1 and isinstance(names[0], int))
-
-
-def _metric(name: str, cell: list[float]) -> float:
-    elements, overflow, underflow, count, total, squares, absmax = cell
-    if name == "extreme":
-        return absmax
-    if name == "std":
-        return math.sqrt(max(0.0, squares / count - (total / count) ** 2)) if count else math.nan
-    return (overflow if name == "overflow" else underflow) / max(1.0, elements)
 
 
 def sample_names(samples: SampleMetrics) -> tuple[list[str], str]:

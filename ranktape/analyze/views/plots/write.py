@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+import multiprocessing
+import os
+import signal
 import textwrap
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.console import write_whole, writing
 from ranktape.analyze.engine.engine import one_step, steps
-from ranktape.analyze.questions.overflow import overflow
 from ranktape.analyze.views.plots.data import PlotData, default_target
 from ranktape.analyze.views.plots.groups import subject_line
-from ranktape.analyze.views.plots.overflow_layers import MANY_ZEROS, draw_overflow, zeros_of
 from ranktape.analyze.views.plots.style import FORMS, plot_bytes
 from ranktape.analyze.views.plots.table import FOLDERS, PLOTS
-from ranktape.errors import UsageError
+from ranktape.errors import UsageError, WorkersError
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
@@ -25,7 +31,6 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.metrics.target import Target
     from ranktape.analyze.numerics.recipes.recipe import Recipe
-    from ranktape.analyze.table import Table
     from ranktape.analyze.views.plots.plot import Plot
     from ranktape.storage import Records
 
@@ -34,6 +39,9 @@ INDEX, README = "index.json", "README.txt"
 
 OLDER = "; the file of that name is older, and not of this selection"
 """What the index adds about a plot that is left out, where a file has its name."""
+
+MAX_PROCESSES, MIN_SHARE = 4, 3
+"""Processes at most that draw plots, and plots at least for each of them."""
 
 OTHER_FORMS = ("jpg", "jpeg", "gif", "bmp", "tif", "tiff", "webp", "eps", "ps")
 """Ends of names that would promise what is not written."""
@@ -45,39 +53,6 @@ def form_of(path: Path) -> str:
     if end in OTHER_FORMS:
         raise UsageError(f"--output {printable(str(path))}: no plot is written as .{end}; give .png, .svg or .pdf")
     return end if end in FORMS else "png"
-
-
-def plot_overflow(
-    records: Records,
-    *,
-    path: Path,
-    format: str | None = None,  # noqa: A002 - the option's name
-    view: View | None = None,
-    engine: Engine | None = None,
-    on_record: Callable[[], object] = lambda: None,
-) -> Table:
-    """Write a plot of overflow and underflow of each layer, operation and type of layer; returns the counts.
-
-    Limits and values are those of `questions.overflow`. Zeros lie on the axis; where nothing at all is lost, the
-    panel says so. Existing files are replaced, folders made. The file is a PNG, unless its name ends in .svg or .pdf.
-
-    Raises:
-        UsageError: the format is not known; the name ends as one of a plot of another kind.
-        StorageError: the file cannot be written.
-    """
-    form_of(path)
-    table = overflow(records, format=format, view=view, engine=engine, on_record=on_record)
-    write_whole(path, plot_bytes(draw_overflow(table, title=PLOTS["overflow"].title), form=form_of(path)))
-    return table
-
-
-def what_is_not_lost(table: Table) -> str:
-    """That nothing is lost of what `plot_overflow` counted, and what else may be drawn; empty where something is."""
-    if any(table.column("overflow.total")) or any(table.column("overflow.underflow.count")):
-        return ""
-    zeros = zeros_of(table)
-    but = f", but of one layer {zeros:.3g} of the elements are zeros" if zeros >= MANY_ZEROS else ""
-    return f"nothing overflows or underflows{but}; --format NAME draws against another format"
 
 
 def write_one(
@@ -155,15 +130,64 @@ def write_plots(
         if reasons[kind.name]
     )
     is_shown = engine is not None and engine.show_progress
-    with steps(len(drawn)):
+    with steps(len(drawn)), _drawing(data, drawn, folder=folder) as results:
         for kind in drawn:
             with one_step(f"drawing {kind.name}", is_shown=is_shown):
-                write_whole(folder / kind.path, plot_bytes(kind.draw(data)))
+                results[kind.name]()
             on_plot(folder / kind.path)
     written = Written(drawn=drawn, left_out=left_out, notes=_notes(data, is_named=target is not None))
     place = source or str(records[0].path).split("/attempt_", maxsplit=1)[0]
     _write_index(written, folder, source=place, subject=subject_line(data))
     return written
+
+
+@contextlib.contextmanager
+def _drawing(data: PlotData, kinds: Sequence[Plot], *, folder: Path) -> Iterator[dict[str, Callable[[], object]]]:
+    """For each plot a function that waits until it is drawn: by a process of its own, or by this one.
+
+    The processes are forks that hold the data already. Plots that read values are drawn by this process, whose
+    connections and threads no fork has.
+    """
+    apart = [kind for kind in kinds if not kind.reads_values]
+    num_processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(apart) // MIN_SHARE)
+    here: dict[str, Callable[[], object]] = {kind.name: functools.partial(_draw, data, kind, folder) for kind in kinds}
+    if num_processes < 2:  # noqa: PLR2004 - one process is this one
+        yield here
+        return
+    _ = data.passed  # before the processes begin, for all of them
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads: those of libraries, which the forks do not use.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        context = multiprocessing.get_context("fork")
+        pool = ProcessPoolExecutor(
+            num_processes, mp_context=context, initializer=_begin, initargs=(data, apart, folder)
+        )
+        try:
+            futures: dict[str, Callable[[], object]] = {
+                kind.name: pool.submit(_draw_here, index).result for index, kind in enumerate(apart)
+            }
+            yield here | futures
+        except BrokenProcessPool as error:
+            raise WorkersError("a process that draws plots was killed, or there was not enough memory") from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+_tasks: list[Callable[[], None]] = []
+"""In a process that draws: for each plot what draws it."""
+
+
+def _begin(data: PlotData, kinds: Sequence[Plot], folder: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C
+    _tasks[:] = [functools.partial(_draw, data, kind, folder) for kind in kinds]
+
+
+def _draw_here(index: int) -> None:
+    _tasks[index]()
+
+
+def _draw(data: PlotData, kind: Plot, folder: Path) -> None:
+    write_whole(folder / kind.path, plot_bytes(kind.draw(data)))
 
 
 def _reasons(wanted: Sequence[Plot], data: PlotData) -> dict[str, str]:
