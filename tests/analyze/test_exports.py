@@ -246,7 +246,10 @@ def test_polars_opens_it(run: Run, parquet: Path) -> None:
         ("--to tensorbord DIR", "'tensorbord' is not one of 'pt', 'tensorboard', 'parquet'"),
         ("--to tensorboard DIR --metric absmx", "no metric 'absmx': use absmax"),
         ("--to tensorboard DIR --kind overflw", "--kind 'overflw' names no plot: did you mean overflow"),
-        ("--to tensorboard DIR --kind rank_deviation --rank 0", "--kind rank_deviation cannot be drawn: there is one rank"),
+        (
+            "--to tensorboard DIR --kind rank_deviation --rank 0",
+            "--kind rank_deviation cannot be drawn: there is one rank",
+        ),
         ("--to tensorboard DIR --by iteration", "by 'iteration' is not allowed"),
         ("--to tensorboard DIR --by layer", "layer"),
         ("--to tensorboard FILE", "is a file: name a folder"),

@@ -174,8 +174,7 @@ def test_two_stacks_are_two_times_the_rows_of_a_heat_map(run: Run, survey: PlotD
             cells = grid_of(survey, name, field="iteration", operation=operation)[rows]
             np.testing.assert_array_equal(cells, grid_of(own, name, field="iteration", operation=operation))
             figures = [
-                one.sample_metrics(name).grid(name, operation=operation, layers=one.values_of("layer_idx"))
-                for one in (survey, own)
+                one.passed.samples.grid(operation=operation, layers=one.values_of("layer_idx")) for one in (survey, own)
             ]
             np.testing.assert_array_equal(figures[0][rows], figures[1])
 
