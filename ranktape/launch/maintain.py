@@ -124,9 +124,9 @@ def repair(
 ) -> RepairReport:
     """Put RUN in order after processes were lost.
 
-    Removes what crashed writers left behind, restores markers and documents that were lost, and writes the commits
-    of iterations that all ranks have committed. Exits with 3 if errors are left that it cannot mend. If a
-    spill directory is left, run 'ranktape push' first: it needs what is removed here.
+    Removes what crashed writers left behind, writes the commits of iterations that all ranks have committed, and
+    restores markers that were lost. Exits with 3 if errors are left that it cannot mend. If a spill directory is
+    left, run 'ranktape push' first: it needs what is removed here.
 
     Args:
         dry_run: Change nothing, and say what would be done.
