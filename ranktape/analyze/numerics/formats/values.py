@@ -95,10 +95,7 @@ def round_to(
     magnitude = np.abs(exact)
     source, places = np.ascontiguousarray(given).reshape(-1), np.arange(exact.size)
     endless = round_magnitudes(magnitude, element=target, rounding=chosen, seed=seed or 0, places=places, source=source)
-    is_over = endless > target.maximum
-    if chosen is Rounding.HYBRID:
-        is_over |= magnitude >= target.overflow_start_of(Rounding.AWAY)
-    rounded = np.where(np.isnan(magnitude), np.nan, np.where(is_over, overflow, endless))
+    rounded = np.where(np.isnan(magnitude), np.nan, np.where(endless > target.maximum, overflow, endless))
     if target.is_signed:
         signed = np.copysign(rounded, exact)
         return (signed if target.has_negative_zero else signed + 0.0).reshape(given.shape)
@@ -148,6 +145,8 @@ def round_magnitudes(
             whole += uniforms_at(places, seed=seed) < passed
         elif rounding is Rounding.HYBRID:
             whole += _is_up(passed, magnitudes, source=source, exponent=exponent, element=element)
+            # Beyond the largest value it rounds away, whatever the bits say.
+            whole = xp.where(magnitudes >= element.overflow_start_of(Rounding.AWAY), 2 * bounded, whole)
     return whole * powers_of_two(unit_exponent)
 
 
