@@ -182,6 +182,34 @@ def quantize_rows(  # noqa: PLR0917 - as above
 
 
 @compiled
+def find_largest(
+    numbers_RC: NDArray[Any],
+    group_R: NDArray[np.int64],
+    run: int,
+    end: np.int32,
+    largest_GK: NDArray[np.int32],
+) -> None:
+    """Raise the patterns of the largest magnitudes of groups to those of their numbers whose patterns are below `end`.
+
+    Patterns of magnitudes are in the order of the magnitudes: an infinity ends what is finite, and NaN is beyond it.
+    """
+    from_bits = 8 * (4 - numbers_RC.itemsize)
+    for row in range(numbers_RC.shape[0]):
+        numbers_C, largest_K = numbers_RC[row], largest_GK[group_R[row]]
+        if run == 1:
+            for index in range(numbers_C.size):
+                magnitude = np.int32(np.int32(np.int32(numbers_C[index]) << from_bits) & MAGNITUDE)
+                largest_K[index] = max(largest_K[index], magnitude if magnitude < end else np.int32(0))
+        else:
+            for start in range(0, numbers_C.size, run):
+                numbers, largest = numbers_C[start : start + run], np.int32(0)
+                for index in range(numbers.size):
+                    magnitude = np.int32(np.int32(np.int32(numbers[index]) << from_bits) & MAGNITUDE)
+                    largest = max(largest, magnitude if magnitude < end else np.int32(0))
+                largest_K[start // run] = max(largest_K[start // run], largest)
+
+
+@compiled
 def add_squared_errors(
     numbers_RC: NDArray[Any],
     results_RC: NDArray[np.int32],

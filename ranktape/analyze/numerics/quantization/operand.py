@@ -13,13 +13,21 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 import numpy as np
 
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.numerics.pieces import check_readable, each
-from ranktape.analyze.numerics.quantization.kernels import add_squared_errors, is_compiled, quantize_rows, rounding_of
+from ranktape.analyze.numerics.quantization.kernels import (
+    INFINITY,
+    MAGNITUDE,
+    add_squared_errors,
+    find_largest,
+    is_compiled,
+    quantize_rows,
+    rounding_of,
+)
 from ranktape.analyze.numerics.quantization.plan import (
     OperandOptions,
     QuantizeOptions,
@@ -168,7 +176,7 @@ def _compiled_values(
     if plan.rotation:
         given = rotated(given, axis=plan.axis, size=plan.rotation, seed=plan.rotation_seed)
     rows = _Rows.of(ScaleGroups.of(given, plan=plan))
-    scales = rows.groups.scales(rows.squared_errors)
+    scales = rows.groups.scales(largest=rows.largest, errors_of=rows.squared_errors)
     before = after = torch.ones(1, dtype=torch.float64)
     factor: float | torch.Tensor = 1.0
     if scales is not None:
@@ -201,6 +209,8 @@ def _gives_bf16(scales: GroupScales | None, after: torch.Tensor, *, plan: Quanti
     bits = element.mantissa_bits + 1 + (0 if scheme.scale is None else scheme.scale.mantissa_bits + 1)
     return (scales.tensor is None or is_apart) and bits <= narrow.mantissa_bits + 1
 
+
+Result = TypeVar("Result")
 
 PIECE_SIZE = 1 << 17
 """Elements that a thread takes at a time: they stay in a core's cache."""
@@ -243,13 +253,13 @@ class _Rows:
     def _of_groups(self, values: torch.Tensor) -> NDArray[Any]:
         return values.view(int(self.group_R.max()) + 1, -1).numpy()
 
-    def _each(self, work: Callable[[slice], None], *, unit: int = 1) -> None:
+    def _each(self, work: Callable[[slice], Result], *, unit: int = 1) -> list[Result]:
         num_rows, columns = self.numbers_RC.shape
         step = max(1, PIECE_SIZE // (columns * unit)) * unit
         parts = [slice(start, start + step) for start in range(0, num_rows, step)]
         import torch
 
-        each(work, parts, threads=torch.get_num_threads())
+        return each(work, parts, threads=torch.get_num_threads())
 
     def quantized(self, before: torch.Tensor, after: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
         """The values with factors in `scale_shape`, in float32 or bfloat16, in the shape of the tensor."""
@@ -266,6 +276,39 @@ class _Rows:
 
         self._each(work)
         return values
+
+    def largest(self) -> tuple[torch.Tensor, float]:
+        """The largest magnitudes of groups, and the largest finite one of all, as `ScaleGroups.scales` takes them."""
+        import torch
+
+        scheme = self.groups.plan.scheme
+        is_block, num_columns = scheme.scaling is Scaling.BLOCK, self.numbers_RC.shape[1]
+        shape = int(self.group_R.max()) + 1, -(-num_columns // self.run)
+        # NaN of any pattern is below this end, and so is no block without it finite.
+        end = MAGNITUDE if is_block else INFINITY
+        found_GK = self._raised(shape, self.group_R, self.run, end)
+        of_all = 0.0
+        if scheme.has_tensor_scale:
+            most = np.int32(found_GK.max())
+            if most >= INFINITY:
+                most = self._raised((1, 1), 0 * self.group_R, num_columns, INFINITY)[0, 0]
+            of_all = float(most.view(np.float32))
+        found = torch.from_numpy(found_GK.view(np.float32)).to(torch.float64)
+        return found.view(self.groups.scale_shape or (1,)), of_all
+
+    def _raised(self, shape: tuple[int, int], group_R: NDArray[np.int64], run: int, end: np.int32) -> NDArray[np.int32]:
+        """The patterns of the largest magnitudes below an end; of few groups those of each part apart."""
+        is_shared = group_R is not self.group_R or self.groups.plan.scheme.scaling is not Scaling.BLOCK
+        found_GK = np.zeros(shape, dtype=np.int32)
+
+        def work(part: slice) -> NDArray[np.int32]:
+            own_GK = np.zeros(shape, dtype=np.int32) if is_shared else found_GK
+            find_largest(self.numbers_RC[part], group_R[part], run, end, own_GK)
+            return own_GK
+
+        for own_GK in self._each(work, unit=self.unit):
+            np.maximum(found_GK, own_GK, out=found_GK)
+        return found_GK
 
     def squared_errors(self, scales: GroupScales) -> torch.Tensor:
         """What the squared errors of the values of each group add up to, in `scale_shape`."""

@@ -226,28 +226,32 @@ class ScaleGroups:
             *([slice(start, min(start + step, end)) for start in range(0, end, step)] for end, step in cuts)
         )
 
-    def scales(self, errors_of: Callable[[GroupScales], torch.Tensor] | None = None) -> GroupScales | None:
+    def scales(
+        self,
+        *,
+        largest: Callable[[], tuple[torch.Tensor, float]] | None = None,
+        errors_of: Callable[[GroupScales], torch.Tensor] | None = None,
+    ) -> GroupScales | None:
         """The scales of all groups, in `scale_shape`; None without.
 
-        Of two scales that a block may have, the better one has the smaller of `errors_of`, the squared errors of its
-        values added up one after the other, and those of the rows of a tile.
+        They follow from the `largest` magnitudes of groups, those of blocks not always finite, and the largest finite
+        one of all, which is looked for where scales have a scale. Of two scales that a block may have, the better one
+        has the smaller of `errors_of`, the squared errors of its values added up one after the other, and those of the
+        rows of a tile.
         """
         if self.plan.scheme.scaling is Scaling.NONE:
             return None
-        largest, of_all = self._largest()
-        first = group_scales(largest, plan=self.plan, largest_of_all=of_all)
+        magnitudes, of_all = (largest or self._largest)()
+        first = group_scales(magnitudes, plan=self.plan, largest_of_all=of_all)
         if not self.plan.four_over_six:
             return first
-        second = group_scales(largest, plan=self.plan, largest_of_all=of_all, stretch=STRETCH)
+        second = group_scales(magnitudes, plan=self.plan, largest_of_all=of_all, stretch=STRETCH)
         squared_errors = errors_of or self._squared_errors
         is_better = squared_errors(second) < squared_errors(first)
         return dataclasses.replace(first, values=second.values.where(is_better, first.values))
 
     def _largest(self) -> tuple[torch.Tensor, float]:
-        """The largest magnitudes of groups, those of blocks not always finite, and the largest finite one of all.
-
-        Patterns of magnitudes are in the order of the magnitudes, and compared in less time.
-        """
+        """See `scales`: patterns of magnitudes are in the order of the magnitudes, and compared in less time."""
         import torch
 
         scheme, x_OLI = self.plan.scheme, self.x_OLI
@@ -317,11 +321,12 @@ class ScaleGroups:
 
     def part_of(self, in_three: torch.Tensor, part: Part) -> torch.Tensor:
         """Of each element of a piece what is known of its group, or of all at once."""
+        import torch
+
         if self.plan.scheme.scaling is not Scaling.BLOCK:
             return in_three if in_three.shape[1] == 1 else in_three[:, part[1]]
-        own = in_three[self._runs(part)].repeat_interleave(self.length, dim=1)
-        first = part[1].start % self.length
-        return own[:, first : first + part[1].stop - part[1].start]
+        place = torch.arange(part[1].start, part[1].stop, device=in_three.device) // self.length
+        return in_three[self._runs(part)].index_select(1, place - part[1].start // self.length)
 
     def rounded(self, part: Part, factors: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The magnitudes of a piece, scaled, and what they are rounded to, were the format without end."""
