@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from ranktape import launch
 from ranktape.analyze.options import FILTERS
-from ranktape.capture.settings.options import ASKED_SETTINGS, SETTINGS
+from ranktape.capture.settings.options import SETTINGS
 from ranktape.launch.cli import COMMANDS, cli
 from ranktape.lazy_names import __version__
 from tests.launch.processes import python
@@ -127,9 +127,7 @@ def test_a_command_and_its_function_take_the_same_words(name: str) -> None:
     if "engine" in inspect.signature(getattr(launch, name)).parameters:
         words = words - {"workers", "scheduler", "no_cache"} | {"engine"}
     arguments = set(inspect.signature(getattr(launch, name)).parameters)
-    arguments -= {"on_done", "on_look", "on_progress", "on_ready"}
-    if "selection" in arguments:  # the settings by which a capture chooses
-        arguments, words = arguments - {"selection"}, words - set(ASKED_SETTINGS)
+    arguments = {one for one in arguments if not one.startswith("on_")}
     if arguments & {"records", "filters"}:
         # The options by which records are chosen.
         words -= {*FILTERS, "skip_unreadable"}
