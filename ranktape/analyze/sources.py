@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +12,7 @@ from typing import Any
 from ranktape.analyze.legacy.open import RecordSource, local_path, open_source
 from ranktape.errors import RunNotFoundError, UsageError
 from ranktape.storage.format import layout
-from ranktape.storage.records.records import Records
-from ranktape.storage.records.union import short_names, unite
+from ranktape.storage.records.records import Records, unite
 
 MAX_DEPTH = 3
 """Levels of folders that are looked through for runs and `.pt` files."""
@@ -152,3 +152,28 @@ def _is_cache(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(document, dict) and document.get("node_type") == "array"
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """What to call each of several places: its path without the folders that begin or end all of them.
+
+    `bf16` and `mxfp8` for runs/bf16 and runs/mxfp8, of one place its last name. Places are different, and so are
+    their names.
+    """
+    split = [
+        [word for word in path.replace("://", "/").split("/") if word not in {"", "."}] or [path] for path in paths
+    ]
+    if len(split) == 1:
+        return [split[0][-1]]
+    head = _num_alike(split)
+    tail = _num_alike([words[head:][::-1] for words in split])
+    # Of what lies in another one nothing would be left.
+    head -= any(len(words) == head for words in split) and head > 0
+    names = ["/".join(words[head : len(words) - tail]) for words in split]
+    if not all(names) or len(set(names)) < len(names):
+        names = ["/".join(words[head:]) for words in split]
+    return names if len(set(names)) == len(names) else list(paths)
+
+
+def _num_alike(paths: Sequence[Sequence[str]]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda words: len(set(words)) == 1, zip(*paths, strict=False)))

@@ -19,12 +19,12 @@ from ranktape.analyze.identity import quant_types
 from ranktape.analyze.legacy import export_records
 from ranktape.analyze.questions.compare import compare
 from ranktape.analyze.questions.stats import stats
-from ranktape.analyze.sources import Sources, open_sources
+from ranktape.analyze.sources import Sources, open_sources, short_names
 from ranktape.analyze.views.report.model import MAX_MODULES, differences_of
 from ranktape.analyze.views.report.page import write_report
 from ranktape.errors import RunNotFoundError, UsageError
 from ranktape.storage import Records, open_run
-from ranktape.storage.records.union import unite
+from ranktape.storage.records.records import unite
 from tests.analyze.faulty_runs import Sizes, everywhere, faulty_run
 from tests.analyze.runs import model_tensors, store
 from tests.analyze.test_report import data_of
@@ -222,3 +222,20 @@ def test_what_cannot_be_compared_is_said(parent: Path) -> None:
     assert one.said.startswith("They cannot be compared: ")
     assert (one.cells, one.command) == ((), "")
     assert list(differences_of(records, engine=Engine())) == []
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["runs/bf16"], ["bf16"]),
+        (["runs/bf16", "runs/mxfp8"], ["bf16", "mxfp8"]),
+        (["/a/run1/draw", "/a/run2/draw"], ["run1", "run2"]),
+        (["a/x", "b/x/y"], ["a/x", "b/x/y"]),
+        (["runs", "runs/bf16"], ["runs", "runs/bf16"]),
+        (["s3://bucket/runs/a/", "s3://bucket/runs/b"], ["a", "b"]),
+        (["s3://bucket/a", "local/a"], ["s3/bucket", "local"]),
+        (["./a", "a"], ["./a", "a"]),
+    ],
+)
+def test_names_are_short_and_tell_places_apart(paths: list[str], names: list[str]) -> None:
+    assert short_names(paths) == names

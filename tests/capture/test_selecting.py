@@ -118,7 +118,7 @@ def queried(records: list[RecordInfo], filters: dict[str, Any], where: str | Non
     ]
     catalogue = Catalogue.from_bytes(encode_catalogue(entries), place="here", attempt="attempt_000")
     reader: Any = Nowhere()
-    found = Records(reader, [catalogue], np.arange(len(records)))
+    found = Records.of(reader, [catalogue])
     for name, value in filters.items():
         found = found.fitting(parse_filter(name, value))
     return sorted((found if where is None else found.where(where)).column("counter").tolist())

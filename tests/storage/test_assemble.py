@@ -130,7 +130,7 @@ def test_a_check_agrees_with_torch_on_which_are_copies(
     dtensors: tuple[Records, dict[str, np.ndarray[Any, Any]]],
 ) -> None:
     records, _ = dtensors
-    report = check_run(open_backend(records._reader.url), deep=True)
+    report = check_run(open_backend(records.reader.url), deep=True)
     assert [finding.message for finding in report.findings if finding.is_error] == []
 
 

@@ -60,7 +60,7 @@ def table(*texts: str) -> bytes:
 def read_all(data: bytes) -> int:
     """Ask everything that can be asked of the records in an archive; how many they are."""
     catalogue = Catalogue.from_bytes(data, place="x", attempt="a")
-    records = Records(RunReader(open_backend("memory://nothing")), [catalogue], np.arange(catalogue.num_rows))
+    records = Records.of(RunReader(open_backend("memory://nothing")), [catalogue])
     for name in COLUMNS:
         records.column(name)
     return len([json.dumps(record.info.to_json()) for record in records])
@@ -188,7 +188,7 @@ def test_walking_through_records_asks_for_a_column_once() -> None:
 
     counting = Counting(io.BytesIO(encode_catalogue(entries(600))), place="x", attempt="a")
     catalogues = [counting, Catalogue.from_bytes(encode_catalogue(entries(3)), place="x", attempt="b")]
-    records = Records(RunReader(open_backend("memory://nothing")), catalogues, np.arange(603))
+    records = Records.of(RunReader(open_backend("memory://nothing")), catalogues)
     asked.clear()
     infos = [record.info for record in records]
     assert len([name for name in asked if name not in {"rank", "iteration"}]) < 2 * len(COLUMNS)

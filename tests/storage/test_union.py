@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError
-from ranktape.storage.records.records import Records
-from ranktape.storage.records.union import short_names, unite
+from ranktape.storage.records.records import Records, unite
 from tests.analyze.runs import model_tensors, store
 
 
@@ -89,22 +88,3 @@ def test_mistakes_are_told(both: Records) -> None:
         both.column("sourc")
     with pytest.raises(UsageError, match="nothing to unite"):
         unite({})
-    with pytest.raises(UsageError, match="an array of each of"):
-        both.reader.open_array("a")
-
-
-@pytest.mark.parametrize(
-    ("paths", "names"),
-    [
-        (["runs/bf16"], ["bf16"]),
-        (["runs/bf16", "runs/mxfp8"], ["bf16", "mxfp8"]),
-        (["/a/run1/draw", "/a/run2/draw"], ["run1", "run2"]),
-        (["a/x", "b/x/y"], ["a/x", "b/x/y"]),
-        (["runs", "runs/bf16"], ["runs", "runs/bf16"]),
-        (["s3://bucket/runs/a/", "s3://bucket/runs/b"], ["a", "b"]),
-        (["s3://bucket/a", "local/a"], ["s3/bucket", "local"]),
-        (["./a", "a"], ["./a", "a"]),
-    ],
-)
-def test_names_are_short_and_tell_places_apart(paths: list[str], names: list[str]) -> None:
-    assert short_names(paths) == names

@@ -169,7 +169,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_records_that_are_alike_are_refused(tmp_path: Path) -> None:
     records = make_run(tmp_path / "run")
-    twice = Records(records._reader, records._catalogues, np.repeat(records._rows[:1], 2))
+    twice = records.take([0, 0])
     with pytest.raises(UsageError, match="several records are alike"):
         twice.stack()
 

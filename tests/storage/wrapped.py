@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -39,4 +40,5 @@ class CountingReader(RunReader):
 
     def of(self, records: Records) -> Records:
         """The same records, read through this."""
-        return Records(self, records._catalogues, records._rows)
+        listings, rows = records.listed()
+        return Records([dataclasses.replace(listing, reader=self) for listing in listings], rows)

@@ -33,7 +33,7 @@ from ranktape.storage.format.blob import blob_document
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.query.columns import Column, StringColumn
-from ranktape.storage.records.record import RecordReader
+from ranktape.storage.records.record import RecordOrigin
 
 VERSION = f"{__version__}_4"
 """Version of the format of objects and of the keys of records. A measure has its own version in its name."""
@@ -298,7 +298,7 @@ class Found:
 class Cache:
     """What is known of a measure in a run, or in a folder of files."""
 
-    def __init__(self, reader: RecordReader, *, name: str, groups: Iterable[str], warn: Callable[[str], None]) -> None:
+    def __init__(self, reader: RecordOrigin, *, name: str, groups: Iterable[str], warn: Callable[[str], None]) -> None:
         """List what is there.
 
         Args:
@@ -429,7 +429,7 @@ def _path_name(name: str) -> str:
     return quoted if len(quoted) <= _MAX_NAME_LENGTH else f"{quoted[: _MAX_NAME_LENGTH - 33]}-{_digest(name)}"
 
 
-def _places(reader: RecordReader) -> Iterable[CachePlace]:
+def _places(reader: RecordOrigin) -> Iterable[CachePlace]:
     """Where objects may be, the first choice first."""
     backend = getattr(reader, "backend", None)
     if backend is not None:

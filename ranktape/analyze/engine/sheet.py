@@ -15,7 +15,7 @@ from ranktape.analyze.engine.cache import Cache, Columns, Keys
 from ranktape.analyze.engine.engine import Engine, WorkPlan, warn_once
 from ranktape.errors import RanktapeError, StorageError
 from ranktape.storage import Records
-from ranktape.storage.records.record import RecordReader
+from ranktape.storage.records.record import RecordOrigin
 
 NOTHING = float(np.array([0x7FF8_0000_0000_0A01], dtype="<u8").view("<f8")[0])
 """Represents None in a row: a NaN that no arithmetic makes."""
@@ -122,7 +122,7 @@ def sheet_of(records: Records, form: SheetForm, compute: Compute, *, engine: Eng
 
 
 def kept_sheet(
-    reader: RecordReader,
+    reader: RecordOrigin,
     groups: Sequence[tuple[str, slice]],
     keys: Keys,
     form: SheetForm,
@@ -144,7 +144,7 @@ def kept_sheet(
 
 
 def _kept_rows(
-    reader: RecordReader,
+    reader: RecordOrigin,
     groups: Sequence[tuple[str, slice]],
     keys: Keys,
     form: SheetForm,
@@ -174,7 +174,7 @@ def _kept_rows(
 
 
 def answer_of(
-    reader: RecordReader,
+    reader: RecordOrigin,
     about: Sequence[Any],
     form: SheetForm,
     compute: Callable[[], Sequence[SheetRow]],

@@ -15,11 +15,11 @@ from urllib.parse import quote
 
 from ranktape.analyze.legacy.described import RECORD_KEY, given_fields
 from ranktape.analyze.legacy.payload import read_plain
-from ranktape.analyze.legacy.table import NUM_THREADS, FileRecords, FileTable, SourceFile
+from ranktape.analyze.legacy.table import NUM_THREADS, FileTable, SourceFile
 from ranktape.errors import DataError, StorageError
 from ranktape.storage.format.documents import for_each
 from ranktape.storage.format.legacy_names import LayerFile, parse_layer_output_name, parse_tensor_file_name
-from ranktape.storage.records.records import Records
+from ranktape.storage.records.records import Listing, Records, source_name
 
 
 class Folder:
@@ -80,7 +80,8 @@ class Folder:
             UsageError: a field cannot have such a value.
             DataError: a file that must be opened for it cannot be.
         """
-        return FileRecords(FileTable(self.url, self.files)).select(**filters)
+        table = FileTable(self.url, self.files)
+        return Records([Listing.of_files(table, source=source_name(self.url))]).select(**filters)
 
     def _list(self, folder: Path) -> list[Path]:
         try:

@@ -7,7 +7,7 @@ import functools
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,11 +26,9 @@ from ranktape.storage.format.parts import split
 from ranktape.storage.format.record_info import EXTREMES, Keep, Overflow
 from ranktape.storage.query.columns import Column, StringColumn
 from ranktape.storage.records.record import Record
-from ranktape.storage.records.records import SOURCE, Records
+from ranktape.storage.records.records import SOURCE
 
 if TYPE_CHECKING:
-    import pandas as pd  # type: ignore[import-untyped]  # it has no types
-
     from ranktape.storage.format.legacy_names import LayerOutputName, TensorFileName
 
 NUM_THREADS = min(8, os.cpu_count() or 1)
@@ -153,6 +151,13 @@ class FileTable:
         """The table of some of the rows."""
         return FileTable(self.url, [self.files[row] for row in rows.tolist()])
 
+    def cost(self, field: str) -> int:
+        """0 for what names say, 1 for what files say, 2 for what values say."""
+        if field.startswith("overflow") or field == "checksum":
+            return 2
+        is_named = field in {*_FIXED, "site", SOURCE} or all(field in file.named for file in self.files)
+        return 0 if is_named else 1
+
     def group_of(self, row: int) -> str:  # noqa: ARG002 - the Protocol's signature
         """The folder itself: files lie side by side."""
         return "."
@@ -231,58 +236,6 @@ class FileTable:
             f"{self.url} holds files, and {record.location.site} does not say which other ones are parts of the same "
             f"tensor: select them and use assemble(), or 'ranktape import' the folder first"
         )
-
-
-class FileRecords(Records):
-    """The records of some files. A narrower selection has a table of its own, so that it opens no other files."""
-
-    def __init__(self, table: FileTable) -> None:
-        super().__init__(table, [table], np.arange(table.num_rows))
-        self._table = table
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FileRecords, (self._table,)
-
-    @property
-    def is_costly(self) -> bool:
-        """What is known of a record is in its file."""
-        return True
-
-    @property
-    def files(self) -> Sequence[SourceFile]:
-        """The file of each record."""
-        return self._table.files
-
-    def _read(self, rows: np.ndarray[Any, Any]) -> Iterator[Record]:
-        if len(rows) < len(self):
-            yield from FileRecords(self._table.narrow(rows))
-            return
-        # Each with a reader of its own file, so that it can be sent to another process without the others.
-        for record, row in zip(super()._read(rows), rows, strict=True):
-            yield Record(record.info, location=record.location, reader=self._table.narrow(row[None]))
-
-    def select(self, **filters: Any) -> Records:
-        """As of a run; what names say is asked first."""
-        return super().select(**dict(sorted(filters.items(), key=lambda item: self._cost(item[0].replace("__", ".")))))
-
-    def to_pandas(self) -> pd.DataFrame:
-        """As of a run, and first the name of each file."""
-        frame = super().to_pandas()
-        frame.insert(0, "file", [file.site for file in self.files])
-        return frame.astype({"file": "string"})
-
-    def _cost(self, field: str) -> int:
-        """0 for what names say, 1 for what files say, 2 for what values say."""
-        if field.startswith("overflow") or field == "checksum":
-            return 2
-        return 0 if field in {*_FIXED, "site", SOURCE} or all(field in file.named for file in self.files) else 1
-
-    def _take(self, rows: np.ndarray[Any, Any]) -> Records:
-        return FileRecords(self._table.narrow(rows))
-
-    def _source(self, rows: np.ndarray[Any, Any]) -> Callable[[str], Column]:
-        table = self._table.narrow(rows)
-        return lambda name: self._own_source(len(rows)) if name == SOURCE else table.column(name)
 
 
 @functools.cache

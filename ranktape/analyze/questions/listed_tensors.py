@@ -15,11 +15,10 @@ from ranktape.analyze.legacy.write import titles_of
 from ranktape.analyze.metrics.target import is_sweepable, sweepable
 from ranktape.analyze.options import Selection, say_what_is_left_out
 from ranktape.analyze.questions.swept import with_samples
-from ranktape.analyze.sources import Sources
+from ranktape.analyze.sources import Sources, short_names
 from ranktape.errors import DataError, NoRecordsError, RanktapeError, RunNotFoundError, UsageError
 from ranktape.storage import Records
 from ranktape.storage.places.failures import printable
-from ranktape.storage.records.union import short_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -306,7 +306,7 @@ def copy_records(
             for rank, writer in enumerate(writers):
                 own = chosen.select(rank=rank)
                 for record in own:
-                    values = records.reader.read(record, sample=None)
+                    values = record.read()
                     writer.write(values, info=dataclasses.replace(record.info, attempt=attempt.number))
                     work.step()
                 rest = len(everything.select(rank=rank)) - len(own)

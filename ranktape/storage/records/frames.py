@@ -102,8 +102,10 @@ def records_frame(records: RecordColumns) -> pd.DataFrame:
         StorageError: a catalogue cannot be read.
         UsageError: pandas is not installed.
     """
+    files = [("file", [file.site for file in records.files], Dtype.TEXT)] if records.files else []
+    columns = ((name, _values(records, name), _DTYPES[COLUMNS[name]]) for name in frame_columns())
     return data_frame(
-        ((name, _values(records, name), _DTYPES[COLUMNS[name]]) for name in frame_columns()),
+        (*files, *columns),
         attributes={"title": "", "units": dict(UNITS)},
     )
 

@@ -38,6 +38,11 @@ class RecordColumns(Protocol):
         """One field of all of them."""
         ...
 
+    @property
+    def files(self) -> Sequence[Any]:
+        """The file of each, where all of them are files."""
+        ...
+
 
 _PLACE = (
     *("layer_idx", "layer_stack", "module", "layer_type", "operation"),

@@ -204,7 +204,7 @@ class RunReader:
 
         attempt = record.location.group.partition("/")[0]
         catalogue = self._catalogue(attempt, record.info.iteration)
-        return Records(self, [catalogue], np.arange(catalogue.num_rows)).select(site=record.location.site)
+        return Records.of(self, [catalogue]).select(site=record.location.site)
 
     @contextlib.contextmanager
     def _explained(self, record: Record) -> Iterator[None]:

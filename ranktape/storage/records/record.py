@@ -24,11 +24,17 @@ if TYPE_CHECKING:
     from ranktape.storage.records.assemble import GlobalView
 
 
-class RecordReader(Protocol):
-    """Where the values of records come from: a run, or a folder of files."""
+class RecordOrigin(Protocol):
+    """Where records come from: a run, a folder of files, or several of these."""
 
-    url: str
-    """What it is called in messages."""
+    @property
+    def url(self) -> str:
+        """What it is called in messages."""
+        ...
+
+
+class RecordReader(RecordOrigin, Protocol):
+    """Where the values of records come from: a run, or a folder of files."""
 
     def read(self, record: Record, *, sample: int | None) -> np.ndarray[Any, Any]:
         """What is kept of a record; with `sample` of one sample, without the dimension of samples."""

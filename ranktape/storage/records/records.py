@@ -9,9 +9,9 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from ranktape.storage.query.columns import Column, StringColumn, encode, equal_r
 from ranktape.storage.query.filters import Filter, check_fields, parse_filter, split_texts
 from ranktape.storage.query.where import parse_where
 from ranktape.storage.records.notebook import MAX_SHOWN_ROWS, bars_html, clipped, html_table
-from ranktape.storage.records.record import Location, Record, RecordReader
+from ranktape.storage.records.record import Location, Record, RecordOrigin, RecordReader
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]  # it has no types
@@ -72,6 +72,48 @@ _ROWS_AT_ONCE = 1024
 """Records that are taken from the columns together, where one after the other is asked for."""
 
 
+class LazyTable(RecordTable, RecordReader, Protocol):
+    """A table of which a column takes reading each record's file, and that gives their values, too."""
+
+    files: Sequence[Any]
+    """The file of each record."""
+
+    def narrow(self, rows: np.ndarray[Any, Any], /) -> LazyTable:
+        """The table of some of the rows."""
+        ...
+
+    def cost(self, field: str, /) -> int:
+        """How much is read for the column of a field; filters that cost less are asked first."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """Records of one table: of an iteration of a run, or of a folder of files."""
+
+    table: RecordTable
+    """Their fields as columns."""
+    reader: RecordReader
+    """Where their values come from."""
+    source: str
+    """What their source is called."""
+    lazy: LazyTable | None = None
+    """The table itself, where a column takes reading each file: it is asked for no more than the rows in use."""
+
+    @classmethod
+    def of_files(cls, table: LazyTable, *, source: str) -> Listing:
+        """The records of a table that gives the values, too."""
+        return cls(table=table, reader=table, source=source, lazy=table)
+
+    def narrow(self, places: np.ndarray[Any, Any]) -> Listing:
+        """The records at some places, where that saves reading; else all of them."""
+        return self if self.lazy is None else Listing.of_files(self.lazy.narrow(places), source=self.source)
+
+    def column(self, name: str, places: np.ndarray[Any, Any]) -> Column:
+        """A column, of some places."""
+        return rows_of(self.table.column(name), places) if self.lazy is None else self.lazy.narrow(places).column(name)
+
+
 @dataclass(frozen=True, slots=True)
 class SourcePart:
     """Records of one source in a selection."""
@@ -87,12 +129,18 @@ class SourcePart:
 class Records(Sequence[Record]):
     """A selection of records, in the order of iteration, rank and recording; a lazy, immutable sequence."""
 
-    def __init__(self, reader: RecordReader, catalogues: Sequence[RecordTable], rows: np.ndarray[Any, Any]) -> None:
-        self._reader = reader
-        self._catalogues = catalogues
-        self._rows = rows
+    def __init__(self, listings: Sequence[Listing], rows: np.ndarray[Any, Any] | None = None) -> None:
+        """Take what all tables list, one after the other; and which of these rows are meant, by default all."""
+        self._listings = listings
         self._columns: dict[str, Column] = {}
-        self._starts = np.cumsum([0, *(catalogue.num_rows for catalogue in catalogues)])
+        self._starts = np.cumsum([0, *(listing.table.num_rows for listing in listings)])
+        self._rows = np.arange(int(self._starts[-1])) if rows is None else rows
+
+    @classmethod
+    def of(cls, reader: RecordReader, tables: Sequence[RecordTable]) -> Records:
+        """All records of some tables, whose values one reader gives."""
+        source = source_name(reader.url)
+        return cls([Listing(table=table, reader=reader, source=source) for table in tables])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -100,38 +148,73 @@ class Records(Sequence[Record]):
     @property
     def is_costly(self) -> bool:
         """Whether looking at a single record reads its values: such records go to other processes as a selection."""
-        return False
+        return any(listing.lazy is not None for listing in self._listings)
 
     @property
-    def reader(self) -> RecordReader:
-        """Where their values come from."""
-        return self._reader
+    def files(self) -> Sequence[Any]:
+        """The file of each record, where all of them are files."""
+        tables = [listing.lazy for listing in self._listings]
+        known = [file for table in tables if table is not None for file in table.files]
+        return [] if None in tables else [known[row] for row in self._rows.tolist()]
+
+    @property
+    def reader(self) -> RecordOrigin:
+        """Where their values come from; of several sources no more than what they are called together."""
+        readers = {id(listing.reader): listing.reader for listing in self._listings}
+        if len(readers) == 1:
+            return self._listings[0].reader
+        return _Several(" and ".join(dict.fromkeys(reader.url for reader in readers.values())))
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The names of the sources that records are of; of a run or folder alone the last name of its path."""
-        url = self._reader.url
-        path = url if "://" in url else os.path.realpath(url)
-        return (path.rstrip("/").rpartition("/")[2] or path,)
+        """The names of the sources that records are of, in their order; of one alone the last name of its path."""
+        names = list(dict.fromkeys(listing.source for listing in self._listings))
+        if len(names) == 1:
+            return (names[0],)
+        used = {self._listings[number].source for number in np.unique(self._numbers(self._rows)).tolist()}
+        return tuple(name for name in names if name in used)
 
     def parts(self) -> list[SourcePart]:
         """Runs of records of one source: where they are in the selection, and themselves."""
-        return [SourcePart(self.sources[0], np.arange(len(self)), self)]
+        kinds = self._kinds()
+        if len(set(kinds)) == 1:
+            return [SourcePart(self._listings[0].source, np.arange(len(self)), self)]
+        numbers = np.array(kinds)[self._numbers(self._rows)]
+        firsts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(self)] if len(self) else []
+        return [self._part(np.arange(first, last), int(numbers[first])) for first, last in itertools.pairwise(firsts)]
 
     def by_source(self) -> list[SourcePart]:
         """All records of each source: their places, and themselves."""
-        return self.parts()
+        kinds = self._kinds()
+        if len(set(kinds)) == 1:
+            return self.parts()
+        numbers = np.array(kinds)[self._numbers(self._rows)]
+        return [self._part(np.flatnonzero(numbers == number), number) for number in np.unique(numbers).tolist()]
+
+    def _kinds(self) -> list[int]:
+        """For each listing the number of its source."""
+        known: dict[tuple[str, int], int] = {}
+        return [known.setdefault((one.source, id(one.reader)), len(known)) for one in self._listings]
+
+    def _part(self, places: np.ndarray[Any, Any], kind: int) -> SourcePart:
+        chosen = [number for number, its in enumerate(self._kinds()) if its == kind]
+        listings = [self._listings[number] for number in chosen]
+        rows = self._rows[places]
+        numbers = self._numbers(rows)
+        starts = np.cumsum([0, *(listing.table.num_rows for listing in listings)])
+        moved = starts[np.searchsorted(chosen, numbers)] + rows - self._starts[numbers]
+        return SourcePart(listings[0].source, places, Records(listings, moved).take(range(len(moved))))
 
     def groups(self) -> list[tuple[str, slice]]:
         """Which records follow one another out of one iteration of one rank: the path of its group, and where."""
-        numbers = np.searchsorted(self._starts, self._rows, side="right") - 1
+        numbers = self._numbers(self._rows)
         keys = np.stack([numbers, self.column("rank"), self.column("iteration")])
         starts = [0, *(np.flatnonzero((np.diff(keys) != 0).any(axis=0)) + 1).tolist()] if len(self) else []
         found = []
         for start, stop in zip(starts, [*starts[1:], len(self)], strict=False):
             number = int(numbers[start])
             place = int(self._rows[start] - self._starts[number])
-            found.append((self._catalogues[number].group_of(place), slice(start, stop)))
+            found.append((self._listings[number].table.group_of(place), slice(start, stop)))
         return found
 
     @overload
@@ -154,19 +237,31 @@ class Records(Sequence[Record]):
             yield from self._read(self._rows[start : start + _ROWS_AT_ONCE])
 
     def _read(self, rows: np.ndarray[Any, Any]) -> Iterator[Record]:
-        # Of each catalogue its own columns: those of all are many times as large.
-        numbers = np.searchsorted(self._starts, rows, side="right") - 1
-        firsts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(rows)]
+        # Of each table its own columns: those of all are many times as large.
+        for whole, _, places in self._runs(rows):
+            listing = whole.narrow(places)
+            known = places if listing is whole else np.arange(len(places))
+            table, url = listing.table, listing.reader.url
+            for place, row in zip(known.tolist(), read_rows(table, known, place=url), strict=True):
+                location = Location(group=table.group_of(place), site=row.site, stack=row.stack, index=row.index)
+                # Of files each with a reader of its own, so that it can be sent to another process without the others.
+                reader = listing.reader if listing.lazy is None else listing.lazy.narrow(np.array([place]))
+                yield Record(row.info, location=location, reader=reader)
+
+    def _numbers(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """For each row the index of its listing."""
+        return np.searchsorted(self._starts, rows, side="right") - 1
+
+    def _runs(self, rows: np.ndarray[Any, Any]) -> Iterator[tuple[Listing, slice, np.ndarray[Any, Any]]]:
+        """Rows that follow one another in one listing: it, where they are among the rows, and their places in it."""
+        numbers = self._numbers(rows)
+        firsts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(rows)] if len(rows) else []
         for first, last in itertools.pairwise(firsts):
             number = int(numbers[first])
-            catalogue, places = self._catalogues[number], rows[first:last] - self._starts[number]
-            for place, row in zip(places.tolist(), read_rows(catalogue, places, place=self._reader.url), strict=True):
-                group = catalogue.group_of(place)
-                location = Location(group=group, site=row.site, stack=row.stack, index=row.index)
-                yield Record(row.info, location=location, reader=self._reader)
+            yield self._listings[number], slice(first, last), rows[first:last] - self._starts[number]
 
     def __repr__(self) -> str:
-        return f"<Records: {len(self)} in {printable(self._reader.url)}>"
+        return f"<Records: {len(self)} in {printable(self.reader.url)}>"
 
     def _repr_html_(self) -> str:
         first = self[:MAX_SHOWN_ROWS]
@@ -183,7 +278,7 @@ class Records(Sequence[Record]):
             _LISTED,
             [[clipped(str(value)) for value in row] for row in zip(*shown, strict=True)],
             is_left=[name not in {"iteration", "rank", "microbatch", "nbytes"} for name in _LISTED],
-            heading=[f"Records: {len(self)} in {clipped(self._reader.url)}", said],
+            heading=[f"Records: {len(self)} in {clipped(self.reader.url)}", said],
             notes=[f"the first {len(first)} of {len(self)}"] if rest else [],
             chart=bars_html(np.bincount(places, weights=sizes).tolist(), title=said) if by else "",
         )
@@ -203,6 +298,8 @@ class Records(Sequence[Record]):
         """
         chosen = self
         asked = [parse_filter(name.replace("__", "."), value, known=KNOWN_COLUMNS) for name, value in filters.items()]
+        lazy = [listing.lazy for listing in self._listings if listing.lazy is not None]
+        asked.sort(key=lambda one: max((table.cost(one.field) for table in lazy), default=0))
         for one in asked:
             chosen = chosen.fitting(one)
         if len(self) and not len(chosen):
@@ -259,6 +356,10 @@ class Records(Sequence[Record]):
         """
         return self._take(self._rows[np.asarray(positions, dtype=np.int64)])
 
+    def listed(self) -> tuple[Sequence[Listing], np.ndarray[Any, Any]]:
+        """The tables that list the records, and which rows of these, one table after the other, are meant."""
+        return self._listings, self._rows
+
     def unfiltered(self) -> tuple[Records, np.ndarray[Any, Any]]:
         """All records of the iterations that this selection was made from, and at which places its own are there.
 
@@ -292,7 +393,9 @@ class Records(Sequence[Record]):
         """
         from ranktape.storage.records.assemble import assemble_records
 
-        return assemble_records(self, replicas=replicas)
+        # Tensors are put together from parts of one source alone.
+        assembled = (assemble_records(part.records, replicas=replicas) for part in self.by_source())
+        return list(itertools.chain.from_iterable(assembled))
 
     def stack(self) -> xarray.DataArray:
         """The records as one array: over the fields in which they differ, then over the tensors' own dimensions.
@@ -344,24 +447,82 @@ class Records(Sequence[Record]):
         return records_table(self)
 
     def _take(self, rows: np.ndarray[Any, Any]) -> Records:
-        taken = Records(self._reader, self._catalogues, rows)
-        # The columns are those of all catalogues: selections of one run share them.
+        if self.is_costly:
+            return self._narrowed(rows)
+        taken = Records(self._listings, rows)
+        # The columns are those of all tables: selections of one run share them.
         taken._columns = self._columns
         return taken
 
+    def _narrowed(self, rows: np.ndarray[Any, Any]) -> Records:
+        """Some of the rows, in tables that list no other files."""
+        listings, moved, start = [], np.empty_like(rows), 0
+        numbers = self._numbers(rows)
+        for number, listing in enumerate(self._listings):
+            at = np.flatnonzero(numbers == number)
+            places = rows[at] - self._starts[number]
+            narrowed = listing.narrow(places)
+            moved[at] = start + (places if narrowed is listing else np.arange(len(at)))
+            listings.append(narrowed)
+            start += narrowed.table.num_rows
+        return Records(listings, moved)
+
+    def _source(self, rows: np.ndarray[Any, Any]) -> Callable[[str], Column]:
+        return lambda name: self._column(name, rows)
+
+    def _column(self, name: str, rows: np.ndarray[Any, Any]) -> Column:
+        if name == SOURCE:
+            whole = StringColumn.of([listing.source for listing in self._listings])
+            return rows_of(whole, self._numbers(rows))
+        if not self.is_costly:
+            return rows_of(self._all(name), rows)
+        if not len(rows):
+            return self._listings[0].column(name, rows)
+        order = np.argsort(rows, kind="stable")
+        columns = (listing.column(name, places) for listing, _, places in self._runs(rows[order]))
+        return rows_of(concatenate(columns), np.argsort(order, kind="stable"))
+
     def _all(self, name: str) -> Column:
         if name not in self._columns:
-            # Each catalogue may have to be asked for it in the store.
+            # Each table may have to be asked for it in the store.
             with ThreadPoolExecutor(_NUM_THREADS) as pool:
-                columns = pool.map(lambda catalogue: catalogue.column(name), self._catalogues)
+                columns = pool.map(lambda listing: listing.table.column(name), self._listings)
                 self._columns[name] = concatenate(columns)
         return self._columns[name]
 
-    def _source(self, rows: np.ndarray[Any, Any]) -> Callable[[str], Column]:
-        return lambda name: self._own_source(len(rows)) if name == SOURCE else rows_of(self._all(name), rows)
 
-    def _own_source(self, count: int) -> StringColumn:
-        return StringColumn(codes=np.zeros(count, dtype=np.uint32), table=list(self.sources))
+@dataclass(frozen=True, slots=True)
+class _Several:
+    """Several sources, which have no more than a name in common."""
+
+    url: str
+
+
+def source_name(url: str) -> str:
+    """What a run or a folder is called alone: the last name of its path."""
+    path = url if "://" in url else os.path.realpath(url)
+    return path.rstrip("/").rpartition("/")[2] or path
+
+
+def unite(sources: Mapping[str, Records]) -> Records:
+    """The records of several selections as one, those of the first before those of the second.
+
+    A record keeps all its fields; `source` is the name that its selection has here. Records of different sources are
+    never parts or copies of one tensor.
+
+    Raises:
+        UsageError: there is no selection.
+    """
+    if not sources:
+        raise UsageError("there is nothing to unite: give one selection of records or more")
+    listings: list[Listing] = []
+    rows, start = [], 0
+    for name, records in sources.items():
+        named, own = records.listed()
+        listings += [replace(listing, source=name) for listing in named]
+        rows.append(start + own)
+        start += sum(listing.table.num_rows for listing in named)
+    return Records(listings, np.concatenate(rows))
 
 
 def nothing_matches(records: Records, field: str, text: str, *, name: str = "") -> NoRecordsError:

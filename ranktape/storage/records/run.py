@@ -157,8 +157,7 @@ class Run:
         read = for_each(lambda place: open_catalogue(self._backend, *place), unread)
         self._catalogues |= zip(unread, read, strict=True)
         catalogues = [self._catalogues[place] for place in places] or [empty_catalogue()]
-        rows = np.arange(sum(catalogue.num_rows for catalogue in catalogues))
-        return Records(self._reader, catalogues, rows).select(**filters)
+        return Records.of(self._reader, catalogues).select(**filters)
 
 
 def open_run(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Run:
