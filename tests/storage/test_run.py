@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,14 @@ from ranktape.errors import (
 )
 from ranktape.storage import open_run
 from ranktape.storage.format import blob
-from ranktape.storage.format.catalogue import catalogued_columns, documented_columns
-from ranktape.storage.format.commit import finish_iteration, open_rank_catalogue, read_commit
+from ranktape.storage.format.catalogue import Catalogue, catalogued_columns, documented_columns
+from ranktape.storage.format.commit import finish_iteration, open_catalogue, open_rank_catalogue, read_commit
 from ranktape.storage.format.decode import open_stored
 from ranktape.storage.format.documents import group_document
+from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.recording.writer import RankWriter
+from ranktape.storage.records import run as run_module
 from ranktape.storage.records.reader import RunReader
 from tests.analyze.runs import store
 from tests.runs import describe, start, write_run
@@ -323,6 +326,31 @@ def test_a_large_catalogue_is_read_by_columns(own_url: str, monkeypatch: pytest.
         catalogue.write_bytes(damaged)
         with pytest.raises(RunFormatError, match="damaged"):
             list(open_run(own_url).select(layer_idx=1, layer_type="linear", overflow__nan__count=0))
+
+
+def test_columns_of_iterations_that_nobody_holds_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = str(tmp_path / "run")
+    write_run(url, {iteration: [tensors(rank=0, iteration=iteration)] for iteration in range(5)})
+    monkeypatch.setattr(run_module, "_KEPT_RECORDS", 6)
+    read: list[tuple[int, weakref.ref[Any]]] = []
+
+    def open_and_note(backend: Backend, attempt: str, iteration: int) -> Catalogue:
+        catalogue = open_catalogue(backend, attempt, iteration)
+        read.append((iteration, weakref.ref(catalogue)))
+        return catalogue
+
+    monkeypatch.setattr(run_module, "open_catalogue", open_and_note)
+    run = open_run(url)
+    first = run.select(iteration=0)
+    for iteration in (*range(5), 4, 0):
+        assert run.select(iteration=iteration).column("iteration").tolist() == [iteration] * 3
+    # Those that are selected, and of six records those asked for last, which are not read again.
+    assert [iteration for iteration, _ in read] == [0, 1, 2, 3, 4]
+    assert [iteration for iteration, held in read if held() is not None] == [0, 4]
+    del first
+    assert len(run.select()) == 15
+    assert sorted(iteration for iteration, _ in read[5:]) == [1, 2, 3]
+    assert sum(held() is not None for _, held in read) == 2
 
 
 def test_a_run_without_complete_iterations_answers_every_filter(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,31 @@ from ranktape.storage.records.notebook import fields_html, spans
 from ranktape.storage.records.reader import RunReader
 from ranktape.storage.records.records import Records
 
+_KEPT_RECORDS = 500_000
+"""Records of which a run keeps the columns that were read, beside those that selections hold: some 100 MB."""
+
+
+class _Catalogues:
+    """The catalogues of a run's iterations: those that selections hold, and those that were asked for last."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._held: weakref.WeakValueDictionary[tuple[str, int], Catalogue] = weakref.WeakValueDictionary()
+        self._kept: dict[tuple[str, int], Catalogue] = {}
+
+    def at(self, places: Sequence[tuple[str, int]]) -> list[Catalogue]:
+        """Those of attempts and iterations, in that order."""
+        found = {place: catalogue for place in places if (catalogue := self._held.get(place)) is not None}
+        unread = [place for place in places if place not in found]
+        found |= zip(unread, for_each(lambda place: open_catalogue(self._backend, *place), unread), strict=True)
+        self._held.update(found)
+        # What was asked for last comes last.
+        self._kept = {place: one for place, one in self._kept.items() if place not in found} | found
+        room = sum(catalogue.num_rows for catalogue in self._kept.values()) - _KEPT_RECORDS
+        while room > 0:
+            room -= self._kept.pop(next(iter(self._kept))).num_rows
+        return [found[place] for place in places]
+
 
 class Run:
     """A recorded training; shows iterations that all ranks have committed. `refresh` shows what was committed since."""
@@ -49,7 +75,7 @@ class Run:
         self.attributes = run_attributes(read_run(backend), place=backend.url)
         """What the run's document says: schema, options, environment, launch."""
         self._attempts_of: dict[int, list[Attempt]] = {}
-        self._catalogues: dict[tuple[str, int], Catalogue] = {}
+        self._catalogues = _Catalogues(backend)
         self.refresh()
 
     def __repr__(self) -> str:
@@ -153,10 +179,7 @@ class Run:
             wanted = parse_filter("iteration", filters["iteration"])
             mask: Mask = wanted.mask(lambda _: np.array([iteration for _, iteration in places]), len(places))
             places = [place for place, is_wanted in zip(places, mask, strict=True) if is_wanted]
-        unread = [place for place in places if place not in self._catalogues]
-        read = for_each(lambda place: open_catalogue(self._backend, *place), unread)
-        self._catalogues |= zip(unread, read, strict=True)
-        catalogues = [self._catalogues[place] for place in places] or [empty_catalogue()]
+        catalogues = self._catalogues.at(places) or [empty_catalogue()]
         return Records.of(self._reader, catalogues).select(**filters)
 
 
