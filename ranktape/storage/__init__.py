@@ -3,14 +3,13 @@
 from typing import TYPE_CHECKING
 
 from ranktape.lazy_names import public_names
-from ranktape.storage.format.zarr_types import register_on_import
 
 if TYPE_CHECKING:
     from ranktape.storage.format.statistics import Statistics as Statistics
     from ranktape.storage.format.status import IterationState as IterationState
     from ranktape.storage.format.status import IterationStatus as IterationStatus
     from ranktape.storage.format.status import RunVerdict as RunVerdict
-    from ranktape.storage.format.zarr_types import register as register
+    from ranktape.storage.format.zarr_floats import register as register
     from ranktape.storage.records.assemble import GlobalView as GlobalView
     from ranktape.storage.records.record import Record as Record
     from ranktape.storage.records.records import Records as Records
@@ -18,6 +17,3 @@ if TYPE_CHECKING:
     from ranktape.storage.records.run import open_run as open_run
 else:
     __all__, __getattr__, __dir__ = public_names(__name__)
-
-# The one thing done at import: plain zarr opens what is stored here, without importing zarr before somebody does.
-register_on_import()

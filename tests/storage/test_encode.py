@@ -33,6 +33,7 @@ from ranktape.storage.format.encode import (
     encode_stack,
 )
 from ranktape.storage.format.record_info import Compression, RecordInfo
+from ranktape.storage.format.zarr_floats import register
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.records.reader import RunReader
 from ranktape.storage.records.record import Location, Record
@@ -204,6 +205,7 @@ def test_tensorstore_and_plain_zarr_read_the_same_bits(tmp_path: Path, name: str
     array = random_array(name, 3, 4, 2048)
     store(tmp_path, array, sample_dim=sample_dim)
     assert read_with_tensorstore(tmp_path) == array.tobytes()
+    register()
     read = zarr.open_array(tmp_path / "g" / "x", mode="r")
     assert strategies.raw_bytes(np.asarray(read[...])) == array.tobytes()
     assert read.attrs["tensor_name"] == "input"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +20,8 @@ from zarr.dtype import data_type_registry
 
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import DTYPES, numpy_dtype
-from ranktape.storage.format.zarr_floats import DATA_TYPES, data_type
-from ranktape.storage.format.zarr_types import register, register_on_import
+from ranktape.storage.format.zarr_floats import DATA_TYPES, data_type, register
+from tests.analyze.runs import describe_tensor, store
 from tests.strategies import arrays, dtype_names, element_bits, from_patterns, raw_bytes, shapes, special_patterns
 
 SMALL_FLOATS = [row.name for row in DTYPES.values() if row.is_ml_dtype]
@@ -35,8 +37,6 @@ SCALES = "float8_e8m0fnu"
 
 KEEP_ALL: ArrayConfigParams = {"write_empty_chunks": True}
 """Chunks equal to the fill value are otherwise left out, and -0.0 comes back as 0.0."""
-
-register()
 
 
 def open_tensorstore(place: Path | None = None, **metadata: Any) -> Any:
@@ -255,9 +255,25 @@ def test_zarr_v2_is_refused_by_name(tmp_path: Path) -> None:
 def test_registering_again_changes_nothing() -> None:
     before = dict(data_type_registry.contents)
     register()
-    register_on_import()
     assert data_type_registry.contents == before
     assert {name: before[name] for name in SMALL_FLOATS} == DATA_TYPES
+
+
+@pytest.mark.parametrize(
+    "doors",
+    [
+        "import ranktape.storage\nassert not {'zarr', 'numpy'} & {*sys.modules}\nranktape.storage.register()",
+        "import zarr\nfrom ranktape.storage import open_run\nopen_run(sys.argv[1])",
+        "import ranktape.storage\nrun = ranktape.storage.open_run(sys.argv[1])\nrun.select()[0].array",
+    ],
+)
+def test_plain_zarr_knows_them_once_they_are_registered_or_a_run_is_open(doors: str, tmp_path: Path) -> None:
+    store(tmp_path / "run", [describe_tensor(every_pattern("bfloat16"))])
+    zarr.create_group(tmp_path / "group").create_array("a", data=every_pattern("bfloat16"), config=KEEP_ALL)
+    code = f"import sys\n{doors}\nimport zarr\nprint(zarr.open_group(sys.argv[2], mode='r')['a'].dtype.name)"
+    words = [sys.executable, "-W", "error", "-c", code, str(tmp_path / "run"), str(tmp_path / "group")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.stderr) == ("bfloat16\n", "")
 
 
 def test_somebody_elses_type_of_the_name_is_kept() -> None:

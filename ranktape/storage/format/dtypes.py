@@ -58,7 +58,7 @@ class DtypeRow:
 
     @property
     def is_ml_dtype(self) -> bool:
-        """Whether numpy knows the type only through ml_dtypes, and zarr only through `zarr_types`."""
+        """Whether numpy knows the type only through ml_dtypes, and zarr only through `zarr_floats`."""
         # numpy's mark of a type registered by somebody else; `kind` is "V" for most of them, but "f" for float8_e5m2.
         return self.numpy_dtype.isbuiltin == _REGISTERED
 

@@ -1,8 +1,7 @@
 """Teaches zarr the small floats: bfloat16 and the 8-, 6- and 4-bit ones.
 
 One class of Zarr v3 data type for each row of `ranktape.storage.format.dtypes` that numpy knows only through
-ml_dtypes, under the name that tensorstore reads. Importing this module imports zarr and registers the types;
-`ranktape.storage.format.zarr_types` decides when.
+ml_dtypes, under the name that tensorstore reads. Importing this module imports zarr and registers the types.
 
 Fill values in JSON follow Zarr v3: a number, "NaN", "Infinity", "-Infinity", or the bits as "0x7fc1". What
 tensorstore writes is read; what is written names every bit pattern, because a NaN has many.
@@ -15,6 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self, overload
 
 import numpy as np
+
+# First the whole of zarr: where another thread is in the middle of importing it, this waits for its end.
+import zarr
 import zarr.errors
 from zarr.core.dtype import common as zarr_common
 from zarr.core.dtype.common import DTypeJSON, DTypeSpec_V2, DTypeSpec_V3, HasEndianness, HasItemSize
@@ -194,10 +196,19 @@ def _make(name: str) -> type[SmallFloat]:
 DATA_TYPES: dict[str, type[SmallFloat]] = {row.name: _make(row.name) for row in DTYPES.values() if row.is_ml_dtype}
 """The classes by the name they have in a `zarr.json`."""
 
-for _name, _data_type in DATA_TYPES.items():
-    # One that somebody else has registered under the same name, such as a later zarr, is kept.
-    if _name not in data_type_registry.contents:
-        data_type_registry.register(_name, _data_type)
+
+def register() -> None:
+    """Register the small floats with zarr, so that plain `zarr.open` reads them; doing it again changes nothing.
+
+    A type that somebody else has registered under the same name, such as a later zarr, is kept. `open_run` calls this
+    where zarr has been imported, and readers that use zarr do, too; who uses zarr alone calls it once before.
+    """
+    for name, its_type in DATA_TYPES.items():
+        if name not in data_type_registry.contents:
+            data_type_registry.register(name, its_type)
+
+
+register()
 
 
 def data_type(name: str) -> SmallFloat:

@@ -185,8 +185,10 @@ class RunReader:
         """The Zarr array at a path below the run; no value is read."""
         import zarr
 
+        from ranktape.storage.format.zarr_floats import register
         from ranktape.storage.places.zarr_store import BackendStore
 
+        register()
         if self._store is None:
             self._store = BackendStore(self.backend)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -186,10 +187,17 @@ class Run:
 def open_run(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Run:
     """The run at a URL: a directory, or any URL that fsspec knows.
 
+    Where zarr has been imported, it knows the run's data types from then on; else call `ranktape.storage.register()`
+    before plain zarr opens a run.
+
     Raises:
         RunNotFoundError: there is no run.
         RunFormatError: what is there is not a run, or of another schema.
         StorageError: the store cannot be reached or read.
         UsageError: the URL or the options are not usable.
     """
+    if "zarr" in sys.modules:
+        from ranktape.storage.format.zarr_floats import register
+
+        register()
     return Run(open_backend(url, storage_options=storage_options))
