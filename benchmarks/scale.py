@@ -30,8 +30,8 @@ import ml_dtypes
 import numpy as np
 
 from ranktape.storage.format import layout
+from ranktape.storage.format.arrays import write_blob
 from ranktape.storage.format.attempt import Attempt, Launch, read_attempts
-from ranktape.storage.format.blob import write_blob
 from ranktape.storage.format.catalogue import merge_catalogues
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.documents import document_checksum, write_group

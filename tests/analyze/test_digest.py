@@ -23,8 +23,7 @@ from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import DataError
 from ranktape.storage import Run
 from ranktape.storage.format.dtypes import DTYPES, numpy_dtype
-from ranktape.storage.format.parts import RUN
-from ranktape.storage.format.record_info import Compression
+from ranktape.storage.format.record_info import RUN, Compression
 from tests.analyze.engine_runs import assert_same_digests, store_as
 from tests.analyze.every_tensor import numbers_of
 from tests.analyze.runs import Tensor, describe_tensor

@@ -22,7 +22,7 @@ from ranktape.analyze.table import Table
 from ranktape.analyze.views.plots.tallies import SampleMetrics
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage import Records, Run, open_run
-from ranktape.storage.format.parts import RUN
+from ranktape.storage.format.record_info import RUN
 from tests.analyze.pt_files import legacy_file, save
 from tests.analyze.runs import Tensor, describe_tensor, store
 

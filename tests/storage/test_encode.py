@@ -19,10 +19,8 @@ from numcodecs import blosc
 
 import ranktape.storage  # registers our data types with zarr
 from ranktape.errors import DataError
-from ranktape.storage.format import decode
-from ranktape.storage.format.documents import chunk_key, encode_document
-from ranktape.storage.format.dtypes import DTYPES
-from ranktape.storage.format.encode import (
+from ranktape.storage.format import arrays
+from ranktape.storage.format.arrays import (
     MIN_SAMPLE_NBYTES,
     EncodedArray,
     checksum,
@@ -32,6 +30,8 @@ from ranktape.storage.format.encode import (
     encode_array,
     encode_stack,
 )
+from ranktape.storage.format.documents import chunk_key, encode_document
+from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.record_info import Compression, RecordInfo
 from ranktape.storage.format.zarr_floats import register
 from ranktape.storage.places.urls import open_backend
@@ -222,7 +222,7 @@ def test_samples_of_an_array_that_is_not_read_at_once_are_its_own(tmp_path: Path
 def test_large_objects_are_read_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample_dim: int | None
 ) -> None:
-    monkeypatch.setattr(decode, "_PIECE_NBYTES", 1000)
+    monkeypatch.setattr(arrays, "_PIECE_NBYTES", 1000)
     array = np.random.default_rng(0).standard_normal((4, 1024))
     record = store(tmp_path, array, sample_dim=sample_dim)
     assert record.read().tobytes() == array.tobytes()

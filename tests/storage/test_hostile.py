@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +15,8 @@ import pytest
 
 from ranktape.analyze.legacy.export import export_records
 from ranktape.errors import DataError, ObjectTooLargeError, RunFormatError
+from ranktape.storage.format.arrays import WHOLE_NBYTES, blob_key, blob_parts, open_blob, split_checksum
 from ranktape.storage.format.attempt import IterationPlan, read_attempts, read_plan, write_plan
-from ranktape.storage.format.blob import WHOLE_NBYTES, blob_key, blob_parts, open_blob, split_checksum
 from ranktape.storage.format.commit import finish_iteration, read_commit
 from ranktape.storage.format.documents import write_group
 from ranktape.storage.format.layout import Mark
@@ -71,18 +70,6 @@ def test_bytes_that_grew_are_not_read(run: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(type(backend), "size", lambda *_: 100)
     with pytest.raises(ObjectTooLargeError, match="is larger than"):
         open_blob(backend, path)
-
-
-def test_an_archive_that_lies_about_its_directory_takes_no_memory(run: Path) -> None:
-    blob = run / ITERATION / "c.0"
-    size = 3 << 30
-    ending = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1, 1, size - 26, 0, 0)
-    with blob.open("wb") as file:
-        file.truncate(size - len(ending) - 4)
-        file.seek(0, os.SEEK_END)
-        file.write(ending + bytes(4))
-    with pytest.raises(RunFormatError, match="asked for at once"):
-        open_run(run.parent).select()
 
 
 @pytest.mark.parametrize(

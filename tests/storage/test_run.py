@@ -24,10 +24,10 @@ from ranktape.errors import (
     UsageError,
 )
 from ranktape.storage import open_run
-from ranktape.storage.format import blob
+from ranktape.storage.format import arrays
+from ranktape.storage.format.arrays import open_stored
 from ranktape.storage.format.catalogue import Catalogue, catalogued_columns, documented_columns
 from ranktape.storage.format.commit import finish_iteration, open_catalogue, open_rank_catalogue, read_commit
-from ranktape.storage.format.decode import open_stored
 from ranktape.storage.format.documents import group_document
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
@@ -318,7 +318,7 @@ def test_the_documents_of_arrays_say_what_the_catalogue_says(url: str) -> None:
 
 def test_a_large_catalogue_is_read_by_columns(own_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = [record.info for record in open_run(own_url).select()]
-    monkeypatch.setattr(blob, "WHOLE_NBYTES", 0)
+    monkeypatch.setattr(arrays, "WHOLE_NBYTES", 0)
     assert [record.info for record in open_run(own_url).select()] == whole
     catalogue = attempt_folder(own_url) / "iterations/iter_00000010/c.0"
     data = catalogue.read_bytes()

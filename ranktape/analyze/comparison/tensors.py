@@ -21,8 +21,8 @@ from ranktape.analyze.engine.values import View, read_values, viewed_dtype
 from ranktape.analyze.numerics.differences import Differences, compare_parts
 from ranktape.analyze.numerics.distances import Distances
 from ranktape.storage import Record, Records
+from ranktape.storage.format.arrays import MIN_SAMPLE_NBYTES
 from ranktape.storage.format.dtypes import numpy_dtype
-from ranktape.storage.format.encode import MIN_SAMPLE_NBYTES
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.records.assemble import assemble_records
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from ranktape.errors import ObjectTooLargeError, StorageError
 from ranktape.lazy_names import __version__
 from ranktape.storage.format import layout
-from ranktape.storage.format.blob import blob_document
+from ranktape.storage.format.arrays import blob_document
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.query.columns import Column, StringColumn

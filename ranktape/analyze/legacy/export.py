@@ -24,8 +24,8 @@ from ranktape.analyze.legacy.described import LAST_SECOND, RECORD_KEY
 from ranktape.analyze.legacy.payload import read_header, read_plain, read_values
 from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.errors import DataError, NoRecordsError, StorageError, UsageError
+from ranktape.storage.format.arrays import checksum
 from ranktape.storage.format.dtypes import DTYPES, dtype_row, to_torch
-from ranktape.storage.format.encode import checksum
 from ranktape.storage.format.legacy_names import (
     LayerFile,
     LayerOutputName,

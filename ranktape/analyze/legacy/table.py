@@ -19,10 +19,9 @@ from ranktape.analyze.legacy.payload import TensorFile, read_header, read_values
 from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.errors import DataError, UsageError
 from ranktape.fields import JSON_FIELDS, OPTIONAL_INT_FIELDS
+from ranktape.storage.format.arrays import checksum, split
 from ranktape.storage.format.catalogue import Catalogue, empty_catalogue
 from ranktape.storage.format.documents import for_each
-from ranktape.storage.format.encode import checksum
-from ranktape.storage.format.parts import split
 from ranktape.storage.format.record_info import EXTREMES, Keep, Overflow
 from ranktape.storage.query.columns import Column, StringColumn
 from ranktape.storage.records.record import Record

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ranktape.analyze.numerics.digest_kernels import thin
 from ranktape.analyze.numerics.histograms.histogram import KINDS, Limits, Tallies, larger_part, pattern_values
 from ranktape.storage.format.dtypes import numpy_dtype
-from ranktape.storage.format.parts import RUN
+from ranktape.storage.format.record_info import RUN
 from ranktape.storage.format.statistics import MAX_EXPONENT, POWERS, STATISTICS, Statistics
 
 SAMPLE_METRICS = (

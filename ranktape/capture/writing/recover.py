@@ -18,10 +18,10 @@ from ranktape.capture.staging.ring_file import NOTES, Counter, Slot, SlotKind
 from ranktape.capture.writing.counting import reduce_to, staged_record
 from ranktape.errors import CaptureError, DataError, RanktapeError, StorageError
 from ranktape.storage.format import layout
+from ranktape.storage.format.arrays import parse_array, read_stored
 from ranktape.storage.format.attempt import Attempt
 from ranktape.storage.format.catalogue import CatalogueEntry
 from ranktape.storage.format.commit import mark_committed
-from ranktape.storage.format.decode import parse_array, read_stored
 from ranktape.storage.format.documents import (
     MAX_COMMIT_NBYTES,
     decode_document,

@@ -2,7 +2,7 @@
 
 The catalogue of an iteration is an npz archive: one array for each field, strings as codes into a table.
 Fields are read from the archive when a question first needs them. Every rank writes one of what it recorded; that
-of the iteration has the rows of all ranks. It is stored as an array of bytes (`blob.py`), so that plain Zarr can
+of the iteration has the rows of all ranks. It is stored as an array of bytes (`arrays.py`), so that plain Zarr can
 read it too. `KINDS` says of each column what it holds; what is stored of a record and what comes back follow from it.
 """
 
@@ -25,7 +25,7 @@ import numpy as np
 from ranktape.errors import RunFormatError
 from ranktape.fields import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, RECORD_FIELDS, STRING_FIELDS, FieldKind
 from ranktape.storage.format.archive import ARCHIVE_DAMAGE, ColumnArchive, pack_columns
-from ranktape.storage.format.encode import crc_of
+from ranktape.storage.format.arrays import crc_of
 from ranktape.storage.format.layout import SITE_FIELDS, TensorSite, rank_iteration_path, site_path
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, ElementTally, Overflow, RecordInfo
 from ranktape.storage.format.validation import check_document, check_numbers, check_records, parse_json, parse_shape

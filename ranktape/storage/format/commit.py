@@ -9,8 +9,8 @@ from typing import Any
 
 from ranktape.errors import DataError
 from ranktape.storage.format import layout
+from ranktape.storage.format.arrays import blob_document, blob_key, blob_parts, open_blob
 from ranktape.storage.format.attempt import Attempt, check_attempt
-from ranktape.storage.format.blob import blob_document, blob_key, blob_parts, open_blob
 from ranktape.storage.format.catalogue import Catalogue, merge_catalogues
 from ranktape.storage.format.documents import (
     MAX_COMMIT_NBYTES,

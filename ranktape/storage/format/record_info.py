@@ -19,6 +19,9 @@ from ranktape.errors import UsageError
 MAX_TERM_LENGTH = 64
 """Characters in a term of an open vocabulary (`layer_type`, `phase`, ...)."""
 
+RUN = 1 << 21
+"""Elements of a part of a record without samples; and of samples together, unless a single one has more."""
+
 
 class Compression(enum.StrEnum):
     """How the values of a tensor are packed."""

@@ -17,8 +17,16 @@ import numpy as np
 
 from ranktape.errors import DataError, RunFormatError
 from ranktape.storage.format import layout
+from ranktape.storage.format.arrays import (
+    StoredArray,
+    blob_key,
+    blob_nbytes,
+    checksum,
+    parse_array,
+    read_stored,
+    split_checksum,
+)
 from ranktape.storage.format.attempt import Attempt
-from ranktape.storage.format.blob import blob_checksum, blob_key, blob_nbytes, split_checksum
 from ranktape.storage.format.catalogue import (
     KINDS,
     Catalogue,
@@ -28,7 +36,6 @@ from ranktape.storage.format.catalogue import (
     documented_columns,
 )
 from ranktape.storage.format.commit import SUMMARY, RankCommit, parse_commit, summary_of
-from ranktape.storage.format.decode import StoredArray, parse_array, read_stored
 from ranktape.storage.format.documents import (
     MAX_COMMIT_NBYTES,
     decode_document,
@@ -36,7 +43,6 @@ from ranktape.storage.format.documents import (
     read_attributes,
     read_document,
 )
-from ranktape.storage.format.encode import checksum
 from ranktape.storage.format.layout import DOCUMENT, AttemptKey, KeyKind, Mark, document_key
 from ranktape.storage.format.memory import MemoryBudget
 from ranktape.storage.format.validation import check_records
@@ -302,7 +308,7 @@ class _RankCheck:
         if document is not None and document.get("attributes", {}).get("num_records") != commit.num_records:
             found.error(FindingKind.MISMATCH, f"{what} of another one", key=document_key(path))
         what = "the rank's catalogue is"
-        catalogue = read_catalogue(view, found, path, document, what=what, checksum=commit.catalogue)
+        catalogue = read_catalogue(view, found, path, document, what=what, expected=commit.catalogue)
         if catalogue is None:
             return None
         stated, actual = commit.nbytes, sum(values_of(catalogue.column("nbytes")))
@@ -368,7 +374,7 @@ class _RankCheck:
 
 
 def read_catalogue(
-    view: AttemptView, found: Findings, path: str, document: Mapping[str, Any] | None, *, what: str, checksum: str = ""
+    view: AttemptView, found: Findings, path: str, document: Mapping[str, Any] | None, *, what: str, expected: str = ""
 ) -> Catalogue | None:
     """The catalogue at a path, of which every column can be read; None where something is wrong with it."""
     key, place = blob_key(path), view.place(blob_key(path))
@@ -378,8 +384,8 @@ def read_catalogue(
 
     def read() -> Catalogue:
         data = split_checksum(view.backend.get(key), place=place)
-        if checksum not in {"", blob_checksum(data)}:
-            raise DataError(f"{place} is not the catalogue that the commit names, {checksum}")
+        if expected not in {"", checksum(data)}:
+            raise DataError(f"{place} is not the catalogue that the commit names, {expected}")
         catalogue = Catalogue.from_bytes(data, place=place, attempt=view.attempt.path)
         for name in KINDS:
             catalogue.column(name)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from ranktape.errors import DataError, StorageError
 from ranktape.storage.format import layout
+from ranktape.storage.format.arrays import open_stored, read_stored
 from ranktape.storage.format.attempt import Attempt, read_attempt
 from ranktape.storage.format.commit import mark_committed, open_rank_catalogue, parse_commit
-from ranktape.storage.format.decode import open_stored, read_stored
 from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, for_each, read_as, read_document
 from ranktape.storage.format.layout import KeyKind, Mark, document_key
 from ranktape.storage.format.progress import finish_ready, judge_again

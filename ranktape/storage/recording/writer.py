@@ -21,18 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.errors import CaptureError, DataError, RunLostError, StorageError
 from ranktape.storage.format import layout
-from ranktape.storage.format.attempt import Attempt, check_attempt, is_attempt_there, read_run, run_attributes
-from ranktape.storage.format.blob import blob_checksum, write_blob
-from ranktape.storage.format.catalogue import CatalogueEntry, encode_catalogue
-from ranktape.storage.format.documents import (
-    CHECKSUM_KEY,
-    chunk_key,
-    document_checksum,
-    encode_document,
-    group_document,
-    write_group,
-)
-from ranktape.storage.format.encode import (
+from ranktape.storage.format.arrays import (
     EncodedArray,
     check_form,
     checksum,
@@ -41,6 +30,17 @@ from ranktape.storage.format.encode import (
     encode_stack,
     stored_dtype,
     stored_shape,
+    write_blob,
+)
+from ranktape.storage.format.attempt import Attempt, check_attempt, is_attempt_there, read_run, run_attributes
+from ranktape.storage.format.catalogue import CatalogueEntry, encode_catalogue
+from ranktape.storage.format.documents import (
+    CHECKSUM_KEY,
+    chunk_key,
+    document_checksum,
+    encode_document,
+    group_document,
+    write_group,
 )
 from ranktape.storage.format.layout import site_path
 from ranktape.storage.format.progress import open_iteration
@@ -320,7 +320,7 @@ class RankWriter:
         data = encode_catalogue(entries)
         write_blob(backend, path, data, attributes=number)
         nbytes = sum(entry.info.nbytes for entry in entries)
-        return {**number, "nbytes": nbytes, "catalogue": blob_checksum(data)}
+        return {**number, "nbytes": nbytes, "catalogue": checksum(data)}
 
     def abandon(self, iteration: int) -> None:
         """Give back what is kept of an iteration that will not be committed, and what the spill directory has of it."""

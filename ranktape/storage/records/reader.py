@@ -14,20 +14,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.errors import DataError, RunFormatError
-from ranktape.storage.format.commit import open_catalogue
-from ranktape.storage.format.decode import (
+from ranktape.storage.format.arrays import (
     StoredArray,
+    checksum,
+    combine,
     fetch_object,
     open_stored,
     read_rows,
     read_runs,
     read_slices,
     read_stored,
+    split,
+    stored_dtype,
+    stored_shape,
 )
-from ranktape.storage.format.encode import checksum, combine, stored_dtype, stored_shape
+from ranktape.storage.format.commit import open_catalogue
 from ranktape.storage.format.layout import document_key, dropped_path
-from ranktape.storage.format.parts import RUN, split
-from ranktape.storage.format.record_info import Compression
+from ranktape.storage.format.record_info import RUN, Compression
 from ranktape.storage.places.backend import Backend, ForwardingBackend, Result
 
 if TYPE_CHECKING:

@@ -147,7 +147,7 @@ class Record(_Fields):
         """The values in parts, of which no more is in memory at once than a chunk, or a few of small ones.
 
         Of a record with samples, one or some of them in each part, whose first dimension counts them; else runs of
-        `parts.RUN` elements in C order. In which parts the store holds the values makes no difference to a run.
+        `record_info.RUN` elements in C order. In which parts the store holds the values makes no difference to a run.
         What is yielded may not be written to. Whether it is what was captured is said at the latest behind the last
         part: nothing holds before. Of an empty record there is no part.
 

@@ -1,0 +1,760 @@
+"""Turns values into the documents and the objects of Zarr arrays, and these into values again.
+
+A large tensor is one object. Where it has samples, the object is a shard whose inner chunks are single samples, so
+that one sample is one read. Small tensors of one dtype and shape share an array, whose one shard has a tensor in each
+inner chunk. Shards are written by hand as the specification of `sharding_indexed` says: the chunks, then their offsets
+and sizes, then a checksum of those. Bytes that are no tensor (catalogues) lie as an array of bytes in one chunk.
+
+Values are rebuilt from bytes that are there, each chunk compared with its checksum. Nothing is allocated because a
+document says so: zarr gives zeros for what is missing, in any size that a document declares.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import itertools
+import json
+import math
+import struct
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import IO, Any
+
+import google_crc32c
+import numpy as np
+
+from ranktape.errors import DataError, RunFormatError, UsageError
+from ranktape.storage.format.block_counts import NUM_CODES, WIDE_FROM
+from ranktape.storage.format.documents import (
+    MAX_PACKED_NBYTES,
+    array_document,
+    chunk_key,
+    decode_document,
+    encode_document,
+    pack,
+    unpack,
+)
+from ranktape.storage.format.dtypes import DTYPES, DtypeRow
+from ranktape.storage.format.layout import document_key
+from ranktape.storage.format.memory import expect_memory
+from ranktape.storage.format.record_info import RUN, Compression, Keep, RecordInfo
+from ranktape.storage.format.statistics import STATISTICS
+from ranktape.storage.format.validation import MAX_SAID_NESTING, check_nesting, check_shape
+from ranktape.storage.places.backend import Backend, Buffer, RangeFile
+
+MIN_SAMPLE_NBYTES = 1024
+"""Samples smaller than this share one chunk: an entry of the shard's index is 16 bytes, a request costs more."""
+
+_COMBINED_NBYTES = 1 << 18
+"""Of samples smaller than this, reading the bytes again takes less time than combining checksums."""
+
+_INDEX_ENTRY_NBYTES = 16
+_CRC_NBYTES = 4
+
+_MAX_DOCUMENT_NBYTES = 64 << 20
+"""The document of a full stack has a tenth of that; a larger one is not read, whoever wrote it."""
+
+_PIECE_NBYTES = 64 << 20
+_NUM_THREADS = 4
+"""Pieces in flight."""
+
+_AT_ONCE_NBYTES = 4 << 20
+"""Slices are fetched together up to this size: what is looked at next still is in the processor's cache."""
+
+_MAX_SPREAD = 4
+"""Slices that are fetched for each that is wanted, where they are fetched together."""
+
+WHOLE_NBYTES = 4 << 20
+"""Up to this size bytes are read with one request and compared with their checksum, and in parts above it."""
+
+_AHEAD_NBYTES = 1 << 18
+
+_ASK = "see 'ranktape check'"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedArray:
+    """An array ready to be written."""
+
+    document: dict[str, Any]
+    """Its `zarr.json`, without the checksum."""
+    parts: list[Buffer] | None
+    """What its object holds, to be joined; None for an empty tensor, which has no object."""
+
+
+def checksum(values: np.ndarray[Any, Any] | bytes) -> str:
+    """The CRC-32C of bytes, or of values as little-endian bytes in C order, as records and documents carry it."""
+    return crc_text(_crc(values if isinstance(values, bytes) else _raw(values)))
+
+
+def crc_text(crc: int) -> str:
+    """A CRC-32C as records carry it."""
+    return f"crc32c:{crc:08x}"
+
+
+def checksums(array: np.ndarray[Any, Any], *, info: RecordInfo) -> tuple[str, list[int] | None]:
+    """The checksum of the values; and those of its samples, where they were needed for it."""
+    axis = _samples_apart(array, info=info)
+    if axis != 0 or not array.flags.c_contiguous or array.nbytes // len(array) < _COMBINED_NBYTES:
+        return checksum(array), None
+    crcs = [_crc(raw) for raw in _samples(array, sample_dim=0)]
+    return crc_text(combine(crcs, part_nbytes=array.nbytes // len(array))), crcs
+
+
+def stored_dtype(info: RecordInfo) -> DtypeRow:
+    """The dtype of the array that holds a record: its own, that of counts, or that of statistics."""
+    if info.keep == Keep.STATISTICS:
+        return DTYPES["float64"]
+    if info.keep == Keep.HISTOGRAM:
+        # Counts of patterns alone are narrow where none of them is large.
+        is_narrow = info.nbytes == DTYPES["uint32"].itemsize * NUM_CODES
+        return DTYPES["uint32" if is_narrow or math.prod(info.shape) < WIDE_FROM else "uint64"]
+    return DTYPES[info.dtype]
+
+
+def stored_shape(info: RecordInfo) -> tuple[int, ...]:
+    """The shape of what is stored of a record: its own, that of counts, or that of statistics."""
+    if info.keep == Keep.STATISTICS:
+        return (len(STATISTICS),)
+    return (info.nbytes // stored_dtype(info).itemsize,) if info.keep == Keep.HISTOGRAM else info.shape
+
+
+def encode_array(
+    array: np.ndarray[Any, Any],
+    *,
+    info: RecordInfo,
+    compression: Compression = Compression.NONE,
+    sample_crcs: Sequence[int] | None = None,
+) -> EncodedArray:
+    """The document and the object of a tensor whose identity, with its checksum, is `info`.
+
+    No bytes are copied, but those of samples that do not lie together. `sample_crcs` are what `checksums` gave.
+    """
+    by_sample = _samples_apart(array, info=info)
+    inner_chunk = None
+    if by_sample is not None:
+        inner_chunk = [1 if dim == by_sample else extent for dim, extent in enumerate(array.shape)]
+    packing = _packing(compression, info=info) if array.nbytes <= MAX_PACKED_NBYTES else Compression.NONE
+    raws = [] if by_sample is None else list(_samples(array, sample_dim=by_sample))
+    samples = list(zip(raws, sample_crcs or map(_crc, raws), strict=True))
+    attributes = info.to_attributes()
+    if samples:
+        # One sample is read without the others: what it must be is said where nobody can exchange it.
+        attributes["sample_checksums"] = [crc_text(crc) for _, crc in samples]
+    row = stored_dtype(info)
+    document = array_document(
+        shape=array.shape,
+        row=row,
+        inner_chunk=inner_chunk,
+        dimension_names=dimension_names(info),
+        attributes=attributes,
+        compression=packing,
+    )
+    parts: list[Buffer] | None = None
+    if samples:
+        parts = _shard(samples, packing=packing, itemsize=row.itemsize)
+    elif array.size:
+        parts = _chunk(_raw(array), crc_of(info.checksum), packing=packing, itemsize=row.itemsize)
+    return EncodedArray(document=document, parts=parts)
+
+
+def encode_stack(
+    arrays: Sequence[np.ndarray[Any, Any]], *, infos: Sequence[RecordInfo], compression: Compression = Compression.NONE
+) -> EncodedArray:
+    """The document and the object of tensors of one dtype, shape and layout, none of them empty.
+
+    `infos` are their identities with their checksums. What all of them share is in the attribute `common`, what
+    tells them apart in `captures`, in their order.
+    """
+    first = infos[0]
+    row = stored_dtype(first)
+    packing = _packing(compression, info=first)
+    shape = (len(arrays), *arrays[0].shape)
+    common, captures = shared_fields([info.to_attributes() for info in infos])
+    document = array_document(
+        shape=shape,
+        row=row,
+        inner_chunk=[1, *shape[1:]],
+        dimension_names=[f"capture_{len(arrays)}", *dimension_names(first)],
+        attributes={"common": common, "captures": captures},
+        compression=packing,
+    )
+    chunks = ((_raw(array), crc_of(info.checksum)) for array, info in zip(arrays, infos, strict=True))
+    return EncodedArray(document=document, parts=_shard(chunks, packing=packing, itemsize=row.itemsize))
+
+
+def _packing(compression: Compression, *, info: RecordInfo) -> Compression:
+    # Most words of a histogram are zero or small: packed it takes a tenth, and no time to speak of.
+    return Compression.ZSTD if info.keep == Keep.HISTOGRAM else compression
+
+
+def shared_fields(documents: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What all documents with the same keys share, and for each what it has of its own."""
+    first = documents[0]
+    common = {
+        name: value
+        for name, value in first.items()
+        if all(document[name] == value for document in documents)
+        # 1, 1.0 and True are equal, and not the same in JSON.
+        and (name not in _FREE_FIELDS or value is None or len({json.dumps(one[name]) for one in documents}) == 1)
+    }
+    own = [name for name in first if name not in common]
+    return common, [{name: document[name] for name in own} for document in documents]
+
+
+_FREE_FIELDS = frozenset({"metadata", "placement", "sample_ids"})
+"""Fields that may hold anything that JSON can."""
+
+
+def dimension_names(info: RecordInfo) -> list[str]:
+    """Names of the stored dimensions, such as `B_4`: the letter of the layout, or the dimension, and the extent.
+
+    xarray reads the arrays of a group as one dataset, where a name has one extent; the extent is in the
+    name, so that tensors of different shapes may stand side by side.
+    """
+    if info.keep == Keep.STATISTICS:
+        return [f"statistic_{len(STATISTICS)}"]
+    if info.keep == Keep.HISTOGRAM:
+        (num_words,) = stored_shape(info)
+        return [f"code_{NUM_CODES}" if num_words == NUM_CODES else f"word_{num_words}"]
+    letters = info.layout if len(info.layout) == len(info.shape) else ""
+    labels = letters or [f"dim{dim}" for dim in range(len(info.shape))]
+    return [f"{label}_{extent}" for label, extent in zip(labels, info.shape, strict=True)]
+
+
+def check_form(array: np.ndarray[Any, Any], *, info: RecordInfo) -> None:
+    """That an array is what its identity says, and that this can be written; a reader could not read it else.
+
+    Raises:
+        DataError: it is another one.
+        UsageError: what is said of it has no form in JSON.
+    """
+    shape, dtype = stored_shape(info), stored_dtype(info).numpy_dtype
+    if array.shape != shape or array.dtype != dtype or array.nbytes != info.nbytes:
+        raise DataError(
+            f"an array of {array.dtype}{list(array.shape)}, {array.nbytes} bytes, is not the tensor that it is said "
+            f"to be: {dtype}{list(shape)}, {info.nbytes} bytes"
+        )
+    free = [value for value in (info.metadata, info.placement, info.sample_ids) if value is not None]
+    if not free:
+        return
+    try:
+        check_nesting(free, limit=MAX_SAID_NESTING)
+        json.dumps(free, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"what is said of a tensor has no form in JSON ({error}): give text and finite numbers"
+        ) from error
+
+
+def crc_of(text: str) -> int:
+    """The number in a checksum as records carry it."""
+    return int(text.partition(":")[2], 16)
+
+
+def _shard(chunks: Iterable[tuple[np.ndarray[Any, Any], int]], *, packing: Compression, itemsize: int) -> list[Buffer]:
+    parts: list[Buffer] = []
+    index: list[int] = []
+    offset = 0
+    for raw, crc in chunks:
+        chunk = _chunk(raw, crc, packing=packing, itemsize=itemsize)
+        nbytes = sum(len(part) for part in chunk)
+        parts += chunk
+        index += [offset, nbytes]
+        offset += nbytes
+    entries = struct.pack(f"<{len(index)}Q", *index)
+    return [*parts, entries, _crc_bytes(entries)]
+
+
+def _chunk(raw: np.ndarray[Any, Any], crc: int, *, packing: Compression, itemsize: int) -> list[Buffer]:
+    """The bytes of one chunk; `crc` is the checksum of the values."""
+    if packing is Compression.NONE:
+        return [raw, struct.pack("<I", crc)]
+    packed = pack(raw, packing, itemsize=itemsize)
+    return [packed, _crc_bytes(packed)]
+
+
+def _raw(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _crc(raw: np.ndarray[Any, Any] | bytes) -> int:
+    return int(google_crc32c.value(raw))
+
+
+def _crc_bytes(raw: bytes) -> bytes:
+    """As the codec `crc32c` has it behind a chunk."""
+    return _crc(raw).to_bytes(_CRC_NBYTES, "little")
+
+
+def _samples_apart(array: np.ndarray[Any, Any], *, info: RecordInfo) -> int | None:
+    dim = info.sample_dim
+    if dim is None or info.keep != Keep.VALUES or array.size == 0 or array.shape[dim] == 1:
+        return None
+    return dim if array.nbytes // array.shape[dim] >= MIN_SAMPLE_NBYTES else None
+
+
+def _samples(array: np.ndarray[Any, Any], *, sample_dim: int) -> Iterator[np.ndarray[Any, Any]]:
+    return map(_raw, np.moveaxis(array, sample_dim, 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredArray:
+    """What the document of an array says of its object."""
+
+    path: str
+    """Below the run."""
+    place: str
+    """What its object is called in messages."""
+    shape: tuple[int, ...]
+    """Of the array, in elements."""
+    row: DtypeRow
+    """Its dtype."""
+    inner_chunk: tuple[int, ...] | None
+    """The chunks of its shard; None where the object is one chunk."""
+    cut_axis: int | None
+    """The axis along which its shard is cut, into slices of one; None where the object is one chunk."""
+    compression: Compression
+    """How chunks are packed."""
+    attributes: Mapping[str, Any]
+    """What the document says beside it."""
+    sample_checksums: tuple[str, ...] | None
+    """Of the values of each sample; None where samples have no chunks of their own."""
+
+    @property
+    def key(self) -> str:
+        """Of the object."""
+        return f"{self.path}/{chunk_key(len(self.shape))}"
+
+    @property
+    def num_chunks(self) -> int:
+        """Of the object."""
+        return 1 if self.cut_axis is None else self.shape[self.cut_axis]
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Values in one chunk, unpacked."""
+        return self.row.itemsize * math.prod(self.shape if self.inner_chunk is None else self.inner_chunk)
+
+    def object_nbytes(self) -> int | None:
+        """The exact size of the object; None where chunks are compressed."""
+        if self.compression is not Compression.NONE:
+            return None
+        chunk = self.chunk_nbytes + _CRC_NBYTES
+        return chunk if self.inner_chunk is None else self.num_chunks * (chunk + _INDEX_ENTRY_NBYTES) + _CRC_NBYTES
+
+
+def parse_array(document: Mapping[str, Any], *, path: str, place: str) -> StoredArray:
+    """What the document of an array says, if it is one that is written here.
+
+    Raises:
+        RunFormatError: it is none.
+    """
+    try:
+        shape = tuple(document["shape"])
+        row = DTYPES[document["data_type"]]
+        codecs = document["codecs"]
+        is_sharded = codecs[0]["name"] == "sharding_indexed"
+        inner = tuple(codecs[0]["configuration"]["chunk_shape"]) if is_sharded else None
+        names = [codec["name"] for codec in (codecs[0]["configuration"]["codecs"] if is_sharded else codecs)]
+        compression = next((one for one in Compression if one in names), Compression.NONE)
+        for extents in (shape, inner or ()):
+            check_shape(extents, itemsize=row.itemsize)
+        if compression is not Compression.NONE and row.itemsize * math.prod(shape) > MAX_PACKED_NBYTES:
+            raise ValueError(f"a packed array of more than {MAX_PACKED_NBYTES} bytes")
+        expected = array_document(
+            shape=shape,
+            row=row,
+            inner_chunk=inner,
+            dimension_names=document["dimension_names"],
+            attributes=document["attributes"],
+            compression=compression,
+        ) | {"fill_value": document["fill_value"]}
+        cut_axis = None if inner is None else _cut_axis(shape, inner)
+        attributes = document["attributes"]
+        is_stack = "captures" in attributes
+        checksums = None if cut_axis is None or is_stack else tuple(map(str, attributes["sample_checksums"]))
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise RunFormatError(f"{place} is not an array that ranktape writes ({error!r}): {_ASK}") from error
+    if expected != document:
+        raise RunFormatError(f"{place} is not an array that ranktape writes (other chunks or codecs): {_ASK}")
+    return StoredArray(
+        path=path,
+        place=f"{place.removesuffix('/zarr.json')}/{chunk_key(len(shape))}",
+        shape=shape,
+        row=row,
+        inner_chunk=inner,
+        cut_axis=cut_axis,
+        compression=compression,
+        attributes=attributes,
+        sample_checksums=checksums,
+    )
+
+
+def open_stored(backend: Backend, path: str) -> StoredArray:
+    """What the document of the array at a path says.
+
+    Raises:
+        DataError: the document is missing, or not what was written.
+        RunFormatError: it is not one of our arrays.
+    """
+    key = document_key(path)
+    place = f"{backend.url}/{key}"
+    data = backend.get(key, max_nbytes=_MAX_DOCUMENT_NBYTES)
+    if data is None:
+        raise DataError(f"{place} is committed, but missing: {_ASK}")
+    return parse_array(decode_document(data, place=place, key=key), path=path, place=place)
+
+
+def read_stored(
+    backend: Backend, stored: StoredArray, *, index: int | None = None, axis: int = 0
+) -> np.ndarray[Any, Any]:
+    """The values of an array; with `index` those at one place along an axis, without that axis.
+
+    One place is two small requests where the chunks are cut along the axis; else the whole is read for it.
+
+    Raises:
+        DataError: bytes are missing, or not what was written.
+    """
+    if index is not None and axis == stored.cut_axis:
+        [(values, _)] = _slices(backend, stored, _index_of(backend, stored)[index : index + 1])
+        return values.copy()
+    values = _read_whole(backend, stored)
+    return values if index is None else np.ascontiguousarray(np.take(values, index, axis=axis))
+
+
+def read_slices(backend: Backend, stored: StoredArray) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
+    """The values of an array that is cut, slice after slice, each without the axis; and the CRC-32C of its values.
+
+    No more than one of them is in memory, or a few of small ones. They cannot be written to.
+
+    Raises:
+        DataError: bytes are missing, or not what was written.
+    """
+    exact = stored.object_nbytes()
+    if exact is not None and exact <= _AT_ONCE_NBYTES:
+        yield from _slices_in(_fetch(backend, stored, exact), stored)
+    else:
+        yield from _slices(backend, stored, _index_of(backend, stored))
+
+
+def read_rows(backend: Backend, stored: StoredArray, indices: Sequence[int]) -> np.ndarray[Any, Any] | None:
+    """The slices of an array at places of its first axis, fetched together; compared with no checksum.
+
+    None where the chunks are packed or not cut along that axis, or where most of what lies between is not wanted.
+
+    Raises:
+        DataError: bytes are missing, or not what was written.
+    """
+    first, last = min(indices), max(indices)
+    is_plain = stored.cut_axis == 0 and stored.compression is Compression.NONE and stored.chunk_nbytes
+    if not is_plain or last - first >= _MAX_SPREAD * len(indices):
+        return None
+    _index_of(backend, stored)  # which says that chunks follow one another
+    step = stored.chunk_nbytes + _CRC_NBYTES
+    [data] = _ranges(backend, stored, [(first * step, (last + 1 - first) * step)])
+    rows = np.frombuffer(data, dtype=np.uint8).reshape(-1, step)[np.asarray(indices) - first, : stored.chunk_nbytes]
+    values = np.ascontiguousarray(rows).view(stored.row.numpy_dtype)
+    return values.reshape(len(indices), *stored.shape[1:])
+
+
+def read_runs(
+    backend: Backend, stored: StoredArray, *, num_elements: int
+) -> Generator[np.ndarray[Any, Any], None, int]:
+    """The values of an array in one chunk that is not packed, in runs of so many elements in C order.
+
+    What is yielded cannot be written to. What is returned is the CRC-32C of the whole: nothing holds before.
+
+    Raises:
+        DataError: bytes are missing, or, behind the last run, they are not what was written.
+    """
+    _expect_size(backend, stored)
+    step, end = num_elements * stored.row.itemsize, stored.chunk_nbytes
+    spans = [(start, min(step, end - start)) for start in range(0, end, step)]
+    crc = 0
+    for data in _ranges(backend, stored, spans):
+        crc = google_crc32c.extend(crc, data)
+        yield _values(memoryview(data), stored, is_copied=False)
+    [tail] = _ranges(backend, stored, [(end, _CRC_NBYTES)])
+    if crc != int.from_bytes(tail, "little"):
+        raise DataError(f"{stored.place} is not what was written: the checksum of its chunk differs; {_ASK}")
+    return int(crc)
+
+
+def fetch_object(backend: Backend, key: str, nbytes: int) -> bytes | None:
+    """An object of that size; a large one in pieces, each of which has a request's time."""
+    if nbytes <= _PIECE_NBYTES:
+        return backend.get(key, max_nbytes=nbytes)
+    expect_memory(2 * nbytes, place=f"{backend.url}/{key}")
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        starts = range(0, nbytes, _PIECE_NBYTES)
+        pieces = pool.map(lambda start: backend.get_range(key, start, min(_PIECE_NBYTES, nbytes - start)), starts)
+        return b"".join(piece or b"" for piece in pieces)
+
+
+def _read_whole(backend: Backend, stored: StoredArray) -> np.ndarray[Any, Any]:
+    if not math.prod(stored.shape):
+        return np.empty(stored.shape, dtype=stored.row.numpy_dtype)
+    data = _fetch(backend, stored, _expect_size(backend, stored))
+    if stored.cut_axis is None:
+        content, _ = _unpack(memoryview(data), stored)
+        return _values(content, stored).reshape(stored.shape)
+    return np.stack([values for values, _ in _slices_in(data, stored)], axis=stored.cut_axis)
+
+
+def _fetch(backend: Backend, stored: StoredArray, nbytes: int) -> bytes:
+    """The object, which has that size."""
+    data = fetch_object(backend, stored.key, nbytes)
+    if data is None or len(data) != nbytes:
+        raise _wrong_size(stored, None if data is None else len(data), expected=nbytes)
+    return data
+
+
+def _expect_size(backend: Backend, stored: StoredArray) -> int:
+    """The size of the object, which is the one that its document leads to."""
+    size, exact = backend.size(stored.key), stored.object_nbytes()
+    if size is None or size != (size if exact is None else exact):
+        raise _wrong_size(stored, size, expected=exact)
+    return size
+
+
+def _ranges(backend: Backend, stored: StoredArray, spans: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+    """Parts of the object, each from a byte on so many: one request for each."""
+    for start, nbytes in spans:
+        data = backend.get_range(stored.key, start, nbytes)
+        if data is None or len(data) != nbytes:
+            size = None if data is None else start + len(data)
+            raise _wrong_size(stored, size, expected=start + nbytes)
+        yield data
+
+
+def _slices(
+    backend: Backend, stored: StoredArray, entries: np.ndarray[Any, Any]
+) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
+    """The slices at some entries of the index, one after the other, those of a few MB with one request."""
+    ends = entries.sum(axis=1)
+    bounds = [0]
+    while bounds[-1] < len(entries):
+        limit = entries[bounds[-1], 0] + _AT_ONCE_NBYTES
+        bounds.append(max(bounds[-1] + 1, int(np.searchsorted(ends, limit, side="right"))))
+    groups = [entries[first:last] for first, last in itertools.pairwise(bounds)]
+    spans = [(int(group[0, 0]), int(group[-1].sum() - group[0, 0])) for group in groups]
+    for group, data in zip(groups, _ranges(backend, stored, spans), strict=True):
+        yield from _cut(memoryview(data), group - (group[0, 0], 0), stored)
+
+
+def _slices_in(data: bytes, stored: StoredArray) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
+    """The slices of an object that is at hand."""
+    return _cut(memoryview(data), _parse_index(data[-_index_nbytes(stored) :], stored), stored)
+
+
+def _cut(
+    view: memoryview, entries: np.ndarray[Any, Any], stored: StoredArray
+) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
+    assert stored.cut_axis is not None
+    shape = (*stored.shape[: stored.cut_axis], *stored.shape[stored.cut_axis + 1 :])
+    for start, nbytes in entries.tolist():
+        content, crc = _unpack(view[start : start + nbytes], stored)
+        values = _values(content, stored, is_copied=False).reshape(shape)
+        yield values, crc if stored.compression is Compression.NONE else _crc(_raw(values))
+
+
+def _index_nbytes(stored: StoredArray) -> int:
+    return stored.num_chunks * _INDEX_ENTRY_NBYTES + _CRC_NBYTES
+
+
+def _index_of(backend: Backend, stored: StoredArray) -> np.ndarray[Any, Any]:
+    """The offset and the size of each chunk."""
+    tail = backend.get_range(stored.key, -_index_nbytes(stored), _index_nbytes(stored))
+    if tail is None:
+        raise _wrong_size(stored, None, expected=None)
+    return _parse_index(tail, stored)
+
+
+def _parse_index(tail: bytes, stored: StoredArray) -> np.ndarray[Any, Any]:
+    """The offset and the size of each chunk, which follow one another."""
+    packed = tail[:-_CRC_NBYTES]
+    if len(tail) != _index_nbytes(stored) or tail[-_CRC_NBYTES:] != _crc_bytes(packed):
+        raise DataError(f"{stored.place} is cut or not what was written: the index of its chunks is damaged; {_ASK}")
+    entries = np.frombuffer(packed, dtype="<u8").reshape(-1, 2).astype(np.int64)
+    sizes = entries[:, 1]
+    if (sizes < _CRC_NBYTES).any() or (entries[:, 0] != np.cumsum(sizes) - sizes).any():
+        raise DataError(f"{stored.place} is not what ranktape writes: its chunks do not follow one another; {_ASK}")
+    return entries
+
+
+def _unpack(chunk: memoryview, stored: StoredArray) -> tuple[memoryview, int]:
+    """The bytes of the values in a chunk, and the checksum of what is stored of them."""
+    content = chunk[:-_CRC_NBYTES]
+    # The library takes arrays, and no memoryviews.
+    crc = google_crc32c.value(np.frombuffer(content, dtype=np.uint8)) if len(content) else -1
+    if crc != int.from_bytes(chunk[-_CRC_NBYTES:], "little"):
+        raise DataError(f"{stored.place} is cut or not what was written: the checksum of a chunk differs; {_ASK}")
+    try:
+        content = unpack(content, stored.compression, nbytes=stored.chunk_nbytes)
+    except ValueError as error:
+        raise DataError(f"{stored.place} cannot be unpacked ({error}); {_ASK}") from error
+    if len(content) != stored.chunk_nbytes:
+        raise DataError(f"{stored.place} has a chunk of {len(content)} bytes instead of {stored.chunk_nbytes}; {_ASK}")
+    return content, int(crc)
+
+
+def _values(content: memoryview, stored: StoredArray, *, is_copied: bool = True) -> np.ndarray[Any, Any]:
+    # Callers may write into what they get, and bytes cannot be written.
+    return np.frombuffer(bytearray(content) if is_copied else content, dtype=stored.row.numpy_dtype)
+
+
+def _wrong_size(stored: StoredArray, size: int | None, *, expected: int | None) -> DataError:
+    if size is None:
+        return DataError(f"the values are lost: {stored.place} is missing; {_ASK}")
+    return DataError(f"{stored.place} has {size} bytes instead of {expected}; {_ASK}")
+
+
+def _cut_axis(shape: Sequence[int], inner: Sequence[int]) -> int:
+    """The one axis along which a shard is cut, into slices of one."""
+    cut = [axis for axis, (extent, chunk) in enumerate(zip(shape, inner, strict=True)) if extent != chunk]
+    if len(cut) != 1 or inner[cut[0]] != 1:
+        raise ValueError(f"chunks of {list(inner)} in {list(shape)}")
+    return cut[0]
+
+
+def blob_key(path: str) -> str:
+    """The key of the object that holds the bytes at a path."""
+    return f"{path}/{chunk_key(1)}"
+
+
+def write_blob(backend: Backend, path: str, data: bytes, *, attributes: Mapping[str, Any]) -> None:
+    """Write bytes, and after them their document."""
+    key = document_key(path)
+    backend.put(blob_key(path), blob_parts(data))
+    backend.put(key, [encode_document(blob_document(data, attributes=attributes), key=key)])
+
+
+def blob_document(data: bytes, *, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The document of the array that holds the bytes."""
+    return array_document(
+        shape=[len(data)],
+        row=DTYPES["uint8"],
+        inner_chunk=None,
+        dimension_names=[f"byte_{len(data)}"],
+        attributes=attributes,
+    )
+
+
+def blob_parts(data: bytes) -> list[bytes]:
+    """What the object of that array holds."""
+    return [data, _crc_bytes(data)]
+
+
+def blob_nbytes(document: Mapping[str, Any]) -> int | None:
+    """The size of that object, from the array's document; None where the document is not of such an array."""
+    match document.get("shape"):
+        case [int(length)]:
+            return length + _CRC_NBYTES
+    return None
+
+
+def open_blob(backend: Backend, path: str) -> IO[bytes]:
+    """The bytes at a path, as a file; large ones are read where they are looked into.
+
+    Raises:
+        DataError: they are missing, or (where they are read as a whole) not what was written.
+    """
+    key = blob_key(path)
+    place = f"{backend.url}/{key}"
+    size = backend.size(key)
+    if size is not None and size > WHOLE_NBYTES:
+        return _Parts(backend, key, size=size - _CRC_NBYTES)
+    data = None if size is None else backend.get(key, max_nbytes=WHOLE_NBYTES)
+    return io.BytesIO(split_checksum(data, place=place))
+
+
+def split_checksum(data: bytes | None, *, place: str) -> bytes:
+    """The bytes in front of their checksum.
+
+    Raises:
+        DataError: they are missing or not what was written.
+    """
+    if data is None:
+        raise DataError(f"{place} is committed, but missing: the run is damaged; see 'ranktape check'")
+    content = data[:-_CRC_NBYTES]
+    if len(data) < _CRC_NBYTES or data[-_CRC_NBYTES:] != _crc_bytes(content):
+        raise DataError(f"{place} is not what was written: its checksum differs; see 'ranktape check'")
+    return content
+
+
+class _Parts(io.BufferedReader):
+    """A large object as a file, of which no more memory is taken than it has bytes."""
+
+    def __init__(self, backend: Backend, key: str, *, size: int) -> None:
+        def fill(position: int, target: memoryview) -> int:
+            data = backend.get_range(key, position, len(target))
+            if not data:
+                raise DataError(f"{backend.url}/{key} is committed, but missing: {_ASK}")
+            target[: len(data)] = data
+            return len(data)
+
+        super().__init__(RangeFile(size, fill), buffer_size=_AHEAD_NBYTES)
+        self._size = size
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        rest = max(0, self._size - self.tell())
+        return super().read(rest if size is None or size < 0 else min(size, rest))
+
+
+def split(values: np.ndarray[Any, Any], *, sample_dim: int | None) -> Iterator[np.ndarray[Any, Any]]:
+    """The values in runs of `RUN` elements in C order; with samples, some of them, counted by the first dimension."""
+    if not values.size:
+        return
+    if sample_dim is None:
+        flat = np.ascontiguousarray(values).reshape(-1)
+        for start in range(0, flat.size, RUN):
+            yield flat[start : start + RUN]
+        return
+    samples = np.moveaxis(values, sample_dim, 0)
+    step = max(1, RUN // math.prod(samples.shape[1:]))
+    for start in range(0, len(samples), step):
+        yield np.ascontiguousarray(samples[start : start + step])
+
+
+_POLYNOMIAL = 0x82F63B78
+"""Of CRC-32C (Castagnoli), its bits reversed."""
+
+_NUM_BITS = 32
+
+Matrix = tuple[int, ...]
+"""A linear map of checksums: what becomes of each bit."""
+
+
+def combine(crcs: Sequence[int], *, part_nbytes: int) -> int:
+    """The checksum of parts of equal size, one after the other, from theirs; at least one."""
+    zeros = _zeros(part_nbytes)
+    whole = crcs[0]
+    for crc in crcs[1:]:
+        whole = _apply(zeros, whole) ^ crc
+    return whole
+
+
+@functools.lru_cache(maxsize=64)
+def _zeros(nbytes: int) -> Matrix:
+    """What so many zero bytes behind a message make of its checksum."""
+    power: Matrix = (_POLYNOMIAL, *(1 << bit for bit in range(_NUM_BITS - 1)))  # one zero bit
+    result: Matrix = tuple(1 << bit for bit in range(_NUM_BITS))
+    count = 8 * nbytes
+    while count:
+        if count & 1:
+            result = tuple(_apply(power, column) for column in result)
+        power = tuple(_apply(power, column) for column in power)
+        count >>= 1
+    return result
+
+
+def _apply(matrix: Matrix, crc: int) -> int:
+    total = 0
+    while crc:
+        low = crc & -crc
+        total ^= matrix[low.bit_length() - 1]
+        crc ^= low
+    return total
