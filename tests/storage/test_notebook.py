@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
 from html.parser import HTMLParser
@@ -75,9 +76,10 @@ def test_the_catalogue_is_a_frame(run: Run) -> None:
     assert set(COLUMNS) - set(frame.columns) == {"index", "site", "stack", "numel", "overflow.per_sample"}
     for place, record in enumerate(records):
         row = frame.iloc[place]
-        for name in ("iteration", "rank", "module", "dtype", "timestamp", "nbytes", "checksum", "metadata"):
+        for name in ("iteration", "rank", "module", "dtype", "timestamp", "nbytes", "checksum"):
             assert row[name] == getattr(record, name)
-        assert row["sample_ids"] == record.sample_ids
+        for name in ("metadata", "sample_ids", "placement"):
+            assert (None if pandas.isna(row[name]) else json.loads(row[name])) == getattr(record, name)
         assert row["shape"] == list(record.shape)
         assert pandas.isna(row["batch_size"]) == (record.batch_size is None)
         assert row["overflow.nan.count"] == record.overflow.nan.count
@@ -177,8 +179,7 @@ def test_many_records_are_not_all_shown(tmp_path: Path) -> None:
     page = Page(records._repr_html_())
     assert page.texts.count("input") == MAX_SHOWN_ROWS
     assert page.texts[-1] == "the first 20 of 200"
-    assert page.texts[1] == "800 B, by iteration from 0 to 1:"
-    assert records._repr_html_().count("<rect ") == 2
+    assert page.texts[1] == "800 B"
     assert Page(records.select(rank=9)._repr_html_()).texts[0] == f"Records: 0 in {tmp_path / 'run'}"
 
 

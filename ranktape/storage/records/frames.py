@@ -9,13 +9,14 @@ import enum
 import json
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ranktape.errors import RunFormatError, UsageError
 from ranktape.fields import FieldKind
+from ranktape.storage.format.arrays import crc_text
 from ranktape.storage.format.catalogue import COLUMNS
 from ranktape.storage.format.record_info import EXTREMES, FIELDS, TALLY_KINDS
 
@@ -94,32 +95,8 @@ def _objects(values: Sequence[Any]) -> np.ndarray[Any, Any]:
     return array
 
 
-def records_frame(records: RecordColumns) -> pd.DataFrame:
-    """One row for each record, one column for each field; `overflow` is a column for each of its numbers.
-
-    Raises:
-        RunFormatError: a field is damaged.
-        StorageError: a catalogue cannot be read.
-        UsageError: pandas is not installed.
-    """
-    files = [("file", [file.site for file in records.files], Dtype.TEXT)] if records.files else []
-    columns = ((name, _values(records, name), _DTYPES[COLUMNS[name]]) for name in frame_columns())
-    return data_frame(
-        (*files, *columns),
-        attributes={"title": "", "units": dict(UNITS)},
-    )
-
-
 UNITS = {"nbytes": "bytes", "timestamp": "seconds since the epoch"}
 """What the numbers of a column count, where its name does not say."""
-
-
-def frame_columns() -> list[str]:
-    """The columns of a frame or a table of records: the fields, `overflow` as one for each of its numbers."""
-    kinds = [f"overflow.{kind}.{what}" for kind in TALLY_KINDS for what in ("count", "ratio")]
-    counts = [*kinds, "overflow.total", "overflow.ratio", *(f"overflow.{name}" for name in EXTREMES)]
-    return [name for field in FIELDS for name in (counts if field == "overflow" else [field])]
-
 
 _DTYPES = {
     FieldKind.INTEGER: Dtype.INTEGER,
@@ -128,25 +105,24 @@ _DTYPES = {
     FieldKind.OPTIONAL_REAL: Dtype.FLOAT,
     FieldKind.TEXT: Dtype.TEXT,
     FieldKind.CHECKSUM: Dtype.TEXT,
-    FieldKind.JSON: Dtype.OBJECT,
+    FieldKind.JSON: Dtype.TEXT,
 }
+"""The types of columns; shapes are lists of whole numbers."""
 
 
-def _values(records: RecordColumns, name: str) -> list[Any] | np.ndarray[Any, Any]:
-    column = records.column(name)
-    if COLUMNS[name] is FieldKind.CHECKSUM:
-        return [f"crc32c:{value:08x}" for value in column.tolist()]
-    if COLUMNS[name] is not FieldKind.JSON:
-        return column
-    try:
-        # Each anew: whoever changes what one row says changes no other.
-        return [None if text == "null" else json.loads(text) for text in column.tolist()]
-    except (RecursionError, ValueError) as error:
-        raise RunFormatError(f"the {name} of {records!r} are damaged: {error}: see 'ranktape check'") from error
+def records_frame(records: RecordColumns) -> pd.DataFrame:
+    """One row for each record, one column for each field; `overflow` is a column for each of its numbers.
+
+    Raises:
+        RunFormatError: a field is damaged.
+        StorageError: a catalogue cannot be read.
+        UsageError: pandas is not installed.
+    """
+    return data_frame(_columns(records), attributes={"title": "", "units": dict(UNITS)})
 
 
 def records_table(records: RecordColumns) -> pa.Table:
-    """One row for each record, one column for each field; `overflow` is a column for each of its numbers.
+    """The columns of `records_frame` as an Arrow table; units are metadata of the columns.
 
     Raises:
         RunFormatError: a field is damaged.
@@ -157,49 +133,55 @@ def records_table(records: RecordColumns) -> pa.Table:
         import pyarrow as pa
     except ImportError as error:
         raise UsageError(f"to_arrow() needs pyarrow ({error}): pip install 'ranktape[parquet]'") from error
-    names = frame_columns()
-    arrays = [_array(records, name) for name in names]
-    fields = [
-        pa.field(name, array.type, metadata={"unit": UNITS[name]} if name in UNITS else None)
-        for name, array in zip(names, arrays, strict=True)
-    ]
+    types = {
+        Dtype.INTEGER: pa.int64(),
+        Dtype.FLOAT: pa.float64(),
+        Dtype.TEXT: pa.string(),
+        Dtype.OBJECT: pa.list_(pa.int64()),
+    }
+    arrays, fields = [], []
+    for name, values, dtype in _columns(records):
+        # A missing number is NaN in the column, which of whole ones is then one of floats.
+        is_missing = name not in COLUMNS or COLUMNS[name] is not FieldKind.REAL
+        arrays.append(pa.array(values, from_pandas=is_missing).cast(types[dtype]))
+        fields.append(pa.field(name, types[dtype], metadata={"unit": UNITS[name]} if name in UNITS else None))
     return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
 
 
-def _array(records: RecordColumns, name: str) -> pa.Array:
-    import pyarrow as pa
-
-    column = records.column(name)
-    match COLUMNS[name]:
-        case FieldKind.INTEGER:
-            return pa.array(column, pa.int64())
-        case FieldKind.OPTIONAL_INTEGER:
-            # A missing number is NaN in the column, which is then one of floats.
-            return pa.array(column, from_pandas=True).cast(pa.int64())
-        case FieldKind.REAL | FieldKind.OPTIONAL_REAL as kind:
-            return pa.array(column.astype("float64"), from_pandas=kind is FieldKind.OPTIONAL_REAL)
-        case FieldKind.CHECKSUM:
-            return pa.array([f"crc32c:{value:08x}" for value in column.tolist()], pa.string())
-        case FieldKind.TEXT:
-            return pa.array(_texts(column), pa.string())
-        case FieldKind.JSON:
-            return _shapes(records, column) if name == "shape" else pa.array(_texts(column, "null"), pa.string())
+def frame_columns() -> list[str]:
+    """The columns of a frame or a table of records: the fields, `overflow` as one for each of its numbers."""
+    kinds = [f"overflow.{kind}.{what}" for kind in TALLY_KINDS for what in ("count", "ratio")]
+    counts = [*kinds, "overflow.total", "overflow.ratio", *(f"overflow.{name}" for name in EXTREMES)]
+    return [name for field in FIELDS for name in (counts if field == "overflow" else [field])]
 
 
-def _texts(column: np.ndarray[Any, Any], missing: str | None = None) -> list[str | None]:
+def _columns(records: RecordColumns) -> Iterator[tuple[str, Sequence[Any] | np.ndarray[Any, Any], Dtype]]:
+    if records.files:
+        yield "file", [file.site for file in records.files], Dtype.TEXT
+    for name in frame_columns():
+        column, kind = records.column(name), COLUMNS[name]
+        if name == "shape":
+            yield name, _shapes(records, column.tolist()), Dtype.OBJECT
+        elif kind is FieldKind.CHECKSUM:
+            yield name, [crc_text(crc) for crc in column.tolist()], Dtype.TEXT
+        elif _DTYPES[kind] is Dtype.TEXT:
+            yield name, _texts(column.tolist(), missing="null" if kind is FieldKind.JSON else None), Dtype.TEXT
+        else:
+            yield name, column, _DTYPES[kind]
+
+
+def _texts(texts: Sequence[str | None], *, missing: str | None) -> list[str | None]:
     """The texts as UTF-8 can hold them: half of a character, which a stranger's name may hold, becomes an escape."""
     known = {
-        text: None if text in {None, missing} else text.encode("utf-8", "backslashreplace").decode()
-        for text in set(column.tolist())
+        text: None if text is None or text == missing else text.encode("utf-8", "backslashreplace").decode()
+        for text in set(texts)
     }
-    return [known[text] for text in column.tolist()]
+    return [known[text] for text in texts]
 
 
-def _shapes(records: RecordColumns, column: np.ndarray[Any, Any]) -> pa.Array:
-    import pyarrow as pa
-
+def _shapes(records: RecordColumns, texts: Sequence[str]) -> list[list[int]]:
     try:
-        parsed = {text: json.loads(text) for text in set(column.tolist())}
-        return pa.array([parsed[text] for text in column.tolist()], pa.list_(pa.int64()))
-    except (RecursionError, ValueError) as error:
+        # Each anew: whoever changes what one row says changes no other.
+        return [list(json.loads(text)) for text in texts]
+    except (RecursionError, TypeError, ValueError) as error:
         raise RunFormatError(f"the shapes of {records!r} are damaged: {error}: see 'ranktape check'") from error

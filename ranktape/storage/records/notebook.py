@@ -39,10 +39,9 @@ def html_table(
     is_left: Sequence[bool],
     heading: Sequence[str] = (),
     notes: Sequence[str] = (),
-    chart: str = "",
     is_unfolded: bool = True,
 ) -> str:
-    """A table with lines and a chart above it, and lines below; all but the chart is text, and is escaped here.
+    """A table with lines above it and below; all is text, and is escaped here.
 
     It folds into the first line above it, if there is one.
     """
@@ -55,30 +54,11 @@ def html_table(
     body = "".join(f"<tr>{cells(row, tag='td')}</tr>" for row in rows)
     above = "".join(f"<div>{escape(text)}</div>" for text in heading[1:])
     below = "".join(f"<div><i>{escape(text)}</i></div>" for text in notes)
-    shown = f"{above}{chart}<table>{head}<tbody>{body}</tbody></table>{below}"
+    shown = f"{above}<table>{head}<tbody>{body}</tbody></table>{below}"
     if not heading:
         return f"<div>{shown}</div>"
     is_open = " open" if is_unfolded else ""
     return f"<details{is_open}><summary><b>{escape(heading[0])}</b></summary>{shown}</details>"
-
-
-_BAR_WIDTH, _CHART_HEIGHT, _MAX_BARS = 6, 40, 64
-"""Of a chart, in pixels, and how many bars it has at most."""
-
-
-def bars_html(values: Sequence[float], *, title: str) -> str:
-    """A small chart of a bar for each value, none of which is negative; of many the first ones. None without any."""
-    largest = max(values, default=0)
-    if not largest:
-        return ""
-    heights = [_CHART_HEIGHT * value / largest for value in values[:_MAX_BARS]]
-    bars = "".join(
-        f'<rect x="{_BAR_WIDTH * place}" y="{_CHART_HEIGHT - height:.1f}" width="{_BAR_WIDTH - 1}" '
-        f'height="{height:.1f}" fill="#0072B2"/>'
-        for place, height in enumerate(heights)
-    )
-    size = f'width="{_BAR_WIDTH * len(heights)}" height="{_CHART_HEIGHT}"'
-    return f'<svg role="img" aria-label="{escape(title)}" {size}>{bars}</svg>'
 
 
 def spans(iterations: Sequence[int]) -> str:

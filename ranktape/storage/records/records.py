@@ -25,7 +25,7 @@ from ranktape.storage.places.failures import printable
 from ranktape.storage.query.columns import Column, StringColumn, encode, equal_rows, is_text, rows_of
 from ranktape.storage.query.filters import Filter, check_fields, parse_filter, split_texts
 from ranktape.storage.query.where import parse_where
-from ranktape.storage.records.notebook import MAX_SHOWN_ROWS, bars_html, clipped, html_table
+from ranktape.storage.records.notebook import MAX_SHOWN_ROWS, clipped, html_table
 from ranktape.storage.records.record import Location, Record, RecordOrigin, RecordReader
 
 if TYPE_CHECKING:
@@ -268,19 +268,12 @@ class Records(Sequence[Record]):
         shown = [first.column(name).tolist() for name in _LISTED]
         shown[_LISTED.index("nbytes")] = [nbytes_text(nbytes) for nbytes in first.column("nbytes").tolist()]
         rest = len(self) - len(first)
-        sizes = self.column("nbytes").astype(np.float64)
-        # Over the iterations, or of a single one over the layers.
-        axis = "iteration" if len(set(self.column("iteration").tolist())) > 1 else "layer_idx"
-        steps, places = np.unique(self.column(axis), return_inverse=True)
-        by = f", by {axis} from {steps[0]} to {steps[-1]}:" if len(steps) > 1 else ""
-        said = f"{nbytes_text(sizes.sum())}{by}"
         return html_table(
             _LISTED,
             [[clipped(str(value)) for value in row] for row in zip(*shown, strict=True)],
             is_left=[name not in {"iteration", "rank", "microbatch", "nbytes"} for name in _LISTED],
-            heading=[f"Records: {len(self)} in {clipped(self.reader.url)}", said],
+            heading=[f"Records: {len(self)} in {clipped(self.reader.url)}", nbytes_text(self.column("nbytes").sum())],
             notes=[f"the first {len(first)} of {len(self)}"] if rest else [],
-            chart=bars_html(np.bincount(places, weights=sizes).tolist(), title=said) if by else "",
         )
 
     def select(self, **filters: Any) -> Records:
@@ -418,9 +411,9 @@ class Records(Sequence[Record]):
     def to_pandas(self) -> pd.DataFrame:
         """The catalogue as a frame: one row for each record and one column for each field; no value is read.
 
-        Whole numbers that may be missing are `Int64`, text is `string`, shapes and samples' identifiers are lists,
-        placements and the user's metadata dictionaries. Counts at the limits are columns such as
-        `overflow.nan.count`.
+        Whole numbers that may be missing are `Int64`, text is `string`, shapes are lists, placements, samples'
+        identifiers and the user's metadata are JSON. Counts at the limits are columns such as `overflow.nan.count`;
+        of files, the first column is `file`.
 
         Raises:
             DataError: a field is damaged.
