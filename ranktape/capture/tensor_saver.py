@@ -23,8 +23,7 @@ from ranktape.capture.settings.cadence import Schedule, ScheduleOfOne
 from ranktape.capture.settings.config import DEFAULT_SAVE_DIR, legacy_environment, resolve
 from ranktape.capture.source import Source, TensorRole
 from ranktape.errors import RanktapeError, UsageError
-from ranktape.storage.format.legacy_names import recorded_name
-from ranktape.storage.format.record_info import Operation, check_term
+from ranktape.storage.format.record_info import Operation, check_term, recorded_name
 
 if TYPE_CHECKING:
     import torch

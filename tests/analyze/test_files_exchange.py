@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ranktape.analyze.legacy import ExportForm, export_records, import_folder, open_folder
+from ranktape.analyze.legacy.names import MAX_NAME_NBYTES, parse_tensor_file_name
 from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.errors import DataError, NoRecordsError, StorageError, UsageError
 from ranktape.storage import Run, open_run
 from ranktape.storage.format.dtypes import dtype_name
 from ranktape.storage.format.layout import TensorSite, site_path
-from ranktape.storage.format.legacy_names import MAX_NAME_NBYTES, parse_tensor_file_name
 from ranktape.storage.format.record_info import RecordInfo
 from tests.analyze.pt_files import legacy_file, save
 from tests.analyze.runs import Tensor, describe_tensor, model_tensors, store

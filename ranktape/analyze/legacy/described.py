@@ -13,16 +13,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ranktape.analyze.legacy.payload import TensorFile
-from ranktape.errors import DataError
-from ranktape.storage.format.dtypes import DTYPES
-from ranktape.storage.format.legacy_names import (
+from ranktape.analyze.legacy.names import (
     LayerFile,
     LayerOutputName,
     TensorFileName,
     name_seconds,
     recorded_tensor_name,
 )
+from ranktape.analyze.legacy.payload import TensorFile
+from ranktape.errors import DataError
+from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.record_info import MAX_TERM_LENGTH, Mode, Operation, is_parameter
 
 RECORD_KEY = "ranktape"

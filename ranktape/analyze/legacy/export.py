@@ -21,12 +21,7 @@ import numpy as np
 
 from ranktape.analyze.console import writing
 from ranktape.analyze.legacy.described import LAST_SECOND, RECORD_KEY
-from ranktape.analyze.legacy.payload import read_header, read_plain, read_values
-from ranktape.analyze.numerics.histograms.histogram import measure
-from ranktape.errors import DataError, NoRecordsError, StorageError, UsageError
-from ranktape.storage.format.arrays import checksum
-from ranktape.storage.format.dtypes import DTYPES, dtype_row, to_torch
-from ranktape.storage.format.legacy_names import (
+from ranktape.analyze.legacy.names import (
     LayerFile,
     LayerOutputName,
     TensorFileName,
@@ -34,6 +29,11 @@ from ranktape.storage.format.legacy_names import (
     format_tensor_file_name,
     name_timestamp,
 )
+from ranktape.analyze.legacy.payload import read_header, read_plain, read_values
+from ranktape.analyze.numerics.histograms.histogram import measure
+from ranktape.errors import DataError, NoRecordsError, StorageError, UsageError
+from ranktape.storage.format.arrays import checksum
+from ranktape.storage.format.dtypes import DTYPES, dtype_row, to_torch
 from ranktape.storage.format.record_info import Keep, Operation, Overflow
 
 if TYPE_CHECKING:

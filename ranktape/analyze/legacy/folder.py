@@ -14,11 +14,11 @@ from typing import Any
 from urllib.parse import quote
 
 from ranktape.analyze.legacy.described import RECORD_KEY, given_fields
+from ranktape.analyze.legacy.names import LayerFile, parse_layer_output_name, parse_tensor_file_name
 from ranktape.analyze.legacy.payload import read_plain
 from ranktape.analyze.legacy.table import NUM_THREADS, FileTable, SourceFile
 from ranktape.errors import DataError, StorageError
 from ranktape.storage.format.documents import for_each
-from ranktape.storage.format.legacy_names import LayerFile, parse_layer_output_name, parse_tensor_file_name
 from ranktape.storage.records.records import Listing, Records, source_name
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ranktape.analyze.legacy.folder import Folder
+from ranktape.analyze.legacy.names import parse_tensor_file_name
 from ranktape.analyze.legacy.table import NUM_THREADS, SourceFile
 from ranktape.errors import DataError, RanktapeError, RunExistsError, RunNotFoundError, StorageError, UsageError
 from ranktape.lazy_names import __version__
@@ -24,7 +25,6 @@ from ranktape.storage.format.attempt import Attempt, Launch
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.documents import for_each
 from ranktape.storage.format.layout import site_path
-from ranktape.storage.format.legacy_names import parse_tensor_file_name
 from ranktape.storage.format.progress import open_iteration, write_verdict
 from ranktape.storage.format.record_info import RecordInfo
 from ranktape.storage.format.status import RunVerdict

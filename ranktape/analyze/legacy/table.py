@@ -28,7 +28,7 @@ from ranktape.storage.records.record import Record
 from ranktape.storage.records.records import SOURCE
 
 if TYPE_CHECKING:
-    from ranktape.storage.format.legacy_names import LayerOutputName, TensorFileName
+    from ranktape.analyze.legacy.names import LayerOutputName, TensorFileName
 
 NUM_THREADS = min(8, os.cpu_count() or 1)
 """Files that are read at once: the kernels and the system calls leave Python's lock."""

@@ -71,6 +71,27 @@ class Keep(enum.StrEnum):
         return f"the {self} {verb} kept, not the {wanted}: use {reader}()"
 
 
+RECORDED_NAMES = {
+    ("pre", "input"): "grad_output",
+    ("pre", "weight"): "weight",
+    ("post", "output"): "grad_input",
+    ("post", "weight"): "grad_weight",
+    ("unknown", "input"): "grad_output",
+    ("unknown", "output"): "grad_input",
+}
+"""What the tensors that legacy tools save of the backward pass of a linear layer are in our words, by phase and name.
+
+They name what goes into that pass `input`, which is the gradient of the output, and what comes out of it `output`. The
+weight before it is the forward's."""
+
+
+def recorded_name(tensor_name: str, *, operation: Operation, layer_type: str, component: str, phase: str) -> str:
+    """A tensor's name in our words; `RECORDED_NAMES` for the backward pass of a linear layer, else as it is."""
+    if operation is Operation.BACKWARD and "linear" in {layer_type, component}:
+        return RECORDED_NAMES.get((phase, tensor_name), tensor_name)
+    return tensor_name
+
+
 def check_term(value: str, *, field: str) -> str:
     """Return `value` if it can stand in an open vocabulary (`layer_type`, `phase`, `component`, ...).
 

@@ -11,10 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ranktape.errors import UsageError
-from ranktape.storage.format.legacy_names import (
+from ranktape.analyze.legacy.names import (
     MAX_NAME_NBYTES,
-    RECORDED_NAMES,
     TENSOR_NAMES,
     LayerFile,
     LayerOutputName,
@@ -27,7 +25,8 @@ from ranktape.storage.format.legacy_names import (
     parse_tensor_file_name,
     recorded_tensor_name,
 )
-from ranktape.storage.format.record_info import Operation
+from ranktape.errors import UsageError
+from ranktape.storage.format.record_info import RECORDED_NAMES, Operation
 from tests.strategies import terms
 
 NEW = TensorFileName(

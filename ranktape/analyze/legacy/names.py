@@ -25,7 +25,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ranktape.errors import UsageError
-from ranktape.storage.format.record_info import Operation, check_term
+from ranktape.storage.format.record_info import Operation, check_term, recorded_name
 
 MAX_NAME_NBYTES = 255
 """What file systems allow a name."""
@@ -36,18 +36,6 @@ TENSOR_NAMES = (
     *("input_A", "input_B", "grad_input_A", "grad_input_B", "attention_probs", "grad_attention_probs"),
 )
 """Tensor names that the legacy tools wrote."""
-
-RECORDED_NAMES = {
-    ("pre", "input"): "grad_output",
-    ("pre", "weight"): "weight",
-    ("post", "output"): "grad_input",
-    ("post", "weight"): "grad_weight",
-    ("unknown", "input"): "grad_output",
-    ("unknown", "output"): "grad_input",
-}
-"""What the backward tensors of their linear layers are in our words, by phase and name: they name what goes into the
-backward pass `input`, which is the gradient of the output, and what comes out of it `output`. The weight before it is
-the forward's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,13 +141,6 @@ def recorded_tensor_name(name: TensorFileName) -> str:
     """The tensor's name in our words, for one that was saved to a file."""
     fields = {field: getattr(name, field) for field in ("operation", "layer_type", "component", "phase")}
     return recorded_name(name.tensor_name, **fields)
-
-
-def recorded_name(tensor_name: str, *, operation: Operation, layer_type: str, component: str, phase: str) -> str:
-    """A tensor's name in our words; `RECORDED_NAMES` for the backward pass of a linear layer, else as it is."""
-    if operation is Operation.BACKWARD and "linear" in {layer_type, component}:
-        return RECORDED_NAMES.get((phase, tensor_name), tensor_name)
-    return tensor_name
 
 
 def name_timestamp(seconds: float) -> str:
