@@ -1,23 +1,8 @@
 """The key under which each part of a run lies.
 
-zarr.json                                                   the run
-lease_000/zarr.json                                         the launch that records into it, while it does
-attempt_000-1f3a9c2e/zarr.json                              one start of the worker group
-<attempt>/rank_00003/zarr.json                              one process of it
-<attempt>/rank_00003/iter_00001234/zarr.json                rank commit, written last
-<attempt>/rank_00003/iter_00001234/<site>/zarr.json         one large tensor
-<attempt>/rank_00003/iter_00001234/stack_float32_64_0/zarr.json  small tensors of one dtype and shape
-<attempt>/rank_00003/iter_00001234/catalogue/zarr.json      what was recorded, as columns
-<attempt>/commits/iter_00001234/zarr.json                   the iteration was begun
-<attempt>/commits/iter_00001234/rank_00003.committed/zarr.json   markers: one LIST tells all states
-<attempt>/iterations/iter_00001234/zarr.json                iteration commit, written last: its catalogue
-<attempt>/closed/rank_00003/zarr.json                       the rank will commit nothing more
-<attempt>/dropped/iter_00001234/zarr.json                   the iteration was complete, and was removed (--keep-last)
-<attempt>/triggers/iter_00000137.rank_00003/zarr.json       what happened on a rank (--record-last)
-<attempt>/control/request_<name>/zarr.json                  what somebody asked of the training while it ran
-<attempt>/control/answer_<name>/zarr.json                   what the coordinator answered
-<attempt>/plan/zarr.json                                    further iterations, when the first ones were not enough
-<attempt>/verdict/zarr.json                                 whether the guaranteed minimum is there
+zarr.json                          the run
+lease_000/zarr.json                the launch that records into it, while it does
+attempt_000-1f3a9c2e/zarr.json     one start of the worker group; `_ATTEMPT_KEYS` has the keys below it
 
 The end of an attempt's name is drawn by lot when it begins: no key of it is ever a key of another attempt, even
 of one in another run that has since been made at the same place. A late writer can therefore leave debris, but
@@ -114,6 +99,56 @@ class AttemptKey:
     """What became of the iteration on the rank, where a marker lies there."""
 
 
+_ATTEMPT_KEYS = {
+    KeyKind.RANK_COMMIT: "{rank}/{iteration}/zarr.json",  # written last
+    KeyKind.MEMBER: "{rank}/{iteration}/{member}",  # a large tensor, a stack of small ones, the catalogue
+    KeyKind.MARKER: "commits/{iteration}/{rank}.{mark}/zarr.json",  # one LIST tells all states
+    KeyKind.OPENED: "commits/{iteration}/zarr.json",
+    KeyKind.ITERATION_COMMIT: "iterations/{iteration}/zarr.json",  # written last, behind its catalogue
+    KeyKind.ITERATION_CATALOGUE: "iterations/{iteration}/c.0",
+    KeyKind.CLOSED: "closed/{rank}/zarr.json",  # the rank will commit nothing more
+    KeyKind.DROPPED: "dropped/{iteration}/zarr.json",  # it was complete, and was removed (--keep-last)
+    KeyKind.TRIGGER: "triggers/{iteration}.{rank}{number}/zarr.json",
+    KeyKind.TRIGGER_GROUP: "triggers/zarr.json",
+    KeyKind.REQUEST: "control/request_{name}/zarr.json",
+    KeyKind.ANSWER: "control/answer_{name}/zarr.json",
+    KeyKind.CONTROL_GROUP: "control/zarr.json",
+    KeyKind.RANK: "{rank}/zarr.json",
+    KeyKind.GROUP: "{group}/zarr.json",
+    KeyKind.PLAN: "plan/zarr.json",
+    KeyKind.VERDICT: "verdict/zarr.json",
+    KeyKind.ATTEMPT: "zarr.json",
+}
+"""The keys below an attempt: those that are written are formatted by this table, and those that are read matched."""
+
+_SPELLED = {"iteration": "iter_{:08d}", "rank": "rank_{:05d}"}
+"""How numbers are written in keys."""
+
+# Numbers are spelled in one way, so that one thing has one key, and fit into 64 bits.
+_MATCHED = {
+    "iteration": r"iter_(?P<iteration>[0-9]{8}|[1-9][0-9]{8,17})",
+    "rank": r"rank_(?P<rank>[0-9]{5}|[1-9][0-9]{5,8})",
+    "mark": f"(?P<mark>{'|'.join(Mark)})",
+    "number": r"([.][1-9][0-9]{0,2})?",
+    "name": r"[0-9a-f]{20,24}",
+    "member": r".+",
+    "group": "|".join(ATTEMPT_GROUPS),
+}
+_NUMBER = r"([0-9]{3}|[1-9][0-9]{3,8})"
+_PATTERNS = {
+    kind: re.compile(
+        key.replace(".", "[.]").format_map({name: f"(?:{one})" for name, one in _MATCHED.items()}), re.DOTALL
+    )
+    for kind, key in _ATTEMPT_KEYS.items()
+}
+
+
+def _path(kind: KeyKind, attempt: str, **fields: object) -> str:
+    """The path of the group or array whose document lies at a key of an attempt."""
+    spelled = {name: _SPELLED.get(name, "{}").format(value) for name, value in fields.items()}
+    return f"{attempt}/{_ATTEMPT_KEYS[kind].format_map(spelled).removesuffix(f'/{DOCUMENT}')}"
+
+
 def lease_path(number: int) -> str:
     """The group that says which launch records into the run."""
     return f"lease_{number:03d}"
@@ -126,17 +161,17 @@ def attempt_path(number: int, *, token: str) -> str:
 
 def rank_path(attempt: str, rank: int) -> str:
     """The group of one process."""
-    return f"{attempt}/rank_{rank:05d}"
+    return _path(KeyKind.RANK, attempt, rank=rank)
 
 
 def rank_iteration_path(attempt: str, rank: int, iteration: int) -> str:
     """The group of one iteration on one rank: the unit of commit."""
-    return f"{rank_path(attempt, rank)}/iter_{iteration:08d}"
+    return _path(KeyKind.RANK_COMMIT, attempt, rank=rank, iteration=iteration)
 
 
 def catalogue_path(attempt: str, rank: int, iteration: int) -> str:
     """The array that holds the catalogue of one iteration on one rank."""
-    return f"{rank_iteration_path(attempt, rank, iteration)}/{CATALOGUE}"
+    return _path(KeyKind.MEMBER, attempt, rank=rank, iteration=iteration, member=CATALOGUE)
 
 
 def stack_name(number: int, *, dtype: str, shape: Sequence[int], layout: str) -> str | None:
@@ -149,100 +184,73 @@ def stack_name(number: int, *, dtype: str, shape: Sequence[int], layout: str) ->
 
 def commits_path(attempt: str) -> str:
     """The group of all markers."""
-    return f"{attempt}/commits"
+    return _path(KeyKind.GROUP, attempt, group="commits")
 
 
 def opened_path(attempt: str, iteration: int) -> str:
     """The group whose presence says that an iteration was begun."""
-    return f"{commits_path(attempt)}/iter_{iteration:08d}"
+    return _path(KeyKind.OPENED, attempt, iteration=iteration)
 
 
 def marker_path(attempt: str, iteration: int, rank: int, mark: Mark) -> str:
     """The group whose presence is one rank's word on one iteration."""
-    return f"{opened_path(attempt, iteration)}/rank_{rank:05d}.{mark}"
+    return _path(KeyKind.MARKER, attempt, iteration=iteration, rank=rank, mark=mark)
 
 
 def iteration_path(attempt: str, iteration: int) -> str:
     """The array that holds the merged catalogue of an iteration; its document is the commit."""
-    return f"{attempt}/iterations/iter_{iteration:08d}"
+    return _path(KeyKind.ITERATION_COMMIT, attempt, iteration=iteration)
 
 
 def closed_path(attempt: str, rank: int) -> str:
     """The group that says that a rank will commit nothing more."""
-    return f"{attempt}/closed/rank_{rank:05d}"
+    return _path(KeyKind.CLOSED, attempt, rank=rank)
 
 
 def dropped_path(attempt: str, iteration: int) -> str:
     """The group that says that a complete iteration was removed on purpose."""
-    return f"{attempt}/dropped/iter_{iteration:08d}"
+    return _path(KeyKind.DROPPED, attempt, iteration=iteration)
 
 
 def triggers_path(attempt: str) -> str:
     """The group of everything that happened for which the ranks stored what they held."""
-    return f"{attempt}/triggers"
+    return _path(KeyKind.TRIGGER_GROUP, attempt)
 
 
 def trigger_path(attempt: str, iteration: int, rank: int, *, number: int = 0) -> str:
     """The group that says what happened on a rank in an iteration; `number` tells several of them apart."""
-    return f"{triggers_path(attempt)}/iter_{iteration:08d}.rank_{rank:05d}" + (f".{number}" if number else "")
+    behind = f".{number}" if number else ""
+    return _path(KeyKind.TRIGGER, attempt, iteration=iteration, rank=rank, number=behind)
 
 
 def control_path(attempt: str) -> str:
     """The group of what was asked of the training while it ran."""
-    return f"{attempt}/control"
+    return _path(KeyKind.CONTROL_GROUP, attempt)
 
 
 def request_path(attempt: str, name: str) -> str:
     """The group that says what was asked."""
-    return f"{control_path(attempt)}/request_{name}"
+    return _path(KeyKind.REQUEST, attempt, name=name)
 
 
 def answer_path(attempt: str, name: str) -> str:
     """The group that says what the coordinator answered to a request of that name."""
-    return f"{control_path(attempt)}/answer_{name}"
+    return _path(KeyKind.ANSWER, attempt, name=name)
 
 
 def plan_path(attempt: str) -> str:
     """The group that names the iterations to capture, where the options' were not enough."""
-    return f"{attempt}/plan"
+    return _path(KeyKind.PLAN, attempt)
 
 
 def verdict_path(attempt: str) -> str:
     """The group that says whether the guaranteed minimum is there."""
-    return f"{attempt}/verdict"
+    return _path(KeyKind.VERDICT, attempt)
 
 
 def document_key(path: str) -> str:
     """The key of the document of the group or array at `path`; the empty path is the run itself."""
     return f"{path}/{DOCUMENT}" if path else DOCUMENT
-
-
-# Numbers are spelled as below, so that one thing has one key, and fit into 64 bits.
-_ITERATION = r"iter_(?P<iteration>[0-9]{8}|[1-9][0-9]{8,17})"
-_RANK = r"rank_(?P<rank>[0-9]{5}|[1-9][0-9]{5,8})"
-_NUMBER = r"([0-9]{3}|[1-9][0-9]{3,8})"
-_NAME = r"[0-9a-f]{20,24}"
-_KEYS = {
-    KeyKind.RANK_COMMIT: f"{_RANK}/{_ITERATION}/zarr[.]json",
-    KeyKind.MEMBER: f"{_RANK}/{_ITERATION}/.+",
-    KeyKind.MARKER: f"commits/{_ITERATION}/{_RANK}[.](?P<mark>{'|'.join(Mark)})/zarr[.]json",
-    KeyKind.OPENED: f"commits/{_ITERATION}/zarr[.]json",
-    KeyKind.ITERATION_COMMIT: f"iterations/{_ITERATION}/zarr[.]json",
-    KeyKind.ITERATION_CATALOGUE: f"iterations/{_ITERATION}/c[.]0",
-    KeyKind.CLOSED: f"closed/{_RANK}/zarr[.]json",
-    KeyKind.DROPPED: f"dropped/{_ITERATION}/zarr[.]json",
-    KeyKind.TRIGGER: f"triggers/{_ITERATION}[.]{_RANK}([.][1-9][0-9]{{0,2}})?/zarr[.]json",
-    KeyKind.TRIGGER_GROUP: "triggers/zarr[.]json",
-    KeyKind.REQUEST: f"control/request_{_NAME}/zarr[.]json",
-    KeyKind.ANSWER: f"control/answer_{_NAME}/zarr[.]json",
-    KeyKind.CONTROL_GROUP: "control/zarr[.]json",
-    KeyKind.RANK: f"{_RANK}/zarr[.]json",
-    KeyKind.GROUP: f"({'|'.join(ATTEMPT_GROUPS)})/zarr[.]json",
-    KeyKind.PLAN: "plan/zarr[.]json",
-    KeyKind.VERDICT: "verdict/zarr[.]json",
-    KeyKind.ATTEMPT: "zarr[.]json",
-}
-_PATTERNS = {kind: re.compile(pattern, re.DOTALL) for kind, pattern in _KEYS.items()}
 
 
 def parse_key(key: str) -> AttemptKey | None:
