@@ -270,7 +270,7 @@ class _Place:
         """Write a table for the terminal, and the report over all runs that hold records, which begins with it."""
         from ranktape.analyze import write_report
         from ranktape.analyze.table import Column, Kind, Table, write_table
-        from ranktape.storage.records.union import unite
+        from ranktape.storage.records.records import unite
 
         runs = {tag: self.records(tag) for tag in tags if self.num_stored(tag)}
         runs = {tag: records for tag, records in runs.items() if len(records)}
