@@ -29,7 +29,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -109,40 +109,11 @@ class Test:
         return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Not:
-    """The opposite of a condition."""
+Truth: TypeAlias = "Callable[[Test], NDArray[Any]]"
+"""Gives for each row 1 where a test is passed, -1 where it is not, 0 where nobody can tell; or a mask."""
 
-    condition: Condition
-    """What must not hold."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Several:
-    """Conditions with `and` or `or` between them."""
-
-    conditions: tuple[Condition, ...]
-    """At least two."""
-    is_all: bool
-    """Whether all of them must hold; otherwise any of them."""
-
-
-Condition: TypeAlias = Test | Not | Several
-"""A node of the expression."""
-
-
-def judge(condition: Condition, truth: Callable[[Test], NDArray[Any]]) -> NDArray[Any]:
-    """For each row 1 where a condition holds, -1 where it does not, 0 where nobody can tell (Kleene, 1938).
-
-    `truth` gives the same for a test; where it gives masks, so is what is returned.
-    """
-    if isinstance(condition, Not):
-        found = judge(condition.condition, truth)
-        return ~found if found.dtype == np.bool_ else -found
-    if isinstance(condition, Test):
-        return truth(condition)
-    choose = np.minimum if condition.is_all else np.maximum
-    return functools.reduce(choose, (judge(one, truth) for one in condition.conditions))
+Condition: TypeAlias = Callable[[Truth], "NDArray[Any]"]
+"""What an expression makes of the truth of its tests (Kleene, 1938); of masks it makes a mask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +127,9 @@ class Where:
     condition: Condition
     """What it means."""
 
+    def __reduce__(self) -> tuple[Callable[[str], Where], tuple[str]]:
+        return parse_where, (self.text,)
+
     def mask(self, source: Columns) -> Mask:
         """The rows for which the expression holds.
 
@@ -163,7 +137,7 @@ class Where:
             UsageError: a field that holds text meets a number, or the other way round.
         """
         column_of = _lookup(source)
-        return judge(self.condition, lambda test: test.mask(column_of))
+        return self.condition(lambda test: test.mask(column_of))
 
     def truth(self, source: Columns) -> NDArray[np.int8]:
         """For each row 1 where the expression holds, -1 where it does not, 0 where that depends on a missing value.
@@ -174,7 +148,7 @@ class Where:
             UsageError: a field that holds text meets a number, or the other way round.
         """
         column_of = _lookup(source)
-        return judge(self.condition, lambda test: test.truth(column_of))
+        return self.condition(lambda test: test.truth(column_of))
 
     def can_hold(self, source: Columns, *, known: Collection[str], num_rows: int) -> Mask:
         """The rows for which it can hold, where only these fields are known; `source` has their columns."""
@@ -184,11 +158,28 @@ class Where:
             is_known = all(name in known for name in test.names)
             return _signed(test.mask(column_of)) if is_known else np.zeros(num_rows, dtype=np.int8)
 
-        return judge(self.condition, truth) >= 0
+        return self.condition(truth) >= 0
 
 
 def _lookup(source: Columns) -> ColumnSource:
     return source.__getitem__ if isinstance(source, Mapping) else source
+
+
+def _asked(test: Test) -> Condition:
+    return lambda truth: truth(test)
+
+
+def _opposite(condition: Condition) -> Condition:
+    def found(truth: Truth) -> NDArray[Any]:
+        known = condition(truth)
+        return ~known if known.dtype == np.bool_ else -known
+
+    return found
+
+
+def _joined(parts: Sequence[Condition], *, is_all: bool) -> Condition:
+    choose = np.minimum if is_all else np.maximum
+    return lambda truth: functools.reduce(choose, (part(truth) for part in parts))
 
 
 def _signed(mask: Mask) -> NDArray[np.int8]:
@@ -242,7 +233,7 @@ _MENDED = {
 
 
 class _Reader:
-    """Makes conditions of the nodes of Python's syntax tree, and refuses every other node."""
+    """Makes conditions of nodes of Python's syntax tree, and refuses every other node."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -273,15 +264,14 @@ class _Reader:
         if depth > MAX_DEPTH:
             raise self._expected(f"at most {MAX_DEPTH} levels of and, or and not", node)
         if isinstance(node, ast.BoolOp):
-            parts = tuple(self.condition(part, depth=depth + 1) for part in node.values)
-            return Several(conditions=parts, is_all=isinstance(node.op, ast.And))
+            parts = [self.condition(part, depth=depth + 1) for part in node.values]
+            return _joined(parts, is_all=isinstance(node.op, ast.And))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return Not(condition=self.condition(node.operand, depth=depth + 1))
+            return _opposite(self.condition(node.operand, depth=depth + 1))
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
             pairs = zip(sides, node.ops, sides[1:], strict=False)
-            tests = tuple(self._comparison(left, sign, right) for left, sign, right in pairs)
-            return tests[0] if len(tests) == 1 else Several(conditions=tests, is_all=True)
+            return _joined([self._comparison(left, sign, right) for left, sign, right in pairs], is_all=True)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "like":
             return self._like(node)
         raise self._expected("a comparison such as rank == 0, or like(field, 'pattern')", node)
@@ -294,7 +284,7 @@ class _Reader:
             if not isinstance(right, ast.List | ast.Tuple | ast.Set):
                 raise self._expected("a list, such as [0, 1]", right)
             test = Test(field=one.name, sign="in", other=tuple(map(self._literal, right.elts)))
-            return Not(condition=test) if isinstance(operator, ast.NotIn) else test
+            return _opposite(_asked(test)) if isinstance(operator, ast.NotIn) else _asked(test)
         other = self._value(right)
         if isinstance(operator, ast.Is | ast.IsNot) and other is not None:
             raise self._expected("None", right)
@@ -304,13 +294,13 @@ class _Reader:
             one, other, sign = other, one, sign.translate(_SWAPPED)
         if other is None and sign not in {"==", "!="}:
             raise self._expected("a number or a text, as only == and != compare with None,", right)
-        return Test(field=one.name, sign=sign, other=other)
+        return _asked(Test(field=one.name, sign=sign, other=other))
 
     def _like(self, node: ast.Call) -> Condition:
         values = [self._value(value) for value in node.args]
         match values, node.keywords:
             case [[Field(name=name), str(pattern)], []]:
-                return Test(field=name, sign="like", other=pattern)
+                return _asked(Test(field=name, sign="like", other=pattern))
         raise self._expected("like(field, 'pattern'), such as like(module, 'layers.*.attn'),", node)
 
     def _literal(self, node: ast.expr) -> Literal:
