@@ -20,6 +20,7 @@ from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt
+    from ranktape.storage.format.progress import Seen
     from ranktape.storage.format.triggers import Trigger
 
 COLUMNS = (
@@ -157,11 +158,13 @@ def status(
     return found
 
 
-def _judge(backend: Backend, attempts: list[Attempt]) -> tuple[RunVerdict, list[IterationStatus]]:
+def _judge(
+    backend: Backend, attempts: list[Attempt], *, seen: Seen | None = None
+) -> tuple[RunVerdict, list[IterationStatus]]:
     """The verdict on a run with its iterations, from one reading."""
     from ranktape.storage.format.progress import read_verdict
 
-    judged = read_verdict(backend, attempts=attempts)
+    judged = read_verdict(backend, attempts=attempts, seen=seen)
     if judged is None:
         raise RunNotFoundError(f"the run at {backend.url} has no attempt yet: no rank has started to record")
     return judged
@@ -170,11 +173,13 @@ def _judge(backend: Backend, attempts: list[Attempt]) -> tuple[RunVerdict, list[
 def _follow(backend: Backend, *, interval: float, on_line: Callable[[str], object]) -> None:
     """Report each change of a run until it is closed."""
     from ranktape.storage.format.attempt import read_attempts
+    from ranktape.storage.format.progress import Seen
 
+    seen = Seen()
     known: dict[tuple[int, int], str] = {}
     closed_at: float | None = None
     while True:
-        (verdict, statuses), now = _judge(backend, read_attempts(backend)), time.monotonic()
+        (verdict, statuses), now = _judge(backend, read_attempts(backend), seen=seen), time.monotonic()
         for one in statuses:
             line = (
                 f"iteration {one.iteration}: {one.state.value}, {len(one.committed_ranks)} of "

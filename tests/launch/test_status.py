@@ -7,14 +7,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner
 
 from ranktape.launch.cli import cli
 from ranktape.launch.run_status import COUNTED, RunStatus, holdings_line, status, verdict_line
 from ranktape.storage import IterationState, IterationStatus, RunVerdict
 from ranktape.storage.format.memory import nbytes_text
-from ranktape.storage.format.progress import write_verdict
+from ranktape.storage.format.progress import Seen, open_iteration, read_verdict, write_verdict
 from ranktape.storage.format.status import judge
+from ranktape.storage.places.local import LocalBackend
 from tests.storage.whole_run import record, tensors, whole_run
 
 
@@ -164,6 +166,40 @@ def test_a_run_is_followed_until_it_is_closed(tmp_path: Path) -> None:
         "iteration 0: complete, 2 of 2 ranks",
         "iteration 10: complete, 2 of 2 ranks",
     ]
+
+
+def test_a_complete_iteration_is_read_once_by_who_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, attempt, writers = whole_run(tmp_path / "run", iterations=(0, 10), close=False)
+    read: list[str] = []
+    get, list_keys = LocalBackend.get, LocalBackend.list_keys
+
+    def noted_get(self: LocalBackend, key: str, *, max_nbytes: int | None = None) -> bytes | None:
+        read.append(key)
+        return get(self, key, max_nbytes=max_nbytes)
+
+    def noted_list(self: LocalBackend, prefix: str) -> list[str]:
+        read.append(f"{prefix}/")
+        return list_keys(self, prefix)
+
+    monkeypatch.setattr(LocalBackend, "get", noted_get)
+    monkeypatch.setattr(LocalBackend, "list_keys", noted_list)
+    seen = Seen()
+    first = read_verdict(backend, seen=seen)
+    assert f"{attempt.path}/commits/" in read
+    read.clear()
+    open_iteration(backend, attempt=attempt, iteration=20)
+    second = read_verdict(backend, seen=seen)
+    assert [key for key in read if "/commits/iter" in key and key.endswith("/")] == [
+        f"{attempt.path}/commits/iter_00000020/"
+    ]
+    assert not [key for key in read if "/iterations/iter" in key]
+    assert first is not None
+    assert second is not None
+    assert second[1][:2] == first[1]
+    record(backend, attempt, writers, iteration=20)
+    third = read_verdict(backend, seen=seen)
+    assert third is not None
+    assert third == read_verdict(backend)
 
 
 def test_what_is_followed_leaves_stdout_to_the_answer(tmp_path: Path) -> None:

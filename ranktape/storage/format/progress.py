@@ -6,6 +6,7 @@ markers tells the state of every iteration on every rank.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -124,21 +125,42 @@ def open_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> Non
     write_group(backend, layout.opened_path(attempt.path, iteration), {"opened": time.time()})
 
 
-def read_statuses(backend: Backend, progress: Progress, *, final: bool) -> list[IterationStatus]:
+def read_statuses(
+    backend: Backend, progress: Progress, *, final: bool, known: Mapping[int, IterationStatus]
+) -> list[IterationStatus]:
     """Every iteration that was begun in an attempt, ascending; `final` says that nothing more will come."""
     iterations = sorted(progress.opened | progress.complete | progress.dropped)
     expected = list(progress.attempt.launch.ranks)
-    return for_each(lambda one: _status(backend, progress, one, expected=expected, final=final), iterations)
+
+    def answer(iteration: int) -> IterationStatus:
+        before = known.get(iteration)
+        is_settled = before is not None and before.state is IterationState.COMPLETE and not before.problem
+        if before is not None and is_settled and iteration in progress.complete:
+            return before
+        return _status(backend, progress, iteration, expected=expected, final=final)
+
+    return for_each(answer, iterations)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What earlier looks at a run have read of its complete iterations, which do not change."""
+
+    progresses: dict[str, Progress] = field(default_factory=dict)
+    """By the attempt's path, with the words of the ranks on complete iterations alone."""
+    statuses: dict[str, dict[int, IterationStatus]] = field(default_factory=dict)
+    """By the attempt's path and the iteration."""
 
 
 def read_verdict(
-    backend: Backend, *, until: str | None = None, attempts: list[Attempt] | None = None
+    backend: Backend, *, until: str | None = None, attempts: list[Attempt] | None = None, seen: Seen | None = None
 ) -> tuple[RunVerdict, list[IterationStatus]] | None:
     """The verdict on a run, with all its iterations; None for a run in which no attempt has begun.
 
     With `until`, the path of an attempt, as if none had come after it. `attempts` are those of the run, where they were
-    read already.
+    read already. Who looks again and again passes one `seen`, which is filled: only what is not complete is read again.
     """
+    seen = seen or Seen()
     attempts = read_attempts(backend) if attempts is None else attempts
     paths = [one.path for one in attempts]
     attempts = attempts[: paths.index(until) + 1] if until in paths else attempts
@@ -149,12 +171,16 @@ def read_verdict(
     closing, damage = _read_or_damage(backend, layout.verdict_path(last.path), _Closing)
     final = closing is not None or bool(damage)
     closing = closing or _Closing()
-    progresses = [read_progress(backend, attempt) for attempt in attempts]
-    statuses = [
-        status
-        for progress in progresses
-        for status in read_statuses(backend, progress, final=final or progress.attempt is not last)
-    ]
+    progresses = [read_progress(backend, attempt, known=seen.progresses.get(attempt.path)) for attempt in attempts]
+    statuses: list[IterationStatus] = []
+    for progress in progresses:
+        complete = {iteration: marks for iteration, marks in progress.marks.items() if iteration in progress.complete}
+        seen.progresses[progress.attempt.path] = dataclasses.replace(progress, marks=complete)
+        is_over = final or progress.attempt is not last
+        known = seen.statuses.get(progress.attempt.path, {})
+        found = read_statuses(backend, progress, final=is_over, known=known)
+        seen.statuses[progress.attempt.path] = {one.iteration: one for one in found}
+        statuses += found
     statuses.sort(key=lambda status: (status.iteration, status.attempt))
     verdict = judge(
         statuses,
