@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.numerics.formats import Coding, Rounding
+from ranktape.analyze.numerics.formats import Rounding
 from ranktape.analyze.numerics.formats.kernels import RANDOM, RoundingConstants, constants_of, draw, round_block
 from ranktape.analyze.numerics.formats.values import NARROW_BITS, state_of
 from ranktape.analyze.numerics.kernels import compiled
@@ -55,13 +55,6 @@ class Wide(NamedTuple):
     """Whether scaled numbers are rounded to float32 first."""
     zero: np.float32
     """As of `Narrow`."""
-
-
-def is_compiled(plan: QuantizePlan) -> bool:
-    """Whether `quantize_rows` knows the elements of a plan, how they round and what becomes of those beyond them."""
-    element = plan.scheme.element
-    has_end = plan.saturate or not element.has_overflow_code
-    return has_end and plan.rounding is not Rounding.HYBRID and element.coding is not Coding.TABLE
 
 
 def rounding_of(plan: QuantizePlan) -> tuple[Narrow | None, Wide | None, int | None]:

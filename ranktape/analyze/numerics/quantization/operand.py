@@ -17,17 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 import numpy as np
 
-from ranktape.analyze.numerics.formats import FORMATS
+from ranktape.analyze.numerics.formats import FORMATS, Coding, Rounding
 from ranktape.analyze.numerics.pieces import check_readable, each
-from ranktape.analyze.numerics.quantization.kernels import (
-    INFINITY,
-    MAGNITUDE,
-    add_squared_errors,
-    find_largest,
-    is_compiled,
-    quantize_rows,
-    rounding_of,
-)
 from ranktape.analyze.numerics.quantization.plan import (
     OperandOptions,
     QuantizeOptions,
@@ -151,7 +142,7 @@ def _values_and_factor(
     import torch
 
     is_plain = x.device.type == "cpu" and x.layout is torch.strided and x.is_floating_point() and x.numel() > 0
-    if is_plain and x.dtype is not torch.float64 and is_compiled(plan):
+    if is_plain and x.dtype is not torch.float64 and _is_compiled(plan):
         return _compiled_values(x.detach(), plan=plan, is_apart=is_apart)
     slow = quantize_planned(x, plan=plan, is_apart=is_apart)
     if not is_apart:
@@ -162,6 +153,13 @@ def _values_and_factor(
     elif plan.scheme.scaling is Scaling.CHANNEL:
         factor = slow.scale_values.to(torch.float32)
     return slow.values, factor
+
+
+def _is_compiled(plan: QuantizePlan) -> bool:
+    """Whether the compiled loop knows the elements of a plan, how they round and what becomes of those beyond them."""
+    element = plan.scheme.element
+    has_end = plan.saturate or not element.has_overflow_code
+    return has_end and plan.rounding is not Rounding.HYBRID and element.coding is not Coding.TABLE
 
 
 def _compiled_values(
@@ -265,6 +263,8 @@ class _Rows:
         """The values with factors in `scale_shape`, in float32 or bfloat16, in the shape of the tensor."""
         import torch
 
+        from ranktape.analyze.numerics.quantization.kernels import quantize_rows, rounding_of
+
         values = torch.empty(self.groups.shape, dtype=dtype)
         results_RC = _patterns(values).reshape(self.numbers_RC.shape)
         factors = [self._of_groups(one.to(torch.float32)) for one in (before, after)]
@@ -280,6 +280,8 @@ class _Rows:
     def largest(self) -> tuple[torch.Tensor, float]:
         """The largest magnitudes of groups, and the largest finite one of all, as `ScaleGroups.scales` takes them."""
         import torch
+
+        from ranktape.analyze.numerics.quantization.kernels import INFINITY, MAGNITUDE
 
         scheme = self.groups.plan.scheme
         is_block, num_columns = scheme.scaling is Scaling.BLOCK, self.numbers_RC.shape[1]
@@ -298,6 +300,8 @@ class _Rows:
 
     def _raised(self, shape: tuple[int, int], group_R: NDArray[np.int64], run: int, end: np.int32) -> NDArray[np.int32]:
         """The patterns of the largest magnitudes below an end; of few groups those of each part apart."""
+        from ranktape.analyze.numerics.quantization.kernels import find_largest
+
         is_shared = group_R is not self.group_R or self.groups.plan.scheme.scaling is not Scaling.BLOCK
         found_GK = np.zeros(shape, dtype=np.int32)
 
@@ -313,6 +317,8 @@ class _Rows:
     def squared_errors(self, scales: GroupScales) -> torch.Tensor:
         """What the squared errors of the values of each group add up to, in `scale_shape`."""
         import torch
+
+        from ranktape.analyze.numerics.quantization.kernels import add_squared_errors
 
         values = self.quantized(*factors_of(scales, plan=self.groups.plan), dtype=torch.float32)
         results_RC = _patterns(values).reshape(self.numbers_RC.shape)

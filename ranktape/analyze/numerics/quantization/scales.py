@@ -120,7 +120,15 @@ def group_scales(largest: Any, *, plan: QuantizePlan, largest_of_all: float = 0.
     """
     xp, tensor = namespace(largest), None
     if plan.scale_rule is not None:
-        values = powers_of_two(_exponents(largest, plan=plan))
+        # What is not finite has some exponent: it is NaN below.
+        exponents = scale_exponents(
+            largest,
+            rule=plan.scale_rule,
+            element=plan.scheme.element,
+            offset=plan.scale_offset,
+            scale_bits=plan.scale_bits,
+        )
+        values = powers_of_two(exponents)
     elif plan.scheme.recipe is not None:
         recipe = plan.scheme.recipe
         level = level_of(largest_of_all, recipe=recipe, offset=plan.scale_offset, four_over_six=plan.four_over_six)
@@ -129,18 +137,6 @@ def group_scales(largest: Any, *, plan: QuantizePlan, largest_of_all: float = 0.
     else:
         values = exact_scales(largest, plan=plan, stretch=stretch)
     return GroupScales(values=xp.where(xp.isfinite(largest), values, xp.nan), largest=largest, tensor=tensor)
-
-
-def _exponents(largest: Any, *, plan: QuantizePlan) -> Any:
-    assert plan.scale_rule is not None, "the caller has looked"
-    xp = namespace(largest)
-    return scale_exponents(
-        xp.where(xp.isfinite(largest), largest, 0.0),
-        rule=plan.scale_rule,
-        element=plan.scheme.element,
-        offset=plan.scale_offset,
-        scale_bits=plan.scale_bits,
-    )
 
 
 def block_scales(largest: Any, tensor: TensorScale, *, stretch: float = 1.0) -> Any:
