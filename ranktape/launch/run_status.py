@@ -20,7 +20,7 @@ from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.format.progress import Seen
+    from ranktape.storage.format.progress import ProgressCache
     from ranktape.storage.format.triggers import Trigger
 
 COLUMNS = (
@@ -159,7 +159,7 @@ def status(
 
 
 def _judge(
-    backend: Backend, attempts: list[Attempt], *, seen: Seen | None = None
+    backend: Backend, attempts: list[Attempt], *, seen: ProgressCache | None = None
 ) -> tuple[RunVerdict, list[IterationStatus]]:
     """The verdict on a run with its iterations, from one reading."""
     from ranktape.storage.format.progress import read_verdict
@@ -173,9 +173,9 @@ def _judge(
 def _follow(backend: Backend, *, interval: float, on_line: Callable[[str], object]) -> None:
     """Report each change of a run until it is closed."""
     from ranktape.storage.format.attempt import read_attempts
-    from ranktape.storage.format.progress import Seen
+    from ranktape.storage.format.progress import ProgressCache
 
-    seen = Seen()
+    seen = ProgressCache()
     known: dict[tuple[int, int], str] = {}
     closed_at: float | None = None
     while True:

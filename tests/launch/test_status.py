@@ -14,7 +14,7 @@ from ranktape.launch.cli import cli
 from ranktape.launch.run_status import COUNTED, RunStatus, holdings_line, status, verdict_line
 from ranktape.storage import IterationState, IterationStatus, RunVerdict
 from ranktape.storage.format.memory import nbytes_text
-from ranktape.storage.format.progress import Seen, open_iteration, read_verdict, write_verdict
+from ranktape.storage.format.progress import ProgressCache, open_iteration, read_verdict, write_verdict
 from ranktape.storage.format.status import judge
 from ranktape.storage.places.local import LocalBackend
 from tests.storage.whole_run import record, tensors, whole_run
@@ -183,7 +183,7 @@ def test_a_complete_iteration_is_read_once_by_who_follows(tmp_path: Path, monkey
 
     monkeypatch.setattr(LocalBackend, "get", noted_get)
     monkeypatch.setattr(LocalBackend, "list_keys", noted_list)
-    seen = Seen()
+    seen = ProgressCache()
     first = read_verdict(backend, seen=seen)
     assert f"{attempt.path}/commits/" in read
     read.clear()

@@ -143,7 +143,7 @@ def read_statuses(
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ProgressCache:
     """What earlier looks at a run have read of its complete iterations, which do not change."""
 
     progresses: dict[str, Progress] = field(default_factory=dict)
@@ -153,14 +153,18 @@ class Seen:
 
 
 def read_verdict(
-    backend: Backend, *, until: str | None = None, attempts: list[Attempt] | None = None, seen: Seen | None = None
+    backend: Backend,
+    *,
+    until: str | None = None,
+    attempts: list[Attempt] | None = None,
+    seen: ProgressCache | None = None,
 ) -> tuple[RunVerdict, list[IterationStatus]] | None:
     """The verdict on a run, with all its iterations; None for a run in which no attempt has begun.
 
     With `until`, the path of an attempt, as if none had come after it. `attempts` are those of the run, where they were
     read already. Who looks again and again passes one `seen`, which is filled: only what is not complete is read again.
     """
-    seen = seen or Seen()
+    seen = seen or ProgressCache()
     attempts = read_attempts(backend) if attempts is None else attempts
     paths = [one.path for one in attempts]
     attempts = attempts[: paths.index(until) + 1] if until in paths else attempts
