@@ -22,9 +22,6 @@ from ranktape.storage.format.dtypes import HALF_NBYTES
 NUM_TABLES = 4
 """Neighbours are counted in different tables: one that repeats would wait for its counter to be written."""
 
-MAX_COUNT = (1 << 32) - 1
-"""Elements of a sample that a table can count."""
-
 SMALL = 1 << 16
 """Elements from which on all counters are looked at after a sample, and none is listed while it is counted."""
 

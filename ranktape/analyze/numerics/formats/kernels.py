@@ -35,9 +35,6 @@ EXPONENT_MASK = 0x7FF << 52
 ONE_BITS = ONE_FIELD << 52
 """The bits of the float64 1.0."""
 
-BEYOND = 4.0
-"""How far beyond the largest value of the format rounding goes on, where it must be seen that it goes beyond."""
-
 _NUM_BITS = HYBRID_BITS["float32"]
 
 EVEN, EVEN_TAPERED, AWAY, FLOOR, RANDOM, HYBRID = range(6)
