@@ -273,8 +273,10 @@ class Digests:
         """The quantile of each record, as `Digest.quantiles`; NaN where there is no number."""
         part = Fraction(str(probability))
         totals = self.ranks[self.starts[1:]] - self.ranks[self.starts[:-1]]
-        # In whole numbers: the float 0.999 times 1,000 is above 999.
-        places = -(-totals * part.numerator // part.denominator)
+        # In whole numbers, of Python where those of numpy are too small: the float 0.999 times 1,000 is above 999.
+        is_long = part.numerator * int(totals.max(initial=0)) > np.iinfo(np.int64).max
+        exact = totals.astype(object) if is_long else totals
+        places = (-(-exact * part.numerator // part.denominator)).astype(np.int64)
         places = np.clip(places, 1, np.maximum(totals, 1))
         index = np.searchsorted(self.ranks, self.ranks[self.starts[:-1]] + places, side="left") - 1
         found = np.full(len(self), math.nan)
