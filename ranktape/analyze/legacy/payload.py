@@ -167,7 +167,9 @@ def _load(path: Path, *, is_mapped: bool = False) -> tuple[Any, int | None]:
             what = "is empty" if not head else "was not written by torch.save"
             raise DataError(f"{path} {what}: it begins with {head[:8]!r}")
         largest = _check_archive(path, with_values=not is_mapped) if is_archive else None
-        if is_mapped and is_archive:
+        # torch maps no file whose name is not UTF-8.
+        has_utf8_name = str(path).encode(errors="replace").decode() == str(path)
+        if is_mapped and is_archive and has_utf8_name:
             return _loaded(path, is_mapped=True), largest
         with _large if path.stat().st_size > _LARGE_NBYTES else nullcontext():
             return _loaded(path, is_mapped=False), largest
