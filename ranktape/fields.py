@@ -92,3 +92,6 @@ INT_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS, JSON_FIELDS = (
     for kind in (FieldKind.INTEGER, FieldKind.OPTIONAL_INTEGER, FieldKind.TEXT, FieldKind.JSON)
 )
 """The names of the fields of some kinds."""
+
+SAMPLE = "sample"
+"""The dimension of samples, and their name among the fields that records are grouped by."""

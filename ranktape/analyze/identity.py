@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.table import Column, Kind
-from ranktape.fields import INT_FIELDS, OPTIONAL_INT_FIELDS, field_names
+from ranktape.fields import INT_FIELDS, OPTIONAL_INT_FIELDS, SAMPLE, field_names
 from ranktape.storage.format.record_info import is_one_sample
 from ranktape.storage.records.records import SOURCE
 
 if TYPE_CHECKING:
     from ranktape.storage import Records
-
-SAMPLE = "sample"
-"""The word for them among the fields that are grouped by."""
 
 SampleName = int | str
 """The user's identifier, or the index along the dimension of samples where none were given."""

@@ -20,7 +20,6 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sweep_measure import is_narrow
 from ranktape.analyze.engine.values import View, pick, read_numbers, viewed_dtype, viewed_dtypes
 from ranktape.analyze.identity import (
-    SAMPLE,
     SAMPLE_COLUMN,
     SampleName,
     group_columns,
@@ -44,6 +43,7 @@ from ranktape.analyze.numerics.histograms.histogram import KINDS as SCANNED
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.table import Column
 from ranktape.errors import UsageError
+from ranktape.fields import SAMPLE
 from ranktape.storage import Records
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, Keep

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ranktape.analyze.console import say
-from ranktape.analyze.identity import SAMPLE
 from ranktape.analyze.legacy.open import RecordSource
 from ranktape.analyze.legacy.write import titles_of
 from ranktape.analyze.metrics.target import is_sweepable, sweepable
@@ -17,6 +16,7 @@ from ranktape.analyze.options import Selection, say_what_is_left_out
 from ranktape.analyze.questions.swept import with_samples
 from ranktape.analyze.sources import Sources, short_names
 from ranktape.errors import DataError, NoRecordsError, RanktapeError, RunNotFoundError, UsageError
+from ranktape.fields import SAMPLE
 from ranktape.storage import Records
 from ranktape.storage.places.failures import printable
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings import thresholds as limit
-from ranktape.analyze.identity import NUMBER_FIELDS, SAMPLE, are_files, source_fields
+from ranktape.analyze.identity import NUMBER_FIELDS, are_files, source_fields
 from ranktape.analyze.metrics.counts import Counts, Places, find_places, together
 from ranktape.analyze.metrics.metric import cells_of, count_names
 from ranktape.analyze.metrics.target import KINDS, Target, largest_value, parse_targets
@@ -31,6 +31,7 @@ from ranktape.analyze.numerics.quantization.encoded import HIGH_RATIO, MEDIUM_RA
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.table import Column, Kind, Table, json_value
 from ranktape.errors import UsageError
+from ranktape.fields import SAMPLE
 from ranktape.storage import Records
 from ranktape.storage.format.record_info import EXTREMES
 

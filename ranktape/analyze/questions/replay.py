@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.identity import IDENTITY, SAMPLE, group_columns, group_row, key_column, with_stacks, words
+from ranktape.analyze.identity import IDENTITY, group_columns, group_row, key_column, with_stacks, words
 from ranktape.analyze.numerics.attention import ATTENTION_PRODUCTS
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.products import RECORDED
@@ -26,6 +26,7 @@ from ranktape.analyze.replays.replayed import GROUP_FIELDS, Replayed, ReplayedGr
 from ranktape.analyze.replays.tasks import without_unknown
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError, nearest
+from ranktape.fields import SAMPLE
 from ranktape.storage import Records
 from ranktape.storage.places.failures import printable
 from ranktape.storage.records.records import SOURCE

@@ -10,7 +10,7 @@ from typing import Any
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import SAMPLE, words
+from ranktape.analyze.identity import words
 from ranktape.analyze.metrics.gather import row_groups
 from ranktape.analyze.metrics.metric import METRICS, cells_of, is_percentile, metric_columns, parse_metric
 from ranktape.analyze.metrics.numbers import numbers_of_groups, parse_number
@@ -18,6 +18,7 @@ from ranktape.analyze.questions.neighbours import beside_next
 from ranktape.analyze.questions.samples import sample_stats
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import UsageError
+from ranktape.fields import SAMPLE
 from ranktape.storage import Records
 
 PRECISION = Column(name="percentiles", kind=Kind.TEXT, head="percentiles are", is_detail=True)

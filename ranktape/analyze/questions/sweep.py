@@ -17,7 +17,7 @@ from ranktape.analyze.advice.shared import (
 )
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import SAMPLE, are_files, group_columns, group_row, identity_columns, with_stacks
+from ranktape.analyze.identity import are_files, group_columns, group_row, identity_columns, with_stacks
 from ranktape.analyze.metrics.target import sweepable
 from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
 from ranktape.analyze.numerics.sweeps.metrics import LOSSLESS, Level
@@ -38,6 +38,7 @@ from ranktape.analyze.questions.swept import (
 from ranktape.analyze.questions.swept_cells import BEST_BY, COUNTED, SweptCells
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import RanktapeError, UsageError
+from ranktape.fields import SAMPLE
 from ranktape.storage.records.records import Records
 
 SCHEME_COLUMNS = (

@@ -18,7 +18,7 @@ from ranktape.analyze.console import say
 from ranktape.analyze.engine.engine import Engine, progress
 from ranktape.analyze.engine.sweep_measure import Job
 from ranktape.analyze.engine.values import View, viewed_dtype
-from ranktape.analyze.identity import SAMPLE, sample_names, with_stacks
+from ranktape.analyze.identity import sample_names, with_stacks
 from ranktape.analyze.legacy.text import DOUBLE, Subject
 from ranktape.analyze.legacy.write import (
     DEFAULT_OUTPUT_DIR,
@@ -36,6 +36,7 @@ from ranktape.analyze.questions.swept import Swept, answerable, num_readings, pa
 from ranktape.analyze.questions.swept_cells import KEPT_VERSION, can_be_kept
 from ranktape.analyze.table import Table
 from ranktape.errors import DataError, RanktapeError, UsageError, WorkersError
+from ranktape.fields import SAMPLE
 from ranktape.storage import Records
 from ranktape.storage.places.failures import printable
 

@@ -10,13 +10,14 @@ from ranktape.analyze.advice.shared import CommonScale, common_grid, common_scal
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sweep_measure import Asked, Found, Job, sweep_numbers, sweep_records
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import SAMPLE, identity_rows, sample_names
+from ranktape.analyze.identity import identity_rows, sample_names
 from ranktape.analyze.numerics.pieces import numbers_of
 from ranktape.analyze.numerics.quantization.schemes import MX_BLOCK_SIZE
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve_all
 from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 from ranktape.analyze.questions.swept_cells import SweptCells, can_be_kept, cells_of, kept_cells
 from ranktape.errors import RanktapeError, UsageError
+from ranktape.fields import SAMPLE
 from ranktape.storage import Records
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.query.columns import equal_rows

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ranktape.analyze.engine.cache import Keys, record_keys
 from ranktape.analyze.engine.engine import KEY_COLUMNS, Engine
 from ranktape.analyze.engine.sheet import Sheet, SheetForm, SheetRow, kept_sheet
-from ranktape.analyze.identity import NUMBER_FIELDS, SAMPLE, are_files
+from ranktape.analyze.identity import NUMBER_FIELDS, are_files
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.products import RECORDED
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
@@ -27,6 +27,7 @@ from ranktape.analyze.replays.call_tensors import CALL_FIELDS
 from ranktape.analyze.replays.calls import LeftOut, RecordedCall, RecordedCalls, calls_of
 from ranktape.analyze.replays.tasks import CallErrors, CallTasks, replay_any
 from ranktape.errors import RanktapeError, UnknownFieldError, UsageError, nearest
+from ranktape.fields import SAMPLE
 from ranktape.storage import Records
 
 GROUP_FIELDS = (*CALL_FIELDS, SAMPLE, "product", "recipe")

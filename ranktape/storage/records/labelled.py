@@ -19,6 +19,7 @@ from xarray.backends import BackendArray
 from xarray.core import indexing
 
 from ranktape.errors import RunFormatError, UsageError
+from ranktape.fields import SAMPLE
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.format.validation import check_sample_ids
@@ -55,9 +56,6 @@ _IDENTITY = ("iteration", "attempt", "rank", "microbatch", "call", "mode", *_PLA
 
 _ALIKE = ("keep", "dtype", "shape", "layout", "sample_dim")
 """Fields that have one value in records that are stacked."""
-
-SAMPLE = "sample"
-"""The dimension of samples."""
 
 _MAX_NAMED = 4
 """Of a kind, in a message."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.identity import SAMPLE
 from ranktape.errors import UsageError
+from ranktape.fields import SAMPLE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
