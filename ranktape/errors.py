@@ -10,9 +10,12 @@ from typing import ClassVar
 
 
 def nearest(name: str, known: Collection[str], *, otherwise: str = "use one of", cutoff: float = 0.5) -> str:
-    """The way out where a name is not known: the one that is nearest to it, else all that are."""
+    """The way out where a name is not known: those that begin with it, else the nearest one, else all."""
     import difflib
 
+    longer = sorted(one for one in known if one.startswith(name)) if name else []
+    if longer:
+        return f"did you mean {', '.join(longer)}?"
     near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f"did you mean {near[0]}?" if near else f"{otherwise} {', '.join(known)}"
 

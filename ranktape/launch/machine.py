@@ -112,11 +112,11 @@ def _torch() -> Iterator[Examined]:
 
 def _kernels() -> Examined:
     """The compiled kernels of a writer, which are loaded, or compiled and cached for the next process."""
+    from ranktape.analyze.numerics import kernels
     from ranktape.analyze.numerics.histograms.moments import warm_up
-    from ranktape.analyze.numerics.kernels import count
 
-    warm_up()
-    stats: Any = count.stats  # type: ignore[attr-defined]  # numba's, which has no types
+    warm_up()  # puts the compiled loops in their places
+    stats: Any = kernels.count.stats  # type: ignore[attr-defined]  # numba's, which has no types
     if stats.cache_path is None:
         way_out = "set NUMBA_CACHE_DIR to a folder that can be written"
         return Examined(name="kernels", found="compiled anew by each process", is_lacking=True, way_out=way_out)
