@@ -328,7 +328,11 @@ def parse_format(name: str, *, besides: Sequence[str] = ()) -> Format:
     row = FORMATS.get(ALIASES.get(name, name)) or BY_DTYPE.get(name)
     if row is None:
         every = dict.fromkeys([*FORMATS, *besides])
-        near = [difflib.get_close_matches(name, names, n=3, cutoff=0.5) for names in ([*FORMATS, *BY_DTYPE], besides)]
+        names = [one for one in every if name and one.startswith(name)]
+        near = [
+            names or difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+            for known in ([*FORMATS, *BY_DTYPE], besides)
+        ]
         nearest = " or ".join(dict.fromkeys(itertools.chain(*near)))
         hint = f"did you mean {nearest}?" if nearest else f"use one of {', '.join(every)}"
         raise UsageError(f"format {name!r} is not known: {hint}")
