@@ -211,13 +211,13 @@ def test_a_disk_that_takes_no_lease_is_named(
         def refuse(*_: object) -> int:
             raise OSError(number, os.strerror(number))
 
-        patched.setattr(local, "write_all", refuse)
+        patched.setattr(local, "_write_all", refuse)
         with pytest.raises(kind, match=r"cannot write .*run/lease_000/zarr\.json: .*choose another URL"):
             Lease(backend, launch=launch("first"))
         assert backend.list_debris() == []
     with Lease(backend, launch=launch("second")) as held:
         with monkeypatch.context() as patched:
-            patched.setattr(local, "write_all", refuse)
+            patched.setattr(local, "_write_all", refuse)
             time.sleep(3 * RENEW_SECONDS)
             assert held._thread.is_alive()
         assert backend.list_keys("") == [f"lease_{held._number:03}/zarr.json"]
