@@ -11,6 +11,7 @@ import torch
 
 from ranktape.analyze import quantize
 from ranktape.analyze.numerics.formats import decode
+from ranktape.analyze.numerics.pieces import numbers_of
 from ranktape.analyze.numerics.quantization.encoded import Quantized
 from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, quantized_operand
 from ranktape.analyze.numerics.quantization.rotation import rotated
@@ -180,3 +181,13 @@ def test_only_matrices_are_operands() -> None:
         quantized_operand(torch.zeros(2, 3), block_size=None, seed=3)
     with pytest.raises(UsageError, match="mxfp9"):
         quantized_operand(torch.zeros(2, 3), "mxfp9")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_the_memory_of_what_was_read_can_be_freed(dtype: torch.dtype) -> None:
+    matrix = numbers(8, 32).to(dtype)
+    quantized_operand(matrix, "mxfp4")
+    quantize(matrix, "mxfp4", warn=False)
+    numbers_of(matrix)
+    # FSDP frees parameters so; after `Tensor.numpy` that is an error.
+    matrix.untyped_storage().resize_(0)

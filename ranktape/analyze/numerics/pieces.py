@@ -282,16 +282,18 @@ def check_readable(tensor: torch.Tensor) -> None:
 
 
 def array_of(tensor: torch.Tensor) -> NDArray[Any]:
-    """The same memory as an array of numpy: of a dense tensor on a CPU, of a type that records hold."""
+    """The same memory as an array of numpy, to be read: of a dense tensor on a CPU, of a type that records hold.
+
+    FSDP frees parameters by resizing their storage, which is an error after `Tensor.numpy`, and none after DLPack.
+    """
     import torch
 
     dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")].numpy_dtype
     plain = tensor.detach().resolve_conj().resolve_neg()
     if dtype.itemsize > HALF_NBYTES:
-        array: NDArray[Any] = plain.numpy()
-        return array
+        return np.from_dlpack(plain)
     pattern = torch.int16 if dtype.itemsize == HALF_NBYTES else torch.uint8
-    return plain.view(pattern).numpy().view(dtype)
+    return np.from_dlpack(plain.view(pattern)).view(dtype)
 
 
 def tensor_of(array: NDArray[Any]) -> torch.Tensor:

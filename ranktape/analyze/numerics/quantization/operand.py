@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 import numpy as np
 
 from ranktape.analyze.numerics.formats import FORMATS, Coding, Rounding
-from ranktape.analyze.numerics.pieces import check_readable, each
+from ranktape.analyze.numerics.pieces import array_of, check_readable, each
 from ranktape.analyze.numerics.quantization.plan import (
     OperandOptions,
     QuantizeOptions,
@@ -32,6 +32,7 @@ from ranktape.analyze.numerics.quantization.scales import GroupScales, factors_o
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.numerics.recipes.recipe import OPERANDS, ProductRecipe
 from ranktape.errors import UsageError
+from ranktape.storage.format.dtypes import HALF_NBYTES
 
 if TYPE_CHECKING:
     import torch
@@ -266,7 +267,8 @@ class _Rows:
         from ranktape.analyze.numerics.quantization.kernels import quantize_rows, rounding_of
 
         values = torch.empty(self.groups.shape, dtype=dtype)
-        results_RC = _patterns(values).reshape(self.numbers_RC.shape)
+        bits = torch.uint16 if dtype is torch.bfloat16 else torch.int32
+        results_RC = values.view(bits).numpy().reshape(self.numbers_RC.shape)
         factors = [self._of_groups(one.to(torch.float32)) for one in (before, after)]
         narrow, wide, divides = rounding_of(self.groups.plan)
 
@@ -333,12 +335,8 @@ class _Rows:
 
 
 def _patterns(tensor: torch.Tensor) -> NDArray[Any]:
-    import torch
-
-    if tensor.dtype is torch.bfloat16:
-        return cast("NDArray[Any]", tensor.view(torch.int16).numpy().view(np.uint16))
-    patterns: NDArray[Any] = tensor.view(torch.int32).numpy()
-    return patterns
+    array = array_of(tensor)
+    return array.view(np.uint16 if array.itemsize == HALF_NBYTES else np.int32)
 
 
 SMALL = 1 << 22
