@@ -20,7 +20,5 @@ def test_the_page_of_replay_runs_from_a_recording_to_a_training_by_the_plan(tmp_
     short = [block.replace("ranktape demo ", "ranktape demo --steps 25 ") for _, block in blocks]
     assert sum(block.count("--steps 25") for block in short) == 2
     done = [run_block(language, block, folder=tmp_path) for (language, _), block in zip(blocks, short, strict=True)]
-    assert [language for language, _ in blocks] == [*["sh"] * 6, "python"]
-    # The figures of another processor differ in their last digits.
-    assert "0 disagreed, 0 unchecked" in done[-2].stdout
+    assert [language for language, _ in blocks] == [*["sh"] * 5, "python"]
     assert done[-1].stdout.startswith("head 1")
