@@ -132,7 +132,7 @@ class ModelHooks(Attached):
         if prefix:
             self.on_note(
                 "the stages of the pipeline number their layers from 0: the paths of each later stage begin with its "
-                "index, as in 'stage1.' (--layer-offset numbers the layers through)"
+                "index, as in 'stage1.' (Capture(layer_offset=...) numbers the layers through)"
             )
 
     def explain_silence(self) -> str:
