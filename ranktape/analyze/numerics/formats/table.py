@@ -328,7 +328,7 @@ def parse_format(name: str, *, besides: Sequence[str] = ()) -> Format:
     row = FORMATS.get(ALIASES.get(name, name)) or BY_DTYPE.get(name)
     if row is None:
         every = dict.fromkeys([*FORMATS, *besides])
-        names = [one for one in every if name and one.startswith(name)]
+        names = sorted((one for one in every if name and name in one), key=lambda one: not one.startswith(name))
         near = [
             names or difflib.get_close_matches(name, known, n=3, cutoff=0.5)
             for known in ([*FORMATS, *BY_DTYPE], besides)
