@@ -10,12 +10,12 @@ from typing import ClassVar
 
 
 def nearest(name: str, known: Collection[str], *, otherwise: str = "use one of", cutoff: float = 0.5) -> str:
-    """The way out where a name is not known: those that begin with it, else the nearest one, else all."""
+    """The way out where a name is not known: those that begin with it or contain it, else the nearest one, else all."""
     import difflib
 
-    longer = sorted(one for one in known if one.startswith(name)) if name else []
+    longer = [one for one in known if name in one] if len(name) > 1 else []
     if longer:
-        return f"did you mean {', '.join(longer)}?"
+        return f"did you mean {', '.join(sorted(longer, key=lambda one: not one.startswith(name)))}?"
     near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f"did you mean {near[0]}?" if near else f"{otherwise} {', '.join(known)}"
 

@@ -241,7 +241,7 @@ def test_a_format_is_found_by_name_and_by_dtype(name: str) -> None:
     ("name", "hint"),
     [
         ("fp8_e4m4", "did you mean fp8_e4m3"),
-        ("fp6", "did you mean fp6_e2m3 or fp6_e3m2"),
+        ("fp6", "did you mean fp6_e2m3, fp6_e3m2"),
         ("bfloat", "did you mean bfloat16"),
         ("?", "use one of fp8_e4m3, "),
     ],

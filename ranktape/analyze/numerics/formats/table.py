@@ -5,9 +5,7 @@ One row for each format; a new format is one row, and everything that rounds, en
 
 from __future__ import annotations
 
-import difflib
 import enum
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ranktape.errors import UsageError
+from ranktape.errors import UsageError, nearest
 
 
 class Rounding(enum.StrEnum):
@@ -327,13 +325,6 @@ def parse_format(name: str, *, besides: Sequence[str] = ()) -> Format:
     """
     row = FORMATS.get(ALIASES.get(name, name)) or BY_DTYPE.get(name)
     if row is None:
-        every = dict.fromkeys([*FORMATS, *besides])
-        names = sorted((one for one in every if name and name in one), key=lambda one: not one.startswith(name))
-        near = [
-            names or difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-            for known in ([*FORMATS, *BY_DTYPE], besides)
-        ]
-        nearest = " or ".join(dict.fromkeys(itertools.chain(*near)))
-        hint = f"did you mean {nearest}?" if nearest else f"use one of {', '.join(every)}"
+        hint = nearest(name, [*FORMATS, *BY_DTYPE, *besides])
         raise UsageError(f"format {name!r} is not known: {hint}")
     return row
