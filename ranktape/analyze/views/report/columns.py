@@ -17,7 +17,7 @@ import numpy as np
 
 from ranktape.analyze.engine.digests import digest_columns
 from ranktape.analyze.engine.sweep_measure import Job, sweep_records
-from ranktape.analyze.findings.survey import medians_of
+from ranktape.analyze.findings.survey import SITE, codes_of, medians_of
 from ranktape.analyze.metrics.target import is_sweepable
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.products import RECORDED
@@ -163,26 +163,15 @@ def sample_columns(known: RecordNumbers, *, first: Collection[int], limit: int =
     }
 
 
-_SITE_FIELDS = (
-    *("source", "module", "layer_idx", "layer_type", "operation", "phase"),
-    *("component", "quant_type", "tensor_name", "dtype", "mode"),
-)
-"""The fields that tell one tensor of the model from another."""
-
-
 def looked_at(records: Records, *, first: Sequence[int]) -> NDArray[np.int64]:
     """The rows of `MAX_LOOKED_AT` records in the order in which they are looked at."""
     is_first = np.zeros(len(records), dtype=bool)
     is_first[list(first)] = True
-    sites = np.zeros(len(records), dtype=np.int64)
-    for field in _SITE_FIELDS:
-        _, codes = np.unique(records.column(field).astype(str), return_inverse=True)
-        _, sites = np.unique(sites * (codes.max(initial=0) + 1) + codes, return_inverse=True)
+    sites = codes_of(*(records.column(field) for field in (*SITE, "dtype")))
     # How many records of the same site come before each.
     by_site = np.argsort(sites, kind="stable")
-    starts = np.flatnonzero(np.diff(sites[by_site], prepend=-1))
-    again = np.empty(len(records), dtype=np.int64)
-    again[by_site] = np.arange(len(records)) - np.repeat(starts, np.diff(np.append(starts, len(records))))
+    again = np.empty_like(sites)
+    again[by_site] = np.arange(len(records)) - np.searchsorted(sites[by_site], sites[by_site])
     return np.lexsort((np.arange(len(records)), again, ~is_first))[:MAX_LOOKED_AT]
 
 
