@@ -46,11 +46,12 @@ function say(id, text) {
   home.after(sentence);
 }
 
-/** Call `open` with the point of a chart that is clicked. */
+const opens = new Map();
+
+/** Call `open` with the point of a chart that is clicked, in place of what was called before. */
 function onClick(id, open) {
-  if (at(id).dataset.listens) return;
-  at(id).dataset.listens = "yes";
-  at(id).on("plotly_click", (event) => open(event.points[0]));
+  if (!opens.has(id)) at(id).on("plotly_click", (event) => opens.get(id)(event.points[0]));
+  opens.set(id, open);
 }
 
 /** As many names as fit beside one another. */

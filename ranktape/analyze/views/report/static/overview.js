@@ -132,14 +132,12 @@ function drawOverview() {
     rows: rowWords, columns: columnWords, colored: overviewColors(values, metric), text, marked, legend: at("overview-legend"),
     height: Math.min(680, Math.max(240, 110 + rows.length * 22)),
     xaxis: { title: { text: nameOf(state.columns) } }, yaxis: { title: { text: nameOf(state.rows) } },
-    open: (r, c) => openCell(r, c),
+    open: (r, c) => {
+      const cell = cellAt(rows[r], columns[c]);
+      if (cell !== undefined) focusOn(Array.from(new Set(cell.records)), nameOfCell(r, c, String));
+    },
   });
-  openCell = (r, c) => {
-    const cell = cellAt(rows[r], columns[c]);
-    if (cell !== undefined) focusOn(Array.from(new Set(cell.records)), nameOfCell(r, c, String));
-  };
 }
-let openCell = () => {};
 
 /** What recipes keep of each product of each module; a click shows the records that the products are computed from. */
 function drawRecipes() {
