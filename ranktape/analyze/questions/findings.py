@@ -47,14 +47,10 @@ _COLUMNS = (
     Column(name="source", kind=Kind.TEXT, is_detail=True),
     Column(name="iteration", kind=Kind.INTEGER, is_detail=True),
     Column(name="ranks", kind=Kind.LIST, is_detail=True),
-    Column(name="layer_stack", kind=Kind.TEXT, is_detail=True),
-    Column(name="layer_idx", kind=Kind.INTEGER, is_detail=True),
-    Column(name="layer_type", kind=Kind.TEXT, is_detail=True),
-    Column(name="module", kind=Kind.TEXT, is_detail=True),
-    Column(name="operation", kind=Kind.TEXT, is_detail=True),
-    Column(name="tensor_name", kind=Kind.TEXT, is_detail=True),
-    Column(name="sample", kind=Kind.TEXT, is_detail=True),
-    Column(name="channel", kind=Kind.INTEGER, is_detail=True),
+    *(
+        Column(name=name, kind=Kind.INTEGER if name in {"layer_idx", "channel"} else Kind.TEXT, is_detail=True)
+        for name in _FIELDS
+    ),
     Column(name="records", kind=Kind.INTEGER),
     Column(name="metric", kind=Kind.TEXT),
     Column(name="value", kind=Kind.FLOAT),
