@@ -38,11 +38,11 @@ ROW_INCHES, CELL_INCHES, LETTER_INCHES = 0.2, 0.55, 0.065
 
 def by_module(data: PlotData, row: Plot) -> Figure:
     """A panel for each product: modules, or layers of large models, against recipes."""
-    modules = modules_of(data)
+    modules = sorted(set(data.replayed.column("module")), key=lambda module: (natural(module), module))
     groups = {tuple(one.key.values()): one.exact for one in data.replayed.groups(("product", "recipe", "module"))}
     recipes = [*data.replayed.recipes, *([RECORDED] if RECORDED in data.replayed.column("recipe") else [])]
     grids = []
-    for product in products_of(data):
+    for product in (group.key["product"] for group in data.replayed.groups(["product"])):
         cells = [[groups.get((product, recipe, module)) for recipe in recipes] for module in modules]
         # A ratio that is infinite loses nothing; of NaN alone there is none.
         values = [[math.nan if one is None or one.sqnr is None else one.sqnr for one in row] for row in cells]
@@ -114,13 +114,3 @@ def _draw_maps(data: PlotData, row: Plot, grids: Sequence[Grid], note: str) -> F
     lost = np.stack([grid.has_nan for grid in grids if grid.has_nan is not None])
     page.handles += special_handles(np.where(np.isinf(shown), 0.0, shown), SQNR, has_nan=lost)
     return page.finish()
-
-
-def modules_of(data: PlotData) -> list[str]:
-    """The modules whose products were replayed, layers.8 before layers.73."""
-    return sorted(set(data.replayed.column("module")), key=lambda module: (natural(module), module))
-
-
-def products_of(data: PlotData) -> list[str]:
-    """The products that were computed again."""
-    return [group.key["product"] for group in data.replayed.groups(["product"])]
