@@ -69,6 +69,16 @@ def test_several_kinds_go_into_folders_with_an_index(run: str, tmp_path: Path) -
     assert "there is one rank: 0" in readme
 
 
+def test_a_plot_that_cannot_be_written_by_a_process_of_its_own_is_said(run: str, tmp_path: Path) -> None:
+    taken = tmp_path / "draw" / "overflow_analysis" / "overflow_histogram.png"
+    taken.mkdir(parents=True)
+    kinds = ("overflow_analysis", "layer_analysis", "neighbouring_layers")  # enough for two processes
+    result = invoke(run, *(word for kind in kinds for word in ("--kind", kind)), "-o", str(tmp_path / "draw"))
+    assert result.exit_code == 1
+    assert f"the plot cannot be written to {taken}: Is a directory" in result.stderr
+    assert not [path for path in tmp_path.rglob("*") if path.name.endswith((".partial", "index.json"))]
+
+
 @exhaustive("test_plots.py draws each kind, this command some of them")
 def test_all_plots_fill_the_folders_of_the_legacy_tool(tmp_path: Path) -> None:
     tensors = model_tensors(num_ranks=2, iterations=(3, 5))
