@@ -14,7 +14,7 @@ from ranktape.analyze.cli import cli
 from ranktape.analyze.engine import engine as engine_module
 from ranktape.analyze.engine.cache import VERSION
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.sheet import NOTHING, SheetForm, SheetRow, answer_of, sheet_of
+from ranktape.analyze.engine.sheet import NOTHING, KeptAnswer, Sheet, SheetForm, SheetRow, sheet_of
 from ranktape.analyze.questions import sweep_command
 from ranktape.analyze.questions.compare import compare
 from ranktape.errors import DataError, RanktapeError
@@ -138,16 +138,24 @@ def test_damaged_rows_are_made_again(run: Run) -> None:
 
 
 def test_an_answer_is_that_of_its_question(run: Run) -> None:
-    made = []
-
-    def compute() -> list[SheetRow]:
-        made.append(1)
-        return [SheetRow([1.0, None, 2.0]), SheetRow([len(made), None, 2.0])]
-
-    reader = open_run(run.url).select().reader
-    for about, last in ((["a"], 1), (["a"], 1), (["a", "b"], 2), (["ab"], 3), (["a", "b"], 2)):
-        sheet = answer_of(reader, about, FORM, compute, engine=Engine())
-        assert sheet.numbers[:, 0].tolist() == [1, last]
+    records = open_run(run.url).select()
+    fresh = 0
+    for selected, about, expected in (
+        (records, ["a"], None),
+        (records, ["a"], 1),
+        (records, ["a", "b"], None),
+        (records, ["ab"], None),
+        (records[:1], ["a"], None),
+        (records, ["a", "b"], 2),
+    ):
+        kept = KeptAnswer([selected], about, name=FORM.cache_name)
+        found = kept.find()
+        if found is None:
+            fresh += 1
+            kept.keep(FORM.columns([SheetRow([1.0, None, 2.0]), SheetRow([fresh, None, 2.0])]))
+            assert expected is None
+        else:
+            assert Sheet.of(found).numbers[:, 0].tolist() == [1, expected]
 
 
 @pytest.mark.parametrize(

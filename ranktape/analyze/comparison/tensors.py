@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ranktape.analyze.comparison.matching import Matching, Parts
 from ranktape.analyze.engine.engine import Engine, shares
-from ranktape.analyze.engine.sheet import SheetForm, SheetRow, answer_of, record_keys_of
+from ranktape.analyze.engine.sheet import KeptAnswer, Sheet, SheetForm, SheetRow
 from ranktape.analyze.engine.values import View, read_values, viewed_dtype
 from ranktape.analyze.numerics.differences import Differences, compare_parts
 from ranktape.analyze.numerics.distances import Distances
@@ -236,20 +236,17 @@ def kept_apart(
     """
     if not engine.use_cache:
         return list(compute())
-    sides = [record_keys_of(records) for records in (matching.a, matching.b, noise) if records is not None]
+    sides = [records for records in (matching.a, matching.b, noise) if records is not None]
     pairs = [str([(one.rows, one.is_assembled) for one in pair]) for pair in matching.pairs]
-    known = [*about, *map(str, map(len, sides)), *(key for keys in sides for key in keys), *pairs]
     form = SheetForm(name="pairs", width=_WIDTH, part_width=2)
-    fresh: list[Apart] = []
-
-    def rows() -> list[SheetRow]:
-        fresh.extend(compute())
+    kept = KeptAnswer(sides, [*about, *pairs], name=form.cache_name)
+    if (known := kept.find()) is None:
+        fresh = list(compute())
         # Of 64-bit floats a distance in units of the last place may be beyond: such an answer is not kept.
-        return [_row(one) for one in fresh] if all(map(_can_be_kept, fresh)) else []
-
-    sheet = answer_of(matching.a.reader, known, form, rows, engine=engine)
-    if fresh or len(sheet.numbers) != len(matching.pairs):
-        return fresh or list(compute())
+        if fresh and all(map(_can_be_kept, fresh)):
+            kept.keep(form.columns([_row(one) for one in fresh]))
+        return fresh
+    sheet = Sheet.of(known)
     columns = [
         sheet.cells(place, is_whole=place < 2 * len(_DIFFERENCES) and place % len(_DIFFERENCES) in _WHOLE)
         for place in range(_WIDTH)

@@ -335,6 +335,15 @@ class Cache:
         own = tuple(damaged) if target is self._places[0] else ()
         return Shelf(place=target, path=target.key(self._measure, group), damaged=own)
 
+    def keep(self, group: str, keys: Keys, columns: Columns) -> None:
+        """Write one object of a group; nothing more, with one warning, where that fails."""
+        shelf = self.shelf(group, damaged=())
+        if shelf is not None:
+            try:
+                shelf.put(keys, columns)
+            except StorageError as error:
+                self.give_up(str(error))
+
     def give_up(self, reason: str) -> None:
         """Write nothing more, because an object could not be written."""
         if self._target is not None:
@@ -419,14 +428,15 @@ def _hashes(column: Column | Sequence[Any]) -> Keys:
     return np.frombuffer(digests, dtype="<u8").reshape(-1, 2)[places]
 
 
-def _digest(text: str) -> str:
+def name_of_text(text: str) -> str:
+    """A name of 32 letters for a text of any length."""
     return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 def _path_name(name: str) -> str:
     """The name of a measure as a part of a key."""
     quoted = quote(name, safe="=,+")
-    return quoted if len(quoted) <= _MAX_NAME_LENGTH else f"{quoted[: _MAX_NAME_LENGTH - 33]}-{_digest(name)}"
+    return quoted if len(quoted) <= _MAX_NAME_LENGTH else f"{quoted[: _MAX_NAME_LENGTH - 33]}-{name_of_text(name)}"
 
 
 def _places(reader: RecordOrigin) -> Iterable[CachePlace]:
@@ -439,7 +449,7 @@ def _places(reader: RecordOrigin) -> Iterable[CachePlace]:
     folder = _user_folder()
     if folder is not None:
         source = reader.url if "://" in reader.url else os.path.realpath(reader.url)
-        yield CachePlace(backend=open_backend(folder / _digest(source)), prefix="")
+        yield CachePlace(backend=open_backend(folder / name_of_text(source)), prefix="")
 
 
 def _user_folder() -> Path | None:

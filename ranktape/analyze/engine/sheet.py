@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.engine.cache import Cache, Columns, Keys
+from ranktape.analyze.engine.cache import Cache, Columns, Keys, name_of_text
 from ranktape.analyze.engine.engine import Engine, WorkPlan, warn_once
-from ranktape.errors import RanktapeError, StorageError
+from ranktape.errors import RanktapeError
 from ranktape.storage import Records
 from ranktape.storage.records.record import RecordOrigin
 
@@ -42,6 +41,12 @@ class Sheet:
     """The parts of all records, one record after the other."""
     errors: dict[int, RanktapeError] = field(default_factory=dict)
     """By the place of a record why it has no row; its numbers are `NOTHING`."""
+
+    @classmethod
+    def of(cls, columns: Columns, *, errors: dict[int, RanktapeError] | None = None) -> Sheet:
+        """The rows that `SheetForm.columns` made columns of."""
+        sizes = columns.sizes("parts")
+        return cls(numbers=columns["numbers"], sizes=sizes, parts=columns["parts"], errors=errors or {})
 
     def cells(self, place: int, *, is_whole: bool) -> list[Any]:
         """A column of numbers as Python has them, None where there is none."""
@@ -93,7 +98,7 @@ class SheetForm:
         errors = {place: row for place, row in enumerate(rows) if isinstance(row, RanktapeError)}
         nothing = SheetRow([NOTHING] * self.width)
         columns = self.columns([nothing if isinstance(row, RanktapeError) else row for row in rows])
-        return Sheet(numbers=columns["numbers"], sizes=columns.sizes("parts"), parts=columns["parts"], errors=errors)
+        return Sheet.of(columns, errors=errors)
 
 
 Compute = Callable[["Records"], Iterator[SheetRow | RanktapeError]]
@@ -169,49 +174,25 @@ def _kept_rows(
             fresh = list(itertools.islice(made, len(chosen)))
             for place, row in zip(chosen, fresh, strict=True):
                 rows[place] = row
-            _keep(cache, path, keys[chosen], form, fresh)
+            good = [place for place, row in zip(chosen, fresh, strict=True) if not isinstance(row, RanktapeError)]
+            if good:
+                cache.keep(path, keys[good], form.columns([row for row in fresh if not isinstance(row, RanktapeError)]))
     return [row for row in rows if row is not None]
 
 
-def answer_of(
-    reader: RecordOrigin,
-    about: Sequence[Any],
-    form: SheetForm,
-    compute: Callable[[], Sequence[SheetRow]],
-    *,
-    engine: Engine,
-) -> Sheet:
-    """The rows of an answer about records together, `about` being the keys of these and all that was asked.
+class KeptAnswer:
+    """The columns of an answer about records together, kept under the keys of these and all that was asked."""
 
-    Raises:
-        RanktapeError: what `compute` raises.
-    """
-    if not engine.use_cache:
-        return form.sheet(compute())
-    words = chr(0).join(one.tobytes().hex() if isinstance(one, np.ndarray) else str(one) for one in about)
-    path = f"together/{hashlib.blake2b(words.encode(), digest_size=16).hexdigest()}"
-    cache = Cache(reader, name=form.cache_name, groups=[path], warn=warn_once)
-    for one in cache.find(path).objects:
-        columns = one.columns
-        return Sheet(numbers=columns["numbers"], sizes=columns.sizes("parts"), parts=columns["parts"])
-    rows = list(compute())
-    if rows:
-        keys = np.zeros((len(rows), 2), dtype=np.uint64)
-        _keep(cache, path, keys, form, rows)
-    return form.sheet(rows)
+    def __init__(self, records: Sequence[Records], about: Sequence[str], *, name: str) -> None:
+        """Take the records, all that was asked, and the name with its version; it is kept with the first records."""
+        words = [word for one in records for word in (str(len(one)), WorkPlan(one).keys.tobytes().hex())]
+        self._path = f"together/{name_of_text(chr(0).join([*words, *about]))}"
+        self._cache = Cache(records[0].reader, name=name, groups=[self._path], warn=warn_once)
 
+    def find(self) -> Columns | None:
+        """The columns, if they were kept."""
+        return next((found.columns for found in self._cache.find(self._path).objects), None)
 
-def record_keys_of(records: Records) -> list[str]:
-    """The key of each record, as text."""
-    return [key.tobytes().hex() for key in WorkPlan(records).keys]
-
-
-def _keep(cache: Cache, path: str, keys: Keys, form: SheetForm, rows: Sequence[SheetRow | RanktapeError]) -> None:
-    good = [place for place, row in enumerate(rows) if not isinstance(row, RanktapeError)]
-    shelf = cache.shelf(path, damaged=()) if good else None
-    if shelf is None:
-        return
-    try:
-        shelf.put(keys[good], form.columns([row for row in rows if not isinstance(row, RanktapeError)]))
-    except StorageError as error:
-        cache.give_up(str(error))
+    def keep(self, columns: Columns) -> None:
+        """Keep them."""
+        self._cache.keep(self._path, np.zeros((columns.num_records, 2), dtype=np.uint64), columns)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Sequence
 
 import numpy as np
 
-from ranktape.analyze.engine.cache import Cache, Columns
-from ranktape.analyze.engine.engine import Engine, WorkPlan, warn_once
+from ranktape.analyze.engine.cache import Columns
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.sheet import KeptAnswer
 from ranktape.analyze.table import Column, Kind, Table
-from ranktape.errors import StorageError
 from ranktape.storage import Records
-
-_KEYS = np.zeros((1, 2), dtype=np.uint64)
 
 
 class KeptTable:
@@ -23,31 +20,23 @@ class KeptTable:
 
     def __init__(self, records: Sequence[Records], about: Sequence[str], *, name: str, engine: Engine) -> None:
         """Take the records, all that was asked, and the name with its version."""
-        self._cache: Cache | None = None
-        if engine.use_cache and records:
-            words = [word for one in records for word in (str(len(one)), WorkPlan(one).keys.tobytes().hex())]
-            text = "\0".join([*words, *about])
-            self._path = f"together/{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
-            self._cache = Cache(records[0].reader, name=name, groups=[self._path], warn=warn_once)
+        self._kept = KeptAnswer(records, about, name=name) if engine.use_cache and records else None
 
     def find(self) -> Table | None:
         """The table, if it was kept."""
-        for found in [] if self._cache is None else self._cache.find(self._path).objects:
-            known = json.loads(found.columns["json"].tobytes())
-            columns = tuple(Column(**one | {"kind": Kind(one["kind"])}) for one in known.pop("columns"))
-            rows, notes = tuple(map(tuple, known.pop("rows"))), tuple(known.pop("notes"))
-            return Table(columns=columns, rows=rows, notes=notes, **known)
-        return None
+        found = None if self._kept is None else self._kept.find()
+        if found is None:
+            return None
+        known = json.loads(found["json"].tobytes())
+        columns = tuple(Column(**one | {"kind": Kind(one["kind"])}) for one in known.pop("columns"))
+        rows, notes = tuple(map(tuple, known.pop("rows"))), tuple(known.pop("notes"))
+        return Table(columns=columns, rows=rows, notes=notes, **known)
 
     def keep(self, table: Table) -> None:
         """Keep it."""
-        shelf = None if self._cache is None else self._cache.shelf(self._path, damaged=())
-        if self._cache is None or shelf is None:
+        if self._kept is None:
             return
         known = {name: getattr(table, name) for name in ("title", "rows", "notes", "is_verdict", "is_whole")}
         known["columns"] = [dataclasses.asdict(column) for column in table.columns]
         text = np.frombuffer(json.dumps(known).encode(), dtype=np.uint8)
-        try:
-            shelf.put(_KEYS, Columns({"json": text}, sizes={"json": np.array([text.size])}, num_records=1))
-        except StorageError as error:
-            self._cache.give_up(str(error))
+        self._kept.keep(Columns({"json": text}, sizes={"json": np.array([text.size])}, num_records=1))
