@@ -137,7 +137,9 @@ class Columns:
             yield found
 
     def take(self, places: NDArray[np.int64]) -> Columns:
-        """The columns of some of the records."""
+        """The columns of some of the records; these themselves where all are taken in their order."""
+        if np.array_equal(places, np.arange(self.num_records)):
+            return self
         arrays = {name: partial(self._rows, name, places) for name in self._arrays}
         sizes = {name: known[places] for name, known in self._sizes.items()}
         return Columns(arrays, sizes=sizes, num_records=len(places))
@@ -152,7 +154,7 @@ class Columns:
 
     @staticmethod
     def join(parts: Sequence[Columns]) -> Columns:
-        """The columns of the records of all parts, one part after the other; at least one part."""
+        """The columns of the records of all parts, one part after the other."""
         if len(parts) == 1:
             return parts[0]
         names = dict.fromkeys(name for one in parts for name in one.names)

@@ -34,7 +34,9 @@ from ranktape.analyze.numerics.digest import (
     numbers_of_patterns,
     push,
 )
+from ranktape.analyze.numerics.digest_kernels import NUM_TABLES, Nature, count_samples, digest_records, finish_record
 from ranktape.analyze.numerics.histograms.histogram import KINDS, Tallies, own_limits, pattern_values, scan
+from ranktape.analyze.numerics.histograms.moments import statistics_of
 from ranktape.analyze.numerics.pieces import frozen
 from ranktape.errors import DataError
 from ranktape.storage import Record, Records
@@ -84,9 +86,7 @@ class DigestMeasure:
                 own = members[start : start + step]
                 parts.append(self._stacked([record for _, record in own]))
                 places += [place for place, _ in own]
-        order = np.argsort(np.array(places, dtype=np.int64))
-        joined = Columns.join(parts) if parts else Columns({}, num_records=0)
-        return joined if bool((np.diff(order) == 1).all()) else joined.take(order)
+        return Columns.join(parts).take(np.argsort(np.array(places, dtype=np.int64)))
 
     def _single(self, record: Record) -> Columns:
         dtype = numpy_dtype(viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=self.view))
@@ -176,8 +176,16 @@ def digest_of(payload: Payload, *, dtype: str) -> Digest:
     return digests_of(Columns.of_payloads([payload]), [dtype]).digest(0)
 
 
-def digest_columns(records: Records, *, view: View = View.COMPUTE, engine: Engine | None = None) -> Iterator[Digests]:
+def digest_columns(
+    records: Records,
+    *,
+    view: View = View.COMPUTE,
+    engine: Engine | None = None,
+    is_mask: NDArray[np.bool_] | None = None,
+) -> Iterator[Digests]:
     """The digests of the records in their order, some hundred at a time: what is known is not read again.
+
+    The -Inf of records that are masks are infinite in their digests, and do not overflow.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
@@ -186,8 +194,10 @@ def digest_columns(records: Records, *, view: View = View.COMPUTE, engine: Engin
     """
     dtypes, start = viewed_dtypes(records, view=view), 0
     for columns in (engine or Engine()).columns(records, DigestMeasure(view=view)):
-        yield digests_of(columns, dtypes[start : start + columns.num_records])
-        start += columns.num_records
+        part = slice(start, start + columns.num_records)
+        known = digests_of(columns, dtypes[part])
+        yield known if is_mask is None else known.without_masks(is_mask[part])
+        start = part.stop
 
 
 def digests(records: Records, *, view: View = View.COMPUTE, engine: Engine | None = None) -> Iterator[Digest]:
@@ -244,9 +254,9 @@ def group_digests_of(
     sizes = np.bincount(group_of)
     groups = _Groups(viewed_dtypes(records, view=view), group_of, with_values=with_values)
     start, left, done = 0, sizes.copy(), list[int]()
-    for columns in digest_columns(records, view=view, engine=engine):
+    for columns in digest_columns(records, view=view, engine=engine, is_mask=is_mask):
         stop = start + len(columns)
-        groups.add(start, columns.without_masks(is_mask[start:stop]))
+        groups.add(start, columns)
         left -= np.bincount(group_of[start:stop], minlength=left.size)
         ended = np.unique(group_of[start:stop])
         done += ended[left[ended] == 0].tolist()
@@ -457,8 +467,6 @@ class _Table:
     @functools.cache
     def of(dtype: np.dtype[Any]) -> _Table:
         """The table of a type."""
-        from ranktape.analyze.numerics.digest_kernels import Nature
-
         values, limits = pattern_values(dtype), own_limits(dtype)
         natures = np.zeros(values.size, dtype=np.uint8)
         natures[(values != 0) & (np.abs(values) < limits.min_normal)] = Nature.UNDERFLOW
@@ -485,8 +493,6 @@ class _Counters(threading.local):
 
     def of(self, num_patterns: int) -> _Counted:
         """The counters for so many patterns."""
-        from ranktape.analyze.numerics.digest_kernels import NUM_TABLES
-
         if num_patterns not in self.known:
             self.known[num_patterns] = _Counted(
                 np.zeros((NUM_TABLES, num_patterns), dtype=np.uint32),
@@ -551,8 +557,6 @@ class _Room(NamedTuple):
 
 def _digest_rows(samples_RSI: NDArray[Any], dtype: np.dtype[Any], *, num_samples: int, has_samples: bool) -> Columns:
     """The digests of records of one shape, of a type of at most 16 bits; `num_samples` of each have metrics."""
-    from ranktape.analyze.numerics.digest_kernels import digest_records
-
     table, numbers = _Table.of(dtype), pattern_values(dtype)
     counted = _counters.of(numbers.size)
     num_records = len(samples_RSI)
@@ -587,8 +591,6 @@ def _narrow(
     parts: Iterable[NDArray[Any]], dtype: np.dtype[Any], metrics: NDArray[np.float64], *, has_samples: bool
 ) -> Columns:
     """The digest of values of a type of at most 16 bits; the metrics of samples are filled in, if there are rows."""
-    from ranktape.analyze.numerics.digest_kernels import count_samples
-
     values, natures = pattern_values(dtype), _Table.of(dtype).natures
     counted = _counters.of(values.size)
     try:
@@ -615,8 +617,6 @@ def _of_counts(counts: NDArray[np.int64], *, dtype: np.dtype[Any]) -> Columns:
 
 
 def _finished(counted: _Counted, num_met: int, dtype: np.dtype[Any], samples: NDArray[np.float64] | None) -> Columns:
-    from ranktape.analyze.numerics.digest_kernels import finish_record
-
     table, room = _Table.of(dtype), _Room.of(1, num_met)
     room.sizes[0] = finish_record(
         counted.met[:num_met],
@@ -669,8 +669,6 @@ def _wide(
     parts: Iterable[NDArray[Any]], dtype: np.dtype[Any], metrics: NDArray[np.float64], *, has_samples: bool
 ) -> Columns:
     """The digest of values of a type of more than 16 bits; the metrics of samples are filled in."""
-    from ranktape.analyze.numerics.histograms.moments import statistics_of
-
     limits = own_limits(dtype)
     statistics: list[Statistics] = []
     tallies: list[Tallies] = []

@@ -136,7 +136,7 @@ def measure_batch(batch: Batch) -> Measured:
                 parts.append(batch.measure([unless_failed(record)]))
             except RanktapeError as error:
                 errors[place] = error
-        columns = Columns.join(parts) if parts else Columns({}, num_records=0)
+        columns = Columns.join(parts)
     if batch.shelf is None or not columns.num_records:
         return Measured(columns=columns, errors=errors)
     good = np.setdiff1d(np.arange(len(batch.keys)), list(errors)) if errors else slice(None)
@@ -261,7 +261,7 @@ def _state_of(file: Any) -> str:
     return "\n".join(map(str, (file.site, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Span:
     """Neighbouring records of one group of one source, those of which that are not known are one batch."""
 
@@ -274,18 +274,12 @@ class _Span:
     """Of the span."""
     objects: Sequence[tuple[Columns, NDArray[np.int64]]]
     """Objects that hold some of its records, and the place of each record in the object, or -1."""
+    missing: NDArray[np.int64]
+    """Places in the span of the records that are not known."""
     damaged: tuple[str, ...]
     cache: Cache | None
     nbytes: int
     """Of all its records."""
-
-    @functools.cached_property
-    def missing(self) -> NDArray[np.int64]:
-        """Places in the span of the records that are not known."""
-        is_known = np.zeros(len(self.places), dtype=np.bool_)
-        for _, places in self.objects:
-            is_known |= places >= 0
-        return np.flatnonzero(~is_known)
 
     def work(self, measure: Measure, *, raises: bool) -> tuple[Callable[[Any], Any], Batch] | None:
         """The measuring of the records that are not known; None where all are."""
@@ -306,24 +300,18 @@ class _Span:
     def together(self, measured: Measured | None) -> tuple[Columns, dict[int, RanktapeError]]:
         """The columns of the span, without the records that failed; and by their places in the span why they did."""
         errors = {} if measured is None else {int(self.missing[place]): one for place, one in measured.errors.items()}
-        parts, places = [], []
+        parts, places = [], [np.zeros(0, dtype=np.int64)]
         left = np.ones(len(self.places), dtype=np.bool_)
         for columns, found in self.objects:
             (own,) = np.nonzero((found >= 0) & left)
             left[own] = False
             if own.size:
-                is_whole = own.size == columns.num_records and bool((found[own] == np.arange(own.size)).all())
-                parts.append(columns if is_whole else columns.take(found[own]))
+                parts.append(columns.take(found[own]))
                 places.append(own)
         if measured is not None and measured.columns.num_records:
             parts.append(measured.columns)
             places.append(np.setdiff1d(self.missing, list(errors)))
-        if not parts:
-            return Columns({}, num_records=0), errors
-        order = np.argsort(np.concatenate(places))
-        joined = Columns.join(parts)
-        is_sorted = bool((np.diff(order) == 1).all())
-        return joined if is_sorted else joined.take(order), errors
+        return Columns.join(parts).take(np.argsort(np.concatenate(places))), errors
 
 
 def _spans(records: Records, plan: WorkPlan, cache: Cache | None) -> Generator[_Span, None, None]:
@@ -365,6 +353,7 @@ def _spans_of_group(  # noqa: PLR0917  # a helper of the function above
             places=range(first + part.start, first + part.stop),
             keys=keys[part],
             objects=own,
+            missing=np.flatnonzero(~is_known[part]),
             damaged=tuple(found.damaged),
             cache=cache,
             nbytes=sum(plan.sizes[first + part.start : first + part.stop]),

@@ -128,9 +128,8 @@ def group_columns_of(
     if len(groups.keys) == len(records):
         # Each record is a group of its own.
         numbers, start = np.array(groups.numbers, dtype=np.int64), 0
-        for columns in digest_columns(records, view=view, engine=engine):
-            part = slice(start, start + len(columns))
-            yield numbers[part], columns.without_masks(is_mask[part])
+        for columns in digest_columns(records, view=view, engine=engine, is_mask=is_mask):
+            yield numbers[start : start + len(columns)], columns
             start += len(columns)
         return
     yield from group_digests_of(

@@ -83,8 +83,5 @@ def digests_without_masks(records: Records, *, view: View, engine: Engine | None
         StorageError: the store cannot be read.
         UsageError: what was kept of a record cannot be looked at so.
     """
-    is_mask, start = additive_masks(records), 0
-    for columns in digest_columns(records, view=view, engine=engine):
-        known = columns.without_masks(is_mask[start : start + len(columns)])
-        yield from map(known.digest, range(len(known)))
-        start += len(columns)
+    for columns in digest_columns(records, view=view, engine=engine, is_mask=additive_masks(records)):
+        yield from map(columns.digest, range(len(columns)))

@@ -10,18 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.numerics.digest import exponents_of
+from ranktape.analyze.numerics.digest import Digest, Digests, exponents_of
 from ranktape.analyze.table import Column, Kind
 from ranktape.errors import UsageError
 from ranktape.storage.format.record_info import EXTREMES
-
-if TYPE_CHECKING:
-    from ranktape.analyze.numerics.digest import Digest, Digests
 
 PERCENTILES = ("0.1", "1", "5", "25", "50", "75", "95", "99", "99.9")
 """The percentiles that have a name."""
@@ -44,8 +41,6 @@ class Metric:
 
     def of(self, digest: Digest) -> float | None:
         """The metric of one digest; None where there is none."""
-        from ranktape.analyze.numerics.digest import Digests
-
         value = float(self.of_columns(Digests.of(digest))[0])
         if math.isnan(value):
             return None

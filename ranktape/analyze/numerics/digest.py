@@ -88,8 +88,9 @@ class Digest:
 
         NaN is no number, infinities are. A float is the decimal number as which it is written: 0.999 of 1,000 are 999.
         """
-        found = (Digests.of(self).quantiles(one)[0] for one in probabilities)
-        return [None if math.isnan(value) else float(value) for value in found]
+        known = Digests.of(self)
+        found = (float(known.quantiles(one)[0]) for one in probabilities)
+        return [None if math.isnan(value) else value for value in found]
 
 
 ENDS = ("minimum", "maximum", "largest_finite", "smallest_nonzero")
