@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +12,7 @@ from numpy.typing import NDArray
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.metrics.gather import Groups, group_columns_of
-from ranktape.analyze.metrics.metric import METRICS, cells_of, has_percentiles, parse_metric
+from ranktape.analyze.metrics.metric import METRICS, Metric, has_percentiles
 from ranktape.analyze.metrics.target import parse_targets
 from ranktape.analyze.numerics.digest import SAMPLE_METRICS, Digests
 from ranktape.analyze.numerics.formats import FORMATS
@@ -94,24 +92,22 @@ def _flushed(known: Digests) -> NDArray[np.float64]:
     return np.where(known.has_values, flushed / nonzero, math.nan)
 
 
-def _flags(known: Digests, of: Callable[[Digests], NDArray[np.bool_]]) -> NDArray[np.float64]:
-    return of(known).astype(np.float64)
+def _number(name: str, of_columns: Callable[[Digests], NDArray[np.float64]], *, needs_values: bool = True) -> Metric:
+    return Metric(name=name, kind=Kind.FLOAT, head=name, of_columns=of_columns, needs_values=needs_values)
 
 
-OF_COLUMNS: dict[str, Callable[[Digests], NDArray[np.float64]]] = {
-    **{name: one.of_columns for name, one in METRICS.items()},
-    "saturated": _saturated,
-    "floored": _floored,
-    "coarse": _coarse,
-    "flushed": _flushed,
-    "is_exact": functools.partial(_flags, of=lambda known: known.is_exact),
-    "has_percentiles": functools.partial(_flags, of=has_percentiles),
-    "has_values": functools.partial(_flags, of=lambda known: known.has_values),
-}
+_BESIDE = (
+    _number("saturated", _saturated),
+    _number("floored", _floored),
+    _number("coarse", _coarse),
+    _number("flushed", _flushed),
+    _number("is_exact", lambda known: known.is_exact.astype(np.float64), needs_values=False),
+    _number("has_percentiles", lambda known: has_percentiles(known).astype(np.float64), needs_values=False),
+    _number("has_values", lambda known: known.has_values.astype(np.float64), needs_values=False),
+)
+
+NUMBERS: dict[str, Metric] = METRICS | {one.name: one for one in _BESIDE}
 """What can be asked of digests: every metric that has a name, and what findings know of a digest beside these."""
-
-NUMBERS = tuple(OF_COLUMNS)
-"""The names of all of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +124,6 @@ class RecordNumbers:
     def column(self, name: str) -> NDArray[np.float64]:
         """One number for each record, NaN where there is none."""
         return self.columns[name]
-
-    def cells(self, name: str) -> list[Any]:
-        """The same as a table holds them."""
-        return cells_of(self.columns[name], kind=METRICS[name].kind if name in METRICS else Kind.FLOAT)
 
     def of_samples(self, name: str) -> NDArray[np.float64]:
         """One of `SAMPLE_METRICS` of the samples of all records."""
@@ -151,7 +143,7 @@ class RecordNumbers:
 
 
 def numbers_of(
-    records: Records, names: Sequence[str] = NUMBERS, *, view: View, engine: Engine | None = None
+    records: Records, names: Iterable[str] = NUMBERS, *, view: View, engine: Engine | None = None
 ) -> RecordNumbers:
     """What is known of each record; values are read of those alone that were never asked about.
 
@@ -161,42 +153,21 @@ def numbers_of(
         UsageError: of a record values were kept that are rounded already, and are to be looked at as they were seen.
     """
     groups = Groups(keys=({},) * len(records), sizes=(1,) * len(records), numbers=tuple(range(len(records))))
-    return numbers_of_groups(records, groups, [parse_number(name) for name in names], view=view, engine=engine)
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """A name and what it is of digests."""
-
-    name: str
-    of_columns: Callable[[Digests], NDArray[np.float64]]
-    needs_values: bool = True
-
-
-def parse_number(name: str) -> Number:
-    """What a name of `NUMBERS` is, or a metric.
-
-    Raises:
-        UsageError: there is no such metric.
-    """
-    if name in OF_COLUMNS and name not in METRICS:
-        return Number(name, OF_COLUMNS[name], needs_values=not name.startswith(("is_", "has_")))
-    metric = parse_metric(name)
-    return Number(metric.name, metric.of_columns, needs_values=metric.needs_values)
+    return numbers_of_groups(records, groups, [NUMBERS[name] for name in names], view=view, engine=engine)
 
 
 def numbers_of_groups(
-    records: Records, groups: Groups, numbers: Sequence[Number], *, view: View, engine: Engine | None = None
+    records: Records, groups: Groups, metrics: Sequence[Metric], *, view: View, engine: Engine | None = None
 ) -> RecordNumbers:
     """What is known of each group of records as if it were one; of samples nothing is said. Raises as `numbers_of`."""
-    columns = {one.name: np.full(len(groups.keys), math.nan) for one in numbers}
+    columns = {one.name: np.full(len(groups.keys), math.nan) for one in metrics}
     sizes = np.zeros(len(groups.keys), dtype=np.int64)
     samples = []
     known = group_columns_of(
-        records, groups, view=view, engine=engine, with_values=any(one.needs_values for one in numbers)
+        records, groups, view=view, engine=engine, with_values=any(one.needs_values for one in metrics)
     )
     for places, digests in known:
-        for one in numbers:
+        for one in metrics:
             columns[one.name][places] = one.of_columns(digests)
         sizes[places] = np.maximum(0, digests.sample_sizes)
         samples.append(digests.samples)

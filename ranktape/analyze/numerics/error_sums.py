@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from ranktape.analyze.numerics.differences import cosine_of, decibels
+from ranktape.analyze.numerics.error_kernels import add_errors
 from ranktape.analyze.numerics.pieces import array_of, each, frozen, tensor_or_array
 from ranktape.errors import UsageError
 
@@ -156,8 +157,6 @@ def error_sums(
     if any(not isinstance(one, np.ndarray) and one.device.type != "cpu" for one in pair):
         return _device_sums(*pair)
     want, got = _rows(pair[0]), _rows(pair[1]) if rest is None else _patterns(pair[1])
-    from ranktape.analyze.numerics.error_kernels import add_errors
-
     more = None if rest is None else _patterns(rest)
     step = max(1, PART // max(1, want.shape[1]), -(-want.shape[0] // MAX_PARTS))
     starts = range(0, want.shape[0], step)

@@ -13,7 +13,7 @@ from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import words
 from ranktape.analyze.metrics.gather import row_groups
 from ranktape.analyze.metrics.metric import METRICS, cells_of, is_percentile, metric_columns, parse_metric
-from ranktape.analyze.metrics.numbers import numbers_of_groups, parse_number
+from ranktape.analyze.metrics.numbers import NUMBERS, numbers_of_groups
 from ranktape.analyze.questions.neighbours import beside_next
 from ranktape.analyze.questions.samples import sample_stats
 from ranktape.analyze.table import Column, Kind, Table
@@ -66,9 +66,9 @@ def stats(
         return sample_stats(records, by=by, metrics=names, view=look, engine=engine)
     chosen = [parse_metric(name) for name in names] or list(METRICS.values())
     groups = row_groups(records, by=by)
-    names_of = [parse_number(name) for name in (*(one.name for one in chosen), "has_percentiles", "is_exact")]
-    known = numbers_of_groups(records, groups, names_of, view=look, engine=engine)
-    states = zip(known.column("has_percentiles").tolist(), known.column("is_exact").tolist(), strict=True)
+    of_state = NUMBERS["has_percentiles"], NUMBERS["is_exact"]
+    known = numbers_of_groups(records, groups, [*chosen, *of_state], view=look, engine=engine)
+    states = zip(*(known.column(one.name).tolist() for one in of_state), strict=True)
     cells = [
         *(cells_of(known.column(one.name), kind=one.kind) for one in chosen),
         [_precision(*state) for state in states],

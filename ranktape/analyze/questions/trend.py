@@ -21,7 +21,7 @@ from ranktape.analyze.findings.survey import SITE
 from ranktape.analyze.identity import group_columns, with_stacks, words
 from ranktape.analyze.metrics.gather import Groups, group_records
 from ranktape.analyze.metrics.metric import Metric, cells_of, parse_metric
-from ranktape.analyze.metrics.numbers import numbers_of_groups, parse_number
+from ranktape.analyze.metrics.numbers import numbers_of_groups
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import UsageError
 from ranktape.storage import Records
@@ -91,8 +91,7 @@ def _found(
     records: Records, groups: Groups, chosen: Sequence[Metric], *, view: View, engine: Engine | None
 ) -> list[tuple[float | None, ...]]:
     """The metrics of each group."""
-    names = [parse_number(one.name) for one in chosen]
-    known = numbers_of_groups(records, groups, names, view=view, engine=engine)
+    known = numbers_of_groups(records, groups, chosen, view=view, engine=engine)
     return list(zip(*(cells_of(known.column(one.name), kind=one.kind) for one in chosen), strict=True))
 
 

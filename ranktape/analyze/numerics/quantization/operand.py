@@ -19,6 +19,14 @@ import numpy as np
 
 from ranktape.analyze.numerics.formats import FORMATS, Coding, Rounding
 from ranktape.analyze.numerics.pieces import array_of, check_readable, each
+from ranktape.analyze.numerics.quantization.kernels import (
+    INFINITY,
+    MAGNITUDE,
+    add_squared_errors,
+    find_largest,
+    quantize_rows,
+    rounding_of,
+)
 from ranktape.analyze.numerics.quantization.plan import (
     OperandOptions,
     QuantizeOptions,
@@ -264,8 +272,6 @@ class _Rows:
         """The values with factors in `scale_shape`, in float32 or bfloat16, in the shape of the tensor."""
         import torch
 
-        from ranktape.analyze.numerics.quantization.kernels import quantize_rows, rounding_of
-
         values = torch.empty(self.groups.shape, dtype=dtype)
         bits = torch.uint16 if dtype is torch.bfloat16 else torch.int32
         results_RC = values.view(bits).numpy().reshape(self.numbers_RC.shape)
@@ -282,8 +288,6 @@ class _Rows:
     def largest(self) -> tuple[torch.Tensor, float]:
         """The largest magnitudes of groups, and the largest finite one of all, as `ScaleGroups.scales` takes them."""
         import torch
-
-        from ranktape.analyze.numerics.quantization.kernels import INFINITY, MAGNITUDE
 
         scheme = self.groups.plan.scheme
         is_block, num_columns = scheme.scaling is Scaling.BLOCK, self.numbers_RC.shape[1]
@@ -302,8 +306,6 @@ class _Rows:
 
     def _raised(self, shape: tuple[int, int], group_R: NDArray[np.int64], run: int, end: np.int32) -> NDArray[np.int32]:
         """The patterns of the largest magnitudes below an end; of few groups those of each part apart."""
-        from ranktape.analyze.numerics.quantization.kernels import find_largest
-
         is_shared = group_R is not self.group_R or self.groups.plan.scheme.scaling is not Scaling.BLOCK
         found_GK = np.zeros(shape, dtype=np.int32)
 
@@ -319,8 +321,6 @@ class _Rows:
     def squared_errors(self, scales: GroupScales) -> torch.Tensor:
         """What the squared errors of the values of each group add up to, in `scale_shape`."""
         import torch
-
-        from ranktape.analyze.numerics.quantization.kernels import add_squared_errors
 
         values = self.quantized(*factors_of(scales, plan=self.groups.plan), dtype=torch.float32)
         results_RC = _patterns(values).reshape(self.numbers_RC.shape)
