@@ -152,6 +152,32 @@ def test_a_flush_that_failed_is_made_again(backend: RetryingBackend, monkeypatch
     assert calls[0] == 2
 
 
+def test_a_flush_waits_for_what_another_thread_is_flushing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+    flush_file = os.fdatasync
+
+    def slow(descriptor: int) -> None:
+        has_begun.set()
+        may_end.wait(60)
+        flush_file(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", slow)
+    backend = LocalBackend(str(root))
+    backend.put("a", [b"."])
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(backend.flush)
+        assert has_begun.wait(60)
+        second = pool.submit(backend.flush)
+        try:
+            # Nothing was written since, and yet "a" is not on the disk.
+            with pytest.raises(TimeoutError):
+                second.result(timeout=0.5)
+        finally:
+            may_end.set()
+        first.result(60)
+        second.result(60)
+
+
 def test_the_run_itself_may_be_behind_a_link(backend: RetryingBackend, root: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(root)
     linked = open_backend(tmp_path / "link")

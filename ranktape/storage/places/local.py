@@ -87,8 +87,9 @@ class LocalBackend(Backend):
         self.is_shared = True
         self._root = Path(self.url)
         self._serial = itertools.count()
-        # No lock: a forked process could inherit it locked.
+        # Without a lock: a forked process could inherit it locked.
         self._unflushed: deque[Path] = deque()
+        self._flushing: dict[int, threading.RLock] = {}
 
     def __reduce__(self) -> tuple[type[LocalBackend], tuple[str]]:
         return LocalBackend, (self.url,)
@@ -189,22 +190,24 @@ class LocalBackend(Backend):
 
         Not whole file systems, unless the files are very many: that would wait for whatever others have written.
         """
-        are_all_known, paths = len(self._unflushed) <= _MAX_UNFLUSHED, set[Path]()
-        with contextlib.suppress(IndexError):  # until it is empty
-            while True:
-                paths.add(self._unflushed.popleft())
-        outside = set(self._root.parent.parents)
-        folders = {folder for path in paths for folder in path.parents} - outside
-        try:
-            with self._translated("flush", ""):
-                if not are_all_known:
-                    os.sync()
-                elif paths:
-                    _flush_files(paths)
-                    _flush_folders(folders)
-        except StorageError:
-            self._unflushed.extend(paths)
-            raise
+        # What another thread is flushing must be on the disk, too. Each process has a lock of its own.
+        with self._flushing.setdefault(os.getpid(), threading.RLock()):
+            are_all_known, paths = len(self._unflushed) <= _MAX_UNFLUSHED, set[Path]()
+            with contextlib.suppress(IndexError):  # until it is empty
+                while True:
+                    paths.add(self._unflushed.popleft())
+            outside = set(self._root.parent.parents)
+            folders = {folder for path in paths for folder in path.parents} - outside
+            try:
+                with self._translated("flush", ""):
+                    if not are_all_known:
+                        os.sync()
+                    elif paths:
+                        _flush_files(paths)
+                        _flush_folders(folders)
+            except StorageError:
+                self._unflushed.extend(paths)
+                raise
 
     def _note(self, path: Path) -> None:
         """Remember that a file is to be flushed."""
