@@ -25,7 +25,7 @@ import numpy as np
 from ranktape.errors import RunFormatError
 from ranktape.fields import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, RECORD_FIELDS, STRING_FIELDS, FieldKind
 from ranktape.storage.format.archive import ARCHIVE_DAMAGE, ColumnArchive, pack_columns
-from ranktape.storage.format.arrays import crc_of
+from ranktape.storage.format.arrays import crc_of, crc_text
 from ranktape.storage.format.layout import SITE_FIELDS, TensorSite, rank_iteration_path, site_path
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, ElementTally, Overflow, RecordInfo
 from ranktape.storage.format.validation import check_document, check_numbers, check_records, parse_json, parse_shape
@@ -347,7 +347,7 @@ def _restored(name: str, column: Column) -> Iterable[Any]:
         case FieldKind.OPTIONAL_REAL:
             return (None if math.isnan(value) else value for value in values)
         case FieldKind.CHECKSUM:
-            return (f"crc32c:{value:08x}" for value in values)
+            return map(crc_text, values)
         case FieldKind.JSON:
             # Made anew for each record: whoever changes what one of them says changes no other.
             return (_parsed(name, text) for text in values)

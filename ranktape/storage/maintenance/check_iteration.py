@@ -22,6 +22,7 @@ from ranktape.storage.format.arrays import (
     blob_key,
     blob_nbytes,
     checksum,
+    crc_text,
     parse_array,
     read_stored,
     split_checksum,
@@ -428,7 +429,7 @@ def _try(view: AttemptView, stored: StoredArray, index: int, stated: int) -> str
 
 
 def _differs(array: np.ndarray[Any, Any], stated: int) -> str:
-    there, expected = checksum(array), f"crc32c:{stated:08x}"
+    there, expected = checksum(array), crc_text(stated)
     return "" if there == expected else f"the values are not those captured: their checksum is {there}, not {expected}"
 
 

@@ -18,6 +18,7 @@ from ranktape.storage.format.arrays import (
     StoredArray,
     checksum,
     combine,
+    crc_text,
     fetch_object,
     open_stored,
     read_rows,
@@ -166,7 +167,7 @@ class RunReader:
             # Compared as a whole, behind the last of them.
             with self._explained(record):
                 crc = yield from read_runs(self.backend, stored, num_elements=RUN)
-            self._expect(record, f"crc32c:{crc:08x}", info.checksum)
+            self._expect(record, crc_text(crc), info.checksum)
         else:
             yield from split(self.read(record, sample=None), sample_dim=info.sample_dim)
 
@@ -177,12 +178,12 @@ class RunReader:
         for expected in stored.sample_checksums or ():
             with self._explained(record):
                 values, crc = next(slices)
-            self._expect(record, f"crc32c:{crc:08x}", expected)
+            self._expect(record, crc_text(crc), expected)
             crcs.append(crc)
             yield values[np.newaxis]
         if stored.cut_axis == 0:
             whole = combine(crcs, part_nbytes=stored.chunk_nbytes)
-            self._expect(record, f"crc32c:{whole:08x}", record.info.checksum)
+            self._expect(record, crc_text(whole), record.info.checksum)
 
     def open_array(self, path: str) -> zarr.Array[Any]:
         """The Zarr array at a path below the run; no value is read."""
