@@ -25,6 +25,7 @@ from ranktape.storage.maintenance.check_iteration import (
     decode_stamped,
 )
 from ranktape.storage.maintenance.finding import CheckFinding, CheckReport, FindingKind, Findings, Mend
+from ranktape.storage.maintenance.outbox import SPILLED_KEY
 from ranktape.storage.maintenance.work import OnProgress, Work
 from ranktape.storage.places.backend import Backend, ObjectInfo
 
@@ -37,8 +38,8 @@ _NUM_THREADS = 16
 _MAX_NAMED = 100
 """Foreign objects, and ranks that left nothing, that are named before the rest is counted."""
 
-_REMEMBERED = ("commit", "is_enough")
-"""The attributes of markers and of the plan that are compared with something."""
+_REMEMBERED = ("commit", "is_enough", SPILLED_KEY)
+"""The attributes of markers and of the plan that are looked at."""
 
 
 def check_run(backend: Backend, *, deep: bool = False, on_progress: OnProgress | None = None) -> CheckReport:

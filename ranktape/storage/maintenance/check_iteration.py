@@ -41,7 +41,6 @@ from ranktape.storage.format.documents import (
     MAX_COMMIT_NBYTES,
     decode_document,
     document_checksum,
-    read_attributes,
     read_document,
 )
 from ranktape.storage.format.layout import DOCUMENT, AttemptKey, KeyKind, Mark, document_key
@@ -55,9 +54,8 @@ from ranktape.storage.query.columns import StringColumn, rows_of, values_of
 _MAX_NAMED = 3
 """Damaged tensors of one stack, differing weights and ranks that are named before the rest is counted."""
 
-MALFORMED = (*(DataError, RunFormatError, ArithmeticError), *(AttributeError, LookupError, TypeError, ValueError))
+_MALFORMED = (RunFormatError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What comes of a document whose JSON is not what we write, whoever wrote it."""
-
 
 _PARSED_RATIO = 8
 """A document that was parsed takes so many times the memory of its text."""
@@ -260,7 +258,7 @@ class _RankCheck:
             says = "the rank has committed it" if Mark.COMMITTED in self._marks else "the iteration is complete"
             what = f"{says}, but the document of the rank's commit is missing"
             found.error(FindingKind.MISSING, what, key=self._key)
-        elif keys and (waits := self._spilled_to()) is not None:
+        elif keys and (waits := (self._marks.get(Mark.FAILED) or {}).get(SPILLED_KEY)) is not None:
             # What lies here is a part of it: it must not be removed before the rest is brought.
             what = f"{len(keys)} objects of an iteration of which the rest waits in {waits} for 'ranktape push'"
             found.note(FindingKind.UNFINISHED, what, **place)
@@ -270,17 +268,6 @@ class _RankCheck:
             what += ": it is being recorded, or its processes were lost" if view.is_open else ""
             kind = FindingKind.UNFINISHED if view.is_open else FindingKind.DEBRIS
             found.note(kind, what, mend=Mend.REMOVE_OBJECTS, **place)
-
-    def _spilled_to(self) -> Any:
-        """Where the rank says that the iteration waits, which it failed to store."""
-        if Mark.FAILED not in self._marks:
-            return None
-        try:
-            path = layout.marker_path(self._view.attempt.path, *self._place, Mark.FAILED)
-            words: Mapping[str, Any] = read_attributes(self._view.backend, path) or {}
-            return words.get(SPILLED_KEY)
-        except (DataError, RunFormatError):
-            return None  # the marker itself is looked at elsewhere
 
     def _look_at_marker(self, result: RankResult) -> None:
         found, view = self.found, self._view
@@ -354,7 +341,7 @@ class _RankCheck:
         try:
             stored = parse_array(document, path=path, place=view.place(key))
             said = documented_columns(stored.attributes, name=name)
-        except MALFORMED as error:
+        except _MALFORMED as error:
             what = f"its document is not one of an array of tensors: {error}"
             found.error(FindingKind.DAMAGED, what, **fields)
             return found.items, {key}
