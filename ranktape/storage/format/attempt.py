@@ -239,14 +239,9 @@ def write_plan(backend: Backend, *, attempt: Attempt, plan: IterationPlan) -> No
         StorageError: the run was deleted or replaced, or cannot be written.
     """
     check_attempt(backend, attempt)
-    attributes: dict[str, Any] = {
-        "iterations": list(plan.iterations),
-        "is_done": plan.is_done,
-        "is_enough": plan.is_enough,
-    }
-    if plan.asked:
-        attributes["asked"] = {one.name: _asked_document(one) for one in plan.asked}
-    write_group(backend, layout.plan_path(attempt.path), attributes)
+    attributes = dataclasses.asdict(plan)
+    asked = {one.pop("name"): one for one in attributes.pop("asked")}
+    write_group(backend, layout.plan_path(attempt.path), attributes | ({"asked": asked} if asked else {}))
 
 
 def read_plan(backend: Backend, *, attempt: Attempt) -> IterationPlan | None:
@@ -265,7 +260,3 @@ def read_plan(backend: Backend, *, attempt: Attempt) -> IterationPlan | None:
         named = [{**one, "name": name} if isinstance(one, dict) else one for name, one in asked.items()]
         attributes["asked"] = named
     return converted(attributes, IterationPlan, place=f"{backend.url}/{layout.document_key(path)}")
-
-
-def _asked_document(one: Asked) -> dict[str, Any]:
-    return {"iterations": list(one.iterations), "num_iterations": one.num_iterations, "settings": dict(one.settings)}

@@ -70,12 +70,7 @@ def write_request(backend: Backend, *, attempt: Attempt, request: Request) -> st
     """
     # Names tell which one came first, as far as clocks agree.
     name = f"{int(time.time() * 1000):012x}{secrets.token_hex(4)}"
-    attributes = {
-        "num_iterations": request.num_iterations,
-        "settings": {key: value if isinstance(value, str) else list(value) for key, value in request.settings.items()},
-        "by": request.by[:_MAX_TEXT],
-        "written": time.time(),
-    }
+    attributes = {**dataclasses.asdict(request), "by": request.by[:_MAX_TEXT], "written": time.time()}
     key = layout.document_key(layout.request_path(attempt.path, name))
     write_group(backend, layout.control_path(attempt.path), {})
     backend.create(key, encode_document(group_document(attributes), key=key))
@@ -117,12 +112,7 @@ def write_answer(backend: Backend, *, attempt: Attempt, name: str, answer: Answe
     Raises:
         StorageError: the store cannot be written.
     """
-    attributes = {
-        "iterations": list(answer.iterations),
-        "is_held": answer.is_held,
-        "refusal": answer.refusal,
-        "written": time.time(),
-    }
+    attributes = {**dataclasses.asdict(answer), "written": time.time()}
     write_group(backend, layout.answer_path(attempt.path, name), attributes)
 
 
