@@ -252,6 +252,7 @@ def test_names_are_those_of_fields_in_their_order() -> None:
         ("", "invalid syntax at character 1, found the end, in ''"),
         ("rank", r"expected a comparison such as rank == 0, or like\(field, 'pattern'\) at character 1, found 'rank'"),
         ("rank = 1", r"invalid syntax at character 6, found '=' \(write ==\)"),
+        (r"rank == 1 and like(module, 'a\.b')", r"invalid escape sequence.* at character \d+, found"),
         ("rank == 1 & layer_idx == 0", r"at character 9, found '1 & layer_idx' \(write and\)"),
         ("rank == 1 || layer_idx == 0", r"at character 12, found '\|' \(write or\)"),
         ("rank == 1 OR layer_idx == 0", r"at character 11, found 'OR' \(write or\)"),

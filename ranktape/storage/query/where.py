@@ -29,6 +29,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -248,7 +249,10 @@ class _Reader:
     def parse(self) -> ast.expr:
         """The tree of the text."""
         try:
-            return ast.parse(self._spaced, mode="eval").body
+            with warnings.catch_warnings():
+                # Of a backslash before a letter that it says nothing about Python warns, and keeps it in the text.
+                warnings.simplefilter("error")
+                return ast.parse(self._spaced, mode="eval").body
         except SyntaxError as error:
             # What Python adds in a second sentence, or in parentheses, is about programs.
             what = re.split(r"\. | \(", error.msg)[0] or "invalid syntax"
