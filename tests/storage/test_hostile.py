@@ -63,6 +63,14 @@ def test_documents_that_are_too_large_are_not_read(run: Path, group: str, nbytes
         read_commit(backend, run.name, 0, 0) if group == COMMIT else open_run(run.parent)
 
 
+def test_an_array_whose_document_is_too_large_is_damaged(run: Path) -> None:
+    [document] = (run / COMMIT).glob("large*/zarr.json")
+    os.truncate(document, 1 << 40)
+    [record] = open_run(run.parent).select(site=[document.parent.name], rank=0)
+    with pytest.raises(DataError, match=r"is damaged: .* is larger than"):
+        record.read()
+
+
 def test_bytes_that_grew_are_not_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = open_backend(run.parent)
     path = f"{run.name}/{ITERATION}"

@@ -28,12 +28,14 @@ import numpy as np
 from ranktape.errors import DataError, RunFormatError, UsageError
 from ranktape.storage.format.block_counts import NUM_CODES, WIDE_FROM
 from ranktape.storage.format.documents import (
+    MAX_COMMIT_NBYTES,
     MAX_PACKED_NBYTES,
     array_document,
     chunk_key,
     decode_document,
     encode_document,
     pack,
+    read_document,
     unpack,
 )
 from ranktape.storage.format.dtypes import DTYPES, DtypeRow
@@ -52,9 +54,6 @@ _COMBINED_NBYTES = 1 << 18
 
 _INDEX_ENTRY_NBYTES = 16
 _CRC_NBYTES = 4
-
-_MAX_DOCUMENT_NBYTES = 64 << 20
-"""The document of a full stack has a tenth of that; a larger one is not read, whoever wrote it."""
 
 _PIECE_NBYTES = 64 << 20
 _NUM_THREADS = 4
@@ -398,11 +397,11 @@ def open_stored(backend: Backend, path: str) -> StoredArray:
 
     Raises:
         DataError: the document is missing, or not what was written.
-        RunFormatError: it is not one of our arrays.
+        RunFormatError: it is not one of our arrays, or larger than their documents are.
     """
     key = document_key(path)
     place = f"{backend.url}/{key}"
-    data = backend.get(key, max_nbytes=_MAX_DOCUMENT_NBYTES)
+    data = read_document(backend, path, max_nbytes=MAX_COMMIT_NBYTES)
     if data is None:
         raise DataError(f"{place} is committed, but missing: {_ASK}")
     return parse_array(decode_document(data, place=place, key=key), path=path, place=place)

@@ -239,8 +239,7 @@ MAX_DOCUMENT_NBYTES = 16 << 20
 """Of the document of a run, an attempt and what else is one of a kind."""
 
 MAX_COMMIT_NBYTES = 128 << 20
-"""Of the documents that grow with what was captured: commits, and markers, which name what was not captured."""
-
+"""Of those that grow with what was captured: arrays, commits, and markers, which name what was not captured."""
 
 _NUM_REQUESTS = 16
 """In flight where nobody says otherwise."""
