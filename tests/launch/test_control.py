@@ -213,7 +213,15 @@ def test_a_store_that_is_slow(tmp_path: Path, s3_server: S3Server) -> None:
     with flaky_proxy(s3_server.endpoint_url) as proxy:
         url = s3_server.new_url()
         slow = json.dumps(s3_server.storage_options | {"endpoint_url": proxy.endpoint_url})
-        with training(tmp_path, "--every", "1000000", "--storage-options", slow, url=url, storage_options=s3_server.storage_options) as one:
+        with training(
+            tmp_path,
+            "--every",
+            "1000000",
+            "--storage-options",
+            slow,
+            url=url,
+            storage_options=s3_server.storage_options,
+        ) as one:
             proxy.faults += [SLOW] * 100_000
             reply = trigger(url, iterations=1, storage_options=s3_server.storage_options)
             one.wait_for(one.has(*reply.iterations))
