@@ -11,7 +11,7 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from ranktape.capture.rendezvous import RankPlace, Rendezvous, collective_seconds
 from ranktape.capture.settings.options import SETTINGS, CaptureOptions
 from ranktape.capture.staging.process import WriterConfig, WriterProcess
-from ranktape.errors import LateError, UsageError
+from ranktape.errors import LateError, StorageError, UsageError
 from ranktape.lazy_names import __version__
 from ranktape.storage.format.attempt import Launch
 from ranktape.storage.places.backend import Backend
@@ -92,27 +92,28 @@ def try_place(backend: RetryingBackend, options: CaptureOptions) -> None:
     check_place(place, resume=options.resume or options.adds, overwrite=options.overwrite)
     # An object store may let a writer add objects, and not remove them.
     if "://" not in place.url:
-        folders = missing_folders(place)
-        name = f"trial-{secrets.token_hex(4)}"
-        place.put(name, [b""])
-        place.delete(name)
-        remove_folders(folders)
+        try_writing(place)
 
 
-def missing_folders(backend: Backend) -> list[Path]:
-    """The folders, innermost first, that a store in a directory would have to make."""
-    if "://" in backend.url:
-        return []
+def try_writing(backend: Backend) -> None:
+    """Write a small object, read it and remove it, with the folders that were made for it.
+
+    Raises:
+        StorageError: one of that failed.
+    """
     path = Path(backend.url)
-    return [folder for folder in (path, *path.parents) if not folder.exists()]
-
-
-def remove_folders(folders: Iterable[Path]) -> None:
-    """Remove folders that are empty, innermost first."""
-    for folder in folders:
-        # On another node, or by another rank, or by somebody who begins to use it.
-        with contextlib.suppress(OSError):
-            folder.rmdir()
+    folders = [] if "://" in backend.url else [one for one in (path, *path.parents) if not one.exists()]
+    key, content = f"ranktape-trial-{secrets.token_hex(4)}", secrets.token_bytes(1024)
+    try:
+        backend.put(key, [content])
+        if backend.get(key) != content:
+            raise StorageError(f"{backend.url}/{key} was written, and something else is read")
+        backend.delete_keys([key])
+    finally:
+        for folder in folders:
+            # Another rank, or somebody else, may use it already.
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def start_writer(

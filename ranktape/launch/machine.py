@@ -6,22 +6,20 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
-import secrets
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ranktape.errors import RanktapeError
-from ranktape.launch.place import CommandAnswer, command_of, count_text
+from ranktape.launch.place import CommandAnswer, command_of, count_text, shown
 from ranktape.lazy_names import __version__
 from ranktape.storage.format.memory import available_nbytes, nbytes_text
-from ranktape.storage.places.backend import without_credentials
 from ranktape.storage.places.failures import printable
 
-USERS_EXTRAS = ("", "dask", "notebook", "tensorboard", "parquet")
+EXTRAS = ("", "dask", "notebook", "tensorboard", "parquet")
 """The extras that users install; the others are for developers."""
 
 
@@ -46,7 +44,7 @@ def doctor(url: str | None = None, *, storage_options: Mapping[str, Any] | None 
     compiled kernels and the memory. At URL, where one is given, a small object is written, read and removed. Exits with
     3 when something is lacking that a capture or an analysis needs.
     """
-    found = [
+    return [
         Examined(name="ranktape", found=__version__),
         Examined(name="Python", found=f"{platform.python_version()} ({sys.executable})"),
         Examined(name="platform", found=f"{platform.platform()}, {os.cpu_count()} cores"),
@@ -54,35 +52,33 @@ def doctor(url: str | None = None, *, storage_options: Mapping[str, Any] | None 
         *_torch(),
         _kernels(),
         Examined(name="memory", found=f"{nbytes_text(available_nbytes())} available"),
+        *([] if url is None else [_store(url, storage_options)]),
     ]
-    return found if url is None else [*found, _store(url, storage_options)]
 
 
 def _packages() -> Iterator[Examined]:
     """The packages that the metadata of ranktape requires, with the installed versions."""
     from packaging.requirements import Requirement
 
-    try:
-        needed = list(map(Requirement, importlib.metadata.requires("ranktape") or []))
-    except importlib.metadata.PackageNotFoundError:
-        yield Examined(name="packages", found="not known", is_lacking=True, way_out="pip install ranktape")
-        return
-    seen: set[str] = set()
-    for extra in USERS_EXTRAS:
+    needed = [Requirement(text) for text in importlib.metadata.requires("ranktape") or ()]
+    extra_of: dict[str, tuple[Requirement, str]] = {}
+    for extra in EXTRAS:
         for one in needed:
-            if one.name in seen or not (one.marker is None or one.marker.evaluate({"extra": extra})):
-                continue
-            seen.add(one.name)
-            try:
-                version = importlib.metadata.version(one.name)
-            except importlib.metadata.PackageNotFoundError:
-                asked = f"pip install 'ranktape[{extra}]'" if extra else "pip install ranktape"
-                yield Examined(name=one.name, found="not installed", is_lacking=not extra, way_out=asked)
-                continue
-            is_good = one.specifier.contains(version, prereleases=True)
-            found = version if is_good else f"{version}, but {one.specifier} is required"
-            way_out = "" if is_good else f"pip install --upgrade '{one.name}{one.specifier}'"
-            yield Examined(name=one.name, found=found, is_lacking=not (is_good or extra), way_out=way_out)
+            if one.marker is None or one.marker.evaluate({"extra": extra}):
+                extra_of.setdefault(one.name, (one, extra))
+    for name, (needs, extra) in extra_of.items():
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            way_out = f"pip install 'ranktape[{extra}]'" if extra else "pip install ranktape"
+            yield Examined(name=name, found="not installed", is_lacking=not extra, way_out=way_out)
+            continue
+        if needs.specifier.contains(version, prereleases=True):
+            yield Examined(name=name, found=version)
+        else:
+            found = f"{version}, but {needs.specifier} is required"
+            way_out = f"pip install --upgrade '{name}{needs.specifier}'"
+            yield Examined(name=name, found=found, is_lacking=not extra, way_out=way_out)
 
 
 def _torch() -> Iterator[Examined]:
@@ -90,24 +86,19 @@ def _torch() -> Iterator[Examined]:
     import torch
     import torch.distributed as dist
 
-    has_gpu = torch.cuda.is_available()
-    for name, is_there, is_needed in (
-        ("gloo", dist.is_available() and dist.is_gloo_available(), not has_gpu),
-        ("nccl", dist.is_available() and dist.is_nccl_available(), has_gpu),
-    ):
-        found = "in this build of torch" if is_there else "not in this build of torch"
-        way_out = "" if is_there else f"only for distributed trainings over {name}: install a build of torch with it"
-        yield Examined(name=name, found=found, is_lacking=is_needed and not is_there, way_out=way_out)
-    for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        yield Examined(name=f"cuda:{index}", found=f"{device.name}, {nbytes_text(device.total_memory)}")
-    if not has_gpu:
-        way_out = "only for trainings on GPUs: install a build of torch for CUDA, and its driver"
-        yield Examined(name="CUDA", found="no usable GPU", way_out=way_out)
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    gpus = ", ".join(f"{device.name} ({nbytes_text(device.total_memory)})" for device in devices)
     compiler = (shlex.split(os.environ.get("CXX", "")) or ["g++"])[0]
-    path = shutil.which(compiler)
-    way_out = "" if path else "only for torch.compile on CPUs: apt-get install g++, or name another compiler in CXX"
-    yield Examined(name="C++ compiler", found=path or f"no {compiler} on the PATH", way_out=way_out)
+    has_gloo, has_nccl = (dist.is_available() and one() for one in (dist.is_gloo_available, dist.is_nccl_available))
+    for name, found, is_needed, way_out in (
+        ("gloo", has_gloo and "available", not gpus, "for trainings on CPUs: a build of torch with gloo"),
+        ("nccl", has_nccl and "available", gpus, "for trainings on GPUs: a build of torch with NCCL"),
+        ("GPUs", gpus, False, "for trainings on GPUs: a build of torch for CUDA, and its driver"),
+        ("C++ compiler", shutil.which(compiler), False, "for torch.compile: apt-get install g++, or set CXX"),
+    ):
+        text = found or (f"no {compiler} on the PATH" if name == "C++ compiler" else "not available")
+        is_lacking = bool(is_needed and not found)
+        yield Examined(name=name, found=text, is_lacking=is_lacking, way_out="" if found else way_out)
 
 
 def _kernels() -> Examined:
@@ -126,35 +117,14 @@ def _kernels() -> Examined:
 def _store(url: str, storage_options: Mapping[str, Any] | None) -> Examined:
     """Whether a small object can be written to a URL, read and removed again."""
     from ranktape.capture.settings.options import CaptureOptions
-    from ranktape.capture.starting import missing_folders, open_place, remove_folders
+    from ranktape.capture.starting import open_place, try_writing
 
-    name = without_credentials(url) if "://" in url else url
-    key, content = f"ranktape-doctor-{secrets.token_hex(4)}", secrets.token_bytes(1024)
-    step = "opened"
     try:
-        backend = open_place(url, CaptureOptions(storage_options=storage_options))
-        folders = missing_folders(backend)
-        steps: tuple[tuple[str, Callable[[], object]], ...] = (
-            ("written", lambda: backend.put(key, [content])),
-            ("read", lambda: _same(backend.get(key), content)),
-            ("removed", lambda: backend.delete_keys([key])),
-        )
-        try:
-            for name_of_step, work in steps:
-                step = name_of_step
-                work()
-        finally:
-            remove_folders(folders)
+        try_writing(open_place(url, CaptureOptions(storage_options=storage_options)))
     except RanktapeError as error:
-        left = f"; the object {key} is left there" if step in {"read", "removed"} else ""
-        found, way_out = f"cannot be {step}: {error}{left}", "correct what the message names, and try again"
-        return Examined(name=name, found=found, is_lacking=True, way_out=way_out)
-    return Examined(name=name, found="an object can be written, read and removed")
-
-
-def _same(read: bytes | None, written: bytes) -> None:
-    if read != written:
-        raise RanktapeError("the object that is read is not the one that was written")
+        way_out = "correct what the message names, and try again"
+        return Examined(name=shown(url), found=f"cannot be used: {error}", is_lacking=True, way_out=way_out)
+    return Examined(name=shown(url), found="an object can be written, read and removed")
 
 
 @command_of(doctor)

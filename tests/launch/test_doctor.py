@@ -60,7 +60,7 @@ def test_a_place_that_cannot_be_written_is_lacking(tmp_path: Path) -> None:
     assert result.stdout.endswith("1 thing lacking\n")
     assert f"Error: {tmp_path / 'file' / 'run'}: see above how to get it" in result.stderr
     found = findings(str(tmp_path / "file" / "run"), code=3)[str(tmp_path / "file" / "run")]
-    assert found["found"].startswith("cannot be written: ")
+    assert found["found"].startswith("cannot be used: ")
     assert (tmp_path / "file").read_text() == "a file"
 
 
@@ -70,7 +70,7 @@ def test_a_place_that_cannot_be_written_is_lacking(tmp_path: Path) -> None:
 )
 def test_an_url_that_is_none_is_lacking(url: str, said: str) -> None:
     store = findings(url, code=3)[url]
-    assert store["found"].startswith("cannot be opened: ")
+    assert store["found"].startswith("cannot be used: ")
     assert said in store["found"]
 
 
