@@ -9,7 +9,6 @@ from typing import Any
 from ranktape.capture.console import Console
 from ranktape.capture.staging.process import WriterProcess
 from ranktape.errors import RanktapeError
-from ranktape.storage.format.progress import read_verdict
 from ranktape.storage.format.status import RunVerdict
 from ranktape.storage.places.backend import Backend
 
@@ -44,6 +43,9 @@ def verdict_of(
     missing = [] if problem is None else [f"rank {rank}: {problem}"]
     # Only rank 0 has a coordinator; the others answer for what they stored themselves.
     if rank == 0:
+        # Not at the top: whoever imports `Capture` does without what reads runs.
+        from ranktape.storage.format.progress import read_verdict
+
         try:
             # Not by the attempt of another launch that has taken the run.
             judged = read_verdict(backend, until=words.get("attempt"))

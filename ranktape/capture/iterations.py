@@ -21,8 +21,7 @@ from ranktape.capture.settings.selecting import Selecting
 from ranktape.capture.staging.ring import NoRoomError
 from ranktape.capture.staging.ring_file import Counter, SlotKind
 from ranktape.errors import CaptureError, RanktapeError
-from ranktape.storage.format.status import DISABLED
-from ranktape.storage.format.triggers import MAX_TEXT, TriggerKind
+from ranktape.storage.format.status import DISABLED, MAX_TEXT, TriggerKind
 
 if TYPE_CHECKING:
     import torch

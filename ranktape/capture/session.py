@@ -40,8 +40,7 @@ from ranktape.capture.tensors.master import MasterWeights
 from ranktape.errors import CaptureError, UsageError
 from ranktape.storage.format.layout import rank_iteration_path, site_path
 from ranktape.storage.format.memory import available_nbytes
-from ranktape.storage.format.status import RunVerdict
-from ranktape.storage.format.triggers import TriggerKind
+from ranktape.storage.format.status import RunVerdict, TriggerKind
 
 if TYPE_CHECKING:
     import argparse

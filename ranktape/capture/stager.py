@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -14,9 +14,11 @@ from ranktape.capture.staging.device import DeviceStage, Reduction, driver_of
 from ranktape.capture.staging.ring import RingProducer
 from ranktape.capture.staging.ring_file import SlotKind
 from ranktape.capture.tensors.parts import UnrecordableError
-from ranktape.capture.tensors.taking import StatisticsTaker, is_summable, take_on_device
 from ranktape.capture.writing.counting import device_nbytes
 from ranktape.errors import CaptureError, RanktapeError
+
+if TYPE_CHECKING:
+    from ranktape.capture.tensors.taking import StatisticsTaker
 
 _Answer = TypeVar("_Answer")
 
@@ -30,7 +32,12 @@ class Stager:
     def __init__(self, ring: RingProducer, *, takes_statistics: bool, timeout_seconds: float) -> None:
         """Where it `takes_statistics`, be ready for that; the time is the longest wait for room."""
         self._ring = ring
-        self._taker = StatisticsTaker() if takes_statistics else None
+        self._taker: StatisticsTaker | None = None
+        if takes_statistics:
+            # Imports numba, which a capture of values does without.
+            from ranktape.capture.tensors.taking import StatisticsTaker
+
+            self._taker = StatisticsTaker()
         self._timeout_seconds = timeout_seconds
         self._device: DeviceStage | None = None
         self._refusal: str | None = None
@@ -73,7 +80,11 @@ class Stager:
             return "host" if is_reduced and self._taker is not None else ""
         spare_nbytes = self._ring.free_nbytes // 2 - self._ring.capacity // 8
         is_short = self._taker is not None and tensor.nbytes > spare_nbytes
-        return "device" if (is_reduced or is_short) and is_summable(tensor) else ""
+        if not (is_reduced or is_short):
+            return ""
+        from ranktape.capture.tensors.taking import is_summable
+
+        return "device" if is_summable(tensor) else ""
 
     def put_statistics(self, tensor: torch.Tensor, header: bytes, *, sample_dim: int | None) -> None:
         """What the values add up to.
@@ -82,6 +93,8 @@ class Stager:
             CaptureError: as `RingProducer.reserve`.
         """
         if not tensor.is_cpu:
+            from ranktape.capture.tensors.taking import take_on_device
+
             nbytes = device_nbytes(1 if sample_dim is None else tensor.shape[sample_dim])
             self.put_values(tensor, header, nbytes=nbytes, reduce=partial(take_on_device, sample_dim=sample_dim))
             return

@@ -24,11 +24,9 @@ from ranktape.capture.settings.options import SETTINGS, CaptureOptions
 from ranktape.capture.staging.process import WriterConfig, WriterProcess
 from ranktape.errors import LateError, StorageError, UsageError
 from ranktape.lazy_names import __version__
-from ranktape.storage.format.attempt import Launch
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.places.urls import open_backend
-from ranktape.storage.recording.start import check_place
 
 _GIT_TIMEOUT_SECONDS = 5
 
@@ -88,6 +86,9 @@ def try_place(backend: RetryingBackend, options: CaptureOptions) -> None:
         RunExistsError: there is a run at the URL.
         StorageError: the store cannot be reached, or the directory not be written.
     """
+    # Not at the top: whoever imports `Capture` does without what reads runs.
+    from ranktape.storage.recording.start import check_place
+
     place = backend.with_deadline(timeout_seconds=options.block_timeout_seconds)
     check_place(place, resume=options.resume or options.adds, overwrite=options.overwrite)
     # An object store may let a writer add objects, and not remove them.
@@ -163,6 +164,8 @@ def _meeting_seconds(options: CaptureOptions) -> float:
 
 
 def _writer_config(options: CaptureOptions, *, url: str, place: RankPlace, launch_id: str) -> WriterConfig:
+    from ranktape.storage.format.attempt import Launch
+
     # As plain values: those of classes that a script has defined cannot be passed on.
     own = [one for one in SETTINGS if not (one.takes_several or one.is_free)]
     changed: dict[str, Any] = {one.name: one.default for one in SETTINGS if one not in own}

@@ -18,7 +18,7 @@ from ranktape.capture.writing.counting import device_nbytes, staged_record
 from ranktape.storage import open_run
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.statistics import STATISTICS, Statistics
-from ranktape.storage.format.triggers import TriggerKind
+from ranktape.storage.format.status import TriggerKind
 from tests.device.accelerator import Accelerator
 from tests.device.models import NUM_STEPS, Training
 

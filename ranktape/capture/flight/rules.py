@@ -15,7 +15,7 @@ import numpy as np
 
 from ranktape.capture.settings.rules import FIELDS, OF_OVERFLOW, SiteTrigger
 from ranktape.fields import field_names
-from ranktape.storage.format.triggers import TriggerKind
+from ranktape.storage.format.status import TriggerKind
 from ranktape.storage.query.columns import Column, StringColumn
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ranktape.capture.flight.watch import look_seconds
 from ranktape.capture.rendezvous import Bulletin
 from ranktape.capture.staging.ring import RingProducer
 from ranktape.capture.staging.ring_file import Counter, iteration_of, noted
@@ -74,6 +73,8 @@ class Peers:
 
     def __init__(self, bulletin: Bulletin, *, ring: RingProducer, world_size: int) -> None:
         """Begin."""
+        from ranktape.capture.flight.watch import look_seconds
+
         self._bulletin = bulletin
         self._ring = ring
         self._seconds = look_seconds(world_size)

@@ -11,6 +11,28 @@ from typing import Any
 DISABLED = "capture disabled itself"
 """Begins the last words of a rank that recorded nothing more after a failure inside of the capture."""
 
+MAX_TEXT = 2000
+"""Characters of a text in a trigger."""
+
+
+class TriggerKind(enum.StrEnum):
+    """What kind of thing happened."""
+
+    NAN = "nan"
+    """A recorded tensor held a NaN."""
+    INF = "inf"
+    """A recorded tensor held an infinity."""
+    METRIC = "metric"
+    """A metric of a recorded tensor was beyond a limit that was given (`--trigger`)."""
+    USER = "user"
+    """The program said so (`capture.trigger`)."""
+    SIGNAL = "signal"
+    """A signal asked for it."""
+    EXCEPTION = "exception"
+    """The training ended with an error: an uncaught exception, as of a collective that timed out."""
+    DEATH = "death"
+    """The training process died, without a word."""
+
 
 class IterationState(enum.StrEnum):
     """How far one iteration is."""

@@ -7,7 +7,6 @@ no agreement and no lock. Whoever looks at the names knows which iterations are 
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,27 +15,8 @@ from ranktape.errors import DataError, RunFormatError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import Attempt, check_attempt
 from ranktape.storage.format.documents import Count, for_each, read_as, write_group
+from ranktape.storage.format.status import MAX_TEXT, TriggerKind
 from ranktape.storage.places.backend import Backend
-
-
-class TriggerKind(enum.StrEnum):
-    """What kind of thing happened."""
-
-    NAN = "nan"
-    """A recorded tensor held a NaN."""
-    INF = "inf"
-    """A recorded tensor held an infinity."""
-    METRIC = "metric"
-    """A metric of a recorded tensor was beyond a limit that was given (`--trigger`)."""
-    USER = "user"
-    """The program said so (`capture.trigger`)."""
-    SIGNAL = "signal"
-    """A signal asked for it."""
-    EXCEPTION = "exception"
-    """The training ended with an error: an uncaught exception, as of a collective that timed out."""
-    DEATH = "death"
-    """The training process died, without a word."""
-
 
 _LATE_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 """What a launcher sends to the other ranks when one has failed."""
@@ -104,9 +84,6 @@ class Trigger:
 
 MAX_STORED = 100
 """Iterations of triggers of one kind for which all ranks store what they hold; later triggers are counted."""
-
-MAX_TEXT = 2000
-"""Characters of a text in a trigger."""
 
 
 def write_trigger(backend: Backend, *, attempt: Attempt, trigger: Trigger, number: int = 0) -> None:
