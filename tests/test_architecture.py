@@ -42,7 +42,7 @@ NUMERICS_MAY_IMPORT = {
     "ranktape.errors",
     "ranktape.yaml_file",  # recipes are files of users
     "ranktape.analyze.numerics",
-    *(f"ranktape.storage.format.{leaf}" for leaf in ("block_counts", "dtypes", "record_info", "statistics")),
+    *(f"ranktape.storage.format.{leaf}" for leaf in ("dtypes", "record_info", "statistics")),
 }
 """It knows arrays, and of storage the plain types that stored values have; no run, no record, no view."""
 

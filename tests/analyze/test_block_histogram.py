@@ -12,12 +12,12 @@ import pytest
 
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.numerics.histograms import block_tables
+from ranktape.analyze.numerics.histograms.block_counts import CUT_UNITS
 from ranktape.analyze.numerics.histograms.block_histogram import APART, BlockHistogram, count_blocks, count_few_cells
 from ranktape.analyze.numerics.histograms.block_tables import CUTS
 from ranktape.analyze.numerics.histograms.histogram import count_values
 from ranktape.analyze.numerics.quantization.schemes import ScaleRule, scale_exponents
 from ranktape.errors import UsageError
-from ranktape.storage.format.block_counts import CUT_UNITS
 from ranktape.storage.format.dtypes import DTYPES, numpy_dtype
 
 SMALL_TYPES = [row.name for row in DTYPES.values() if row.is_floating and row.itemsize <= 2]

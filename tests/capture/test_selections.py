@@ -80,7 +80,7 @@ def test_what_the_rules_say_is_stored_and_nothing_else(
             assert record.statistics().mean == pytest.approx(float(original.read().mean()), abs=1e-6)
         elif how == "histogram":
             assert record.keep == "histogram"
-            assert record.counts().sum() == original.read().size
+            assert record.histogram()[:65536].sum() == original.read().size
             assert record.shape == original.shape
         else:
             places = [0, 2] if how == "samples" else [1]

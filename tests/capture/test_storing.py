@@ -283,8 +283,8 @@ def test_what_a_header_asks_for_is_kept_at_once(make: Callable[..., Bench], coun
         if record.keep == "values":
             assert record.read().tobytes() == arrays[name].tobytes()
     halves = values.astype(numpy_dtype("bfloat16"))
-    assert np.array_equal(records["bf16"].counts(), count_values(halves).counts)
-    assert np.array_equal(records["wide"].counts(), count_values(arrays["wide"].astype(halves.dtype)).counts)
+    assert np.array_equal(records["bf16"].histogram()[:65536], count_values(halves).counts)
+    assert np.array_equal(records["wide"].histogram()[:65536], count_values(arrays["wide"].astype(halves.dtype)).counts)
     assert records["sums"].statistics() == statistics_of(arrays["sums"])
 
 

@@ -167,7 +167,7 @@ def read_problems(run: Path, truth: Truth) -> tuple[list[str], list[str]]:
     for record in records:
         info = record.info
         try:
-            found = raw_bytes(record.counts() if info.keep == Keep.HISTOGRAM else record.read())
+            found = raw_bytes(record.histogram() if info.keep == Keep.HISTOGRAM else record.read())
         except RanktapeError as error:
             refused.append(str(error))
             continue

@@ -211,7 +211,7 @@ def test_values_are_given_up_where_the_ring_is_small_and_statistics_stay(tmp_pat
             if record.keep == "values":
                 assert record.read().tobytes() == values.tobytes()
             elif record.keep == "histogram":
-                assert int(record.counts().sum()) == values.size
+                assert int(record.histogram()[:65536].sum()) == values.size
             else:
                 assert record.statistics().absmax == np.abs(values).max()
                 assert record.statistics().num_elements == values.size

@@ -290,6 +290,6 @@ def test_one_sample_cannot_stand_for_another(tmp_path: Path) -> None:
 
 @given(strategies.shapes(), st.sampled_from(["", "BHTD", "TBH"]))
 def test_dimension_names_are_unique_and_tell_the_extent(shape: tuple[int, ...], layout: str) -> None:
-    names = dimension_names(describe(np.zeros(shape), layout=layout))
+    names = dimension_names(describe(np.zeros(shape), layout=layout), shape=shape)
     assert len(set(names)) == len(shape)
     assert [int(name.rpartition("_")[2]) for name in names] == list(shape)

@@ -13,8 +13,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ranktape.analyze.engine.values import View, read_block_histogram
+from ranktape.analyze.numerics.histograms.block_counts import BLOCK_AXES, NUM_CODES
 from ranktape.errors import UsageError
-from ranktape.storage.format.block_counts import BLOCK_AXES
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.places.urls import open_backend
@@ -45,7 +46,7 @@ def expected(name: str) -> list[dict[str, Any]]:
 def stored(record: Record) -> np.ndarray[Any, Any]:
     if record.keep == Keep.STATISTICS:
         return record.statistics().to_vector()
-    return record.counts() if record.keep == Keep.HISTOGRAM else record.read()
+    return record.histogram()[:NUM_CODES] if record.keep == Keep.HISTOGRAM else record.read()
 
 
 def digest(values: np.ndarray[Any, Any]) -> str:
@@ -164,7 +165,8 @@ def test_the_counted_blocks_are_those_of_the_values(axis: str) -> None:
     assert run.select(keep="histogram").column("tensor_name").tolist() == names
     for name in names:
         values = run.select(tensor_name=name, keep="values")[0].read()
-        counted = run.select(tensor_name=name, keep="histogram")[0].block_counts(axis=axis)
+        record = run.select(tensor_name=name, keep="histogram")[0]
+        counted = read_block_histogram(record, axis=axis, view=View.COMPUTE)
         rounded = values.astype(ml_dtypes.bfloat16) if name == "wide" else values
         lines = rounded.reshape(-1, rounded.shape[-1] if rounded.ndim else 1)
         lines = lines if axis == "features" else lines.T
@@ -192,4 +194,4 @@ def test_the_counted_blocks_are_those_of_the_values(axis: str) -> None:
 def test_histograms_of_patterns_alone_have_no_blocks(name: str) -> None:
     for record in golden(name).select(keep="histogram"):
         with pytest.raises(UsageError, match="no blocks along 'tokens' were counted, but single values alone"):
-            record.block_counts(axis="tokens")
+            read_block_histogram(record, axis="tokens", view=View.COMPUTE)

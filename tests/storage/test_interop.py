@@ -25,7 +25,7 @@ def stored(record: Record) -> np.ndarray[Any, Any]:
     if record.keep == Keep.STATISTICS:
         return record.statistics().to_vector()
     if record.keep == Keep.HISTOGRAM:
-        return record._reader.read(record, sample=None)  # the counts of patterns and those of blocks
+        return record.histogram()
     return record.read()
 
 

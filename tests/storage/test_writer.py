@@ -208,9 +208,9 @@ def test_histograms_are_records_too(tmp_path: Path, dtype: type[np.unsignedinteg
     for call in range(2):
         writer.write(counts + call, info=describe(small(0), call=call, nbytes=counts.nbytes, **kept))
     records = complete(backend, attempt, [writer]).select(keep="histogram")
-    assert [int(record.counts()[5]) for record in records] == [5, 6]
+    assert [int(record.histogram()[5]) for record in records] == [5, 6]
     assert records[0].shape == (8192, 1 << 20)
-    with pytest.raises(Exception, match=r"use counts\(\)"):
+    with pytest.raises(Exception, match=r"use histogram\(\)"):
         records[0].read()
 
 

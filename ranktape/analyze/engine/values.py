@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.formats import BY_DTYPE
+from ranktape.analyze.numerics.histograms.block_counts import BLOCK_AXES, NUM_CODES, unpack_blocks
 from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram
 from ranktape.analyze.numerics.histograms.histogram import Histogram, pattern_values
 from ranktape.errors import DataError, UsageError
@@ -110,9 +111,10 @@ def read_histogram(record: Record, *, view: View) -> Histogram:
     """
     counted = _counted_dtype(record)
     wanted = viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=view)
-    counts = record.counts().astype(np.int64)
+    counts = record.histogram()[:NUM_CODES].astype(np.int64)
     dtype = dtype_row(counted).numpy_dtype
-    if dtype.itemsize != HALF_NBYTES or int(counts.sum()) != math.prod(record.shape):
+    is_whole = counts.size == NUM_CODES and int(counts.sum()) == math.prod(record.shape)
+    if dtype.itemsize != HALF_NBYTES or not is_whole:
         raise DataError(f"the histogram of {record!r} is damaged: it counts other elements than the tensor had")
     if wanted == counted:
         return Histogram(dtype=dtype, counts=counts)
@@ -149,7 +151,18 @@ def read_block_histogram(record: Record, *, axis: str = "features", view: View) 
     dtype = dtype_row(counted).numpy_dtype
     if dtype.itemsize != HALF_NBYTES:
         raise DataError(f"the histogram of {record!r} is damaged: no values of {counted} are counted")
-    counts = record.block_counts(axis=axis)
+    try:
+        found = {one.axis: one for one in unpack_blocks(record.histogram())}
+    except DataError as error:
+        raise DataError(f"{record!r} is damaged: {error}") from error
+    if axis not in found:
+        raise UsageError(
+            f"of {record!r} no blocks along {axis!r} were counted, but {', '.join(found) or 'single values alone'}: "
+            f"the capture counts blocks along {' and '.join(BLOCK_AXES)}"
+        )
+    counts = found[axis]
+    if counts.num_elements != math.prod(record.shape):
+        raise DataError(f"the counts of blocks of {record!r} are damaged: they are of other elements than it had")
     return BlockHistogram(dtype=dtype, **{field.name: getattr(counts, field.name) for field in fields(counts)})
 
 

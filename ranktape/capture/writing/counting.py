@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from ranktape.analyze.numerics.histograms.block_counts import BLOCK_AXES, NUM_CODES, pack_histogram, padded
 from ranktape.capture.staging.ring_file import Slot
-from ranktape.storage.format.block_counts import BLOCK_AXES, NUM_CODES, pack_histogram, padded
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, ElementTally, Keep, Overflow, RecordInfo
 from ranktape.storage.format.statistics import STATISTICS, Statistics

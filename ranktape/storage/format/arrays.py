@@ -26,7 +26,6 @@ import google_crc32c
 import numpy as np
 
 from ranktape.errors import DataError, RunFormatError, UsageError
-from ranktape.storage.format.block_counts import NUM_CODES, WIDE_FROM
 from ranktape.storage.format.documents import (
     MAX_COMMIT_NBYTES,
     MAX_PACKED_NBYTES,
@@ -38,7 +37,7 @@ from ranktape.storage.format.documents import (
     read_document,
     unpack,
 )
-from ranktape.storage.format.dtypes import DTYPES, DtypeRow
+from ranktape.storage.format.dtypes import DTYPES, DtypeRow, dtype_name
 from ranktape.storage.format.layout import document_key
 from ranktape.storage.format.memory import expect_memory
 from ranktape.storage.format.record_info import RUN, Compression, Keep, RecordInfo
@@ -102,22 +101,17 @@ def checksums(array: np.ndarray[Any, Any], *, info: RecordInfo) -> tuple[str, li
     return crc_text(combine(crcs, part_nbytes=array.nbytes // len(array))), crcs
 
 
-def stored_dtype(info: RecordInfo) -> DtypeRow:
-    """The dtype of the array that holds a record: its own, that of counts, or that of statistics."""
+def can_hold(info: RecordInfo, *, shape: Sequence[int], dtype: str) -> bool:
+    """Whether an array of that shape and dtype is what is kept of a record: its values, its statistics, or words."""
     if info.keep == Keep.STATISTICS:
-        return DTYPES["float64"]
+        return (tuple(shape), dtype) == ((len(STATISTICS),), "float64")
     if info.keep == Keep.HISTOGRAM:
-        # Counts of patterns alone are narrow where none of them is large.
-        is_narrow = info.nbytes == DTYPES["uint32"].itemsize * NUM_CODES
-        return DTYPES["uint32" if is_narrow or math.prod(info.shape) < WIDE_FROM else "uint64"]
-    return DTYPES[info.dtype]
+        return dtype in _WORDS and len(shape) == 1 and shape[0] * DTYPES[dtype].itemsize == info.nbytes
+    return (tuple(shape), dtype) == (info.shape, info.dtype)
 
 
-def stored_shape(info: RecordInfo) -> tuple[int, ...]:
-    """The shape of what is stored of a record: its own, that of counts, or that of statistics."""
-    if info.keep == Keep.STATISTICS:
-        return (len(STATISTICS),)
-    return (info.nbytes // stored_dtype(info).itemsize,) if info.keep == Keep.HISTOGRAM else info.shape
+_WORDS = frozenset({"uint32", "uint64"})
+"""The dtypes of words: what these count is left to whoever writes and reads them."""
 
 
 def encode_array(
@@ -142,12 +136,12 @@ def encode_array(
     if samples:
         # One sample is read without the others: what it must be is said where nobody can exchange it.
         attributes["sample_checksums"] = [crc_text(crc) for _, crc in samples]
-    row = stored_dtype(info)
+    row = DTYPES[dtype_name(array.dtype)]
     document = array_document(
         shape=array.shape,
         row=row,
         inner_chunk=inner_chunk,
-        dimension_names=dimension_names(info),
+        dimension_names=dimension_names(info, shape=array.shape),
         attributes=attributes,
         compression=packing,
     )
@@ -168,7 +162,7 @@ def encode_stack(
     tells them apart in `captures`, in their order.
     """
     first = infos[0]
-    row = stored_dtype(first)
+    row = DTYPES[dtype_name(arrays[0].dtype)]
     packing = _packing(compression, info=first)
     shape = (len(arrays), *arrays[0].shape)
     common, captures = shared_fields([info.to_attributes() for info in infos])
@@ -176,7 +170,7 @@ def encode_stack(
         shape=shape,
         row=row,
         inner_chunk=[1, *shape[1:]],
-        dimension_names=[f"capture_{len(arrays)}", *dimension_names(first)],
+        dimension_names=[f"capture_{len(arrays)}", *dimension_names(first, shape=shape[1:])],
         attributes={"common": common, "captures": captures},
         compression=packing,
     )
@@ -207,20 +201,17 @@ _FREE_FIELDS = frozenset({"metadata", "placement", "sample_ids"})
 """Fields that may hold anything that JSON can."""
 
 
-def dimension_names(info: RecordInfo) -> list[str]:
-    """Names of the stored dimensions, such as `B_4`: the letter of the layout, or the dimension, and the extent.
+def dimension_names(info: RecordInfo, *, shape: Sequence[int]) -> list[str]:
+    """Names of the dimensions of what is kept of a record, such as `B_4`: the letter of the layout and the extent.
 
     xarray reads the arrays of a group as one dataset, where a name has one extent; the extent is in the
     name, so that tensors of different shapes may stand side by side.
     """
-    if info.keep == Keep.STATISTICS:
-        return [f"statistic_{len(STATISTICS)}"]
-    if info.keep == Keep.HISTOGRAM:
-        (num_words,) = stored_shape(info)
-        return [f"code_{NUM_CODES}" if num_words == NUM_CODES else f"word_{num_words}"]
-    letters = info.layout if len(info.layout) == len(info.shape) else ""
-    labels = letters or [f"dim{dim}" for dim in range(len(info.shape))]
-    return [f"{label}_{extent}" for label, extent in zip(labels, info.shape, strict=True)]
+    if info.keep != Keep.VALUES:
+        labels = ["statistic" if info.keep == Keep.STATISTICS else "word"]
+    else:
+        labels = list(info.layout) if len(info.layout) == len(shape) else [f"dim{dim}" for dim in range(len(shape))]
+    return [f"{label}_{extent}" for label, extent in zip(labels, shape, strict=True)]
 
 
 def check_form(array: np.ndarray[Any, Any], *, info: RecordInfo) -> None:
@@ -230,11 +221,10 @@ def check_form(array: np.ndarray[Any, Any], *, info: RecordInfo) -> None:
         DataError: it is another one.
         UsageError: what is said of it has no form in JSON.
     """
-    shape, dtype = stored_shape(info), stored_dtype(info).numpy_dtype
-    if array.shape != shape or array.dtype != dtype or array.nbytes != info.nbytes:
+    if array.nbytes != info.nbytes or not can_hold(info, shape=array.shape, dtype=dtype_name(array.dtype)):
         raise DataError(
-            f"an array of {array.dtype}{list(array.shape)}, {array.nbytes} bytes, is not the tensor that it is said "
-            f"to be: {dtype}{list(shape)}, {info.nbytes} bytes"
+            f"an array of {array.dtype}{list(array.shape)}, {array.nbytes} bytes, cannot be the {info.keep} of the "
+            f"tensor that it is said to be: {info.dtype}{list(info.shape)}, {info.nbytes} bytes"
         )
     free = [value for value in (info.metadata, info.placement, info.sample_ids) if value is not None]
     if not free:

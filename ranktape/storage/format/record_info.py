@@ -65,7 +65,7 @@ class Keep(enum.StrEnum):
         """What to say where this was kept and something else is wanted: what reads it."""
         verb, reader = {
             Keep.VALUES: ("were", "read"),
-            Keep.HISTOGRAM: ("was", "counts"),
+            Keep.HISTOGRAM: ("was", "histogram"),
             Keep.STATISTICS: ("were", "statistics"),
         }[self]
         return f"the {self} {verb} kept, not the {wanted}: use {reader}()"

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from ranktape.fields import FieldKind
-from ranktape.storage.format.block_counts import NUM_CODES
 from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.record_info import TALLY_KINDS, Keep, Mode, Operation
-from ranktape.storage.query.columns import ColumnSource, StringColumn, matching
+from ranktape.storage.query.columns import ColumnSource, StringColumn
 
 MAX_INTEGER = 2**63 - 1
 """Of any number in a document or a catalogue."""
@@ -49,7 +48,6 @@ WORDS = {
 """What may stand in columns of closed vocabularies."""
 
 _TALLIES = frozenset(TALLY_KINDS)
-_WORD_NBYTES = 4
 _MAX_ITEMSIZE = max(row.itemsize for row in DTYPES.values())
 
 
@@ -116,19 +114,14 @@ def check_records(source: ColumnSource) -> None:
         for path in used_texts(source, name) - ({""} if name == "stack" else set()):
             if not (path.isascii() and path.isprintable()) or not {"", ".", ".."}.isdisjoint(path.split("/")):
                 raise ValueError(f"the path {path!r:.{_SHOWN}}")
-    shapes, keep = _text(source, "shape"), _text(source, "keep")
-    sample_dim, nbytes = source("sample_dim"), source("nbytes")
+    shapes, sample_dim = _text(source, "shape"), source("sample_dim")
     assert not isinstance(sample_dim, StringColumn)
-    assert not isinstance(nbytes, StringColumn)
     used = set(np.unique(shapes.codes).tolist())
     num_dims = np.array(
         [len(parse_shape(text)) if code in used else 0 for code, text in enumerate(shapes.table)], dtype=np.float64
     )
     if (sample_dim >= num_dims[shapes.codes]).any():
         raise ValueError("a sample_dim that is none of the tensor's dimensions")
-    sizes = nbytes[matching(keep, lambda word: word == Keep.HISTOGRAM)]
-    if (sizes % _WORD_NBYTES).any() or (sizes < _WORD_NBYTES * NUM_CODES).any():
-        raise ValueError(f"a histogram of {sizes.min()} bytes")
 
 
 def _text(source: ColumnSource, name: str) -> StringColumn:

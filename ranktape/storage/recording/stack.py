@@ -74,7 +74,8 @@ class Pending:
         info = item.info
         # The statistics of all tensors are alike, and far smaller than the documents of arrays of their own.
         is_alike = info.keep == Keep.STATISTICS
-        key = (info.keep,) if is_alike else (info.keep, info.dtype, info.shape, info.layout, info.nbytes)
+        form = (info.dtype, info.shape, info.layout, item.array.dtype, info.nbytes)
+        key = (info.keep,) if is_alike else (info.keep, *form)
         stack = self.held.setdefault(key, [])
         stack.append(item)
         self.held_nbytes += item.array.nbytes

@@ -28,8 +28,6 @@ from ranktape.storage.format.arrays import (
     checksums,
     encode_array,
     encode_stack,
-    stored_dtype,
-    stored_shape,
     write_blob,
 )
 from ranktape.storage.format.attempt import Attempt, check_attempt, is_attempt_there, read_run, run_attributes
@@ -42,6 +40,7 @@ from ranktape.storage.format.documents import (
     group_document,
     write_group,
 )
+from ranktape.storage.format.dtypes import dtype_name
 from ranktape.storage.format.layout import site_path
 from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.format.record_info import Compression, Keep, RecordInfo
@@ -445,9 +444,8 @@ class RankWriter:
         with self._changed:
             number = pending.num_stacks
             pending.num_stacks += 1
-        dtype = stored_dtype(info).name
-        letters = "" if info.keep == Keep.STATISTICS else info.layout
-        name = layout.stack_name(number, dtype=dtype, shape=stored_shape(info), layout=letters)
+        array, letters = held[0].array, "" if info.keep == Keep.STATISTICS else info.layout
+        name = layout.stack_name(number, dtype=dtype_name(array.dtype), shape=array.shape, layout=letters)
         if len(held) == 1 or name is None:
             for item in held:
                 self._write_alone(pending, item.array, info=item.info, site=item.site)

@@ -16,6 +16,7 @@ import numpy as np
 from ranktape.errors import DataError, RunFormatError
 from ranktape.storage.format.arrays import (
     StoredArray,
+    can_hold,
     checksum,
     combine,
     crc_text,
@@ -26,8 +27,6 @@ from ranktape.storage.format.arrays import (
     read_slices,
     read_stored,
     split,
-    stored_dtype,
-    stored_shape,
 )
 from ranktape.storage.format.commit import open_catalogue
 from ranktape.storage.format.layout import document_key, dropped_path
@@ -245,14 +244,13 @@ class RunReader:
         info, location = record.info, record.location
         stored = self._stored(location.array_path)
         shape = stored.shape[1:] if location.stack else stored.shape
-        dtype = stored_dtype(info)
         is_there = not location.stack or (stored.cut_axis == 0 and 0 <= location.index < stored.shape[0])
         samples = stored.sample_checksums
         is_there &= samples is None or len(samples) == stored.num_chunks
-        if shape != stored_shape(info) or stored.row != dtype or not is_there:
+        if not is_there or not can_hold(info, shape=shape, dtype=stored.row.name):
             raise DataError(
-                f"{self.url}/{stored.path} has {stored.row.name}{list(stored.shape)}, the catalogue says "
-                f"{dtype.name}{list(stored_shape(info))}: the commit is damaged; see 'ranktape check'"
+                f"{self.url}/{stored.path} has {stored.row.name}{list(stored.shape)}, the catalogue says {info.keep} "
+                f"of {info.dtype}{list(info.shape)}: the commit is damaged; see 'ranktape check'"
             )
         return stored
 

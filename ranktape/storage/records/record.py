@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ranktape.errors import DataError, UsageError
-from ranktape.storage.format.block_counts import BLOCK_AXES, NUM_CODES, BlockCounts, unpack_blocks
 from ranktape.storage.format.dtypes import to_torch
 from ranktape.storage.format.record_info import Keep, RecordInfo
 from ranktape.storage.format.statistics import Statistics
@@ -158,39 +157,17 @@ class Record(_Fields):
         self._expect(Keep.VALUES)
         return self._reader.parts(self)
 
-    def counts(self) -> np.ndarray[Any, Any]:
-        """How often each bit pattern of a 16-bit value occurs, where the histogram was kept: 65,536 integers.
+    def histogram(self) -> np.ndarray[Any, Any]:
+        """The words of the histogram, where that was kept: first how often each of the 65,536 bit patterns occurs.
+
+        What follows counts values in blocks; docs/format.md has it word by word.
 
         Raises:
             DataError: bytes are missing, or are not those written.
             UsageError: something else was kept.
         """
         self._expect(Keep.HISTOGRAM)
-        return self._reader.read(self, sample=None)[:NUM_CODES]
-
-    def block_counts(self, *, axis: str = BLOCK_AXES[0]) -> BlockCounts:
-        """How often each magnitude occurs in blocks of each kind, where the histogram was kept.
-
-        Blocks lie along the last dimension (`features`), or along all others taken as one (`tokens`).
-
-        Raises:
-            DataError: bytes are missing, or are not those written.
-            UsageError: something else was kept; blocks along that axis were not counted.
-        """
-        self._expect(Keep.HISTOGRAM)
-        words = self._reader.read(self, sample=None)
-        try:
-            found = {one.axis: one for one in unpack_blocks(words)}
-        except DataError as error:
-            raise DataError(f"{self!r} is damaged: {error}") from error
-        if axis not in found:
-            raise UsageError(
-                f"of {self!r} no blocks along {axis!r} were counted, but {', '.join(found) or 'single values alone'}: "
-                f"the capture counts blocks along {' and '.join(BLOCK_AXES)}"
-            )
-        if found[axis].num_elements != math.prod(self.info.shape):
-            raise DataError(f"the counts of blocks of {self!r} are damaged: they are of other elements than it had")
-        return found[axis]
+        return self._reader.read(self, sample=None)
 
     def statistics(self) -> Statistics:
         """What the finite values add up to, where the statistics were kept: mean, deviation, extremes and others.

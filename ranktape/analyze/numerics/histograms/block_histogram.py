@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.formats import Format
 from ranktape.analyze.numerics.formats.kernels import ONE_FIELD
+from ranktape.analyze.numerics.histograms.block_counts import NUMBERS, BlockCounts
 from ranktape.analyze.numerics.histograms.block_tables import (
     CUTS,
     NO_CELLS,
@@ -29,7 +30,6 @@ from ranktape.analyze.numerics.histograms.block_tables import (
 from ranktape.analyze.numerics.histograms.histogram import pattern_values
 from ranktape.analyze.numerics.quantization.schemes import ScaleRule, raise_of
 from ranktape.errors import UsageError
-from ranktape.storage.format.block_counts import NUMBERS, BlockCounts
 from ranktape.storage.format.dtypes import HALF_NBYTES, dtype_name, dtype_row
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

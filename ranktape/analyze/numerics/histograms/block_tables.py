@@ -13,11 +13,11 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from ranktape.analyze.numerics.histograms.block_counts import CUT_UNITS, NUM_MAGNITUDES
 from ranktape.analyze.numerics.histograms.histogram import pattern_values
 from ranktape.analyze.numerics.kernels import compiled
 from ranktape.analyze.numerics.pieces import by_memory, each, in_three, num_threads, pieces
 from ranktape.errors import UsageError
-from ranktape.storage.format.block_counts import CUT_UNITS, NUM_MAGNITUDES
 
 _MAGNITUDE = np.int16(NUM_MAGNITUDES - 1)
 

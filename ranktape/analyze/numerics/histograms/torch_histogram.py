@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ranktape.analyze.numerics.histograms.block_counts import NUM_MAGNITUDES
 from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram, histogram_of
 from ranktape.analyze.numerics.histograms.block_tables import Counted, rows_of
 from ranktape.analyze.numerics.histograms.histogram import Histogram
 from ranktape.analyze.numerics.pieces import boxes, grouped_shape
 from ranktape.errors import UsageError
-from ranktape.storage.format.block_counts import NUM_MAGNITUDES
 from ranktape.storage.format.dtypes import HALF_NBYTES, numpy_dtype
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ _MAX_CUTS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockCounts:
-    """How often each magnitude occurs in blocks of each kind: `analyze` has a `BlockHistogram` of the same names."""
+    """How often each magnitude occurs in blocks of each kind, as it is stored; `BlockHistogram` answers questions."""
 
     axis: str
     """Along which axis the blocks lie: one of `BLOCK_AXES`."""
@@ -104,6 +104,8 @@ def unpack_blocks(words: NDArray[Any]) -> list[BlockCounts]:
     """
     if words.size == NUM_CODES:
         return []
+    if words.size < NUM_CODES:
+        raise _damaged("they are cut off")
     left = words[NUM_CODES:].astype(np.uint64, copy=False)
 
     def take(number: int) -> NDArray[np.uint64]:
