@@ -2,6 +2,7 @@
 #   make demo   train a small GPT on 2 ranks, capture it into runs/demo, analyse it
 #   make test   ruff, mypy, and each test but the exhaustive ones; those on Ceph's S3 gateway where `make ceph` has been said
 #   make test-all  the exhaustive tests alone: full sweeps, hundreds of kills, long outages. CI runs both
+#   make affected  the tests of `make test` that what differs from the commit BASE (main) can break, with ruff and mypy
 #   make ceph   fetch Ceph's packages (66 MB of Debian's) into the user's cache; nothing is installed
 #   make lint   ruff and mypy alone
 #   make docs   write to build/docs the documentation site, and a JSON schema of what each command answers
@@ -12,7 +13,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all kernels ceph lint docs support bench clean
+.PHONY: demo test test-all affected kernels ceph lint docs support bench clean
 
 # The first interpreter that works, is new enough and can make a virtual environment (a name on the PATH may be an empty shim).
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
@@ -51,6 +52,11 @@ test: $(STAMP)
 
 test-all: $(STAMP) kernels
 	$(call TESTS,--run-exhaustive -m exhaustive,$(PARALLEL))
+
+BASE ?= main
+affected: lint
+	files=$$($(BIN)/python -m tests.affected $(BASE)); test -z "$$files" || \
+		$(BIN)/python -m pytest -m 'not exhaustive' -n 2 --dist loadfile $(TEST_OPTIONS) $$files
 
 # Where this fails, the tests compile what is missing. pytest keeps the modules of tests as it rewrites them.
 kernels: $(STAMP)

@@ -9,14 +9,13 @@ or absolute, or as text for importlib. The second half measures what stays light
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.imported import Import, imports, module_of, package_of, reached, targets
 
 PACKAGE = Path(__file__).parents[1] / "ranktape"
 
@@ -99,56 +98,6 @@ CLASS_NAMES_TWICE: set[str] = set()
 """Names of classes that still stand for two things. The list only gets shorter."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Import:
-    """One import statement's reach for one module or name."""
-
-    target: str
-    """Dotted, absolute: `ranktape.storage.records.run.open_run`."""
-    line: int
-    """Where it stands."""
-    scope: str
-    """Names of the enclosing classes and functions, dotted; empty at the top of the module."""
-    is_runtime: bool
-    """False under `if TYPE_CHECKING`."""
-
-
-def imports(tree: ast.Module, *, package: str) -> list[Import]:
-    """Every import in a module of `package`; text that is exactly the name of a module of ours counts as one."""
-    return list(_imports(tree, package=package, scope="", is_runtime=True))
-
-
-def _imports(node: ast.AST, *, package: str, scope: str, is_runtime: bool) -> Iterator[Import]:
-    for target in _targets(node, package=package):
-        yield Import(target=target, line=getattr(node, "lineno", 0), scope=scope, is_runtime=is_runtime)
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        inner_scope = f"{scope}.{node.name}" if scope else node.name
-    else:
-        inner_scope = scope
-    type_checking = isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
-    for name, value in ast.iter_fields(node):
-        for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST):
-                runtime = is_runtime and not (type_checking and name == "body")
-                yield from _imports(child, package=package, scope=inner_scope, is_runtime=runtime)
-
-
-def _targets(node: ast.AST, *, package: str) -> list[str]:
-    match node:
-        case ast.Import(names=names):
-            # `import ranktape` reaches for nothing yet; what is then taken from it is the Attribute below.
-            return [alias.name for alias in names if alias.name != "ranktape"]
-        case ast.ImportFrom(module=module, names=names, level=level):
-            parts = package.split(".")
-            above = parts[: len(parts) + 1 - level] if level else []
-            return [".".join([*above, *([module] if module else []), alias.name]) for alias in names]
-        case ast.Attribute(value=ast.Name(id="ranktape"), attr=attribute):
-            return [f"ranktape.{attribute}"]
-        case ast.Constant(value=str(text)) if found := re.fullmatch(r"(ranktape(?:\.[a-z_]+)+)(?::\w+)?", text):
-            return [found[1]]
-    return []
-
-
 def violations(package: Path) -> list[str]:
     """What is wrong in the tree of the package, one line each with file and line; empty when all is well."""
     found = [
@@ -210,22 +159,16 @@ def test_the_tree_keeps_the_rules() -> None:
     assert violations(PACKAGE) == []
 
 
-def module_of(path: Path, *, package: Path) -> str:
-    """The dotted name of a source."""
-    place = path.relative_to(package.parent).with_suffix("")
-    return ".".join(place.parts).removesuffix(".__init__")
-
-
 def arrows(package: Path) -> dict[str, set[str]]:
     """What each module imports of the package, wherever the import stands; text for importlib does not count."""
-    sources = {module_of(path, package=package): path for path in package.rglob("*.py")}
+    sources = {module_of(path, package.parent): path for path in package.rglob("*.py")}
     found: dict[str, set[str]] = {}
     for module, path in sources.items():
-        inside = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        inside = package_of(path, package.parent)
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         statements = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-        targets = {target for node in statements for target in _targets(node, package=inside)} - SHARED
-        near = {target if target in sources else target.rpartition(".")[0] for target in targets}
+        reached_for = {target for node in statements for target in targets(node, package=inside)} - SHARED
+        near = {target if target in sources else target.rpartition(".")[0] for target in reached_for}
         found[module] = near & set(sources) - {module}
     return found
 
@@ -233,19 +176,11 @@ def arrows(package: Path) -> dict[str, set[str]]:
 def circles(package: Path) -> set[frozenset[str]]:
     """Groups of modules each of which imports each other one, in the end."""
     direct = arrows(package)
-    reached: dict[str, set[str]] = {}
-    for module in direct:
-        seen: set[str] = set()
-        ahead = [module]
-        while ahead:
-            new = direct[ahead.pop()] - seen
-            seen |= new
-            ahead += new
-        reached[module] = seen
+    ends = {module: reached([module], direct) for module in direct}
     return {
-        frozenset(other for other in reached[module] if module in reached[other])
+        frozenset(other for other in ends[module] if module in ends[other])
         for module in direct
-        if module in reached[module]
+        if module in ends[module]
     }
 
 
@@ -255,7 +190,7 @@ def class_names(package: Path) -> dict[str, list[str]]:
     for path in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(module_of(path, package=package))
+                found.setdefault(node.name, []).append(module_of(path, package.parent))
     return found
 
 
@@ -263,8 +198,8 @@ def climbs(package: Path) -> set[tuple[str, str]]:
     """Pairs of inner folders of which the first imports the second, and stands before it."""
     heights = {f"{owner}.{room}": place for owner, rooms in ROOMS.items() for place, room in enumerate(rooms)}
     found = set()
-    for module, targets in arrows(package).items():
-        for target in targets:
+    for module, imported in arrows(package).items():
+        for target in imported:
             lower, upper = (".".join(name.split(".")[1:3]) for name in (module, target))
             is_one_house = lower.partition(".")[0] == upper.partition(".")[0]
             if is_one_house and {lower, upper} <= set(heights) and heights[lower] < heights[upper]:
