@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import json
 import os
@@ -16,6 +17,15 @@ import click
 
 from ranktape.errors import AccessDeniedError, NoSpaceError, StorageError
 from ranktape.storage.places.failures import FULL, REFUSED, printable
+
+MAX_TEXT_ROWS = 20
+"""Rows that a terminal shows where no number is asked for."""
+
+
+class Form(enum.StrEnum):
+    """What an answer is written as: aligned columns for people, one document or one line a row for programs."""
+
+    TEXT, JSON, CSV = "text", "json", "csv"
 
 
 def say(text: str, *, err: bool = False) -> None:

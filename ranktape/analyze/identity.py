@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.analyze.table import Column, Kind
+from ranktape.analyze.table import Cells, Coded, Column, Kind, Rows, number_cells
 from ranktape.fields import INT_FIELDS, OPTIONAL_INT_FIELDS, SAMPLE, field_names
 from ranktape.storage.format.record_info import is_one_sample
+from ranktape.storage.query.columns import StringColumn
 from ranktape.storage.records.records import SOURCE
 
 if TYPE_CHECKING:
@@ -100,9 +101,27 @@ def identity_columns(records: Records) -> tuple[Column, ...]:
     return (*fields, FILE_COLUMN) if are_files(records) else fields
 
 
-def identity_rows(records: Records) -> list[tuple[Any, ...]]:
+def identity_cells(records: Records) -> list[Cells]:
     """What those columns hold, from the catalogue alone."""
-    return list(zip(*(_values(records, field) for field in identity_fields(records)), strict=True))
+    # Of a file, the site is its name.
+    return [cells_of_field(records, "site" if name == FILE_COLUMN.name else name) for name in identity_fields(records)]
+
+
+def identity_rows(records: Records) -> list[tuple[Any, ...]]:
+    """The same row by row."""
+    return list(Rows(identity_cells(records), size=len(records)))
+
+
+def cells_of_field(records: Records, field: str) -> Cells:
+    """A field of all records as a table holds it."""
+    column = records.stored(field)
+    if isinstance(column, StringColumn):
+        return Coded(
+            column.codes, [json.loads(text or "null") for text in column.table] if field == "shape" else column.table
+        )
+    if column.dtype == object or column.dtype.kind == "U":
+        return [_value(value, field) for value in column.tolist()]
+    return number_cells(column, kind=Kind.INTEGER if field in NUMBER_FIELDS else Kind.FLOAT)
 
 
 def group_columns(by: Sequence[str]) -> tuple[Column, ...]:
@@ -120,15 +139,6 @@ def key_column(field: str, *, is_detail: bool) -> Column:
     """The column of a field that says which thing a row is about."""
     kind = Kind.INTEGER if field in NUMBER_FIELDS else Kind.LIST if field == "shape" else Kind.TEXT
     return Column(name=field, kind=kind, is_key=True, is_detail=is_detail)
-
-
-def _values(records: Records, field: str) -> list[Any]:
-    # Of a file, the site is its name.
-    values = records.column("site" if field == FILE_COLUMN.name else field).tolist()
-    if field != "shape":
-        return [_value(value, field) for value in values] if field in NUMBER_FIELDS else values
-    parsed = {text: json.loads(text) for text in set(values)}
-    return [parsed[text] for text in values]
 
 
 def _value(value: Any, field: str) -> Any:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ranktape.analyze.console import say
-from ranktape.analyze.table import MAX_TEXT_ROWS, Form, Table, write_table
+from ranktape.analyze.console import MAX_TEXT_ROWS, Form, say
 from ranktape.errors import CheckFoundError, NoRecordsError, UsageError
 from ranktape.fields import RECORD_FIELDS
 from ranktape.storage.places.urls import parse_storage_options
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.legacy.open import RecordSource
+    from ranktape.analyze.table import Table
     from ranktape.storage import Records
 
 Command = Callable[..., Any]
@@ -218,6 +218,9 @@ class Output:
             CheckFoundError: rows fail the check; they have been written.
             UsageError: there is no such column, the check cannot be read, or the file cannot be written.
         """
+        # With numpy, which help does without.
+        from ranktape.analyze.table import write_table
+
         written = table if self.check is None else table.check(self.check)
         write_table(self.shown(written), form=self.chosen_form, wide=self.wide, output=self.output)
         if self.check is not None and written.rows:

@@ -150,7 +150,7 @@ def test_overflow_is_that_of_the_run(run: Run, single: Records, options: dict[st
 def test_sweeps_are_those_of_the_run(run: Run, single: Records, format_name: str) -> None:
     by = ["operation", "layer_idx", "sample"]
     expected, found = (sweep(records, format=format_name, by=by, engine=UNCACHED) for records in (run.select(), single))
-    assert json.dumps(found.rows) == json.dumps(expected.rows)
+    assert json.dumps(list(found.rows)) == json.dumps(list(expected.rows))
 
 
 def test_large_samples_are_added_up_as_in_the_run(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ranktape.analyze.console import write_whole
-from ranktape.analyze.table import Column, Form, Kind, Table, write_table
+from ranktape.analyze.console import Form, write_whole
+from ranktape.analyze.table import Column, Kind, Table, write_table
 from ranktape.errors import UsageError
 from ranktape.storage.format.memory import nbytes_text
 from tests.terminal import CODES, on_terminal
@@ -178,7 +178,7 @@ def test_json_is_that_of_the_library(names: tuple[str, ...]) -> None:
     for left, right in itertools.product(range(1, len(cells) + 1), (cells, cells[::-1], [1.0] * len(cells))):
         rows = tuple((one, two)[: len(names)] for one, two in zip(cells[:left], right, strict=False))
         table = Table(title='"rows": []', columns=columns, rows=rows, notes=('"rows": []',))
-        assert table.to_json_text() == json.dumps(table.to_json(), indent=2, allow_nan=False) + "\n"
+        assert "".join(table.json_parts()) == json.dumps(table.to_json(), indent=2, allow_nan=False) + "\n"
 
 
 WIDE_TABLE = Table(

@@ -23,6 +23,7 @@ from ranktape.errors import DataError, UsageError
 from ranktape.storage import Record, Records
 from ranktape.storage.format.dtypes import HALF_NBYTES, dtype_row, numpy_dtype
 from ranktape.storage.format.record_info import Keep
+from ranktape.storage.query.columns import equal_rows
 
 
 class View(enum.StrEnum):
@@ -53,16 +54,17 @@ def viewed_dtype(*, dtype: str, compute_dtype: str, view: View) -> str:
 
 def viewed_dtypes(records: Records, *, view: View) -> list[str]:
     """What `viewed_dtype` says of each record."""
-    pairs = list(zip(records.column("dtype").tolist(), records.column("compute_dtype").tolist(), strict=True))
-    known = {pair: viewed_dtype(dtype=pair[0], compute_dtype=pair[1], view=view) for pair in set(pairs)}
-    return [known[pair] for pair in pairs]
+    found = np.empty(len(records), dtype=object)
+    for (dtype, compute_dtype), rows in equal_rows([records.stored(name) for name in ("dtype", "compute_dtype")]):
+        found[rows] = viewed_dtype(dtype=dtype, compute_dtype=compute_dtype, view=view)
+    return found.tolist()
 
 
 def pick(records: Records, is_wanted: Callable[[str, str, str], bool]) -> tuple[NDArray[np.bool_], Records]:
     """For each record whether its dtype, compute dtype and what was kept of it are wanted; and those that are."""
-    kinds = list(zip(*(records.column(field).tolist() for field in ("dtype", "compute_dtype", "keep")), strict=True))
-    wanted = {kind for kind in set(kinds) if is_wanted(*kind)}
-    mask = np.array([kind in wanted for kind in kinds], dtype=np.bool_)
+    mask = np.zeros(len(records), dtype=np.bool_)
+    for kind, rows in equal_rows([records.stored(name) for name in ("dtype", "compute_dtype", "keep")]):
+        mask[rows] = is_wanted(*kind)
     return mask, records if mask.all() else records.take(np.flatnonzero(mask).tolist())
 
 

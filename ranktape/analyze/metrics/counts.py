@@ -24,8 +24,8 @@ from ranktape.analyze.identity import (
     SampleName,
     group_columns,
     group_row,
+    identity_cells,
     identity_columns,
-    identity_rows,
     sample_names,
     with_stacks,
 )
@@ -41,13 +41,13 @@ from ranktape.analyze.metrics.target import (
 )
 from ranktape.analyze.numerics.histograms.histogram import KINDS as SCANNED
 from ranktape.analyze.numerics.quantization.schemes import Scaling
-from ranktape.analyze.table import Column
+from ranktape.analyze.table import Cells, Column, Rows
 from ranktape.errors import UsageError
 from ranktape.fields import SAMPLE
 from ranktape.storage import Records
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, Keep
-from ranktape.storage.query.columns import equal_rows
+from ranktape.storage.query.columns import equal_rows, rows_of
 
 Counts = dict[str, "NDArray[np.float64]"]
 """The same of several records or samples."""
@@ -86,36 +86,28 @@ class Places:
             return group_columns(self.by)
         return (*identity_columns(self.records), *(() if self.samples is None else (SAMPLE_COLUMN,)))
 
-    def rows(self) -> Iterator[tuple[tuple[Any, ...], Sequence[int]]]:
-        """What those columns hold, and the places of each row."""
+    def rows(self) -> tuple[Rows, list[NDArray[np.int64]] | None]:
+        """What those columns hold, and the places of each row; None where each place has a row."""
         if self.by:
-            for key, members in self.groups():
-                yield self.head(key, members), members.tolist()
-            return
-        identities = identity_rows(self.records)
-        for place, owner in enumerate(self.owners.tolist()):
-            yield (*identities[owner], *(() if self.samples is None else (str(self.samples[place]),))), [place]
+            groups = self.groups()
+            heads = [self.head(key, members) for key, members in groups]
+            return Rows.of(heads, width=len(self.columns)), [members for _, members in groups]
+        of_samples: list[Cells] = [] if self.samples is None else [list(map(str, self.samples))]
+        return Rows([*Rows(identity_cells(self.records)).take(self.owners).columns, *of_samples]), None
 
     def head(self, key: dict[str, Any], members: NDArray[np.int64]) -> tuple[Any, ...]:
         """The cells that say which group it is, and of how many records."""
         return group_row(key, num_records=np.unique(self.owners[members]).size)
-
-    def dtypes_of(self, places: Sequence[int]) -> list[str]:
-        """What the values of several places were looked at as, each once."""
-        return sorted({self.dtypes[self.owners[place]] for place in places})
 
     def groups(self) -> list[tuple[dict[str, Any], NDArray[np.int64]]]:
         """For each group of equal values of the fields, sorted by them, its places; one of all without fields."""
         if not self.by:
             return [({}, np.arange(self.owners.size))]
         columns = [
-            (self.samples or []) if field == SAMPLE else self.records.column(field)[self.owners].tolist()
+            (self.samples or []) if field == SAMPLE else rows_of(self.records.stored(field), self.owners)
             for field in self.by
         ]
-        return [
-            (dict(zip(self.by, key, strict=True)), np.array(rows, dtype=np.int64))
-            for key, rows in equal_rows(zip(*columns, strict=True))
-        ]
+        return [(dict(zip(self.by, key, strict=True)), rows) for key, rows in equal_rows(columns)]
 
     def together(self, counts: Counts, places: Sequence[int] | NDArray[np.int64]) -> Row:
         """The counts of several places; a count is not known if that of one is not, extremes are of those known."""

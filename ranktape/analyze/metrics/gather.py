@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from ranktape.analyze.engine.digests import digest_columns, group_digests_of
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import group_columns, group_row, identity_columns, identity_rows, with_stacks
+from ranktape.analyze.identity import group_columns, group_row, identity_cells, identity_columns, with_stacks
 from ranktape.analyze.metrics.masks import additive_masks, digests_without_masks
 from ranktape.analyze.numerics.digest import Digest, Digests
-from ranktape.analyze.table import Column
+from ranktape.analyze.table import Column, Rows
 from ranktape.storage import Records
 from ranktape.storage.query.columns import equal_rows
 
@@ -56,7 +56,7 @@ class Groups:
     """The fields that are grouped by."""
     columns: tuple[Column, ...] = ()
     """The columns that say which group or record a row of a table is of."""
-    heads: Sequence[tuple[Any, ...]] = ()
+    heads: Rows = field(default_factory=lambda: Rows([]))
     """What those hold, for each group."""
     keys: tuple[dict[str, Any], ...]
     """The values of the fields, for each group."""
@@ -79,15 +79,19 @@ def group_records(records: Records, *, by: Sequence[str]) -> Groups:
     sizes: tuple[int, ...] = (len(records),)
     numbers = np.zeros(len(records), dtype=np.int64)
     if fields:
-        groups = equal_rows(zip(*(records.column(field).tolist() for field in fields), strict=True))
+        for name in fields:
+            records.column(name)  # refuses what is no field
+        groups = equal_rows([records.stored(name) for name in fields])
         for number, (_, rows) in enumerate(groups):
             numbers[rows] = number
         keys = tuple(dict(zip(fields, key, strict=True)) for key, _ in groups)
         sizes = tuple(len(rows) for _, rows in groups)
+    columns = group_columns(fields)
+    heads = [group_row(key, num_records=size) for key, size in zip(keys, sizes, strict=True)]
     return Groups(
         fields=fields,
-        columns=group_columns(fields),
-        heads=[group_row(key, num_records=size) for key, size in zip(keys, sizes, strict=True)],
+        columns=columns,
+        heads=Rows.of(heads, width=len(columns)),
         keys=keys,
         sizes=sizes,
         numbers=tuple(numbers.tolist()),
@@ -105,7 +109,7 @@ def row_groups(records: Records, *, by: Sequence[str]) -> Groups:
     count = len(records)
     return Groups(
         columns=identity_columns(records),
-        heads=identity_rows(records),
+        heads=Rows(identity_cells(records), size=count),
         keys=({},) * count,
         sizes=(1,) * count,
         numbers=tuple(range(count)),

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,17 +48,6 @@ class Metric:
     def column(self, *, is_detail: bool = False) -> Column:
         """The column of a table that holds it."""
         return Column(name=self.name, kind=self.kind, head=self.head, is_detail=is_detail)
-
-
-def cells_of(column: NDArray[np.float64], *, kind: Kind) -> list[Any]:
-    """A column of numbers as a table holds them: None for NaN, counts as whole numbers."""
-    values: list[Any] = column.tolist()
-    is_nan = np.isnan(column)
-    if kind is not Kind.INTEGER:
-        return [None if value != value else value for value in values] if is_nan.any() else values  # noqa: PLR0124 - NaN
-    if not is_nan.any():
-        return [int(value) for value in values]
-    return [None if value != value else int(value) for value in values]  # noqa: PLR0124 - NaN
 
 
 def parse_metric(name: str) -> Metric:

@@ -118,10 +118,11 @@ def distribution(
         raise NoRecordsError("of no record values were kept, nor how often each occurs: statistics say nothing of bins")
     groups = group_records(known, by=by)
     *keys, count = groups.columns
-    tables: list[list[tuple[Any, ...]]] = [[] for _ in groups.keys]
+    heads = list(groups.heads)
+    tables: list[list[tuple[Any, ...]]] = [[] for _ in heads]
     counts, is_exact, is_complex = Counter[str](), True, False
     for number, digest in group_digests(known, groups, view=seen, engine=engine):
-        tables[number] = [(*groups.heads[number], *row) for row in answer.rows(digest, options)]
+        tables[number] = [(*heads[number], *row) for row in answer.rows(digest, options)]
         counts.update({kind: getattr(digest.tallies, kind) for kind in ("nan", "inf", "zero")})
         is_exact, is_complex = is_exact and digest.is_exact, is_complex or "complex" in digest.dtype
     return Table(

@@ -36,7 +36,8 @@ class KeptTable:
         """Keep it."""
         if self._kept is None:
             return
-        known = {name: getattr(table, name) for name in ("title", "rows", "notes", "is_verdict", "is_whole")}
+        known = {name: getattr(table, name) for name in ("title", "notes", "is_verdict", "is_whole")}
+        known["rows"] = list(table.rows)
         known["columns"] = [dataclasses.asdict(column) for column in table.columns]
         text = np.frombuffer(json.dumps(known).encode(), dtype=np.uint8)
         self._kept.keep(Columns({"json": text}, sizes={"json": np.array([text.size])}, num_records=1))

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ranktape.analyze.identity import are_files, group_columns, group_row, identity_columns, identity_rows, with_stacks
-from ranktape.analyze.table import Column, Kind, Table
+from ranktape.analyze.identity import are_files, group_columns, group_row, identity_cells, identity_columns, with_stacks
+from ranktape.analyze.table import Column, Kind, Rows, Table
 from ranktape.storage import Records
 from ranktape.storage.format.memory import nbytes_text
 from ranktape.storage.places.failures import printable
@@ -24,24 +24,23 @@ def ls(records: Records, *, by: Sequence[str] = ()) -> Table:
     Raises:
         UnknownFieldError: `by` names no field of a record.
     """
-    sizes = records.column("nbytes").tolist()
-    note = f"{len(records)} records, {nbytes_text(sum(sizes))}"
+    sizes = records.column("nbytes")
+    note = f"{len(records)} records, {nbytes_text(int(sizes.sum()))}"
     fields = with_stacks(by, records)
     if fields:
-        rows = tuple(
-            (*group_row(key, num_records=len(members)), sum(members.column("nbytes").tolist()))
+        counted = [
+            (*group_row(key, num_records=len(members)), int(members.column("nbytes").sum()))
             for key, members in records.group_by(fields)
-        )
+        ]
         columns = (*group_columns(fields), Column(name="nbytes", kind=Kind.NBYTES, unit="bytes", head="size"))
-        return Table(title="", columns=columns, rows=rows, notes=(note,))
+        return Table(title="", columns=columns, rows=counted, notes=(note,))
     notes = [f"{note}; --wide names the file of each", *_folder_notes(records)] if are_files(records) else [note]
     columns = (
         *identity_columns(records),
         Column(name="nbytes", kind=Kind.NBYTES, unit="bytes", head="size"),
         Column(name="timestamp", kind=Kind.FLOAT, unit="seconds since the epoch", is_detail=True),
     )
-    times = records.column("timestamp").tolist()
-    rows = tuple((*identity, *own) for identity, *own in zip(identity_rows(records), sizes, times, strict=True))
+    rows = Rows([*identity_cells(records), sizes, records.column("timestamp")])
     return Table(title="", columns=columns, rows=rows, notes=tuple(notes))
 
 

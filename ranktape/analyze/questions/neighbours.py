@@ -92,8 +92,9 @@ def beside_next(records: Records, *, by: Sequence[str], view: View, engine: Engi
         raise NoRecordsError(
             "no record has a neighbour: the selection has no site with two values of layer_idx from 0 on"
         )
+    heads = list(groups.heads)
     rows = {
-        first: (*groups.heads[first], layers[second], *_compare(here, there))
+        first: (*heads[first], layers[second], *_compare(here, there))
         for first, second, here, there in _together(pairs, group_digests(records, groups, view=view, engine=engine))
     }
     numbers = (Column(name=name, kind=Kind.FLOAT, head=head, is_detail=detail) for name, head, detail, _ in _STATISTICS)

@@ -12,7 +12,6 @@ flushed if it rounds to zero. With a scale it is divided by that first. `severit
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,11 +24,21 @@ from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.identity import NUMBER_FIELDS, are_files, source_fields
 from ranktape.analyze.metrics.counts import Counts, Places, find_places, together
-from ranktape.analyze.metrics.metric import cells_of, count_names
+from ranktape.analyze.metrics.metric import count_names
 from ranktape.analyze.metrics.target import KINDS, Target, largest_value, parse_targets
 from ranktape.analyze.numerics.quantization.encoded import HIGH_RATIO, MEDIUM_RATIO, LossSeverity, severity_of
 from ranktape.analyze.numerics.quantization.schemes import Scaling
-from ranktape.analyze.table import Column, Kind, Table, json_value
+from ranktape.analyze.table import (
+    Cells,
+    Coded,
+    Column,
+    Kind,
+    Rows,
+    Table,
+    alternate,
+    json_value,
+    number_cells,
+)
 from ranktape.errors import UsageError
 from ranktape.fields import SAMPLE
 from ranktape.storage import Records
@@ -100,20 +109,19 @@ def overflow(
 
 def _table(places: Places, targets: Sequence[Target], *, view: View) -> Table:
     """A row for each place and format, and the verdict on all of them."""
-    heads, members = zip(*places.rows(), strict=True) if len(places.owners) else ((), ())
-    order = np.concatenate([np.zeros(0, dtype=np.int64), *map(np.asarray, members)]).astype(np.int64)
-    starts = np.cumsum([0, *map(len, members)])[:-1].astype(np.int64)
+    heads, members = places.rows()
     answers = []
     for target, counts in places.counted:
-        own = {name: column[order] for name, column in counts.items()}
-        numbers = together(own, starts) if len(starts) < len(order) else own
-        limits = [_limit_cells(places, one, target) for one in members]
-        cells = zip(*_count_cells(numbers, targets, target), strict=True)
-        answers.append([(*head, *limit, *row) for head, limit, row in zip(heads, limits, cells, strict=True)])
+        numbers = counts
+        if members is not None:
+            order = np.concatenate([np.zeros(0, dtype=np.int64), *members])
+            starts = np.cumsum([0, *map(len, members)])[:-1].astype(np.int64)
+            numbers = together({name: column[order] for name, column in counts.items()}, starts)
+        answers.append([*heads.columns, *_limits(places, members, target), *_count_cells(numbers, targets, target)])
     table = Table(
         title=_title(targets, view=view),
         columns=(*places.columns, *_limit_columns(targets), *_count_columns(targets)),
-        rows=tuple(itertools.chain.from_iterable(zip(*answers, strict=True))),
+        rows=Rows([alternate(cells) for cells in zip(*answers, strict=True)]),
         notes=places.notes,
         worst_first=worst_first,
     )
@@ -133,14 +141,12 @@ def _verdict(table: Table) -> Iterator[str]:
     if not any(name in severities for name in (LossSeverity.HIGH.value, LossSeverity.MEDIUM.value)):
         yield f"verdict: {counted or 'no row'}"
         return
-    worst = worst_first(table).rows[0]
-    cells = list(zip(table.columns, worst, strict=True))
+    row = dict(zip((column.name for column in table.columns), table.rows[int(_badness(table)[0])], strict=True))
     told = [
-        f"{column.name} {cell}"
-        for column, cell in cells
+        f"{column.name} {row[column.name]}"
+        for column in table.columns
         if column.is_key and not column.is_detail and len(set(map(str, table.column(column.name)))) > 1
     ]
-    row = {column.name: cell for column, cell in cells}
     lost = [f"{100 * row[name]:.3g} % {what}" for name, what in _SAID.items() if row.get(name)]
     yield f"verdict: {counted}; worst: {' '.join([*told, ', '.join(lost)])}"
 
@@ -157,16 +163,17 @@ _SAID = {
 
 def worst_first(table: Table) -> Table:
     """The rows of `overflow` by their severity; equally bad ones with the most NaN, infinities, then losses first."""
-    severities = [severity.value for severity in LossSeverity]
+    return dataclasses.replace(table, rows=table.cells.take(_badness(table)))
+
+
+def _badness(table: Table) -> NDArray[np.int64]:
+    """The rows, the worst first."""
+    rank = {severity.value: place for place, severity in enumerate(LossSeverity)}
     is_flushed = any(column.name == "overflow.flushed.ratio" for column in table.columns)
     names = ("overflow.nan.ratio", "overflow.ratio", f"overflow.{'flushed' if is_flushed else 'underflow'}.ratio")
-    columns = [table.column(name) for name in names]
-    badness = [
-        (severities.index(severity) if severity else -1, *(ratio or 0.0 for ratio in ratios))
-        for severity, *ratios in zip(table.column("severity"), *columns, strict=True)
-    ]
-    order = sorted(range(len(badness)), key=badness.__getitem__, reverse=True)
-    return dataclasses.replace(table, rows=tuple(table.rows[index] for index in order))
+    keys: list[list[float]] = [[-rank.get(severity, -1) for severity in table.column("severity")]]
+    keys += [[-(ratio or 0.0) for ratio in table.column(name)] for name in names]
+    return np.lexsort(np.array(keys[::-1], dtype=np.float64))
 
 
 def _kinds(targets: Sequence[Target]) -> tuple[str, ...]:
@@ -188,13 +195,23 @@ def _limit_columns(targets: Sequence[Target]) -> tuple[Column, ...]:
     )
 
 
-def _limit_cells(places: Places, members: Sequence[int], target: Target | None) -> tuple[Any, ...]:
-    """The name of the limits, the largest value if all have the same, and the scaling."""
+def _limits(places: Places, members: Sequence[NDArray[np.int64]] | None, target: Target | None) -> list[Cells]:
+    """The name of the limits of each row, the largest value if all have the same, and the scaling."""
+    num_rows = len(places.owners) if members is None else len(members)
     if target is not None:
-        return target.name, target.element.maximum, target.scaling.value
-    names = places.dtypes_of(members)
-    largest = {largest_value(name) for name in names}
-    return " ".join(names), largest.pop() if len(largest) == 1 else None
+        nothing = np.zeros(num_rows, dtype=np.int64)
+        return [Coded(nothing, [one]) for one in (target.name, target.element.maximum, target.scaling.value)]
+    names = sorted(set(places.dtypes))
+    codes = np.searchsorted(names, places.dtypes)[places.owners]
+    largest = list(map(largest_value, names))
+    if members is None:
+        return [Coded(codes, names), Coded(codes, largest)]
+    several = [np.unique(codes[one]).tolist() for one in members]
+    limits = [{largest[code] for code in one} for one in several]
+    return [
+        [" ".join(names[code] for code in one) for one in several],
+        [one.pop() if len(one) == 1 else None for one in limits],
+    ]
 
 
 def _count_columns(targets: Sequence[Target]) -> tuple[Column, ...]:
@@ -214,18 +231,17 @@ def _count_columns(targets: Sequence[Target]) -> tuple[Column, ...]:
     )
 
 
-def _count_cells(numbers: Counts, targets: Sequence[Target], target: Target | None) -> list[list[Any]]:
+def _count_cells(numbers: Counts, targets: Sequence[Target], target: Target | None) -> list[Cells]:
     """The columns of counts, extremes and severities of all rows."""
     elements = numbers["elements"]
-    columns = [cells_of(elements, kind=Kind.INTEGER)]
+    columns = [number_cells(elements, kind=Kind.INTEGER)]
     for kind in _kinds(targets):
-        columns.append(cells_of(numbers[kind], kind=Kind.INTEGER))
-        columns.append(cells_of(numbers[kind] / np.maximum(1, elements), kind=Kind.RATIO))
-    columns += [cells_of(numbers[name], kind=Kind.FLOAT) for name in EXTREMES]
-    return [*columns, *severity_columns(numbers, target)]
+        columns.append(number_cells(numbers[kind], kind=Kind.INTEGER))
+        columns.append(numbers[kind] / np.maximum(1, elements))
+    return [*columns, *(numbers[name] for name in EXTREMES), *severity_columns(numbers, target)]
 
 
-def severity_columns(numbers: Counts, target: Target | None) -> list[list[str | None]]:
+def severity_columns(numbers: Counts, target: Target | None) -> list[Cells]:
     """How bad the counts are: all together, overflow, and underflow; None where it is not known.
 
     A single NaN or Inf is high, but for the -Inf of additive masks. Overflow is high above 1 % and medium above 0.1 %;
@@ -246,17 +262,19 @@ def severity_columns(numbers: Counts, target: Target | None) -> list[list[str | 
     worst = np.where(numbers["nan"] > 0, highest, np.maximum(of_overflow, of_lost))
     worst = np.where((of_overflow < 0) | (of_lost < 0), -1, worst)
     words = [*names, None]
-    return [[words[rank] for rank in ranks.tolist()] for ranks in (worst, of_overflow, of_lost)]
+    # The rank -1 is the last of the words.
+    return [Coded(ranks % len(words), words) for ranks in (worst, of_overflow, of_lost)]
 
 
 def _ranks(ratios: NDArray[np.float64], *, medium: float, high: float) -> NDArray[np.int64]:
     """The place of the severity of each ratio in `LossSeverity`; -1 where it is not known."""
     names = list(LossSeverity)
-    known = {
-        ratio: names.index(severity_of(ratio, medium=medium, high=high))
-        for ratio in set(ratios[~np.isnan(ratios)].tolist())
-    }
-    return np.array([-1 if math.isnan(ratio) else known[ratio] for ratio in ratios.tolist()], dtype=np.int64)
+    known, codes = np.unique(ratios, return_inverse=True)
+    ranks = [
+        -1 if math.isnan(ratio) else names.index(severity_of(ratio, medium=medium, high=high))
+        for ratio in known.tolist()
+    ]
+    return np.array(ranks, dtype=np.int64)[codes.reshape(-1)]
 
 
 def _title(targets: Sequence[Target], *, view: View) -> str:
@@ -318,18 +336,19 @@ def overflow_begins(places: Places) -> Table:
     fields = {name: places.records.column(name)[places.owners] for name in {*PLACE_FIELDS, *_ORDER, "site"}}
     turns = np.argsort(np.lexsort([fields[name] for name in reversed(_ORDER)]))
     rows = []
-    for key, members in places.groups():
+    groups = places.groups()
+    limits_of = [Rows(_limits(places, [members for _, members in groups], target)) for target, _ in places.counted]
+    for number, (key, members) in enumerate(groups):
         ordered = members[np.argsort(turns[members])]
         start = places.head(key, members) if places.by else ()
-        for target, counts in places.counted:
-            limits = _limit_cells(places, members.tolist(), target)
+        for (target, counts), limits in zip(places.counted, limits_of, strict=True):
             for name, (kind, above) in EVENTS.items():
                 # Nothing is flushed that is stored already.
                 if target is None and name == "flushed":
                     continue
                 ratios = counts[kind] / np.maximum(counts["elements"], 1)
                 found = ordered[ratios[ordered] > above]
-                rows.append((*start, name, *limits, *_cells(places, fields, ratios, found)))
+                rows.append((*start, name, *limits[number], *_cells(places, fields, ratios, found)))
     return Table(
         title="where it begins: the first iteration, in it the first record in execution order, the lowest rank",
         columns=(

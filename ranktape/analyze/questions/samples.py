@@ -189,12 +189,12 @@ def _grouped(records: Records, found: _Found, *, by: Sequence[str], names: Seque
         key = (groups.numbers[place], isinstance(name, str), name)
         totals[key] = totals.get(key, _NOTHING).merge(sample)
         places.add(place)
-    rows = []
+    rows, heads = [], list(groups.heads)
     for key in sorted(totals):
         number, _, name = key
         known = totals[key].metrics()
         values = (known[metric] for metric in names)
-        rows.append((*groups.heads[number][:-1], str(name), totals[key].num_records, *values))
+        rows.append((*heads[number][:-1], str(name), totals[key].num_records, *values))
     *columns, count = groups.columns
     return (*columns, SAMPLE_COLUMN, count), rows, places
 

@@ -6,17 +6,19 @@ Every metric comes from the digests: one reading of each record, and none of tho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import words
 from ranktape.analyze.metrics.gather import row_groups
-from ranktape.analyze.metrics.metric import METRICS, cells_of, is_percentile, metric_columns, parse_metric
+from ranktape.analyze.metrics.metric import METRICS, is_percentile, metric_columns, parse_metric
 from ranktape.analyze.metrics.numbers import NUMBERS, numbers_of_groups
 from ranktape.analyze.questions.neighbours import beside_next
 from ranktape.analyze.questions.samples import sample_stats
-from ranktape.analyze.table import Column, Kind, Table
+from ranktape.analyze.table import Coded, Column, Kind, Rows, Table, number_cells
 from ranktape.errors import UsageError
 from ranktape.fields import SAMPLE
 from ranktape.storage import Records
@@ -68,34 +70,29 @@ def stats(
     groups = row_groups(records, by=by)
     of_state = NUMBERS["has_percentiles"], NUMBERS["is_exact"]
     known = numbers_of_groups(records, groups, [*chosen, *of_state], view=look, engine=engine)
-    states = zip(*(known.column(one.name).tolist() for one in of_state), strict=True)
-    cells = [
-        *(cells_of(known.column(one.name), kind=one.kind) for one in chosen),
-        [_precision(*state) for state in states],
-    ]
-    rows = [(*head, *row) for head, row in zip(groups.heads, zip(*cells, strict=True), strict=True)]
+    has_percentiles, is_exact = (known.column(one.name) > 0 for one in of_state)
+    precision = Coded(np.where(has_percentiles, np.where(is_exact, 0, 1), 2), [_EXACT, _NEAR, _UNKNOWN])
+    cells = [number_cells(known.column(one.name), kind=one.kind) for one in chosen]
     return Table(
         title=f"statistics of the values, {how_seen(look)}",
         columns=(*groups.columns, *metric_columns(chosen, are_named=bool(names)), PRECISION),
-        rows=tuple(rows),
-        notes=_notes(rows, has_percentiles=any(is_percentile(one.name) for one in chosen)),
+        rows=Rows([*groups.heads.columns, *cells, precision]),
+        notes=_notes(precision.codes) if any(is_percentile(one.name) for one in chosen) else (),
     )
 
 
-def _precision(has_percentiles: float, is_exact: float) -> str:
-    return "unknown" if not has_percentiles else "exact" if is_exact else "within 2^-8"
+_EXACT, _NEAR, _UNKNOWN = "exact", "within 2^-8", "unknown"
 
 
-def _notes(rows: Sequence[tuple[Any, ...]], *, has_percentiles: bool) -> tuple[str, ...]:
-    if not has_percentiles:
-        return ()
-    counts = {word: sum(row[-1] == word for row in rows) for word in ("within 2^-8", "unknown")}
+def _notes(precision: NDArray[np.int64]) -> tuple[str, ...]:
+    """How many rows have percentiles that are not exact; 1 stands for those that are near, 2 for those without any."""
     said = {
-        "within 2^-8": "of many values wider than 16 bits: their percentiles are values within 2^-8 of the right ones, "
+        1: "of many values wider than 16 bits: their percentiles are values within 2^-8 of the right ones, "
         "and their ranks within 2^-10",
-        "unknown": "complex, or kept as statistics: they have no percentiles",
+        2: "complex, or kept as statistics: they have no percentiles",
     }
-    return tuple(f"{counts[word]} of {len(rows)} rows are {text}" for word, text in said.items() if counts[word])
+    counts = np.bincount(precision, minlength=3).tolist()
+    return tuple(f"{counts[code]} of {len(precision)} rows are {text}" for code, text in said.items() if counts[code])
 
 
 def how_seen(view: View) -> str:

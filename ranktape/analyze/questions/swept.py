@@ -202,7 +202,8 @@ def grouped(
         DataError: a record that is read again is damaged now.
         StorageError: the store cannot be read.
     """
-    ordered = [[swept[row] for row in rows] for _, rows in equal_rows(tuple(one.key.values()) for one in swept)]
+    columns = list(zip(*(one.key.values() for one in swept), strict=True))
+    ordered = [[swept[row] for row in rows.tolist()] for _, rows in equal_rows(columns)]
     again = _sweep_again(ordered, view=view, engine=engine, on_record=on_record)
     return [
         SweptGroup(key=members[0].key, members=tuple(members), commons=_common_scales(members, again))

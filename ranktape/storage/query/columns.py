@@ -280,16 +280,34 @@ Key = tuple[Any, ...]
 """The values of a group, one for each column; None for a missing one."""
 
 
-def equal_rows(keys: Iterable[Sequence[Any]]) -> list[tuple[Key, list[int]]]:
-    """For each group of equal keys, sorted by them, the rows that hold them; a row has a value for each column.
+def equal_rows(columns: Sequence[Column | Sequence[Any]]) -> list[tuple[Key, np.ndarray[Any, Any]]]:
+    """For each group of rows with equal values, sorted by these, the values and the rows that hold them, ascending.
 
-    A missing value (None or NaN) is None, and after all others; text comes after numbers.
+    A missing value (None or NaN) is None, and after all others; text comes after numbers. At least one column.
     """
-    groups: dict[Key, list[int]] = {}
-    for row, key in enumerate(keys):
-        known = tuple(None if value != value else value for value in key)  # noqa: PLR0124  (NaN)
-        groups.setdefault(known, []).append(row)
-    return sorted(groups.items(), key=lambda item: [_order(value) for value in item[0]])
+    known = [_coded(column) for column in columns]
+    codes = np.zeros(len(known[0][0]), dtype=np.int64)
+    for own, table in known:
+        _, codes = np.unique(codes * max(1, len(table)) + own, return_inverse=True)
+        codes = codes.reshape(-1)
+    order = np.argsort(codes, kind="stable")
+    groups = np.split(order, np.flatnonzero(np.diff(codes[order])) + 1) if len(order) else []
+    found = [(tuple(table[int(own[rows[0]])] for own, table in known), rows) for rows in groups]
+    return sorted(found, key=lambda item: [_order(value) for value in item[0]])
+
+
+def _coded(column: Column | Sequence[Any]) -> tuple[np.ndarray[Any, Any], Sequence[Any]]:
+    """For each row the index of its value, and the values, of which each missing one is None."""
+    if isinstance(column, StringColumn):
+        return column.codes.astype(np.int64), column.table
+    if isinstance(column, np.ndarray) and column.dtype.kind in "biuf":
+        values, codes = np.unique(column, return_inverse=True)
+        return codes.reshape(-1), [None if value != value else value for value in values.tolist()]  # noqa: PLR0124 - NaN
+    found: dict[Any, int] = {}
+    values_of_rows = column.tolist() if isinstance(column, np.ndarray) else column
+    plain = (None if value != value else value for value in values_of_rows)  # noqa: PLR0124 - NaN
+    codes = np.fromiter((found.setdefault(value, len(found)) for value in plain), np.int64, len(column))
+    return codes, list(found)
 
 
 def _order(value: Any) -> tuple[bool, bool, Any]:

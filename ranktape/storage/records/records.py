@@ -368,10 +368,10 @@ class Records(Sequence[Record]):
         """
         if not fields:
             return [({}, self)]
-        keys = zip(*(self.column(field).tolist() for field in fields), strict=True)
+        check_fields(fields, known=KNOWN_COLUMNS)
         return [
             (dict(zip(fields, key, strict=True)), self._take(self._rows[positions]))
-            for key, positions in equal_rows(keys)
+            for key, positions in equal_rows([self.stored(field) for field in fields])
         ]
 
     def assemble(self, *, replicas: str = "check") -> list[GlobalView[Record]]:
