@@ -7,12 +7,13 @@ counts; of wider ones, sums are made of each sample, or of each run of elements,
 from __future__ import annotations
 
 import functools
+import json
 import math
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +42,10 @@ from ranktape.analyze.numerics.pieces import frozen
 from ranktape.errors import DataError
 from ranktape.storage import Record, Records
 from ranktape.storage.format.dtypes import HALF_NBYTES, numpy_dtype
-from ranktape.storage.format.record_info import Keep
+from ranktape.storage.format.record_info import Keep, is_one_sample
 from ranktape.storage.format.statistics import STATISTICS, Statistics, merge_statistics
+from ranktape.storage.query.columns import equal_rows
+from ranktape.storage.records.reader import RunReader
 
 VERSION = 1
 """Version of the columns of a digest, and part of the name of the measure."""
@@ -73,19 +76,14 @@ class DigestMeasure:
         """
         parts: list[Columns] = []
         places: list[int] = []
-        stacks: dict[Any, list[tuple[int, Record]]] = defaultdict(list)
-        for place, record in enumerate(records):
-            if (key := _stack_of(record)) is not None:
-                stacks[key].append((place, record))
-            else:
-                parts.append(self._single(record))
-                places.append(place)
-        for members in stacks.values():
-            step = max(1, _READ_NBYTES // max(1, members[0][1].nbytes))
-            for start in range(0, len(members), step):
-                own = members[start : start + step]
-                parts.append(self._stacked([record for _, record in own]))
-                places += [place for place, _ in own]
+        stacks, alone = _stacks_of(records) if isinstance(records, Records) else ([], None)
+        rest = records if alone is None else cast("Records", records).take(alone)
+        parts += [self._single(record) for record in rest]
+        places += range(len(parts)) if alone is None else alone
+        for members in stacks:
+            own = cast("Records", records).take(members)
+            parts.append(self._stacked(own))
+            places += members
         return Columns.join(parts).take(np.argsort(np.array(places, dtype=np.int64)))
 
     def _single(self, record: Record) -> Columns:
@@ -100,11 +98,15 @@ class DigestMeasure:
             parts, dtype, metrics, has_samples=_has_samples(record)
         )
 
-    def _stacked(self, records: Sequence[Record]) -> Columns:
+    def _stacked(self, records: Records) -> Columns:
         """The digests of records of one stored array, which have one shape and one dtype."""
         first = records[0]
         dtype = numpy_dtype(viewed_dtype(dtype=first.dtype, compute_dtype=first.compute_dtype, view=self.view))
-        array = first.reader.read_stack(records)  # type: ignore[attr-defined]  # as `_stack_of` says
+        assert isinstance(first.reader, RunReader)
+        indices, checksums = (records.column(name).tolist() for name in ("index", "checksum"))
+        array = first.reader.read_stack(first, indices, checksums)
+        if array is None:
+            array = np.stack([record.read() for record in records])
         with np.errstate(over="ignore", invalid="ignore"):
             viewed = array if array.dtype == dtype else array.astype(dtype)
         if first.sample_dim is None:
@@ -113,30 +115,34 @@ class DigestMeasure:
             apart = np.moveaxis(viewed, 1 + first.sample_dim, 1)
             samples = np.ascontiguousarray(apart).reshape(len(records), apart.shape[1], -1)
         if dtype.itemsize > HALF_NBYTES:
-            metrics = [_metrics_of(record) for record in records]
-            return Columns.join(
-                [
-                    _wide([one] if one.size else [], dtype, rows, has_samples=_has_samples(record))
-                    for one, rows, record in zip(samples, metrics, records, strict=True)
-                ]
-            )
+            own = [([one] if one.size else [], _metrics_of(first)) for one in samples]
+            return Columns.join([_wide(parts, dtype, rows, has_samples=_has_samples(first)) for parts, rows in own])
         num_samples = first.info.num_samples
         return _digest_rows(samples, dtype, num_samples=num_samples, has_samples=_has_samples(first))
 
 
-def _stack_of(record: Record) -> Any:
-    """The stored array in which records of one kind lie beside each other; None for a record that is read alone."""
-    if record.keep != Keep.VALUES or not record.location.stack or not hasattr(record.reader, "read_stack"):
-        return None
-    info = record.info
-    return (
-        id(record.reader),
-        record.location.array_path,
-        info.dtype,
-        info.compute_dtype,
-        info.sample_dim,
-        info.num_samples,
-    )
+def _stacks_of(records: Records) -> tuple[list[list[int]], list[int] | None]:
+    """The records that lie beside each other in one stored array, and are of one kind; and those that are read alone.
+
+    None for all of them.
+    """
+    is_stacked = records.column("stack").astype(bool) & (records.column("keep") == Keep.VALUES)
+    if records.is_costly or not is_stacked.any():
+        return [], None
+    groups = np.zeros(len(records), dtype=np.int64)
+    for number, (_, part) in enumerate(records.groups()):
+        groups[part] = number
+    is_sample = np.zeros(len(records), dtype=np.int64)
+    fields = ("sample_dim", "sample_ids", "tensor_name")
+    for (dim, ids, name), rows in equal_rows([records.stored(one) for one in fields]):
+        is_sample[rows] = dim is None and is_one_sample(json.loads(ids), tensor_name=name)
+    columns = (records.stored(name) for name in ("stack", "dtype", "compute_dtype", "sample_dim", "nbytes"))
+    found = []
+    for (*_, nbytes, _, _, has_stack), rows in equal_rows([*columns, groups, is_sample, is_stacked.astype(np.int64)]):
+        if has_stack:
+            step = max(1, _READ_NBYTES // max(1, int(nbytes)))
+            found += [rows[start : start + step].tolist() for start in range(0, len(rows), step)]
+    return found, np.flatnonzero(~is_stacked).tolist()
 
 
 def _has_samples(record: Record) -> bool:

@@ -87,8 +87,8 @@ class Measure(Protocol):
 class Batch:
     """Records of one iteration of one rank, which one worker measures."""
 
-    records: tuple[Sequence[Record | RanktapeError], ...]
-    """The records, in parts that follow one another; the reason in the place of one that could not be looked at."""
+    records: Records
+    """The records."""
     keys: Keys
     """Their keys."""
     measure: Measure
@@ -124,14 +124,13 @@ def measure_batch(batch: Batch) -> Measured:
     """
     keep_freed_memory()
     errors: dict[int, RanktapeError] = {}
-    records = itertools.chain.from_iterable(map(each_record, batch.records))
     try:
-        columns = batch.measure(map(unless_failed, records))
+        columns = batch.measure(batch.records)
     except RanktapeError:
         if batch.raises:
             raise
         parts = []
-        for place, record in enumerate(itertools.chain.from_iterable(map(each_record, batch.records))):
+        for place, record in enumerate(each_record(batch.records)):
             try:
                 parts.append(batch.measure([unless_failed(record)]))
             except RanktapeError as error:
@@ -285,12 +284,8 @@ class _Span:
         """The measuring of the records that are not known; None where all are."""
         if not self.missing.size:
             return None
-        runs = np.split(self.missing, np.flatnonzero(np.diff(self.missing) != 1) + 1)
-        first = self.places.start
-        chosen = [self.records[first + int(run[0]) : first + int(run[-1]) + 1] for run in runs]
         return measure_batch, Batch(
-            # To look at the records of files is to read them.
-            records=tuple(run if run.is_costly else list(each_record(run)) for run in chosen),
+            records=self.records.take((self.places.start + self.missing).tolist()),
             keys=self.keys[self.missing] if len(self.keys) else self.keys,
             measure=measure,
             shelf=None if self.cache is None else self.cache.shelf(self.group, damaged=self.damaged),

@@ -269,7 +269,9 @@ class Catalogue:
 
     def group_of(self, row: int) -> str:
         """The path, below the run, of the group that a record is in."""
-        rank, iteration = self._numbers("rank"), self._numbers("iteration")
+        rank, iteration = self.column("rank"), self.column("iteration")
+        assert not isinstance(rank, StringColumn)
+        assert not isinstance(iteration, StringColumn)
         return rank_iteration_path(self._attempt, int(rank[row]), int(iteration[row]))
 
     def _checked(self, name: str) -> np.ndarray[Any, Any]:
@@ -349,9 +351,25 @@ def _restored(name: str, column: Column) -> Iterable[Any]:
         case FieldKind.CHECKSUM:
             return map(crc_text, values)
         case FieldKind.JSON:
-            # Made anew for each record: whoever changes what one of them says changes no other.
-            return (_parsed(name, text) for text in values)
+            return _all_parsed(name, values)
     return values
+
+
+def _all_parsed(name: str, texts: Iterable[str]) -> Iterator[Any]:
+    """What each of several texts says, each different one looked at once."""
+    known: set[str] = set()
+    shapes: dict[str, Any] = {}
+    for text in texts:
+        if name == "shape":
+            if text not in shapes:
+                shapes[text] = _parsed(name, text)
+            yield shapes[text]
+        elif text in known:
+            # Made anew for each record: whoever changes what one of them says changes no other.
+            yield json.loads(text)
+        else:
+            yield _parsed(name, text)
+            known.add(text)
 
 
 def _parsed(name: str, text: str) -> Any:

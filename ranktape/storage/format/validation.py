@@ -61,7 +61,9 @@ def parse_json(text: str | bytes) -> Any:
         value = json.loads(text)
     except RecursionError as error:
         raise ValueError(f"lists and dictionaries nested deeper than {MAX_NESTING}") from error
-    check_nesting(value)
+    num_opened = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
+    if num_opened > MAX_NESTING:
+        check_nesting(value)
     return value
 
 

@@ -131,23 +131,26 @@ class RunReader:
         self._expect(record, checksum(values), expected)
         return values if sample is None or is_sample else values.take(sample, axis=info.sample_dim)
 
-    def read_stack(self, records: Sequence[Record]) -> np.ndarray[Any, Any]:
-        """What is kept of several records of one stack, as `read` has it; the first axis counts the records.
+    def read_stack(
+        self, record: Record, indices: Sequence[int], checksums: Sequence[int]
+    ) -> np.ndarray[Any, Any] | None:
+        """What is kept at some places of the stack of a record; the first axis counts them.
+
+        None where something is missing, or is not what was captured: `read` says of each record what.
 
         Raises:
-            DataError: bytes are missing, or are not those captured.
+            DataError: the document of the stack is missing, or is not what was written.
         """
-        with self._explained(records[0]):
-            stored = self._opened(records[0])
-        indices = [record.location.index for record in records]
+        with self._explained(record):
+            stored = self._opened(record)
         if 0 <= min(indices) <= max(indices) < stored.shape[0]:
-            with contextlib.suppress(DataError):  # which `read` explains
+            with contextlib.suppress(DataError):
                 values = read_rows(self._objects, stored, indices)
                 if values is not None and all(
-                    checksum(one) == record.info.checksum for one, record in zip(values, records, strict=True)
+                    checksum(one) == crc_text(expected) for one, expected in zip(values, checksums, strict=True)
                 ):
                     return values
-        return np.stack([self.read(record, sample=None) for record in records])
+        return None
 
     def parts(self, record: Record) -> Iterator[np.ndarray[Any, Any]]:
         """The values of a record, as `Record.parts` has them.

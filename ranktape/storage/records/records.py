@@ -87,6 +87,31 @@ class LazyTable(RecordTable, RecordReader, Protocol):
         ...
 
 
+class _HeldTable:
+    """Some rows of another table, which is not needed any more."""
+
+    def __init__(self, table: RecordTable, places: np.ndarray[Any, Any]) -> None:
+        self.num_rows = len(places)
+        self._columns = {name: _held(rows_of(table.column(name), places)) for name in COLUMNS}
+        self._groups = [table.group_of(place) for place in places.tolist()]
+
+    def column(self, name: str) -> Column:
+        """One of the columns."""
+        return self._columns[name]
+
+    def group_of(self, row: int) -> str:
+        """The path of the group that a record is in."""
+        return self._groups[row]
+
+
+def _held(column: Column) -> Column:
+    """The same without texts that no row has."""
+    if not isinstance(column, StringColumn):
+        return column
+    used, codes = np.unique(column.codes, return_inverse=True)
+    return StringColumn(codes=codes.reshape(-1), table=[column.table[code] for code in used.tolist()])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
     """Records of one table: of an iteration of a run, or of a folder of files."""
@@ -108,6 +133,10 @@ class Listing:
     def narrow(self, places: np.ndarray[Any, Any]) -> Listing:
         """The records at some places, where that saves reading; else all of them."""
         return self if self.lazy is None else Listing.of_files(self.lazy.narrow(places), source=self.source)
+
+    def held(self, places: np.ndarray[Any, Any]) -> Listing:
+        """The records at some places, without the others."""
+        return replace(self, table=_HeldTable(self.table, places)) if self.lazy is None else self.narrow(places)
 
     def column(self, name: str, places: np.ndarray[Any, Any]) -> Column:
         """A column, of some places."""
@@ -141,6 +170,10 @@ class Records(Sequence[Record]):
         """All records of some tables, whose values one reader gives."""
         source = source_name(reader.url)
         return cls([Listing(table=table, reader=reader, source=source) for table in tables])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its own rows alone: what is sent to another process is not all that a run lists."""
+        return self._narrowed(self._rows, narrow=Listing.held).__dict__
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -447,14 +480,19 @@ class Records(Sequence[Record]):
         taken._columns = self._columns
         return taken
 
-    def _narrowed(self, rows: np.ndarray[Any, Any]) -> Records:
+    def _narrowed(
+        self,
+        rows: np.ndarray[Any, Any],
+        *,
+        narrow: Callable[[Listing, np.ndarray[Any, Any]], Listing] = Listing.narrow,
+    ) -> Records:
         """Some of the rows, in tables that list no other files."""
         listings, moved, start = [], np.empty_like(rows), 0
         numbers = self._numbers(rows)
         for number, listing in enumerate(self._listings):
             at = np.flatnonzero(numbers == number)
             places = rows[at] - self._starts[number]
-            narrowed = listing.narrow(places)
+            narrowed = narrow(listing, places)
             moved[at] = start + (places if narrowed is listing else np.arange(len(at)))
             listings.append(narrowed)
             start += narrowed.table.num_rows
