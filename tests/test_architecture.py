@@ -52,7 +52,7 @@ LEGACY_DOORS = {
     "analyze/questions/listed_tensors.py",
     "analyze/questions/sweep_command.py",
     "analyze/sources.py",
-    "analyze/views/plots/losses.py",
+    "analyze/views/plots/bars.py",
     "launch/exchange.py",
 }
 """Files through which the wing for legacy tools is entered; without them it could be taken away."""

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.console import say
 from ranktape.analyze.options import Selection, say_what_is_left_out
-from ranktape.analyze.views.plots.plot import DEFAULT_RECIPES
-from ranktape.analyze.views.plots.table import FOLDERS, PLOTS, REPLAYED
+from ranktape.analyze.views.plots.table import DEFAULT_RECIPES, FOLDERS, PLOTS, REPLAYED
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.metrics.target import Target
     from ranktape.analyze.numerics.recipes.recipe import Recipe
-    from ranktape.analyze.views.plots.plot import Plot
+    from ranktape.analyze.views.plots.table import Plot
 
 DEFAULT_FOLDER = Path("draw")
 """Where many plots go: the place that the legacy tool used."""

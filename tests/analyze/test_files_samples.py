@@ -13,13 +13,11 @@ import pytest
 import torch
 
 from ranktape.analyze import overflow, stats, sweep, trace
-from ranktape.analyze.engine.digests import digests
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.survey import Survey
 from ranktape.analyze.legacy import export_records, import_folder, open_folder
 from ranktape.analyze.table import Table
-from ranktape.analyze.views.plots.tallies import SampleMetrics
+from ranktape.analyze.views.plots.data import PlotData
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage import Records, Run, open_run
 from ranktape.storage.format.record_info import RUN
@@ -184,11 +182,9 @@ def test_samples_of_two_ranks_are_drawn_apart(tmp_path: Path) -> None:
     for counter, (rank, sample) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
         legacy_file(tmp_path, torch.full((2, 4), 1.0 + counter), rank=rank, sample_idx=sample, counter=counter)
     records = open_folder(tmp_path).select()
-    found = SampleMetrics(records, layers=records.column("layer_idx").tolist())
-    for place, digest in enumerate(digests(records, view=View.COMPUTE, engine=UNCACHED)):
-        found.add(place, digest)
-    assert found.ordered() == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert found.grid(operation="forward", layers=[1]).tolist() == [[1.0, 2.0, 3.0, 4.0]]
+    found = PlotData(records, engine=UNCACHED).samples
+    assert found.keys == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert found.grid("forward").tolist() == [[1.0, 2.0, 3.0, 4.0]]
 
 
 def test_weights_are_no_samples(tmp_path: Path) -> None:

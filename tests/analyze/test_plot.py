@@ -6,14 +6,17 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from ranktape.analyze import overflow
 from ranktape.analyze.legacy.plots import draw_panels
-from ranktape.analyze.views.plots.overflow_layers import draw_overflow
+from ranktape.analyze.metrics.target import one_target
+from ranktape.analyze.views.plots.axes import scale_shares
+from ranktape.analyze.views.plots.data import PlotData
+from ranktape.analyze.views.plots.style import Page
+from ranktape.analyze.views.plots.table import PLOTS
 from ranktape.storage import Records
 from tests.analyze.runs import describe_tensor, model_tensors, store
 
@@ -27,6 +30,11 @@ if TYPE_CHECKING:
 def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
     """Two layers of a model."""
     return store(tmp_path_factory.mktemp("run"), model_tensors()).select()
+
+
+def draw_overflow(records: Records, **target: Any) -> Figure:
+    """The plot of overflow by layer, against a format if `target` names one."""
+    return PLOTS["overflow"].draw(PlotData(records, target=one_target(**target) if target else None))
 
 
 def texts(figure: Figure) -> list[Any]:
@@ -78,7 +86,7 @@ def drawn(axes: Axes) -> dict[str, list[float]]:
 
 
 def test_lines_are_the_ratios_of_the_table(records: Records) -> None:
-    figure = draw_overflow(overflow(records, format="fp8_e4m3"))
+    figure = draw_overflow(records, name="fp8_e4m3")
     table = overflow(records, format="fp8_e4m3", by=["operation", "layer_type", "layer_idx"]).records()
     columns = ("overflow.ratio", "overflow.underflow.ratio", "overflow.flushed.ratio")
     for panel, (column, operation) in zip(
@@ -91,49 +99,58 @@ def test_lines_are_the_ratios_of_the_table(records: Records) -> None:
         assert drawn(panel) == expected
 
 
-def test_panels_say_what_they_count(records: Records) -> None:
-    scaled = [text.get_text() for text in texts(draw_overflow(overflow(records, format="fp8_e4m3")))]
-    assert "underflow\n0 < |x / scale| < 0.0156" in scaled
-    assert any(one.startswith("fp8_e4m3 with one scale for each tensor: largest value 448") for one in scaled)
-    shown = [text.get_text() for text in texts(draw_overflow(overflow(records, format="fp8_e4m3", scaling="none")))]
-    for words in (
-        "overflow\n|x| rounds beyond 448",
-        "underflow\n0 < |x| < 0.0156",
-        "flush to zero\n0 < |x| <= 0.000977",
-        "Shares are of the elements of a layer.",
-        "forward",
-        "backward",
-        "layer",
-        " attention",
-        " linear",
-        "no overflow",
-        "0 %",
-        "100 %",
-    ):
-        assert words in shown
-    assert "fp8_e4m3: largest value 448, smallest normal 0.0156" in shown
-    assert "iteration 0, 1 rank, 18 tensors, 4,608 elements" in shown
+def test_dotted_lines_are_the_worst_tensors(tmp_path: Path) -> None:
+    """Of two tensors of a layer one has a subnormal in four elements, the other none in twelve."""
+    tensors = [
+        describe_tensor(np.array([2.0**-140, 1, 1, 1], np.float32), tensor_name="input"),
+        describe_tensor(np.ones(12, np.float32), tensor_name="weight"),
+    ]
+    axes = draw_overflow(store(tmp_path, tensors).select()).axes[1]
+    found = {str(line.get_linestyle()): np.asarray(line.get_ydata()).tolist() for line in axes.get_lines()}
+    assert found == {":": [1 / 4], "-": [1 / 16]}
+
+
+def test_the_plot_says_against_which_limits(records: Records) -> None:
+    shown = " ".join(text.get_text() for text in texts(draw_overflow(records, name="fp8_e4m3")))
+    assert "limits of fp8_e4m3 with one scale for each tensor: largest value 448, smallest normal 0.0156" in shown
+    shown = " ".join(text.get_text() for text in texts(draw_overflow(records)))
+    assert "limits of the values' own dtype" in shown
 
 
 def test_a_healthy_run_says_so(records: Records) -> None:
-    figure = draw_overflow(overflow(records))
+    figure = draw_overflow(records)
     shown = [text.get_text() for text in texts(figure)]
     assert len(figure.axes) == 4
-    assert (shown.count("no overflow"), shown.count("no underflow")) == (2, 2)
+    assert shown.count("none") == 4
     assert all(set(line) == {0.0} for axes in figure.axes for line in drawn(axes).values())
 
 
-def test_nothing_overlaps_in_a_thousand_layers() -> None:
-    """From the table's side alone, as a thousand layers are a large run."""
+def test_nothing_overlaps_in_a_thousand_layers(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    figure = draw_overflow(
-        layers_table(1000, layer_types=["attention", "linear"], ratios=10.0 ** -rng.uniform(0, 9, 9))
-    )
-    readable_texts(figure)
+    tensors = [
+        describe_tensor(10.0 ** -rng.uniform(0, 9, 16).astype(np.float32), layer_idx=layer)
+        for layer in (-1, *range(0, 1000, 8), 999)
+    ]
+    readable_texts(draw_overflow(store(tmp_path, tensors).select(), name="fp8_e4m3", scaling="none"))
+
+
+def test_nothing_overlaps_with_many_types_and_long_names(tmp_path: Path) -> None:
+    names = [f"layer type {index} " + "x" * (5 * index) for index in range(5)]
+    tensors = [
+        describe_tensor(np.ones(8, np.float32), layer_type=name, layer_idx=layer)
+        for layer in range(-1, 6)
+        for name in (*names, "_hidden", "$a$ % \\frac")
+    ]
+    figure = draw_overflow(store(tmp_path, tensors).select())
+    assert " _hidden" in [text.get_text() for text in readable_texts(figure)]
+    styles = {(line.get_color(), line.get_marker()) for line in figure.legends[0].get_lines()}
+    assert len(styles) == 8
 
 
 def test_an_axis_of_small_shares_has_powers_of_ten_beside_it() -> None:
-    figure = draw_overflow(layers_table(3, layer_types=["linear"], ratios=[1e-9]))
+    page = Page(1, 1, width=4, height=3, title="t")
+    scale_shares(page.panels[0, 0], "y", [1e-9])
+    figure = page.finish()
     canvas = figure.canvas
     assert isinstance(canvas, FigureCanvasAgg)
     canvas.draw()  # type: ignore[no-untyped-call]
@@ -142,61 +159,9 @@ def test_an_axis_of_small_shares_has_powers_of_ten_beside_it() -> None:
     assert words == ["0 %", "1e-06 %", "0.0001 %", "0.01 %", "1 %", "100 %"]
 
 
-def test_nothing_overlaps_with_many_types_and_long_names() -> None:
-    names = [f"layer type {index} " + "x" * (5 * index) for index in range(11)]
-    figure = draw_overflow(layers_table(6, layer_types=[*names, "_hidden", "$a$ % \\frac"], ratios=[0.0, 1.0, 1e-12]))
-    shown = [text.get_text() for text in readable_texts(figure)]
-    assert " _hidden" in shown
-    styles = {
-        (line.get_color(), line.get_marker(), line.get_markerfacecolor()) for line in figure.legends[0].get_lines()
-    }
-    assert len(styles) == 14
-
-
-def layers_table(num_layers: int, *, layer_types: list[str], ratios: Any) -> Any:
-    """An overflow table of so many layers, made by hand."""
-    from ranktape.analyze.table import Column, Kind, Table
-
-    names = ("iteration", "rank", "operation", "layer_type", "layer_idx", "limits_of", "scaling", "elements")
-    counts = ("overflow.total", "overflow.underflow.count", "overflow.flushed.count")
-    cycle = itertools.cycle(ratios)
-    rows = tuple(
-        (0, 0, operation, layer_type, layer, "fp8_e4m3", "none", 10**12, *(int(next(cycle) * 10**12) for _ in counts))
-        for operation in ("forward", "backward")
-        for layer_type in layer_types
-        for layer in range(-1, num_layers)
-    )
-    rows = tuple((*row, 0) for row in rows)
-    columns = tuple(Column(name=name, kind=Kind.INTEGER) for name in (*names, *counts, "overflow.zero.count"))
-    return Table(title="", columns=columns, rows=rows)
-
-
-def test_several_dtypes_are_named_in_the_title(tmp_path: Path) -> None:
-    values = np.random.default_rng(0).standard_normal(8)
-    dtypes = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int64)
-    tensors = [describe_tensor(values.astype(dtype), tensor_name=np.dtype(dtype).name) for dtype in dtypes]
-    figure = draw_overflow(overflow(store(tmp_path, tensors).select()))
-    shown = "\n".join(text.get_text() for text in readable_texts(figure))
-    assert "bfloat16: largest value 3.39e+38" in shown
-    assert "and 2 more types" in shown
-    assert "overflow\nbeyond the largest value" in shown
-
-
-def test_the_element_type_int8_is_not_taken_for_the_format_of_that_name(tmp_path: Path) -> None:
-    records = store(tmp_path, [describe_tensor(np.ones(8, dtype=np.int8))]).select()
-    own, against = (
-        "\n".join(text.get_text() for text in texts(draw_overflow(overflow(records, format=name))))
-        for name in (None, "int8")
-    )
-    assert "int8: largest value" not in own
-    assert "int8 with one scale for each tensor: largest value 1.984, smallest normal 0.0156" in against.replace(
-        "\n", " "
-    )
-
-
 def test_no_global_state_of_matplotlib_is_touched() -> None:
     """Pyplot is that state; a process that never needed it does not load it."""
-    folders = [Path(function.__code__.co_filename).parent for function in (draw_overflow, draw_panels)]
+    folders = [Path(function.__code__.co_filename).parent for function in (scale_shares, draw_panels)]
     sources = [path for folder in folders for path in folder.glob("*.py")]
     assert len(sources) > 10
     assert [path.name for path in sources if "pyplot" in path.read_text(encoding="utf-8")] == []

@@ -14,15 +14,14 @@ from matplotlib.container import BarContainer
 
 from ranktape.analyze.metrics.target import one_target
 from ranktape.analyze.numerics.formats import FORMATS
-from ranktape.analyze.views.plots import boxes
-from ranktape.analyze.views.plots.data import PlotData
+from ranktape.analyze.views.plots import bars
+from ranktape.analyze.views.plots.bars import ratio_counts, read_pairs
+from ranktape.analyze.views.plots.data import LOWEST, PlotData, exponents
 from ranktape.analyze.views.plots.distributions import standardised
-from ranktape.analyze.views.plots.groups import group_by, rank_deviations
-from ranktape.analyze.views.plots.heat_maps import Grid, Scale, draw_heat_maps, size_of
-from ranktape.analyze.views.plots.losses import ratio_counts, read_pairs
+from ranktape.analyze.views.plots.groups import group_by
+from ranktape.analyze.views.plots.heat_maps import Grid, Scale, draw_heat_maps, rank_deviations, size_of
 from ranktape.analyze.views.plots.style import Page, families, plain
 from ranktape.analyze.views.plots.table import FOLDERS, PLOTS
-from ranktape.analyze.views.plots.tallies import LOWEST, exponents
 from ranktape.errors import NoRecordsError
 from tests.analyze.runs import SITES, Tensor, describe_tensor, store
 from tests.analyze.test_plot import readable_texts, texts
@@ -81,7 +80,7 @@ ONE_OF_EACH = (
     *("neighbouring_layers", "sample_differences", "layer_binades"),
     *("fp8_scatter", "fp8_normal_fit", "rank_deviation"),
 )
-"""A plot of each function that draws but that of test_plot.py; the others differ in their data."""
+"""A plot of each function that draws, but for that of test_plot.py; the others differ in their data."""
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -168,9 +167,9 @@ def test_cells_of_layers_and_ranks(data: PlotData, metric: str) -> None:
         assert len(marked) == (6 if operation == "forward" else 0)
 
 
-def page_of(grids: list[Grid]) -> Page:
+def page_of(grids: list[Grid], scale: Scale) -> Page:
     """A page for heat maps."""
-    return Page(1, len(grids), title="t", **size_of(grids))
+    return Page(1, len(grids), title="t", **size_of(grids, scale))
 
 
 def colour_numbers(axes: Axes) -> np.ndarray[Any, Any]:
@@ -185,9 +184,9 @@ def test_nan_infinite_and_missing_cells_have_colours_of_their_own(data: PlotData
     assert np.isnan(cells(forward)).all()  # each cell holds an infinity
     values = np.array([[0.0, np.inf, np.nan, 4.0, 4.0, np.nan]])
     has_nan = np.array([[False, False, False, False, True, True]])
-    grid = Grid(title="t", values=values, rows=["0"], columns=list("abcdef"), has_nan=has_nan)
+    grid = Grid(title="t", values=values, rows=["0"], columns=list("abcdef"), nan=has_nan)
     scale = Scale("magnitude", "x")
-    figure = draw_heat_maps(page_of([grid]), [grid], scale=scale, labels=("r", "c"), unit="columns")
+    figure = draw_heat_maps(page_of([grid], scale), [grid], scale=scale, labels=("r", "c"), unit="columns")
     assert colour_numbers(figure.axes[0]).tolist() == [[0, 1, -1, -1, -1, 2]]
     assert cells(figure.axes[0])[0].tolist()[3:5] == [2.0, 2.0]
     (marks,) = figure.axes[0].collections
@@ -209,9 +208,9 @@ def test_one_iteration_of_nan_does_not_hide_the_samples(tmp_path: Path) -> None:
 
 def test_cells_of_layers_and_samples(data: PlotData) -> None:
     """A sample is known by its rank and its place in the batch; weights have none."""
-    samples = data.passed.samples
-    assert samples.ordered() == [(rank, place) for rank in (0, 1) for place in range(4)]
-    grid = samples.grid(operation="forward", layers=[-1, 0, 1])
+    samples = data.samples
+    assert samples.keys == [(rank, place) for rank in (0, 1) for place in range(4)]
+    grid = samples.grid("forward")
     for (row, column), found in np.ndenumerate(grid):
         fields = {"layer_idx": row - 1, "rank": column // 4, "operation": "forward"}
         parts = [
@@ -229,9 +228,9 @@ def test_samples_have_the_names_that_the_user_gave(tmp_path: Path) -> None:
         describe_tensor(values * 2.0**rank, rank=rank, sample_dim=0, sample_ids=["b", "$a$", "_c"]) for rank in (0, 1)
     ]
     found = PlotData(store(tmp_path, tensors).select())
-    assert found.passed.samples.ordered() == [(None, "$a$"), (None, "_c"), (None, "b")]
+    assert found.samples.keys == [(None, "$a$"), (None, "_c"), (None, "b")]
     # The median sample's absmax is 4 on the first rank and 8 on the second.
-    assert found.passed.samples.ratios("forward").tolist() == [[0, 0, 0], [1, 1, 1], [-1, -1, -1]]
+    assert found.samples.ratios("forward").tolist() == [[0, 0, 0], [1, 1, 1], [-1, -1, -1]]
     readable_texts(PLOTS["layer_sample_absmax"].draw(found))
 
 
@@ -246,7 +245,7 @@ def test_binades_are_those_of_all_values(data: PlotData) -> None:
 
 
 def test_rows_of_binades(data: PlotData) -> None:
-    found = data.passed.binades.shares("backward")
+    found = data.binade_shares("backward")
     for row, layer in enumerate((-1, 0, 1)):
         values = np.concatenate([array.reshape(-1) for array in arrays(operation="backward", layer_idx=layer)])
         magnitudes = np.abs(values[np.isfinite(values) & (values != 0)])
@@ -310,7 +309,7 @@ def test_a_layer_of_zeros_has_a_panel(tmp_path: Path) -> None:
 def test_boxes_are_metrics_of_tensors(data: PlotData) -> None:
     group = group_by(data, "layer_type", "operation")[0][1]
     assert group.label == "attention, backward"
-    found = boxes.box_values(data, group, boxes.STD)
+    found = bars.box_values(data, group, bars.STD)
     parts = arrays(layer_type="attention", operation="backward")
     assert sorted(found) == pytest.approx(sorted(math.log2(array[np.isfinite(array)].std()) for array in parts))
 
@@ -351,7 +350,7 @@ def test_neighbouring_columns_are_one_where_there_are_too_many() -> None:
     values[1, 501] = -7.0
     grid = Grid(title="t", values=values, rows=list("abc"), columns=[str(rank) for rank in range(1000)])
     scale = Scale("factor", "x")
-    figure = draw_heat_maps(page_of([grid]), [grid], scale=scale, labels=("layer", "rank"), unit="ranks")
+    figure = draw_heat_maps(page_of([grid], scale), [grid], scale=scale, labels=("layer", "rank"), unit="ranks")
     drawn = cells(figure.axes[0])
     assert drawn.shape == (3, 250)
     assert np.argwhere(drawn != 0).tolist() == [[1, 125]]

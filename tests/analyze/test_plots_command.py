@@ -119,7 +119,7 @@ def test_groups_by_another_field(run: str, tmp_path: Path) -> None:
     result = invoke(run, "--kind", "layer_rank_absmax", "--by", "iteration", "-o", str(path))
     assert (result.exit_code, "there is one iteration" in result.stderr) == (2, True)
     for words, message in (
-        (["--kind", "overflow", "--by", "rank"], "overflow has none"),
+        (["--kind", "overflow_histogram", "--by", "rank"], "overflow_histogram has none"),
         (["--kind", "distribution_by_phase", "--by", "rank"], "not by rank"),
         (["--kind", "layer_rank_absmax", "--by", "phase"], "not by phase"),
         (["--all", "--by", "phase"], "--by is for the plots that --kind names"),

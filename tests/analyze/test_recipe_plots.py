@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from ranktape.analyze.cli import cli
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.recipes.words import parse_recipes
-from ranktape.analyze.views.plots import recipes as recipe_plots
+from ranktape.analyze.views.plots import heat_maps
 from ranktape.analyze.views.plots.data import PlotData
 from ranktape.analyze.views.plots.table import PLOTS
 from tests.analyze.linear_runs import hot_channels, linear_run
@@ -70,8 +70,8 @@ def test_what_loses_nothing_is_as_good_as_the_best(data: PlotData) -> None:
 
 def test_many_modules_are_layers_and_many_layers_neighbours(data: PlotData, monkeypatch: pytest.MonkeyPatch) -> None:
     def drawn(*, max_layers: int) -> Figure:
-        monkeypatch.setattr(recipe_plots, "MAX_MODULES", 8)
-        monkeypatch.setattr(recipe_plots, "MAX_LAYERS", max_layers)
+        monkeypatch.setattr(heat_maps, "MAX_MODULES", 8)
+        monkeypatch.setattr(heat_maps, "MAX_ROWS", max_layers)
         figure = PLOTS["replay_modules"].draw(data)
         readable_texts(figure)
         return figure

@@ -18,7 +18,7 @@ from ranktape.analyze.advice.verdict import Verdict, is_lossless
 from ranktape.analyze.legacy.text import exponent_text, limits_of, number_of, statistics_lines
 from ranktape.analyze.numerics.sweeps.options import SweepMode
 from ranktape.analyze.views.palette import BLUE, GREEN, ORANGE, PURPLE, VERMILION
-from ranktape.analyze.views.plots.axes import scale_shares
+from ranktape.analyze.views.plots.axes import scale_decades, scale_shares
 from ranktape.analyze.views.plots.style import Page, empty, plain, say
 from ranktape.analyze.views.plots.style import name as entitle
 
@@ -65,7 +65,7 @@ def log_scale(axes: Axes, metrics: Sequence[float]) -> None:
     lowest, highest = math.log10(min(positive)), math.log10(max(positive))
     margin = max(0.1, 0.08 * (highest - lowest))
     low, high = 10 ** (lowest - margin), 10 ** (highest + margin)
-    axes.set_yscale("log")
+    scale_decades(axes)
     axes.set_ylim(low, high)
     if high / low < MANY_TIMES:
         ticks: list[float] = []
@@ -75,7 +75,6 @@ def log_scale(axes: Axes, metrics: Sequence[float]) -> None:
                 break
         axes.yaxis.set_major_locator(FixedLocator(ticks))
         axes.yaxis.set_major_formatter(FixedFormatter([f"{tick:.6g}" for tick in ticks]))
-    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def linear_scale(axes: Axes, metrics: Sequence[float]) -> None:
@@ -291,4 +290,4 @@ def _page(sweep: ScaleSweep, name: str, num_rows: int, num_columns: int, **grid:
 def _levels_label(sweep: ScaleSweep) -> str:
     if sweep.scheme.has_tensor_scale:
         return "offset to the exponent of the tensor's scale"
-    return "offset to the exponent of each scale" if sweep.has_offsets else "exponent e of the scale $2^e$"
+    return "offset to the exponent of each scale" if sweep.has_offsets else "exponent e of the scale 2^e"

@@ -19,7 +19,7 @@ from ranktape.analyze.numerics.bins import linear_bins, log2_bins
 from ranktape.analyze.numerics.digest import Digest, finite
 from ranktape.analyze.questions.trend import course_fields
 from ranktape.analyze.views.plots.data import PlotData, default_target
-from ranktape.analyze.views.plots.plot import Plot
+from ranktape.analyze.views.plots.table import Plot
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.fields import INT_FIELDS
 from ranktape.storage.places.failures import printable

@@ -62,7 +62,7 @@ def scale_powers(axes: Axes, which: str, exponents: Sequence[float] | Any, *, pa
     low, high = low - pad, high + pad
     axes.set(**{f"{which}lim": (low, high)})
     ticks = powers_between(low, high)
-    set_ticks(_axis(axes, which), ticks, [f"$2^{{{tick}}}$" for tick in ticks])
+    set_ticks(_axis(axes, which), ticks, [power_text(tick) for tick in ticks])
 
 
 def powers_between(low: float, high: float, *, max_ticks: int = MAX_TICKS) -> list[int]:
@@ -102,10 +102,25 @@ def scale_factors(axes: Axes, logs: NDArray[np.float64]) -> None:
         empty(axes, "nothing to compare")
 
 
+_SUPERSCRIPTS = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
+
+
+def power_text(power: int, *, base: int = 2) -> str:
+    """A power in letters of the font: a formula of matplotlib's takes several times as long to be drawn."""
+    return f"{base}{str(power).translate(_SUPERSCRIPTS)}"
+
+
+def scale_decades(axes: Axes) -> None:
+    """A vertical logarithmic axis with powers of ten beside it."""
+    axes.set_yscale("log")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power_text(round(math.log10(value)), base=10)))
+
+
 def factor_text(power: int) -> str:
     """A power of two as a factor."""
     if abs(power) > 6:  # noqa: PLR2004 - short enough to be read at once
-        return f"$2^{{{power}}}$ x"
+        return f"{power_text(power)} x"
     return f"{2**power} x" if power >= 0 else f"1/{2**-power} x"
 
 

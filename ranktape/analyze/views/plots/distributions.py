@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullLocator
 
 from ranktape.analyze.numerics.bins import linear_bins
 from ranktape.analyze.numerics.distances import fit_normal
@@ -21,13 +20,14 @@ from ranktape.analyze.views.plots.axes import (
     band_handles,
     draw_bands,
     mark_limits,
+    scale_decades,
     scale_numbers,
     scale_powers,
     scale_shares,
 )
+from ranktape.analyze.views.plots.data import binade_counts, exponents, filled
 from ranktape.analyze.views.plots.groups import Group, groups_of, page_of
 from ranktape.analyze.views.plots.style import empty, key, name
-from ranktape.analyze.views.plots.tallies import LOWEST, binade_counts, exponents, filled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.numerics.digest import Digest
     from ranktape.analyze.views.plots.data import PlotData
-    from ranktape.analyze.views.plots.plot import Plot
+    from ranktape.analyze.views.plots.table import Plot
 
     Bins = tuple[NDArray[np.float64], NDArray[np.float64]]
     """Edges, and what is between each two of them."""
@@ -51,7 +51,6 @@ MAX_CODES, MIN_REPEATS = 2048, 8
 """Values are of few bits where there are no more of them than that, each so many times on average."""
 
 NO_VALUES, ONLY_ZEROS = "no finite values are known", "no finite values other than zero are known"
-IN_THE_CENTRE = "From the 1st to the 99th percentile of the values."
 
 
 def distributions(data: PlotData, row: Plot) -> Figure:
@@ -60,7 +59,7 @@ def distributions(data: PlotData, row: Plot) -> Figure:
     page = page_of(data, row, 1, 2, width=5.6, height=4.0, notes=[note])
     page.handles += [group.handle() for group in groups]
     if _draw_shapes(page.panels[0, 0], groups):
-        page.handles.append(_dotted("normal distribution", linewidth=1))
+        page.handles.append(_dotted("normal distribution"))
     _draw_ranges(page.panels[0, 1], groups)
     return page.finish()
 
@@ -75,11 +74,10 @@ def _draw_shapes(axes: Axes, groups: Sequence[Group]) -> bool:
         return False
     for group, (edges, density) in shapes:
         axes.stairs(np.where(density > 0, density, np.nan), edges, **group.line, linewidth=1.7, baseline=None)
-    _draw_normal(axes, np.linspace(-MAX_DEVIATIONS, MAX_DEVIATIONS, 201), linewidth=1)
+    _draw_normal(axes, np.linspace(-MAX_DEVIATIONS, MAX_DEVIATIONS, 201))
     axes.set_xlim(-MAX_DEVIATIONS, MAX_DEVIATIONS)
-    axes.set_yscale("log")
+    scale_decades(axes)
     axes.set_ylim(SMALLEST_DENSITY, max(1.0, *(2 * float(density.max(initial=0.0)) for _, (_, density) in shapes)))
-    axes.yaxis.set_minor_locator(NullLocator())
     scale_numbers(axes, "x", max_ticks=10)
     name(axes, x="(x - mean) / standard deviation", y="density")
     return True
@@ -87,27 +85,61 @@ def _draw_shapes(axes: Axes, groups: Sequence[Group]) -> bool:
 
 def _draw_ranges(axes: Axes, groups: Sequence[Group]) -> None:
     name(axes, title="range, by binade", pad=20)
-    known = [(group, shares) for group in groups if (shares := binade_shares(group.digest)) is not None]
-    held = [(group, shares, filled(shares)) for group, shares in known if shares.any()]
-    if not held:
-        empty(axes, ONLY_ZEROS if known else NO_VALUES)
+    if not any(group.digest is not None and group.digest.has_values for group in groups):
+        empty(axes, NO_VALUES)
         return
-    for group, shares, inside in held:
-        places = exponents()[inside] + 0.5
-        axes.plot(places, shares[inside], **group.line, marker=group.mark, markersize=3.5, linewidth=1.6)
-    scale_powers(axes, "x", [min(one.start for *_, one in held) + LOWEST, max(one.stop for *_, one in held) + LOWEST])
-    scale_shares(axes, "y", np.concatenate([shares[shares > 0] for _, shares in known]))
+    if (inside := _draw_binades(axes, groups)) is None:
+        empty(axes, ONLY_ZEROS)
+        return
+    scale_powers(axes, "x", [inside[0], inside[-1] + 1])
     name(axes, x="|x|", y="share of values")
     mark_limits(axes, "x", min_distance=0.24)
 
 
-def _draw_normal(axes: Axes, places: NDArray[np.float64], *, mean: float = 0, std: float = 1, linewidth: float) -> None:
+def occupancy(data: PlotData, row: Plot) -> Figure:
+    """Part of the values of each group in each binade, and below it the binades that formats reach."""
+    groups, note = groups_of(data, row, with_values=True)
+    page = page_of(data, row, 2, 1, width=10.0, height=3.1, height_ratios=(1.25, 1), sharex=True, notes=[note])
+    axes, bands = page.panels[:, 0]
+    if (inside := _draw_binades(axes, groups)) is None:
+        empty(axes, ONLY_ZEROS)
+        bands.set_axis_off()
+        return page.finish()
+    draw_bands(axes, bands, inside)
+    axes.tick_params(labelbottom=False)
+    name(axes, y="share of values")
+    page.handles += [*(group.handle(has_mark=True) for group in groups), *band_handles()]
+    return page.finish()
+
+
+def _draw_binades(axes: Axes, groups: Sequence[Group]) -> NDArray[np.int64] | None:
+    """A line for each group through the part of its elements in each binade.
+
+    Gives the exponents from the first binade that holds anything to the last; None where none does.
+    """
+    known = [
+        (group, binade_counts(group.digest) / max(1, group.digest.tallies.num_elements))
+        for group in groups
+        if group.digest is not None and group.digest.has_values
+    ]
+    everything = np.stack([shares for _, shares in known]) if known else np.zeros((0, 1))
+    if not everything.any():
+        return None
+    inside = filled(everything)
+    for group, shares in known:
+        drawn = np.where(shares[inside] > 0, shares[inside], np.nan)
+        axes.plot(exponents()[inside] + 0.5, drawn, **group.line, marker=group.mark, markersize=3.5, linewidth=1.6)
+    scale_shares(axes, "y", everything[everything > 0])
+    return exponents()[inside]
+
+
+def _draw_normal(axes: Axes, places: NDArray[np.float64], *, mean: float = 0, std: float = 1) -> None:
     fitted = np.exp(-(((places - mean) / std) ** 2) / 2) / std / math.sqrt(2 * math.pi)
-    axes.plot(places, fitted, color=GREY, linewidth=linewidth, linestyle=":")
+    axes.plot(places, fitted, color=GREY, linewidth=1.2, linestyle=":")
 
 
-def _dotted(label: str, *, linewidth: float = 1.2) -> Any:
-    return key(Line2D([], [], color=GREY, linewidth=linewidth, linestyle=":"), label)
+def _dotted(label: str) -> Any:
+    return key(Line2D([], [], color=GREY, linewidth=1.2, linestyle=":"), label)
 
 
 def standardised(digest: Digest) -> Bins:
@@ -138,113 +170,62 @@ def _joined(digest: Digest, edges: NDArray[np.float64], counts: NDArray[Any]) ->
     return np.concatenate([edges[held[:1]], between, edges[held[-1:] + 1]]), counts[held]
 
 
-def binade_shares(digest: Digest | None) -> NDArray[np.float64] | None:
-    """Part of all elements in each binade from `LOWEST` on; None where no value is known."""
-    if digest is None or not digest.has_values:
-        return None
-    return binade_counts(digest) / max(1, digest.tallies.num_elements)
+def densities(data: PlotData, row: Plot, *, panels: Sequence[str]) -> Figure:
+    """For each group the density of its values, the same moved to [0, 1], or one against the other bin by bin.
 
-
-def occupancy(data: PlotData, row: Plot) -> Figure:
-    """Part of the values of each group in each binade, and below it the binades that formats reach."""
+    Each group has panels of its own, as their units differ; normalised densities alone are drawn in one panel.
+    """
     groups, note = groups_of(data, row, with_values=True)
-    page = page_of(data, row, 2, 1, width=10.0, height=3.1, height_ratios=(1.25, 1), sharex=True, notes=[note])
-    axes, bands = page.panels[:, 0]
-    shares = [(group, binade_shares(group.digest)) for group in groups]
-    known = [(group, held) for group, held in shares if held is not None and held.any()]
-    if not known:
-        empty(axes, ONLY_ZEROS)
-        bands.set_axis_off()
-        return page.finish()
-    everything = np.stack([held for _, held in known])
-    inside = filled(everything)
-    places = exponents()[inside]
-    for group, held in known:
-        drawn = np.where(held[inside] > 0, held[inside], np.nan)
-        axes.plot(places + 0.5, drawn, **group.line, marker=group.mark, markersize=4, linewidth=1.7)
-    draw_bands(axes, bands, places)
-    axes.tick_params(labelbottom=False)
-    scale_shares(axes, "y", everything[everything > 0])
-    name(axes, y="share of values")
-    page.handles += [*(group.handle(has_mark=True) for group in groups), *band_handles()]
-    return page.finish()
-
-
-def raw_densities(data: PlotData, row: Plot) -> Figure:
-    """The density of the values themselves: one panel for each group, as their units differ."""
-    groups, note = groups_of(data, row, with_values=True)
-    page = page_of(
-        data, row, 1, len(groups), width=max(4.6, 10.0 / len(groups)), height=4.0, notes=[IN_THE_CENTRE, note]
-    )
-    for axes, group in zip(page.panels[0], groups, strict=True):
-        name(axes, title=group.label)
-        if not _draw_density(axes, group, central_bins(group.digest), y="density, for one unit of the value"):
-            continue
-        assert group.digest is not None
-        mean, std = group.digest.statistics.mean, group.digest.statistics.std
-        if mean is not None and std:
-            ends = axes.get_xlim()
-            _draw_normal(axes, np.linspace(ends[0], ends[1], 400), mean=mean, std=std, linewidth=1.2)
-            axes.set_xlim(*ends)
-            axes.set_ylim(bottom=0)
-    page.handles.append(_dotted("normal distribution of the same deviation"))
-    return page.finish()
-
-
-def normalised_densities(data: PlotData, row: Plot) -> Figure:
-    """The same densities with values and densities in [0, 1], all in one panel."""
-    groups, note = groups_of(data, row, with_values=True)
-    page = page_of(data, row, width=8.0, height=4.4, notes=[IN_THE_CENTRE, note])
-    axes = page.panels[0, 0]
-    known = [(group, bins) for group in groups if (bins := central_bins(group.digest)) is not None]
-    for group, bins in known:
-        edges, density = _normalised(bins)
-        axes.stairs(density, edges, **group.line, linewidth=1.7, baseline=None)
-    if known:
-        axes.set_xlim(0, 1)
-        axes.set_ylim(0, 1.05)
-        name(axes, x="value: 0 is the first bin's edge, 1 the last one's", y="density over its largest")
-    else:
-        empty(axes, NO_VALUES)
-    page.handles += [group.handle() for group in groups]
-    return page.finish()
-
-
-def both_densities(data: PlotData, row: Plot) -> Figure:
-    """For each group the raw density, the normalised one, and one against the other bin by bin."""
-    groups, note = groups_of(data, row, with_values=True)
-    page = page_of(data, row, len(groups), 3, width=4.2, height=3.0, notes=[IN_THE_CENTRE, note])
-    for (raw, unit, both), group in zip(page.panels, groups, strict=True):
+    is_one = panels == ("normalised",)
+    num_rows, num_columns = (len(groups), len(panels)) if len(panels) > 1 else (1, 1 if is_one else len(groups))
+    size: dict[str, Any] = {
+        "width": max(4.2, 10.0 / num_columns) if not is_one else 8.0,
+        "height": 3.0 if len(panels) > 1 else 4.0,
+    }
+    notes = ["From the 1st to the 99th percentile of the values.", note]
+    page = page_of(data, row, num_rows, num_columns, notes=notes, **size)
+    cells = [(group, panel) for group in groups for panel in panels]
+    every = [page.panels[0, 0]] * len(cells) if is_one else page.panels.flat
+    for axes, (group, panel) in zip(every, cells, strict=True):
         bins = central_bins(group.digest)
-        _draw_density(raw, group, bins)
-        _draw_density(unit, group, bins and _normalised(bins), x="value, in [0, 1]", y="density, in [0, 1]")
+        if not is_one:
+            name(axes, title=f"{group.label}: {_PANEL_WORDS[panel]}" if len(panels) > 1 else group.label)
         if bins is None:
-            empty(both, NO_VALUES)
+            if not axes.lines and not axes.patches:
+                empty(axes, NO_VALUES)
+            continue
+        edges, density = bins
+        unit = (edges - edges[0]) / (edges[-1] - edges[0]), density / (float(density.max(initial=0.0)) or 1.0)
+        if panel == "both":
+            axes.plot(density, unit[1], group.mark, color=group.color, markersize=3.5)
+            axes.set_xlim(left=0)
+            name(axes, x="raw density", y="normalised density")
         else:
-            both.plot(bins[1], _normalised(bins)[1], group.mark, color=group.color, markersize=3.5)
-            both.set_xlim(left=0)
-            both.set_ylim(0, 1.05)
-            scale_numbers(both, "x", max_ticks=4)
-            name(both, x="raw density", y="normalised density")
-        for axes, words in ((raw, "raw"), (unit, "normalised"), (both, "one against the other")):
-            name(axes, title=f"{group.label}: {words}")
+            drawn, density = bins if panel == "raw" else unit
+            axes.stairs(density, drawn, **group.line, linewidth=1.6, baseline=None)
+            axes.set_xlim(float(drawn[0]), float(drawn[-1]))
+            is_raw = panel == "raw"
+            name(axes, x="value" if is_raw else "value, in [0, 1]", y="density" if is_raw else "density, in [0, 1]")
+        if panel == "raw":
+            axes.stairs(density, edges, fill=True, color=group.color, alpha=0.35)
+            _draw_normal_of(axes, group.digest)
+            scale_numbers(axes, "y", max_ticks=5)
+        axes.set_ylim(0, None if panel == "raw" else 1.05)
+        scale_numbers(axes, "x", max_ticks=5)
+    page.handles += [group.handle() for group in groups] if is_one else []
+    page.handles += [_dotted("normal distribution of the same deviation")] if "raw" in panels else []
     return page.finish()
 
 
-def _draw_density(axes: Axes, group: Group, bins: Bins | None, *, x: str = "value", y: str = "density") -> bool:
-    """Whether there is one."""
-    if bins is None:
-        empty(axes, NO_VALUES)
-        return False
-    edges, density = bins
-    axes.stairs(density, edges, fill=True, color=group.color, alpha=0.35)
-    axes.stairs(density, edges, color=group.color, linewidth=1.4, baseline=None)
-    axes.set_xlim(float(edges[0]), float(edges[-1]))
-    axes.set_ylim(bottom=0)
-    for which in ("x", "y"):
-        scale_numbers(axes, which, max_ticks=5)
-    name(axes, x=x, y=y)
-    return True
+_PANEL_WORDS = {"raw": "raw", "normalised": "normalised", "both": "one against the other"}
+
+
+def _draw_normal_of(axes: Axes, digest: Digest | None) -> None:
+    """The normal distribution of the same mean and deviation, if there is one."""
+    if digest is not None and digest.statistics.mean is not None and digest.statistics.std:
+        places = np.linspace(*axes.get_xlim(), 400)
+        _draw_normal(axes, places, mean=digest.statistics.mean, std=digest.statistics.std)
+        axes.set_xlim(places[0], places[-1])
 
 
 def central_bins(digest: Digest | None) -> Bins | None:
@@ -260,12 +241,6 @@ def central_bins(digest: Digest | None) -> Bins | None:
     bins = linear_bins(digest, NUM_BINS, low=low, high=high)
     edges, held = _joined(digest, bins.edges, bins.counts)
     return edges, held / int(ends[-1]) / np.diff(edges)
-
-
-def _normalised(bins: Bins) -> Bins:
-    """Bins moved to [0, 1], and the density over its largest."""
-    edges, density = bins
-    return (edges - edges[0]) / (edges[-1] - edges[0]), density / (float(density.max(initial=0.0)) or 1.0)
 
 
 def normal_fit(data: PlotData, row: Plot) -> Figure:

@@ -1,8 +1,8 @@
-"""Puts tensors into groups, gives each a look, compares ranks, and begins a plot with a line on what it is of."""
+"""Puts tensors into groups, gives each a look, and begins a plot with a line about the selection."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ranktape.analyze.numerics.digest import Digest
     from ranktape.analyze.views.plots.data import PlotData
-    from ranktape.analyze.views.plots.plot import Plot
+    from ranktape.analyze.views.plots.table import Plot
 
 MAX_NAMED = 4
 """Values of a field that are named, before they are counted."""
@@ -26,12 +26,12 @@ MAX_NAMED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """Tensors that are drawn as one; its place among the groups gives it a look."""
+    """Tensors that are drawn as one; its index among the groups gives it a look."""
 
     label: str
     """Its name, `plain` already."""
     index: int
-    """Its place among the groups."""
+    """Its index among the groups."""
     mask: NDArray[np.bool_]
     """Which records of the data are in it."""
     digest: Digest | None = None
@@ -91,7 +91,7 @@ def group_by(
 
 
 def label_of(fields: Sequence[str], values: Sequence[Any]) -> str:
-    """What people call a group; of numbers with the name of the field."""
+    """What people call a group; numbers have the name of the field before them."""
     words = {"batch_size": "batch size", "layer_idx": "layer", "iteration": "iteration", "rank": "rank"}
     parts = [
         f"{words[field]} {'not known' if value is None else value}" if field in words else plain(value, max_letters=32)
@@ -124,7 +124,7 @@ def page_of(
 
 
 def subject_line(data: PlotData, *, with_limits: bool = True) -> str:
-    """The iterations, ranks, layers and dtypes, how many tensors and values, and against which limits they count."""
+    """The iterations, ranks and dtypes, how many tensors and values, and against which limits they count."""
     spans = []
     for field in ("iteration", "rank"):
         values = data.values_of(field)
@@ -156,75 +156,3 @@ def _names(data: PlotData, field: str) -> str:
     if len(values) > MAX_NAMED:
         return f"{len(values)} {words}s"
     return f"{words}{'s' if len(values) > 1 else ''} {'/'.join(plain(value, max_letters=24) for value in values)}"
-
-
-SHARES: Mapping[str, Sequence[str]] = {
-    "overflow": ("upper", "lower"),
-    **{name: (name,) for name in ("upper", "lower", "underflow", "flushed", "nan", "zero")},
-}
-"""Parts of a record's elements, and the counts that each is made of."""
-
-
-def pooled(data: PlotData, name: str, groups: NDArray[np.int64], *, num_groups: int) -> NDArray[np.float64]:
-    """A metric of all records of each group together, for `groups` that number each record's, negative for none.
-
-    Shares (`overflow`, `underflow`, `flushed`, `nan`, `zero`) are of all elements of the group, `std` of all its finite
-    values; `extreme` is the largest. NaN where a group has no record, or none of which it is known.
-    """
-    inside = groups >= 0
-    places = groups[inside]
-
-    def total(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        added = np.bincount(places, weights=np.nan_to_num(values[inside]), minlength=num_groups)
-        return added.astype(np.float64)
-
-    if name in SHARES:
-        counted = sum((data.metric(one) for one in SHARES[name]), start=np.zeros(len(data)))
-        is_known = ~np.isnan(counted)
-        elements = total(np.where(is_known, data.metric("num_elements"), 0.0))
-        known = np.bincount(places, weights=is_known[inside], minlength=num_groups)
-        return np.where(known > 0, total(counted) / np.maximum(1, elements), np.nan)
-    if name == "std":
-        sizes, own = data.metric("num_finite"), data.metric("mean")
-        count = total(sizes)
-        with np.errstate(over="ignore", invalid="ignore"):
-            mean = total(sizes * own) / np.maximum(1, count)
-            shifts = np.where(inside, own - mean[np.maximum(groups, 0)], 0.0)
-            moment = total(sizes * (data.metric("std") ** 2 + shifts**2))
-            return np.where(count > 0, np.sqrt(moment / np.maximum(1, count)), np.nan)
-    found = np.full(num_groups, np.nan)
-    np.fmax.at(found, places, data.metric(name)[inside])
-    return found
-
-
-SITE_OF_RANKS = ("iteration", "microbatch", "call", "module", "operation", "phase", "tensor_name")
-"""What is the same of a tensor on all ranks."""
-
-
-def _rank_logs(data: PlotData, metric: str) -> tuple[NDArray[np.float64], list[int]]:
-    """log2 of a metric for each site and rank, NaN where there is none; and the layer of each site."""
-    sites = list(zip(*(data.column(field).tolist() for field in (*SITE_OF_RANKS, "layer_idx")), strict=True))
-    index = {site: number for number, site in enumerate(dict.fromkeys(sites))}
-    grid = np.full((len(index), len(data.values_of("rank"))), np.nan)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        logs = np.log2(data.metric(metric))
-    grid[[index[site] for site in sites], data.codes("rank")] = np.where(np.isfinite(logs), logs, np.nan)
-    return grid, [site[-1] for site in index]
-
-
-def rank_deviations(data: PlotData, *, layers: Sequence[int]) -> NDArray[np.float64]:
-    """For each layer and rank log2 of absmax over that of the median rank: of the tensor that is farthest off.
-
-    NaN where no other rank has the same tensor.
-    """
-    logs, layer_of = _rank_logs(data, "absmax")
-    found = np.full((len(layers), logs.shape[1]), np.nan)
-    rows = {layer: row for row, layer in enumerate(layers)}
-    shared = np.flatnonzero((~np.isnan(logs)).sum(axis=1) > 1)
-    if not shared.size:
-        return found
-    deviations = logs[shared] - np.nanmedian(logs[shared], axis=1, keepdims=True)
-    for site, values in zip(shared.tolist(), deviations, strict=True):
-        row = found[rows[layer_of[site]]]
-        row[:] = np.where(np.isnan(row) | (np.abs(values) > np.abs(row)), np.where(np.isnan(values), row, values), row)
-    return found

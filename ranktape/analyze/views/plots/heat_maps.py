@@ -1,16 +1,15 @@
-"""Draws heat maps of metrics in the cells of two fields: layers against ranks, iterations, samples or binades.
+"""Draws heat maps: layers against ranks, iterations, samples or binades, and modules against recipes.
 
 Cells of which nothing is known, zeros, infinities and NaN have colours of their own, so that the scale is left to the
-rest.
-Where a plot has more columns than can be seen, neighbours are drawn as one, with the largest of their metrics: what
-stands out stays.
+rest. Where there are more rows or columns than can be seen, neighbours are drawn as one, with the metric that stands
+out most.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import matplotlib as mpl
@@ -21,17 +20,21 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from ranktape.analyze.identity import natural, places_of
+from ranktape.analyze.numerics.products import RECORDED
 from ranktape.analyze.views.palette import INFINITE_COLOR, MISSING_COLOR, NAN_COLOR, ZERO_COLOR
 from ranktape.analyze.views.plots.axes import (
     band_handles,
     draw_bands,
     factor_text,
+    power_text,
     powers_between,
     set_ticks,
     share_text,
     thinned,
 )
-from ranktape.analyze.views.plots.groups import page_of, pooled, rank_deviations
+from ranktape.analyze.views.plots.data import exponents, filled
+from ranktape.analyze.views.plots.groups import page_of
 from ranktape.analyze.views.plots.style import (
     INK,
     SEQUENTIAL,
@@ -41,9 +44,9 @@ from ranktape.analyze.views.plots.style import (
     empty,
     key,
     name,
+    plain,
     say,
 )
-from ranktape.analyze.views.plots.tallies import exponents, filled, sample_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,31 +55,23 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.views.plots.data import PlotData
-    from ranktape.analyze.views.plots.plot import Plot
     from ranktape.analyze.views.plots.style import Page
+    from ranktape.analyze.views.plots.table import Plot
 
-_MOST = ((1, 256), (0, 160))
-"""Columns and rows that are drawn, by axis; of more, neighbours are one."""
+MAX_ROWS, MAX_COLUMNS = 160, 256
+"""Rows and columns that are drawn: of more, neighbours are one."""
 
-MAX_WRITTEN_COLUMNS, MAX_WRITTEN_ROWS = 6, 12
-"""Cells up to which the metrics are written into them."""
+MAX_WRITTEN_ROWS, MAX_WRITTEN_COLUMNS = 48, 8
+"""Rows and columns up to which the metrics are written into the cells."""
 
-NAN_MARK: dict[str, Any] = {
-    "marker": "X",
-    "color": NAN_COLOR,
-    "edgecolors": "white",
-    "linewidths": 0.6,
-}
-"""A cell of whose values some are NaN."""
+MAX_MODULES = 48
+"""Modules that have a row each: of more a row is a layer."""
+
+ROW_INCHES, LETTER_INCHES = 0.2, 0.075
+"""Height of a row with a name, and width of a letter, roughly."""
 
 MIN_CORNER_POINTS = 20
-"""Size of a cell from which the mark stands above the number in it, and not in the middle."""
-
-LIGHT_FROM = 0.6
-"""Part of the colour map from which letters on it are dark."""
-
-ROW_INCHES, LETTER_INCHES = 0.3, 0.085
-"""Distance of two names beside a vertical axis, at least, and width of a letter beside a horizontal one, roughly."""
+"""Size of a cell from which the mark of NaN stands above the number in it, and not in the middle."""
 
 OUTSIDE = "outside"
 """What the row of all that is outside of the stack is called."""
@@ -91,23 +86,21 @@ class Scale(NamedTuple):
     kind: str
     label: str
 
+    @property
+    def is_log(self) -> bool:
+        """Whether values are placed by their logarithms; zero and infinity have colours of their own then."""
+        return self.kind in {"share", "magnitude"}
+
     def logs(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """The values as they are placed among the colours."""
-        if self.kind in {"factor", "decibel"}:
+        if not self.is_log:
             return values
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.asarray(np.log10(values) if self.kind == "share" else np.log2(values))
 
     def has_color(self, values: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Which values have one of the scale's colours."""
-        if self.kind == "factor":
-            return ~np.isnan(values)
-        return np.isfinite(values) & ((values > 0) | (not self.has_zero))
-
-    @property
-    def has_zero(self) -> bool:
-        """Whether zero is no number of the scale, but nothing at all."""
-        return self.kind not in {"factor", "decibel"}
+        return np.isfinite(values) & (values > 0) if self.is_log else ~np.isnan(values)
 
     def norm(self, values: NDArray[np.float64]) -> Normalize:
         """From where to where the colours go for these values."""
@@ -124,23 +117,25 @@ class Scale(NamedTuple):
             low, high = (high - least, high) if self.kind == "share" else ((both - least) / 2, (both + least) / 2)
         return Normalize(low, high)
 
-    def ticks(self, low: float, high: float) -> tuple[list[float], list[str]]:
-        """What stands beside the colours, and where."""
+    def ticks(self, norm: Normalize) -> tuple[list[float], list[str]]:
+        """Where words stand beside the colours, and which."""
+        low, high = norm.vmin or 0.0, norm.vmax or 0.0
         if self.kind == "decibel":
-            places = [place for place in MaxNLocator(8, integer=True).tick_values(low, high) if low <= place <= high]
-            return places, [f"{place:.0f}" for place in places]
-        if self.kind == "share":
-            powers = [one for one in range(math.floor(low), math.ceil(high) + 1) if low - 1e-9 <= one <= high + 1e-9]
-            places = [*map(float, powers[:: max(1, len(powers) // 7)])]
-            names = [share_text(10.0**place) for place in places]
+            found = MaxNLocator(8, integer=True).tick_values(low, high)
+            places = [float(place) for place in found if low <= place <= high]
         else:
-            whole = powers_between(low, high, max_ticks=9)
-            places = [*map(float, whole)]
-            names = [factor_text(one) if self.kind == "factor" else f"$2^{{{one}}}$" for one in whole]
-        if len(places) < 3:  # noqa: PLR2004 - two of a logarithmic scale do not say what lies between them
-            places = [low, (low + high) / 2, high]
-            names = [share_text(10.0**place) if self.kind == "share" else f"{2.0**place:.3g}" for place in places]
-        return places, names
+            places = [*map(float, powers_between(low, high, max_ticks=9))]
+            # Two powers do not say what lies between them.
+            places = places if len(places) > 2 else [low, (low + high) / 2, high]  # noqa: PLR2004
+        return places, [self.word(place) for place in places]
+
+    def word(self, place: float) -> str:
+        """What stands beside a colour."""
+        if self.kind in {"share", "decibel"}:
+            return share_text(10.0**place) if self.kind == "share" else f"{place:.0f}"
+        if not place.is_integer():
+            return f"{2.0**place:.3g}{' x' if self.kind == 'factor' else ''}"
+        return factor_text(int(place)) if self.kind == "factor" else power_text(int(place))
 
     def text(self, value: float) -> str:
         """A metric as it is written into its cell."""
@@ -152,10 +147,10 @@ class Scale(NamedTuple):
 
     def ink(self, value: float, norm: Normalize) -> str:
         """The colour of letters that can be read in the cell of a metric."""
-        if (value == 0 and self.has_zero) or (math.isinf(value) and self.kind != "factor"):
+        if self.is_log and not (0 < value < math.inf):
             return INK
         part = float(norm(float(self.logs(np.array(value)))))
-        is_dark = part < LIGHT_FROM if self.kind != "factor" else abs(part - 0.5) > 0.3  # noqa: PLR2004 - its ends
+        is_dark = abs(part - 0.5) > 0.3 if self.kind == "factor" else part < 0.6  # noqa: PLR2004 - ends of the maps
         return "white" if is_dark else INK
 
     @property
@@ -163,10 +158,17 @@ class Scale(NamedTuple):
         """From little to much."""
         return diverging() if self.kind == "factor" else mpl.colormaps[SEQUENTIAL]
 
+    def standing_out(self, values: NDArray[np.float64], starts: NDArray[np.int64], axis: int) -> NDArray[np.float64]:
+        """Of neighbours that are drawn as one the metric that stands out: the lowest ratio, else what is largest."""
+        largest, smallest = (ufunc.reduceat(values, starts, axis=axis) for ufunc in (np.fmax, np.fmin))
+        if self.kind == "decibel":
+            return smallest
+        return np.where(-smallest > largest, smallest, largest)
+
 
 CELLS: Mapping[str, tuple[str, Scale]] = {
     "underflow": ("underflow", Scale("share", "share of the cell's elements")),
-    "absmax": ("extreme", Scale("magnitude", "largest magnitude, unit of the tensor")),
+    "absmax": ("overflow.absmax", Scale("magnitude", "largest magnitude")),
 }
 """Metrics of heat maps: what `pooled` calls them, and what the colours mean."""
 
@@ -178,58 +180,56 @@ class Grid(NamedTuple):
     values: NDArray[np.float64]
     rows: Sequence[str]
     columns: Sequence[str]
-    has_nan: NDArray[np.bool_] | None = None
+    nan: NDArray[np.bool_] | None = None
     """In which cells values are NaN, which no metric shows; None for none."""
 
-    def thinned(self) -> Grid:
+    @property
+    def has_nan(self) -> NDArray[np.bool_]:
+        """In which cells values are NaN."""
+        return np.zeros(self.values.shape, dtype=bool) if self.nan is None else self.nan
+
+    def thinned(self, scale: Scale) -> Grid:
         """The same with neighbours as one, where there are more than can be drawn."""
-        values, names, has_nan = self.values, [list(self.rows), list(self.columns)], self.has_nan
-        for axis, most in _MOST:
-            size = math.ceil(values.shape[axis] / most)
+        found = self
+        for axis, most in enumerate((MAX_ROWS, MAX_COLUMNS)):
+            size = math.ceil(found.values.shape[axis] / most)
             if size > 1:
-                starts = np.arange(0, values.shape[axis], size)
-                # Of factors the one that is farthest from none, whichever way.
-                largest, smallest = (ufunc.reduceat(values, starts, axis=axis) for ufunc in (np.fmax, np.fmin))
-                values = np.where(-smallest > largest, smallest, largest)
-                has_nan = None if has_nan is None else np.logical_or.reduceat(has_nan, starts, axis=axis)
-                names[axis] = [names[axis][start] for start in starts]
-        return Grid(self.title, values, names[0], names[1], has_nan)
+                found = found.together(scale, np.arange(0, found.values.shape[axis], size), axis)
+        return found
+
+    def together(self, scale: Scale, starts: NDArray[np.int64], axis: int = 0) -> Grid:
+        """The same with the rows, or columns, from each start to the next as one, under the name of the first."""
+        kept = starts.tolist()
+        return Grid(
+            self.title,
+            scale.standing_out(self.values, starts, axis),
+            [self.rows[start] for start in kept] if axis == 0 else self.rows,
+            [self.columns[start] for start in kept] if axis == 1 else self.columns,
+            np.logical_or.reduceat(self.has_nan, starts, axis=axis),
+        )
+
+    @property
+    def is_written(self) -> bool:
+        """Whether there is room for the metrics in the cells."""
+        return len(self.rows) <= MAX_WRITTEN_ROWS and len(self.columns) <= MAX_WRITTEN_COLUMNS
 
 
-def heat_map(data: PlotData, row: Plot, *, field: str, metric: str) -> Figure:
+def layer_map(data: PlotData, row: Plot, *, field: str, metric: str) -> Figure:
     """A metric of layers against a field of whole numbers, or against samples."""
     pool, scale = CELLS[metric]
-    operations, layers = data.operations(), data.values_of("layer_idx")
-    spoiled: Callable[[str], NDArray[np.bool_]] = functools.partial(_nan_in, data, field)
+    operations, rows = data.operations(), layer_names(data.values_of("layer_idx"))
     if field == "sample":
-        samples = data.passed.samples
-        spoiled = functools.partial(samples.has_nan, layers=layers)
-        columns, label = sample_names(samples)
-        found = {one: samples.grid(operation=one, layers=layers) for one in operations}
-        known = {one: values for one, values in found.items() if not np.isnan(values).all()}
-        grids = known or {operations[0]: found[operations[0]]}
+        columns, label = data.samples.labels()
+        found = [Grid(one, data.samples.grid(one), rows, columns, data.samples.has_nan(one)) for one in operations]
+        grids = [grid for grid in found if not np.isnan(grid.values).all()] or found[:1]
     else:
         columns, label = [str(int(column)) for column in data.values_of(field)], field
-        grids = {one: grid_of(data, pool, field=field, operation=one) for one in operations}
-    drawn = [Grid(title, cells, layer_names(layers), columns, spoiled(title)) for title, cells in grids.items()]
-    start = _page_of_maps(data, row, drawn, with_limits=scale.kind == "share")
-    return draw_heat_maps(start, drawn, scale=scale, labels=("layer", label), unit=f"{field}s")
-
-
-def rank_deviation(data: PlotData, row: Plot) -> Figure:
-    """Each rank against the median rank."""
-    layers = data.values_of("layer_idx")
-    ranks = [str(rank) for rank in data.values_of("rank")]
-    values = rank_deviations(data, layers=layers)
-    has_nan = np.logical_or.reduce([_nan_in(data, "rank", one) for one in data.operations()])
-    grid = Grid("all tensors that several ranks have", values, layer_names(layers), ranks, has_nan)
-    scale = Scale("factor", "absmax over that of the median rank")
-    return draw_heat_maps(_page_of_maps(data, row, [grid]), [grid], scale=scale, labels=("layer", "rank"), unit="ranks")
-
-
-def _nan_in(data: PlotData, field: str, operation: str) -> NDArray[np.bool_]:
-    found: NDArray[np.bool_] = grid_of(data, "nan", field=field, operation=operation) > 0
-    return found
+        grids = [
+            Grid(one, grid_of(data, pool, field=field, operation=one), rows, columns, _nan_in(data, field, one))
+            for one in operations
+        ]
+    page = page_of(data, row, 1, len(grids), **size_of(grids, scale), with_limits=scale.kind == "share")
+    return draw_heat_maps(page, grids, scale=scale, labels=("layer", label), unit=f"{field}s")
 
 
 def layer_names(layers: Sequence[int]) -> list[str]:
@@ -242,92 +242,192 @@ def grid_of(data: PlotData, metric: str, *, field: str, operation: str) -> NDArr
     num_rows, num_columns = (len(data.values_of(one)) for one in ("layer_idx", field))
     numbers = data.codes("layer_idx") * num_columns + data.codes(field)
     chosen = np.where(data.mask(operation=operation), numbers, -1)
-    return pooled(data, metric, chosen, num_groups=num_rows * num_columns).reshape(num_rows, num_columns)
+    return data.pooled(metric, chosen, num_groups=num_rows * num_columns).reshape(num_rows, num_columns)
 
 
-def size_of(grids: Sequence[Grid]) -> dict[str, Any]:
+def _nan_in(data: PlotData, field: str, operation: str) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = grid_of(data, "nan", field=field, operation=operation) > 0
+    return found
+
+
+def rank_deviation(data: PlotData, row: Plot) -> Figure:
+    """Each rank against the median rank."""
+    layers, ranks = data.values_of("layer_idx"), [str(rank) for rank in data.values_of("rank")]
+    has_nan = np.logical_or.reduce([_nan_in(data, "rank", one) for one in data.operations()])
+    title = "all tensors that several ranks have"
+    grids = [Grid(title, rank_deviations(data, layers=layers), layer_names(layers), ranks, has_nan)]
+    scale = Scale("factor", "absmax over that of the median rank")
+    page = page_of(data, row, 1, 1, **size_of(grids, scale))
+    return draw_heat_maps(page, grids, scale=scale, labels=("layer", "rank"), unit="ranks")
+
+
+SITE_OF_RANKS = ("iteration", "microbatch", "call", "module", "operation", "phase", "tensor_name", "layer_idx")
+"""Fields that are the same for a tensor on all ranks."""
+
+
+def rank_deviations(data: PlotData, *, layers: Sequence[int]) -> NDArray[np.float64]:
+    """For each layer and rank log2 of absmax over that of the median rank: of the tensor that is farthest off.
+
+    NaN where no other rank has the same tensor.
+    """
+    sites, site_of = data.combined(*SITE_OF_RANKS)
+    logs = np.full((len(sites), len(data.values_of("rank"))), np.nan)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        known = np.log2(data.metric("absmax"))
+    logs[site_of, data.codes("rank")] = np.where(np.isfinite(known), known, np.nan)
+    found = np.full((len(layers), logs.shape[1]), np.nan)
+    rows = {layer: row for row, layer in enumerate(layers)}
+    for site in np.flatnonzero((~np.isnan(logs)).sum(axis=1) > 1).tolist():
+        apart = logs[site] - np.nanmedian(logs[site])
+        row = found[rows[sites[site][-1]]]
+        is_farther = np.abs(apart) > np.abs(np.nan_to_num(row, nan=-1e-300))
+        row[:] = np.where(np.isnan(row) | is_farther, np.where(np.isnan(apart), row, apart), row)
+    return found
+
+
+SQNR = Scale("decibel", "SQNR, dB")
+
+
+def recipe_map(data: PlotData, row: Plot) -> Figure:
+    """A panel for each product: modules, or layers of large models, against recipes.
+
+    A cell is the signal to noise ratio of a product of quantised operands against that of the recorded ones, over all
+    calls together: squares of products and of errors are added up. What loses nothing is infinite.
+    """
+    replayed = data.replayed
+    modules = sorted(set(replayed.column("module")), key=lambda module: (natural(module), module))
+    groups = {tuple(one.key.values()): one.exact for one in replayed.groups(("product", "recipe", "module"))}
+    recipes = [*replayed.recipes, *([RECORDED] if RECORDED in replayed.column("recipe") else [])]
+    grids, note = [], ""
+    for product in (group.key["product"] for group in replayed.groups(["product"])):
+        cells = [[groups.get((product, recipe, module)) for recipe in recipes] for module in modules]
+        # A ratio that is infinite loses nothing; of NaN alone there is none.
+        values = [[math.nan if one is None or one.sqnr is None else one.sqnr for one in row] for row in cells]
+        has_nan = [[one is not None and one.num_lost > 0 for one in row] for row in cells]
+        names = [plain(one) for one in modules]
+        grids.append(Grid(product, np.array(values), names, [plain(one) for one in recipes], np.array(has_nan)))
+    if len(modules) > MAX_MODULES:
+        grids = [_by_layer(data, grid, modules) for grid in grids]
+        size = math.ceil(len(grids[0].rows) / MAX_ROWS)
+        note = f"Each row is {'a layer' if size == 1 else f'{size} neighbouring layers'}: the worst module of it."
+    # What the training's own rounding costs is far above all recipes.
+    tried = np.stack([grid.values for grid in grids])[..., [recipe != RECORDED for recipe in recipes]]
+    page = page_of(data, row, 1, len(grids), notes=[note], **size_of(grids, SQNR), sharey=True)
+    return draw_heat_maps(page, grids, scale=SQNR, labels=("", ""), unit="recipes", norm=SQNR.norm(tried))
+
+
+def _by_layer(data: PlotData, grid: Grid, modules: Sequence[str]) -> Grid:
+    """One row for each layer, of its worst module."""
+    layer_of = dict(zip(data.records.column("module").tolist(), places_of(data.records), strict=True))
+    layers = [layer_of[module] for module in modules]
+    order = sorted(range(len(layers)), key=lambda index: layers[index])
+    names = layer_names([layers[index] for index in order])
+    ordered = Grid(grid.title, grid.values[order], names, grid.columns, grid.has_nan[order])
+    return ordered.together(SQNR, np.flatnonzero(np.diff([layers[index] for index in order], prepend=-2)))
+
+
+def size_of(grids: Sequence[Grid], scale: Scale) -> dict[str, Any]:
     """Inches of panels side by side for grids of so many cells."""
-    num_rows, num_columns = (max(grid.thinned().values.shape[axis] for grid in grids) for axis in (0, 1))
-    return {
-        "width": min(8.0, max(4.6, 2.6 + 0.055 * num_columns)),
-        "height": min(7.0, max(3.0, 1.5 + 0.075 * num_rows)),
-    }
+    drawn = [grid.thinned(scale) for grid in grids]
+    num_rows, num_columns = (max(grid.values.shape[axis] for grid in drawn) for axis in (0, 1))
+    # The names of rows stand beside the first panel, the colours beside the last one.
+    beside = LETTER_INCHES * max(len(one) for one in (*drawn[0].rows, OUTSIDE)) + 0.4
+    below = LETTER_INCHES * max(len(one) for one in drawn[0].columns) if _is_upright(drawn[0]) else 0.0
+    if not drawn[0].is_written:
+        inside, height = 2.6 + 0.055 * num_columns, 1.5 + 0.075 * num_rows
+    else:
+        inside, height = 0.4 + _written_width(drawn, scale) * num_columns, 0.7 + ROW_INCHES * num_rows
+    # The heading has room above all panels, and the words beside the colours next to them.
+    width = max(6.4 / len(grids), inside + (beside + 0.9) / len(grids))
+    most = 12.0 if drawn[0].is_written else 7.0
+    return {"width": min(8.0, width), "height": min(most, max(3.0, height)) + below}
 
 
-def _page_of_maps(data: PlotData, row: Plot, grids: Sequence[Grid], **heading: Any) -> Page:
-    return page_of(data, row, 1, len(grids), **size_of(grids), **heading)
+def _written_width(grids: Sequence[Grid], scale: Scale) -> float:
+    """Inches of a cell with its number."""
+    longest = max((len(scale.text(value)) for grid in grids for value in grid.values.flat), default=1)
+    return max(0.5, LETTER_INCHES * longest + 0.12)
 
 
-def draw_heat_maps(page: Page, grids: Sequence[Grid], *, scale: Scale, labels: tuple[str, str], unit: str) -> Figure:
-    """Panels side by side in the same colours.
+def _is_upright(grid: Grid) -> bool:
+    """Whether the names of columns are words, which stand upright."""
+    return grid.is_written and any(not one[:1].isdigit() for one in grid.columns)
+
+
+def draw_heat_maps(
+    page: Page,
+    grids: Sequence[Grid],
+    *,
+    scale: Scale,
+    labels: tuple[str, str],
+    unit: str,
+    norm: Normalize | None = None,
+) -> Figure:
+    """Panels side by side in the same colours, from where to where `norm` says, or the metrics.
 
     `labels` stand beside rows and columns; `unit` is what columns that are drawn as one are called.
     """
-    drawn, size, figure = [grid.thinned() for grid in grids], size_of(grids), page.figure
+    drawn, size, figure = [grid.thinned(scale) for grid in grids], size_of(grids, scale), page.figure
     shown = np.concatenate([grid.values.reshape(-1) for grid in drawn])
-    spoiled = np.concatenate([_spoiled(grid).reshape(-1) for grid in drawn])
     # Magnitudes of forward and backward have little in common: each has colours of its own.
     has_own = scale.kind == "magnitude"
-    norms = [scale.norm(grid.values if has_own else shown) for grid in drawn]
-    for index, (axes, grid, norm) in enumerate(zip(page.panels[0], drawn, norms, strict=True)):
-        draw_cells(axes, grid.values, scale=scale, norm=norm, has_nan=grid.has_nan)
+    norms = [norm or scale.norm(grid.values if has_own else shown) for grid in drawn]
+    for index, (axes, grid, own) in enumerate(zip(page.panels[0], drawn, norms, strict=True)):
+        draw_cells(axes, grid, scale=scale, norm=own)
         name(axes, title=grid.title, x=labels[1], y=labels[0] if index == 0 else "")
-        longest = max(map(len, grid.columns), default=1)
-        max_names = max(1, int(0.75 * size["width"] / ((longest + 2) * LETTER_INCHES)))
-        places, names = thinned(grid.columns, max_names=max_names)
-        set_ticks(axes.xaxis, places, names)
+        if _is_upright(grid):
+            set_ticks(axes.xaxis, range(len(grid.columns)), grid.columns)
+            axes.tick_params(axis="x", labelrotation=90)
+        else:
+            longest = max(map(len, grid.columns), default=1)
+            room = int(0.75 * size["width"] / ((longest + 2) * LETTER_INCHES))
+            set_ticks(axes.xaxis, *thinned(grid.columns, max_names=max(1, room)))
         _name_rows(axes, grid.rows, height=size["height"])
-        _write_metrics(axes, grid, scale=scale, norm=norm)
+        if grid.is_written:
+            _write_metrics(axes, grid, scale=scale, norm=own)
         if has_own and scale.has_color(grid.values).any():
-            add_colorbar(figure, [axes], norm=norm, scale=scale)
-        if np.isnan(grid.values).all() and not _spoiled(grid).any():
+            add_colorbar(figure, [axes], norm=own, scale=scale)
+        if np.isnan(grid.values).all() and not grid.has_nan.any():
             say(axes, "nothing is known of any cell")
     if not has_own and scale.has_color(shown).any():
         add_colorbar(figure, list(page.panels[0]), norm=norms[0], scale=scale)
-    which = "the one farthest from 1 x" if scale.kind == "factor" else "the largest of their metrics"
-    sizes = [max(math.ceil(grid.values.shape[axis] / most) for grid in grids) for axis, most in _MOST]
-    words = (f"column is {sizes[0]} neighbouring {unit}", f"row is {sizes[1]} neighbouring ones")
-    page.notes[:0] = [f"Each {one}: {which}." for one, together in zip(words, sizes, strict=True) if together > 1]
-    page.handles += special_handles(shown, scale, has_nan=spoiled)
+    which = {"factor": "the one farthest from 1 x", "decibel": "the lowest"}.get(scale.kind, "the largest")
+    for axis, (what, most) in enumerate(
+        (("row is {} neighbouring ones", MAX_ROWS), ("column is {} neighbouring " + unit, MAX_COLUMNS))
+    ):
+        count = max(math.ceil(grid.values.shape[axis] / most) for grid in grids)
+        if count > 1:
+            page.notes.insert(0, f"Each {what.format(count)}: {which} of their metrics.")
+    page.handles += special_handles(drawn, scale)
     return page.finish()
 
 
-def _spoiled(grid: Grid) -> NDArray[np.bool_]:
-    return np.zeros(grid.values.shape, dtype=bool) if grid.has_nan is None else grid.has_nan
-
-
-def draw_cells(
-    axes: Axes,
-    values: NDArray[np.float64],
-    *,
-    scale: Scale,
-    norm: Normalize,
-    extent: Any = None,
-    has_nan: NDArray[np.bool_] | None = None,
-) -> None:
+def draw_cells(axes: Axes, grid: Grid, *, scale: Scale, norm: Normalize, extent: Any = None) -> None:
     """The cells: first those with colours of their own, then the others."""
     place: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "origin": "upper", "extent": extent}
     axes.grid(visible=False)
     axes.spines[:].set_visible(True)
     axes.spines[:].set_color("0.7")
     axes.patch.set(facecolor=MISSING_COLOR, hatch="////", edgecolor="white")
-    special = np.where(np.isinf(values), 1.0, np.where((values == 0) & scale.has_zero, 0.0, np.nan))
-    if scale.kind == "factor":
-        special = np.full(values.shape, np.nan)
-    some_nan = np.zeros(values.shape, dtype=bool) if has_nan is None else has_nan
+    values = grid.values
+    special = np.full(values.shape, np.nan)
+    if scale.is_log:
+        special = np.where(np.isinf(values), 1.0, np.where(values == 0, 0.0, np.nan))
     # Where all values are NaN, the metric is not known; where some are, a mark stands in the cell.
-    is_nan = some_nan & np.isnan(values)
+    is_nan = grid.has_nan & np.isnan(values)
     special[is_nan] = 2.0
     own = ListedColormap([ZERO_COLOR, INFINITE_COLOR, NAN_COLOR])
     axes.imshow(np.ma.masked_invalid(special), cmap=own, vmin=0, vmax=2, **place)
-    colored = np.ma.masked_where(~scale.has_color(values) | is_nan, scale.logs(values))
-    axes.imshow(colored, cmap=scale.colors, norm=norm, **place)
-    rows, columns = np.nonzero(some_nan & ~is_nan)
+    # What loses nothing is as good as the best: infinite is no alarm among ratios.
+    placed = np.minimum(values, norm.vmax or 0.0) if scale.kind == "decibel" else scale.logs(values)
+    axes.imshow(np.ma.masked_where(~scale.has_color(values) | is_nan, placed), cmap=scale.colors, norm=norm, **place)
+    rows, columns = np.nonzero(grid.has_nan & ~is_nan)
     if rows.size:
         box = axes.get_window_extent()
         size = min(box.width / values.shape[1], box.height / values.shape[0]) * 72 / axes.figure.dpi
         heights = rows - 0.32 if size > MIN_CORNER_POINTS else rows
-        axes.scatter(columns, heights, s=min(30.0, (0.5 * size) ** 2), **NAN_MARK)
+        mark: dict[str, Any] = {"marker": "X", "color": NAN_COLOR, "edgecolors": "white", "linewidths": 0.6}
+        axes.scatter(columns, heights, s=min(30.0, (0.5 * size) ** 2), **mark)
 
 
 def add_colorbar(figure: Figure, panels: Sequence[Axes], *, norm: Normalize, scale: Scale) -> None:
@@ -337,30 +437,30 @@ def add_colorbar(figure: Figure, panels: Sequence[Axes], *, norm: Normalize, sca
     mappable = ScalarMappable(norm=norm, cmap=scale.colors)
     bar = figure.colorbar(mappable, ax=list(panels), pad=0.02, fraction=0.05, aspect=aspect)
     bar.set_label(scale.label, fontsize=TEXT_SIZE)
-    set_ticks(bar.ax.yaxis, *scale.ticks(norm.vmin or 0.0, norm.vmax or 1.0))
+    set_ticks(bar.ax.yaxis, *scale.ticks(norm))
     bar.ax.tick_params(labelsize=SMALL_SIZE)
 
 
-def special_handles(
-    values: NDArray[np.float64], scale: Scale, *, zero: str = "exactly 0", has_nan: NDArray[np.bool_] | None = None
-) -> list[Any]:
+def special_handles(grids: Sequence[Grid], scale: Scale, *, zero: str = "exactly 0") -> list[Any]:
     """Entries of the legend for the colours beside the scale that occur."""
-    handles: list[Any] = []
-    is_nan = np.zeros(values.shape, dtype=bool) if has_nan is None else has_nan
-    if (np.isnan(values) & ~is_nan).any():
-        handles.append(key(Patch(facecolor=MISSING_COLOR, hatch="////", edgecolor="white"), "no record"))
-    if scale.kind != "factor":
-        if (values == 0).any() and scale.has_zero:
-            handles.append(key(Patch(facecolor=ZERO_COLOR, edgecolor="0.75"), zero))
-        if np.isinf(values).any():
-            handles.append(key(Patch(facecolor=INFINITE_COLOR, edgecolor="0.75"), "infinite"))
-    if (is_nan & np.isnan(values)).any():
-        handles.append(key(Patch(facecolor=NAN_COLOR, edgecolor="0.75"), "NaN"))
-    if (is_nan & ~np.isnan(values)).any():
-        handles.append(
-            key(Line2D([], [], linestyle="", markersize=6, marker="X", color=NAN_COLOR), "NaN among the values")
-        )
-    return handles
+    values, has_nan = (
+        np.concatenate([one.reshape(-1) for one in several])
+        for several in zip(*((grid.values, grid.has_nan) for grid in grids), strict=True)
+    )
+    is_unknown = np.isnan(values)
+    patch = functools.partial(Patch, edgecolor="0.75")
+    known: list[tuple[bool, Any, str]] = [
+        ((is_unknown & ~has_nan).any(), Patch(facecolor=MISSING_COLOR, hatch="////", edgecolor="white"), "no record"),
+        (scale.is_log and (values == 0).any(), patch(facecolor=ZERO_COLOR), zero),
+        (scale.is_log and np.isinf(values).any(), patch(facecolor=INFINITE_COLOR), "infinite"),
+        ((has_nan & is_unknown).any(), patch(facecolor=NAN_COLOR), "NaN"),
+        (
+            (has_nan & ~is_unknown).any(),
+            Line2D([], [], linestyle="", markersize=6, marker="X", color=NAN_COLOR),
+            "NaN among the values",
+        ),
+    ]
+    return [key(artist, words) for occurs, artist, words in known if occurs]
 
 
 def _name_rows(axes: Axes, names: Sequence[str], *, height: float) -> None:
@@ -376,13 +476,10 @@ def _name_rows(axes: Axes, names: Sequence[str], *, height: float) -> None:
 
 
 def _write_metrics(axes: Axes, grid: Grid, *, scale: Scale, norm: Normalize) -> None:
-    """The metrics themselves, where there are few cells."""
-    values, is_nan = grid.values, _spoiled(grid)
-    if values.shape[1] > MAX_WRITTEN_COLUMNS or values.shape[0] > MAX_WRITTEN_ROWS:
-        return
-    for (row, column), value in np.ndenumerate(values):
-        place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": SMALL_SIZE}
-        if is_nan[row, column] and math.isnan(value):
+    """The metrics themselves."""
+    for (row, column), value in np.ndenumerate(grid.values):
+        place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": SMALL_SIZE - 1}
+        if math.isnan(value) and grid.has_nan[row, column]:
             axes.text(column, row, "NaN", color="white", **place)
         elif not math.isnan(value):
             axes.text(column, row, scale.text(value), color=scale.ink(value, norm), **place)
@@ -390,12 +487,12 @@ def _write_metrics(axes: Axes, grid: Grid, *, scale: Scale, norm: Normalize) -> 
 
 def binade_map(data: PlotData, row: Plot) -> Figure:
     """For each layer the part of its values in each binade, and below what formats reach."""
-    names = layer_names(data.values_of("layer_idx"))
-    grids = {one: data.passed.binades.shares(one) for one in data.operations()}
+    names, operations = layer_names(data.values_of("layer_idx")), data.operations()
     height = min(4.5, max(2.4, 1.2 + 0.09 * len(names)))
     ratios: dict[str, Any] = {"height_ratios": (height, 2.3), "sharex": "col"}
-    page = page_of(data, row, 2, len(grids), width=5.6, height=(height + 2.3) / 2, **ratios)
-    shown = np.concatenate(list(grids.values()))
+    page = page_of(data, row, 2, len(operations), width=5.6, height=(height + 2.3) / 2, **ratios)
+    found = [data.binade_shares(one) for one in operations]
+    shown = np.concatenate(found)
     positive = shown[shown > 0]
     scale = Scale("share", "share of the row's values")
     if not positive.size:
@@ -406,13 +503,14 @@ def binade_map(data: PlotData, row: Plot) -> Figure:
     norm = Normalize(max(-7.0, math.log10(float(positive.min()))), math.log10(float(positive.max())))
     inside = filled(np.nan_to_num(shown))
     places = exponents()[inside]
-    for index, ((title, shares), (axes, bands)) in enumerate(zip(grids.items(), page.panels.T, strict=True)):
-        extent = (places[0], places[-1] + 1, len(names) - 0.5, -0.5)
-        draw_cells(axes, shares[:, inside], scale=scale, norm=norm, extent=extent)
-        draw_bands(axes, bands, places, is_named=index == 0)
+    grids = [Grid(one, shares[:, inside], names, ()) for one, shares in zip(operations, found, strict=True)]
+    for grid, (axes, bands) in zip(grids, page.panels.T, strict=True):
+        is_first = grid is grids[0]
+        draw_cells(axes, grid, scale=scale, norm=norm, extent=(places[0], places[-1] + 1, len(names) - 0.5, -0.5))
+        draw_bands(axes, bands, places, is_named=is_first)
         _name_rows(axes, names, height=height)
         axes.tick_params(labelbottom=False)
-        name(axes, title=title, y="layer" if index == 0 else "")
+        name(axes, title=grid.title, y="layer" if is_first else "")
     add_colorbar(page.figure, list(page.panels[0]), norm=norm, scale=scale)
-    page.handles += [*special_handles(shown[:, inside], scale, zero="no value"), *band_handles()]
+    page.handles += [*special_handles(grids, scale, zero="no value"), *band_handles()]
     return page.finish()

@@ -1,9 +1,10 @@
-"""Draws how metrics move along layers, iterations, ranks or samples: one panel for each, one line for each group."""
+"""Draws how metrics move along layers, iterations or samples: one panel for each metric, one line for each group."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,9 +23,9 @@ from ranktape.analyze.views.plots.axes import (
     thinned,
     with_gap,
 )
-from ranktape.analyze.views.plots.groups import Group, groups_of, page_of, pooled
+from ranktape.analyze.views.plots.data import SHARES, largest_of
+from ranktape.analyze.views.plots.groups import Group, group_by, groups_of, page_of
 from ranktape.analyze.views.plots.style import COLORS, INK, MARKS, key, name, say
-from ranktape.analyze.views.plots.tallies import sample_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,14 +33,21 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.views.plots.data import PlotData
-    from ranktape.analyze.views.plots.plot import Plot
+    from ranktape.analyze.views.plots.table import Plot
 
 MAX_MARKS, MAX_THICK = 40, 200
-"""Places along an axis up to which points do not run together, and lines are thick."""
+"""Points along an axis up to which marks do not run together, and lines are thick."""
+
+WORST: dict[str, Any] = {"linestyle": ":", "linewidth": 1.2, "marker": "o", "markersize": 2}
+"""How the line of the worst tensors looks."""
+
+MANY_ZEROS = 0.1
+"""Part of the elements of a layer from which zeros have a panel: what was cast to a narrow format is zero, and does not
+underflow any more."""
 
 
 class LinePanel(NamedTuple):
-    """One metric of `pooled`, and how its axis is divided: as `magnitude`, `share` or `number`."""
+    """One metric of `PlotData.pooled`, and how its axis is divided: as `magnitude`, `share` or `number`."""
 
     metric: str
     title: str
@@ -47,12 +55,10 @@ class LinePanel(NamedTuple):
     has_limits: bool = False
 
     def scale(self, axes: Axes, values: NDArray[np.float64]) -> None:
-        """Divide the vertical axis."""
+        """Divide the vertical axis, and say what there is nothing of."""
         known = values[np.isfinite(values)]
         if self.kind == "share":
             scale_shares(axes, "y", known)
-            if known.size and not known.any():
-                say(axes, f"no {self.metric}")
         elif self.kind == "number":
             scale_numbers(axes, "y", max_ticks=5)
             axes.set_ylim(0, max(1.0, 1.1 * float(known.max(initial=0.0))))
@@ -74,69 +80,136 @@ class LinePanel(NamedTuple):
 
 
 STD = LinePanel("std", "standard deviation of all values")
-ABSMAX = LinePanel("extreme", "absmax", has_limits=True)
-LOSSES = (
-    STD,
-    ABSMAX,
-    LinePanel("overflow", "overflow: share of elements", kind="share"),
-    LinePanel("underflow", "underflow: share of elements", kind="share"),
-)
-SHAPES = (
-    STD,
-    ABSMAX,
-    LinePanel("kurtosis", "largest kurtosis of a tensor (normal: 3)"),
-    LinePanel("log2_range", "largest range of a tensor, in binades", kind="number"),
-)
+ABSMAX = LinePanel("overflow.absmax", "absmax", has_limits=True)
+OVERFLOW = LinePanel("overflow", "overflow: share of elements", kind="share")
+UNDERFLOW = LinePanel("underflow", "underflow: share of elements", kind="share")
+FLUSHED = LinePanel("flushed", "rounded to zero: share of elements", kind="share")
+ZEROS = LinePanel("zero", "zeros: share of elements", kind="share")
+
+PANELS = {
+    "losses": (STD, ABSMAX, OVERFLOW, UNDERFLOW),
+    "shapes": (
+        *(STD, ABSMAX),
+        LinePanel("kurtosis", "largest kurtosis of a tensor (normal: 3)"),
+        LinePanel("log2_range", "largest range of a tensor, in binades", kind="number"),
+    ),
+    "overflow": (OVERFLOW, UNDERFLOW, FLUSHED, ZEROS),
+}
+"""Names that rows of the table choose from. `overflow` has a column for each operation, and lines of worst tensors."""
 
 
-def lines(data: PlotData, row: Plot, *, field: str) -> Figure:
-    """Metrics of each group along a field of whole numbers; those of layers are shapes, others what is lost too.
+class _Along(NamedTuple):
+    """The field that lies along the horizontal axes of panels."""
 
-    A point is of all records of the group there together.
+    field: str
+    values: Sequence[Any]
+
+    @property
+    def is_layers(self) -> bool:
+        return self.field == "layer_idx"
+
+    def scale(self, axes: Axes, *, is_labelled: bool) -> None:
+        """Divide the horizontal axis."""
+        if self.is_layers:
+            scale_layers(axes, self.values, is_labelled=is_labelled)
+        else:
+            scale_whole(axes, self.values, max_ticks=9)
+            name(axes, x=self.field if is_labelled else "")
+
+    def largest(self, data: PlotData, values: NDArray[np.float64], group: Group) -> NDArray[np.float64]:
+        """The largest of the values of the group's records at each value of the field; NaN where there is none."""
+        return largest_of(values, np.where(group.mask, data.codes(self.field), -1), num_groups=len(self.values))
+
+    def draw(self, axes: Axes, values: NDArray[np.float64], **style: Any) -> None:
+        """A line through the values that are known."""
+        known = np.isfinite(values)
+        if not known.any():
+            return
+        kept = [place for place, is_known in zip(self.values, known.tolist(), strict=True) if is_known]
+        shown = values[known].tolist()
+        xs, ys = with_gap(kept, shown, all_layers=self.values) if self.is_layers else ([*map(float, kept)], shown)
+        axes.plot(xs, ys, **style)
+
+
+def lines(data: PlotData, row: Plot, *, field: str, panels: str) -> Figure:
+    """Metrics of each group along a field of whole numbers.
+
+    A point is of all records of the group there together; a dotted one is the worst tensor among them.
     """
     groups, note = groups_of(data, row)
-    is_layers = field == "layer_idx"
-    page = page_of(data, row, 2, 2, width=5.6, height=2.9, notes=[note], with_limits=not is_layers)
-    places = data.values_of(field)
-    for axes, panel in zip(page.panels.flat, SHAPES if is_layers else LOSSES, strict=True):
+    along, chosen = _Along(field, data.values_of(field)), list(PANELS[panels])
+    if panels == "overflow":
+        return _by_operation(data, row, groups, along=along, panels=chosen, note=note)
+    page = page_of(data, row, 2, 2, width=5.6, height=2.9, notes=[note], with_limits=panels == "losses")
+    for axes, panel in zip(page.panels.flat, chosen, strict=True):
         name(axes, title=panel.title)
         found = [line_values(data, group, panel.metric, field=field) for group in groups]
         for group, values in zip(groups, found, strict=True):
-            _draw_line(axes, panel.drawn(values), places=places, group=group, is_layers=is_layers)
-        is_lowest = axes in page.panels[-1]
-        if is_layers:
-            scale_layers(axes, places, is_labelled=is_lowest)
-        else:
-            scale_whole(axes, places, max_ticks=9)
-            name(axes, x=field if is_lowest else "")
+            along.draw(axes, panel.drawn(values), **_style(group, values))
+        along.scale(axes, is_labelled=axes in page.panels[-1])
         panel.scale(axes, np.concatenate(found) if found else np.zeros(0))
+        if panel.kind == "share" and not any(values[np.isfinite(values)].any() for values in found):
+            say(axes, f"no {panel.metric}")
     page.handles += [group.handle(has_mark=True) for group in groups]
+    return page.finish()
+
+
+def _by_operation(
+    data: PlotData, row: Plot, groups: Sequence[Group], *, along: _Along, panels: list[LinePanel], note: str
+) -> Figure:
+    """One row of panels for each share, one column for each operation, with the worst tensor of each group."""
+    operations = data.operations()
+    parts = [
+        [replace(group, mask=group.mask & data.mask(operation=operation)) for group in groups]
+        for operation in operations
+    ]
+    zeros = [line_values(data, part, ZEROS.metric, field=along.field) for own in parts for part in own]
+    if not any(np.nan_to_num(values).max(initial=0) >= MANY_ZEROS for values in zeros):
+        panels.remove(ZEROS)
+    if data.target is None:
+        panels.remove(FLUSHED)
+    width = min(8.0, max(4.8, 2.5 + 0.06 * len(along.values)))
+    page = page_of(data, row, len(panels), len(operations), width=width, height=2.3, notes=[note], with_limits=True)
+    for panel, axes_of_panel in zip(panels, page.panels, strict=True):
+        shares, found = data.share(*SHARES[panel.metric]), []
+        for operation, own, axes in zip(operations, parts, axes_of_panel, strict=True):
+            axes.grid(visible=False, axis="x")
+            worst = [along.largest(data, shares, part) for part in own]
+            for part, largest in zip(own, worst, strict=True):
+                values = line_values(data, part, panel.metric, field=along.field)
+                along.draw(axes, largest, **WORST, color=part.color, clip_on=False)
+                along.draw(axes, values, **_style(part, values) | {"linestyle": "-", "clip_on": False})
+            along.scale(axes, is_labelled=panel is panels[-1])
+            name(axes, title=operation if panel is panels[0] else "")
+            if not np.nan_to_num(np.stack(worst)).any():
+                say(axes, "none")
+            found += worst
+        for axes in axes_of_panel:
+            panel.scale(axes, np.concatenate(found))
+            axes.tick_params(labelleft=axes is axes_of_panel[0])
+        name(axes_of_panel[0], y=panel.title.replace(": ", "\n"))
+    page.handles += [group.handle(has_mark=True) for group in groups]
+    page.handles.append(key(Line2D([], [], **WORST, color=INK), "the worst tensor of the layer"))
     return page.finish()
 
 
 def line_values(data: PlotData, group: Group, metric: str, *, field: str) -> NDArray[np.float64]:
     """The metric of all records of the group together at each value of the field; NaN where there is none."""
     numbers = np.where(group.mask, data.codes(field), -1)
-    return pooled(data, metric, numbers, num_groups=len(data.values_of(field)))
+    return data.pooled(metric, numbers, num_groups=len(data.values_of(field)))
 
 
-def _draw_line(
-    axes: Axes, values: NDArray[np.float64], *, places: Sequence[Any], group: Group, is_layers: bool
-) -> None:
-    known = np.isfinite(values)
-    if not known.any():
-        return
-    kept = [place for place, is_known in zip(places, known.tolist(), strict=True) if is_known]
-    shown = values[known].tolist()
-    xs, ys = with_gap(kept, shown, all_layers=places) if is_layers else ([float(place) for place in kept], shown)
+def _style(group: Group, values: NDArray[np.float64]) -> dict[str, Any]:
+    """How the line of a group looks: later ones are finer, so that one that covers another does not hide it."""
+    num_points = int(np.isfinite(values).sum())
     mark: dict[str, Any] = {"marker": group.mark, "markersize": max(2.5, 6.5 - 0.7 * group.index)}
-    fineness = max(1.0, 2.2 - 0.25 * group.index) if len(kept) <= MAX_THICK else 0.8
-    axes.plot(xs, ys, **group.line, linewidth=fineness, **(mark if len(kept) <= MAX_MARKS else {}))
+    fineness = max(1.0, 2.2 - 0.25 * group.index) if num_points <= MAX_THICK else 0.8
+    return {**group.line, "linewidth": fineness, **(mark if num_points <= MAX_MARKS else {})}
 
 
 def neighbouring_layers(data: PlotData, row: Plot) -> Figure:
     """Factors from each layer to the next, of deviation and absmax, and the distance of the shares of binades."""
-    groups, _ = groups_of(data, row)
+    groups, _ = group_by(data, "operation")
     page = page_of(data, row, 3, 1, width=9.6, height=2.3)
     layers = [layer for layer in data.values_of("layer_idx") if layer >= 0]
     # The first layer of another stack does not follow the last one of this.
@@ -156,7 +229,7 @@ def neighbouring_layers(data: PlotData, row: Plot) -> Figure:
         scale_layers(axes, layers[1:], is_labelled=False)
     axes = page.panels[2, 0]
     # The part that would have to move to another binade from each layer to the next, zeros being one.
-    shares = (data.passed.binades.shares(group.label, with_zeros=True)[-len(layers) :] for group in groups)
+    shares = (data.binade_shares(one, with_zeros=True)[-len(layers) :] for one in data.operations())
     distances = [np.abs(np.diff(one, axis=0)).sum(axis=1) / 2 for one in shares]
     draw(axes, "share of values that lie in another binade than in the layer before", distances)
     axes.set_ylim(0, 1.02)
@@ -175,17 +248,15 @@ def _steps(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def sample_differences(data: PlotData, row: Plot) -> Figure:
     """For each operation and sample a point at the mean factor over the median sample, and a line from end to end."""
-    samples = data.passed.samples
-    found = [(operation, samples.ratios(operation)) for operation in data.operations()]
+    found = [(operation, data.samples.ratios(operation)) for operation in data.operations()]
     ratios = [(operation, one) for operation, one in found if not np.isnan(one).all()] or found[:1]
-    names, label = sample_names(samples)
+    names, label = data.samples.labels()
     names = names or ["none"]
     page = page_of(data, row, len(ratios), 1, width=9.6, height=2.7)
     places = np.arange(len(names))
     shown, words = thinned(names, max_names=max(1, int(8.6 / ((max(map(len, names)) + 2) * 0.085))))
     for index, (axes, (operation, one)) in enumerate(zip(page.panels[:, 0], ratios, strict=True)):
-        is_last = index == len(ratios) - 1
-        name(axes, title=operation, x=label if is_last else "", y="absmax over the median sample's")
+        name(axes, title=operation, x=label if index == len(ratios) - 1 else "", y="absmax over the median sample's")
         known = np.isfinite(one[:, 0])
         width = min(3.0, 200 / len(names))
         axes.vlines(places[known], *one[known, 1:].T, color=COLORS[index], alpha=0.45, linewidth=width)

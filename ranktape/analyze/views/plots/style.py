@@ -1,8 +1,8 @@
 """The look of all plots: colours, letters and sizes, and where headings and legends stand.
 
-A plot is a title that says what is shown, a line on which tensors, panels, a legend and notes, from top to bottom.
-The panels have the size that was asked for; the plot grows with what stands above and below them. No global state of
-matplotlib is touched, so that plots can be drawn from any thread and any notebook.
+From top to bottom, a plot is a title, a line about the selection, panels, a legend and notes. The panels have the size
+that was asked for, and the plot grows with what stands above and below them. No global state of matplotlib is touched,
+so that plots can be drawn from any thread and any notebook.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ HATCHES = ("", "///", "...", "\\\\\\", "xxx", "---", "ooo", "+++")
 MAX_GROUPS = len(COLORS)
 """Groups that one panel can tell apart."""
 
-SEQUENTIAL = "cividis"
-"""Map of what grows from little to much: as light as it is large, in any colour vision and in grey."""
+SEQUENTIAL = "viridis"
+"""Colour map of what grows from little to much: as light as it is large in any colour vision, and nowhere grey."""
 
 FALLBACKS = (
     *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans CJK KR", "Noto Sans SC", "Source Han Sans SC"),

@@ -1,61 +1,235 @@
 """The one table of plots: their names, titles and folders, what each needs, and how it is drawn.
 
-To add a plot, add a row; one that is drawn in a new way names a new function in a module of this folder. Nothing is
-imported here that takes long: the help of the command names all plots.
+To add a plot, add a row; one that is drawn in a new way names a new function in a module of this folder. Nothing that
+takes long is imported here: the help of the command names all plots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+import importlib
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from ranktape.analyze.views.plots.plot import (
-    Need,
-    Plot,
-    a_product,
-    a_scale,
-    has,
-    matched_pairs,
-    of_two_types,
-    plot,
-    several,
-    several_backward,
-    several_samples,
-    some_gradient,
-    two_layers,
-    two_types,
-)
+from ranktape.errors import UsageError
+from ranktape.fields import SAMPLE
 
-BF16 = {"quant_type": ["bf16"]}
-"""What the plots of BF16 are of: tensors of other quant types may be held in bfloat16, too."""
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-IN_BF16 = has("no tensor is of the quant type bf16", **BF16)
+    from ranktape.analyze.views.plots.data import PlotData
+
+Need = Callable[["PlotData"], str]
+"""Gives the reason why a plot cannot be drawn of a selection, or "". Reads the catalogue alone."""
+
+DEFAULT_RECIPES = "mxfp8,mxfp4,nvfp4"
+"""Recipes of the plots of recipes where none is named: those that hardware has."""
+
+COLUMN_FIELDS = ("iteration", "rank", "microbatch", "call", "batch_size")
+"""Fields of whole numbers, whose values may be the columns of a heat map of layers."""
+
+GROUPED = frozenset({"distributions.distributions", "bars.boxes", "bars.loss_bars"})
+"""Functions that draw one thing for each group: two plots of the same groups would show the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """One plot that can be drawn of a run."""
+
+    function: str
+    """The module and the function that draw it: called with a selection, this row and its options."""
+    by: tuple[str, ...]
+    """The fields whose values make its groups."""
+    of: Mapping[str, Any] | Callable[[PlotData], Mapping[str, Any]]
+    """The values that its records have in some fields."""
+    needs: tuple[Need, ...]
+    """What it needs that a selection may not have."""
+    reads_values: bool = False
+    """Whether it reads tensors itself, beside what is known of all records."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the function."""
+    title: str = ""
+    """Above the plot."""
+    sentence: str = ""
+    """What it shows, for the index."""
+    name: str = ""
+    """The choice of `--kind`, and the name of the file."""
+    folder: str = ""
+    """The folder of its file."""
+
+    @property
+    def path(self) -> str:
+        """The path of its PNG, under the folder that is written."""
+        return f"{self.folder}/{self.name}.png"
+
+    def draw(self, data: PlotData) -> Figure:
+        """The plot of a selection that has what it needs."""
+        module, _, function = self.function.partition(".")
+        drawing = importlib.import_module(f"ranktape.analyze.views.plots.{module}")
+        figure: Figure = getattr(drawing, function)(data, self, **self.options)
+        return figure
+
+    def missing(self, data: PlotData) -> str:
+        """The reason why it cannot be drawn of a selection, or "". Nothing is read."""
+        needs = self.needs or ((several(self.by[0]),) if self.function in GROUPED else ())
+        return next(filter(None, (need(data) for need in needs)), "")
+
+    def content(self, data: PlotData) -> Hashable:
+        """Equal for plots that show the same under other names; None where no other plot can. Nothing is read."""
+        if self.function not in GROUPED or self.options or callable(self.of):
+            return None
+        return self.function, data.partition(*self.by, **self.of)
+
+    def chosen(self, data: PlotData) -> Mapping[str, Any]:
+        """The values that its records have in some fields of a selection."""
+        return self.of(data) if callable(self.of) else self.of
+
+    def title_of(self, data: PlotData) -> str:
+        """Its title above a selection; one of two quant types names them."""
+        types = data.two_quant_types() if self.of is of_two_types else None
+        return self.title if types is None else f"{self.title}: {_plain(types[0])} and {_plain(types[1])}"
+
+    def grouped_by(self, fields: Sequence[str]) -> Plot:
+        """The same plot of groups by other fields; a heat map has one field, whose values are its columns.
+
+        Raises:
+            UsageError: the plot has no groups, or cannot be grouped by these fields.
+        """
+        from ranktape.analyze.views.plots.data import CELL_FIELDS
+
+        is_map = self.function == "heat_maps.layer_map" and self.options["field"] != SAMPLE
+        if not self.by and not is_map:
+            raise UsageError(f"--by is for plots of groups, and {self.name} has none")
+        allowed = COLUMN_FIELDS if is_map else CELL_FIELDS
+        if not fields or not set(fields) <= set(allowed) or (is_map and len(fields) > 1):
+            some = "one of " if is_map else ""
+            raise UsageError(
+                f"{self.name} has groups by {some}{', '.join(allowed)}: not by {', '.join(fields) or 'none'}"
+            )
+        about = f"{self.title}, by {' and '.join(fields).replace('_', ' ')}"
+        if is_map:
+            return replace(self, title=about, options={**self.options, "field": fields[0]}, needs=(several(fields[0]),))
+        return replace(self, title=about, by=tuple(fields), needs=(several(fields[0]), *self.needs))
+
+    def says(self, title: str, sentence: str) -> Plot:
+        """The same with a title, and a sentence for the index."""
+        return replace(self, title=title, sentence=sentence)
+
+
+def plot(
+    function: str,
+    *by: str,
+    needs: tuple[Need, ...] = (),
+    of: Mapping[str, Any] | Callable[[PlotData], Mapping[str, Any]] | None = None,
+    reads_values: bool = False,
+    **options: Any,
+) -> Plot:
+    """A row of the table; a plot of groups needs two values of the first field where nothing else is said."""
+    return Plot(function=function, by=by, of=of or {}, needs=needs, reads_values=reads_values, options=options)
+
+
+def has(reason: str, **fields: Any) -> Need:
+    """A record must have those values in its fields."""
+    return lambda data: "" if data.mask(**fields).any() else reason
+
+
+def several(field: str) -> Need:
+    """The field must have two values at least; a value that is not known does not count."""
+
+    def need(data: PlotData) -> str:
+        values = [value for value in data.values_of(field) if value is not None] or [None]
+        return "" if len(values) > 1 else f"there is one {field.replace('_', ' ')}: {_plain(values[0])}"
+
+    return need
+
+
+def several_samples(data: PlotData) -> str:
+    """Tensors with samples, with their values; or samples of several ranks."""
+    found = data.kept_samples()
+    if not found:
+        return "no tensor has samples whose values were kept"
+    return "" if len(found) > 1 else "there is one sample"
+
+
+def several_backward(data: PlotData) -> str:
+    """Backward of two layer types."""
+    found = set(data.column("layer_type")[data.mask(operation="backward")].tolist())
+    return "" if len(found) > 1 else f"backward is of one layer type: {_plain(found.pop())}"
+
+
+def two_types(data: PlotData) -> str:
+    """Another quant type."""
+    if data.two_quant_types() is not None:
+        return ""
+    return f"there is one quant type, {_plain(data.values_of('quant_type')[0])}: nothing to compare it with"
+
+
+def matched_pairs(data: PlotData) -> str:
+    """Tensors that were recorded in both quant types, with their values."""
+    types = data.two_quant_types()
+    if types is None or data.matched(types):
+        return ""
+    return f"no tensor was recorded in both {_plain(types[0])} and {_plain(types[1])}"
+
+
+def two_layers(data: PlotData) -> str:
+    """Two layers of one stack."""
+    inside = [layer.stack for layer in data.values_of("layer_idx") if layer >= 0]
+    return "" if len(inside) > len(set(inside)) else "there are no two layers"
+
+
+def some_gradient(data: PlotData) -> str:
+    """Tensors that are called gradients."""
+    return "" if data.gradient_names() else "no tensor is a gradient: none is called grad_..."
+
+
+def a_scale(data: PlotData) -> str:
+    """A format that scales are tried for, and values."""
+    if data.target is not None and data.target.element.dtype == "float64":
+        return "fp64 holds every captured value, and has no use for a scale"
+    if set(data.records.column("keep").tolist()) == {"statistics"}:
+        return "of all tensors statistics alone were kept"
+    return ""
+
+
+def a_product(data: PlotData) -> str:
+    """Recipes, and records that hold what products were computed from."""
+    if not data.recipes:
+        return f"no recipe was named: --recipe {DEFAULT_RECIPES} computes products again"
+    if len(data.records.sources) > 1:
+        return "products are computed again of one source at a time: choose one with --source"
+    reasons = Counter(one.reason for one in data.calls.left_out)
+    why = reasons.most_common(1)[0][0] if reasons else "nothing was recorded of a linear layer"
+    return "" if data.calls.calls else f"no product can be computed again: {why}"
+
+
+def _plain(value: object) -> str:
+    from ranktape.analyze.views.plots.style import plain
+
+    return plain(value)
+
+
+def of_two_types(data: PlotData) -> Mapping[str, Any]:
+    """The records of the two quant types that are compared."""
+    return {"quant_type": list(data.two_quant_types() or ())}
+
+
+def of_gradients(data: PlotData) -> Mapping[str, Any]:
+    """The records of gradients."""
+    return {"tensor_name": data.gradient_names()}
+
+
+IN_BF16: Mapping[str, Any] = {
+    "of": {"quant_type": ["bf16"]},
+    "needs": (has("no tensor is of the quant type bf16", quant_type=["bf16"]),),
+}
+"""The plots of BF16 are of that quant type: tensors of other ones may be held in bfloat16, too."""
+
 ATTENTION = has("no tensor is of attention", layer_type="attention")
 LINEAR = has("no tensor is of a linear layer", layer_type="linear")
 FORWARD = has("nothing of forward was recorded", operation="forward")
 BACKWARD = has("nothing of backward was recorded", operation="backward")
-
-
-def _distributions(*by: str, **more: Any) -> Plot:
-    return plot("distributions.distributions", *by, **more)
-
-
-def _boxes(*by: str, **more: Any) -> Plot:
-    return plot("boxes.boxes", *by, **more)
-
-
-def _of_attention_and_linear(draw: Callable[..., Plot]) -> Plot:
-    return draw("layer_type", "operation", of={"layer_type": ["attention", "linear"]}, needs=(LINEAR, ATTENTION))
-
-
-def _of_two_types(function: str, *needs: Need, **options: Any) -> Plot:
-    return plot(function, "quant_type", "operation", of=of_two_types, needs=(two_types, *needs), **options)
-
-
-def _in_bf16(function: str, *by: str, **options: Any) -> Plot:
-    return plot(function, *by, of=BF16, needs=(IN_BF16,), **options)
-
 
 _OF_CELLS = {
     "underflow": ("Underflow", "part of the elements that is below the smallest normal value, zeros left out"),
@@ -67,17 +241,17 @@ REPLAYED = "replay_analysis"
 
 _BY_FOLDER = {
     "distributions": {
-        "distribution_by_phase": _distributions("phase", "operation").says(
+        "distribution_by_phase": plot("distributions.distributions", "phase", "operation").says(
             "Distribution by phase",
             "Values before and after an operation: shape in units of the standard deviation, and range in binades.",
         ),
-        "distribution_by_batch_size": _distributions("batch_size", "operation").says(
+        "distribution_by_batch_size": plot("distributions.distributions", "batch_size", "operation").says(
             "Distribution by batch size", "Values of tensors with each number of samples: shape and range."
         ),
     },
     "heatmaps": {
         f"layer_{field}_{metric}": plot(
-            "heat_maps.heat_map",
+            "heat_maps.layer_map",
             needs=(several_samples if field == "sample" else several(field),),
             field=field,
             metric=metric,
@@ -99,27 +273,33 @@ _BY_FOLDER = {
         ),
     },
     "statistics": {
-        "statistics_by_tensor": _boxes("tensor_name").says(
+        "statistics_by_tensor": plot("bars.boxes", "tensor_name").says(
             "Statistics by tensor", "Box plots over tensors of each name: mean, standard deviation, absmax, kurtosis."
         ),
         "statistics_by_iteration": plot(
-            "lines.lines", "operation", needs=(several("iteration"),), field="iteration"
+            "lines.lines", "operation", needs=(several("iteration"),), field="iteration", panels="losses"
         ).says(
             "Statistics over iterations",
             "Lines over iterations: standard deviation, absmax, overflow and underflow, forward and backward.",
         ),
     },
     "attention_analysis": {
-        "attention_against_linear": _of_attention_and_linear(_distributions).says(
+        "attention_against_linear": plot(
+            *("distributions.distributions", "layer_type", "operation"),
+            of={"layer_type": ["attention", "linear"]},
+            needs=(LINEAR, ATTENTION),
+        ).says(
             "Attention against linear",
             "Values of attention and of linear layers, forward and backward: shape and range.",
         ),
-        "attention_tensors": _distributions(
-            "tensor_name", "operation", of={"layer_type": "attention"}, needs=(ATTENTION,)
+        "attention_tensors": plot(
+            *("distributions.distributions", "tensor_name", "operation"),
+            of={"layer_type": "attention"},
+            needs=(ATTENTION,),
         ).says("Tensors of attention", "Values of query, key, value, output and their gradients: shape and range."),
     },
     "quantization_analysis": {
-        "sweep_panels": plot("losses.sweep", needs=(a_scale,), reads_values=True).says(
+        "sweep_panels": plot("bars.sweep", needs=(a_scale,), reads_values=True).says(
             "What every scale loses",
             "Six panels: each metric of the sweep over the scales of one tensor, the one that needs the widest range.",
         ),
@@ -129,84 +309,92 @@ _BY_FOLDER = {
             "Where the values of each layer lie",
             "For each layer the part of its values in each binade, above the ranges of the formats as bands.",
         ),
-        "layer_statistics": plot("lines.lines", "layer_type", "operation", field="layer_idx").says(
+        "layer_statistics": plot("lines.lines", "layer_type", "operation", field="layer_idx", panels="shapes").says(
             "Statistics by layer",
             "Lines over layers for each layer type: standard deviation, absmax, kurtosis and range in binades.",
         ),
     },
     "overflow_analysis": {
-        "overflow": plot("overflow_layers.overflow_by_layer").says(
+        "overflow": plot("lines.lines", "layer_type", field="layer_idx", panels="overflow").says(
             "Overflow and underflow by layer",
             "Part of the elements of each layer and layer type that overflows and underflows, and its worst tensor.",
         ),
-        "overflow_by_quant_type": plot("losses.loss_bars", "quant_type").says(
+        "overflow_by_quant_type": plot("bars.loss_bars", "quant_type").says(
             "Overflow and underflow by quant type",
             "Bars: part of all elements of each quant type beyond the upper limit, the lower limit, and "
             "below the normals.",
         ),
-        "overflow_by_layer_type": plot("losses.loss_bars", "layer_type", "operation").says(
+        "overflow_by_layer_type": plot("bars.loss_bars", "layer_type", "operation").says(
             "Overflow and underflow by layer type",
             "Bars: the same for each layer type, forward and backward apart.",
         ),
-        "overflow_upper_lower": plot("losses.upper_against_lower", "layer_type").says(
+        "overflow_upper_lower": plot("bars.upper_against_lower", "layer_type").says(
             "Upper against lower overflow",
             "Each point is a tensor: its part beyond the positive limit against that beyond the negative one.",
         ),
-        "overflow_histogram": plot("losses.ratio_histogram").says(
+        "overflow_histogram": plot("bars.ratio_histogram").says(
             "How many tensors overflow how much",
             "Tensors counted by their overflow ratio, and by their underflow ratio.",
         ),
     },
     "fp8_analysis": {
-        "fp8_distributions": _of_two_types("distributions.distributions").says(
+        "fp8_distributions": plot(
+            *("distributions.distributions", "quant_type", "operation"), of=of_two_types, needs=(two_types,)
+        ).says(
             "Distributions of two quant types",
             "HiFP8 against MXFP8 (or the two most frequent quant types): shape and range.",
         ),
-        "fp8_statistics": _of_two_types("boxes.boxes", panels="ends").says(
+        "fp8_statistics": plot(
+            "bars.boxes", "quant_type", "operation", of=of_two_types, needs=(two_types,), panels="ends"
+        ).says(
             "Statistics of two quant types",
             "Box plots of mean, standard deviation, minimum and maximum over tensors of both quant types.",
         ),
-        "fp8_scatter": _of_two_types("losses.pairs", matched_pairs, reads_values=True).says(
+        "fp8_scatter": plot(
+            "bars.pairs", "quant_type", of=of_two_types, needs=(two_types, matched_pairs), reads_values=True
+        ).says(
             "The same tensor in two quant types",
             "Values of one against those of the other, element by element, and the correlation of each tensor.",
         ),
-        "fp8_normal_fit": _of_two_types("distributions.normal_fit").says(
+        "fp8_normal_fit": plot(
+            "distributions.normal_fit", "quant_type", "operation", of=of_two_types, needs=(two_types,)
+        ).says(
             "How normal two quant types are",
             "Quantiles of both quant types against those of a normal distribution, and the distance between them.",
         ),
     },
     "bf16_analysis": {
-        "bf16_raw": _in_bf16("distributions.raw_densities", "operation").says(
+        "bf16_raw": plot("distributions.densities", "operation", **IN_BF16, panels=("raw",)).says(
             "Raw distribution of BF16", "Density of the values as they are, forward and backward."
         ),
-        "bf16_density": _in_bf16("distributions.normalised_densities", "operation").says(
+        "bf16_density": plot("distributions.densities", "operation", **IN_BF16, panels=("normalised",)).says(
             "Density of BF16 normalised to [0, 1]",
             "The same values moved to [0, 1] and the density over its largest value.",
         ),
-        "bf16_raw_against_normalised": _in_bf16("distributions.both_densities", "operation").says(
+        "bf16_raw_against_normalised": plot(
+            "distributions.densities", "operation", **IN_BF16, panels=("raw", "normalised", "both")
+        ).says(
             "Raw against normalised density of BF16",
             "Both densities of the same bins, side by side and one against the other.",
         ),
-        "bf16_statistics": _in_bf16("boxes.boxes", "layer_type", "operation", panels="shapes").says(
+        "bf16_statistics": plot("bars.boxes", "layer_type", "operation", **IN_BF16, panels="shapes").says(
             "Variance, skewness and kurtosis of BF16", "Box plots over BF16 tensors, by layer type and operation."
         ),
     },
     "backward_analysis": {
-        "forward_against_backward": _distributions("operation", needs=(BACKWARD, FORWARD)).says(
+        "forward_against_backward": plot("distributions.distributions", "operation", needs=(BACKWARD, FORWARD)).says(
             "Forward against backward", "Values of forward and backward: shape and range."
         ),
-        "backward_statistics": _boxes("operation", needs=(BACKWARD, FORWARD)).says(
+        "backward_statistics": plot("bars.boxes", "operation", needs=(BACKWARD, FORWARD)).says(
             "Statistics of forward and backward", "Box plots over tensors of forward and backward."
         ),
-        "backward_by_layer_type": _distributions(
-            "layer_type", of={"operation": "backward"}, needs=(BACKWARD, several_backward)
+        "backward_by_layer_type": plot(
+            "distributions.distributions",
+            "layer_type",
+            of={"operation": "backward"},
+            needs=(BACKWARD, several_backward),
         ).says("Backward by layer type", "Values of backward of each layer type: shape and range."),
-        "gradients": plot(
-            "distributions.occupancy",
-            "tensor_name",
-            of=lambda data: {"tensor_name": data.gradient_names()},
-            needs=(some_gradient,),
-        ).says(
+        "gradients": plot("distributions.occupancy", "tensor_name", of=of_gradients, needs=(some_gradient,)).says(
             "Gradients, and which formats reach them",
             "Part of the values of each gradient in each binade, above the ranges of the formats as bands.",
         ),
@@ -218,7 +406,7 @@ _BY_FOLDER = {
         ),
     },
     REPLAYED: {
-        "replay_modules": plot("recipes.by_module", needs=(a_product,), reads_values=True).says(
+        "replay_modules": plot("heat_maps.recipe_map", needs=(a_product,), reads_values=True).says(
             "What recipes keep of each product, by module",
             "For each product of each module the signal to noise ratio in each recipe, all calls together.",
         ),
@@ -228,7 +416,7 @@ FOLDERS = tuple(_BY_FOLDER)
 """The folders of the legacy tool, in its order, and one of ours."""
 
 _ORDER = ("overflow_analysis", "heatmaps", "distributions", "statistics", *_BY_FOLDER)
-"""In which folders are drawn: of plots that show the same, the last one is."""
+"""The order in which folders are drawn: of plots that show the same, the last one is kept."""
 
 PLOTS = {
     name: replace(row, name=name, folder=folder)

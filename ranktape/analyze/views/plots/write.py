@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.metrics.target import Target
     from ranktape.analyze.numerics.recipes.recipe import Recipe
-    from ranktape.analyze.views.plots.plot import Plot
+    from ranktape.analyze.views.plots.table import Plot
     from ranktape.storage import Records
 
 INDEX, README = "index.json", "README.txt"
@@ -130,10 +130,10 @@ def write_plots(
         if reasons[kind.name]
     )
     is_shown = engine is not None and engine.show_progress
-    with steps(len(drawn)), _drawing(data, drawn, folder=folder) as results:
+    with steps(len(drawn)), _drawing(data, drawn, folder=folder) as draw:
         for kind in drawn:
             with one_step(f"drawing {kind.name}", is_shown=is_shown):
-                results[kind.name]()
+                draw(kind)
             on_plot(folder / kind.path)
     written = Written(drawn=drawn, left_out=left_out, notes=_notes(data, is_named=target is not None))
     place = source or str(records[0].path).split("/attempt_", maxsplit=1)[0]
@@ -142,48 +142,44 @@ def write_plots(
 
 
 @contextlib.contextmanager
-def _drawing(data: PlotData, kinds: Sequence[Plot], *, folder: Path) -> Iterator[dict[str, Callable[[], object]]]:
-    """For each plot a function that waits until it is drawn: by a process of its own, or by this one.
+def _drawing(data: PlotData, kinds: Sequence[Plot], *, folder: Path) -> Iterator[Callable[[Plot], object]]:
+    """Gives a function that waits until a plot is drawn: by another process, or by this one.
 
     The processes are forks that hold the data already. Plots that read values are drawn by this process, whose
     connections and threads no fork has.
     """
     apart = [kind for kind in kinds if not kind.reads_values]
     num_processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(apart) // MIN_SHARE)
-    here: dict[str, Callable[[], object]] = {kind.name: functools.partial(_draw, data, kind, folder) for kind in kinds}
     if num_processes < 2:  # noqa: PLR2004 - one process is this one
-        yield here
+        yield lambda kind: _draw(data, kind, folder)
         return
     _ = data.passed  # before the processes begin, for all of them
+    _forked.update({kind.name: functools.partial(_draw, data, kind, folder) for kind in apart})
     with warnings.catch_warnings():
         # Python 3.12 warns of threads: those of libraries, which the forks do not use.
         warnings.simplefilter("ignore", DeprecationWarning)
-        context = multiprocessing.get_context("fork")
         pool = ProcessPoolExecutor(
-            num_processes, mp_context=context, initializer=_begin, initargs=(data, apart, folder)
+            num_processes,
+            mp_context=multiprocessing.get_context("fork"),
+            initializer=signal.signal,
+            initargs=(signal.SIGINT, signal.SIG_IGN),  # the parent answers Ctrl-C
         )
         try:
-            futures: dict[str, Callable[[], object]] = {
-                kind.name: pool.submit(_draw_here, index).result for index, kind in enumerate(apart)
-            }
-            yield here | futures
+            waiting = {kind.name: pool.submit(_draw_forked, kind.name) for kind in apart}
+            yield lambda kind: waiting[kind.name].result() if kind.name in waiting else _draw(data, kind, folder)
         except BrokenProcessPool as error:
             raise WorkersError("a process that draws plots was killed, or there was not enough memory") from error
         finally:
             pool.shutdown(cancel_futures=True)
+            _forked.clear()
 
 
-_tasks: list[Callable[[], None]] = []
-"""In a process that draws: for each plot what draws it."""
+_forked: dict[str, Callable[[], None]] = {}
+"""What draws each plot in a process that was forked, which inherits it."""
 
 
-def _begin(data: PlotData, kinds: Sequence[Plot], folder: Path) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C
-    _tasks[:] = [functools.partial(_draw, data, kind, folder) for kind in kinds]
-
-
-def _draw_here(index: int) -> None:
-    _tasks[index]()
+def _draw_forked(name: str) -> None:
+    _forked[name]()
 
 
 def _draw(data: PlotData, kind: Plot, folder: Path) -> None:
@@ -194,11 +190,11 @@ def _reasons(wanted: Sequence[Plot], data: PlotData) -> dict[str, str]:
     """Why each plot is left out, by its name; empty for one that is drawn."""
     reasons = {kind.name: kind.missing(data) for kind in wanted}
     # Of several that show the same the last: the later folders have the more special names.
-    shown = {kind.content(data): kind.name for kind in wanted if not reasons[kind.name]}
-    for kind in wanted:
-        same = kind.content(data)
-        if not reasons[kind.name] and same is not None and shown[same] != kind.name:
-            reasons[kind.name] = f"it shows the same groups as {shown[same]}"
+    contents = {kind.name: kind.content(data) for kind in wanted if not reasons[kind.name]}
+    shown = {content: name for name, content in contents.items()}
+    for name, content in contents.items():
+        if content is not None and shown[content] != name:
+            reasons[name] = f"it shows the same groups as {shown[content]}"
     return reasons
 
 

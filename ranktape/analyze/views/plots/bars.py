@@ -1,8 +1,9 @@
-"""Draws what groups of tensors lose: how much, on which side, how many tensors how much, and against another type."""
+"""Draws boxes, bars and points of tensors in groups: how metrics spread, what is lost, and two types side by side."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,10 +15,29 @@ from ranktape.analyze.engine.values import read_values
 from ranktape.analyze.legacy.plots import draw_panels
 from ranktape.analyze.questions.swept import parse_jobs
 from ranktape.analyze.views.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
-from ranktape.analyze.views.plots.axes import lowest_decade, name_rows, scale_numbers, scale_shares, share_text
+from ranktape.analyze.views.plots.axes import (
+    lowest_decade,
+    mark_limits,
+    name_rows,
+    scale_numbers,
+    scale_powers,
+    scale_shares,
+    share_text,
+)
 from ranktape.analyze.views.plots.data import DEFAULT_FORMAT, PlotData
-from ranktape.analyze.views.plots.groups import groups_of, page_of, pooled
-from ranktape.analyze.views.plots.style import INK, SMALL_SIZE, empty, key, name, plain, say
+from ranktape.analyze.views.plots.groups import Group, groups_of, page_of
+from ranktape.analyze.views.plots.style import (
+    HATCHES,
+    INK,
+    MAX_GROUPS,
+    SMALL_SIZE,
+    TEXT_SIZE,
+    empty,
+    key,
+    name,
+    plain,
+    say,
+)
 from ranktape.errors import UsageError
 from ranktape.storage.format.record_info import Keep
 
@@ -26,7 +46,124 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-    from ranktape.analyze.views.plots.plot import Plot
+    from ranktape.analyze.views.plots.table import Plot
+
+NOTE = (
+    "Boxes: quartiles and median; whiskers: 5th and 95th percentile; points: tensors beyond them. "
+    "Zeros have no place on an axis of powers of two and are left out."
+)
+
+MAX_POINTS = 300
+"""Points of one box; of more, every n-th from the smallest to the largest, and both ends."""
+
+MAX_BOXES = 16
+"""Groups that have a box: each stands beside its name, and needs no colour of its own."""
+
+
+class BoxPanel(NamedTuple):
+    """One metric of `PlotData.metric`.
+
+    Whether it is never negative and drawn by binade, whether formats limit it, and what it is of a normal distribution.
+    """
+
+    metric: str
+    title: str
+    is_magnitude: bool = True
+    has_limits: bool = False
+    normal: float | None = None
+
+
+MEAN = BoxPanel("mean", "|mean|")
+STD = BoxPanel("std", "standard deviation")
+KURTOSIS = BoxPanel("kurtosis", "kurtosis (normal: 3)", normal=math.log2(3.0))
+
+PANELS: Mapping[str, tuple[BoxPanel, ...]] = {
+    "general": (MEAN, STD, BoxPanel("absmax", "absmax", has_limits=True), KURTOSIS),
+    "shapes": (
+        BoxPanel("variance", "variance"),
+        BoxPanel("skewness", "skewness (normal: 0)", is_magnitude=False, normal=0.0),
+        KURTOSIS,
+    ),
+    "ends": (
+        *(MEAN, STD),
+        *(BoxPanel(end, f"|{end}|", has_limits=True) for end in ("minimum", "maximum")),
+    ),
+}
+"""Names that rows of the table choose from."""
+
+
+def boxes(data: PlotData, row: Plot, *, panels: str = "general") -> Figure:
+    """One panel for each metric, one box for each group; both share the names at the left."""
+    groups, left_out = groups_of(data, row, max_groups=MAX_BOXES)
+    chosen = PANELS[panels]
+    num_columns = 2 if len(chosen) == 4 else len(chosen)  # noqa: PLR2004 - two rows of two
+    size: dict[str, Any] = {"width": max(4.2, 10.4 / num_columns), "height": max(2.1, 1.25 + 0.42 * len(groups))}
+    page = page_of(data, row, math.ceil(len(chosen) / num_columns), num_columns, **size, notes=[left_out, NOTE])
+    for place, (axes, panel) in enumerate(zip(page.panels.flat, chosen, strict=True)):
+        rows = [box_values(data, group, panel) for group in groups]
+        name(axes, title=panel.title, pad=20 if panel.has_limits else 6)
+        if not any(values.size for values in rows):
+            empty(axes, "no tensor has one")
+            continue
+        for number, (group, values) in enumerate(zip(groups, rows, strict=True)):
+            _draw_box(axes, values, row=number, group=group)
+        name_rows(axes, [group.label if place % num_columns == 0 else "" for group in groups])
+        _scale_boxes(axes, np.concatenate(rows), panel)
+    return page.finish()
+
+
+def box_values(data: PlotData, group: Group, panel: BoxPanel) -> NDArray[np.float64]:
+    """The metrics of the group's tensors as they are drawn: of magnitudes log2, without zeros; no NaN, no infinity."""
+    values = data.metric(panel.metric)[group.mask]
+    if panel.is_magnitude:
+        with np.errstate(divide="ignore"):
+            values = np.log2(np.abs(values))
+    return values[np.isfinite(values)]
+
+
+def _draw_box(axes: Axes, values: NDArray[np.float64], *, row: int, group: Group) -> None:
+    """A box from the first to the third quartile, whiskers to the 5th and the 95th percentile, and points beyond."""
+    if not values.size:
+        axes.text(0.02, row, "none", transform=axes.get_yaxis_transform(), va="center", fontsize=TEXT_SIZE, color="0.4")
+        return
+    low, first, middle, third, high = np.percentile(values, [5, 25, 50, 75, 95]).tolist()
+    beyond = np.sort(values[(values < low) | (values > high)])
+    if beyond.size > MAX_POINTS:
+        beyond = beyond[np.unique(np.linspace(0, beyond.size - 1, MAX_POINTS).astype(int))]
+    hatch = HATCHES[group.index % MAX_GROUPS]
+    points = {"marker": group.mark, "markersize": 2.8, "markerfacecolor": group.color, "alpha": 0.6}
+    axes.bxp(
+        [{"whislo": low, "q1": first, "med": middle, "q3": third, "whishi": high, "fliers": beyond}],
+        positions=[row],
+        widths=0.55,
+        orientation="horizontal",
+        manage_ticks=False,
+        patch_artist=True,
+        boxprops={"facecolor": group.color, "alpha": 0.55, "hatch": hatch, "edgecolor": INK},
+        flierprops=points | {"markeredgecolor": "none"},
+        medianprops={"color": INK, "linewidth": 2},
+        whiskerprops={"color": INK},
+        capprops={"color": INK},
+    )
+
+
+def _scale_boxes(axes: Axes, values: NDArray[np.float64], panel: BoxPanel) -> None:
+    if panel.is_magnitude:
+        scale_powers(axes, "x", values)
+    else:
+        magnitudes = np.abs(values[values != 0])
+        if magnitudes.size and np.log2(magnitudes.max() / magnitudes.min()) > 12 and magnitudes.max() > 10:  # noqa: PLR2004
+            axes.set_xscale("symlog", linthresh=1.0)
+        low, high = float(values.min()), float(values.max())
+        margin = 0.06 * (high - low) or max(0.5, 0.1 * abs(high))
+        axes.set_xlim(low - margin, high + margin)
+        if axes.get_xscale() == "linear":
+            scale_numbers(axes, "x", max_ticks=5)
+    ends = axes.get_xlim()
+    if panel.normal is not None and ends[0] < panel.normal < ends[1]:
+        axes.axvline(panel.normal, color=INK, linewidth=0.9, linestyle=":", zorder=0.5)
+    if panel.has_limits:
+        mark_limits(axes, "x", min_distance=0.3)
 
 
 SIDES = (
@@ -41,9 +178,6 @@ SIDES = (
 MAX_DRAWN_POINTS = 20_000
 """Points of a scatter plot: of more, the largest are drawn."""
 
-MAX_PAIRS, VALUES_OF_PAIR = 48, 400
-"""Pairs of tensors whose values are read, and values that are drawn of each: of more, every n-th."""
-
 
 def loss_bars(data: PlotData, row: Plot) -> Figure:
     """For each group one bar for each kind of loss: the part of all its elements."""
@@ -55,7 +189,7 @@ def loss_bars(data: PlotData, row: Plot) -> Figure:
     page = page_of(data, row, width=9.0, height=height, notes=[note], with_limits=True)
     axes = page.panels[0, 0]
     numbers = np.select([group.mask for group in groups], range(len(groups)), default=-1)
-    shares = np.stack([pooled(data, kind, numbers, num_groups=len(groups)) for kind, *_ in kinds])
+    shares = np.stack([data.pooled(kind, numbers, num_groups=len(groups)) for kind, *_ in kinds])
     width = 0.8 / len(kinds)
     for index, (_, words, color, hatch) in enumerate(kinds):
         places = np.arange(len(groups)) - 0.4 + width * (index + 0.5)
@@ -142,6 +276,10 @@ def ratio_counts(shares: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDAr
     return edges, counts, int((shares == 0).sum())
 
 
+MAX_PAIRS, VALUES_OF_PAIR = 48, 400
+"""Pairs of tensors whose values are read, and values that are drawn of each: of more, every n-th."""
+
+
 class TensorPair(NamedTuple):
     """The same tensor in two quant types: some of its values, finite in both, and the correlation of all of these."""
 
@@ -158,16 +296,15 @@ def read_pairs(data: PlotData, types: tuple[str, str]) -> list[TensorPair]:
         StorageError: the store cannot be read.
     """
     places = data.matched(types)
-    pairs = []
+    found = []
     for pair in places[:: math.ceil(len(places) / MAX_PAIRS) or 1]:
         arrays = [read_values(data.records[place], view=data.view) for place in pair]
         # Complex values: the real part stands for both.
-        reals = [array.real if array.dtype.kind == "c" else array for array in arrays]
-        values = np.stack([real.astype(np.float64).reshape(-1) for real in reals])
+        values = np.stack([array.real.astype(np.float64).reshape(-1) for array in arrays])
         first, second = values[:, np.isfinite(values).all(axis=0)]
         step = math.ceil(first.size / VALUES_OF_PAIR) or 1
-        pairs.append(TensorPair(first[::step], second[::step], correlation(first, second)))
-    return pairs
+        found.append(TensorPair(first[::step], second[::step], correlation(first, second)))
+    return found
 
 
 def correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
@@ -221,7 +358,7 @@ def pairs(data: PlotData, row: Plot) -> Figure:
 
 
 def sweep(data: PlotData, _: Plot) -> Figure:
-    """Six panels of the sweep of that record, one scale for the tensor; it is read once more.
+    """Six panels of the sweep of one record, one scale for the tensor; it is read once more.
 
     It is the first of those whose finite magnitudes reach over the most binades.
 
@@ -237,8 +374,8 @@ def sweep(data: PlotData, _: Plot) -> Figure:
     if not is_kept[place]:
         raise UsageError("of all tensors statistics alone were kept: no scale can be tried")
     record = data.records[place]
-    name = DEFAULT_FORMAT if data.target is None else data.target.name
-    (found,) = sweep_one(record, parse_jobs(name), view=data.view)
+    (found,) = sweep_one(
+        record, parse_jobs(DEFAULT_FORMAT if data.target is None else data.target.name), view=data.view
+    )
     title = f"{record.module or record.layer_type} {record.tensor_name}, {record.operation} {record.phase}"
-    named = f"{title}, iteration {record.iteration}, rank {record.rank}"
-    return draw_panels(found, name=named)
+    return draw_panels(found, name=f"{title}, iteration {record.iteration}, rank {record.rank}")
