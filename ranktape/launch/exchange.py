@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.legacy.export import ExportReport
     from ranktape.analyze.legacy.into_run import ImportReport
-    from ranktape.analyze.views.exports.files import Exported
+    from ranktape.analyze.views.exports.export import Exported
     from ranktape.storage import Records
     from ranktape.storage.maintenance.copy import CopyReport, SelectionReport
     from ranktape.storage.maintenance.outbox import PushReport, Spill
@@ -221,7 +221,7 @@ def export(
 @command_of(export, working=lambda given: "exporting" if given["to"] == "pt" else "", has_json=False)
 def export_command(report: ExportReport | Exported, given: Mapping[str, Any]) -> CommandAnswer:
     """What was written."""
-    from ranktape.analyze.views.exports.files import Exported
+    from ranktape.analyze.views.exports.export import Exported
 
     if isinstance(report, Exported):
         return CommandAnswer(text=report.message())

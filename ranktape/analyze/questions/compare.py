@@ -9,7 +9,7 @@ from typing import Any
 from ranktape.analyze.comparison.matching import Matching, match, site_name, twins_of
 from ranktape.analyze.comparison.pair_metrics import PAIR_METRICS, ComparedPair, Judge, distances_of, execution_order
 from ranktape.analyze.comparison.pairing import Pairing, parse_pairs
-from ranktape.analyze.comparison.tensors import Apart, PairTasks, compare_pairs, kept_apart
+from ranktape.analyze.comparison.tensors import PairTasks, compare_pairs
 from ranktape.analyze.engine.engine import Engine, next_step, steps
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import (
@@ -22,6 +22,7 @@ from ranktape.analyze.identity import (
     with_stacks,
 )
 from ranktape.analyze.numerics.differences import Differences
+from ranktape.analyze.numerics.distances import Distances
 from ranktape.analyze.questions.each_source import ask_each
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UsageError
@@ -137,28 +138,25 @@ def _compared(
     engine: Engine,
 ) -> list[ComparedPair]:
     """What sets the tensors of each pair apart."""
+    tasks = PairTasks(matching, twins=() if noise is None else twins_of(matching, noise), noise=noise)
+    work = functools.partial(compare_pairs, view=view or View.SEEN)
 
-    def compute() -> list[Apart]:
-        tasks = PairTasks(matching, twins=() if noise is None else twins_of(matching, noise), noise=noise)
-        work = functools.partial(compare_pairs, view=view or View.SEEN)
+    def compared() -> list[tuple[Differences | None, Differences | None]]:
+        return [answer for batch in engine.map(work, tasks, sizes=tasks.sizes) for answer in batch]
 
-        def differences() -> list[tuple[Differences | None, Differences | None]]:
-            return [answer for batch in engine.map(work, tasks, sizes=tasks.sizes) for answer in batch]
-
-        if not with_distances:
-            return [Apart(*answer, None) for answer in differences()]
+    distances: list[Distances | None] = [None] * len(matching.pairs)
+    if with_distances:
         with steps(2):
             next_step()
-            answers = differences()
+            differences = compared()
             next_step()
-            apart = distances_of(matching, view=view, engine=engine)
-        return [Apart(*answer, distances) for answer, distances in zip(answers, apart, strict=True)]
-
-    found = kept_apart(matching, noise, compute, about=[str(view), str(with_distances)], engine=engine)
+            distances = distances_of(matching, view=view, engine=engine)
+    else:
+        differences = compared()
     orders = execution_order(matching.a, [one.rows[0] for one, _ in matching.pairs])
     return [
-        judge.pair(sides, order=order, differences=one.differences, twin=one.twin, distances=one.distances)
-        for sides, order, one in zip(matching.pairs, orders, found, strict=True)
+        judge.pair(sides, order=order, differences=apart, twin=twin, distances=distance)
+        for sides, order, (apart, twin), distance in zip(matching.pairs, orders, differences, distances, strict=True)
     ]
 
 

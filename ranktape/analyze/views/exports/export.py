@@ -1,66 +1,48 @@
-"""Exports a selection to one of the programs that people look at all day."""
+"""Exports a selection to the programs that people look at all day: TensorBoard, and those that read Parquet.
+
+The same records give the same bytes, and a file has one name: beside a training's own events it is one more file, and
+an export that is repeated adds nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import io
+import shlex
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ranktape.analyze.console import write_whole, writing
+from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import words
 from ranktape.analyze.metrics.metric import parse_metric
-from ranktape.analyze.views.exports.files import Exported, check_folder
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto
+
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.engine.values import View
+    from ranktape.analyze.views.exports.series import BinnedValues, Point
     from ranktape.storage import Records
 
 NO_PICTURES = "none"
 """What `--kind` says for no picture at all."""
 
+EVENTS = "events.out.tfevents.ranktape"
+"""The file for TensorBoard, which reads every file with `tfevents` in its name."""
 
-def export_view(
-    records: Records,
-    target: str,
-    *,
-    to: str,
-    metric: str | Sequence[str] = (),
-    kind: str | Sequence[str] = (),
-    no_histograms: bool = False,
-    overwrite: bool = False,
-    view: View | None = None,
-    by: Sequence[str] = (),
-    engine: Engine | None = None,
-) -> Exported:
-    """Write a selection for TensorBoard, or as Parquet; `target` is the folder.
+PARQUET = "records.parquet"
+"""The file with one row for each record."""
 
-    What is missing, the library or a name, is said before anything is read.
-
-    Raises:
-        DataError: a record's bytes are missing or damaged.
-        StorageError: the store cannot be read, or what is exported cannot be written.
-        UnknownFieldError: `by` names no field of a record.
-        UsageError: a library is not installed; a metric, a plot or the target is not known.
-    """
-    metrics = words(metric)
-    for name in metrics:
-        parse_metric(name)
-    if to == "parquet":
-        from ranktape.analyze.views.exports.parquet import write_parquet
-
-        return write_parquet(records, folder=target, metrics=metrics, overwrite=overwrite, view=view, engine=engine)
-    from ranktape.analyze.commands import parse_kinds
-    from ranktape.analyze.views.exports.event_file import check_tensorboard, write_events
-    from ranktape.analyze.views.exports.series import PICTURES, pictures, points
-
-    named = words(kind)
-    kinds = [] if named == (NO_PICTURES,) else parse_kinds(named or PICTURES)
-    check_tensorboard()
-    check_folder(target)
-    found = points(records, metrics=metrics, has_histograms=not no_histograms, by=by, view=view, engine=engine)
-    drawn = pictures(records, kinds=kinds, must_be_there=bool(named), view=view, engine=engine)
-    return write_events(found, drawn, folder=target, overwrite=overwrite)
-
+_NEEDS = {
+    "tensorboard": ("TensorBoard", "tensorboard.summary.writer.record_writer"),
+    "parquet": ("pyarrow", "pyarrow.parquet"),
+}
+"""For each destination the package that it needs, and a module of it."""
 
 OWNERS = {
     "metric": ("tensorboard", "parquet"),
@@ -85,3 +67,191 @@ def refuse_strangers(to: str, **given: object) -> None:
         if value not in (None, (), False) and to not in OWNERS[name]:
             allowed = " or ".join(f"--to {one}" for one in OWNERS[name])
             raise UsageError(f"--{name.replace('_', '-')} is for {allowed}, and not for --to {to}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What an export gave to another program."""
+
+    place: str
+    """The file."""
+    what: str
+    """How much of what was exported, in words."""
+    is_kept: bool
+    """Whether the file was there already and holds the same."""
+    next_step: str
+    """The command that looks at it."""
+
+    def message(self) -> str:
+        """What was done, and what to do next."""
+        kept = "; it was there already" if self.is_kept else ""
+        return f"{self.place}: {self.what}{kept}\n{self.next_step}"
+
+
+def export_view(
+    records: Records,
+    target: str,
+    *,
+    to: str,
+    metric: str | Sequence[str] = (),
+    kind: str | Sequence[str] = (),
+    no_histograms: bool = False,
+    overwrite: bool = False,
+    view: View | None = None,
+    by: Sequence[str] = (),
+    engine: Engine | None = None,
+) -> Exported:
+    """Write a selection for TensorBoard, or as Parquet; `target` is the folder.
+
+    A library or a name that is missing is said before anything is read. For TensorBoard, pictures belong to the last
+    iteration. Parquet has the catalogue with a column for each metric that the catalogue lacks: without metrics no
+    value is read, and a metric that is not there is null.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        StorageError: the store cannot be read, or what is exported cannot be written.
+        UnknownFieldError: `by` names no field of a record.
+        UsageError: a library is not installed; a metric, a plot or the target is not known; or the file is there and
+            holds something else, and `overwrite` was not given.
+    """
+    metrics = words(metric)
+    for name in metrics:
+        parse_metric(name)
+    if to == "parquet":
+        _check_package(to)
+        path = _folder(target) / PARQUET
+        data, what = _parquet(records, metrics, view=view, engine=engine)
+        next_step = "open it: SELECT in DuckDB, read_parquet of pandas and polars"
+    else:
+        from ranktape.analyze.commands import parse_kinds
+        from ranktape.analyze.views.exports.series import PICTURES, pictures, points
+
+        named = words(kind)
+        kinds = [] if named == (NO_PICTURES,) else parse_kinds(named or PICTURES)
+        _check_package(to)
+        path = _folder(target) / EVENTS
+        found = points(records, metrics=metrics, has_histograms=not no_histograms, by=by, view=view, engine=engine)
+        drawn = pictures(records, kinds=kinds, must_be_there=bool(named), view=view, engine=engine)
+        data, what = _event_file(found, drawn)
+        next_step = f"look at it: tensorboard --logdir {shlex.quote(target)}"
+    is_kept = _put(path, data, overwrite=overwrite)
+    return Exported(place=str(path), what=what, is_kept=is_kept, next_step=next_step)
+
+
+def _check_package(to: str) -> None:
+    package, module = _NEEDS[to]
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"--to {to} needs {package} ({error}): pip install 'ranktape[{to}]'") from error
+
+
+def _folder(target: str) -> Path:
+    """The folder that files go to, which need not be there."""
+    if "://" in target:
+        raise UsageError(f"{target} is a URL, and files are written to a folder of this machine: name one")
+    path = Path(target)
+    try:
+        is_file = path.exists() and not path.is_dir()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{target} is not a path: {error}: name a folder") from error
+    if is_file:
+        raise UsageError(f"{target} is a file: name a folder")
+    return path
+
+
+def _put(path: Path, data: bytes, *, overwrite: bool) -> bool:
+    """Write a file whole or not at all; whether it was there already with the same bytes, and was left alone."""
+    with writing(path, what="export", option="folder"):
+        if path.is_file():
+            if path.stat().st_size == len(data) and path.read_bytes() == data:
+                return True
+            if not overwrite:
+                raise UsageError(f"{path} is there and holds something else: add --overwrite, or choose another folder")
+    write_whole(path, data, what="export", option="folder")
+    return False
+
+
+def _counted(**numbers: int) -> str:
+    """Numbers of things in words, without those of which there are none: `3 scalars, 1 picture`."""
+    return ", ".join(f"{number:,} {what}{'' if number == 1 else 's'}" for what, number in numbers.items() if number)
+
+
+def _parquet(
+    records: Records, metrics: Sequence[str], *, view: View | None, engine: Engine | None
+) -> tuple[bytes, str]:
+    """The catalogue with metrics as a Parquet file, and how much is in it."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from ranktape.analyze.metrics.gather import gather
+
+    table = records.to_arrow()
+    wanted = {name: parse_metric(name).of for name in metrics if name not in table.column_names}
+    if wanted:
+        for name, column in gather(records, wanted, view=view or View.COMPUTE, engine=engine).items():
+            table = table.append_column(name, pa.array(column, from_pandas=True))
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="zstd")
+    return sink.getvalue(), _counted(record=table.num_rows, column=table.num_columns)
+
+
+def _event_file(points: Sequence[Point], pictures: Mapping[str, bytes]) -> tuple[bytes, str]:
+    """The scalars, histograms and pictures as a file of TensorBoard, and how much is in it."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    stream = io.BytesIO()
+    writer = RecordWriter(stream)
+    for event in _events(points, pictures):
+        writer.write(event.SerializeToString(deterministic=True))
+    num_histograms = sum(one is not None for point in points for one in (point.values, point.binades))
+    amount = _counted(
+        scalar=sum(len(point.metrics) for point in points), histogram=num_histograms, picture=len(pictures)
+    )
+    places, iterations = ({getattr(point, name) for point in points} for name in ("place", "iteration"))
+    return stream.getvalue(), f"{amount} of {_counted(place=len(places), iteration=len(iterations))}"
+
+
+def _events(points: Sequence[Point], pictures: Mapping[str, bytes]) -> Iterator[Event]:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    yield Event(wall_time=points[0].timestamp if points else 0.0, file_version="brain.Event:2")
+    for point in points:
+        values = [
+            Summary.Value(tag=f"{name}/{point.place}", simple_value=_float32(value))
+            for name, value in point.metrics.items()
+        ]
+        for kind, found in (("values", point.values), ("binades", point.binades)):
+            if found is not None:
+                values.append(Summary.Value(tag=f"{kind}/{point.place}", histo=_histogram(found)))
+        yield Event(wall_time=point.timestamp, step=point.iteration, summary=Summary(value=values))
+    for name, png in pictures.items():
+        # The header of a PNG: the size stands after its signature and the name of its first chunk.
+        width, height = struct.unpack(">II", png[16:24])
+        image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=png)
+        value = Summary.Value(tag=f"plots/{name}", image=image)
+        last = points[-1]
+        yield Event(wall_time=last.timestamp, step=last.iteration, summary=Summary(value=[value]))
+
+
+def _float32(value: float) -> float:
+    """The value as the field holds it, which takes no number that is too large for it."""
+    import numpy as np
+
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
+
+
+def _histogram(found: BinnedValues) -> HistogramProto:
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto
+
+    return HistogramProto(
+        min=found.edges[0],
+        max=found.edges[-1],
+        num=found.num_values,
+        sum=found.sum,
+        sum_squares=found.sum_squares,
+        bucket_limit=found.edges[1:].tolist(),
+        bucket=found.counts.tolist(),
+    )
