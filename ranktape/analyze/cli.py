@@ -25,6 +25,82 @@ COMMANDS = {
 }
 """The function in this package that each command is made of."""
 
+SECTIONS = {
+    "What was recorded": {
+        "ls": "List records, or count them by the values of fields.",
+        "stats": "Mean, deviation, extremes, moments and percentiles.",
+        "distribution": "Histograms, quantiles and distances of distributions.",
+    },
+    "What is wrong": {
+        "findings": "What is wrong in a run, and where: begin here.",
+        "overflow": "Overflow, underflow, NaN, Inf and zeros, by any field.",
+        "trend": "Follow metrics over the iterations.",
+        "trace": "Follow one sample or call through the layers.",
+        "compare": "Where two runs, ranks or samples first differ.",
+    },
+    "Which precision": {
+        "sweep": "The scale with which each tensor loses least.",
+        "replay": "The error of products by recipe; precision plans.",
+    },
+    "Pictures and pages": {
+        "plot": "Draw plots, and print the path of each.",
+        "report": "One page to send: findings, maps and charts.",
+    },
+}
+"""The commands as help lists them."""
+
+EXAMPLES = {
+    "ls": (
+        "ranktape analyze ls runs/demo --by layer_type --by tensor_name",
+        "ranktape analyze ls runs/demo --layer-idx 0 --tensor-name 'grad_*'",
+    ),
+    "overflow": (
+        "ranktape analyze overflow runs/demo --format fp8_e4m3 --by layer_idx",
+        "ranktape analyze overflow runs/demo --first --check 'overflow.total == 0'",
+    ),
+    "stats": (
+        "ranktape analyze stats runs/demo --by module --tensor-name grad_output",
+        "ranktape analyze stats runs/demo --metric absmax --metric p99.9 --sort absmax",
+    ),
+    "distribution": (
+        "ranktape analyze distribution runs/demo --tensor-name weight --by layer_idx",
+        "ranktape analyze distribution runs/demo --module head --csv -o head.csv",
+    ),
+    "sweep": (
+        "ranktape analyze sweep runs/demo --tensor-name weight --format mxfp8,nvfp4",
+        "ranktape analyze sweep runs/demo --layer-type linear --format fp8_e4m3 --target-sqnr 20",
+    ),
+    "findings": (
+        "ranktape analyze findings runs/demo",
+        "ranktape analyze findings runs/demo --severity high --check 'False'",
+    ),
+    "trend": (
+        "ranktape analyze trend runs/demo --metric absmax --tensor-name weight",
+        "ranktape analyze trend runs/demo --module head --metric std --csv",
+    ),
+    "trace": (
+        "ranktape analyze trace runs/demo --sample 0",
+        "ranktape analyze trace runs/demo --rank 0 --iteration 20 --metric absmax",
+    ),
+    "replay": (
+        "ranktape analyze replay runs/demo --recipe mxfp8,nvfp4",
+        "ranktape analyze replay runs/demo --recipe mxfp8,nvfp4 --target-sqnr 18 --plan plan.yaml",
+    ),
+    "compare": (
+        "ranktape analyze compare runs/bf16 runs/nvfp4 --in-order",
+        "ranktape analyze compare runs/demo --pair rank=0:1 --tensor-name weight",
+    ),
+    "plot": (
+        "ranktape analyze plot runs/demo --all -o plots",
+        "ranktape analyze plot runs/demo --kind layer_binades --tensor-name grad_output",
+    ),
+    "report": (
+        "ranktape analyze report runs/demo -o report.html",
+        "ranktape analyze report runs/demo --recipe mxfp8,nvfp4",
+    ),
+}
+"""Command lines in the help of each command."""
+
 
 class _AnalyzeGroup(RanktapeGroup):
     """Makes commands of functions when they are used."""
@@ -44,11 +120,18 @@ class _AnalyzeGroup(RanktapeGroup):
         return command
 
 
-@click.group(name="analyze", cls=_AnalyzeGroup, lazy=COMMANDS, context_settings={"max_content_width": 100})
+@click.group(
+    name="analyze",
+    cls=_AnalyzeGroup,
+    lazy=COMMANDS,
+    sections=SECTIONS,
+    examples=EXAMPLES,
+    context_settings={"max_content_width": 100},
+)
 def cli() -> None:
-    """Ask a recorded run what its numbers do.
+    """Ask questions about a recorded run.
 
-    RUN is a URL or a path; a folder of .pt files of the legacy tools, or one such file, will do as well.
-    Filters are the names of a record's fields; a value may be a text with * and ?, a number, a range (0-3, 10:20:2)
-    or alternatives (0,2,5), and an option may be repeated.
+    RUN is a URL or a path: a run, a folder of .pt files of the legacy tools, or one such file. Filters are the names of
+    a record's fields (--layer-idx, --tensor-name, ...). A value is a text with * and ?, a number, a range (0-3,
+    10:20:2) or alternatives (0,2,5); an option may be repeated.
     """

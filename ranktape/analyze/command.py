@@ -33,6 +33,7 @@ from typing import Any
 
 import click
 
+from ranktape.analyze.group import RanktapeCommand
 from ranktape.analyze.options import OPTIONS, JsonObject, NamedPath, Output, Selection, flag_of
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -98,7 +99,7 @@ class Description:
         for add in reversed(options):
             decorated = add(decorated)
         help_text = self._with_flags(self.text.split("\n\nRaises:")[0])
-        return click.command(name=self.name.replace("_", "-"), help=help_text)(decorated)
+        return click.command(name=self.name.replace("_", "-"), cls=RanktapeCommand, help=help_text)(decorated)
 
     @property
     def _takes_several(self) -> bool:

@@ -1,22 +1,151 @@
-"""Gives the click group of every command line of ranktape.
+"""The click classes of every command line of ranktape.
 
 Commands are imported when they are used, so that help answers at once, and a `RanktapeError` becomes one line on stderr
-with the exit code of its class. Other exceptions are our own mistakes and keep their traceback.
+with the exit code of its class. Other exceptions are bugs of ranktape and keep their traceback. Help shows a command's
+own options first; the filters and the rarely used settings are one line each, with an option that prints them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import enum
 import errno
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
 
 from ranktape.errors import RanktapeError
+
+MAX_NAMED_RUNS = 6
+"""Runs that a message names where RUN is missing."""
+
+
+class Section(enum.Enum):
+    """A part of a command's help, in this order: its title; of a folded one the option that prints it, and examples."""
+
+    OWN = ("Options", None, "")
+    """What this command alone has."""
+    CAPTURE = ("More settings", "--help-capture", "--policy, --compression, --keep-last, ...")
+    """The settings of a capture that are seldom needed."""
+    RECORDS = ("Which records", "--help-filters", "--iteration, --rank, --layer-idx, --module, --where, ...")
+    """The filters."""
+    WORK = ("Work", None, "")
+    """How the answer is computed."""
+    OUTPUT = ("Output", None, "")
+    """How the answer is written."""
+
+    def __init__(self, title: str, flag: str | None, some: str) -> None:
+        """Take the parts of the value.
+
+        Args:
+            title: The heading.
+            flag: The option that prints a folded section; None where help prints the section itself.
+            some: Options of a folded section that help names.
+        """
+        self.title, self.flag, self.some = title, flag, some
+
+
+class SectionOption(click.Option):
+    """An option that help shows in a section of its own."""
+
+    def __init__(self, *args: Any, section: Section, **options: Any) -> None:
+        """Take the usual arguments of an option, and its section."""
+        super().__init__(*args, **options)
+        self.section = section
+
+
+class RanktapeCommand(click.Command):
+    """A command whose help is divided into sections and ends with examples."""
+
+    examples: tuple[str, ...] = ()
+    """Command lines that help shows."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """The parameters, and the options that print folded sections."""
+        sections = {one.section for one in self.params if isinstance(one, SectionOption)}
+        folded = [
+            click.Option(
+                [section.flag],
+                is_flag=True,
+                expose_value=False,
+                is_eager=True,
+                callback=_print_section,
+                help=f"Show what belongs to '{section.title}'.",
+            )
+            for section in Section
+            if section.flag is not None and section in sections
+        ]
+        return [*self.params, *folded, *(one for one in super().get_params(ctx) if one not in self.params)]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; where RUN is missing, the message names the runs that are here."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.MissingParameter as error:
+            found = _runs_here() if isinstance(error.param, click.Argument) and error.param.name in _RUN_NAMES else []
+            if not found:
+                raise
+            message = f"Missing argument 'RUN'. Runs here: {', '.join(found)}."
+            raise click.UsageError(message, ctx=ctx) from error
+
+    def options_of(self, ctx: click.Context, section: Section) -> list[tuple[str, str]]:
+        """The options of a section and their help."""
+        options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
+        params = [one for one in options if getattr(one, "section", Section.OWN) is section]
+        return [record for one in params if (record := one.get_help_record(ctx)) is not None]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the sections; a folded one is the names of its options."""
+        for section in Section:
+            records = self.options_of(ctx, section)
+            if not records:
+                continue
+            with formatter.section(section.title):
+                if section.flag is None:
+                    formatter.write_dl(records)
+                else:
+                    formatter.write_text(f"{section.some} ({section.flag})")
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples after the epilogue."""
+        super().format_epilog(ctx, formatter)
+        if self.examples:
+            with formatter.section("Examples"):
+                for line in self.examples:
+                    formatter.write(f"{'':{formatter.current_indent}}{line}\n")
+
+
+_RUN_NAMES = ("run", "sources")
+
+
+def _print_section(ctx: click.Context, param: click.Parameter, value: bool) -> None:  # noqa: FBT001 - click's signature
+    """Print a folded section and end the command."""
+    if not value or ctx.resilient_parsing:
+        return
+    assert isinstance(ctx.command, RanktapeCommand)
+    formatter = ctx.make_formatter()
+    section = next(one for one in Section if one.flag in param.opts)
+    with formatter.section(section.title):
+        formatter.write_dl(ctx.command.options_of(ctx, section))
+    click.echo(formatter.getvalue().rstrip())
+    ctx.exit()
+
+
+def _runs_here() -> list[str]:
+    """Paths of runs in the working directory: those below `runs`, else those in the directory itself."""
+    from ranktape.storage.maintenance.runs import find_runs
+
+    place, depth = (Path("runs"), 2) if Path("runs").is_dir() else (Path(), 1)
+    with contextlib.suppress(RanktapeError):
+        return [str(place / one.path) for one in find_runs(place, max_depth=depth)[:MAX_NAMED_RUNS]]
+    return []
 
 
 def _is_stdout_broken() -> bool:
@@ -36,10 +165,30 @@ def _is_stdout_broken() -> bool:
 class RanktapeGroup(click.Group):
     """A group whose commands may be named by where they are, and which turns `RanktapeError` into an exit code."""
 
-    def __init__(self, *args: Any, lazy: Mapping[str, str] | None = None, **options: Any) -> None:
-        """Take the usual arguments of a group, and in `lazy` one "module:attribute" for each name of a command."""
+    def __init__(
+        self,
+        *args: Any,
+        lazy: Mapping[str, str] | None = None,
+        sections: Mapping[str, Mapping[str, str]] | None = None,
+        examples: Mapping[str, tuple[str, ...]] | None = None,
+        below: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        """Take the usual arguments of a group, and what is known of commands before they are imported.
+
+        Args:
+            args: Those of click.
+            lazy: For each command "module:attribute".
+            sections: For each section of the list of commands their names and descriptions.
+            examples: For each command the examples in its help.
+            below: For each command of a group below this one the name of that group.
+            options: Those of click.
+        """
         super().__init__(*args, **options)
         self.lazy = dict(lazy or {})
+        self.sections = sections or {}
+        self.examples = examples or {}
+        self.below = below or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         """The names in the order in which they were given, those at hand first."""
@@ -54,16 +203,32 @@ class RanktapeGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of that name; None if there is none."""
-        return self.load(cmd_name) if cmd_name in self.lazy else super().get_command(ctx, cmd_name)
+        if cmd_name not in self.lazy:
+            return super().get_command(ctx, cmd_name)
+        command = self.load(cmd_name)
+        if isinstance(command, RanktapeCommand):
+            command.examples = self.examples.get(cmd_name, ())
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands by section, without importing them."""
+        if not self.sections:
+            super().format_commands(ctx, formatter)
+        for title, commands in self.sections.items():
+            with formatter.section(title):
+                formatter.write_dl(list(commands.items()))
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """The command that the arguments name; an unknown name is answered with the nearest ones."""
         name, names = args[0], self.list_commands(ctx)
+        if name in self.below:
+            ctx.fail(f"no command {name!r}: use '{shlex.join([ctx.command_path, self.below[name], *args])}'")
         if name not in names and not name.startswith("-"):
-            nearest = difflib.get_close_matches(name, names, n=2) or names
-            ctx.fail(f"no command {name!r}: use {' or '.join(nearest)}")
+            near = difflib.get_close_matches(name, [*names, *self.below], n=2) or names
+            shown = (f"{self.below[one]} {one}" if one in self.below else one for one in near)
+            ctx.fail(f"no command {name!r}: use {' or '.join(shown)}")
         return super().resolve_command(ctx, args)
 
     def main(self, *args: Any, **extra: Any) -> Any:

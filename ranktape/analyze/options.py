@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ranktape.analyze.console import MAX_TEXT_ROWS, Form, say
+from ranktape.analyze.group import Section, SectionOption
 from ranktape.errors import CheckFoundError, NoRecordsError, UsageError
 from ranktape.fields import RECORD_FIELDS
 from ranktape.storage.places.urls import parse_storage_options
@@ -117,9 +118,11 @@ class Selection:
             StorageError: the store cannot be read.
         """
         from ranktape.analyze.sources import open_sources
+        from ranktape.storage.maintenance.runs import suggest_nearest
 
         options: dict[str, Any] = {"skip_unreadable": self.skip_unreadable, "any_name": self.any_name}
-        return open_sources((self.run, *self.more), self.storage_options, **options)
+        with suggest_nearest(self.run, storage_options=self.storage_options):
+            return open_sources((self.run, *self.more), self.storage_options, **options)
 
     def chosen(self, run: RecordSource) -> Records:
         """The records of a source that the filters leave; never none.
@@ -311,16 +314,18 @@ def _view(values: dict[str, Any]) -> View | None:
 storage_options_option = click.option("--storage-options", type=JsonObject(), help="JSON object for fsspec.")
 """The option of every command that opens a store."""
 
+_filter_option = functools.partial(click.option, cls=SectionOption, section=Section.RECORDS)
+_work_option = functools.partial(click.option, cls=SectionOption, section=Section.WORK)
+_output_option = functools.partial(click.option, cls=SectionOption, section=Section.OUTPUT)
+
 _FILTER_OPTIONS = (
     *(
-        click.option(flag_of(field), field, multiple=True, metavar="VALUE", help=text)
+        _filter_option(flag_of(field), field, multiple=True, metavar="VALUE", help=text)
         for field, text in FILTERS.items()
     ),
-    click.option("--where", metavar="EXPR", help="As in \"overflow.ratio > 0 and phase == 'pre'\"."),
-    storage_options_option,
-    click.option(
-        "--skip-unreadable", is_flag=True, help="Of a folder of .pt files: name and leave out what cannot be read."
-    ),
+    _filter_option("--where", metavar="EXPR", help="As in \"overflow.ratio > 0 and phase == 'pre'\"."),
+    _filter_option("--storage-options", type=JsonObject(), help="JSON object for fsspec."),
+    _filter_option("--skip-unreadable", is_flag=True, help="Leave out .pt files that cannot be read, and name them."),
 )
 
 selection_options = _together("selection", _selection, click.argument("run", metavar="RUN"), *_FILTER_OPTIONS)
@@ -348,7 +353,7 @@ OPTIONS: dict[str, Callable[[Command], Command]] = {
         click.option(
             "--view",
             type=click.Choice(["compute", "seen"]),
-            help="Values rounded to what the operation computed in, or as they were captured.",
+            help="Values rounded to the dtype that the operation computed in, or as captured (seen).",
         ),
     ),
     "by": _together(
@@ -359,7 +364,7 @@ OPTIONS: dict[str, Callable[[Command], Command]] = {
     "engine": _together(
         "engine",
         _engine,
-        click.option(
+        _work_option(
             "--workers",
             type=click.IntRange(min=1),
             default=1,
@@ -367,33 +372,32 @@ OPTIONS: dict[str, Callable[[Command], Command]] = {
             metavar="N",
             help="Processes that read and count.",
         ),
-        click.option("--scheduler", metavar="URL", help="Work on a Dask cluster: tcp://HOST:PORT."),
-        click.option("--no-cache", is_flag=True, help="Neither use nor keep what was counted before."),
+        _work_option("--scheduler", metavar="URL", help="Work on a Dask cluster: tcp://HOST:PORT."),
+        _work_option("--no-cache", is_flag=True, help="Do not read or write the cache."),
     ),
     "output": _together(
         "output",
         _output,
-        click.option("--json", "as_json", is_flag=True, help="Write one JSON document."),
-        click.option("--csv", "as_csv", is_flag=True, help="Write CSV."),
-        click.option("--wide", is_flag=True, help="Show every column as text."),
-        click.option("--sort", metavar="COLUMN", help="Largest values of a column first."),
-        click.option(
+        _output_option("--json", "as_json", is_flag=True, help="Write one JSON document."),
+        _output_option("--csv", "as_csv", is_flag=True, help="Write CSV."),
+        _output_option("--wide", is_flag=True, help="Show every column as text."),
+        _output_option("--sort", metavar="COLUMN", help="Sort by a column, largest values first."),
+        _output_option(
             "--check",
             metavar="EXPR",
-            help="Exit with 3 if EXPR is false for a row, and write only such rows: 'overflow.total == 0'. In the "
-            "language of --where, over the columns that --json has; a missing value fails nothing.",
+            help="Write only rows for which EXPR is false, and exit with 3 if there are any: 'overflow.total == 0'.",
         ),
-        click.option(
+        _output_option(
             "--limit",
             type=click.IntRange(min=0),
             metavar="N",
-            help=f"Write N rows at most, 0 for all; on a terminal {MAX_TEXT_ROWS} by default, else all.",
+            help=f"Write at most N rows; 0 for all. On a terminal the default is {MAX_TEXT_ROWS}.",
         ),
-        click.option(
+        _output_option(
             *("--output", "-o"),
             type=NamedPath(path_type=Path),
             metavar="FILE",
-            help="Write to a file; by its name also JSON or CSV.",
+            help="Write to a file: .json, .csv, or text.",
         ),
     ),
 }

@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 import click
 
 from ranktape.analyze.console import say
+from ranktape.analyze.group import RanktapeCommand
 from ranktape.errors import CaptureError, CheckFoundError, RunExistsError, RunNotFoundError, UsageError
 from ranktape.launch.options import capture_arguments, capture_options
 from ranktape.launch.place import read_options, shown
@@ -59,7 +60,11 @@ _OWN = ("stop_when_stored", "resume", "overwrite", "quant_type", "first_iteratio
 """Settings of a capture that this command decides on."""
 
 
-@click.command(name="collect", context_settings={"allow_interspersed_args": False, "max_content_width": 100})
+@click.command(
+    name="collect",
+    cls=RanktapeCommand,
+    context_settings={"allow_interspersed_args": False, "max_content_width": 100},
+)
 @click.option(
     "--quant",
     metavar="RECIPES",
@@ -77,7 +82,12 @@ _OWN = ("stop_when_stored", "resume", "overwrite", "quant_type", "first_iteratio
     help="Longest time of each training; what is stored then is kept.",
 )
 @click.option(
-    "--min-records", type=click.IntRange(min=1), default=10, show_default=True, help="Records that each run must have."
+    "--min-records",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    help="Records that each run must have.",
 )
 @click.option("--overwrite", is_flag=True, help="Train those again that are stored already.")
 @click.argument("words", metavar="[-- TORCHRUN_OPTIONS | python SCRIPT ARGUMENTS]", nargs=-1, type=click.UNPROCESSED)
@@ -95,10 +105,10 @@ def command(
 ) -> None:
     """Train a script, unmodified, once in each precision, and compare what was recorded.
 
-    What stands behind -- is what torchrun would be given: its options, the script, the script's arguments; or 'python',
-    the script and its arguments, for one process without torchrun. Without it the demo is trained. A training ends as
-    soon as its guaranteed iterations are stored. If the first training fails, the others are not begun. Called again,
-    only what is not stored yet is trained.
+    Everything after -- is passed to torchrun: its options, the script and its arguments. 'python', a script and its
+    arguments run one process without torchrun; without anything the demo is trained. A training ends when its
+    guaranteed iterations are stored. If the first training fails, the others are not started. Run the command again to
+    resume.
     """
     quantizations = _quantizations(quant, has_attention=quant_attention)
     before, script = split_words(words or DEMO)
@@ -164,13 +174,18 @@ def _launch(
     overwrite: bool,
 ) -> list[str]:
     """The command line of one training."""
+    own = ["--capture", url, *quantization.options, "--stop-when-stored", *(["--overwrite"] if overwrite else [])]
+    return [*launcher_words(before), *own, *capture_arguments(values), *script]
+
+
+def launcher_words(before: Sequence[str]) -> list[str]:
+    """The start of a command line that records: Python, torchrun with its options unless `python` is asked for, us."""
     if before[:1] == (PYTHON,):
         launcher = list(before[1:])
     else:
         is_placed = any(word.startswith(("--standalone", "--rdzv", "--nnodes", "--master")) for word in before)
         launcher = ["-m", "torch.distributed.run", *([] if is_placed else ["--standalone"]), *before]
-    own = ["--capture", url, *quantization.options, "--stop-when-stored", *(["--overwrite"] if overwrite else [])]
-    return [sys.executable, *launcher, "-m", "ranktape.launch", *own, *capture_arguments(values), *script]
+    return [sys.executable, *launcher, "-m", "ranktape.launch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +374,7 @@ def split_words(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]
     """
     given = list(words[1:] if words[0] == "torchrun" else words)
     if not given:
-        raise UsageError("behind -- stands what torchrun would be given: its options, the script and its arguments")
+        raise UsageError("no script is given: after -- give the options of torchrun, the script and its arguments")
     if re.fullmatch(r"python[\d.]*", Path(given[0]).name):
         return _split_python(given)
     from torch.distributed.run import get_args_parser

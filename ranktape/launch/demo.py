@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from ranktape.analyze.console import say
+from ranktape.analyze.group import RanktapeCommand
 from ranktape.errors import CaptureError, RunExistsError, RunNotFoundError, UsageError
 from ranktape.launch.options import capture_arguments, capture_options
 from ranktape.launch.place import read_options
@@ -58,7 +59,7 @@ _OWN = (*("first_iteration", "manual", "advance_on", "record_last", "trigger"),)
 """Settings of a capture that the demo has no option for: they are its own, or of no use to it."""
 
 
-@click.command(name="demo")
+@click.command(name="demo", cls=RanktapeCommand)
 @click.option("--output", metavar="URL", default="runs/demo", show_default=True, help="The run to record into.")
 @click.option(
     "--nproc-per-node",

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from ranktape.analyze.group import Section, SectionOption
 from ranktape.capture.settings.options import SETTINGS
 from ranktape.capture.settings.setting import FILE_HELP, Setting, is_given
 from ranktape.errors import RanktapeError
@@ -96,12 +97,18 @@ def capture_arguments(values: Mapping[str, Any]) -> list[str]:
     return words
 
 
+_FIRST = frozenset({"start", "every", "min_iterations", "max_iterations", "select", "layers", "keep", "overwrite"})
+"""The settings that help always shows; --help-capture shows the others."""
+
+
 def _option(setting: Setting, *, default: Any) -> Callable[[AnyCommand], AnyCommand]:
     shown = setting.default if default is None else default
     is_plain = not setting.choices and setting.kind is not bool
     return click.option(
         setting.flag,
         setting.name,
+        cls=SectionOption,
+        section=Section.OWN if setting.name in _FIRST else Section.CAPTURE,
         type=click.Choice(setting.choices) if setting.choices else setting.kind,
         is_flag=setting.kind is bool,
         multiple=setting.takes_several,

@@ -14,13 +14,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import shlex
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ranktape.analyze.group import RanktapeCommand
+from ranktape.capture.settings.setting import FILE_HELP
 from ranktape.errors import MinimumNotMetError, RanktapeError, UsageError
-from ranktape.launch.options import SCRIPT_CONTEXT, run_command, script_options
+from ranktape.launch.collect import launcher_words, split_words
+from ranktape.launch.options import SCRIPT_CONTEXT, capture_arguments, capture_options, run_command, script_options
 from ranktape.launch.quantization import Quantization, quant_options, quantization_of
 from ranktape.launch.worker import global_rank, restarts, say
 
@@ -35,7 +40,7 @@ PROGRAM = "torchrun [its options] -m ranktape.launch"
 """What the help page calls us."""
 
 
-@click.command(name="ranktape.launch", context_settings=SCRIPT_CONTEXT)
+@click.command(name="ranktape.launch", cls=RanktapeCommand, context_settings=SCRIPT_CONTEXT)
 @click.option("--capture", "url", metavar="URL", help="Record tensors into the run at this URL or path.")
 @quant_options
 @script_options
@@ -56,6 +61,58 @@ def command(
     # Not in here: click has its own way with an interrupt.
     ask = functools.partial(quantization_of, quant, quant_plan, has_attention=quant_attention)
     return functools.partial(_run, url, values, script, ask=ask)
+
+
+class _RecordCommand(RanktapeCommand):
+    """Asks for the -- before the script, as options of the script may have the names of ours."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; those that are not ours are torchrun's and the script's, in their order."""
+        if "--" not in args and not any(word.startswith("--help") for word in args):
+            ctx.fail("no -- before the script: ranktape record [OPTIONS] [TORCHRUN_OPTIONS] -- train.py [ARGUMENTS]")
+        return super().parse_args(ctx, args)
+
+
+@click.command(
+    name="record",
+    cls=_RecordCommand,
+    context_settings={"ignore_unknown_options": True, "max_content_width": 100},
+    options_metavar="[OPTIONS] [TORCHRUN_OPTIONS] --",
+)
+@click.option("--capture", "url", metavar="URL", help="The run to record into; runs/ and the script's name by default.")
+@quant_options
+@capture_options()
+@click.option("--capture-config", metavar="FILE", help=FILE_HELP)
+@click.argument("words", metavar="SCRIPT [ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED)
+def record_command(
+    url: str | None,
+    *,
+    quant: str | None,
+    quant_plan: str | None,
+    quant_attention: bool | None,
+    capture_config: str | None,
+    words: tuple[str, ...],
+    **values: Any,
+) -> None:
+    """Run a training script, unmodified, under torchrun, and record its tensors from every rank.
+
+    Options that are not listed here are passed to torchrun. After -- comes the script with its arguments, or
+    '-m package.train', or 'python train.py' for one process without torchrun. It is short for
+    'torchrun [TORCHRUN_OPTIONS] -m ranktape.launch --capture URL [OPTIONS] SCRIPT [ARGUMENTS]', whose exit code it
+    has.
+    """
+    before, script = split_words(words)
+    own = ["--capture-config", capture_config] if capture_config is not None else []
+    if url is None and not own and not os.environ.get("RANKTAPE_CAPTURE"):
+        name = script[1].rpartition(".")[2] if script[0] == "-m" else Path(script[0]).stem
+        url = f"runs/{name}"
+    own += ["--capture", url] if url is not None else []
+    # A mistake in it is answered here, not by each rank.
+    quantization = Quantization.of_words(quant, quant_plan, has_attention=bool(quant_attention))
+    own += [] if quantization is None else quantization.options
+    call = [*launcher_words(before), *own, *capture_arguments(values), *script]
+    say(shlex.join(["python", *call[1:]]))
+    os.execv(call[0], call)  # noqa: S606 - the launch takes this process's place
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 import time
 from pathlib import Path
 
@@ -11,11 +12,16 @@ import pytest
 from click.testing import CliRunner
 
 from ranktape import launch
-from ranktape.analyze.options import FILTERS
+from ranktape.analyze.cli import COMMANDS as QUESTIONS
+from ranktape.analyze.cli import cli as questions
+from ranktape.analyze.group import RanktapeCommand
+from ranktape.analyze.options import FILTERS, flag_of
 from ranktape.capture.settings.options import SETTINGS
 from ranktape.launch.cli import COMMANDS, cli
 from ranktape.lazy_names import __version__
+from ranktape.storage import open_run
 from tests.launch.processes import python
+from tests.storage.whole_run import whole_run
 
 HELP_SECONDS = 0.3
 """What `ranktape --help` may take."""
@@ -41,6 +47,7 @@ RECORDS = {
 OPTIONS = {
     "demo": {"output", "num_ranks", "steps", "text", "dtype", "micro_batches", "quant", "quant_plan", "quant_attention"}
     | (CAPTURE - {"first_iteration", "manual", "advance_on", "record_last", "trigger"}),
+    "record": {"url", "quant", "quant_plan", "quant_attention", "capture_config", "words"} | CAPTURE,
     "collect": {"quant", "quant_attention", "output", "timeout", "min_records", "words"}
     | (CAPTURE - {"stop_when_stored", "resume", "quant_type", "first_iteration", "record_last", "trigger"}),
     "status": {"run", "as_json", "follow", "interval", "require_minimum", "storage_options"},
@@ -96,7 +103,86 @@ def test_the_parameters_are_frozen(name: str) -> None:
 def test_an_unknown_command_is_answered_with_the_nearest() -> None:
     result = CliRunner().invoke(cli, ["statsu", "x"])
     assert result.exit_code == 2
-    assert "no command 'statsu': use status" in result.output
+    assert "no command 'statsu': use analyze stats or status" in result.output
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_question_without_analyze_is_answered_with_the_command_that_is_meant(name: str) -> None:
+    result = CliRunner().invoke(cli, [name, "runs/x", "--where", "rank == 0"], prog_name="ranktape")
+    assert result.exit_code == 2
+    assert f"use 'ranktape analyze {name} runs/x --where 'rank == 0''" in result.output
+
+
+def test_help_lists_every_command_once_without_cutting_its_description() -> None:
+    for group, names, path in ((cli, COMMANDS, []), (questions, QUESTIONS, ["analyze"])):
+        listed = [name for section in group.sections.values() for name in section]
+        assert sorted(listed) == sorted(names)
+        lines = CliRunner().invoke(cli, [*path, "--help"], terminal_width=80).output.splitlines()
+        for section in group.sections.values():
+            assert [f"  {name:<{max(map(len, section))}}  {text}" in lines for name, text in section.items()] == [
+                True
+            ] * len(section)
+
+
+@pytest.mark.parametrize("path", [*([one] for one in OPTIONS), *(["analyze", one] for one in QUESTIONS)], ids=" ".join)
+def test_help_has_two_examples_that_parse(path: list[str]) -> None:
+    group = questions if path[0] == "analyze" else cli
+    command = group.get_command(click.Context(group), path[-1])
+    assert isinstance(command, RanktapeCommand)
+    assert len(command.examples) == 2
+    shown = CliRunner().invoke(cli, [*path, "--help"]).output
+    for example in command.examples:
+        assert f"  {example}\n" in shown
+        words = shlex.split(example)
+        assert words[: len(path) + 1] == ["ranktape", *path]
+        # Parsed and not run.
+        command.make_context("ranktape", words[len(path) + 1 :])
+
+
+def test_help_of_a_question_begins_with_its_own_options_and_folds_the_filters() -> None:
+    shown = CliRunner().invoke(cli, ["analyze", "stats", "--help"]).output
+    assert shown.index("--metric") < shown.index("Which records:") < shown.index("Output:") < shown.index("Examples:")
+    assert "--skip-unreadable" not in shown
+    filters = CliRunner().invoke(cli, ["analyze", "stats", "--help-filters"]).output
+    assert [flag for flag in map(flag_of, FILTERS) if f"  {flag} " not in filters] == []
+    assert "--metric" not in filters
+
+
+def test_a_missing_run_is_answered_with_the_runs_that_are_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole_run("runs/one", iterations=(0,))
+    whole_run("runs/two", iterations=(0,))
+    result = CliRunner().invoke(cli, ["analyze", "findings"])
+    assert result.exit_code == 2
+    assert "Runs here: runs/one, runs/two." in result.output
+    result = CliRunner().invoke(cli, ["analyze", "findings", "runs/demo"])
+    assert result.exit_code == 1
+    assert "beside it there is one, two" in result.output
+
+
+def test_record_asks_for_the_words_before_the_script() -> None:
+    result = CliRunner().invoke(cli, ["record", "train.py"])
+    assert result.exit_code == 2
+    assert "no -- before the script" in result.output
+
+
+@pytest.mark.distributed
+def test_record_records_a_script_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import sys, torch\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(4, 4))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "assert sys.argv[1:] == ['--every', 'x'], sys.argv\n"
+        "for _ in range(4):\n"
+        "    model(torch.ones(2, 4)).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    words = ["--nproc-per-node", "2", "--every", "2", "--min-iterations", "2", "--", "train.py", "--every", "x"]
+    done = python("-m", "ranktape.launch.cli", "record", *words, cwd=tmp_path, is_forked=False)
+    assert done.returncode == 0, done.stderr
+    run = open_run(tmp_path / "runs" / "train")
+    assert run.iterations == [0, 2]
+    assert set(run.select().column("rank").tolist()) == {0, 1}
 
 
 @pytest.mark.alone

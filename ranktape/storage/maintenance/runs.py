@@ -27,6 +27,9 @@ MAX_DEPTH = 4
 MAX_PLACES = 10_000
 """Names that are looked at before the question counts as asked in the wrong place."""
 
+MAX_NAMED = 6
+"""Runs that an error names."""
+
 _LAST_SECOND = 253_402_300_800
 """The end of the year 9999: a stranger's document may say anything."""
 
@@ -110,16 +113,19 @@ def find_runs(
 
 @contextlib.contextmanager
 def suggest_nearest(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Around what opens a run: where there is none, the error names what beside it has nearly its name."""
+    """Around what opens a run: where there is none, the error names what is similar beside it, else the runs there."""
     try:
         yield
     except RunNotFoundError as error:
         parent, slash, name = str(url).rstrip("/").rpartition("/")
         near: list[str] = []
+        beside = parent or slash or "."
         with contextlib.suppress(RanktapeError):  # the question was another one
-            names = open_backend(parent or slash or ".", storage_options=storage_options).list_names("")
+            names = open_backend(beside, storage_options=storage_options).list_names("")
             near = difflib.get_close_matches(name, [other for other in names if other != name], n=1)
-        raise (RunNotFoundError(f"{error}; beside it there is {near[0]}") if near else error) from error
+            near = near or [one.path for one in find_runs(beside, storage_options=storage_options, max_depth=1)]
+        shown = ", ".join(near[:MAX_NAMED])
+        raise (RunNotFoundError(f"{error}; beside it there is {shown}") if shown else error) from error
 
 
 def summarize(backend: Backend, *, path: str = "") -> RunSummary:
