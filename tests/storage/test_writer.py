@@ -174,7 +174,7 @@ def test_a_tensor_that_is_refused_is_given_back(tmp_path: Path) -> None:
     writer.write(small(0), info=describe(small(0)), on_release=released.of(0))
     with pytest.raises(CaptureError, match="have the name"):
         writer.write(small(1), info=describe(small(0)), on_release=released.of(1))
-    with pytest.raises(DataError, match=r"float64\[3, 4\], 96 bytes, is not .* float32\[3, 4\], 48 bytes"):
+    with pytest.raises(DataError, match=r"float64\[3, 4\], 96 bytes, cannot be .* float32\[3, 4\], 48 bytes"):
         writer.write(np.zeros((3, 4)), info=describe(small(0), call=1), on_release=released.of(2))
     assert released.counts == {1: 1, 2: 1}
 

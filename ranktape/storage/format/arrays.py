@@ -51,6 +51,9 @@ MIN_SAMPLE_NBYTES = 1024
 _COMBINED_NBYTES = 1 << 18
 """Of samples smaller than this, reading the bytes again takes less time than combining checksums."""
 
+_SUMMED_NBYTES = 1 << 19
+"""Of values, as many are summed and then written: they fit into the cache of one processor core."""
+
 _INDEX_ENTRY_NBYTES = 16
 _CRC_NBYTES = 4
 
@@ -74,12 +77,12 @@ _ASK = "see 'ranktape check'"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedArray:
-    """An array ready to be written."""
+    """An array ready to be written: first its object, then its document."""
 
     document: dict[str, Any]
-    """Its `zarr.json`, without the checksum."""
-    parts: list[Buffer] | None
-    """What its object holds, to be joined; None for an empty tensor, which has no object."""
+    """Its `zarr.json`, without the checksum of the text; its other checksums are known once the parts were made."""
+    parts: Iterable[Buffer] | None
+    """What its object holds, to be joined, made anew each time; None for an empty tensor, which has no object."""
 
 
 def checksum(values: np.ndarray[Any, Any] | bytes) -> str:
@@ -90,15 +93,6 @@ def checksum(values: np.ndarray[Any, Any] | bytes) -> str:
 def crc_text(crc: int) -> str:
     """A CRC-32C as records carry it."""
     return f"crc32c:{crc:08x}"
-
-
-def checksums(array: np.ndarray[Any, Any], *, info: RecordInfo) -> tuple[str, list[int] | None]:
-    """The checksum of the values; and those of its samples, where they were needed for it."""
-    axis = _samples_apart(array, info=info)
-    if axis != 0 or not array.flags.c_contiguous or array.nbytes // len(array) < _COMBINED_NBYTES:
-        return checksum(array), None
-    crcs = [_crc(raw) for raw in _samples(array, sample_dim=0)]
-    return crc_text(combine(crcs, part_nbytes=array.nbytes // len(array))), crcs
 
 
 def can_hold(info: RecordInfo, *, shape: Sequence[int], dtype: str) -> bool:
@@ -115,42 +109,65 @@ _WORDS = frozenset({"uint32", "uint64"})
 
 
 def encode_array(
-    array: np.ndarray[Any, Any],
-    *,
-    info: RecordInfo,
-    compression: Compression = Compression.NONE,
-    sample_crcs: Sequence[int] | None = None,
+    array: np.ndarray[Any, Any], *, info: RecordInfo, compression: Compression = Compression.NONE
 ) -> EncodedArray:
-    """The document and the object of a tensor whose identity, with its checksum, is `info`.
+    """The document and the object of a tensor whose identity is `info`.
 
-    No bytes are copied, but those of samples that do not lie together. `sample_crcs` are what `checksums` gave.
+    The tensor's checksums are taken while the parts of the object are made, and are in the document then: who writes
+    each part as it comes finds it in the processor's cache. No bytes are copied, but those of samples that do not lie
+    together.
     """
     by_sample = _samples_apart(array, info=info)
     inner_chunk = None
     if by_sample is not None:
         inner_chunk = [1 if dim == by_sample else extent for dim, extent in enumerate(array.shape)]
     packing = _packing(compression, info=info) if array.nbytes <= MAX_PACKED_NBYTES else Compression.NONE
-    raws = [] if by_sample is None else list(_samples(array, sample_dim=by_sample))
-    samples = list(zip(raws, sample_crcs or map(_crc, raws), strict=True))
-    attributes = info.to_attributes()
-    if samples:
-        # One sample is read without the others: what it must be is said where nobody can exchange it.
-        attributes["sample_checksums"] = [crc_text(crc) for _, crc in samples]
-    row = DTYPES[dtype_name(array.dtype)]
     document = array_document(
         shape=array.shape,
-        row=row,
+        row=DTYPES[dtype_name(array.dtype)],
         inner_chunk=inner_chunk,
         dimension_names=dimension_names(info, shape=array.shape),
-        attributes=attributes,
+        attributes=info.to_attributes(),
         compression=packing,
     )
-    parts: list[Buffer] | None = None
-    if samples:
-        parts = _shard(samples, packing=packing, itemsize=row.itemsize)
-    elif array.size:
-        parts = _chunk(_raw(array), crc_of(info.checksum), packing=packing, itemsize=row.itemsize)
-    return EncodedArray(document=document, parts=parts)
+    parts = _TensorParts(array, by_sample=by_sample, packing=packing, attributes=document["attributes"])
+    if not array.size:
+        document["attributes"]["checksum"] = checksum(array)
+    return EncodedArray(document=document, parts=parts if array.size else None)
+
+
+class _TensorParts:
+    """The parts of the object of a tensor; each time they are made, its checksums are put into `attributes`."""
+
+    def __init__(
+        self, array: np.ndarray[Any, Any], *, by_sample: int | None, packing: Compression, attributes: dict[str, Any]
+    ) -> None:
+        self._array, self._by_sample, self._packing, self._attributes = array, by_sample, packing, attributes
+
+    def __iter__(self) -> Iterator[Buffer]:
+        array, axis, packing = self._array, self._by_sample, self._packing
+        if axis is None:
+            whole, _ = yield from _chunk(_raw(array), packing=packing, itemsize=array.itemsize)
+        else:
+            part_nbytes, whole = array.nbytes // array.shape[axis], 0
+            is_combined = axis == 0 and part_nbytes >= _COMBINED_NBYTES
+
+            def samples() -> Iterator[tuple[np.ndarray[Any, Any], None]]:
+                nonlocal whole
+                for sample in np.moveaxis(array, axis, 0):
+                    raw = _raw(sample)
+                    yield raw, None
+                    if axis == 0 and not is_combined:
+                        whole = google_crc32c.extend(whole, raw)
+
+            crcs = yield from _shard(samples(), packing=packing, itemsize=array.itemsize)
+            # One sample is read without the others: what it must be is said where nobody can exchange it.
+            self._attributes["sample_checksums"] = [crc_text(crc) for crc in crcs]
+            if is_combined:
+                whole = combine(crcs, part_nbytes=part_nbytes)
+            elif axis:
+                whole = _crc(_raw(array))
+        self._attributes["checksum"] = crc_text(whole)
 
 
 def encode_stack(
@@ -175,7 +192,7 @@ def encode_stack(
         compression=packing,
     )
     chunks = ((_raw(array), crc_of(info.checksum)) for array, info in zip(arrays, infos, strict=True))
-    return EncodedArray(document=document, parts=_shard(chunks, packing=packing, itemsize=row.itemsize))
+    return EncodedArray(document=document, parts=list(_shard(chunks, packing=packing, itemsize=row.itemsize)))
 
 
 def _packing(compression: Compression, *, info: RecordInfo) -> Compression:
@@ -243,26 +260,44 @@ def crc_of(text: str) -> int:
     return int(text.partition(":")[2], 16)
 
 
-def _shard(chunks: Iterable[tuple[np.ndarray[Any, Any], int]], *, packing: Compression, itemsize: int) -> list[Buffer]:
-    parts: list[Buffer] = []
+def _shard(
+    chunks: Iterable[tuple[np.ndarray[Any, Any], int | None]], *, packing: Compression, itemsize: int
+) -> Generator[Buffer, None, list[int]]:
+    """The parts of a shard of chunks, each with the checksum of its values, if that is known; returns all of these."""
+    crcs: list[int] = []
     index: list[int] = []
     offset = 0
-    for raw, crc in chunks:
-        chunk = _chunk(raw, crc, packing=packing, itemsize=itemsize)
-        nbytes = sum(len(part) for part in chunk)
-        parts += chunk
+    for raw, known in chunks:
+        crc, nbytes = yield from _chunk(raw, packing=packing, itemsize=itemsize, known=known)
+        crcs.append(crc)
         index += [offset, nbytes]
         offset += nbytes
     entries = struct.pack(f"<{len(index)}Q", *index)
-    return [*parts, entries, _crc_bytes(entries)]
+    yield entries
+    yield _crc_bytes(entries)
+    return crcs
 
 
-def _chunk(raw: np.ndarray[Any, Any], crc: int, *, packing: Compression, itemsize: int) -> list[Buffer]:
-    """The bytes of one chunk; `crc` is the checksum of the values."""
-    if packing is Compression.NONE:
-        return [raw, struct.pack("<I", crc)]
-    packed = pack(raw, packing, itemsize=itemsize)
-    return [packed, _crc_bytes(packed)]
+def _chunk(
+    raw: np.ndarray[Any, Any], *, packing: Compression, itemsize: int, known: int | None = None
+) -> Generator[Buffer, None, tuple[int, int]]:
+    """The parts of one chunk; returns the checksum of its values, which may be known, and how many bytes it has."""
+    if packing is not Compression.NONE:
+        packed = pack(raw, packing, itemsize=itemsize)
+        yield packed
+        yield _crc_bytes(packed)
+        return _crc(raw) if known is None else known, len(packed) + _CRC_NBYTES
+    crc = known
+    if crc is None:
+        crc = 0
+        for start in range(0, len(raw), _SUMMED_NBYTES):
+            part = raw[start : start + _SUMMED_NBYTES]
+            crc = int(google_crc32c.extend(crc, part))
+            yield part
+    else:
+        yield raw
+    yield crc.to_bytes(_CRC_NBYTES, "little")
+    return crc, len(raw) + _CRC_NBYTES
 
 
 def _raw(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -283,10 +318,6 @@ def _samples_apart(array: np.ndarray[Any, Any], *, info: RecordInfo) -> int | No
     if dim is None or info.keep != Keep.VALUES or array.size == 0 or array.shape[dim] == 1:
         return None
     return dim if array.nbytes // array.shape[dim] >= MIN_SAMPLE_NBYTES else None
-
-
-def _samples(array: np.ndarray[Any, Any], *, sample_dim: int) -> Iterator[np.ndarray[Any, Any]]:
-    return map(_raw, np.moveaxis(array, sample_dim, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

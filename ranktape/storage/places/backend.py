@@ -11,7 +11,7 @@ import contextlib
 import functools
 import io
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
@@ -62,8 +62,11 @@ class Backend(Protocol):
     is_shared: bool
     """Whether other processes see what is written; without it a run can be read, but not be recorded into."""
 
-    def put(self, key: str, parts: Sequence[Buffer]) -> None:
-        """Write an object of the joined parts. Atomic: readers see the whole of it or what was there before."""
+    def put(self, key: str, parts: Iterable[Buffer]) -> None:
+        """Write an object of the joined parts. Atomic: readers see the whole of it or what was there before.
+
+        Parts may be made while they are written; each try asks for them anew.
+        """
         ...
 
     def create(self, key: str, data: bytes) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import itertools
 import os
 import shutil
@@ -27,7 +28,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 from ranktape.errors import StorageError, UsageError
@@ -64,6 +64,12 @@ _NO_RENAMES = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 _MAX_PARTS = 1024
 """Buffers in one `writev`: IOV_MAX on Linux."""
 
+_TOGETHER_NBYTES = 1 << 19
+"""Parts are written together up to this size."""
+
+_EARLY_NBYTES = 1 << 20
+"""From this size on files go to the disk while others are written."""
+
 _REMOVALS = 30
 """Tries to remove a directory before its writers count as unstoppable."""
 
@@ -86,39 +92,42 @@ class LocalBackend(Backend):
         self.url = _absolute(path)
         self.is_shared = True
         self._root = Path(self.url)
+        self._folder = self.url.rstrip("/") + "/"
         self._serial = itertools.count()
         # Without a lock: a forked process could inherit it locked.
-        self._unflushed: deque[Path] = deque()
+        self._unflushed: deque[str] = deque()
         self._flushing: dict[int, threading.RLock] = {}
 
     def __reduce__(self) -> tuple[type[LocalBackend], tuple[str]]:
         return LocalBackend, (self.url,)
 
-    def put(self, key: str, parts: Sequence[Buffer]) -> None:
+    def put(self, key: str, parts: Iterable[Buffer]) -> None:
         """Write a file of the joined parts, atomically."""
-        with self._translated("write", key), self._partial(key, parts) as (partial, inode):
+        path = self._path(key)
+        with self._translated("write", key), self._partial(path, parts) as (partial, inode):
             try:
-                partial.rename(self._root / key)
+                os.rename(partial, path)  # noqa: PTH104  # making a `Path` takes longer than the renaming
             except OSError:
                 # A file server that lost its answer is asked again, and says that there is nothing to rename.
-                status = _status_of(self._root / key)
+                status = _status_of(path)
                 if status is None or status.st_ino != inode:
                     raise
-                partial.unlink(missing_ok=True)
+                Path(partial).unlink(missing_ok=True)
 
     def create(self, key: str, data: bytes) -> bool:
         """Write a file if there is none, atomically; False if there was one."""
-        with self._translated("write", key), self._partial(key, [data]) as (partial, _):
+        path = self._path(key)
+        with self._translated("write", key), self._partial(path, [data]) as (partial, _):
             try:
-                os.link(partial, self._root / key)
+                os.link(partial, path)
             except FileExistsError:
                 return False
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
-                return _rename_new(partial, self._root / key)
+                return _rename_new(partial, path)
             finally:
-                partial.unlink(missing_ok=True)
+                Path(partial).unlink(missing_ok=True)
             return True
 
     def get(self, key: str, *, max_nbytes: int | None = None) -> bytes | None:
@@ -126,7 +135,7 @@ class LocalBackend(Backend):
 
         def whole(size: int) -> tuple[int, int]:
             if max_nbytes is not None and size > max_nbytes:
-                raise too_large(str(self._root / key), max_nbytes)
+                raise too_large(self._path(key), max_nbytes)
             return 0, size
 
         return self._read(key, whole)
@@ -138,7 +147,7 @@ class LocalBackend(Backend):
     def size(self, key: str) -> int | None:
         """The bytes that a file has; None where there is none."""
         with self._translated("read", key):
-            status = _status_of(self._place(key))
+            status = _status_of(self._path(key))
             return status.st_size if status else None
 
     def list_keys(self, prefix: str) -> list[str]:
@@ -155,7 +164,7 @@ class LocalBackend(Backend):
         """The names of everything in a directory, sorted."""
         with self._translated("list", prefix):
             try:
-                names = [entry.name for entry in self._place(prefix).iterdir()]
+                names = [entry.name for entry in Path(self._path(prefix)).iterdir()]
                 return sorted(name for name in names if is_text(name) and not name.endswith(PARTIAL_SUFFIX))
             except (FileNotFoundError, NotADirectoryError):
                 return []
@@ -192,36 +201,38 @@ class LocalBackend(Backend):
         """
         # What another thread is flushing must be on the disk, too. Each process has a lock of its own.
         with self._flushing.setdefault(os.getpid(), threading.RLock()):
-            are_all_known, paths = len(self._unflushed) <= _MAX_UNFLUSHED, set[Path]()
+            are_all_known, paths = len(self._unflushed) <= _MAX_UNFLUSHED, set[str]()
             with contextlib.suppress(IndexError):  # until it is empty
                 while True:
                     paths.add(self._unflushed.popleft())
-            outside = set(self._root.parent.parents)
-            folders = {folder for path in paths for folder in path.parents} - outside
             try:
                 with self._translated("flush", ""):
                     if not are_all_known:
                         os.sync()
                     elif paths:
-                        _flush_files(paths)
-                        _flush_folders(folders)
+                        _for_all(_flush_file, paths)
+                        _for_all(_flush_folder, self._folders_of(paths))
             except StorageError:
                 self._unflushed.extend(paths)
                 raise
 
-    def _note(self, path: Path) -> None:
-        """Remember that a file is to be flushed."""
-        if len(self._unflushed) <= _MAX_UNFLUSHED:
-            self._unflushed.append(path)
+    def _folders_of(self, paths: Iterable[str]) -> set[str]:
+        """The directories that files lie in, up to the one that holds the run."""
+        folders = {str(self._root.parent)}
+        for path in paths:
+            folder = path
+            while (folder := folder.rpartition("/")[0]).startswith(self.url) and folder not in folders:
+                folders.add(folder)
+        return folders
 
-    def _place(self, key: str) -> Path:
+    def _path(self, key: str) -> str:
         """Where a key lies; keys come from what others have stored, too, and must not lead out of the run."""
         refuse_escape(self.url, key)
-        return self._root / key
+        return self._folder + key
 
     def _within(self, key: str) -> Path:
         """The same of what is to be deleted: nothing is, through a link that leads out of the run."""
-        path = self._place(key)
+        path = Path(self._path(key))
         if not path.parent.resolve().is_relative_to(self._root.resolve()):
             raise _not_plain(str(path.parent), stat.S_IFLNK)
         return path
@@ -236,7 +247,7 @@ class LocalBackend(Backend):
         """The part of a plain file that is chosen by its size."""
         with self._translated("read", key):
             try:
-                descriptor = _open_plain(str(self._place(key)))
+                descriptor = _open_plain(self._path(key))
             except (FileNotFoundError, NotADirectoryError):
                 return None
             try:
@@ -249,7 +260,7 @@ class LocalBackend(Backend):
 
         Names that are no text are no keys, and links are not followed.
         """
-        top = self._place(prefix)
+        top = Path(self._path(prefix))
         folders = [""]
         while folders:
             folder = folders.pop()
@@ -281,22 +292,27 @@ class LocalBackend(Backend):
                 return  # it still holds something, or is gone already
 
     @contextlib.contextmanager
-    def _partial(self, key: str, parts: Sequence[Buffer]) -> Iterator[tuple[Path, int]]:
-        """A file of the joined parts beside the key's place, and its inode; gone if what follows fails."""
-        path = self._place(key)
-        # The name's length must not grow with the key's last segment, which may be as long as names can be.
-        partial = path.parent / f"{os.getpid()}-{threading.get_ident()}-{next(self._serial)}{PARTIAL_SUFFIX}"
+    def _partial(self, path: str, parts: Iterable[Buffer]) -> Iterator[tuple[str, int]]:
+        """A file of the joined parts beside a path, and its inode; gone if what follows fails."""
+        # The name's length must not grow with the last one of the path, which may be as long as names can be.
+        name = f"{os.getpid()}-{threading.get_ident()}-{next(self._serial)}{PARTIAL_SUFFIX}"
+        partial = f"{path.rpartition('/')[0]}/{name}"
         descriptor = _open_new(partial)
         try:
             try:
                 _write_all(descriptor, parts)
-                inode = os.fstat(descriptor).st_ino
+                status = os.fstat(descriptor)
+                if status.st_size >= _EARLY_NBYTES and hasattr(_library(), "sync_file_range"):
+                    # On its way to the disk before `flush` waits for it. Not every file system can: no failure.
+                    whole = ctypes.c_int64(0), ctypes.c_int64(0)
+                    _library().sync_file_range(descriptor, *whole, _SYNC_FILE_RANGE_WRITE)
             finally:
                 os.close(descriptor)
-            yield partial, inode
-            self._note(path)
+            yield partial, status.st_ino
+            if len(self._unflushed) <= _MAX_UNFLUSHED:
+                self._unflushed.append(path)
         except BaseException:
-            partial.unlink(missing_ok=True)
+            Path(partial).unlink(missing_ok=True)
             raise
 
     @contextlib.contextmanager
@@ -304,10 +320,10 @@ class LocalBackend(Backend):
         try:
             yield
         except OSError as error:
-            raise local_error(error, verb=verb, place=str(self._root / key)) from error
+            raise local_error(error, verb=verb, place=(self._folder + key).rstrip("/")) from error
 
 
-def _rename_new(partial: Path, target: Path) -> bool:
+def _rename_new(partial: str, target: str) -> bool:
     """As `create`, where the file system has no hard links."""
     try:
         _rename_unless_there(partial, target)
@@ -315,14 +331,14 @@ def _rename_new(partial: Path, target: Path) -> bool:
         return False
     except FileNotFoundError:
         # Where the answer was lost, and it was asked again, what was renamed is gone, and there.
-        if not target.exists():
+        if not Path(target).exists():
             raise
         return False
     except OSError as error:
         if error.errno not in _NO_RENAMES:
             raise
         raise StorageError(
-            f"cannot write {printable(str(target))}: its file system has neither hard links nor another "
+            f"cannot write {printable(target)}: its file system has neither hard links nor another "
             f"way to create a file only if there is none: choose a directory on another file system, or another URL"
         ) from error
     return True
@@ -358,10 +374,10 @@ def _not_plain(place: str, mode: int) -> StorageError:
     )
 
 
-def _status_of(path: Path) -> os.stat_result | None:
+def _status_of(path: str | Path) -> os.stat_result | None:
     """What a plain file is; None where it is none, or went away meanwhile."""
     try:
-        status = path.lstat()
+        status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     return status if stat.S_ISREG(status.st_mode) else None
@@ -414,18 +430,34 @@ def _remove_tree(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def _write_all(descriptor: int, parts: Sequence[Buffer]) -> None:
-    """Write all bytes of the parts."""
-    views = [view for view in (byte_view(part) for part in parts) if view.nbytes]
+def _write_all(descriptor: int, parts: Iterable[Buffer]) -> None:
+    """Write all bytes of the parts, large ones as soon as they are made, small ones together."""
+    views: list[memoryview] = []
+    nbytes = 0
+    for view in map(byte_view, parts):
+        views.append(view)
+        nbytes += view.nbytes
+        if nbytes >= _TOGETHER_NBYTES or len(views) == _MAX_PARTS:
+            _write_views(descriptor, views)
+            views, nbytes = [], 0
+    _write_views(descriptor, views)
+
+
+def _write_views(descriptor: int, views: list[memoryview]) -> None:
     while views:
-        written = os.writev(descriptor, views[:_MAX_PARTS])
+        written = os.writev(descriptor, views)
         while views and written >= views[0].nbytes:
             written -= views.pop(0).nbytes
         if written:
             views[0] = views[0][written:]
 
 
-def _rename_unless_there(source: Path, target: Path) -> None:
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _rename_unless_there(source: str, target: str) -> None:
     """Rename a file, atomically.
 
     Raises:
@@ -433,44 +465,40 @@ def _rename_unless_there(source: Path, target: Path) -> None:
         OSError: it failed otherwise, or the file system knows no such renaming.
     """
     # Python's rename replaces what is there.
-    library = ctypes.CDLL(None, use_errno=True)
     number = errno.ENOSYS
-    if hasattr(library, "renameat2"):
+    if hasattr(_library(), "renameat2"):
         names = os.fsencode(source), os.fsencode(target)
-        if library.renameat2(_AT_CWD, names[0], _AT_CWD, names[1], _RENAME_NOREPLACE) == 0:
+        if _library().renameat2(_AT_CWD, names[0], _AT_CWD, names[1], _RENAME_NOREPLACE) == 0:
             return
         number = ctypes.get_errno()
     raise OSError(number, os.strerror(number))
 
 
-def _flush_files(paths: Collection[Path]) -> None:
-    """Bring files to the disk; those that are gone are passed over."""
-    library = ctypes.CDLL(None, use_errno=True)
-    if hasattr(library, "sync_file_range"):
-        # All of them are on their way before the first is waited for. Not every file system can: no failure.
-        whole = ctypes.c_int64(0), ctypes.c_int64(0)
-        for path in paths:
-            _with_descriptor(path, lambda one: library.sync_file_range(one, *whole, _SYNC_FILE_RANGE_WRITE))
-    flush = partial(_with_descriptor, work=os.fdatasync)
+def _for_all(work: Callable[[str], None], paths: Collection[str]) -> None:
+    """Do something with all files, several at once."""
     try:
         with ThreadPoolExecutor(_FLUSH_THREADS) as pool:
-            list(pool.map(flush, paths))
+            list(pool.map(work, paths))
     except RuntimeError:  # no thread can be started in the last lines of a process
         for path in paths:
-            flush(path)
+            work(path)
 
 
-def _flush_folders(folders: Iterable[Path]) -> None:
-    """Bring the entries of directories to the disk, where the file system knows how and we may."""
-    for folder in folders:
-        try:
-            _with_descriptor(folder, os.fsync)
-        except OSError as error:
-            if error.errno not in {errno.EINVAL, errno.EACCES, errno.EPERM}:
-                raise
+def _flush_file(path: str) -> None:
+    """Bring a file to the disk, if it is still there."""
+    _with_descriptor(path, os.fdatasync)
 
 
-def _with_descriptor(path: Path, work: Callable[[int], object]) -> None:
+def _flush_folder(path: str) -> None:
+    """Bring the entries of a directory to the disk, where the file system knows how and we may."""
+    try:
+        _with_descriptor(path, os.fsync)
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.EACCES, errno.EPERM}:
+            raise
+
+
+def _with_descriptor(path: str, work: Callable[[int], object]) -> None:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -479,7 +507,7 @@ def _with_descriptor(path: Path, work: Callable[[int], object]) -> None:
             os.close(descriptor)
 
 
-def _open_new(path: Path) -> int:
+def _open_new(path: str) -> int:
     """A descriptor of a file that is made, with its folder where that is not there."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     for _ in range(_FOLDER_TRIES):
@@ -487,5 +515,5 @@ def _open_new(path: Path) -> int:
             return os.open(path, flags, 0o666)
         # Who removes the last file of a folder removes the folder, perhaps between these two.
         with contextlib.suppress(FileNotFoundError, FileExistsError):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            os.makedirs(path.rpartition("/")[0], exist_ok=True)  # noqa: PTH103  # as above
     return os.open(path, flags, 0o666)

@@ -18,7 +18,7 @@ import datetime as dt
 import os
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -75,7 +75,7 @@ class RemoteBackend(Backend):
                 f"URL of a protocol that is installed (such as {known}), and storage options that it takes"
             )
 
-    def put(self, key: str, parts: Sequence[Buffer]) -> None:
+    def put(self, key: str, parts: Iterable[Buffer]) -> None:
         """Write an object of the joined parts."""
         views = [view for view in (byte_view(part) for part in parts) if view.nbytes]
         try:

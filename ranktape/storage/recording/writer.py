@@ -25,7 +25,6 @@ from ranktape.storage.format.arrays import (
     EncodedArray,
     check_form,
     checksum,
-    checksums,
     encode_array,
     encode_stack,
     write_blob,
@@ -193,10 +192,10 @@ class RankWriter:
             site = site_path(info)
             pending = self._take(site, info.iteration)
             is_held = self.holds(array)
-            whole, sample_crcs = (checksum(array), None) if is_held else checksums(array, info=info)
-            stored = info.with_checksum(whole)
-            if not is_held:
-                self._write_alone(pending, array, info=stored, site=site, sample_crcs=sample_crcs)
+            if is_held:
+                stored = info.with_checksum(checksum(array))
+            else:
+                stored = self._write_alone(pending, array, info=info, site=site)
         except BaseException:
             if pending is not None:
                 with self._changed:
@@ -460,16 +459,9 @@ class RankWriter:
         with self._changed:
             pending.entries += entries
 
-    def _write_alone(
-        self,
-        pending: Pending,
-        array: np.ndarray[Any, Any],
-        *,
-        info: RecordInfo,
-        site: str,
-        sample_crcs: Sequence[int] | None = None,
-    ) -> None:
-        encoded = encode_array(array, info=info, compression=self._compression, sample_crcs=sample_crcs)
+    def _write_alone(self, pending: Pending, array: np.ndarray[Any, Any], *, info: RecordInfo, site: str) -> RecordInfo:
+        """Write a tensor as an array of its own; its identity with the checksum."""
+        encoded = encode_array(array, info=info, compression=self._compression)
         group = layout.rank_iteration_path(self._attempt.path, self._rank, info.iteration)
 
         def put(backend: Backend) -> None:
@@ -478,8 +470,10 @@ class RankWriter:
                 write_group(backend, f"{group}/{parent}", {})
 
         self._put_through(pending, put)
+        stored = info.with_checksum(encoded.document["attributes"]["checksum"])
         with self._changed:
-            pending.entries.append(CatalogueEntry(site=site, stack="", index=-1, info=info))
+            pending.entries.append(CatalogueEntry(site=site, stack="", index=-1, info=stored))
+        return stored
 
     def _put_array(self, backend: Backend, iteration: int, name: str, encoded: EncodedArray) -> None:
         self._check_now_and_then(backend)
