@@ -21,7 +21,7 @@ import pytest
 from ranktape.capture.staging.process import MIN_DEFAULT_NBYTES
 from tests.browser import BrowserUnavailableError, start_browser
 from tests.ceph import CephServer, CephUnavailableError
-from tests.exhaustive import mark_combinations
+from tests.exhaustive import mark_combinations, mark_others
 from tests.forking.forked import ForkedWriter
 from tests.launch.processes import CHECKOUT
 from tests.s3 import MotoServer, S3Server
@@ -91,6 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if any(not mark.args or "alone" in item.keywords for mark in item.iter_markers("exhaustive")):
             raise pytest.UsageError(f"{item.nodeid}: an exhaustive test says why it is, and is not alone")
+    mark_others(items)
     mark_combinations(items)
     for marker, meaning in OPT_IN.items():
         if config.getoption(f"--run-{marker}"):

@@ -28,6 +28,27 @@ def sampled(cases: Iterable[Any], *, keep: int, reason: str = "a sample of these
     ]
 
 
+def exhaustive_but(*kept: str, reason: str) -> pytest.MarkDecorator:
+    """The mark of all combinations of a test's parameters but those with these ids, with why they are enough."""
+    return pytest.mark.exhaustive_but(*kept, reason=reason)
+
+
+def mark_others(items: Iterable[pytest.Item]) -> None:
+    """Mark what `exhaustive_but` does not keep; raise an error where several cases are there and none is kept."""
+    cases = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("exhaustive_but"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for name, alike in cases.items():
+        mark = alike[0].get_closest_marker("exhaustive_but")
+        assert mark is not None
+        others = [item for item in alike if item.callspec.id not in mark.args]
+        if len(others) == len(alike) > 1:
+            raise pytest.UsageError(f"{name}: exhaustive_but keeps {mark.args}, which none of its cases is")
+        for item in others:
+            item.add_marker(exhaustive(mark.kwargs["reason"]))
+
+
 def mark_combinations(items: Iterable[pytest.Item]) -> None:
     """Mark of a test with many combinations of parameters those without which each value is in one of the others."""
     combinations = defaultdict(list)

@@ -279,6 +279,7 @@ def test_a_captured_encoder_and_decoder_are_apart_in_every_answer(captured: tupl
     assert all(f'"{name}"' in json.dumps(data_of(page)) for name in names)
 
 
+@exhaustive("make test asks the answers behind the page")
 def test_on_the_page_no_line_joins_two_stacks(chromium: Chrome, run: Run, tmp_path: Path) -> None:
     page = Page(chromium, write_report(run.select(), output=tmp_path / "report.html", engine=Engine(use_cache=False)))
     page.open()

@@ -28,6 +28,7 @@ from ranktape.launch.demo_train import GPT, GPTConfig, draw_batch
 from ranktape.storage import Run, open_run
 from tests.analyze.replay_runs import call_arrays, call_tensors
 from tests.analyze.runs import store
+from tests.exhaustive import exhaustive
 
 CANDIDATES = "nvfp4,mxfp4,mxfp8,mxfp6"
 
@@ -217,6 +218,7 @@ def _errors(run: Run, plan: PrecisionPlan) -> Iterator[tuple[tuple[Any, ...], st
 
 
 @pytest.mark.slow
+@exhaustive("make test trains by a plan in tests/launch/test_quantizing.py")
 def test_a_training_by_the_plan_of_a_recording_loses_what_the_plan_says(tmp_path: Path) -> None:
     wide = _train(tmp_path / "bf16")
     write_plan(precision_plan(wide.run.select(), recipe="nvfp4,mxfp8", target_sqnr=18), tmp_path / "plan.yaml")

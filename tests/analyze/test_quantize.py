@@ -22,6 +22,7 @@ from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array
 from ranktape.errors import UsageError
 from tests.analyze.quantize_twin import ELEMENTS, AnyArray, Expected, quantize_slowly, same_bits, special_values
+from tests.exhaustive import exhaustive
 
 DTYPES = [
     np.dtype(dtype)
@@ -484,6 +485,7 @@ class LargestWide(TorchDispatchMode):
         return found
 
 
+@exhaustive("it fills memory")
 def test_memory_beyond_the_result_does_not_grow_with_the_tensor() -> None:
     """Nothing is held in 8 bytes an element but pieces and what there is of each scale, whatever the layout."""
     x = np.random.default_rng(0).standard_normal((2048, 2048), dtype=np.float32).astype(BF16)

@@ -21,6 +21,7 @@ from ranktape.capture import Capture
 from ranktape.errors import UsageError
 from ranktape.launch.demo_train import GPT, VOCABULARY, GPTConfig
 from ranktape.storage import open_run
+from tests.exhaustive import exhaustive_but
 
 PLAIN = "bf16"
 
@@ -230,6 +231,7 @@ def test_a_capture_changes_no_loss(quant: str, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("quant", ["mxfp8", "mxfp4", "hifp8", "nvfp4", "int8_token"])
+@exhaustive_but("mxfp8", "nvfp4", reason="two recipes are in make test")
 def test_the_loss_goes_down(quant: str) -> None:
     model = _model(quant)
     torch.manual_seed(1)

@@ -26,6 +26,7 @@ from tests.analyze.recomputed import recompute
 from tests.analyze.replay_runs import call_arrays, call_tensors, recorded_sqnr, trained
 from tests.analyze.runs import Tensor, store
 from tests.capture.parallel_models import OPTIONS, batch_of, make_model
+from tests.exhaustive import exhaustive_but
 
 ATTENTION = "layers.0.attention"
 QUERY = "layers.0.attention.query"
@@ -71,6 +72,7 @@ def reasons(run: Run) -> Counter[str]:
         ({"kind": "gpt2"}, 120),
     ],
 )
+@exhaustive_but("recipe0-120", "recipe2-50", reason="two trainings are in make test")
 def test_what_trainings_recorded_agrees(tmp_path: Path, recipe: dict[str, Any], least: float) -> None:
     run = trained(tmp_path, microbatches=2, **recipe)
     found = list(recompute(run.select()))

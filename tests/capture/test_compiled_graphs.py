@@ -33,6 +33,7 @@ from tests.capture.compiled_models import (
     whole_step,
     with_compiled_autograd,
 )
+from tests.exhaustive import exhaustive_but
 
 # dynamo meets deprecated parts of torch itself, and imports them again.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -124,6 +125,7 @@ NAMES = [name if name in _CORE else pytest.param(name, marks=_LONG) for name in 
 
 
 @pytest.mark.parametrize("name", NAMES)
+@exhaustive_but("torch.compile(model)", reason="one way to compile is in make test")
 def test_what_is_recorded_and_computed(name: str, tmp_path: Path) -> None:
     way = WAYS[name]
     shared: dict[str, Any] = {"make": way.make, "lengths": way.lengths}
@@ -149,6 +151,7 @@ def test_low_precision_is_recorded_and_computed_as_without(dtype: torch.dtype, t
 
 
 @pytest.mark.parametrize("options", [{"select": "layer_type=embedding"}, {"layers": "all"}], ids=str)
+@exhaustive_but("{'select': 'layer_type=embedding'}", reason="one selection is in make test")
 def test_what_the_code_has_only_unrounded_is_recorded_rounded(options: dict[str, Any], tmp_path: Path) -> None:
     seen = train(whole, tmp_path / "run", dtype=torch.bfloat16, **options)
     assert seen.equals(train(whole, dtype=torch.bfloat16))
@@ -243,6 +246,7 @@ class AtPositions(Model):
 @pytest.mark.parametrize(
     ("make", "options"), [(Model, {"layers": "all"}), (AtPositions, {"select": "layer_type=hidden"})]
 )
+@exhaustive_but("Model-options0", reason="one model is in make test")
 def test_what_layers_give_is_recorded_and_held_without_their_products(
     make: Callable[[], Model], options: dict[str, Any], tmp_path: Path
 ) -> None:

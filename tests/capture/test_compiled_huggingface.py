@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.capture.compiled_models import VOCABULARY, Step, Trained, as_written, stepping, tensors, train
 from tests.capture.hugging_face import tiny
+from tests.exhaustive import exhaustive
 from tests.optional import needs
 
 Tensors = dict[Any, "np.ndarray[Any, Any]"]
@@ -55,6 +56,7 @@ def by_layers(model: Any) -> Step:
         pytest.param("eager", by_layers, "none", torch.bfloat16, marks=_LONG),
     ],
 )
+@exhaustive("make test compiles a model of its own in tests/capture/test_compiled_graphs.py")
 def test_what_is_recorded_and_computed(
     attention: str, way: Any, recompute: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -94,6 +96,7 @@ def by_layers_with_breaks(model: Any) -> Step:
         pytest.param("GptOss", torch.float32, marks=_LONG),
     ],
 )
+@exhaustive("make test compiles a model of its own in tests/capture/test_compiled_graphs.py")
 def test_experts_are_recorded_in_graphs(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     make: Any = functools.partial(Logits, "eager", name=name, num_hidden_layers=1)
     shared: dict[str, Any] = {"make": make, "dtype": dtype}

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from tests.capture.compiled_matrix import RECORDED, WRAPPINGS, count_tensors, train
+from tests.exhaustive import exhaustive
 from tests.support import COMPILED, COMPILED_SITES, PAGE, WRITING, YES, compiled_cell, compiled_on
 
 pytestmark = [
@@ -33,6 +34,7 @@ NAMES = [name if name in _FEW else pytest.param(name, marks=_LONG) for name in W
 
 
 @pytest.mark.parametrize("name", NAMES)
+@exhaustive("make test has the code behind each row in other tests")
 def test_what_is_recorded_in_compiled_code_is_what_the_page_says(
     name: str, tmp_path: Path, record_property: Callable[[str, object], None], request: pytest.FixtureRequest
 ) -> None:

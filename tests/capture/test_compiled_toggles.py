@@ -14,6 +14,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.capture.compiled_models import Model, Step, Trained, by_blocks, train, whole
+from tests.exhaustive import exhaustive
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # dynamo meets deprecated parts of torch itself
 
@@ -87,6 +88,7 @@ _LONG = pytest.mark.exhaustive("as the others, compiled in other ways")
         pytest.param(functools.partial(by_blocks, mode="max-autotune"), LAYERS, None, id="tuned layers", marks=_LONG),
     ],
 )
+@exhaustive("make test counts compilations in tests/capture/test_compiled_graphs.py")
 def test_a_capture_that_comes_and_goes_compiles_each_region_once_more(
     compile_: Callable[[Model], Step], make: Callable[[], Model], lengths: tuple[int, ...] | None, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from ranktape.storage.format.attempt import IterationPlan, read_plan
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.maintenance.prune import drop_iteration
+from tests.exhaustive import exhaustive
 from tests.runs import describe, start
 from tests.waiting import until
 
@@ -210,6 +211,7 @@ def test_a_rank_that_never_reports_ends_the_wait(tmp_path: Path) -> None:
     assert "iteration 0 is partial (rank 1: never reported (its host may be lost))" in verdict.message()
 
 
+@exhaustive("it waits")
 def test_of_a_failed_training_ranks_are_waited_for_while_something_arrives(tmp_path: Path) -> None:
     watched = Watched(tmp_path / "run", planned=(0,), target=1, timeout_seconds=300)
     open_iteration(watched.backend, attempt=watched.attempt, iteration=0)

@@ -18,7 +18,7 @@ from ranktape.capture import Capture
 from ranktape.storage import open_run
 from tests.capture.hugging_face import NUM_LAYERS, tiny
 from tests.capture.verify import verify_run
-from tests.exhaustive import exhaustive
+from tests.exhaustive import exhaustive, exhaustive_but
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -163,6 +163,7 @@ def lora() -> nn.Module:
         pytest.param(with_accelerate, lora, LINEARS + 4 * NUM_LAYERS, id="PEFT LoRA"),
     ],
 )
+@exhaustive_but("HF Trainer", "Lightning", reason="two frameworks are in make test")
 def test_a_framework_trains_as_it_does_without_a_capture(
     train: Train, make: Callable[[], nn.Module], num_products: int, tmp_path: Path
 ) -> None:
@@ -299,6 +300,7 @@ UNSEEN = "no hook sees it: {} % of the model's weights"
     ],
     ids=["Qwen3Moe", "DeepseekV3", "ViT", "Whisper", "minGPT"],
 )
+@exhaustive_but("DeepseekV3", "minGPT", reason="two models are in make test")
 def test_a_model_is_recorded_whole_and_what_is_not_seen_is_named(  # noqa: PLR0917 - a row of a table
     name: str,
     scale: float | None,

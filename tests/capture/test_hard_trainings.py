@@ -25,6 +25,7 @@ from ranktape.storage import open_run
 from tests.capture.models import Net, captured, steps
 from tests.capture.role_models import Task, train_twice
 from tests.capture.verify import verify_run
+from tests.exhaustive import exhaustive
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -231,6 +232,7 @@ def test_silence_of_the_only_rank_is_an_error(tmp_path: Path) -> None:
     capture.close()
 
 
+@exhaustive("make test has tokens in the names of attempts")
 def test_a_late_writer_of_another_launch_changes_nothing(tmp_path: Path) -> None:
     first = Capture(tmp_path / "run", min_iterations=30)
     first.__enter__()

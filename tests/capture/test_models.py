@@ -15,6 +15,7 @@ from ranktape.capture import Capture
 from ranktape.storage import open_run
 from tests.capture.parallel_models import OPTIONS, STEPS, Recipe, train
 from tests.capture.verify import verify_run
+from tests.exhaustive import exhaustive_but
 
 MICROBATCHES = 2
 ALL = ("linear", "attention", "layer outputs", "accumulation", "checkpointing", "autocast", "unchanged")
@@ -59,6 +60,7 @@ def listening(outputs: list[torch.Tensor]) -> Callable[[Any], nn.Module]:
         ),
     ],
 )
+@exhaustive_but("gpt2-9", reason="one model is in make test")
 def test_microbatches_checkpoints_and_autocast_at_once(tmp_path: Path, kind: str, num_linears: int) -> None:
     if kind in {"llama", "gpt2"}:
         pytest.importorskip("transformers", reason="transformers is not installed")

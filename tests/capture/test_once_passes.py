@@ -18,6 +18,7 @@ from ranktape.errors import CaptureError
 from ranktape.storage import Records, open_run
 from ranktape.storage.format.record_info import Mode
 from tests.capture.verify import verify_run
+from tests.exhaustive import exhaustive_but
 
 WIDTH = 8
 GRADS = {"grad_output", "grad_input", "grad_weight"}
@@ -459,6 +460,7 @@ def recorded(url: Path, *, inside: Way, outside: Way, is_given: bool) -> tuple[l
     ],
     ids=["inside", "outside", "both", "inside, found", "outside, found"],
 )
+@exhaustive_but("both", "inside, found", reason="two of them are in make test")
 def test_forward_that_is_called_directly_is_recorded_as_a_call(
     inside: Way,
     outside: Way,

@@ -19,7 +19,7 @@ from ranktape.launch.exchange import push_command as command
 from ranktape.storage import IterationState, open_run
 from tests.capture.gate import Gate
 from tests.capture.light import LightTrainer, check_arrays, tensors
-from tests.exhaustive import exhaustive
+from tests.exhaustive import exhaustive, exhaustive_but
 from tests.s3 import S3Server
 from tests.waiting import until
 
@@ -61,6 +61,7 @@ def check(trainer: LightTrainer, s3_server: S3Server, iteration: int) -> None:
 
 
 @pytest.mark.parametrize("way", ["is_refusing", "is_hanging"])
+@exhaustive_but("is_hanging", reason="one kind of outage is in make test")
 def test_what_lasts_some_seconds_loses_nothing(
     begin: Callable[..., LightTrainer], gate: Gate, s3_server: S3Server, way: str
 ) -> None:
@@ -93,6 +94,7 @@ def test_thirty_seconds_lose_nothing_though_the_ring_is_small(
         check(trainer, s3_server, iteration)
 
 
+@exhaustive("make test has what lasts some seconds")
 def test_what_lasts_longer_costs_the_iteration_that_met_it_and_is_told(
     begin: Callable[..., LightTrainer], gate: Gate, s3_server: S3Server
 ) -> None:

@@ -31,6 +31,7 @@ from tests.capture.parallel_variants import (
     started_with,
 )
 from tests.capture.verify import verify_run
+from tests.exhaustive import exhaustive_but
 from tests.launch import processes
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +107,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, *, what: Any, tole
 
 
 @pytest.mark.parametrize("variant", proving(VARIANTS | NOT_COMPARED, *COMPUTED))
+@exhaustive_but("ddp", "fsdp_tp", "moe-fsdp", reason="one of each kind of parallelism is in make test")
 def test_the_training_is_the_same_bit_for_bit_and_its_layers_compute_what_was_recorded(
     variant: str, parallel: Callable[[str], Path], alone: Alone
 ) -> None:
@@ -124,6 +126,7 @@ def test_the_training_is_the_same_bit_for_bit_and_its_layers_compute_what_was_re
 
 
 @pytest.mark.parametrize("variant", proving(VARIANTS, "layer outputs", "assembly"))
+@exhaustive_but("ddp", "fsdp_tp", "moe-fsdp", reason="one of each kind of parallelism is in make test")
 def test_what_the_ranks_recorded_is_what_one_process_records(
     variant: str, parallel: Callable[[str], Path], alone: Alone
 ) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from ranktape.storage import open_run
+from tests.exhaustive import exhaustive
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +31,7 @@ print("ended")
 """Without the capture none of the trainings ends: `programs/gloo_hang.py` says why."""
 
 
+@exhaustive("five trainings in a row")
 def test_no_captured_training_waits_for_ever_for_the_end_of_its_process_group(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path / "run")],

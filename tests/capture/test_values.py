@@ -23,6 +23,7 @@ from ranktape.storage import Run, open_run
 from tests.analyze.recomputed import recompute
 from tests.analyze.replay_runs import recorded_sqnr
 from tests.capture.verify import recomputed, verify_run
+from tests.exhaustive import exhaustive_but
 
 WIDTH = 16
 
@@ -353,6 +354,7 @@ class Three(nn.Module):
 
 
 @pytest.mark.parametrize("kind", OWN)
+@exhaustive_but("Merged", "Rounded", "Replaced", reason="three layers are in make test")
 def test_of_layers_with_a_forward_of_their_own_what_multiplied_is_recorded(
     kind: type[nn.Linear], tmp_path: Path
 ) -> None:

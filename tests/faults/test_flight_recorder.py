@@ -16,6 +16,7 @@ from ranktape.storage.format.layout import verdict_path
 from ranktape.storage.format.status import TriggerKind
 from ranktape.storage.format.triggers import MAX_STORED
 from ranktape.storage.places.urls import open_backend
+from tests.exhaustive import exhaustive, exhaustive_but
 from tests.faults.programs.flight import (
     FAULTY_ITERATION,
     FAULTY_RANK,
@@ -57,6 +58,7 @@ def values_per_rank(run: Run, iteration: int) -> list[int]:
         ("segfault", TriggerKind.DEATH, "SIGSEGV"),
     ],
 )
+@exhaustive_but("exception-exception-", "sigkill-death-SIGKILL", reason="an exception and a kill are in make test")
 def test_the_last_iterations_of_all_ranks_are_stored_when_one_dies(
     tmp_path: Path, fault: str, kind: TriggerKind, signal: str
 ) -> None:
@@ -117,6 +119,7 @@ def test_a_nan_on_one_rank_stores_the_iterations_around_it_on_all(tmp_path: Path
     assert (first.where["module"], first.where["tensor_name"], first.value) == ("0", "input", 1.0)
 
 
+@exhaustive("make test kills ranks and writers one by one")
 def test_a_run_is_continued_at_once_where_a_rank_died_with_its_writer(tmp_path: Path) -> None:
     ended = torchrun(PROGRAM, tmp_path / "run", "both", cwd=tmp_path, num_ranks=NUM_RANKS)
     assert ended.returncode != 0
@@ -129,6 +132,7 @@ def test_a_run_is_continued_at_once_where_a_rank_died_with_its_writer(tmp_path: 
     assert (second.attempt, second.state) == (1, IterationState.COMPLETE)
 
 
+@exhaustive("make test kills ranks and writers one by one")
 def test_rank_0_is_told_of_a_rank_that_no_writer_closes(tmp_path: Path) -> None:
     began = time.monotonic()
     ended = torchrun(PROGRAM, tmp_path / "run", "closing", cwd=tmp_path, num_ranks=NUM_RANKS)
@@ -141,6 +145,7 @@ def test_rank_0_is_told_of_a_rank_that_no_writer_closes(tmp_path: Path) -> None:
     assert "its writer process ended: killed by SIGKILL" in verdict["problems"][f"rank {FAULTY_RANK}"]
 
 
+@exhaustive("make test has single triggers")
 def test_a_flood_of_triggers_stores_a_bounded_number_of_iterations_and_hides_nothing(tmp_path: Path) -> None:
     ended = torchrun(PROGRAM, tmp_path / "run", "flood", cwd=tmp_path, num_ranks=NUM_RANKS)
     assert ended.returncode != 0
@@ -162,6 +167,7 @@ def test_a_flood_of_triggers_stores_a_bounded_number_of_iterations_and_hides_not
 
 
 @pytest.mark.parametrize("fault", ["user", "none"])
+@exhaustive_but("none", reason="one end is in make test")
 def test_what_nothing_happened_in_is_not_stored(tmp_path: Path, fault: str) -> None:
     ended = torchrun(PROGRAM, tmp_path / "run", fault, cwd=tmp_path, num_ranks=NUM_RANKS)
     assert ended.returncode == 0, ended.stderr

@@ -25,7 +25,7 @@ from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.places.urls import open_backend
 from tests.capture.gate import Gate
 from tests.capture.light import LightTrainer, check_arrays, tensors
-from tests.exhaustive import exhaustive
+from tests.exhaustive import exhaustive, exhaustive_but
 from tests.faults.programs import flight_apart
 from tests.faults.recording import wait_for_problem, wait_until_settled
 from tests.faults.test_disk import disk as disk  # noqa: PLC0414  (a fixture)
@@ -106,6 +106,7 @@ class TestStores:
 
 
 @pytest.mark.s3
+@exhaustive("make test has outages in tests/capture/test_outage.py")
 def test_a_store_that_is_dead_when_something_happens_takes_it_later(s3_server: S3Server) -> None:
     gate = Gate(s3_server.storage_options["endpoint_url"])
     url = s3_server.new_url()
@@ -159,6 +160,7 @@ class TestWriters:
         assert states[0] is (IterationState.COMPLETE if judged is None else IterationState.PARTIAL)
 
     @pytest.mark.parametrize("num_stored", [1, 3, 5])
+    @exhaustive_but("3", reason="one moment is in make test")
     def test_one_that_is_killed_while_it_stores_loses_nothing_in_silence(self, tmp_path: Path, num_stored: int) -> None:
         trainer = armed(tmp_path / "run")
         stage(trainer, 0, 1, 2)

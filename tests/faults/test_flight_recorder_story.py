@@ -9,6 +9,7 @@ import pytest
 from ranktape.analyze.findings.find import find
 from ranktape.storage import open_run
 from ranktape.storage.format.status import TriggerKind
+from tests.exhaustive import exhaustive
 from tests.faults.test_flight_recorder import closed
 from tests.launch.processes import CHECKOUT, torchrun
 
@@ -18,6 +19,7 @@ OVERFLOW, DEATH = 137, 140
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
+@exhaustive("make test has each trigger in tests/faults/test_flight_recorder.py")
 def test_the_story_of_the_page(tmp_path: Path) -> None:
     launcher = ("-m", "ranktape.launch", "--capture", "runs/story", "--record-last", "4")
     ended = torchrun(*launcher, SCRIPT, cwd=tmp_path)

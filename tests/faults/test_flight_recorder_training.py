@@ -23,6 +23,7 @@ from tests.s3 import S3Server
 PROGRAM = Path(flight_events.__file__)
 
 
+@exhaustive("make test has each happening in tests/faults/test_flight_recorder.py")
 def test_everything_that_may_happen_to_one_process_is_recorded(tmp_path: Path) -> None:
     ended = python(PROGRAM, tmp_path / "run", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr

@@ -85,6 +85,7 @@ def test_an_outage_in_the_middle_of_writing_costs_nothing(new_ceph_server: Calla
 @pytest.mark.parametrize(
     "fault", ["killed", pytest.param("hung", marks=exhaustive("tests/capture/test_outage.py hangs"))]
 )
+@exhaustive("make test has shorter outages in tests/capture/test_outage.py")
 def test_an_outage_that_outlasts_its_deadline_costs_the_iteration_and_no_other(fault: str, server: CephServer) -> None:
     options = server.storage_options
     url, trainer = record(server, block_timeout_seconds=10.0)
@@ -136,6 +137,7 @@ def test_a_quota_that_is_used_up_is_named_at_once(server: CephServer) -> None:
     check_whole(url, [0, 1, 3], options=options)
 
 
+@exhaustive("make test names a right that is taken away")
 def test_a_bucket_that_is_gone_is_named_at_once(server: CephServer) -> None:
     _, trainer = record(server)
     client = server.client()

@@ -148,6 +148,7 @@ def test_the_launcher_and_the_variable_record_the_same(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
+@exhaustive("make test records scripts by the variable")
 def test_a_module_an_isolated_interpreter_and_a_command_are_recorded(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     write_script(tmp_path / "package")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ranktape.storage import open_run
-from tests.exhaustive import exhaustive
+from tests.exhaustive import exhaustive, exhaustive_but
 from tests.launch.processes import errors, own_lines, python
 from tests.launch.test_autoload import RUN, run_script
 from tests.launch.test_runner import write_script
@@ -21,6 +21,7 @@ from tests.launch.test_runner import write_script
         "model[2].compile(backend='eager')",
     ],
 )
+@exhaustive_but("model = torch.compile(model, backend='eager')", reason="one way to compile is in make test")
 def test_a_compiled_model_is_recorded_from_its_first_iteration(compiled: str, tmp_path: Path) -> None:
     lines = write_script(tmp_path).read_text().splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("optimizer ="))

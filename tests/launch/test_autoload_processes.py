@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ranktape.storage import open_run
-from tests.exhaustive import exhaustive
+from tests.exhaustive import exhaustive, exhaustive_but
 from tests.launch.processes import PLAIN, errors, own_lines, python, torchrun
 from tests.launch.test_autoload import RUN, reason_of, run_script
 from tests.launch.test_runner import LAUNCH, write_script
@@ -73,6 +73,7 @@ def test_data_workers_train_nothing_and_record_nothing(method: str, num_loads: i
     assert len(run.select()) == 3 * 7
 
 
+@exhaustive("make test has workers that record nothing")
 def test_a_child_of_the_trainer_is_not_recorded_and_the_child_of_a_launcher_is(tmp_path: Path) -> None:
     write_script(tmp_path, name="child.py")
     child = "import subprocess, sys\nsubprocess.run([sys.executable, 'child.py'], check=True)"
@@ -207,6 +208,7 @@ def test_processes_that_the_script_starts_as_ranks_are_recorded(method: str, fai
 @pytest.mark.parametrize(
     ("method", "min_iterations"), [pytest.param("spawn", 2, marks=ALIKE), ("fork", 2), ("fork", 9)]
 )
+@exhaustive_but("fork-2", reason="two ranks are in make test")
 def test_the_launcher_records_ranks_that_the_script_starts(method: str, min_iterations: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(SPAWNED).replace("METHOD", method).replace("FAILS", "False"))
     options = ("--capture", "run", "--min-iterations", str(min_iterations))
@@ -241,6 +243,7 @@ ACCELERATE = """
 
 
 @pytest.mark.distributed
+@exhaustive("make test has other scripts that start ranks")
 def test_the_launcher_records_the_ranks_of_accelerates_launcher(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     (tmp_path / "train.py").write_text(textwrap.dedent(ACCELERATE))
@@ -250,6 +253,7 @@ def test_the_launcher_records_the_ranks_of_accelerates_launcher(tmp_path: Path) 
 
 
 @pytest.mark.distributed
+@exhaustive("make test has failing ranks in tests/launch/test_autoload.py")
 def test_a_rank_that_fails_is_not_held_up_by_the_others(tmp_path: Path) -> None:
     after = "import time\nif os.environ['RANK'] == '1': raise ValueError('mine')\ntime.sleep(60)"
     write_script(tmp_path, after=after)

@@ -89,6 +89,7 @@ def test_each_precision_is_trained_recorded_and_compared(folder: Path) -> None:
 
 
 @pytest.mark.s3
+@exhaustive("make test collects into a folder")
 def test_runs_logs_and_page_are_in_an_object_store(folder: Path, s3_server: S3Server) -> None:
     url = s3_server.new_url()
     access = ("--storage-options", json.dumps(s3_server.storage_options))
@@ -104,6 +105,7 @@ def test_runs_logs_and_page_are_in_an_object_store(folder: Path, s3_server: S3Se
     assert not (folder / "runs").exists()
 
 
+@exhaustive("make test has a first training that fails")
 def test_a_training_that_is_late_or_fails_is_said_and_the_others_go_on(folder: Path) -> None:
     late = _collect(
         *("--quant", "mxfp8", "--min-iterations", "5", "--timeout", "20", "--", "--nproc-per-node", "1"),
@@ -148,6 +150,7 @@ def test_a_script_for_one_process_is_started_without_torchrun(folder: Path) -> N
     ("number", "code"),
     [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 1, marks=exhaustive("as SIGTERM"))],
 )
+@exhaustive("make test interrupts other commands")
 def test_a_collection_that_is_told_to_end_ends_its_training(number: int, code: int, folder: Path) -> None:
     words = ("collect", "--output", "runs", "--quant", "bf16", "--min-iterations", "5", "--", "train.py", "wait")
     process = subprocess.Popen(

@@ -25,6 +25,7 @@ from ranktape.storage.format.control import read_answer
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.recording.start import begin_attempt
+from tests.exhaustive import exhaustive
 from tests.launch.processes import Ended, python, torchrun
 from tests.launch.test_runner import command
 from tests.s3 import S3Server
@@ -209,6 +210,7 @@ class TestAnswers:
 
 
 @pytest.mark.s3
+@exhaustive("make test asks a training whose store is fast")
 def test_a_store_that_is_slow(tmp_path: Path, s3_server: S3Server) -> None:
     with flaky_proxy(s3_server.endpoint_url) as proxy:
         url = s3_server.new_url()
@@ -305,6 +307,7 @@ def _armed(folder: Path, **more: Any) -> Training:
     return one
 
 
+@exhaustive("make test stores what other triggers ask for")
 def test_a_flight_recorder_stores_what_it_holds(tmp_path: Path) -> None:
     one = _armed(tmp_path)
     replies: list[ControlReply] = []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ranktape.storage import open_run
-from tests.exhaustive import exhaustive
+from tests.exhaustive import exhaustive, exhaustive_but
 from tests.launch.processes import Ended, own_lines, python
 from tests.launch.test_runner import LAUNCH, contents
 
@@ -128,6 +128,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 @pytest.mark.parametrize("door", ["launcher", "variable", "Capture"])
+@exhaustive_but("launcher", reason="one door is in make test")
 def test_a_compiled_training_has_the_same_graphs_and_runs_eagerly_only_where_it_is_captured(
     door: str, tmp_path: Path, plain: Ended
 ) -> None:

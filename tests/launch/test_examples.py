@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ranktape.storage import open_run
+from tests.exhaustive import exhaustive_but
 from tests.launch.processes import CHECKOUT, PLAIN, python, torchrun
 
 EXAMPLES = CHECKOUT / "examples"
@@ -26,6 +27,7 @@ EXAMPLES = CHECKOUT / "examples"
         ("fsdp_and_tensor_parallel", "torch", 4, 4),
     ],
 )
+@exhaustive_but("accelerate_loop-accelerate-2-2", reason="one example is in make test")
 def test_an_example_is_recorded_as_it_stands(
     example: str, package: str, num_ranks: int, num_modules: int, tmp_path: Path
 ) -> None:

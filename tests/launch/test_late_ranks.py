@@ -74,6 +74,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return trained(train(tmp_path_factory.mktemp("plain"), late=0, seconds=0))
 
 
+@exhaustive("it waits")
 def test_a_rank_0_that_is_too_late_costs_the_capture_and_not_the_training(plain: list[str], tmp_path: Path) -> None:
     # Half of the time for which a collective of the training waits.
     launched = train(tmp_path, *LAUNCH, "--capture", "run", late=0, seconds=None, GROUP_SECONDS="2")

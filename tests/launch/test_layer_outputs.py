@@ -26,6 +26,7 @@ EXAMPLE = CHECKOUT / "examples" / "layer_outputs.py"
         ("0,2", ["embedding", "layer_1", "layer_3"]),
     ],
 )
+@exhaustive("make test has the hidden states of models of its own")
 def test_the_example_gives_the_hidden_states_of_the_model(layers: str, files: list[str], tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     ended = python(EXAMPLE, "run", "files", "--layers", layers, cwd=tmp_path)

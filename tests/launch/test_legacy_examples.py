@@ -362,6 +362,7 @@ def test_the_files_of_the_document_on_names_are_read_compared_and_drawn(tmp_path
     assert not any("batch_size" in path for path in drawn)
 
 
+@exhaustive("make test has its files in tests/analyze/test_sweep_command.py")
 def test_the_scaling_tool_writes_where_its_document_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

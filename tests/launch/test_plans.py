@@ -16,6 +16,7 @@ from torch import nn
 from examples.export_plan import torchao_text, transformer_engine_text
 from ranktape.analyze.numerics.recipes.plan_file import parse_plan
 from ranktape.errors import UsageError
+from tests.exhaustive import exhaustive
 from tests.launch.processes import CHECKOUT
 
 SCRIPT = CHECKOUT / "examples" / "export_plan.py"
@@ -59,6 +60,7 @@ def _export(tmp_path: Path, text: str, *words: str) -> Path:
     return output
 
 
+@exhaustive("make test quantises by our own layers")
 def test_torchao_quantises_a_model_as_the_plan_says(tmp_path: Path) -> None:
     quantization, config = pytest.importorskip("torchao.quantization"), pytest.importorskip("torchao.core.config")
     output = _export(tmp_path, PLAN, "--form", "torchao")

@@ -10,7 +10,7 @@ import torch
 
 from ranktape.analyze import quantize
 from ranktape.storage import open_run
-from tests.exhaustive import exhaustive
+from tests.exhaustive import exhaustive, exhaustive_but
 from tests.launch.processes import Ended, errors, python, torchrun
 
 LAUNCH = ("-m", "ranktape.launch")
@@ -144,6 +144,7 @@ def test_the_variable_needs_no_launcher_and_no_capture(folder: Path, losses: dic
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", pytest.param("fsdp_layers", marks=exhaustive("as fsdp"))])
+@exhaustive_but("fsdp", reason="one wrapper is in make test")
 def test_a_wrapped_model_is_quantised_on_every_rank(kind: str, folder: Path, losses: dict[str, str]) -> None:
     ended = torchrun(*LAUNCH, "--capture", kind, "--quant", "mxfp4", "train.py", kind, cwd=folder)
     assert _loss(ended) == losses["quantised"]
@@ -152,6 +153,7 @@ def test_a_wrapped_model_is_quantised_on_every_rank(kind: str, folder: Path, los
 
 
 @pytest.mark.parametrize("kind", ["compiled", "compiled_in_place", "compiled_step"])
+@exhaustive_but("compiled", reason="one way to compile is in make test")
 def test_a_compiled_training_is_quantised(kind: str, folder: Path, losses: dict[str, str]) -> None:
     ended = python(*LAUNCH, "--quant", "mxfp4", "train.py", kind, cwd=folder)
     assert _loss(ended) == losses["quantised"]
@@ -173,6 +175,7 @@ for _ in range(3):
 """
 
 
+@exhaustive("make test compiles a shallow one")
 def test_a_deep_compiled_training_is_told_once_how_it_is_recorded_and_quantised_without_a_warning(
     tmp_path: Path,
 ) -> None:
@@ -206,6 +209,7 @@ def test_bf16_rounds_what_is_wider_and_leaves_the_rest(folder: Path, losses: dic
 QUANT_ATTENTION = ("--quant", "mxfp4", "--quant-attention")
 
 
+@exhaustive("make test quantises attention in tests/analyze/test_quantized_layers.py")
 def test_attention_is_quantised_as_a_script_that_quantises_its_own_does_it(folder: Path) -> None:
     expected = _loss(python("train.py", "quantised", "attention", cwd=folder))
     words = (*LAUNCH, "--capture", "attention", *QUANT_ATTENTION, "train.py")
@@ -227,6 +231,7 @@ def test_attention_is_quantised_as_a_script_that_quantises_its_own_does_it(folde
         ), name
 
 
+@exhaustive("make test quantises attention in tests/analyze/test_quantized_layers.py")
 def test_attention_of_hugging_face_is_quantised_whatever_computes_it(folder: Path) -> None:
     environment = {"RANKTAPE_QUANT": "mxfp4", "RANKTAPE_QUANT_ATTENTION": "1", "RANKTAPE_CAPTURE": "llama"}
     ended = python("train.py", "plain", "sdpa", cwd=folder, env=environment)

@@ -19,6 +19,7 @@ from ranktape.storage.maintenance.repair import repair_run
 from ranktape.storage.maintenance.runs import RunState, find_runs
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.records.run import open_run
+from tests.exhaustive import exhaustive
 from tests.s3 import S3Server
 from tests.storage.flaky import flaky_proxy
 from tests.storage.whole_run import forge, keys_of, put_in, tensors, whole_run
@@ -149,6 +150,7 @@ def test_where_uploads_may_not_be_listed_the_rest_is_checked(s3_server: S3Server
 
 
 @pytest.mark.s3
+@exhaustive("make test checks and repairs in a folder")
 def test_a_run_in_an_object_store_is_checked_and_repaired(s3_server: S3Server) -> None:
     url = s3_server.new_url()
     options = s3_server.storage_options

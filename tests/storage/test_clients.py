@@ -12,6 +12,7 @@ import pytest
 
 from ranktape.errors import StorageError, UsageError
 from ranktape.storage.places.urls import open_backend
+from tests.exhaustive import exhaustive
 from tests.s3 import S3Server
 from tests.storage.conformance import in_fork
 
@@ -52,6 +53,7 @@ def test_options_of_the_wrong_kind_are_named(options: Any, message: str, capfd: 
 
 
 @pytest.mark.parametrize("options", [{"config_kwargs": None}, {"client_kwargs": None}, {"key": None}, {"anon": None}])
+@exhaustive("nothing but the options' table")
 def test_options_without_a_value_are_not_given(
     s3_server: S3Server, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +184,7 @@ print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "nowhere://run"])
+@exhaustive("make test sees that bodies are not copied")
 def test_four_tensors_of_200_mb_take_at_most_300_mb_beside_them(url: str) -> None:
     command = [sys.executable, "-c", FOUR_TENSORS, url]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)

@@ -21,6 +21,7 @@ from ranktape.storage.maintenance.copy import copy_run, list_run
 from ranktape.storage.maintenance.prune import drop_iteration
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
+from tests.exhaustive import exhaustive
 from tests.s3 import S3Server
 from tests.storage.whole_run import record, tensors, whole_run
 from tests.storage.wrapped import wrapped
@@ -66,6 +67,7 @@ def test_a_copy_is_the_run_byte_by_byte(sound: Path, target: Backend) -> None:
 
 
 @pytest.mark.s3
+@exhaustive("make test copies between folders")
 def test_a_run_goes_to_an_object_store_and_back(short: Path, tmp_path: Path, s3_server: S3Server) -> None:
     source = open_backend(short)
     url = s3_server.new_url()

@@ -25,6 +25,7 @@ from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.recording import start as lease
 from ranktape.storage.recording.start import Lease, claim_run
+from tests.exhaustive import exhaustive_but
 from tests.runs import start
 from tests.s3 import S3Server
 from tests.storage.flaky import HANG, FlakyProxy, OpenFlaky
@@ -84,6 +85,7 @@ def test_of_two_that_ask_at_once_none_is_sure(backend: RetryingBackend, monkeypa
     assert backend.list_names("") == ["lease_001"]
 
 
+@exhaustive_but("local", reason="a folder is in make test")
 def test_a_lease_of_the_dead_is_passed_over(backend: RetryingBackend) -> None:
     leave(backend, "killed")
     begin = time.monotonic()
@@ -106,6 +108,7 @@ def test_a_restart_of_the_same_launch_takes_over_at_once(
 
 
 @pytest.mark.parametrize("left", [False, True])
+@exhaustive_but("local-False", "local-True", reason="a folder is in make test")
 def test_one_of_many_who_want_it_gets_it(backend: RetryingBackend, *, left: bool) -> None:
     if left:
         leave(backend, "killed")

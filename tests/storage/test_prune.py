@@ -22,6 +22,7 @@ from ranktape.storage.places.urls import open_backend
 from ranktape.storage.recording import start as lease
 from ranktape.storage.recording.start import Lease
 from ranktape.storage.records.run import open_run
+from tests.exhaustive import exhaustive
 from tests.s3 import BUCKET, S3Server
 from tests.storage.whole_run import record, whole_run
 
@@ -150,6 +151,7 @@ def test_what_cannot_be_pruned_is_said(path: Path, words: list[str], match: str)
         prune_run(open_backend(path), keep_last=-1)
 
 
+@exhaustive("make test prunes in a folder")
 def test_in_a_bucket_a_run_is_copied_in_part_pruned_and_deleted(tmp_path: Path, s3_server: S3Server) -> None:
     path = tmp_path / "run"
     whole_run(path, min_iterations=2)

@@ -15,6 +15,7 @@ from ranktape.errors import AccessDeniedError, NoSpaceError, StorageError, Unrea
 from ranktape.storage.places import remote
 from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.places.urls import open_backend
+from tests.exhaustive import exhaustive_but
 from tests.s3 import S3Server
 from tests.storage.flaky import CUT, DROP, HANG, LOSE, SLOW, TRICKLE, FlakyProxy, OpenFlaky
 
@@ -43,6 +44,7 @@ class TestServers:
             assert work() == answer
 
     @pytest.mark.parametrize("fault", [DROP, LOSE, (409, "ConditionalRequestConflict")])
+    @exhaustive_but("drop", reason="one fault is in make test")
     def test_who_lost_the_answer_to_a_creation_knows_that_it_was_his(
         self, proxy: FlakyProxy, open_flaky: OpenFlaky, fault: str
     ) -> None:
@@ -77,6 +79,7 @@ class TestServers:
         assert proxy.requests == ["PUT"]
 
     @pytest.mark.parametrize("fault", [DROP, LOSE, (503, "SlowDown")])
+    @exhaustive_but("drop", reason="one fault is in make test")
     def test_a_large_object_is_sent_again_whole(self, proxy: FlakyProxy, open_flaky: OpenFlaky, fault: Any) -> None:
         data = os.urandom(3 * 2**20)
         backend = open_flaky()

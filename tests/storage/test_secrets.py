@@ -17,6 +17,7 @@ from ranktape.storage.places.failures import Redactor, chain
 from ranktape.storage.places.remote import RemoteBackend
 from ranktape.storage.places.urls import open_backend, parse_storage_options
 from ranktape.storage.places.zarr_store import BackendStore
+from tests.exhaustive import exhaustive_but
 from tests.s3 import S3Server
 from tests.storage.flaky import ECHO, flaky_proxy
 
@@ -67,6 +68,7 @@ def test_a_wrong_secret_is_named_403_and_not_shown(
 
 @pytest.mark.s3
 @pytest.mark.parametrize("is_in_environment", [False, True])
+@exhaustive_but("False", reason="one way is in make test")
 def test_a_server_that_repeats_the_request_is_not_quoted(
     s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, *, is_in_environment: bool
 ) -> None:
