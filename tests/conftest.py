@@ -89,7 +89,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what was not asked for, with a reason that says how to ask; let the rest begin with what is long."""
     for item in items:
-        if any(not mark.args or "alone" in item.keywords for mark in item.iter_markers("exhaustive")):
+        if any(not mark.args or item.get_closest_marker("alone") for mark in item.iter_markers("exhaustive")):
             raise pytest.UsageError(f"{item.nodeid}: an exhaustive test says why it is, and is not alone")
     mark_others(items)
     mark_combinations(items)

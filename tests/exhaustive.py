@@ -53,7 +53,7 @@ def mark_combinations(items: Iterable[pytest.Item]) -> None:
     """Mark of a test with many combinations of parameters those without which each value is in one of the others."""
     combinations = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and "alone" not in item.keywords:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("alone"):
             combinations[item.nodeid.partition("[")[0]].append(item)
     for alike in combinations.values():
         if len(alike) < MANY_COMBINATIONS:

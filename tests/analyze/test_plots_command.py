@@ -101,6 +101,7 @@ def test_all_plots_fill_the_folders_of_the_legacy_tool(tmp_path: Path) -> None:
     assert all(any(path.startswith(f"{name}/") for path in drawn) for name in FOLDERS if name != REPLAYED)
 
 
+@exhaustive("make test draws each plot by its name")
 def test_one_name_is_one_plot(run: str, tmp_path: Path) -> None:
     """Alone, beside others and with --all."""
     assert invoke(run, "--kind", "overflow", "-o", str(tmp_path / "alone.png")).exit_code == 0

@@ -94,6 +94,7 @@ def test_a_target_of_one_product_asks_nothing_of_the_others(tmp_path: Path) -> N
     assert plan.target_sqnr == {"grad_input": 15.0}
 
 
+@exhaustive("make test has plans without such layers")
 def test_layers_that_stay_in_bf16_say_why(tmp_path: Path) -> None:
     run = _run(tmp_path)
     (first, second, third) = precision_plan(run.select(), recipe="mxfp4", target_sqnr=40).modules

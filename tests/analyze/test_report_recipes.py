@@ -17,6 +17,7 @@ from ranktape.analyze.views.report.page import write_report
 from ranktape.storage import Records
 from tests.analyze.linear_runs import hot_channels, linear_run
 from tests.analyze.report_page import HOSTILE, Page
+from tests.exhaustive import exhaustive
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -98,6 +99,7 @@ def page(chromium: Chrome, records: Records, tmp_path_factory: pytest.TempPathFa
     assert found.log() == []
 
 
+@exhaustive("make test draws them")
 def test_cells_are_those_of_replay(page: Page, replayed: Replayed) -> None:
     (drawn,) = page.ask("return document.getElementById('recipes-chart').data.map((one) => one.text)")
     expected = ratios(replayed, by="module")

@@ -33,7 +33,7 @@ from tests.capture.compiled_models import (
     whole_step,
     with_compiled_autograd,
 )
-from tests.exhaustive import exhaustive_but
+from tests.exhaustive import exhaustive, exhaustive_but
 
 # dynamo meets deprecated parts of torch itself, and imports them again.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -143,6 +143,7 @@ def test_what_is_recorded_and_computed(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=_LONG)], ids=str)
+@exhaustive("make test has bfloat16")
 def test_low_precision_is_recorded_and_computed_as_without(dtype: torch.dtype, tmp_path: Path) -> None:
     plain, seen = train(whole, dtype=dtype), train(whole, tmp_path / "run", dtype=dtype)
     assert seen.equals(plain)
@@ -151,7 +152,7 @@ def test_low_precision_is_recorded_and_computed_as_without(dtype: torch.dtype, t
 
 
 @pytest.mark.parametrize("options", [{"select": "layer_type=embedding"}, {"layers": "all"}], ids=str)
-@exhaustive_but("{'select': 'layer_type=embedding'}", reason="one selection is in make test")
+@exhaustive("make test has what is rounded")
 def test_what_the_code_has_only_unrounded_is_recorded_rounded(options: dict[str, Any], tmp_path: Path) -> None:
     seen = train(whole, tmp_path / "run", dtype=torch.bfloat16, **options)
     assert seen.equals(train(whole, dtype=torch.bfloat16))
@@ -181,6 +182,7 @@ def with_noise() -> Model:
     return model
 
 
+@exhaustive("make test has graphs with taps")
 def test_what_a_graph_without_taps_does_not_record_is_missing_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,7 +248,7 @@ class AtPositions(Model):
 @pytest.mark.parametrize(
     ("make", "options"), [(Model, {"layers": "all"}), (AtPositions, {"select": "layer_type=hidden"})]
 )
-@exhaustive_but("Model-options0", reason="one model is in make test")
+@exhaustive("make test records layers eagerly")
 def test_what_layers_give_is_recorded_and_held_without_their_products(
     make: Callable[[], Model], options: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -194,6 +194,7 @@ def test_a_pass_that_was_interrupted_leaves_no_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo meets deprecated parts of torch itself
+@exhaustive("make test steps eagerly")
 def test_a_compiled_optimizer_step_ends_the_iteration(tmp_path: Path) -> None:
     model = nn.Linear(16, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -27,6 +27,7 @@ from ranktape.capture import Capture
 from ranktape.storage import Records, Run, open_run
 from tests.capture.hugging_face import tiny
 from tests.capture.verify import verify_run
+from tests.exhaustive import exhaustive_but
 from tests.optional import needs
 
 # torch warns of a reentrant checkpoint inside of another one, whose first pass has no gradients.
@@ -274,6 +275,7 @@ def test_every_call_has_each_value_and_each_gradient_once(run: Run, kind: str) -
 
 @pytest.mark.support(framework="PyTorch", parallelism="one process", features=("checkpointing",))
 @pytest.mark.parametrize("kind", KINDS)
+@exhaustive_but("plain", "reentrant", "non-reentrant", reason="each kind alone is in make test")
 def test_gradients_are_those_of_their_call(run: Run, kind: str) -> None:
     num_calls = KINDS[kind][1]
     counts = verify_run(run.select(iteration=list(KINDS).index(kind)))

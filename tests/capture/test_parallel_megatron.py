@@ -18,6 +18,7 @@ from ranktape.storage import Run, open_run
 from tests.analyze.recomputed import recompute
 from tests.capture.test_parallel import ROOT, assert_close, key_of, torchrun
 from tests.capture.verify import recomputed, verify_run
+from tests.exhaustive import exhaustive
 from tests.optional import needs
 
 PROGRAM = ROOT / "tests" / "capture" / "programs" / "megatron_model.py"
@@ -55,6 +56,7 @@ def run_of(trained: Path, variant: str) -> Run:
         pytest.param("ddp", marks=support(framework="Megatron-core", parallelism="DDP", features=("unchanged",))),
     ],
 )
+@exhaustive("make test has torch's own tensor parallelism")
 def test_the_training_is_the_same_bit_for_bit(variant: str, trained: Path) -> None:
     for rank in range(2):
         bits = json.loads((trained / f"{variant}.rank{rank}.json").read_text())
@@ -122,6 +124,7 @@ def test_attention_of_two_ranks_computes_what_was_recorded(variant: str, trained
 
 
 @pytest.mark.parametrize("variant", ["tp", "sequence", "checkpointed"])
+@exhaustive("make test has torch's own tensor parallelism")
 def test_products_of_two_ranks_are_what_their_operands_give_together(variant: str, trained: Path) -> None:
     run = run_of(trained, variant)
     assert set(recomputed(run)) == {"agrees"}

@@ -233,6 +233,7 @@ def unnoticed(run: Path, key: str, truth: Truth, *, is_gone: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@exhaustive("make test repairs in tests/storage/test_repair.py")
 def test_a_repair_changes_no_tensor_that_is_whole(kind: str, written: tuple[Path, Path], tmp_path: Path) -> None:
     run, older = written
     key = [key for key in keys_of(run) if kind_of(key) == kind][-1]

@@ -106,6 +106,7 @@ def test_an_outage_that_outlasts_its_deadline_costs_the_iteration_and_no_other(f
     assert "tried" in status.missing[0] or "answer" in status.missing[0], status
 
 
+@exhaustive("make test has refusals of every kind in tests/storage/test_retry.py")
 def test_a_right_that_is_taken_away_is_named_at_once(server: CephServer) -> None:
     options = server.storage_options
     url, trainer = record(server)

@@ -276,6 +276,7 @@ STACK = """
 """A stack of three layers."""
 
 
+@exhaustive("make test has other mistakes that end no training")
 def test_a_layer_that_the_model_has_not_ends_no_training_that_did_not_ask_for_it(tmp_path: Path) -> None:
     ended = run_script(tmp_path, STACK.format(folders=()), RANKTAPE_LAYERS="7")
     assert (ended.returncode, ended.stdout) == (0, "trained\n"), ended.stderr
@@ -319,6 +320,7 @@ RANKS = """
 
 
 @pytest.mark.distributed
+@exhaustive("it waits")
 def test_a_rank_that_gave_up_is_not_waited_for_at_the_end(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(RANKS))
     began = time.monotonic()

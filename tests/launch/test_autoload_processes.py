@@ -57,6 +57,7 @@ DOORS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     ("method", "num_loads"),
     [pytest.param("spawn", 2, marks=exhaustive("in make test they are forked")), ("fork", 0)],
 )
+@exhaustive("make test has processes that record nothing")
 def test_data_workers_train_nothing_and_record_nothing(method: str, num_loads: int, door: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(WITH_WORKERS))
     plain = python("train.py", method, cwd=tmp_path)

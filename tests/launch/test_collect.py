@@ -134,6 +134,7 @@ def test_a_script_whose_first_training_fails_is_not_trained_in_the_other_precisi
     assert not (folder / "runs" / "mxfp8.log").exists()
 
 
+@exhaustive("make test collects by torchrun")
 def test_a_script_for_one_process_is_started_without_torchrun(folder: Path) -> None:
     alone = TRAIN.replace('torch.distributed.init_process_group("gloo")', 'assert "RANK" not in os.environ, os.environ')
     (folder / "alone.py").write_text(textwrap.dedent(alone))

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from ranktape.launch.cli import cli
 from ranktape.storage.places.urls import open_backend
+from tests.exhaustive import exhaustive
 from tests.s3 import S3Server
 
 
@@ -45,6 +46,7 @@ def test_a_machine_that_has_everything(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@exhaustive("make test reads the answers as JSON")
 def test_text_says_the_same_and_the_verdict_last() -> None:
     """In a process of its own, which has compiled nothing before."""
     command = [sys.executable, "-c", "from ranktape.launch.cli import main; main()", "doctor"]

@@ -346,6 +346,7 @@ def test_outputs_of_layers_are_looked_at_as_in_their_document(tmp_path: Path) ->
     assert pair["max_abs"] == pytest.approx(maximum, abs=1e-6)
 
 
+@exhaustive("make test has its files in tests/analyze/test_files_folder.py")
 def test_the_files_of_the_document_on_names_are_read_compared_and_drawn(tmp_path: Path) -> None:
     torch.manual_seed(0)
     for name in NAMES:

@@ -22,7 +22,7 @@ from ranktape.storage.places.urls import open_backend
 from ranktape.storage.recording import start as lease
 from ranktape.storage.recording.start import Lease
 from ranktape.storage.records.run import open_run
-from tests.exhaustive import exhaustive
+from tests.exhaustive import exhaustive, exhaustive_but
 from tests.s3 import BUCKET, S3Server
 from tests.storage.whole_run import record, whole_run
 
@@ -76,6 +76,7 @@ def test_a_pruned_run_is_sound_and_has_kept_its_promise(path: Path, words: list[
 
 
 @pytest.mark.parametrize("num_deletions", [0, 1, 2, 4])
+@exhaustive_but("1", "4", reason="two moments are in make test")
 def test_an_interrupted_pruning_shows_nothing_broken_and_goes_on(
     path: Path, monkeypatch: pytest.MonkeyPatch, num_deletions: int
 ) -> None:
