@@ -6,9 +6,8 @@ catalogue by its checksum, the catalogue names every array, and both must say th
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,7 +51,7 @@ from ranktape.storage.places.backend import Backend, ObjectInfo
 from ranktape.storage.query.columns import StringColumn, rows_of, values_of
 
 _MAX_NAMED = 3
-"""Damaged tensors of one stack, differing weights and ranks that are named before the rest is counted."""
+"""Damaged tensors of one stack, and ranks, that are named before the rest is counted."""
 
 _MALFORMED = (RunFormatError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What comes of a document whose JSON is not what we write, whoever wrote it."""
@@ -497,8 +496,6 @@ def _check_complete(view: AttemptView, found: Findings, known: Mapping[int, Rank
     if len(parts) == len(known) and (difference := first_difference(parts, catalogue)):
         what = f"the iteration's catalogue is not that of its ranks: {difference}"
         found.error(FindingKind.MISMATCH, what, key=blob_key(path))
-    else:
-        found.read(lambda: _check_replicas(found, catalogue), key=blob_key(path))
 
 
 def first_difference(parts: Sequence[RecordTable], whole: RecordTable) -> str:
@@ -518,74 +515,6 @@ def first_difference(parts: Sequence[RecordTable], whole: RecordTable) -> str:
     return ""
 
 
-def _check_replicas(found: Findings, catalogue: RecordTable) -> None:
-    weights = []
-    for site, must_agree, ranks in _differing_replicas(catalogue):
-        if must_agree:
-            found.error(FindingKind.REPLICAS, f"replicas on {_ranks(ranks)} hold different values", record=site)
-        else:
-            weights.append(site)
-    if weights:
-        listed = ", ".join(weights[:_MAX_NAMED]) + (", ..." if len(weights) > _MAX_NAMED else "")
-        found.note(
-            FindingKind.REPLICAS,
-            f"{len(weights)} weights differ between ranks (right where ranks hold parts of a model): {listed}",
-        )
-
-
 def _ranks(ranks: list[int]) -> str:
     named = ", ".join(map(str, ranks[: 2 * _MAX_NAMED]))
     return f"rank{'s' if len(ranks) > 1 else ''} {named}" + (", ..." if len(ranks) > 2 * _MAX_NAMED else "")
-
-
-_REPLICATE = "replicate"
-_PARTIAL = "partial"
-
-_WEIGHTS = frozenset({"weight", "bias"})
-"""The names of tensors that all data-parallel ranks hold; others hold parts of them."""
-
-_WHAT = ("rank", "site", "placement", "checksum", "tensor_name", "shape", "dtype", "keep")
-
-
-def _differing_replicas(table: RecordTable) -> Iterator[tuple[str, bool, list[int]]]:
-    """The tensors of an iteration whose copies on several ranks differ: path, whether they must agree, the ranks.
-
-    Copies must agree where their placement says that they are replicas. A `weight` without a placement is a copy
-    where training is data-parallel and a part where it is not: nobody knows, and so it need not agree.
-    """
-    columns = {name: values_of(table.column(name)) for name in _WHAT}
-    keys: dict[str, str | None] = {}
-    copies: dict[tuple[Any, ...], dict[int, Any]] = {}
-    for row in range(table.num_rows):
-        placement = columns["placement"][row]
-        if placement not in keys:
-            keys[placement] = replica_key(placement)
-        must_agree = keys[placement] is not None
-        if not must_agree and (placement != "null" or columns["tensor_name"][row] not in _WEIGHTS):
-            continue
-        form = tuple(columns[name][row] for name in ("site", "shape", "dtype", "keep"))
-        copy = copies.setdefault((*form, must_agree, keys[placement]), {})
-        copy[int(columns["rank"][row])] = columns["checksum"][row]
-    for (site, *_, must_agree, _), checksums in copies.items():
-        if len(set(checksums.values())) > 1:
-            yield site, must_agree, sorted(checksums)
-
-
-def replica_key(placement: str) -> str | None:
-    """What copies of one part of a tensor have in common, from the JSON of a placement; None where there are none.
-
-    All of the placement but the coordinates along mesh axes over which the tensor is replicated. A sum that is
-    not made yet (`partial`) has no copies.
-    """
-    document = json.loads(placement)
-    if not isinstance(document, dict) or document.get(_PARTIAL):
-        return None
-    placements = document.get("placements")
-    coordinates = document.get("coordinates")
-    if not isinstance(placements, list) or not isinstance(coordinates, list) or len(placements) != len(coordinates):
-        return None
-    words = [str(word).lower() for word in placements]
-    if any(word.startswith(_PARTIAL) for word in words) or not any(word.startswith(_REPLICATE) for word in words):
-        return None
-    fixed = [None if word.startswith(_REPLICATE) else at for word, at in zip(words, coordinates, strict=True)]
-    return json.dumps({**document, "coordinates": fixed}, sort_keys=True)

@@ -34,8 +34,6 @@ class FindingKind(enum.StrEnum):
     """An object has another size than its document says."""
     MISMATCH = "mismatch"
     """Two objects that say the same thing disagree."""
-    REPLICAS = "replicas"
-    """Ranks that hold the same tensor recorded different values."""
     STALE = "stale"
     """The plan or the verdict does not fit what is stored."""
     UNFINISHED = "unfinished"
