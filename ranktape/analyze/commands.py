@@ -175,8 +175,8 @@ def report(
     apart from the first.
 
     Args:
-        format (NAME): Formats that are tried on every record; repeatable.  [default: mxfp8_e4m3, mxfp4_e2m1, fp8_e4m3,
-            hif8]
+        format (NAME): Formats that are tried on up to 2,000 records; repeatable.  [default: mxfp8_e4m3, mxfp4_e2m1,
+            fp8_e4m3, hif8]
         recipe (NAME): Recipes in which each product of each layer is computed again, as mxfp8,mxfp4,nvfp4: names, or
             files, with commas between them; repeatable. None by default, as it takes the time of these products.
         output (FILE): Where the page goes.  [default: report.html]

@@ -29,16 +29,18 @@ def sample_names(records: Records) -> list[list[SampleName]]:
 
     A record without a dimension of samples that has one identifier is that sample, unless it is a parameter.
     """
-    found: list[list[SampleName]] = []
     columns = (records.column(name).tolist() for name in ("sample_dim", "sample_ids", "shape", "tensor_name"))
-    for dim, given, shape, tensor_name in zip(*columns, strict=True):
-        names = json.loads(given)
-        if math.isnan(dim):
-            found.append(names if is_one_sample(names, tensor_name=tensor_name) else [])
-        else:
-            count = json.loads(shape)[int(dim)]
-            found.append(names if isinstance(names, list) and len(names) == count else list(range(count)))
-    return found
+    rows = [(-1 if math.isnan(dim) else int(dim), *rest) for dim, *rest in zip(*columns, strict=True)]
+    known = {row: _sample_names(*row) for row in set(rows)}
+    return [known[row] for row in rows]
+
+
+def _sample_names(dim: int, given: str, shape: str, tensor_name: str) -> list[SampleName]:
+    names = json.loads(given)
+    if dim < 0:
+        return names if is_one_sample(names, tensor_name=tensor_name) else []
+    count = json.loads(shape)[dim]
+    return names if isinstance(names, list) and len(names) == count else list(range(count))
 
 
 IDENTITY = field_names(lambda field: field.is_identity)

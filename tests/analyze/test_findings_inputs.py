@@ -16,6 +16,7 @@ from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.finding import Finding, Severity
 from ranktape.analyze.identity import role_of
 from ranktape.analyze.legacy.open import open_source
+from ranktape.analyze.questions.findings import findings
 from ranktape.capture.writing.counting import reduce_to
 from tests.analyze.faulty_runs import Place, Sizes, faulty_run
 from tests.analyze.pt_files import legacy_file
@@ -160,9 +161,11 @@ def test_placements_say_what_is_a_copy(tmp_path: Path, word: str) -> None:
     )
 
 
-def test_placements_of_a_stranger_say_nothing(tmp_path: Path) -> None:
+def test_placements_of_a_stranger_are_not_compared_and_the_answer_says_so(tmp_path: Path) -> None:
     tensors = [describe_tensor(normal(4, 8), rank=rank, placement={"mesh": [0, 1]}) for rank in range(2)]
-    assert found_in(tmp_path, tensors) == []
+    table = findings(store(tmp_path, [*tensors, describe_tensor(normal(4, 8), tensor_name="output")]).select())
+    assert table.rows == ()
+    assert table.notes == ("the placement of 2 records cannot be read: copies of them are not compared",)
 
 
 @pytest.mark.parametrize("keep", ["histogram", "statistics"])

@@ -117,7 +117,9 @@ def _compared(survey: Survey, values: Floats) -> tuple[Codes, Codes]:
 def _least(survey: Survey) -> Floats:
     """For each record by how many binades it differs from its peers, at the least, to be told."""
     # Of shards each is another part of the tensor, and a few large channels are on one rank alone.
-    is_shard = np.array(["shard(" in text for text in survey.records.column("placement").tolist()], dtype=bool)
+    texts = survey.records.column("placement").tolist()
+    sharded = {text: "shard(" in text for text in set(texts)}
+    is_shard = np.array([sharded[text] for text in texts], dtype=bool)
     usual = np.where(survey.is_gradient, limit.GRADIENT_TAIL_BINADES, limit.RANK_BINADES)
     # Where not a single sample, but the median of three and more, is far from that of other ranks.
     middles = survey.middle_samples()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -20,7 +21,7 @@ from ranktape.analyze.findings.finding import (
     records_text,
 )
 from ranktape.analyze.findings.survey import Codes, Floats, Mask, Survey, codes_of, medians_of, members_of
-from ranktape.analyze.metrics.numbers import NARROW_FORMAT
+from ranktape.analyze.metrics.numbers import NARROW_FORMAT, SATURATING
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.storage.format.dtypes import dtype_row
 
@@ -31,7 +32,7 @@ _SMALLEST = {row.min_subnormal: row.name for row in reversed(FORMATS.values())}
 def spoiled(survey: Survey) -> Iterator[Finding]:
     """NaN, infinities, values beyond the type that was computed with, and zeros: one for each place."""
     yield from lost(survey)
-    counts = survey.counts["saturated"]
+    counts = survey.asked("saturated", np.isin(survey.dtypes, list(SATURATING))).astype(np.int64)
     mask = (survey.shares(counts) > limit.MIN_SATURATED_RATIO) & (counts > 1)
     cut_off = "values cut off at the largest number of {seen}"
     for places in survey.by_site(mask, survey.shares(counts)):
@@ -247,7 +248,7 @@ class _Underflow:
         is_more = is_judged & (zeros - self._by_peers > limit.ZERO_EXCESS)
         beyond_forward = zeros - self._by_forward
         is_beyond = zeros - np.nan_to_num(self._by_forward) > limit.FLUSHED_RATIO
-        is_rounded = is_judged & _is_floored(survey, is_more) & is_beyond
+        is_rounded = _is_floored(survey, is_judged & is_beyond, is_more)
         is_empty = is_judged & (zeros == 1) & (is_more | (beyond_forward > limit.ZERO_EXCESS))
         is_small = is_judged & (self._subnormal > limit.LOST_RATIO)
         is_sparse = is_more & ~is_rounded & ~is_empty & ~is_small
@@ -325,13 +326,16 @@ class _Underflow:
         if num_left * limit.FLOOR_RATIO < limit.MIN_FLOOR_ELEMENTS:
             text = f"is {part} zeros, and {num_left} other values do not tell whether rounding made them"
             return self._finding(places, "gradient_underflow", Severity.MEDIUM, f"{text}: {by_right}, too")
-        if survey.counts["coarse"][worst] >= limit.COARSE_RATIO * num_left and is_wide:
+        if is_wide and self._num_coarse(worst) >= limit.COARSE_RATIO * num_left:
             text = (
                 f"is {part} zeros, and all else has 4 significant bits at most: rounding to 8 bits may have made them"
             )
             return self._finding(places, "gradient_underflow", Severity.MEDIUM, f"{text}, or {by_right}")
         text = f"is {part} zeros without a mark of rounding: {by_right}"
         return self._finding(places, "zero", Severity.LOW, text)
+
+    def _num_coarse(self, place: int) -> float:
+        return float(self._survey.asked("coarse", np.arange(len(self._survey)) == place)[place])
 
     def _finding(
         self,
@@ -372,18 +376,18 @@ class _Underflow:
         )
 
 
-def _is_floored(survey: Survey, is_more: Mask) -> Mask:
-    """Whether values end at a smallest one, as those do that rounding did not make zero.
+def _is_floored(survey: Survey, mask: Mask, is_more: Mask) -> Mask:
+    """Whether values of records in the mask end at a smallest one, as those do that rounding did not make zero.
 
     A few are enough where there are far more zeros than in other layers, and the smallest one is that of a format.
     """
-    floored = survey.counts["floored"]
+    floored = survey.asked("floored", mask)
     nonzero = survey.metrics["elements"] - survey.counts["zero"] - survey.counts["nan"]
     is_of_format = np.isin(survey.metrics["smallest_nonzero"], list(_SMALLEST))
     is_enough = (floored >= limit.MIN_FLOOR_ELEMENTS) | (is_more & is_of_format & (floored > 0))
     # One number beside zero may be anything: a mean has such a gradient.
     is_grid: Mask = (floored < nonzero) | is_of_format
-    return is_enough & (floored >= limit.FLOOR_RATIO * nonzero) & is_grid
+    return mask & is_enough & (floored >= limit.FLOOR_RATIO * nonzero) & is_grid
 
 
 def _most_of_forward(survey: Survey, zeros: Floats) -> Floats:
@@ -430,7 +434,11 @@ def _is_unreached(survey: Survey) -> Mask:
 
 def _too_wide(survey: Survey) -> Iterator[Finding]:
     """Gradients whose range is wider than that of the widest 8-bit format, by name of the tensor."""
-    is_judged, flushed = survey.is_gradient & survey.is_floating, survey.metrics["flushed"]
+    is_judged = survey.is_gradient & survey.is_floating
+    # With its largest number scaled into the format's last binade, a narrower tensor has nothing that is flushed.
+    narrow = FORMATS[NARROW_FORMAT]
+    least_range = math.log2(narrow.maximum / 2 / narrow.flush_limit)
+    flushed = survey.asked("flushed", is_judged & (survey.metrics["log2_range"] >= least_range))
     mask = is_judged & (flushed > limit.FLUSHED_RATIO)
     names: NDArray[np.object_] = survey.fields["tensor_name"]
     least = percent_text(limit.FLUSHED_RATIO)

@@ -43,9 +43,10 @@ def parse_placements(records: Records) -> dict[str, Placement | None]:
     Raises:
         StorageError: the store cannot be read.
     """
-    texts, firsts = np.unique(records.column("placement").astype(str), return_index=True)
+    texts = records.column("placement").tolist()
+    firsts = dict(zip(reversed(texts), range(len(texts) - 1, -1, -1), strict=True))
     found: dict[str, Placement | None] = {}
-    for text, first in zip(texts.tolist(), firsts.tolist(), strict=True):
+    for text, first in sorted(firsts.items()):
         if text == "null":
             continue
         try:
@@ -55,8 +56,24 @@ def parse_placements(records: Records) -> dict[str, Placement | None]:
     return found
 
 
+def unread_note(records: Records) -> str:
+    """The note that copies of some records are not compared, as their placements cannot be read; "" for none.
+
+    Raises:
+        StorageError: the store cannot be read.
+    """
+    unread = [text for text, placement in parse_placements(records).items() if placement is None]
+    count = int(np.isin(records.column("placement").astype(str), unread).sum()) if unread else 0
+    if not count:
+        return ""
+    of = "1 record" if count == 1 else f"{count:,} records"
+    return f"the placement of {of} cannot be read: copies of them are not compared"
+
+
 def placed_copies(records: Records, parsed: Mapping[str, Placement | None]) -> Iterator[list[int]]:
     """The places of records of one moment that are copies of one part, as their placements say; of some only one."""
+    if not any(parsed.values()):
+        return
     moments = codes_of(*(records.column(name) for name in (*_MOMENT, *SITE))).tolist()
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for place, text in enumerate(records.column("placement").tolist()):

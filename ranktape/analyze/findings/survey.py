@@ -19,7 +19,7 @@ from ranktape.analyze.engine.values import View, viewed_dtypes
 from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.identity import IDENTITY, role_of, stacks_of
 from ranktape.analyze.metrics.masks import additive_masks
-from ranktape.analyze.metrics.numbers import NUMBERS, numbers_of
+from ranktape.analyze.metrics.numbers import numbers_of
 from ranktape.storage import Records
 from ranktape.storage.format.commit import read_skipped_ranks
 from ranktape.storage.format.documents import for_each
@@ -48,6 +48,12 @@ SITE = (
 COUNTS = {name: f"overflow.{name}.count" for name in ("nan", "inf", "underflow", "zero")}
 """Counts against the limits of the type that is looked at, and the metrics that they are."""
 
+METRICS = (
+    *("elements", "absmax", "rms", "norm", "minimum", "maximum", "smallest_nonzero", "log2_range"),
+    *COUNTS.values(),
+)
+"""Metrics that findings ask of every record: no numbers that occur have to be looked at for them."""
+
 
 class Samples(NamedTuple):
     """Every sample of every record that has some: its record, its number in that, and its largest finite magnitude."""
@@ -70,12 +76,13 @@ class Survey:
     """
 
     def __init__(self, records: Records, *, view: View | None = None, engine: Engine | None = None) -> None:
-        view = view or View.COMPUTE
+        self._view, self._engine = view or View.COMPUTE, engine
+        self._field_codes: dict[str, Codes] = {}
         self.records = records
         """The selection."""
         self.fields: dict[str, NDArray[Any]] = {name: records.column(name) for name in ("source", *IDENTITY, "counter")}
         """What of the catalogue every finding may ask for."""
-        self.dtypes = np.array(viewed_dtypes(records, view=view), object)
+        self.dtypes = np.array(viewed_dtypes(records, view=self._view), object)
         """What the values were looked at as."""
         self.is_floating = _mask(self.dtypes, lambda name: dtype_row(name).is_floating or dtype_row(name).is_complex)
         """Whether the elements are real or complex floating point numbers: of others nothing is judged."""
@@ -87,7 +94,7 @@ class Survey:
         """Whether -Inf is meant in a record: it is an additive mask, or scores that one was added to."""
         self.sites = self.codes(*SITE)
         """The same number for records of one place of the model."""
-        self.roles = _roles(self.fields)
+        self.roles = self._roles()
         """The same number for records of places that differ in the layer alone."""
         self.times, self._captured = _times(self.fields)
         """Number of the captured iteration, in order of attempts and iterations."""
@@ -101,16 +108,12 @@ class Survey:
         """Whether quantised and other tensors are side by side, as in collections of several trainings."""
         self.has_many_stacks = len(stacks_of(records)) > 1
         """Whether layers are of several stacks, so that a number alone does not name one."""
-        known = numbers_of(records, view=view, engine=engine)
-        self.metrics = {name: known.column(name) for name in NUMBERS}
-        """Every one of `NUMBERS`; NaN where there is none."""
-        counted = COUNTS | {name: name for name in ("saturated", "floored", "coarse")}
-        self.counts = {name: self.metrics[metric].astype(np.int64) for name, metric in counted.items()}
+        known = numbers_of(records, METRICS, view=self._view, engine=engine)
+        self.metrics = {name: known.column(name) for name in METRICS}
+        """Every one of `METRICS`; NaN where there is none."""
+        self.counts = {name: self.metrics[metric].astype(np.int64) for name, metric in COUNTS.items()}
         self.counts["captured_inf"] = records.column("overflow.inf.count").astype(np.int64)
-        """Those of `COUNTS`; `captured_inf`: infinities before values were rounded to what was computed with;
-        `saturated`: elements that are exactly the largest number of a type without infinities; and `floored`: elements
-        whose magnitude is the smallest that is not zero, if the next one is twice as large, as on the grid of a format,
-        or there is no other; `coarse`: elements that have 4 significant bits at most, if their magnitudes differ."""
+        """Those of `COUNTS`; `captured_inf`: infinities before values were rounded to what was computed with."""
         self.samples = Samples(known.owners, known.places, known.of_samples("absmax"))
         """Samples of all records."""
 
@@ -120,7 +123,32 @@ class Survey:
 
     def codes(self, *names: str) -> Codes:
         """The same number for records that agree in those fields."""
-        return codes_of(*(self.fields[name] for name in names))
+        for name in names:
+            if name not in self._field_codes:
+                self._field_codes[name] = codes_of(self.fields[name])
+        return codes_of(*(self._field_codes[name] for name in names))
+
+    def asked(self, name: str, mask: Mask) -> Floats:
+        """One of `NUMBERS` that few records are asked for: of those in the mask, and 0 of all others.
+
+        Raises:
+            DataError: a record's bytes are missing or damaged.
+            StorageError: the store cannot be read.
+        """
+        found, places = np.zeros(len(self)), np.flatnonzero(mask)
+        if places.size:
+            known = numbers_of(self.records.take(places.tolist()), [name], view=self._view, engine=self._engine)
+            found[places] = known.column(name)
+        return found
+
+    def _roles(self) -> Codes:
+        """Places of one role have the same path but for the number of the layer; outside of the stack there is none."""
+        modules, layers = (self.fields[name] for name in ("module", "layer_idx"))
+        pairs = self.codes("module", "layer_idx")
+        _, firsts = np.unique(pairs, return_index=True)
+        roles = np.array([role_of(str(modules[first]), int(layers[first])) for first in firsts.tolist()], dtype=object)
+        others = self.codes(*(name for name in SITE if name not in {"module", "layer_idx"}))
+        return codes_of(roles[pairs], layers < 0, others)
 
     def episodes(self, mask: Mask) -> Codes:
         """For each captured iteration with a record in the mask a number, equal where none without one is between.
@@ -177,23 +205,14 @@ class Survey:
         return found
 
 
-def _roles(fields: dict[str, NDArray[Any]]) -> Codes:
-    pairs = list(zip(fields["module"].tolist(), fields["layer_idx"].tolist(), strict=True))
-    known = {pair: role_of(str(pair[0]), int(pair[1])) for pair in set(pairs)}
-    modules = np.array([known[pair] for pair in pairs], dtype=object)
-    others = (fields[name] for name in SITE if name not in {"module", "layer_idx"})
-    # What is outside of the stack is no layer of any role.
-    return codes_of(modules, fields["layer_idx"] < 0, *others)
-
-
 def _mask(names: NDArray[Any], is_so: Callable[[str], bool]) -> Mask:
     known = {name: is_so(str(name)) for name in set(names.tolist())}
-    return np.array([known[name] for name in names.tolist()], dtype=bool)
+    return np.array(list(map(known.__getitem__, names.tolist())), dtype=bool)
 
 
 def _num_ranks(sites: Codes, ranks: NDArray[Any]) -> Codes:
-    pairs = np.unique(np.column_stack((sites, ranks)), axis=0)
-    return np.bincount(pairs[:, 0].astype(np.int64), minlength=1)[sites] if len(sites) else sites
+    _, firsts = np.unique(codes_of(sites, ranks), return_index=True)
+    return np.bincount(sites[firsts], minlength=1)[sites] if len(sites) else sites
 
 
 def _times(fields: dict[str, NDArray[Any]]) -> tuple[Codes, NDArray[Any]]:
@@ -226,17 +245,36 @@ def binades(values: NDArray[Any]) -> Floats:
 
 def codes_of(*columns: NDArray[Any]) -> Codes:
     """One whole number for each row, equal where all columns are; from 0, without gaps, NaN equal to NaN."""
-    codes = np.zeros(len(columns[0]), dtype=np.int64)
+    codes, size = np.zeros(len(columns[0]), dtype=np.int64), 1
     for column in columns:
-        if column.dtype == object:
-            # Texts are not sorted, which takes longer than all else.
-            known: dict[Any, int] = {}
-            places = np.fromiter((known.setdefault(one, len(known)) for one in column.tolist()), np.int64, len(column))
-        else:
-            places = np.unique(column, return_inverse=True)[1].reshape(-1).astype(np.int64)
-        pairs = codes * (int(places.max(initial=0)) + 1) + places
-        _, codes = np.unique(pairs, return_inverse=True)
-    return codes.reshape(-1).astype(np.int64)
+        numbers = _numbers_of(column)
+        span = int(numbers.max(initial=0)) + 1
+        if size * span >= _MAX_CODE:
+            codes = np.unique(codes, return_inverse=True)[1].reshape(-1)
+            size = int(codes.max(initial=0)) + 1
+        codes, size = codes * span + numbers, size * span
+    return np.unique(codes, return_inverse=True)[1].reshape(-1).astype(np.int64)
+
+
+_MAX_CODE = 1 << 62
+_MAX_PLAIN = 1 << 20
+"""Whole numbers below it are their own codes."""
+
+
+def _numbers_of(column: NDArray[Any]) -> Codes:
+    """A whole number for each row, equal where the column is; not less than 0, in the order of numbers."""
+    if column.dtype == object:
+        # Texts are not sorted, which takes longer than all else.
+        known: dict[Any, int] = {}
+        for one in column.tolist():
+            if one not in known:
+                known[one] = len(known)
+        return np.array(list(map(known.__getitem__, column.tolist())), dtype=np.int64)
+    if column.dtype.kind in "bi" and column.size:
+        low, high = int(column.min()), int(column.max())
+        if high - low < _MAX_PLAIN:
+            return column.astype(np.int64) - low
+    return np.unique(column, return_inverse=True)[1].reshape(-1).astype(np.int64)
 
 
 def members_of(groups: Codes, *order: NDArray[Any]) -> Iterator[Codes]:

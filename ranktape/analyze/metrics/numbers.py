@@ -37,12 +37,12 @@ _MIN_NORMAL = 2.0**-1022
 _MIN_COARSE = 8
 """Magnitudes of so few bits that differ: fewer may come from a loss, as the multiples of 1/16 of a mean."""
 
-_SATURATING = {"float8_e4m3fn": "fp8_e4m3"}
+SATURATING = {"float8_e4m3fn": "fp8_e4m3"}
 """Types whose conversions end at the largest number, and the formats that say which that is."""
 
 
 def _saturated(known: Digests) -> NDArray[np.float64]:
-    names = [_SATURATING.get(dtype) for dtype in known.dtypes]
+    names = [SATURATING.get(dtype) for dtype in known.dtypes]
     largest = np.array([math.inf if name is None else FORMATS[name].maximum for name in names])
     if not np.isfinite(largest).any():
         return np.zeros(len(known))

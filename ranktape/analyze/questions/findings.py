@@ -14,6 +14,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.finding import KINDS, Finding, Severity, headline
+from ranktape.analyze.findings.replicas import unread_note
 from ranktape.analyze.identity import words
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import UsageError, nearest
@@ -151,11 +152,8 @@ def findings(
     chosen = [one for one in found if one.severity.order <= least.order and (not kinds or one.kind in kinds)]
     rest = len(found) - len(chosen)
     table = findings_table(chosen, num_records=len(records), url=records.reader.url)
-    return (
-        table
-        if not rest
-        else dataclasses.replace(table, notes=(*table.notes, f"{rest} findings more, less bad or of other kinds"))
-    )
+    more = f"{rest} findings more, less bad or of other kinds" if rest else ""
+    return dataclasses.replace(table, notes=tuple(filter(None, (*table.notes, unread_note(records), more))))
 
 
 def findings_table(found: Sequence[Finding], *, num_records: int, url: str) -> FindingsTable:

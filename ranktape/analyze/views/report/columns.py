@@ -45,11 +45,11 @@ MAX_SAMPLES = 200_000
 """Samples of all records together; of more, the records whose samples differ most are kept."""
 
 MAX_LOOKED_AT = 10_000
-"""Records of which the page has histograms, and in which formats are tried: those of findings, then one of each tensor
-of the model, then another of each."""
+"""Records of which the page has histograms: those of findings, then one of each tensor of the model, then another of
+each."""
 
-MAX_SWEPT_NBYTES = 1_000_000_000
-"""Bytes that are read to try formats: less than a minute's work."""
+MAX_TRIED, MAX_SWEPT_NBYTES = 2_000, 1_000_000_000
+"""Records in which formats are tried, the first of those, and bytes that are read for it: some seconds' work."""
 
 MAX_RECIPE_ROWS = 60
 """Modules that have a row of their own in the map of recipes; if there are more, a row is a layer."""
@@ -243,9 +243,9 @@ def usual_jobs(formats: Sequence[str]) -> list[Job]:
 
 
 def ratios_of(records: Records, rows: NDArray[np.int64], *, jobs: Sequence[Job], view: View, engine: Engine) -> Ratios:
-    """What the formats keep of the records of these rows, as far as `MAX_SWEPT_NBYTES` allows, in their order."""
+    """What the formats keep of the first of these rows, as many as `MAX_TRIED` and `MAX_SWEPT_NBYTES` allow."""
     can_sweep = np.array([is_sweepable(dtype) for dtype in records.column("dtype").tolist()], dtype=bool)
-    wanted = rows[can_sweep[rows]]
+    wanted = rows[can_sweep[rows]][:MAX_TRIED]
     kept = np.sort(wanted[np.cumsum(records.column("nbytes")[wanted]) <= MAX_SWEPT_NBYTES])
     columns = np.full((len(jobs), len(records)), math.nan)
     swept = sweep_records(records.take(kept.tolist()), [{None: jobs}] * len(kept), view=view, engine=engine)
