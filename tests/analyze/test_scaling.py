@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from ranktape.analyze.numerics.formats import FORMATS, Format, Rounding, round_to
 from ranktape.analyze.numerics.formats.kernels import constants_of, round_block
 from ranktape.analyze.numerics.histograms.histogram import count_values
-from ranktape.analyze.numerics.sweeps.kernels import BLOCK, STEP
 from ranktape.analyze.numerics.sweeps.metrics import levels_of
 from ranktape.analyze.numerics.sweeps.sums import (
     CHUNK,
+    LANES,
     SUMS,
     Sums,
     scale_of,
@@ -177,7 +177,7 @@ def test_any_bits_and_any_layout(data: st.DataObject, name: str, target: Format)
     assert found.num_finite == finite.size
 
 
-@pytest.mark.parametrize("size", [1, STEP - 1, STEP, BLOCK - 1, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1])
+@pytest.mark.parametrize("size", [1, LANES - 1, LANES, LANES + 1, CHUNK - 1, CHUNK, CHUNK + 1])
 def test_values_and_histogram_agree_at_every_size(size: int) -> None:
     array = np.random.default_rng(size).standard_normal(size).astype(ml_dtypes.bfloat16)
     exponents, target = np.linspace(-9, 1, 5), FORMATS["fp8_e4m3"]

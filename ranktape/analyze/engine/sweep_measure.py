@@ -35,7 +35,7 @@ from ranktape.analyze.numerics.histograms.block_tables import CUTS
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
 from ranktape.analyze.numerics.quantization.schemes import Scheme
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
-from ranktape.analyze.numerics.sweeps.population import population_of_histogram
+from ranktape.analyze.numerics.sweeps.sums import population_of_histogram
 from ranktape.analyze.numerics.sweeps.sweep import MAX_CELLS, ScaleSweep, sweep_schemes
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.storage import Record, Records

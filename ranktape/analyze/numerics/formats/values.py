@@ -40,6 +40,9 @@ HYBRID_BITS = {"float32": 14, "float16": 2, "bfloat16": 2}
 _FIELD_SHIFT, _ONE_FIELD = 52, 1023
 """Of a float64: the bits below its exponent field, and the exponent field of 1.0."""
 
+_EXPONENT_MASK, _ONE_BITS = 0x7FF << _FIELD_SHIFT, _ONE_FIELD << _FIELD_SHIFT
+"""The exponent field of a float64, and the bits of 1.0."""
+
 _HALF = 0.5
 """Of a step: from here on the value above is nearer."""
 
@@ -125,29 +128,50 @@ def round_magnitudes(
     if element.name == "fp64":
         return magnitudes
     xp = namespace(magnitudes)
-    step = float(np.ldexp(1.0, element.unit_exponent(element.emax)))
-    bounded = xp.clip(magnitudes, None, element.maximum + 2 * step)
-    exponent = (bounded.view(xp.int64) >> _FIELD_SHIFT) - _ONE_FIELD
-    exponent = xp.clip(exponent, element.lowest_exponent, element.emax)
-    unit_exponent = exponent - element.mantissa_bits
-    for limit in element.taper:
-        unit_exponent += xp.abs(exponent) > limit
-    # In units of the last place every value of the format is an integer, and powers of two scale exactly.
-    in_units = bounded * powers_of_two(-unit_exponent)
+    bounded = xp.clip(magnitudes, None, element.maximum + 2 * float(np.ldexp(1.0, element.unit_exponent(element.emax))))
+    steps, field = _steps(bounded, element)
+    nearest = bounded + steps
+    nearest -= steps
     if rounding is Rounding.EVEN:
-        whole = xp.round(in_units)
-    else:
-        whole = xp.floor(in_units)
-        passed = in_units - whole
-        if rounding is Rounding.AWAY:
-            whole += passed >= _HALF
-        elif rounding is Rounding.STOCHASTIC:
-            whole += uniforms_at(places, seed=seed) < passed
-        elif rounding is Rounding.HYBRID:
-            whole += _is_up(passed, magnitudes, source=source, exponent=exponent, element=element)
-            # Beyond the largest value it rounds away, whatever the bits say.
-            whole = xp.where(magnitudes >= element.overflow_start_of(Rounding.AWAY), 2 * bounded, whole)
-    return whole * powers_of_two(unit_exponent)
+        return nearest
+    step = steps * 2.0**-52
+    below = nearest - (nearest > bounded) * step
+    if rounding is Rounding.FLOOR:
+        return below
+    passed = (bounded - below) / step
+    if rounding is Rounding.AWAY:
+        return below + (passed >= _HALF) * step
+    if rounding is Rounding.STOCHASTIC:
+        return below + (uniforms_at(places, seed=seed) < passed) * step
+    found = below + _is_up(passed, magnitudes, source=source, field=field, element=element) * step
+    # Beyond the largest value it rounds away, whatever the bits say.
+    return xp.where(magnitudes >= element.overflow_start_of(Rounding.AWAY), 2 * bounded, found)
+
+
+def above_of(magnitudes: Any, below: Any, *, element: Format) -> tuple[Any, Any]:
+    """The values above float64 magnitudes that round down to `below`, and the part of the step that these have passed.
+
+    What is beyond the largest value has passed nothing.
+    """
+    bounded = namespace(magnitudes).clip(magnitudes, None, element.maximum)
+    step = _steps(bounded, element)[0] * 2.0**-52
+    passed = (bounded - below) / step
+    return below + (passed > 0) * step, passed
+
+
+def _steps(bounded: Any, element: Format) -> tuple[Any, Any]:
+    """2**52 steps of the format around magnitudes, and the exponent fields, in their place, that they follow from.
+
+    They leave no bits for a fraction of a step: float64 itself rounds their sum with a magnitude to the nearest step,
+    ties to even, and taking them away again is exact.
+    """
+    xp = namespace(bounded)
+    lowest = (element.lowest_exponent + _ONE_FIELD) << _FIELD_SHIFT
+    field = xp.clip(bounded.view(xp.int64) & _EXPONENT_MASK, lowest, None)
+    raised = field + ((_FIELD_SHIFT - element.mantissa_bits) << _FIELD_SHIFT)
+    for limit in element.taper:
+        raised += (xp.abs(field - _ONE_BITS) > limit << _FIELD_SHIFT) * (1 << _FIELD_SHIFT)
+    return raised.view(xp.float64), field
 
 
 def powers_of_two(exponents: Any) -> Any:
@@ -155,7 +179,7 @@ def powers_of_two(exponents: Any) -> Any:
     return ((exponents + _ONE_FIELD) << _FIELD_SHIFT).view(namespace(exponents).float64)
 
 
-def _is_up(passed: Any, magnitudes: Any, *, source: Any, exponent: Any, element: Format) -> Any:
+def _is_up(passed: Any, magnitudes: Any, *, source: Any, field: Any, element: Format) -> Any:
     """What hybrid rounding rounds up: by half a step where HiF8 has all its significand bits, elsewhere by the bits.
 
     Those are the first of the discarded bits and the last ones of the significand; of the 16-bit types the last one
@@ -173,7 +197,8 @@ def _is_up(passed: Any, magnitudes: Any, *, source: Any, exponent: Any, element:
     thresholds = bits & ((1 << num_bits) - 1) if is_wide else (bits & 1) * 2 + 1
     is_reached = xp.floor(passed * (1 << num_bits)) >= thresholds
     is_reached &= magnitudes >= _HALF * float(np.ldexp(1.0, element.lowest_exponent))
-    return xp.where(xp.abs(exponent) <= element.taper[0], passed >= _HALF, is_reached)
+    has_all_bits = xp.abs(field - _ONE_BITS) <= element.taper[0] << _FIELD_SHIFT
+    return xp.where(has_all_bits, passed >= _HALF, is_reached)
 
 
 def parse_rounding(rounding: Rounding | str | None, *, target: Format, seed: int | None) -> Rounding:

@@ -25,13 +25,11 @@ from ranktape.analyze.numerics.quantization.schemes import Scheme
 from ranktape.analyze.numerics.sweeps.legacy import check_legacy, legacy_histogram, legacy_levels, legacy_note
 from ranktape.analyze.numerics.sweeps.metrics import Level, levels_of, settled
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve_all
-from ranktape.analyze.numerics.sweeps.population import (
+from ranktape.analyze.numerics.sweeps.sums import (
     Population,
     population_of_blocks,
     population_of_histogram,
     population_of_values,
-)
-from ranktape.analyze.numerics.sweeps.sums import (
     sums_of_blocks,
     sums_of_groups,
     sums_of_pairs,
