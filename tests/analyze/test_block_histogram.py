@@ -10,11 +10,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ranktape.analyze.numerics import pieces as pieces_module
 from ranktape.analyze.numerics.formats import FORMATS
-from ranktape.analyze.numerics.histograms import block_tables
+from ranktape.analyze.numerics.histograms import block_histogram
 from ranktape.analyze.numerics.histograms.block_counts import CUT_UNITS
-from ranktape.analyze.numerics.histograms.block_histogram import APART, BlockHistogram, count_blocks, count_few_cells
-from ranktape.analyze.numerics.histograms.block_tables import CUTS
+from ranktape.analyze.numerics.histograms.block_histogram import (
+    APART,
+    CUTS,
+    BlockHistogram,
+    count_blocks,
+    count_few_cells,
+)
 from ranktape.analyze.numerics.histograms.histogram import count_values
 from ranktape.analyze.numerics.quantization.schemes import ScaleRule, scale_exponents
 from ranktape.errors import UsageError
@@ -171,17 +177,16 @@ def test_large_arrays_agree_with_numpy_for_any_number_of_threads(shape_and_axis:
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_few_tables_count_as_many_do(monkeypatch: pytest.MonkeyPatch, axis: int) -> None:
+def test_several_tables_count_as_one_does(monkeypatch: pytest.MonkeyPatch, axis: int) -> None:
     rng = np.random.default_rng(6)
     with np.errstate(over="ignore"):
         array = (mixed((320, 256)).astype(np.float32) * 2.0 ** rng.integers(-100, 100, (320, 1))).astype(
             ml_dtypes.bfloat16
         )
     expected = parts_of(count_blocks(array, axis=axis))
-    monkeypatch.setattr(block_tables, "NUM_TABLES", 3)
-    assert parts_of(count_blocks(array, axis=axis, threads=1)) == expected
-    # Before counts of 32 bits could overflow, they are put away.
-    monkeypatch.setattr(block_tables, "_MAX_COUNTED", 5000)
+    # Counts have 32 bits: more elements are counted in several tables.
+    monkeypatch.setattr(pieces_module, "PIECE", 2000)
+    monkeypatch.setattr(block_histogram, "_MAX_COUNTED", 5000)
     assert parts_of(count_blocks(array, axis=axis, threads=1)) == expected
 
 
@@ -253,9 +258,7 @@ def test_single_values_are_counted_by_any_number_of_threads(dtype: str, threads:
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_too_many_cells_are_none_whatever_the_threads(monkeypatch: pytest.MonkeyPatch, axis: int, threads: int) -> None:
-    # Small tables and pieces, so that the limit is met in the middle, and by one thread before the other.
-    monkeypatch.setattr(block_tables, "NUM_TABLES", 10)
+def test_too_many_cells_are_none_whatever_the_threads(axis: int, threads: int) -> None:
     array = every_pattern("bfloat16").reshape(256, 256)
     counted = count_blocks(array, axis=axis, block_size=8)
 

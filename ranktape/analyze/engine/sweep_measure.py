@@ -30,8 +30,7 @@ from ranktape.analyze.engine.values import (
     viewed_dtypes,
 )
 from ranktape.analyze.numerics.digest import Digest
-from ranktape.analyze.numerics.histograms.block_histogram import APART, CELLS, BlockHistogram, count_few_cells
-from ranktape.analyze.numerics.histograms.block_tables import CUTS
+from ranktape.analyze.numerics.histograms.block_histogram import APART, CELLS, CUTS, BlockHistogram, count_few_cells
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
 from ranktape.analyze.numerics.quantization.schemes import Scheme
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions

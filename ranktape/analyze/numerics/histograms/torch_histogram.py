@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.numerics.histograms.block_counts import NUM_MAGNITUDES
-from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram, histogram_of
-from ranktape.analyze.numerics.histograms.block_tables import Counted, rows_of
+from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram, Counted, histogram_of, rows_of
 from ranktape.analyze.numerics.histograms.histogram import Histogram
 from ranktape.analyze.numerics.pieces import boxes, grouped_shape
 from ranktape.errors import UsageError

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ranktape.analyze.numerics.formats import Format, Rounding
 from ranktape.analyze.numerics.formats.kernels import constants_of, round_block
 from ranktape.analyze.numerics.formats.values import above_of, powers_of_two
+from ranktape.analyze.numerics.histograms.block_counts import NUM_MAGNITUDES
 from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram
 from ranktape.analyze.numerics.histograms.histogram import AnyArray, Histogram, own_limits, pattern_values, scan
 from ranktape.analyze.numerics.kernels import compiled
@@ -30,7 +31,6 @@ from ranktape.analyze.numerics.quantization.plan import QuantizePlan
 from ranktape.analyze.numerics.quantization.scales import factors_of, group_scales, is_divided
 from ranktape.analyze.numerics.quantization.schemes import ScaleRule, Scaling, Scheme
 from ranktape.analyze.numerics.sweeps.options import SweepOptions
-from ranktape.storage.format.block_counts import NUM_MAGNITUDES
 
 CHUNK = 1 << 15
 """Values whose sums are added up apart, by one thread: what is computed of them stays in a cache."""
