@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zarr
 
 from ranktape.analyze.numerics.histograms.histogram import measure
-from ranktape.storage import Records, Run, open_run
+from ranktape.storage import Record, Records, Run, open_run, register
 from ranktape.storage.format.attempt import Attempt, Launch
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.dtypes import dtype_name
@@ -103,3 +104,9 @@ def complete(backend: Backend, attempt: Attempt, writers: Iterable[RankWriter], 
         writer.commit(iteration, expected=[], silent_sites={})
     finish_iteration(backend, attempt=attempt, iteration=iteration)
     return open_run(backend.url).select()
+
+
+def zarr_array(record: Record) -> zarr.Array[Any]:
+    """The array that holds a record of a run in a directory, as plain Zarr opens it."""
+    register()
+    return zarr.open_array(f"{record.reader.url}/{record.location.array_path}", mode="r")

@@ -452,11 +452,9 @@ def test_a_run_is_opened_without_what_files_need(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_files_have_no_zarr_array_and_no_samples_of_their_own(tmp_path: Path) -> None:
+def test_files_have_no_samples_of_their_own(tmp_path: Path) -> None:
     legacy_file(tmp_path, torch.zeros(2, 3))
     record = open_folder(tmp_path).select()[0]
-    with pytest.raises(UsageError, match=r"is a \.pt file, not a Zarr array"):
-        _ = record.array
     with pytest.raises(UsageError, match="has no dimension of samples"):
         record.read(sample=0)
     assert isinstance(record.info, RecordInfo)

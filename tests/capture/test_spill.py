@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +160,7 @@ def test_what_the_directory_has_no_room_for_fails_and_leaves_nothing_there(
     spill = bench.storer.spill.backend
     put = spill.put
 
-    def refuse_large(key: str, parts: Sequence[Buffer]) -> None:
+    def refuse_large(key: str, parts: Iterable[Buffer]) -> None:
         if "/c." in key and "catalogue" not in key:
             raise NoSpaceError(f"cannot write {spill.url}/{key}: No space left on device")
         put(key, parts)

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class Moody(LocalBackend):
         self.error: type[StorageError] | None = None
         self.slowness_seconds = 0.0
 
-    def put(self, key: str, parts: Sequence[Buffer]) -> None:
+    def put(self, key: str, parts: Iterable[Buffer]) -> None:
         self._refuse()
         time.sleep(self.slowness_seconds)
         super().put(key, parts)
@@ -239,7 +239,7 @@ def test_a_commit_whose_marker_was_refused_counts_all_the_same(make: Callable[..
     bench = make(block_timeout_seconds=0.3)
     put = bench.store.put
 
-    def refuse_markers(key: str, parts: Sequence[Buffer]) -> None:
+    def refuse_markers(key: str, parts: Iterable[Buffer]) -> None:
         if ".committed" in key and bench.store.error is not None:
             raise bench.store.error("no marker now")
         put(key, parts)

@@ -14,15 +14,12 @@ import traceback
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
-import zarr
 
 from ranktape.errors import ObjectTooLargeError, StorageError
 from ranktape.storage.places.backend import Backend
-from ranktape.storage.places.zarr_store import BackendStore
 
 
 class BackendTests:
@@ -134,19 +131,6 @@ class BackendTests:
         backend.put("ab", [b"."])
         backend.delete("a")
         assert backend.list_keys("") == ["ab"]
-
-    def test_zarr_reads_through_it(self, backend: Backend) -> None:
-        values = np.arange(6, dtype=np.int32).reshape(2, 3)
-        memory: dict[str, Any] = {}
-        group = zarr.create_group(memory)
-        group.create_array("x", shape=(4, 3), chunks=(2, 3), shards=(4, 3), dtype="int32")[:2] = values
-        for key, value in memory.items():
-            backend.put(key, [value.to_bytes()])
-        opened = zarr.open_group(BackendStore(backend), mode="r")
-        assert list(opened.array_keys()) == ["x"]
-        np.testing.assert_array_equal(opened["x"][:2], values)  # type: ignore[index]
-        with pytest.raises(ValueError, match="read"):
-            opened.create_array("y", shape=(1,), dtype="int32")
 
     @pytest.mark.parametrize(
         ("key", "match"),

@@ -37,7 +37,7 @@ from ranktape.storage.places.urls import open_backend
 from ranktape.storage.records.reader import RunReader
 from ranktape.storage.records.record import Location, Record
 from tests import strategies
-from tests.runs import describe
+from tests.runs import describe, zarr_array
 
 tensorstore = pytest.importorskip("tensorstore")
 
@@ -107,14 +107,14 @@ def test_every_dtype_and_shape_comes_back_from_a_stack(
         assert values.shape == array.shape
         assert strategies.raw_bytes(values) == strategies.raw_bytes(expected)
         # The slow twin: zarr reads the whole stack.
-        twin = np.asarray(record.array[record.location.index])
+        twin = np.asarray(zarr_array(record)[record.location.index])
         assert strategies.raw_bytes(twin) == strategies.raw_bytes(expected)
 
 
 def test_a_stack_names_every_tensor_in_it(tmp_path: Path) -> None:
     arrays = [np.full((2, 3), value, np.float32) for value in (1, 2, 3)]
     records = store_stack(tmp_path, arrays, sample_dim=0, layout="BT")
-    attributes: Any = dict(records[0].array.attrs)
+    attributes: Any = dict(zarr_array(records[0]).attrs)
     assert attributes["common"]["module"] == "layers.0.query"
     assert [capture["call"] for capture in attributes["captures"]] == [0, 1, 2]
     rebuilt = [RecordInfo.from_json({**attributes["common"], **capture}) for capture in attributes["captures"]]
@@ -155,7 +155,8 @@ def test_zarr_and_we_read_what_is_packed(tmp_path: Path, name: str, compression:
     record = store(tmp_path, array, compression)
     document = json.loads((tmp_path / "g" / "x" / "zarr.json").read_text())
     assert document["codecs"][1]["name"] == compression.value
-    assert strategies.raw_bytes(np.asarray(record.array[:])) == strategies.raw_bytes(record.read()) == array.tobytes()
+    opened = np.asarray(zarr_array(record)[:])
+    assert strategies.raw_bytes(opened) == strategies.raw_bytes(record.read()) == array.tobytes()
     assert (tmp_path / "g/x/c.0.0").stat().st_size < array.nbytes / 2
 
 
@@ -191,8 +192,9 @@ def test_large_samples_are_chunks_of_their_own(tmp_path: Path, name: str, sample
     array = random_array(name, 3, 5, 1024)
     record = store(tmp_path, array, sample_dim=sample_dim)
     expected = array.shape if sample_dim is None else tuple(np.where(np.arange(3) == sample_dim, 1, array.shape))
-    assert (record.array.shards or record.array.chunks) == array.shape
-    assert record.array.chunks == expected
+    opened = zarr_array(record)
+    assert (opened.shards or opened.chunks) == array.shape
+    assert opened.chunks == expected
     assert strategies.raw_bytes(record.read()) == array.tobytes()
     if sample_dim is not None:
         assert strategies.raw_bytes(record.read(sample=2)) == strategies.raw_bytes(array.take(2, sample_dim))
@@ -233,7 +235,7 @@ def test_large_objects_are_read_in_pieces(
 
 def test_small_samples_share_a_chunk(tmp_path: Path) -> None:
     array = np.zeros((64, MIN_SAMPLE_NBYTES // 4 - 1), dtype=np.float32)
-    assert store(tmp_path, array, sample_dim=0).array.chunks == array.shape
+    assert zarr_array(store(tmp_path, array, sample_dim=0)).chunks == array.shape
 
 
 def test_an_empty_tensor_has_no_object(tmp_path: Path) -> None:

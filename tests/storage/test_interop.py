@@ -13,7 +13,7 @@ import zarr
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.records.record import Record
 from ranktape.storage.records.run import open_run
-from tests.runs import describe, write_run
+from tests.runs import describe, write_run, zarr_array
 from tests.storage.test_zarr_types import NOT_IN_TENSORSTORE
 from tests.strategies import raw_bytes
 
@@ -121,6 +121,6 @@ def test_tensorstore_reads_every_array(folder: Path, records: list[Record]) -> N
 
 
 def test_all_kinds_of_arrays_were_there(records: list[Record]) -> None:
-    sharded = {record.array.shards is not None for record in records if not record.location.stack}
+    sharded = {zarr_array(record).shards is not None for record in records if not record.location.stack}
     assert sharded == {True, False}
     assert any(record.location.stack for record in records)

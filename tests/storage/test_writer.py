@@ -6,7 +6,7 @@ import json
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ class Meeting(LocalBackend):
         self.side_by_side = [0]
         self.lock = threading.Lock()
 
-    def put(self, key: str, parts: Sequence[Buffer]) -> None:
+    def put(self, key: str, parts: Iterable[Buffer]) -> None:
         if "/stack_" in key and not key.endswith("zarr.json"):
             with self.lock:
                 self.side_by_side.append(self.side_by_side[-1] + 1)

@@ -217,14 +217,6 @@ class FileTable:
         """
         return split(self.read(record, sample=None), sample_dim=record.sample_dim)
 
-    def open_array(self, path: str) -> Any:
-        """Nothing.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(f"{self.url}/{path} is a .pt file, not a Zarr array: use read(), or 'ranktape import'")
-
     def siblings(self, record: Record) -> Any:
         """Nothing.
 

@@ -34,8 +34,6 @@ from ranktape.storage.format.record_info import RUN, Compression
 from ranktape.storage.places.backend import Backend, ForwardingBackend, Result
 
 if TYPE_CHECKING:
-    import zarr
-
     from ranktape.storage.records.record import Record
     from ranktape.storage.records.records import Records
 
@@ -96,12 +94,11 @@ class RecentObjects(ForwardingBackend):
 
 
 class RunReader:
-    """What the records of a run share: its backend, the documents of arrays, and a Zarr store once it is asked for."""
+    """What the records of a run share: its backend, and the documents of arrays."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.url = backend.url
-        self._store: Any = None
         self._stored = functools.lru_cache(_NUM_DOCUMENTS)(self._open)
         self._objects = RecentObjects(backend)
         self._catalogue = functools.lru_cache(_NUM_CATALOGUES)(functools.partial(open_catalogue, backend))
@@ -186,21 +183,6 @@ class RunReader:
         if stored.cut_axis == 0:
             whole = combine(crcs, part_nbytes=stored.chunk_nbytes)
             self._expect(record, crc_text(whole), record.info.checksum)
-
-    def open_array(self, path: str) -> zarr.Array[Any]:
-        """The Zarr array at a path below the run; no value is read."""
-        import zarr
-
-        from ranktape.storage.format.zarr_floats import register
-        from ranktape.storage.places.zarr_store import BackendStore
-
-        register()
-        if self._store is None:
-            self._store = BackendStore(self.backend)
-        try:
-            return zarr.open_array(self._store, path=path, mode="r", zarr_format=3)
-        except (FileNotFoundError, KeyError) as error:
-            raise DataError(f"{self.url}/{path} is committed, but its document is missing") from error
 
     def siblings(self, record: Record) -> Records:
         """What all ranks recorded at the place of a record, in its iteration and attempt.

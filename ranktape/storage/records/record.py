@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     import xarray
-    import zarr
 
     from ranktape.storage.records.assemble import GlobalView
 
@@ -41,10 +40,6 @@ class RecordReader(RecordOrigin, Protocol):
 
     def parts(self, record: Record) -> Iterator[np.ndarray[Any, Any]]:
         """The values of a record, a part after the other."""
-        ...
-
-    def open_array(self, path: str) -> zarr.Array[Any]:
-        """The Zarr array at a path."""
         ...
 
     def siblings(self, record: Record) -> Iterable[Record]:
@@ -117,15 +112,6 @@ class Record(_Fields):
     def path(self) -> str:
         """The record's name below the run; the path of its array, where it has one of its own."""
         return f"{self.location.group}/{self.location.site}"
-
-    @property
-    def array(self) -> zarr.Array[Any]:
-        """The Zarr array that holds the values: its own, or one of many records, where it is at `location.index`.
-
-        What is read through it is not compared with the record's checksum, and zarr gives zeros for an
-        object that was lost: `read` tells.
-        """
-        return self._reader.open_array(self.location.array_path)
 
     def read(self, sample: int | None = None) -> np.ndarray[Any, Any]:
         """The values as numpy array of the captured dtype (from ml_dtypes where numpy has none).
