@@ -27,8 +27,8 @@ import numpy as np
 from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli as analyze
+from ranktape.analyze.engine.metrics import METRICS
 from ranktape.analyze.legacy import export_records
-from ranktape.analyze.metrics.metric import METRICS
 from ranktape.analyze.table import Kind
 from ranktape.fields import FieldKind
 from ranktape.launch.control import ControlReply

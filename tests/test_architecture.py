@@ -81,7 +81,7 @@ HOMELESS_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "misc"
 
 ROOMS = {
     "storage": ("places", "query", "format", "records", "recording", "maintenance"),
-    "analyze": ("numerics", "engine", "comparison", "replays", "metrics", "questions", "findings", "views"),
+    "analyze": ("numerics", "engine", "comparison", "replays", "questions", "findings", "views"),
 }
 """Folders inside a folder; each may import those before it."""
 

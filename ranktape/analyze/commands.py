@@ -15,8 +15,8 @@ from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.engine.target import Target
     from ranktape.analyze.engine.values import View
-    from ranktape.analyze.metrics.target import Target
     from ranktape.analyze.numerics.recipes.recipe import Recipe
     from ranktape.analyze.views.plots.table import Plot
 
@@ -146,7 +146,7 @@ def _parse_recipes(texts: Sequence[str], wanted: Sequence[Plot], *, is_all: bool
 
 def _parse_target(name: str | None) -> Target | None:
     """The format whose limits count, if it has no blocks, and its scale; None for those of the captured dtype."""
-    from ranktape.analyze.metrics.target import one_target
+    from ranktape.analyze.engine.target import one_target
     from ranktape.analyze.numerics.quantization.schemes import Scaling, parse_scheme
 
     if name is not None and "," not in name:

@@ -7,14 +7,16 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ranktape.analyze.table import Cells, Coded, Column, Kind, Rows, number_cells
+from ranktape.analyze.table import Cells, Coded, Column, Kind, TableRows, number_cells
 from ranktape.fields import INT_FIELDS, OPTIONAL_INT_FIELDS, SAMPLE, field_names
 from ranktape.storage.format.record_info import is_one_sample
-from ranktape.storage.query.columns import StringColumn
+from ranktape.storage.query.columns import StringColumn, equal_rows
 from ranktape.storage.records.records import SOURCE
 
 if TYPE_CHECKING:
@@ -111,7 +113,7 @@ def identity_cells(records: Records) -> list[Cells]:
 
 def identity_rows(records: Records) -> list[tuple[Any, ...]]:
     """The same row by row."""
-    return list(Rows(identity_cells(records), size=len(records)))
+    return list(TableRows(identity_cells(records), size=len(records)))
 
 
 def cells_of_field(records: Records, field: str) -> Cells:
@@ -173,6 +175,74 @@ def with_stacks(by: Sequence[str], *selections: Records) -> tuple[str, ...]:
     place = list(by).index("layer_idx")
     has_stacks = len({stack for records in selections for stack in stacks_of(records)}) > 1
     return (*sources, *by[:place], *(["layer_stack"] if has_stacks else []), *by[place:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Records in groups of equal values of some fields, sorted by them, or each record for itself."""
+
+    fields: tuple[str, ...] = ()
+    """The fields that are grouped by."""
+    columns: tuple[Column, ...] = ()
+    """The columns that say which group or record a row of a table is of."""
+    heads: TableRows = field(default_factory=lambda: TableRows([]))
+    """What those hold, for each group."""
+    keys: tuple[dict[str, Any], ...]
+    """The values of the fields, for each group."""
+    sizes: tuple[int, ...]
+    """Records in each group."""
+    numbers: NDArray[np.int64]
+    """For each record the place of its group in `keys`."""
+
+
+def group_records(records: Records, *, by: Sequence[str]) -> Groups:
+    """The groups of a selection, in the order of `Records.group_by`; one of all records without fields.
+
+    Where records are of several stacks, `layer_stack` comes before `layer_idx`.
+
+    Raises:
+        UnknownFieldError: records have no such field.
+    """
+    fields = with_stacks(by, records)
+    keys: tuple[dict[str, Any], ...] = ({},)
+    sizes: tuple[int, ...] = (len(records),)
+    numbers = np.zeros(len(records), dtype=np.int64)
+    if fields:
+        for name in fields:
+            records.column(name)  # refuses what is no field
+        groups = equal_rows([records.stored(name) for name in fields])
+        for number, (_, rows) in enumerate(groups):
+            numbers[rows] = number
+        keys = tuple(dict(zip(fields, key, strict=True)) for key, _ in groups)
+        sizes = tuple(len(rows) for _, rows in groups)
+    columns = group_columns(fields)
+    heads = [group_row(key, num_records=size) for key, size in zip(keys, sizes, strict=True)]
+    return Groups(
+        fields=fields,
+        columns=columns,
+        heads=TableRows.of(heads, width=len(columns)),
+        keys=keys,
+        sizes=sizes,
+        numbers=numbers,
+    )
+
+
+def row_groups(records: Records, *, by: Sequence[str]) -> Groups:
+    """As `group_records`; without fields each record is a group of its own.
+
+    Raises:
+        UnknownFieldError: records have no such field.
+    """
+    if by:
+        return group_records(records, by=by)
+    count = len(records)
+    return Groups(
+        columns=identity_columns(records),
+        heads=TableRows(identity_cells(records), size=count),
+        keys=({},) * count,
+        sizes=(1,) * count,
+        numbers=np.arange(count),
+    )
 
 
 def short_names(stacks: Sequence[str]) -> dict[str, str]:

@@ -128,7 +128,7 @@ def alternate(columns: Sequence[Cells]) -> Cells:
     return [value for row in zip(*map(values_of, columns), strict=True) for value in row]
 
 
-class Rows(Sequence[tuple[Any, ...]]):
+class TableRows(Sequence[tuple[Any, ...]]):
     """The rows of a table, which holds them as columns: a row is made when it is asked for."""
 
     __slots__ = ("_size", "columns")
@@ -140,9 +140,9 @@ class Rows(Sequence[tuple[Any, ...]]):
         assert all(_size_of(one) == self._size for one in self.columns), "a column does not fit the others"
 
     @classmethod
-    def of(cls, rows: Iterable[Sequence[Any]], *, width: int) -> Rows:
+    def of(cls, rows: Iterable[Sequence[Any]], *, width: int) -> TableRows:
         """The rows of so many values each."""
-        if isinstance(rows, Rows):
+        if isinstance(rows, TableRows):
             assert len(rows.columns) == width, "rows do not fit the columns"
             return rows
         several = tuple(rows)
@@ -156,9 +156,9 @@ class Rows(Sequence[tuple[Any, ...]]):
     def __getitem__(self, index: int) -> tuple[Any, ...]: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Rows: ...
+    def __getitem__(self, index: slice) -> TableRows: ...
 
-    def __getitem__(self, index: int | slice) -> tuple[Any, ...] | Rows:
+    def __getitem__(self, index: int | slice) -> tuple[Any, ...] | TableRows:
         if isinstance(index, slice):
             return self.take(index)
         place = range(self._size)[index]
@@ -170,15 +170,15 @@ class Rows(Sequence[tuple[Any, ...]]):
         return zip(*map(values_of, self.columns), strict=True)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Rows | tuple) and tuple(self) == tuple(other)
+        return isinstance(other, TableRows | tuple) and tuple(self) == tuple(other)
 
     __hash__ = None  # type: ignore[assignment]  # values may be lists
 
-    def take(self, rows: Sequence[int] | NDArray[np.int64] | slice) -> Rows:
+    def take(self, rows: Sequence[int] | NDArray[np.int64] | slice) -> TableRows:
         """Some of the rows, in the order given."""
         chosen = rows if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64)
         size = len(range(self._size)[chosen]) if isinstance(chosen, slice) else len(chosen)
-        return Rows([take_cells(one, chosen) for one in self.columns], size=size)
+        return TableRows([take_cells(one, chosen) for one in self.columns], size=size)
 
 
 def _size_of(cells: Cells) -> int:
@@ -199,7 +199,7 @@ class Table:
     columns: tuple[Column, ...]
     """The columns, in order."""
     rows: Sequence[tuple[Any, ...]]
-    """One value for each column; a table holds them as `Rows`."""
+    """One value for each column; a table holds them as `TableRows`."""
     notes: tuple[str, ...] = ()
     """What a reader must know, one line each."""
     worst_first: Callable[[Table], Table] | None = field(default=None, compare=False)
@@ -213,12 +213,12 @@ class Table:
 
     def __post_init__(self) -> None:
         """Every row has one value for each column."""
-        object.__setattr__(self, "rows", Rows.of(self.rows, width=len(self.columns)))
+        object.__setattr__(self, "rows", TableRows.of(self.rows, width=len(self.columns)))
 
     @property
-    def cells(self) -> Rows:
+    def cells(self) -> TableRows:
         """The rows, as what they are."""
-        return cast("Rows", self.rows)
+        return cast("TableRows", self.rows)
 
     def column(self, name: str) -> list[Any]:
         """The values of one column, from the first row to the last.
@@ -636,7 +636,7 @@ _MAX_TEXTS = 256
 """Neighbouring columns of up to so many different texts each are written as one."""
 
 
-def _rows_text(names: Sequence[str], rows: Rows) -> str:
+def _rows_text(names: Sequence[str], rows: TableRows) -> str:
     """Rows as `json.dumps` writes them within a list within a dictionary, with two spaces for each level.
 
     Each different text is made once, also of neighbouring columns together: one row after the other takes ten times as

@@ -7,19 +7,21 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ranktape.analyze.command import describe
 from ranktape.analyze.console import say, say_json
 from ranktape.analyze.options import Selection
-from ranktape.analyze.table import Table
 from ranktape.errors import CheckFoundError, UsageError
 from ranktape.storage.places.backend import without_credentials
 from ranktape.storage.places.failures import printable
 from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.places.urls import open_backend, parse_storage_options
+
+if TYPE_CHECKING:
+    from ranktape.analyze.table import Table
 
 
 def read_options(text: str | None) -> dict[str, Any] | None:

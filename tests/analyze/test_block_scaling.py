@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranktape.analyze.metrics.target import is_sweepable
+from ranktape.analyze.engine.target import is_sweepable
 from ranktape.analyze.numerics.formats import FORMATS, Rounding
 from ranktape.analyze.numerics.histograms.block_histogram import count_blocks
 from ranktape.analyze.numerics.quantization.quantizer import quantize

@@ -22,12 +22,12 @@ from ranktape.analyze import (
 )
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.target import one_target
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.finding import Severity, finding_of
 from ranktape.analyze.findings.survey import Survey
 from ranktape.analyze.identity import layer_places, short_names, with_stacks
-from ranktape.analyze.metrics.target import one_target
 from ranktape.analyze.table import Table
 from ranktape.analyze.views.plots.data import PlotData
 from ranktape.analyze.views.plots.heat_maps import grid_of, layer_names

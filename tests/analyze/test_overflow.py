@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ranktape.analyze import View, overflow
-from ranktape.analyze.metrics.target import largest_value
+from ranktape.analyze.engine.target import largest_value
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.errors import DataError, UnknownFieldError, UsageError
 from ranktape.storage import Run

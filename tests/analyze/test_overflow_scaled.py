@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from ranktape.analyze import View, overflow
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.metrics.target import parse_targets, tells_apart
+from ranktape.analyze.engine.target import parse_targets, tells_apart
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.numerics.quantization.quantizer import quantize
 from ranktape.errors import UsageError

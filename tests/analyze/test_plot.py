@@ -11,8 +11,8 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from ranktape.analyze import overflow
+from ranktape.analyze.engine.target import one_target
 from ranktape.analyze.legacy.plots import draw_panels
-from ranktape.analyze.metrics.target import one_target
 from ranktape.analyze.views.plots.axes import scale_shares
 from ranktape.analyze.views.plots.data import PlotData
 from ranktape.analyze.views.plots.style import Page

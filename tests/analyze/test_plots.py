@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from matplotlib.container import BarContainer
 
-from ranktape.analyze.metrics.target import one_target
+from ranktape.analyze.engine.target import one_target
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.views.plots import bars
 from ranktape.analyze.views.plots.bars import ratio_counts, read_pairs

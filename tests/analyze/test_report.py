@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.numbers import RecordNumbers
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.finding import Finding, Severity
 from ranktape.analyze.identity import natural
-from ranktape.analyze.metrics.numbers import RecordNumbers
 from ranktape.analyze.numerics.digest import SAMPLE_METRICS as KNOWN_OF_SAMPLES
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array
 from ranktape.analyze.views.report import columns

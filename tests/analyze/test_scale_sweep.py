@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranktape.analyze.metrics.target import is_sweepable
+from ranktape.analyze.engine.target import is_sweepable
 from ranktape.analyze.numerics.formats import FORMATS, round_to
 from ranktape.analyze.numerics.quantization.schemes import ScaleRule
 from ranktape.analyze.numerics.sweeps.metrics import Level

@@ -17,8 +17,8 @@ import scipy.stats  # type: ignore[import-untyped]  # it has no types
 from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli
+from ranktape.analyze.engine.metrics import METRICS, PERCENTILES, is_percentile, parse_metric
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.metrics.metric import METRICS, PERCENTILES, is_percentile, parse_metric
 from ranktape.analyze.questions.samples import SAMPLE_NAMES
 from ranktape.analyze.questions.stats import stats
 from ranktape.capture.writing.counting import reduce_to

@@ -136,6 +136,10 @@ class Columns:
                 found[name].flags.writeable = False
             yield found
 
+    def beside(self, arrays: Mapping[str, NDArray[Any]]) -> Columns:
+        """The same, and arrays of which each record has one row."""
+        return Columns({**self._arrays, **arrays}, sizes=self._sizes, num_records=self.num_records)
+
     def take(self, places: NDArray[np.int64]) -> Columns:
         """The columns of some of the records; these themselves where all are taken in their order."""
         if np.array_equal(places, np.arange(self.num_records)):

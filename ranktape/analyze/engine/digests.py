@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ranktape.analyze.engine.cache import Columns, Payload
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.metrics import KEPT, NUMBERS
 from ranktape.analyze.engine.values import View, read_histogram, viewed_dtype, viewed_dtypes
 from ranktape.analyze.numerics.digest import (
     CODE_KINDS,
@@ -47,7 +48,7 @@ from ranktape.storage.format.statistics import STATISTICS, Statistics, merge_sta
 from ranktape.storage.query.columns import equal_rows
 from ranktape.storage.records.reader import RunReader
 
-VERSION = 1
+VERSION = 2
 """Version of the columns of a digest, and part of the name of the measure."""
 
 _READ_NBYTES = 4 << 20
@@ -76,18 +77,29 @@ class DigestMeasure:
         """
         parts: list[Columns] = []
         places: list[int] = []
+        dtypes: list[str] = []
         stacks, alone = _stacks_of(records) if isinstance(records, Records) else ([], None)
         rest = records if alone is None else cast("Records", records).take(alone)
-        parts += [self._single(record) for record in rest]
+        for record in rest:
+            dtypes.append(self._dtype(record))
+            parts.append(self._single(record))
         places += range(len(parts)) if alone is None else alone
         for members in stacks:
             own = cast("Records", records).take(members)
             parts.append(self._stacked(own))
+            dtypes += [self._dtype(own[0])] * len(own)
             places += members
-        return Columns.join(parts).take(np.argsort(np.array(places, dtype=np.int64)))
+        order = np.argsort(np.array(places, dtype=np.int64))
+        columns = Columns.join(parts).take(order)
+        known = digests_of(columns, [dtypes[place] for place in order.tolist()])
+        metrics = [NUMBERS[name].of_columns(known) for name in KEPT]
+        return columns.beside({"kept": np.stack(metrics, axis=1)})
+
+    def _dtype(self, record: Record) -> str:
+        return viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=self.view)
 
     def _single(self, record: Record) -> Columns:
-        dtype = numpy_dtype(viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=self.view))
+        dtype = numpy_dtype(self._dtype(record))
         if record.keep == Keep.STATISTICS:
             return _of_statistics(record)
         if record.keep == Keep.HISTOGRAM:
@@ -101,7 +113,7 @@ class DigestMeasure:
     def _stacked(self, records: Records) -> Columns:
         """The digests of records of one stored array, which have one shape and one dtype."""
         first = records[0]
-        dtype = numpy_dtype(viewed_dtype(dtype=first.dtype, compute_dtype=first.compute_dtype, view=self.view))
+        dtype = numpy_dtype(self._dtype(first))
         assert isinstance(first.reader, RunReader)
         indices, checksums = (records.column(name).tolist() for name in ("index", "checksum"))
         array = first.reader.read_stack(first, indices, checksums)
@@ -170,6 +182,7 @@ def digests_of(columns: Columns, dtypes: Sequence[str]) -> Digests:
         counts=lambda: columns["counts"],
         sample_sizes=sample_sizes,
         samples=lambda: columns["samples"],
+        kept=(lambda: columns["kept"]) if "kept" in columns.names else None,
     )
 
 
@@ -231,7 +244,7 @@ def merge_digests(parts: Sequence[Digest]) -> Digest:
 
 def group_digests_of(
     records: Records,
-    numbers: Sequence[int],
+    numbers: Sequence[int] | NDArray[np.int64],
     *,
     is_mask: NDArray[np.bool_],
     view: View,

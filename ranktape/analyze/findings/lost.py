@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from ranktape.analyze.engine.metrics import NARROW_FORMAT, SATURATING
 from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.findings.finding import (
     Finding,
@@ -21,7 +22,6 @@ from ranktape.analyze.findings.finding import (
     records_text,
 )
 from ranktape.analyze.findings.survey import Codes, Floats, Mask, Survey, codes_of, medians_of, members_of
-from ranktape.analyze.metrics.numbers import NARROW_FORMAT, SATURATING
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.storage.format.dtypes import dtype_row
 

@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.numbers import additive_masks, numbers_of
 from ranktape.analyze.engine.values import View, viewed_dtypes
 from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.identity import IDENTITY, role_of, stacks_of
-from ranktape.analyze.metrics.masks import additive_masks
-from ranktape.analyze.metrics.numbers import numbers_of
 from ranktape.storage import Records
 from ranktape.storage.format.commit import read_skipped_ranks
 from ranktape.storage.format.documents import for_each

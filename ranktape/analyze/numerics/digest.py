@@ -122,8 +122,9 @@ class Digests:
         counts: Callable[[], NDArray[Any]],
         sample_sizes: Integers,
         samples: Callable[[], Floats],
+        kept: Callable[[], Floats] | None = None,
     ) -> None:
-        """Take the columns; `codes`, `counts` and `samples` are called when they are first asked for.
+        """Take the columns; `codes`, `counts`, `samples` and `kept` are called when they are first asked for.
 
         `codes` are the bytes of the numbers of all records, those of each of the `CODE_KINDS` that `kinds` names.
         """
@@ -141,7 +142,7 @@ class Digests:
         """How many different numbers each has."""
         self.sample_sizes = sample_sizes
         """How many samples each has; -1 where it has none that can be told apart."""
-        self._kinds, self._codes, self._counts, self._samples = kinds, codes, counts, samples
+        self._kinds, self._codes, self._counts, self._samples, self._kept = kinds, codes, counts, samples, kept
 
     @classmethod
     def of(cls, digest: Digest) -> Digests:
@@ -212,6 +213,11 @@ class Digests:
     def samples(self) -> Floats:
         """`SAMPLE_METRICS` of the samples of all records; shape (samples, 14)."""
         return self._samples() if (self.sample_sizes > 0).any() else np.zeros((0, len(SAMPLE_METRICS)))
+
+    @functools.cached_property
+    def kept(self) -> Floats | None:
+        """Numbers of each record that follow from the columns, as they were kept with these; None where none were."""
+        return None if self._kept is None else self._kept()
 
     @functools.cached_property
     def starts(self) -> Integers:
@@ -341,6 +347,7 @@ class Digests:
             counts=lambda: self.stored_counts,
             sample_sizes=self.sample_sizes,
             samples=samples,
+            kept=self._kept,
         )
 
 

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.numbers import group_digests
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import words
-from ranktape.analyze.metrics.gather import group_digests, group_records
+from ranktape.analyze.identity import group_records, words
 from ranktape.analyze.numerics.bins import (
     NARROW_FORMATS,
     Bins,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ranktape.analyze.console import say
+from ranktape.analyze.engine.target import is_sweepable, sweepable
 from ranktape.analyze.legacy.open import RecordSource
 from ranktape.analyze.legacy.write import titles_of
-from ranktape.analyze.metrics.target import is_sweepable, sweepable
 from ranktape.analyze.options import Selection, say_what_is_left_out
 from ranktape.analyze.questions.swept import with_samples
 from ranktape.analyze.sources import Sources, short_names

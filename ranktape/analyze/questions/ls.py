@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ranktape.analyze.identity import are_files, group_columns, group_row, identity_cells, identity_columns, with_stacks
-from ranktape.analyze.table import Column, Kind, Rows, Table
+from ranktape.analyze.table import Column, Kind, Table, TableRows
 from ranktape.storage import Records
 from ranktape.storage.format.memory import nbytes_text
 from ranktape.storage.places.failures import printable
@@ -40,7 +40,7 @@ def ls(records: Records, *, by: Sequence[str] = ()) -> Table:
         Column(name="nbytes", kind=Kind.NBYTES, unit="bytes", head="size"),
         Column(name="timestamp", kind=Kind.FLOAT, unit="seconds since the epoch", is_detail=True),
     )
-    rows = Rows([*identity_cells(records), sizes, records.column("timestamp")])
+    rows = TableRows([*identity_cells(records), sizes, records.column("timestamp")])
     return Table(title="", columns=columns, rows=rows, notes=tuple(notes))
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.numbers import group_digests
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import role_of
-from ranktape.analyze.metrics.gather import Groups, group_digests, row_groups
+from ranktape.analyze.identity import Groups, role_of, row_groups
 from ranktape.analyze.numerics.digest import Digest
 from ranktape.analyze.numerics.distances import distance
 from ranktape.analyze.table import Column, Kind, Table

@@ -20,21 +20,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.metrics import count_names
+from ranktape.analyze.engine.target import KINDS, Target, largest_value, parse_targets
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.identity import NUMBER_FIELDS, are_files, source_fields
-from ranktape.analyze.metrics.counts import Counts, Places, find_places, together
-from ranktape.analyze.metrics.metric import count_names
-from ranktape.analyze.metrics.target import KINDS, Target, largest_value, parse_targets
 from ranktape.analyze.numerics.quantization.encoded import HIGH_RATIO, MEDIUM_RATIO, LossSeverity, severity_of
 from ranktape.analyze.numerics.quantization.schemes import Scaling
+from ranktape.analyze.questions.counts import Counts, Places, find_places, together
 from ranktape.analyze.table import (
     Cells,
     Coded,
     Column,
     Kind,
-    Rows,
     Table,
+    TableRows,
     alternate,
     json_value,
     number_cells,
@@ -121,7 +121,7 @@ def _table(places: Places, targets: Sequence[Target], *, view: View) -> Table:
     table = Table(
         title=_title(targets, view=view),
         columns=(*places.columns, *_limit_columns(targets), *_count_columns(targets)),
-        rows=Rows([alternate(cells) for cells in zip(*answers, strict=True)]),
+        rows=TableRows([alternate(cells) for cells in zip(*answers, strict=True)]),
         notes=places.notes,
         worst_first=worst_first,
     )
@@ -337,7 +337,7 @@ def overflow_begins(places: Places) -> Table:
     turns = np.argsort(np.lexsort([fields[name] for name in reversed(_ORDER)]))
     rows = []
     groups = places.groups()
-    limits_of = [Rows(_limits(places, [members for _, members in groups], target)) for target, _ in places.counted]
+    limits_of = [TableRows(_limits(places, [members for _, members in groups], target)) for target, _ in places.counted]
     for number, (key, members) in enumerate(groups):
         ordered = members[np.argsort(turns[members])]
         start = places.head(key, members) if places.by else ()

@@ -10,11 +10,17 @@ from typing import Any
 import numpy as np
 
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.metrics import METRICS, count_names, metric_columns, parse_metric
+from ranktape.analyze.engine.numbers import digests_without_masks
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import SAMPLE_COLUMN, SampleName, identity_columns, identity_rows, sample_names
-from ranktape.analyze.metrics.gather import group_records
-from ranktape.analyze.metrics.masks import digests_without_masks
-from ranktape.analyze.metrics.metric import METRICS, count_names, metric_columns, parse_metric
+from ranktape.analyze.identity import (
+    SAMPLE_COLUMN,
+    SampleName,
+    group_records,
+    identity_columns,
+    identity_rows,
+    sample_names,
+)
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.fields import SAMPLE

@@ -11,14 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.metrics import METRICS, NUMBERS, is_percentile, metric_columns, parse_metric
+from ranktape.analyze.engine.numbers import numbers_of_groups
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import words
-from ranktape.analyze.metrics.gather import row_groups
-from ranktape.analyze.metrics.metric import METRICS, is_percentile, metric_columns, parse_metric
-from ranktape.analyze.metrics.numbers import NUMBERS, numbers_of_groups
+from ranktape.analyze.identity import row_groups, words
 from ranktape.analyze.questions.neighbours import beside_next
 from ranktape.analyze.questions.samples import sample_stats
-from ranktape.analyze.table import Coded, Column, Kind, Rows, Table, number_cells
+from ranktape.analyze.table import Coded, Column, Kind, Table, TableRows, number_cells
 from ranktape.errors import UsageError
 from ranktape.fields import SAMPLE
 from ranktape.storage import Records
@@ -76,7 +75,7 @@ def stats(
     return Table(
         title=f"statistics of the values, {how_seen(look)}",
         columns=(*groups.columns, *metric_columns(chosen, are_named=bool(names)), PRECISION),
-        rows=Rows([*groups.heads.columns, *cells, precision]),
+        rows=TableRows([*groups.heads.columns, *cells, precision]),
         notes=_notes(precision.codes) if any(is_percentile(one.name) for one in chosen) else (),
     )
 

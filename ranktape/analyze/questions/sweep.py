@@ -16,9 +16,9 @@ from ranktape.analyze.advice.shared import (
     best_format_of,
 )
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.target import sweepable
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import are_files, group_columns, group_row, identity_columns, with_stacks
-from ranktape.analyze.metrics.target import sweepable
 from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
 from ranktape.analyze.numerics.sweeps.metrics import LOSSLESS, Level
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.metrics import parse_metric
+from ranktape.analyze.engine.numbers import additive_masks, digests_without_masks
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import identity_columns, identity_rows, words
-from ranktape.analyze.metrics.masks import additive_masks, digests_without_masks
-from ranktape.analyze.metrics.metric import parse_metric
 from ranktape.analyze.numerics.digest import Digest
 from ranktape.analyze.questions.samples import sample_metrics, sample_of
 from ranktape.analyze.table import Column, Kind, Table

@@ -16,13 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.metrics import Metric, parse_metric
+from ranktape.analyze.engine.numbers import numbers_of_groups
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.survey import SITE
-from ranktape.analyze.identity import group_columns, with_stacks, words
-from ranktape.analyze.metrics.gather import Groups, group_records
-from ranktape.analyze.metrics.metric import Metric, parse_metric
-from ranktape.analyze.metrics.numbers import numbers_of_groups
-from ranktape.analyze.table import Column, Kind, Rows, Table, number_cells
+from ranktape.analyze.identity import Groups, group_columns, group_records, with_stacks, words
+from ranktape.analyze.table import Column, Kind, Table, TableRows, number_cells
 from ranktape.errors import UsageError
 from ranktape.storage import Records
 from ranktape.storage.records.records import SOURCE
@@ -68,7 +67,7 @@ def trend(
     for number, key in enumerate(groups.keys):
         courses.setdefault(tuple(key[field] for field in fields), []).append(number)
     iterations = [int(key["iteration"]) for key in groups.keys]
-    heads = list(Rows(groups.heads.columns[: len(set(fields))], size=len(groups.keys)))
+    heads = list(TableRows(groups.heads.columns[: len(set(fields))], size=len(groups.keys)))
     rows, ends = [], []
     for members in courses.values():
         for place, number in enumerate(members):
@@ -92,7 +91,7 @@ def _found(
 ) -> list[tuple[float | None, ...]]:
     """The metrics of each group."""
     known = numbers_of_groups(records, groups, chosen, view=view, engine=engine)
-    return list(Rows([number_cells(known.column(one.name), kind=one.kind) for one in chosen]))
+    return list(TableRows([number_cells(known.column(one.name), kind=one.kind) for one in chosen]))
 
 
 def course_fields(records: Records, by: Sequence[str] = ()) -> tuple[str, ...]:

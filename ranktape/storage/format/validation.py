@@ -36,6 +36,9 @@ MAX_SAID_NESTING = 64
 
 _NESTED = (dict, list, tuple)
 
+_MANY_NESTED = 1 << 12
+"""Lists and dictionaries of one level among which those are sought that are the same."""
+
 _SHOWN = 60
 """Characters of a wrong value that are shown."""
 
@@ -75,8 +78,11 @@ def check_nesting(value: Any, *, limit: int = MAX_NESTING) -> None:
     """
     level = [value] if isinstance(value, _NESTED) else []
     for _ in range(limit):
-        inner = (one for outer in level for one in (outer.values() if isinstance(outer, dict) else outer))
-        level = list({id(one): one for one in inner if isinstance(one, _NESTED)}.values())
+        inner = (outer.values() if isinstance(outer, dict) else outer for outer in level)
+        level = [one for values in inner for one in values if isinstance(one, _NESTED)]
+        if len(level) > _MANY_NESTED:
+            # One list may be in many others; JSON that was parsed has none.
+            level = list({id(one): one for one in level}.values())
         if not level:
             return
     raise ValueError(f"lists and dictionaries nested deeper than {limit}")

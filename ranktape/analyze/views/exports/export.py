@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ranktape.analyze.console import write_whole, writing
+from ranktape.analyze.engine.metrics import parse_metric
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import words
-from ranktape.analyze.metrics.metric import parse_metric
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -184,13 +184,16 @@ def _parquet(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from ranktape.analyze.metrics.gather import gather
+    from ranktape.analyze.engine.numbers import numbers_of_groups
+    from ranktape.analyze.identity import row_groups
 
     table = records.to_arrow()
-    wanted = {name: parse_metric(name).of for name in metrics if name not in table.column_names}
+    wanted = {name: parse_metric(name) for name in metrics if name not in table.column_names}
     if wanted:
-        for name, column in gather(records, wanted, view=view or View.COMPUTE, engine=engine).items():
-            table = table.append_column(name, pa.array(column, from_pandas=True))
+        groups = row_groups(records, by=())
+        known = numbers_of_groups(records, groups, [*wanted.values()], view=view or View.COMPUTE, engine=engine)
+        for name, metric in wanted.items():
+            table = table.append_column(name, pa.array(known.column(metric.name), from_pandas=True))
     sink = io.BytesIO()
     pq.write_table(table, sink, compression="zstd")
     return sink.getvalue(), _counted(record=table.num_rows, column=table.num_columns)

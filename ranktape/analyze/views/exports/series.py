@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ranktape.analyze.engine.metrics import parse_metric
+from ranktape.analyze.engine.numbers import group_digests
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.metrics.gather import group_digests, group_records
-from ranktape.analyze.metrics.metric import parse_metric
+from ranktape.analyze.identity import group_records
 from ranktape.analyze.numerics.bins import linear_bins, log2_bins
 from ranktape.analyze.numerics.digest import Digest, finite
 from ranktape.analyze.questions.trend import course_fields

@@ -17,11 +17,11 @@ import numpy as np
 
 from ranktape.analyze.engine.digests import digest_columns, merge_digests
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.metrics import METRICS
+from ranktape.analyze.engine.numbers import additive_masks
+from ranktape.analyze.engine.target import Target, one_target
 from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.identity import SampleName, places_of, quant_types, sample_names
-from ranktape.analyze.metrics.masks import additive_masks
-from ranktape.analyze.metrics.metric import METRICS
-from ranktape.analyze.metrics.target import Target, one_target
 from ranktape.analyze.numerics.digest import SAMPLE_METRICS
 from ranktape.analyze.numerics.recipes.recipe import Recipe
 from ranktape.analyze.replays.calls import RecordedCalls, calls_of

@@ -28,8 +28,8 @@ from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.engine.target import Target
     from ranktape.analyze.engine.values import View
-    from ranktape.analyze.metrics.target import Target
     from ranktape.analyze.numerics.recipes.recipe import Recipe
     from ranktape.analyze.views.plots.table import Plot
     from ranktape.storage import Records

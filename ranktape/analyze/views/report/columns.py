@@ -17,8 +17,8 @@ import numpy as np
 
 from ranktape.analyze.engine.digests import digest_columns
 from ranktape.analyze.engine.sweep_measure import Job, sweep_records
+from ranktape.analyze.engine.target import is_sweepable
 from ranktape.analyze.findings.survey import SITE, codes_of, medians_of
-from ranktape.analyze.metrics.target import is_sweepable
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.products import RECORDED
 from ranktape.analyze.numerics.sweeps.options import SweepOptions
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.engine.numbers import RecordNumbers
     from ranktape.analyze.engine.values import View
-    from ranktape.analyze.metrics.numbers import RecordNumbers
     from ranktape.analyze.numerics.recipes.recipe import Recipe
     from ranktape.analyze.replays.replayed import Replayed
     from ranktape.storage import Records
@@ -89,7 +89,7 @@ class PageMetric(NamedTuple):
     """A metric of the page; a magnitude is positive and compared as a ratio, on a logarithmic scale."""
 
     name: str
-    """Its name in `ranktape.analyze.metrics.metric`; `sqnr.` and a format for the ratio that the format keeps."""
+    """Its name in `ranktape.analyze.engine.metrics`; `sqnr.` and a format for the ratio that the format keeps."""
     head: str
     """The name that people read."""
     merge: Merge

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.engine.engine import Engine, next_step
+from ranktape.analyze.engine.numbers import numbers_of
 from ranktape.analyze.findings.finding import Finding, headline
 from ranktape.analyze.identity import (
     IDENTITY,
@@ -25,7 +26,6 @@ from ranktape.analyze.identity import (
     source_fields,
     stacks_of,
 )
-from ranktape.analyze.metrics.numbers import numbers_of
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.questions.compare import compare
 from ranktape.analyze.table import Table

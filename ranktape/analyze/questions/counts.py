@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 from ranktape.analyze.engine.digests import digest_columns, digests
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.numbers import additive_masks
 from ranktape.analyze.engine.sweep_measure import is_narrow
+from ranktape.analyze.engine.target import NAMES, LimitsMeasure, Row, Target, row_of_sweep, sweepable, tells_apart
 from ranktape.analyze.engine.values import View, pick, read_numbers, viewed_dtype, viewed_dtypes
 from ranktape.analyze.identity import (
     SAMPLE_COLUMN,
@@ -29,19 +31,9 @@ from ranktape.analyze.identity import (
     sample_names,
     with_stacks,
 )
-from ranktape.analyze.metrics.masks import additive_masks
-from ranktape.analyze.metrics.target import (
-    NAMES,
-    LimitsMeasure,
-    Row,
-    Target,
-    row_of_sweep,
-    sweepable,
-    tells_apart,
-)
 from ranktape.analyze.numerics.histograms.histogram import KINDS as SCANNED
 from ranktape.analyze.numerics.quantization.schemes import Scaling
-from ranktape.analyze.table import Cells, Column, Rows
+from ranktape.analyze.table import Cells, Column, TableRows
 from ranktape.errors import UsageError
 from ranktape.fields import SAMPLE
 from ranktape.storage import Records
@@ -86,14 +78,14 @@ class Places:
             return group_columns(self.by)
         return (*identity_columns(self.records), *(() if self.samples is None else (SAMPLE_COLUMN,)))
 
-    def rows(self) -> tuple[Rows, list[NDArray[np.int64]] | None]:
+    def rows(self) -> tuple[TableRows, list[NDArray[np.int64]] | None]:
         """What those columns hold, and the places of each row; None where each place has a row."""
         if self.by:
             groups = self.groups()
             heads = [self.head(key, members) for key, members in groups]
-            return Rows.of(heads, width=len(self.columns)), [members for _, members in groups]
+            return TableRows.of(heads, width=len(self.columns)), [members for _, members in groups]
         of_samples: list[Cells] = [] if self.samples is None else [list(map(str, self.samples))]
-        return Rows([*Rows(identity_cells(self.records)).take(self.owners).columns, *of_samples]), None
+        return TableRows([*TableRows(identity_cells(self.records)).take(self.owners).columns, *of_samples]), None
 
     def head(self, key: dict[str, Any], members: NDArray[np.int64]) -> tuple[Any, ...]:
         """The cells that say which group it is, and of how many records."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.engine.cache import Columns
+from ranktape.analyze.engine.metrics import aligned_limits
 from ranktape.analyze.engine.sweep_measure import Job, samples_of, sweep_numbers, sweep_one
 from ranktape.analyze.engine.values import View, read_numbers, read_values
 from ranktape.analyze.identity import words
@@ -84,14 +85,7 @@ class Target:
 
     def limits_of(self, largest: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
         """The three numbers of `limits` for each of several tensors; `largest` is NaN where nothing is finite."""
-        starts = [self.element.overflow_start, self.element.min_normal, self.element.flush_limit]
-        exponents = np.zeros(largest.size, dtype=np.int64)
-        if self.scaling is Scaling.TENSOR:
-            mantissa, binade = np.frexp(np.nan_to_num(largest))
-            limit_mantissa, limit_binade = math.frexp(self.element.maximum)
-            exponents = np.where(largest > 0, binade.astype(np.int64) - limit_binade + (mantissa > limit_mantissa), 0)
-        with np.errstate(over="ignore", under="ignore"):
-            return tuple(np.ldexp(start, exponents) for start in starts)
+        return aligned_limits(self.element, largest if self.scaling is Scaling.TENSOR else None)
 
     @property
     def job(self) -> Job:

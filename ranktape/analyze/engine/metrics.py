@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.digest import Digest, Digests, exponents_of
+from ranktape.analyze.numerics.formats import FORMATS, Format
 from ranktape.analyze.table import Column, Kind
 from ranktape.errors import UsageError
 from ranktape.storage.format.record_info import EXTREMES
@@ -242,6 +243,125 @@ _ALL = (
 METRICS = {one.name: one for one in _ALL}
 """Every metric by its name. Those of `Statistics` are of finite values; those named `overflow` are of all numbers,
 against the limits of the dtype."""
+
+NARROW_FORMAT = "fp8_e5m2"
+"""The 8-bit format with the widest range: what it flushes even with a scale of its own, no other holds."""
+
+_GRID_TOLERANCE = 2.0**-6
+"""What rounding after a scale may take from the ratio of two numbers."""
+
+_COARSE_BITS = 4
+"""Significant bits of fp8_e4m3, the most that an 8-bit floating-point format has."""
+
+_FINE_BITS = (1 << 53 - _COARSE_BITS) - 1
+"""Bits of a float64 that are zero where its significand has no more than `_COARSE_BITS` bits."""
+
+_MIN_COARSE = 8
+"""Magnitudes of so few bits that differ: fewer may come from a loss, as the multiples of 1/16 of a mean."""
+
+SATURATING = {"float8_e4m3fn": "fp8_e4m3"}
+"""Types whose conversions end at the largest number, and the formats that say which that is."""
+
+
+def _saturated(known: Digests) -> NDArray[np.float64]:
+    names = [SATURATING.get(dtype) for dtype in known.dtypes]
+    largest = np.array([math.inf if name is None else FORMATS[name].maximum for name in names])
+    if not np.isfinite(largest).any():
+        return np.zeros(len(known))
+    counts = known.count_between(largest, largest) + known.count_between(-largest, -largest)
+    return np.where(np.isfinite(largest), counts, 0).astype(np.float64)
+
+
+def _floored(known: Digests) -> NDArray[np.float64]:
+    zeros = np.zeros(len(known))
+    if not known.values.size:
+        return zeros
+    below, above = known.search(zeros, side="left"), known.search(zeros, side="right")
+    first, last = known.starts[:-1], known.starts[1:]
+
+    def magnitudes(places: NDArray[np.int64]) -> NDArray[np.float64]:
+        is_there = (places >= first) & (places < last)
+        return np.where(is_there, np.abs(known.values[np.where(is_there, places, 0)]), math.inf)
+
+    near = np.sort(np.stack([magnitudes(places) for places in (above, above + 1, below - 1, below - 2)]), axis=0)
+    floor = near[0]
+    second = np.min(np.where(near > floor, near, math.inf), axis=0)
+    with np.errstate(invalid="ignore", over="ignore"):
+        is_grid = np.isinf(second) | (np.abs(second - 2 * floor) <= _GRID_TOLERANCE * np.maximum(second, 2 * floor))
+    counts = known.count_between(floor, floor) + known.count_between(-floor, -floor)
+    return np.where(is_grid, counts, 0).astype(np.float64)
+
+
+def _coarse(known: Digests) -> NDArray[np.float64]:
+    # Of a float64 all bits behind the first few of its significand are zero; subnormal ones are brought up first.
+    values = known.values
+    if (np.abs(known.end("smallest_nonzero")) < _MIN_NORMAL).any():
+        with np.errstate(over="ignore"):
+            values = values * 2.0**100
+    magnitudes = np.abs(values)
+    is_coarse = (magnitudes.view(np.int64) & _FINE_BITS == 0) & (magnitudes > 0) & np.isfinite(known.values)
+    owners = np.repeat(np.arange(len(known)), known.sizes)[is_coarse]
+    counts = np.bincount(owners, weights=known.counts[is_coarse], minlength=len(known))
+    pairs = np.stack([owners.astype(np.float64), magnitudes[is_coarse]])
+    pairs = pairs[:, np.lexsort(pairs[::-1])]
+    with np.errstate(invalid="ignore"):
+        is_new = np.any(np.diff(pairs, axis=1, prepend=math.nan) != 0, axis=0)
+    num_distinct = np.bincount(pairs[0, is_new].astype(np.int64), minlength=len(known))
+    return np.where(num_distinct >= _MIN_COARSE, counts, 0.0)
+
+
+def _flushed(known: Digests) -> NDArray[np.float64]:
+    """The part of nonzero values that is zero in the format when the largest one is scaled to its largest number."""
+    limits = aligned_limits(FORMATS[NARROW_FORMAT], known.end("largest_finite"))
+    nonzero = np.maximum(1, known.tally("num_elements") - known.tally("zero") - known.tally("nan"))
+    flushed = known.count(*limits)["flushed"]
+    return np.where(known.has_values, flushed / nonzero, math.nan)
+
+
+def aligned_limits(element: Format, largest: NDArray[np.float64] | None) -> tuple[NDArray[np.float64], ...]:
+    """Where numbers overflow, are subnormal and are flushed in a format, for each of several tensors.
+
+    `largest` are the largest finite magnitudes, which are aligned with the largest value of the format, NaN where there
+    is none; without them nothing is scaled.
+    """
+    starts = [element.overflow_start, element.min_normal, element.flush_limit]
+    if largest is None:
+        return tuple(np.array([start]) for start in starts)
+    mantissa, binade = np.frexp(np.nan_to_num(largest))
+    limit_mantissa, limit_binade = math.frexp(element.maximum)
+    exponents = np.where(largest > 0, binade.astype(np.int64) - limit_binade + (mantissa > limit_mantissa), 0)
+    with np.errstate(over="ignore", under="ignore"):
+        return tuple(np.ldexp(start, exponents) for start in starts)
+
+
+def _number(name: str, of_columns: Callable[[Digests], NDArray[np.float64]], *, needs_values: bool = True) -> Metric:
+    return Metric(name=name, kind=Kind.FLOAT, head=name, of_columns=of_columns, needs_values=needs_values)
+
+
+_BESIDE = (
+    _number("saturated", _saturated),
+    _number("floored", _floored),
+    _number("coarse", _coarse),
+    _number("flushed", _flushed),
+    _number("is_exact", lambda known: known.is_exact.astype(np.float64), needs_values=False),
+    _number("has_percentiles", lambda known: has_percentiles(known).astype(np.float64), needs_values=False),
+    _number("has_values", lambda known: known.has_values.astype(np.float64), needs_values=False),
+)
+
+NUMBERS: dict[str, Metric] = METRICS | {one.name: one for one in _BESIDE}
+"""What can be asked of digests: every metric that has a name, and what findings know of a digest beside these."""
+
+KEPT = tuple(name for name, one in NUMBERS.items() if one.needs_values)
+"""Those that are kept with digests, as numbers that occur are not read for them again."""
+
+
+def column_of(metric: Metric, known: Digests) -> NDArray[np.float64]:
+    """The metric of each of many digests, as it was kept, or as it follows from the numbers that occur."""
+    if known.kept is not None and metric.name in KEPT:
+        found: NDArray[np.float64] = known.kept[:, KEPT.index(metric.name)]
+        return found
+    return metric.of_columns(known)
+
 
 SHOWN = (
     "elements",

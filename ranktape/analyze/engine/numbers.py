@@ -1,0 +1,193 @@
+"""Gives metrics of many records, or of groups of them, as columns; what is kept of digests is read at once.
+
+-Inf that is meant is told from overflow: that of additive masks of attention, and of scores that they were added to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ranktape.analyze.engine.digests import digest_columns, group_digests_of
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.metrics import NUMBERS, Metric, column_of
+from ranktape.analyze.engine.values import View
+from ranktape.analyze.identity import Groups, role_of
+from ranktape.analyze.numerics.digest import SAMPLE_METRICS, Digest, Digests
+from ranktape.storage import Records
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordNumbers:
+    """Numbers of many records, or of groups of them."""
+
+    columns: dict[str, NDArray[np.float64]]
+    """For each name one number for each, NaN where there is none."""
+    sample_sizes: NDArray[np.int64]
+    """How many samples each has; of groups none."""
+    samples: NDArray[np.float64]
+    """`SAMPLE_METRICS` of the samples of all; shape (samples, 14)."""
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """One number for each record, NaN where there is none."""
+        return self.columns[name]
+
+    def of_samples(self, name: str) -> NDArray[np.float64]:
+        """One of `SAMPLE_METRICS` of the samples of all records."""
+        found: NDArray[np.float64] = self.samples[:, SAMPLE_METRICS.index(name)]
+        return found
+
+    @property
+    def owners(self) -> NDArray[np.int64]:
+        """For each sample the place of its record."""
+        return np.repeat(np.arange(self.sample_sizes.size), self.sample_sizes)
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """For each sample its place among those of its record."""
+        starts = np.cumsum(self.sample_sizes) - self.sample_sizes
+        return np.arange(len(self.samples)) - np.repeat(starts, self.sample_sizes)
+
+
+def numbers_of(
+    records: Records, names: Iterable[str] = NUMBERS, *, view: View, engine: Engine | None = None
+) -> RecordNumbers:
+    """What is known of each record; values are read of those alone that were never asked about.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        StorageError: the store cannot be read.
+        UsageError: of a record values were kept that are rounded already, and are to be looked at as they were seen.
+    """
+    groups = Groups(keys=({},) * len(records), sizes=(1,) * len(records), numbers=np.arange(len(records)))
+    return numbers_of_groups(records, groups, [NUMBERS[name] for name in names], view=view, engine=engine)
+
+
+def numbers_of_groups(
+    records: Records, groups: Groups, metrics: Sequence[Metric], *, view: View, engine: Engine | None = None
+) -> RecordNumbers:
+    """What is known of each group of records as if it were one; of samples nothing is said. Raises as `numbers_of`."""
+    columns = {one.name: np.full(len(groups.keys), math.nan) for one in metrics}
+    sizes = np.zeros(len(groups.keys), dtype=np.int64)
+    samples = []
+    known = group_columns_of(
+        records, groups, view=view, engine=engine, with_values=any(one.needs_values for one in metrics)
+    )
+    for places, digests in known:
+        for one in metrics:
+            columns[one.name][places] = column_of(one, digests)
+        sizes[places] = np.maximum(0, digests.sample_sizes)
+        samples.append(digests.samples)
+    return RecordNumbers(
+        columns=columns,
+        sample_sizes=sizes,
+        samples=np.concatenate([np.zeros((0, len(SAMPLE_METRICS))), *samples]),
+    )
+
+
+def group_columns_of(
+    records: Records, groups: Groups, *, view: View, engine: Engine | None, with_values: bool = True
+) -> Iterator[tuple[NDArray[np.int64], Digests]]:
+    """The places of groups and the digests of their records together, some hundred at a time, in any order.
+
+    Without `with_values` nothing is known of the numbers that occur in groups.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        StorageError: the store cannot be read.
+        UsageError: what was kept of a record cannot be looked at so.
+    """
+    is_mask = additive_masks(records)
+    if len(groups.keys) == len(records):
+        # Each record is a group of its own.
+        numbers, start = groups.numbers, 0
+        for columns in digest_columns(records, view=view, engine=engine, is_mask=is_mask):
+            yield numbers[start : start + len(columns)], columns
+            start += len(columns)
+        return
+    yield from group_digests_of(
+        records, groups.numbers, is_mask=is_mask, view=view, engine=engine, with_values=with_values
+    )
+
+
+def group_digests(
+    records: Records, groups: Groups, *, view: View, engine: Engine | None
+) -> Iterator[tuple[int, Digest]]:
+    """The place of each group and the digest of its records together, in any order. Raises as `group_columns_of`."""
+    for numbers, columns in group_columns_of(records, groups, view=view, engine=engine):
+        yield from zip(numbers.tolist(), map(columns.digest, range(len(columns))), strict=True)
+
+
+MIN_MASKED_RATIO = 0.05
+"""A part of a tensor that is -Inf in every record alike is a mask: what overflows is not the same part twice."""
+
+_OPERANDS = ("input", "output", "weight", "bias", "query", "key", "value")
+"""Masks are added to none of these: if the same part of them is -Inf in every record, that part has overflowed."""
+
+_MASKED = ("score", "logit", "attention", "attn", "bias")
+"""Words in the names of what masks are added to. Elsewhere the same part may be a channel that has overflowed."""
+
+_MOMENT = ("source", "attempt", "iteration", "rank", "microbatch", "module")
+_ROLE = ("layer_type", "tensor_name", "operation", "phase", "component", "quant_type", "mode")
+
+
+def additive_masks(records: Records) -> NDArray[np.bool_]:
+    """Which records are additive masks, or scores that one was added to; from the catalogue alone.
+
+    A record whose name says that it is a mask, without values beyond the positive limit. Or one of a forward pass whose
+    values beyond the limits are all -Inf, a part that is the same in a mask of its module at the same moment, or the
+    same large part in all records of all layers, where its name is one of scores; unless it is an operand or a result
+    of a layer, or -Inf everywhere.
+    """
+    names = records.column("tensor_name")
+    named = {name: "mask" in str(name).lower() for name in set(names.tolist())}
+    upper, lower, inf = (records.column(f"overflow.{kind}.count") for kind in ("upper", "lower", "inf"))
+    found: NDArray[np.bool_] = np.array([named[name] for name in names.tolist()], dtype=bool) & (upper == 0)
+    shares = inf / np.maximum(1, records.column("numel"))
+    is_open = ~found & (upper == 0) & (lower == inf) & (inf > 0) & (records.column("operation") == "forward")
+    is_open &= ~np.isin(names.astype(str), _OPERANDS) & (shares < 1)
+    if not is_open.any():
+        return found
+    moments, roles = _keys(records, _MOMENT), _roles(records)
+    shares_of_masks: dict[Any, set[float]] = defaultdict(set)
+    for place in np.flatnonzero(found).tolist():
+        shares_of_masks[moments[place]].add(float(shares[place]))
+    shares_of_roles: dict[Any, list[float]] = defaultdict(list)
+    for role, share in zip(roles, shares.tolist(), strict=True):
+        shares_of_roles[role].append(share)
+    for place in np.flatnonzero(is_open).tolist():
+        share, alike = float(shares[place]), shares_of_roles[roles[place]]
+        name = str(names[place]).lower()
+        is_named = any(word in name for word in _MASKED) and "output" not in name
+        is_alike = is_named and share > MIN_MASKED_RATIO and len(alike) > 1 and len(set(alike)) == 1
+        found[place] = is_alike or share in shares_of_masks.get(moments[place], ())
+    return found
+
+
+def _keys(records: Records, fields: tuple[str, ...]) -> list[tuple[Any, ...]]:
+    return list(zip(*(records.column(name).tolist() for name in fields), strict=True))
+
+
+def _roles(records: Records) -> list[tuple[Any, ...]]:
+    """For each record what places have in common that differ in the layer alone."""
+    pairs = _keys(records, ("module", "layer_idx"))
+    known = {pair: (role_of(str(pair[0]), int(pair[1])), pair[1] < 0) for pair in set(pairs)}
+    return [(*known[pair], *rest) for pair, rest in zip(pairs, _keys(records, _ROLE), strict=True)]
+
+
+def digests_without_masks(records: Records, *, view: View, engine: Engine | None = None) -> Iterator[Digest]:
+    """The digest of each record; the -Inf of additive masks are infinite in it, and do not overflow.
+
+    Raises:
+        DataError: a record's bytes are missing or damaged.
+        StorageError: the store cannot be read.
+        UsageError: what was kept of a record cannot be looked at so.
+    """
+    for columns in digest_columns(records, view=view, engine=engine, is_mask=additive_masks(records)):
+        yield from map(columns.digest, range(len(columns)))
