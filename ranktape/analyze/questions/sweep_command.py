@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from ranktape.analyze.console import say
 from ranktape.analyze.engine.engine import Engine, progress
+from ranktape.analyze.engine.memo import KeptAnswer
 from ranktape.analyze.engine.sweep_measure import Job
 from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.identity import sample_names, with_stacks
@@ -29,12 +30,11 @@ from ranktape.analyze.legacy.write import (
 )
 from ranktape.analyze.numerics.sweeps.options import SweepOptions
 from ranktape.analyze.options import Output, Selection
-from ranktape.analyze.questions.kept_table import KeptTable
 from ranktape.analyze.questions.listed_tensors import ListedTensor, is_file, list_tensors, selections_of
 from ranktape.analyze.questions.sweep import check_shape, table_of
 from ranktape.analyze.questions.swept import Swept, answerable, num_readings, parse_jobs, sweep_selection
 from ranktape.analyze.questions.swept_cells import KEPT_VERSION, can_be_kept
-from ranktape.analyze.table import Table
+from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import DataError, RanktapeError, UsageError, WorkersError
 from ranktape.fields import SAMPLE
 from ranktape.storage import Records
@@ -156,14 +156,11 @@ class _SweepOfAll:
         """Sweep every tensor, and make the table that is asked for; one of groups that was kept is not made again."""
         by, selected = shape["by"], selections_of(self._tensors)
         about = [repr((self._jobs, self._view, shape["target_sqnr"], by)), *map(repr, _keys_of(selected, by))]
-        kept = KeptTable(
-            selected if by and not self._outputs else (),
-            about,
-            name=f"sweep_groups_v{KEPT_VERSION}",
-            engine=self._engine,
-        )
-        if (found := kept.find()) is not None:
-            return found
+        is_asked = self._engine.use_cache and by and not self._outputs and selected
+        kept = KeptAnswer(selected, about, name=f"sweep_groups_v{KEPT_VERSION}") if is_asked else None
+        if kept is not None and (found := kept.find()) is not None:
+            columns = tuple(Column(**{**one, "kind": Kind(one["kind"])}) for one in found["columns"])
+            return Table(title=found["title"], columns=columns, rows=found["rows"], notes=tuple(found["notes"]))
         # One bar is enough.
         quiet = dataclasses.replace(self._engine, show_progress=False)
         is_kept = not (shape["with_levels"] or by or self._outputs) and can_be_kept(self._jobs)
@@ -176,8 +173,9 @@ class _SweepOfAll:
             self._sweep(on_record=on_record)
             if self._has_table and self.swept:
                 table = table_of(self.swept, view=self._view, **shape, engine=quiet, on_record=on_record)
-        if table is not None and not self.failures:
-            kept.keep(table)
+        if kept is not None and table is not None and not self.failures:
+            words = [dataclasses.asdict(column) for column in table.columns]
+            kept.keep({"title": table.title, "columns": words, "rows": list(table.rows), "notes": table.notes})
         return table
 
     def raise_failures(self) -> None:

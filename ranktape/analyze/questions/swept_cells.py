@@ -6,16 +6,14 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ranktape.analyze.advice.recommendation import best_by
 from ranktape.analyze.advice.shared import best_sqnr
 from ranktape.analyze.advice.verdict import direction_of, keeps_nothing
 from ranktape.analyze.engine.digests import VERSION as DIGEST_VERSION
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.sheet import SheetForm, SheetRow, sheet_of
+from ranktape.analyze.engine.memo import values_of_records
 from ranktape.analyze.engine.sweep_measure import VERSION as BLOCKS_VERSION
 from ranktape.analyze.engine.sweep_measure import sweep_records
 from ranktape.analyze.numerics.sweeps.metrics import Level
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
     from ranktape.storage import Records
 
-KEPT_VERSION = f"1-{DIGEST_VERSION}-{BLOCKS_VERSION}"
+KEPT_VERSION = f"2-{DIGEST_VERSION}-{BLOCKS_VERSION}"
 """Versions of what is kept of sweeps, and of the counts that they follow from."""
 
 COUNTED = ("num_elements", "nan", "inf", "spoiled", "zero")
@@ -39,8 +37,6 @@ BEST_BY = ("mse", "cosine", "psnr")
 """Metrics whose best level is named beside the recommended one."""
 
 LEVEL_FIELDS = tuple(field.name for field in dataclasses.fields(Level))
-_WHOLE = {*range(len(COUNTED)), *(8 + place for place, name in enumerate(LEVEL_FIELDS) if name.endswith("_count"))}
-_WIDTH = len(COUNTED) + len(BEST_BY) + len(LEVEL_FIELDS) + 1
 
 
 class SweptCells(NamedTuple):
@@ -104,37 +100,24 @@ def kept_cells(
     # In whatever order formats are given, the rows that are kept are the same.
     ordered = sorted(set(jobs), key=repr)
     asked = hashlib.blake2b(repr(ordered).encode(), digest_size=8).hexdigest()
-    form = SheetForm(name=f"sweep_{asked}_{view}_v{KEPT_VERSION}", width=_WIDTH * len(ordered), part_width=2)
-    sheet = sheet_of(records, form, functools.partial(_rows, jobs=ordered, view=view, engine=used), engine=used)
-    columns = [sheet.cells(place, is_whole=place % _WIDTH in _WHOLE) for place in range(form.width)]
-    notes: dict[tuple[int, int], bytearray] = {}
-    for owner, (job, letter) in zip(sheet.owners.tolist(), sheet.parts.astype(np.int64).tolist(), strict=True):
-        notes.setdefault((owner, job), bytearray()).append(letter)
-    numbered = [(job, ordered.index(job), ordered.index(job) * _WIDTH) for job in jobs]
-    for place, row in enumerate(zip(*columns, strict=True)):
-        if place in sheet.errors:
-            yield sheet.errors[place]
+    values = values_of_records(
+        records,
+        functools.partial(_values, jobs=ordered, view=view, engine=used),
+        name=f"sweep_{asked}_{view}_v{KEPT_VERSION}",
+        engine=used,
+    )
+    numbers = [ordered.index(job) for job in jobs]
+    for value in values:
+        if isinstance(value, RanktapeError):
+            yield value
             continue
         yield tuple(
-            SweptCells(
-                scheme=job.scheme,
-                mode=job.mode,
-                counts=row[start : start + 5],
-                bests=row[start + 5 : start + 8],
-                recommended=row[start + 8 : start + _WIDTH - 1],
-                best_sqnr=row[start + _WIDTH - 1],
-                note=notes.get((place, number), b"").decode(),
-            )
-            for job, number, start in numbered
+            SweptCells(job.scheme, job.mode, tuple(counts), tuple(bests), tuple(recommended), best, note)
+            for job, (counts, bests, recommended, best, note) in zip(jobs, map(value.__getitem__, numbers), strict=True)
         )
 
 
-def _rows(records: Records, *, jobs: Sequence[Job], view: View, engine: Engine) -> Iterator[SheetRow | RanktapeError]:
+def _values(records: Records, *, jobs: Sequence[Job], view: View, engine: Engine) -> Iterator[Any]:
+    """What is kept of each record: for each job the cells but for the format."""
     for found in sweep_records(records, [{None: jobs}] * len(records), view=view, engine=engine):
-        if isinstance(found, RanktapeError):
-            yield found
-            continue
-        cells = [cells_of(one) for one in found[None]]
-        numbers = [cell for one in cells for cell in (*one.counts, *one.bests, *one.recommended, one.best_sqnr)]
-        letters = [(number, letter) for number, one in enumerate(cells) for letter in one.note.encode()]
-        yield SheetRow(numbers, np.array(letters, dtype=np.float64).reshape(-1, 2))
+        yield found if isinstance(found, RanktapeError) else [cells_of(one)[2:] for one in found[None]]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ranktape.analyze.engine.cache import Keys, record_keys
 from ranktape.analyze.engine.engine import KEY_COLUMNS, Engine
-from ranktape.analyze.engine.sheet import Sheet, SheetForm, SheetRow, kept_sheet
+from ranktape.analyze.engine.memo import values_of_keys
 from ranktape.analyze.identity import NUMBER_FIELDS, are_files
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.products import RECORDED
@@ -63,16 +63,18 @@ def replay_found(calls: RecordedCalls, recipes: Sequence[Recipe], *, engine: Eng
     names = tuple(one.name for one in recipes)
     if RECORDED in names:
         raise UsageError(f"a recipe is called {RECORDED}, the word for what was recorded: give it another name")
-    sheet = _sheet(calls, recipes, engine=engine or Engine())
+    found = _found_of_each(calls, recipes, engine=engine or Engine())
     width = 1 + len(recipes)
-    reasons = {item // width: str(error) for item, error in sheet.errors.items()}
+    reasons = {item // width: str(one) for item, one in enumerate(found) if isinstance(one, RanktapeError)}
+    rows = [np.zeros((0, _WIDTH)) if isinstance(one, RanktapeError) else one for one in found]
+    parts = np.concatenate([np.zeros((0, _WIDTH)), *rows])
     unknown = [
         LeftOut(key=calls.calls[place].key, product=product, reason=reason)
         for place, reason in reasons.items()
         for product in calls.calls[place].products
     ]
-    places, recipe_places = np.divmod(sheet.owners, width)
-    product_places, sample_places = sheet.parts[:, :2].T.astype(np.int64)
+    places, recipe_places = np.divmod(np.repeat(np.arange(len(rows)), list(map(len, rows))), width)
+    product_places, sample_places = parts[:, :2].T.astype(np.int64)
     order = np.lexsort((sample_places, recipe_places, product_places, places))
     of_rows = [
         (calls.calls[place], *rest)
@@ -81,7 +83,7 @@ def replay_found(calls: RecordedCalls, recipes: Sequence[Recipe], *, engine: Eng
         )
     ]
     samples = [(call.samples or (call.sample,))[sample] for call, _, _, sample in of_rows]
-    exact, recorded = np.split(sheet.parts[order, 2:], 2, axis=1)
+    exact, recorded = np.split(parts[order, 2:], 2, axis=1)
     return Replayed(
         calls=replace(calls, left_out=(*calls.left_out, *unknown)),
         recipes=names,
@@ -204,19 +206,27 @@ class Replayed:
         )
 
 
-_FORM = SheetForm(name="replay", width=0, part_width=2 + 2 * len(ErrorSums.__slots__), max_rows=512)
-"""A row for each call and recipe, `recorded` among them; a part for each product and sample, by their places, with the
-sums against the exact product and the recorded one."""
+VERSION = 1
+"""Version of the sums of errors: one more whenever a recipe or a product computes other numbers."""
+
+_WIDTH = 2 + 2 * len(ErrorSums.__slots__)
+"""Of a row that is kept of a call and a recipe, for each product and sample: their places, the sums against the exact
+product, and those against the recorded one."""
+
+_MAX_ROWS = 512
+"""Calls and recipes that are kept in one object."""
 
 _COLUMNS = (*KEY_COLUMNS, "iteration", "rank", "layout", "placement", "metadata")
 """What tells a record from every other one, and from what it was before."""
 
 
-def _sheet(calls: RecordedCalls, recipes: Sequence[Recipe], *, engine: Engine) -> Sheet:
+def _found_of_each(
+    calls: RecordedCalls, recipes: Sequence[Recipe], *, engine: Engine
+) -> list[NDArray[np.float64] | RanktapeError]:
     """What is found of each call by each recipe; what was found before is not computed again."""
     names = RECORDED, *(one.name for one in recipes)
 
-    def make(items: Sequence[int]) -> Iterator[SheetRow | RanktapeError]:
+    def make(items: Sequence[int]) -> Iterator[NDArray[np.float64] | RanktapeError]:
         asked: defaultdict[int, list[str]] = defaultdict(list)
         for item in items:
             asked[item // len(names)].append(names[item % len(names)])
@@ -230,7 +240,7 @@ def _sheet(calls: RecordedCalls, recipes: Sequence[Recipe], *, engine: Engine) -
                     yield _row(found, calls.calls[place], name=name)
 
     if not engine.use_cache or are_files(calls.records) or not calls.calls:
-        return _FORM.sheet(list(make(range(len(calls.calls) * len(names)))))
+        return list(make(range(len(calls.calls) * len(names))))
     paths = {row: path for path, rows in calls.records.groups() for row in range(rows.start, rows.stop)}
     groups, start = [], 0
     of_calls = (paths[min(row for rows in call.rows.values() for row in rows)] for call in calls.calls)
@@ -239,7 +249,8 @@ def _sheet(calls: RecordedCalls, recipes: Sequence[Recipe], *, engine: Engine) -
         groups.append((path, slice(start, stop)))
         start = stop
     keys = _keys(calls, recipes)
-    return kept_sheet(calls.records.reader, groups, keys, _FORM, make)
+    name = f"replay_v{VERSION}"
+    return values_of_keys(calls.records.reader, groups, keys, make, name=name, max_rows=_MAX_ROWS)
 
 
 def _keys(calls: RecordedCalls, recipes: Sequence[Recipe]) -> Keys:
@@ -260,7 +271,7 @@ def _keys(calls: RecordedCalls, recipes: Sequence[Recipe]) -> Keys:
     return record_keys([*zip(*found, strict=True)])
 
 
-def _row(errors: CallErrors, call: RecordedCall, *, name: str) -> SheetRow:
+def _row(errors: CallErrors, call: RecordedCall, *, name: str) -> NDArray[np.float64]:
     """What is found of a call by the recipe of that name."""
     places = {product: place for place, product in enumerate(call.products)}
     parts = [
@@ -269,4 +280,4 @@ def _row(errors: CallErrors, call: RecordedCall, *, name: str) -> SheetRow:
         if recipe == name
         for sample, sums in enumerate(np.hstack([np.atleast_2d(exact), np.atleast_2d(recorded)]))
     ]
-    return SheetRow((), np.array(parts).reshape(-1, _FORM.part_width))
+    return np.array(parts, dtype=np.float64).reshape(-1, _WIDTH)

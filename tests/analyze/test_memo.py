@@ -1,10 +1,11 @@
-"""Are rows of numbers found again, made once, and never taken from a stranger?"""
+"""Are values found again, made once, and never taken for another question?"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,17 +13,13 @@ from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine import engine as engine_module
-from ranktape.analyze.engine.cache import VERSION
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.sheet import NOTHING, KeptAnswer, Sheet, SheetForm, SheetRow, sheet_of
+from ranktape.analyze.engine.memo import KeptAnswer, values_of_records
 from ranktape.analyze.questions import sweep_command
-from ranktape.analyze.questions.compare import compare
 from ranktape.errors import DataError, RanktapeError
 from ranktape.storage import Records, Run, open_run
 from ranktape.storage.format.layout import ANALYSIS
 from tests.analyze.runs import describe_tensor, store
-
-FORM = SheetForm(name="rows", width=3, part_width=2)
 
 
 @pytest.fixture(autouse=True)
@@ -44,35 +41,41 @@ def run(tmp_path: Path) -> Run:
 
 
 class Maker:
-    """Makes rows of two numbers, nothing and as many parts as the layer says; remembers what of."""
+    """Makes a value of JSON of each record, or of odd layers an array if asked; remembers what of."""
 
-    def __init__(self, *, fails_at: int = -1) -> None:
+    def __init__(self, *, fails_at: int = -1, makes_arrays: bool = False) -> None:
         self.made: list[int] = []
-        self._fails_at = fails_at
+        self._fails_at, self._makes_arrays = fails_at, makes_arrays
 
-    def __call__(self, records: Records) -> Iterator[SheetRow | RanktapeError]:
+    def __call__(self, records: Records) -> Iterator[Any]:
         for record in records:
             value = int(record.read()[0])
             self.made.append(value)
             if value == self._fails_at:
                 yield DataError("damaged")
+            elif self._makes_arrays:
+                yield np.full((record.layer_idx, 2), value + 0.1)
             else:
-                parts = np.full((record.layer_idx, 2), float(value))
-                yield SheetRow([value, None, float("nan")], parts if record.layer_idx else None)
+                yield [value, None, float("inf"), "a note" * record.layer_idx, [0.1, 2.0, 2**70]]
 
 
-def values_of(run: Run, maker: Maker, *, engine: Engine | None = None, layers: list[int] | None = None) -> list[float]:
+def values_of(run: Run, maker: Maker, *, engine: Engine | None = None, layers: list[int] | None = None) -> list[int]:
     records = open_run(run.url).select(**({} if layers is None else {"layer_idx": layers}))
-    sheet = sheet_of(records, FORM, maker, engine=engine or Engine())
-    assert sheet.numbers.shape == (len(records), 3)
-    assert sheet.sizes.tolist() == [0 if place in sheet.errors else one.layer_idx for place, one in enumerate(records)]
-    assert sheet.parts[:, 0].tolist() == sheet.numbers[sheet.owners, 0].tolist()
-    bits = sheet.numbers.copy().view(np.int64)
-    nothing = np.float64(NOTHING).view(np.int64)
-    good = [place for place in range(len(records)) if place not in sheet.errors]
-    assert (bits[good, 1] == nothing).all()
-    assert not (bits[good, 2] == nothing).any()
-    return [float(one) for one in sheet.numbers[good, 0]]
+    found = values_of_records(records, maker, name="rows", engine=engine or Engine())
+    for record, value in zip(records, found, strict=True):
+        expected = [None, float("inf"), "a note" * record.layer_idx, [0.1, 2.0, 2**70]]
+        assert isinstance(value, RanktapeError) or repr(value[1:]) == repr(expected)
+    return [value[0] for value in found if not isinstance(value, RanktapeError)]
+
+
+@pytest.mark.parametrize("engine", [Engine(use_cache=False), Engine()])
+def test_arrays_are_found_as_they_were(run: Run, engine: Engine) -> None:
+    records = open_run(run.url).select()
+    for _ in range(2):
+        found = values_of_records(records, Maker(makes_arrays=True), name="arrays", engine=engine)
+        assert [one.tolist() for one in found] == [
+            [[10 * record.rank + record.layer_idx + 0.1] * 2] * record.layer_idx for record in records
+        ]
 
 
 def test_rows_are_made_once(run: Run) -> None:
@@ -96,8 +99,8 @@ def test_what_is_missing_alone_is_made(run: Run) -> None:
 
 def test_a_failure_is_not_kept(run: Run) -> None:
     records = open_run(run.url).select()
-    sheet = sheet_of(records, FORM, Maker(fails_at=12), engine=Engine())
-    assert list(sheet.errors) == [7]
+    found = values_of_records(records, Maker(fails_at=12), name="rows", engine=Engine())
+    assert [place for place, one in enumerate(found) if isinstance(one, RanktapeError)] == [7]
     maker = Maker()
     assert len(values_of(run, maker)) == 10
     assert maker.made == [12]
@@ -116,12 +119,8 @@ def test_formats_in_another_order_are_not_counted_again(run: Run, command: str) 
     assert rows[0] != rows[1]
 
 
-@pytest.mark.parametrize("other", [SheetForm(name="rows", width=2, part_width=2), SheetForm(name="rows", width=3)])
-def test_rows_of_another_form_are_not_taken(run: Run, other: SheetForm) -> None:
-    def compute(records: Records) -> Iterator[SheetRow]:
-        yield from (SheetRow([1.0] * other.width) for _ in records)
-
-    sheet_of(open_run(run.url).select(), other, compute, engine=Engine())
+def test_values_of_another_name_are_not_taken(run: Run) -> None:
+    values_of_records(open_run(run.url).select(), Maker(), name="others", engine=Engine())
     maker = Maker()
     assert len(values_of(run, maker)) == len(maker.made) == 10
 
@@ -148,36 +147,14 @@ def test_an_answer_is_that_of_its_question(run: Run) -> None:
         (records[:1], ["a"], None),
         (records, ["a", "b"], 2),
     ):
-        kept = KeptAnswer([selected], about, name=FORM.cache_name)
+        kept = KeptAnswer([selected], about, name="answers")
         found = kept.find()
         if found is None:
             fresh += 1
-            kept.keep(FORM.columns([SheetRow([1.0, None, 2.0]), SheetRow([fresh, None, 2.0])]))
+            kept.keep([{"number": fresh}, None])
             assert expected is None
         else:
-            assert Sheet.of(found).numbers[:, 0].tolist() == [1, expected]
-
-
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [
-        (np.zeros((2, 3)), np.zeros((2, 3))),
-        (np.array(1.5), np.array(2.0)),
-        (np.array([[1.0, np.nan], [np.inf, 0.0]]), np.array([[1.0, 2.0], [np.inf, -0.0]])),
-        (np.zeros((0, 4)), np.zeros((0, 4))),
-        (np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(3, 2)),
-        (np.array([1e-300]), np.array([-1e300])),
-        (np.arange(4, dtype=np.float32), np.array([0, 1, 2, 9], dtype=np.float32)),
-    ],
-)
-def test_a_comparison_that_was_kept_is_the_same(tmp_path: Path, a: np.ndarray, b: np.ndarray) -> None:
-    runs = [store(tmp_path / name, [describe_tensor(array)]) for name, array in (("a", a), ("b", b))]
-    records = [open_run(run.url).select() for run in runs]
-    fresh = compare(*records, engine=Engine(use_cache=False))
-    for _ in range(2):
-        assert repr(compare(*records, engine=Engine()).rows) == repr(fresh.rows)
-    kept = list((Path(runs[0].url) / ANALYSIS / VERSION).glob("pairs*/**/*.counts"))
-    assert bool(kept) != (a.dtype == np.float64 and bool((a == 1e-300).any()))
+            assert found == [{"number": expected}, None]
 
 
 def test_a_sweep_of_groups_that_was_kept_is_the_same(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
