@@ -31,6 +31,7 @@ from ranktape.launch.options import capture_arguments, capture_options
 from ranktape.launch.place import read_options, shown
 
 if TYPE_CHECKING:
+    from ranktape.analyze.table import Table
     from ranktape.launch.quantization import Quantization
     from ranktape.storage import Records
     from ranktape.storage.places.backend import Backend
@@ -281,10 +282,22 @@ class _Place:
         say(f"{head} {problem or f'done in {time.monotonic() - began:.0f} s'}")
         return problem, is_dead
 
+    def losses(self, tag: str) -> list[tuple[int, float]]:
+        """The steps and losses that a training printed, in the order of steps."""
+        text = (self.backend.get(f"{tag}.log") or b"").decode(errors="replace")
+        found: dict[int, float] = {}
+        for line in text.splitlines():
+            loss, step = _LOSS.search(line), _STEP.search(line)
+            if loss is not None:
+                # Several ranks may print the same step; the first one counts.
+                found.setdefault(int(step[1]) if step is not None else len(found), float(loss[1]))
+        return sorted(found.items())
+
     def compare(self, tags: Sequence[str]) -> None:
         """Write a table for the terminal, and the report over all runs that hold records, which begins with it."""
         from ranktape.analyze import write_report
-        from ranktape.analyze.table import Column, Kind, Table, write_table
+        from ranktape.analyze.table import write_table
+        from ranktape.analyze.views.report.model import Comparison
         from ranktape.storage.records.records import unite
 
         runs = {tag: self.records(tag) for tag in tags if self.num_stored(tag)}
@@ -292,53 +305,114 @@ class _Place:
         if not runs:
             return
         first = next(iter(runs))
-        columns = (
-            Column(name="quant_type", kind=Kind.TEXT),
-            Column(name="iterations", kind=Kind.INTEGER),
-            Column(name="records", kind=Kind.INTEGER),
-            Column(name="sqnr", kind=Kind.FLOAT, unit="dB", head="SQNR"),
-            Column(name="relative_norm", kind=Kind.FLOAT, head="relative error"),
-            Column(name="worst", kind=Kind.TEXT, head="worst module"),
-        )
-        rows = tuple(
-            (tag, len(set(records.column("iteration").tolist())), len(records), *_differences(runs[first], records))
-            for tag, records in runs.items()
-        )
-        note = f"SQNR, relative error: medians over products of linear layers against {first}, first common iteration"
-        table = Table(title=f"what differs from {first}", columns=columns, rows=rows, notes=(note,))
+        found = {tag: _differences(runs[first], records) for tag, records in runs.items() if tag != first}
+        losses = {tag: self.losses(tag) for tag in runs}
+        table = _summary(runs, found, losses)
         write_table(table)
+        comparison = Comparison(
+            table=table,
+            said=f"SQNR in dB of each product against {first}, in the first iteration that both recorded; the colours "
+            f"change at {TARGET_SQNR:g} dB. Errors accumulate through the layers: 'ranktape analyze replay' gives each "
+            "product alone.",
+            sqnr={(*site, tag): value for tag, one in found.items() for site, value in one.sqnr.items()},
+            target_sqnr=TARGET_SQNR,
+            losses=losses,
+        )
         is_remote = "://" in self.url
         page = Path(tempfile.mkdtemp(prefix="ranktape-") if is_remote else self.url) / "report.html"
         urls = ", ".join(map(self.url_of, runs))
-        write_report(unite(runs) if len(runs) > 1 else runs[first], output=page, url=urls, summary=table)
+        write_report(unite(runs) if len(runs) > 1 else runs[first], output=page, url=urls, comparison=comparison)
         if is_remote:
             self.backend.put(page.name, [page.read_bytes()])
         say(f"open it in a browser: {page.resolve().as_uri()}")
 
 
-def _differences(first: Records, records: Records) -> tuple[float | None, float | None, str]:
-    """The medians of SQNR and relative error, and the worst module, in the first iteration that both runs have."""
+TARGET_SQNR = 18.0
+"""Where the colours of the page change, in dB: in benchmarks/precision_plans.py no training lost anything above it."""
+
+_LOSS = re.compile(r"\bloss\b[^0-9+\-.naif]*([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))\b")
+_STEP = re.compile(r"\b(?:step|iter(?:ation)?)\b\D{0,3}(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """How a run differs from the first, in the first iteration that both have."""
+
+    sqnr: Mapping[tuple[str, str], float]
+    """For each module and product the median over calls and ranks, in dB."""
+    relative_norm: float | None
+    """The median over products; None without any."""
+
+
+def _differences(first: Records, records: Records) -> _Difference:
     from ranktape.analyze import compare
 
     common = set(first.column("iteration").tolist()) & set(records.column("iteration").tolist())
     wanted = f"iteration == {min(common, default=-1)} and layer_type == 'linear' and tensor_name in {list(PRODUCTS)}"
     sides = first.where(wanted), records.where(wanted)
-    if first is records or not all(map(len, sides)):
-        return None, None, ""
+    if not all(map(len, sides)):
+        return _Difference({}, None)
     tags = [side.column("quant_type").tolist()[0] for side in sides]
     pair = f"quant_type={tags[0]}:{tags[1]}"
-    found = compare(*sides, pair=pair, allow_unmatched=True, distances=False, in_order=True).records()
-    sqnr: dict[str, list[float]] = {}
-    for row in found:
+    rows = compare(*sides, pair=pair, allow_unmatched=True, distances=False, in_order=True).records()
+    sqnr: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
         if row["sqnr"] is not None:
-            sqnr.setdefault(f"{row['module']} ({row['tensor_name']}", []).append(row["sqnr"])
-    medians = {site: statistics.median(values) for site, values in sqnr.items()}
-    norms = [row["relative_norm"] for row in found if row["relative_norm"] is not None]
-    worst = min(medians, key=lambda site: medians[site], default=None)
-    return (
-        statistics.median(medians.values()) if medians else None,
-        statistics.median(norms) if norms else None,
-        "" if worst is None else f"{worst}, {medians[worst]:.1f} dB)",
+            sqnr.setdefault((row["module"], row["tensor_name"]), []).append(row["sqnr"])
+    norms = [row["relative_norm"] for row in rows if row["relative_norm"] is not None]
+    return _Difference(
+        {site: statistics.median(values) for site, values in sqnr.items()}, statistics.median(norms) if norms else None
+    )
+
+
+def _summary(
+    runs: Mapping[str, Records],
+    found: Mapping[str, _Difference],
+    losses: Mapping[str, Sequence[tuple[int, float]]],
+) -> Table:
+    """A row for each training; what is the same in all of them is a note."""
+    from ranktape.analyze.table import Column, Kind, Table
+
+    first = next(iter(runs))
+    steps = [{step for step, _ in points} for points in losses.values()]
+    last = max(set.intersection(*steps), default=None)
+    rows = []
+    for tag, records in runs.items():
+        one = found.get(tag, _Difference({}, None))
+        site = min(one.sqnr, key=one.sqnr.__getitem__, default=None)
+        rows.append(
+            {
+                "quant_type": tag,
+                "iterations": len(set(records.column("iteration").tolist())),
+                "records": len(records),
+                "sqnr": statistics.median(one.sqnr.values()) if one.sqnr else None,
+                "relative_norm": one.relative_norm,
+                "worst_sqnr": None if site is None else one.sqnr[site],
+                "worst": "" if site is None else f"{site[1]} of {site[0]}",
+                "loss": None if last is None else dict(losses[tag])[last],
+            }
+        )
+    notes = [f"SQNR, relative error: medians over products of linear layers against {first}, first common iteration"]
+    notes += [] if last is None else [f"loss: at step {last}, the last that all have printed"]
+    columns = [
+        Column(name="quant_type", kind=Kind.TEXT),
+        Column(name="iterations", kind=Kind.INTEGER),
+        Column(name="records", kind=Kind.INTEGER),
+        Column(name="sqnr", kind=Kind.FLOAT, unit="dB", head="SQNR"),
+        Column(name="relative_norm", kind=Kind.FLOAT, head="relative error"),
+        Column(name="worst_sqnr", kind=Kind.FLOAT, unit="dB", head="worst"),
+        Column(name="worst", kind=Kind.TEXT, head="worst product"),
+        Column(name="loss", kind=Kind.FLOAT),
+    ]
+    for column in columns[1:3]:
+        if len({row[column.name] for row in rows}) == 1 and len(rows) > 1:
+            notes.append(f"{column.name} of each: {rows[0][column.name]:,}")
+    shown = [one for one in columns if one.name == "quant_type" or len({row[one.name] for row in rows}) > 1]
+    return Table(
+        title=f"what differs from {first}",
+        columns=tuple(shown),
+        rows=tuple(tuple(row[one.name] for one in shown) for row in rows),
+        notes=tuple(notes),
     )
 
 

@@ -122,6 +122,17 @@ def test_what_is_found_is_found_in_each_alone(tmp_path: Path) -> None:
     assert found[0]["where"].startswith("bad: ")
 
 
+def test_what_several_sources_have_in_common_is_one_finding(tmp_path: Path) -> None:
+    runs = {name: faulty_run(tmp_path / name, everywhere(2, factor=2.0**9), sizes=Sizes(num_layers=6)) for name in "ab"}
+    alone = find(runs["a"].select())
+    both = find(unite({name: run.select() for name, run in runs.items()}))
+    assert [one.title for one in both] == [f"a, b: {one.title}" for one in alone]
+    size = len(runs["a"].select())
+    assert [one.places for one in both] == [(*one.places, *(size + place for place in one.places)) for one in alone]
+    assert both[0].where["source"] == "a, b"
+    assert runs["a"].url in both[0].command
+
+
 def test_two_captures_are_drawn_against_each_other(parent: Path, tmp_path: Path) -> None:
     places = (parent / "bf16", parent / "mxfp8")
     done = ask("plot", *places, "--kind", "fp8_distributions,fp8_statistics", "-o", tmp_path / "draw")

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from ranktape.errors import UsageError
-from ranktape.launch.collect import _tail, split_words
+from ranktape.launch.collect import PRODUCTS, TARGET_SQNR, _tail, split_words
 from ranktape.storage import open_run
 from ranktape.storage.places.urls import open_backend
+from tests.analyze.test_report import data_of
 from tests.exhaustive import exhaustive
 from tests.launch.processes import CHECKOUT, Ended, python
 from tests.s3 import S3Server
@@ -75,13 +76,34 @@ def test_each_precision_is_trained_recorded_and_compared(folder: Path) -> None:
         assert len(run.iterations) == 2
         assert {(record.quant_type, record.rank) for record in run.select()} == {(quant_type, 0), (quant_type, 1)}
     assert "[mxfp4, 2 of 2] 2 iterations are complete" in ended.stdout
+    head = next(line.split() for line in ended.stdout.splitlines() if line.startswith("quant_type"))
     rows = {line.split()[0]: line.split() for line in ended.stdout.splitlines() if line.startswith(("bf16 ", "mxfp4 "))}
-    assert rows["bf16"][3:5] == ["-", "-"]
-    assert 5 < float(rows["mxfp4"][3]) < 25
-    assert 0.03 < float(rows["mxfp4"][4]) < 0.5
+    # Both stored two iterations: a constant column is a note.
+    assert "iterations" not in head
+    assert "iterations of each: 2" in ended.stdout
+    column = head.index("SQNR")
+    assert rows["bf16"][column : column + 2] == ["-", "-"]
+    assert 5 < float(rows["mxfp4"][column]) < 25
+    assert 0.03 < float(rows["mxfp4"][column + 1]) < 0.5
     page = (folder / "runs" / "report.html").read_text()
-    assert page.index("What differs from bf16") < page.index("mxfp4 against bf16") < page.index('id="headline"')
+    parts = ("Products in each precision", "<h2>Loss</h2>", "What differs from bf16", 'id="headline"')
+    assert sorted(map(page.index, parts)) == [page.index(part) for part in parts]
     assert "2 sources (bf16, mxfp4)" in page
+    data = data_of(page)
+    matrix, losses = data["recipes"], data["losses"]
+    assert matrix["target"] == TARGET_SQNR
+    assert matrix["rows"] == ["0", "2"]
+    assert {one["product"] for one in matrix["columns"]} == set(PRODUCTS)
+    assert {one["recipe"] for one in matrix["columns"]} == {"mxfp4"}
+    # The input of the first layer needs no gradient.
+    assert [[5 < value < 25 for value in row if value is not None] for row in matrix["sqnr"]] == [
+        [True] * 2,
+        [True] * 3,
+    ]
+    assert list(losses) == ["bf16", "mxfp4"]
+    printed = (folder / "runs" / "mxfp4.log").read_text().splitlines()
+    expected = {int(line.split()[1]): float(line.split()[3]) for line in printed if line.startswith("step ")}
+    assert dict(map(tuple, losses["mxfp4"])) == expected
 
     other = _collect("--quant", "bf16", "--", "train.py", cwd=folder)
     assert other.returncode == 1

@@ -10,7 +10,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.apart import differing_layers, differing_ranks, outlying_channels, outlying_samples
 from ranktape.analyze.findings.causes import families_of
-from ranktape.analyze.findings.finding import KINDS, Finding, Severity
+from ranktape.analyze.findings.finding import KINDS, Finding, Severity, merged
 from ranktape.analyze.findings.lost import spoiled, underflowing
 from ranktape.analyze.findings.replicas import differing_replicas
 from ranktape.analyze.findings.survey import Survey
@@ -43,7 +43,7 @@ def find(
     if len(records.sources) <= 1:
         return find_in(records)
     # What one source recorded is no peer, and no cause, of what another one did.
-    found = [one.in_source(part) for part in records.by_source() for one in find_in(part.records)]
+    found = merged([(part, one) for part in records.by_source() for one in find_in(part.records)])
     return sorted(found, key=lambda one: (one.severity.order, KINDS.index(one.kind), -one.score))
 
 

@@ -107,17 +107,29 @@ class Finding:
         """
         return printable(self.command.replace(" RUN", f" {shlex.quote(url or 'RUN')}", 1))
 
-    def in_source(self, part: SourcePart) -> Finding:
-        """The finding in one of several sources, beside what is found in the others: the title begins with its name."""
-        return dataclasses.replace(
-            self,
-            title=f"{part.name}: {self.title}",
-            place=f"{part.name}: {self.place}",
-            where={SOURCE: part.name, **self.where},
-            places=tuple(part.places[list(self.places)].tolist()),
-            followed_by=tuple(part.places[list(self.followed_by)].tolist()),
-            command=self.command and self.command_in(part.records.reader.url),
+
+def merged(found: Sequence[tuple[SourcePart, Finding]]) -> list[Finding]:
+    """The findings of several sources: those of one kind at one place are a single one, the worst, for all of them."""
+    groups: dict[tuple[str, str], list[tuple[SourcePart, Finding]]] = {}
+    for part, one in found:
+        groups.setdefault((one.kind, one.place), []).append((part, one))
+    merged_findings = []
+    for group in groups.values():
+        group.sort(key=lambda pair: (pair[1].severity.order, -pair[1].score))
+        part, worst = group[0]
+        names = ", ".join(dict.fromkeys(other.name for other, _ in group))
+        merged_findings.append(
+            dataclasses.replace(
+                worst,
+                title=f"{names}: {worst.title}",
+                place=f"{names}: {worst.place}",
+                where={SOURCE: names, **worst.where},
+                places=tuple(place for other, one in group for place in other.places[list(one.places)].tolist()),
+                followed_by=tuple(part.places[list(worst.followed_by)].tolist()),
+                command=worst.command and worst.command_in(part.records.reader.url),
+            )
         )
+    return merged_findings
 
 
 def headline(findings: Sequence[Finding], *, num_records: int) -> str:

@@ -94,6 +94,52 @@ class ShownTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Trainings of one script in several precisions, each of them a source, as the page compares them."""
+
+    table: Table
+    """A row for each training."""
+    said: str
+    """What differences mean, in sentences below the matrix."""
+    sqnr: Mapping[tuple[str, str, str], float]
+    """For each module, product and source the SQNR against the first source, in dB."""
+    target_sqnr: float
+    """The SQNR in dB at which the colours change."""
+    losses: Mapping[str, Sequence[tuple[int, float]]]
+    """For each source the steps whose loss is known, and the losses."""
+
+    def curves(self) -> dict[str, list[tuple[int, float]]]:
+        """The losses of each source; empty where one point is all that is known of each."""
+        shown = {printable(source): [*points] for source, points in self.losses.items() if points}
+        return shown if any(len(points) > 1 for points in shown.values()) else {}
+
+    def matrix(self, records: Records) -> dict[str, Any] | None:
+        """The SQNR of each product of each module in each source, in the form of `recipe_map`; None without any."""
+        if not self.sqnr:
+            return None
+        modules, products, sources = (list(dict.fromkeys(names)) for names in zip(*self.sqnr, strict=True))
+        columns = [(product, source) for product in products for source in sources]
+        rows_of: dict[str, list[int]] = {}
+        for row, module in enumerate(records.column("module").tolist()):
+            rows_of.setdefault(module, []).append(row)
+        return {
+            "rows": [printable(module) for module in modules],
+            "columns": [
+                {"product": product, "recipe": printable(source), "bits": None, "is_recorded": False}
+                for product, source in columns
+            ],
+            "sqnr": [[_json_number(self.sqnr.get((module, *column))) for column in columns] for module in modules],
+            "num_lost": [[0] * len(columns) for _ in modules],
+            "records": [rows_of.get(module, [])[:MAX_PLACES] for module in modules],
+            "target": self.target_sqnr,
+        }
+
+
+def _json_number(value: float | None) -> float | str | None:
+    return "Infinity" if value == math.inf else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """Everything on the page."""
 
@@ -104,7 +150,9 @@ class Model:
     headline: str
     """What was found, in one sentence."""
     tables: tuple[ShownTable, ...]
-    """The table that was given, and of several sources each against the first."""
+    """The table of the comparison, or of several sources each against the first."""
+    said: str
+    """What the differences of a comparison mean; empty without one."""
     findings: tuple[Finding, ...]
     """The worst first."""
     left_out: tuple[str, ...]
@@ -124,10 +172,10 @@ def build_model(
     environment: Mapping[str, Any] | None = None,
     recipes: Sequence[Recipe] = (),
     replayed: Replayed | None = None,
-    summary: Table | None = None,
+    comparison: Comparison | None = None,
     engine: Engine | None = None,
 ) -> Model:
-    """What the page shows of a selection, `summary` first; `replayed` is what became of its products in the recipes.
+    """What the page shows of a selection, a comparison first; `replayed` is what became of its products in the recipes.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
@@ -146,9 +194,14 @@ def build_model(
     ratios = ratios_of(records, rows, jobs=jobs, view=view, engine=used)
     shown = [(one, columns[one.source]) for one in SHOWN]
     swept = [job.scheme.element.name for job in jobs]
-    if len(records.sources) > 1:
+    tables: list[ShownTable] = [] if comparison is None else [_as_text(comparison.table)]
+    if len(records.sources) > 1 and comparison is None:
         next_step()
+        tables.extend(differences_of(records, engine=used))
 
+    matrix = None if comparison is None else comparison.matrix(records)
+    if replayed is not None:
+        matrix = recipe_map(records, replayed, recipes)
     num_sampled, num_with_samples = samples["count"], int((known.sample_sizes > 0).sum())
     left_out = {
         f"{len(findings) - MAX_FINDINGS:,} findings more than the {MAX_FINDINGS} that the page lists.": len(findings)
@@ -168,7 +221,8 @@ def build_model(
         url=printable(url),
         facts=_facts(records, scope=scope, environment=environment or {}),
         headline=headline(findings, num_records=len(records)),
-        tables=(*([] if summary is None else [_as_text(summary)]), *differences_of(records, engine=used)),
+        tables=tuple(tables),
+        said="" if comparison is None else printable(comparison.said),
         findings=tuple(findings[:MAX_FINDINGS]),
         left_out=(
             *(text for text, is_so in left_out.items() if is_so),
@@ -184,7 +238,8 @@ def build_model(
             "metrics": [one.to_json(column) for one, column in (*shown, *ratios.metrics())],
             "binades": histograms.columns,
             "samples": samples,
-            "recipes": None if replayed is None else recipe_map(records, replayed, recipes),
+            "recipes": matrix,
+            "losses": None if comparison is None else comparison.curves(),
             "bands": [_band(FORMATS[name]) for name in dict.fromkeys((*BANDS, *swept)) if name != "nvfp4"],
             "findings": [_finding_json(finding, records) for finding in findings[:MAX_FINDINGS]],
             "start": _start(findings, columns, records),

@@ -34,13 +34,12 @@ from ranktape.analyze.views.palette import (
     VERMILION,
     ZERO_COLOR,
 )
-from ranktape.analyze.views.report.model import Model, build_model
+from ranktape.analyze.views.report.model import Comparison, Model, build_model
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.lazy_names import __version__
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
-    from ranktape.analyze.table import Table
     from ranktape.storage import Records
 
 FORMATS = ("mxfp8_e4m3", "mxfp4_e2m1", "fp8_e4m3", "hif8")
@@ -77,7 +76,7 @@ def write_report(
     url: str = "",
     scope: str = "",
     environment: Mapping[str, Any] | None = None,
-    summary: Table | None = None,
+    comparison: Comparison | None = None,
     engine: Engine | None = None,
 ) -> Path:
     """Write one HTML file that says what is wrong in a selection and where; returns its path.
@@ -85,7 +84,7 @@ def write_report(
     Findings and metrics are of finite values, NaN and infinities counted apart. `format` names those whose scales are
     tried, `recipe` recipes in which products of layers are computed again, which takes the time of these products;
     `url`, `scope` (which records were chosen, in words) and `environment` (that of the run's document) are for
-    the line below the title; with `summary` the page begins with a table of one's own. A file that is there is
+    the line below the title; a `comparison` of trainings comes first on the page. A file that is there is
     replaced, folders are made; the file is whole or not there. The same records give the same bytes.
 
     Raises:
@@ -107,7 +106,7 @@ def write_report(
         url=url,
         scope=scope,
         environment=environment,
-        summary=summary,
+        comparison=comparison,
         engine=engine,
     )
     # Half of a surrogate pair, which a name may hold, has no UTF-8.
@@ -124,7 +123,7 @@ def model_of(
     url: str = "",
     scope: str = "",
     environment: Mapping[str, Any] | None = None,
-    summary: Table | None = None,
+    comparison: Comparison | None = None,
     engine: Engine | None = None,
 ) -> Model:
     """What the page shows, with the arguments of `write_report`.
@@ -144,7 +143,7 @@ def model_of(
     parse_jobs(format)
     recipes = parse_recipes(recipe) if recipe else []
     # Findings, distributions, scales of blocks; recipes and the differences of sources, where there are some.
-    with steps(3 + bool(recipes) + (len(records.sources) > 1)):
+    with steps(3 + bool(recipes) + (len(records.sources) > 1 and comparison is None)):
         replayed = None
         if recipes:
             next_step()
@@ -161,7 +160,7 @@ def model_of(
             environment=environment,
             recipes=recipes,
             replayed=replayed,
-            summary=summary,
+            comparison=comparison,
             engine=used,
         )
 

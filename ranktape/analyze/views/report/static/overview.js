@@ -139,10 +139,27 @@ function drawOverview() {
   });
 }
 
+const TARGET_SPAN = 15;
+
+/** Colours that change at a target: orange below it, blue above. */
+function aroundTarget(target) {
+  return { colorscale: diverging, reversescale: true, zmin: target - TARGET_SPAN, zmax: target + TARGET_SPAN };
+}
+
+/** The losses that trainings printed, a line for each. */
+function drawLosses() {
+  if (raw.losses === null || Object.keys(raw.losses).length === 0) return;
+  const traces = Object.entries(raw.losses).map(([name, points], index) => ({
+    type: "scatter", mode: points.length > 30 ? "lines" : "lines+markers", name: label(name), showlegend: true, ...lineStyle(index),
+    x: points.map(([step]) => step), y: points.map(([, loss]) => loss), text: points.map(([step, loss]) => `<b>${label(name)}</b><br>step ${step}: ${number(loss)}`),
+  }));
+  draw("losses-chart", traces, { height: 320, xaxis: { title: { text: "step" } }, yaxis: { title: { text: "loss" } } });
+}
+
 /** What recipes keep of each product of each module; a click shows the records that the products are computed from. */
 function drawRecipes() {
   if (raw.recipes === null) return;
-  const { rows, columns, sqnr, records, num_lost: lost } = raw.recipes;
+  const { rows, columns, sqnr, records, num_lost: lost, target } = raw.recipes;
   const isGap = (index) => index > 0 && columns[index].product !== columns[index - 1].product;
   // An empty column stands between two products.
   const spaced = columns.flatMap((_, index) => (isGap(index) ? [null, index] : [index]));
@@ -165,7 +182,7 @@ function drawRecipes() {
     colored: {
       // What the training's own rounding costs is far above all recipes: it has the colour of the best one.
       z: rows.map((_, row) => cellsOf(row, (value) => (value === null ? null : Math.min(Math.max(value, low), high)))),
-      zmin: low, zmax: Math.max(high, low + 1), colorbar: { ticksuffix: " dB" },
+      ...(target === undefined ? { zmin: low, zmax: Math.max(high, low + 1) } : aroundTarget(target)), colorbar: { ticksuffix: " dB" },
     },
     trace: {
       customdata: text, hovertemplate: "%{customdata}<extra></extra>", texttemplate: "%{text}", textfont: { size: 11 },

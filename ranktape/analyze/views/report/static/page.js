@@ -45,7 +45,7 @@ at("trend").hidden = fields.get("iteration").values.length < 2;
 for (const link of document.querySelectorAll("[data-finding]")) link.addEventListener("click", () => openFinding(Number(link.dataset.finding)));
 drawFilters();
 // One chart after the other, so that the page can be read and scrolled meanwhile.
-for (const one of [drawOverview, drawRecipes, drawDrill, drawTable, drawAllLines]) {
+for (const one of [drawRecipes, drawLosses, drawOverview, drawDrill, drawTable, drawAllLines]) {
   one();
   await new Promise((resolve) => setTimeout(resolve));
 }
