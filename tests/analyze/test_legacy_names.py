@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from ranktape.analyze.legacy.names import (
     MAX_NAME_NBYTES,
     TENSOR_NAMES,
-    LayerFile,
-    LayerOutputName,
     TensorFileName,
     format_layer_output_name,
     format_tensor_file_name,
@@ -288,32 +286,19 @@ def test_recorded_names_are_those_of_linear_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("embedding_output.pt", LayerOutputName(file=LayerFile.EMBEDDING)),
-        ("layer_1_output.pt", LayerOutputName(file=LayerFile.HIDDEN, layer_idx=0)),
-        ("layer_62_output.pt", LayerOutputName(file=LayerFile.HIDDEN, layer_idx=61)),
-        ("statistics.pt", LayerOutputName(file=LayerFile.STATISTICS)),
-        ("metadata.pt", LayerOutputName(file=LayerFile.METADATA)),
-    ],
+    ("name", "layer_idx"), [("embedding_output.pt", -1), ("layer_1_output.pt", 0), ("layer_62_output.pt", 61)]
 )
-def test_a_folder_of_layer_outputs(name: str, expected: LayerOutputName) -> None:
-    assert parse_layer_output_name(name) == expected
-    assert format_layer_output_name(expected) == name
-    assert parse_layer_output_name("layer_0_output.pt") == LayerOutputName(file=LayerFile.EMBEDDING)
+def test_a_folder_of_layer_outputs(name: str, layer_idx: int) -> None:
+    assert parse_layer_output_name(name) == layer_idx
+    assert format_layer_output_name(layer_idx) == name
+    assert parse_layer_output_name("layer_0_output.pt") == -1
 
 
 @given(st.integers(0, 10**6))
 def test_every_layer_is_read_back(layer_idx: int) -> None:
-    output = LayerOutputName(file=LayerFile.HIDDEN, layer_idx=layer_idx)
-    assert parse_layer_output_name(format_layer_output_name(output)) == output
+    assert parse_layer_output_name(format_layer_output_name(layer_idx)) == layer_idx
 
 
-@pytest.mark.parametrize("name", ["", "layer_N_output.pt", "layer_-1_output.pt", "layer_1_output.pth", "a/metadata.pt"])
+@pytest.mark.parametrize("name", ["", "layer_N_output.pt", "layer_-1_output.pt", "layer_1_output.pth", "metadata.pt"])
 def test_other_names_are_not_layer_outputs(name: str) -> None:
     assert parse_layer_output_name(name) is None
-
-
-def test_a_layer_outside_of_the_stack_has_no_file() -> None:
-    with pytest.raises(UsageError, match="layer -1 has no output file: layers count from 0"):
-        format_layer_output_name(LayerOutputName(file=LayerFile.HIDDEN))

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.console import writing
-from ranktape.analyze.legacy.described import LAST_SECOND, RECORD_KEY
+from ranktape.analyze.legacy.files import LAST_SECOND, RECORD_KEY
 from ranktape.analyze.legacy.names import (
-    LayerFile,
-    LayerOutputName,
+    METADATA,
+    STATISTICS,
     TensorFileName,
     format_layer_output_name,
     format_tensor_file_name,
@@ -230,13 +230,13 @@ def _export_layers(records: Records, files: _Files, *, on_record: Callable[[], o
         # Files may be put together from several folders.
         del of_each[stem]["record_checksum"]
         on_record()
-    files.put_plain(LayerFile.STATISTICS.value, statistics)
+    files.put_plain(STATISTICS, statistics)
     first = next(iter(chosen.values()))
     # What the folder that the records come from says of itself, if they come from one.
     said = [((record.metadata or {}).get("folder") or {}).get("metadata") for record in chosen.values()]
     folder = said[0] if isinstance(said[0], dict) and all(one == said[0] for one in said) else {}
     of_all = {name: getattr(first, name) for name in ("iteration", "rank", "microbatch", "call", "quant_type")}
-    files.put_plain(LayerFile.METADATA.value, {**folder, "num_outputs": len(chosen), **of_all, RECORD_KEY: of_each})
+    files.put_plain(METADATA, {**folder, "num_outputs": len(chosen), **of_all, RECORD_KEY: of_each})
 
 
 def _layer_outputs(records: Records) -> dict[str, Record]:
@@ -255,8 +255,9 @@ def _layer_outputs(records: Records) -> dict[str, Record]:
         if enters and record.layer_type == "embedding" and record.component != "hidden":
             continue
         is_hidden = record.layer_type == "hidden"
-        file = LayerFile.HIDDEN if is_hidden else LayerFile.EMBEDDING
-        name = format_layer_output_name(LayerOutputName(file=file, layer_idx=record.layer_idx if is_hidden else -1))
+        if is_hidden and record.layer_idx < 0:
+            raise UsageError(f"layer {record.layer_idx} has no output file: layers count from 0")
+        name = format_layer_output_name(record.layer_idx if is_hidden else -1)
         stem = name.removesuffix(".pt")
         if stem in chosen:
             raise UsageError(

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ranktape.analyze.legacy.described import RECORD_KEY, given_fields
-from ranktape.analyze.legacy.names import LayerFile, parse_layer_output_name, parse_tensor_file_name
+from ranktape.analyze.legacy.files import NUM_THREADS, RECORD_KEY, FileTable, SourceFile, given_fields
+from ranktape.analyze.legacy.names import METADATA, STATISTICS, parse_layer_output_name, parse_tensor_file_name
 from ranktape.analyze.legacy.payload import read_plain
-from ranktape.analyze.legacy.table import NUM_THREADS, FileTable, SourceFile
 from ranktape.errors import DataError, StorageError
 from ranktape.storage.format.documents import for_each
 from ranktape.storage.records.records import Listing, Records, source_name
@@ -102,7 +101,7 @@ class Folder:
         """What a folder of layer outputs says beside its tensors, by the stem of the file that says it."""
         found = {}
         for path in paths:
-            if path.name in {LayerFile.STATISTICS.value, LayerFile.METADATA.value}:
+            if path.name in {STATISTICS, METADATA}:
                 try:
                     found[path.stem] = read_plain(path)
                 except (DataError, StorageError) as error:
@@ -111,14 +110,14 @@ class Folder:
 
     def _file(self, path: Path, *, is_alone: bool) -> SourceFile | None:
         layer = parse_layer_output_name(path.name)
+        if path.name in {STATISTICS, METADATA}:
+            return None
         if layer is None:
             file_name = parse_tensor_file_name(path.name)
             if file_name is None and not is_alone and not (self._any_name and path.suffix == ".pt"):
                 self.foreign.append(path.name)
                 return None
             return SourceFile(path, file_name=file_name, layer=None, is_first_enough=self._any_name)
-        if layer.file in {LayerFile.STATISTICS, LayerFile.METADATA}:
-            return None
         statistics, words = self._said.get("statistics"), self._said.get("metadata")
         keys = (path.stem, path.stem.removesuffix("_output"), "layer_0" if path.stem.startswith("embedding") else "")
         known = statistics if isinstance(statistics, dict) else {}

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from ranktape.analyze.legacy.files import NUM_THREADS, SourceFile
 from ranktape.analyze.legacy.folder import Folder
 from ranktape.analyze.legacy.names import parse_tensor_file_name
-from ranktape.analyze.legacy.table import NUM_THREADS, SourceFile
 from ranktape.errors import DataError, RanktapeError, RunExistsError, RunNotFoundError, StorageError, UsageError
 from ranktape.lazy_names import __version__
 from ranktape.storage.format.attempt import Attempt, Launch

@@ -16,7 +16,6 @@ when we write it, as is everything that could leave the folder.
 
 from __future__ import annotations
 
-import enum
 import functools
 import re
 from dataclasses import dataclass
@@ -206,49 +205,24 @@ def _unescape(text: str) -> str:
         return text
 
 
-class LayerFile(enum.Enum):
-    """The files in a folder of layer outputs."""
+STATISTICS, METADATA = "statistics.pt", "metadata.pt"
+"""What a folder of layer outputs says beside its tensors."""
 
-    EMBEDDING = "embedding_output.pt"
-    HIDDEN = "layer_N_output.pt"
-    STATISTICS = "statistics.pt"
-    METADATA = "metadata.pt"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerOutputName:
-    """What the name of a file in a folder of layer outputs says."""
-
-    file: LayerFile
-    """Which of the files it is."""
-    layer_idx: int = -1
-    """The decoder layer whose output it holds, counted from 0 as in the models; -1 for the other files."""
-
-
+_EMBEDDING = "embedding_output.pt"
 _LAYER = re.compile(r"layer_([0-9]{1,9})_output\.pt")
 
 
-def parse_layer_output_name(name: str) -> LayerOutputName | None:
-    """What the file name says; None if it is not one of a folder of layer outputs.
+def parse_layer_output_name(name: str) -> int | None:
+    """The decoder layer whose output a file holds, counted from 0 as in the models, and -1 for the embedding.
 
-    Their layers count from 1, and their layer 0 is the embedding.
+    None if the name is not one of an output. In names layers count from 1, and layer 0 is the embedding.
     """
     layer = _LAYER.fullmatch(name)
     if layer is not None:
-        number = int(layer[1])
-        return LayerOutputName(file=LayerFile.HIDDEN if number else LayerFile.EMBEDDING, layer_idx=number - 1)
-    named = {file.value: file for file in LayerFile if file is not LayerFile.HIDDEN}
-    return LayerOutputName(file=named[name]) if name in named else None
+        return int(layer[1]) - 1
+    return -1 if name == _EMBEDDING else None
 
 
-def format_layer_output_name(output: LayerOutputName) -> str:
-    """The file name, from which `parse_layer_output_name` gives the same back.
-
-    Raises:
-        UsageError: the output of a layer outside of the stack.
-    """
-    if output.file is not LayerFile.HIDDEN:
-        return str(output.file.value)
-    if output.layer_idx < 0:
-        raise UsageError(f"layer {output.layer_idx} has no output file: layers count from 0")
-    return f"layer_{output.layer_idx + 1}_output.pt"
+def format_layer_output_name(layer_idx: int) -> str:
+    """The file name, from which `parse_layer_output_name` gives the same back."""
+    return _EMBEDDING if layer_idx < 0 else f"layer_{layer_idx + 1}_output.pt"

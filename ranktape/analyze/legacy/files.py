@@ -1,0 +1,458 @@
+"""Reads files with one tensor each, and gives their records as columns; only files that are asked about are opened.
+
+Names come first, as they are what people see and change; what a name does not say is taken from what the tools before
+us embedded, or from the record that our own export embedded under `RECORD_KEY`. A stranger may have written any of
+it: what no record can hold ends the reading of that file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ranktape.analyze.legacy.names import TensorFileName, name_seconds, recorded_tensor_name
+from ranktape.analyze.legacy.payload import TensorFile, read_header, read_values
+from ranktape.analyze.numerics.histograms.histogram import measure
+from ranktape.errors import DataError, UsageError
+from ranktape.fields import JSON_FIELDS, OPTIONAL_INT_FIELDS
+from ranktape.storage.format.arrays import checksum, split
+from ranktape.storage.format.catalogue import Catalogue, empty_catalogue
+from ranktape.storage.format.documents import for_each
+from ranktape.storage.format.dtypes import DTYPES
+from ranktape.storage.format.record_info import (
+    EXTREMES,
+    MAX_TERM_LENGTH,
+    Keep,
+    Mode,
+    Operation,
+    Overflow,
+    is_parameter,
+)
+from ranktape.storage.query.columns import Column, StringColumn
+from ranktape.storage.records.record import Record
+from ranktape.storage.records.records import SOURCE
+
+RECORD_KEY = "ranktape"
+"""Under which our export embeds the record among what it says of the tensor."""
+
+TAGS = ("layer_type", "operation", "phase", "component", "quant_type", "tensor_name")
+"""The fields of a record that are words; the legacy tool embeds them under the same names."""
+
+NUMBERS = ("iteration", "rank", "layer_idx")
+"""The fields of a record that are numbers, and that the legacy tool embeds."""
+
+_SAID_ELSEWHERE = frozenset({*TAGS, *NUMBERS, "sample_idx", RECORD_KEY})
+"""What is embedded and becomes fields of the record."""
+
+_QUANT_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+"""The tags of plain types, for files that have none."""
+
+LAST_SECOND = 253402300799
+"""The end of the last year that has four digits, in seconds since the epoch."""
+
+_MAX_NUMBER = 2**53
+"""Numbers in files are whole and below this: a catalogue's columns hold them exactly."""
+
+_OF_ALL_OUTPUTS = ("iteration", "rank", "microbatch", "call", "quant_type")
+"""What our export says of the outputs of layers together."""
+
+_HIDDEN_LAYOUT = "BTH"
+"""The dimensions of the output of a layer."""
+
+_UNTAGGED: dict[str, Any] = {
+    "layer_type": "unknown",
+    "operation": Operation.FORWARD.value,
+    "phase": "unknown",
+    "component": "unknown",
+    "iteration": 0,
+    "rank": 0,
+    "layer_idx": -1,
+}
+"""What a file is taken for that says nothing."""
+
+
+def given_fields(words: Any, *, stem: str) -> dict[str, Any]:
+    """The fields of one output of a layer that the `metadata.pt` of its folder says; none that no record can hold.
+
+    Our export writes those of all outputs together, and under `RECORD_KEY` those of each.
+    """
+    known = words if isinstance(words, Mapping) else {}
+    of_each = known.get(RECORD_KEY)
+    own = of_each.get(stem) if isinstance(of_each, Mapping) else None
+    found = {name: known[name] for name in _OF_ALL_OUTPUTS if name in known}
+    found |= own if isinstance(own, Mapping) else {}
+    return {name: value for name, value in found.items() if name in _OWN_FIELDS and _OWN_FIELDS[name](value)}
+
+
+def named_fields(file_name: TensorFileName | None, layer: int | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the record that the file's name settles, so that the file need not be opened for them.
+
+    What the name of the output of a layer does not say is what its folder gives for it.
+    """
+    if layer is not None:
+        layer_type = "embedding" if layer < 0 else "hidden"
+        fixed = {"layer_type": layer_type, "layer_idx": layer, "phase": "post", "tensor_name": "output"}
+        return _UNTAGGED | {field: value for field, value in given.items() if field in _UNTAGGED} | fixed
+    if file_name is None:
+        return {}
+    fields: dict[str, Any] = {tag: str(getattr(file_name, tag)) for tag in TAGS[:-1]}
+    numbers = {number: getattr(file_name, number) for number in ("iteration", "rank")}
+    fields |= {number: value for number, value in numbers.items() if value is not None}
+    fields["layer_idx"] = -1 if file_name.layer_idx is None else file_name.layer_idx
+    # A name of theirs that is another one of ours may stand in a file of ours, which says so inside.
+    if recorded_tensor_name(file_name) == file_name.tensor_name:
+        fields["tensor_name"] = file_name.tensor_name
+    return fields
+
+
+def described_fields(
+    header: TensorFile,
+    *,
+    path: Path,
+    file_name: TensorFileName | None,
+    layer: int | None,
+    said: Any,
+    given: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Every field of the record but those that take its values, `overflow` and `checksum`, and `call`.
+
+    `metadata` comes as JSON text. With `record_checksum` comes what our export says of the values, "" if nothing.
+
+    Raises:
+        DataError: the file says something that no record can hold.
+    """
+    known = header.metadata if isinstance(header.metadata, Mapping) else {}
+    own = known.get(RECORD_KEY)
+    stem = "".join(character if character.isprintable() else "?" for character in path.stem)
+    fields: dict[str, Any] = {
+        "microbatch": 0,
+        "sample_dim": None,
+        "sample_ids": None,
+        "batch_size": None,
+        "module": "",
+        "layer_stack": "",
+        "layout": "",
+        "compute_dtype": header.dtype,
+        "placement": None,
+        "mode": Mode.TRAIN.value,
+        "metadata": _rest(known, file_name, header, said),
+        "counter": 0 if file_name is None else file_name.counter,
+        "timestamp": 0.0 if file_name is None else name_seconds(file_name),
+        "record_checksum": "",
+        "quant_type": _QUANT_TYPES.get(header.dtype, header.dtype),
+        "tensor_name": stem[:MAX_TERM_LENGTH] or "tensor",
+        **_UNTAGGED,
+        # What no record can hold of what the legacy tool embedded is left out.
+        **{name: known[name] for name in (*TAGS, *NUMBERS) if name in known and _OWN_FIELDS[name](known[name])},
+        **({} if file_name is None else {"tensor_name": recorded_tensor_name(file_name)}),
+    }
+    named = None if file_name is None else file_name.sample_idx
+    sample_idx = known.get("sample_idx") if named is None else named
+    if is_one := _is_number(sample_idx):
+        fields["sample_ids"] = [sample_idx]
+    fields |= _samples_of(known, header, layer, is_one=is_one, tensor_name=fields["tensor_name"])
+    if isinstance(own, Mapping):
+        fields |= _own_fields(own, header, place=path)
+    elif given:
+        rest = (given.get("metadata") or {}) | (fields["metadata"] or {}) or None
+        fields |= _own_fields(given, header, place=path) | {"metadata": rest}
+    fields["metadata"] = json.dumps(fields["metadata"], separators=(",", ":"))
+    return fields | {"dtype": header.dtype, "shape": header.shape, "nbytes": header.nbytes}
+
+
+def _rest(
+    embedded: Mapping[str, Any], file_name: TensorFileName | None, header: TensorFile, said: Any
+) -> dict[str, Any] | None:
+    """What a file of somebody else says beyond the fields; the record's `metadata`."""
+    rest = {key: value for key, value in embedded.items() if key not in _SAID_ELSEWHERE}
+    if header.tensor_info is not None:
+        rest["tensor_info"] = header.tensor_info
+    if file_name is not None and file_name.group_idx is not None:
+        rest["group_idx"] = file_name.group_idx
+    if said is not None:
+        rest["folder"] = said
+    return rest or None
+
+
+def _samples_of(
+    embedded: Mapping[str, Any], header: TensorFile, layer: int | None, *, is_one: bool, tensor_name: str
+) -> dict[str, Any]:
+    """Where the samples of a tensor of somebody else are, and how many its batch has, as far as its shape shows it.
+
+    Outputs of layers count them first. Of others the batch size is what the tool was told, else the smaller one of the
+    two first dimensions of three or more: batches came first or second there, and the other one counts tokens or heads.
+    """
+    shape = header.shape
+    if layer is not None:
+        is_known = len(shape) == len(_HIDDEN_LAYOUT)
+        return {"sample_dim": 0, "batch_size": shape[0], "layout": _HIDDEN_LAYOUT} if is_known else {}
+    if is_parameter(tensor_name):
+        return {}
+    size = embedded.get("batch_size")
+    if not _is_number(size):
+        return {"batch_size": min(shape[:2])} if len(shape) >= len(_HIDDEN_LAYOUT) else {}
+    dim = next((dim for dim in range(min(2, len(shape) - 1)) if shape[dim] == size), None)
+    return {"sample_dim": None if is_one else dim, "batch_size": size}
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_NUMBER
+
+
+def _is_term(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_TERM_LENGTH and value.isprintable()
+
+
+def _is_sample_ids(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(type(entry) in {int, str} for entry in value))
+
+
+_OWN_FIELDS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("iteration", "rank", "microbatch", "call", "counter"), _is_number),
+    "layer_idx": lambda value: _is_number(value) or (type(value) is int and value == -1),
+    **dict.fromkeys(("sample_dim", "batch_size"), lambda value: value is None or _is_number(value)),
+    **dict.fromkeys(("layer_type", "phase", "component", "quant_type", "tensor_name"), _is_term),
+    "operation": lambda value: value in tuple(Operation),
+    "mode": lambda value: value in tuple(Mode),
+    **dict.fromkeys(("module", "layer_stack", "record_checksum"), lambda value: isinstance(value, str)),
+    # It becomes part of a name in the store.
+    "layout": lambda value: isinstance(value, str) and re.fullmatch("[A-Za-z]{0,32}", value) is not None,
+    "compute_dtype": lambda value: isinstance(value, str) and value in DTYPES,
+    **dict.fromkeys(("placement", "metadata"), lambda value: value is None or isinstance(value, dict)),
+    "sample_ids": _is_sample_ids,
+    "timestamp": lambda value: type(value) in {int, float} and 0 <= value <= LAST_SECOND,
+}
+"""The fields that our export embeds, and what each may hold."""
+
+
+def _own_fields(own: Mapping[str, Any], header: TensorFile, *, place: Path) -> dict[str, Any]:
+    found = {field: own[field] for field in _OWN_FIELDS if field in own}
+    for field, value in found.items():
+        if not _OWN_FIELDS[field](value):
+            raise DataError(f"{place} says {field}={str(value)[:60]!r} of its tensor, which no record can hold")
+    dim = found.get("sample_dim")
+    if dim is not None and dim >= len(header.shape):
+        raise DataError(f"{place} says sample_dim={dim} of a tensor of {len(header.shape)} dimensions")
+    ids = found.get("sample_ids")
+    if dim is not None and ids is not None and len(ids) != header.shape[dim]:
+        raise DataError(f"{place} names {len(ids)} samples of a tensor of {header.shape[dim]}")
+    return found
+
+
+NUM_THREADS = min(8, os.cpu_count() or 1)
+"""Files that are read at once: the kernels and the system calls leave Python's lock."""
+
+_FIXED: dict[str, Any] = {"attempt": 0, "index": -1, "stack": "", "keep": Keep.VALUES.value}
+"""Columns that are the same for every file."""
+
+_LARGE_NBYTES = 1 << 26
+"""Values of which only one tensor at a time is in memory to be counted: the threads would hold one each."""
+
+_large = threading.Lock()
+
+
+class SourceFile:
+    """One file with one tensor; what has been read of it stays."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        file_name: TensorFileName | None,
+        layer: int | None,
+        said: Any = None,
+        fields: Mapping[str, Any] | None = None,
+        is_first_enough: bool = False,
+    ) -> None:
+        """What its name and its folder say: in the folder's own words as `said`, and as fields of the record."""
+        self.path = path
+        """Where it is."""
+        self.file_name = file_name
+        """What its name says, if it is one of a single tensor."""
+        self.named = named_fields(file_name, layer, fields or {})
+        """The fields of the record that need not be looked up in the file."""
+        self.call = 0
+        """How many tensors of the same fields were written before it."""
+        self.site = path.name
+        """What the record says of where it is: the name, or where that is not plain ASCII what stands for it."""
+        self._layer, self._said, self._given = layer, said, fields or {}
+        self._is_first_enough = is_first_enough
+        self._header: TensorFile | None = None
+        self._fields: dict[str, Any] | None = None
+        self._measured: tuple[Overflow, str] | None = None
+
+    def __repr__(self) -> str:
+        return f"<SourceFile {self.path}>"
+
+    def field(self, name: str) -> Any:
+        """One of the record's fields, from the name where that says it."""
+        return self.named[name] if name in self.named else self.fields()[name]
+
+    def fields(self) -> dict[str, Any]:
+        """Every field of the record that takes no values.
+
+        Raises:
+            DataError: the file holds no tensor that a record can hold.
+            StorageError: it cannot be read.
+        """
+        if self._fields is None:
+            header = read_header(self.path, is_first_enough=self._is_first_enough)
+            described = described_fields(
+                header, path=self.path, file_name=self.file_name, layer=self._layer, said=self._said, given=self._given
+            )
+            # Many files say the same at length.
+            self._header = dataclasses.replace(header, metadata=None, tensor_info=None)
+            self._fields = {"call": self.call} | described | self.named
+        return self._fields
+
+    def values(self) -> Any:
+        """The values, read from the file.
+
+        Raises:
+            DataError: they are not what was listed.
+            StorageError: the file cannot be read.
+        """
+        self.fields()
+        assert self._header is not None
+        return read_values(self.path, self._header)
+
+    def measured(self) -> tuple[Overflow, str]:
+        """What the values do at the limits of their dtype, and their checksum.
+
+        Raises:
+            DataError: they are not what the file says of them.
+            StorageError: the file cannot be read.
+        """
+        if self._measured is None:
+            with _large if self.fields()["nbytes"] > _LARGE_NBYTES else nullcontext():
+                self.values_measured()
+        assert self._measured is not None
+        return self._measured
+
+    def values_measured(self) -> tuple[Any, Overflow, str]:
+        """The values, what they do at the limits of their dtype, and their checksum: all three of one reading.
+
+        Raises:
+            DataError: they are not what the file says of them.
+            StorageError: the file cannot be read.
+        """
+        values = self.values()
+        found, said = checksum(values), self.fields()["record_checksum"]
+        if said and said != found:
+            raise DataError(f"the values in {self.path} are damaged: their checksum is {found}, not {said}")
+        if self._measured is None or self._measured[1] != found:
+            self._measured = measure(values, sample_dim=self.fields()["sample_dim"]), found
+        return values, *self._measured
+
+
+class FileTable:
+    """The records of some files as columns, and where they get their values; what names do not say is read."""
+
+    def __init__(self, url: str, files: Sequence[SourceFile]) -> None:
+        self.url = url
+        """The folder."""
+        self.files = files
+        """One for each row."""
+        self.num_rows = len(files)
+
+    def narrow(self, rows: np.ndarray[Any, Any]) -> FileTable:
+        """The table of some of the rows."""
+        return FileTable(self.url, [self.files[row] for row in rows.tolist()])
+
+    def cost(self, field: str) -> int:
+        """0 for what names say, 1 for what files say, 2 for what values say."""
+        if field.startswith("overflow") or field == "checksum":
+            return 2
+        is_named = field in {*_FIXED, "site", SOURCE} or all(field in file.named for file in self.files)
+        return 0 if is_named else 1
+
+    def group_of(self, row: int) -> str:  # noqa: ARG002 - the Protocol's signature
+        """The folder itself: files lie side by side."""
+        return "."
+
+    def column(self, name: str) -> Column:
+        """The values of a column of the catalogue, one for each file.
+
+        Raises:
+            DataError: a file that must be opened for it is damaged, or holds no tensor.
+            StorageError: it cannot be read.
+        """
+        values = self._values(name)
+        if name in JSON_FIELDS or name == "overflow.per_sample":
+            values = [json.dumps(value, separators=(",", ":")) if name != "metadata" else value for value in values]
+        like = _empty().column(name)
+        if not isinstance(like, StringColumn):
+            with np.errstate(over="ignore"):  # an extreme beyond the column's type is infinite there
+                return np.array(values, dtype=like.dtype)
+        return StringColumn.of(values)
+
+    def _values(self, name: str) -> list[Any]:
+        if name in _FIXED:
+            return [_FIXED[name]] * self.num_rows
+        if name == "site":
+            return [file.site for file in self.files]
+        if name == "checksum" or name.startswith("overflow."):
+            measured = for_each(SourceFile.measured, self.files, at_once=NUM_THREADS)
+            if name == "checksum":
+                return [int(text.partition(":")[2], 16) for _, text in measured]
+            _, *path = name.split(".")
+            found = [functools.reduce(getattr, path, overflow) for overflow, _ in measured]
+            return [_number(value) for value in found] if path[0] in EXTREMES else found
+        if name == "numel":
+            return [int(np.prod(shape, dtype=np.int64)) for shape in self._values("shape")]
+        for_each(SourceFile.fields, [file for file in self.files if name not in file.named], at_once=NUM_THREADS)
+        values = [file.field(name) for file in self.files]
+        return [_number(value) for value in values] if name in OPTIONAL_INT_FIELDS else values
+
+    def read(self, record: Record, *, sample: int | None) -> Any:
+        """The values of a record; with `sample` of one sample, without the dimension of samples.
+
+        Raises:
+            DataError: the file has changed since it was listed, or is damaged.
+            StorageError: it cannot be read.
+        """
+        file = next(file for file in self.files if file.site == record.location.site)
+        values = file.values()
+        if checksum(values) != record.checksum:
+            raise DataError(f"{file.path} has changed since it was listed: its checksum is not {record.checksum} now")
+        return values if sample is None else values.take(sample, axis=record.sample_dim)
+
+    def parts(self, record: Record) -> Iterator[Any]:
+        """The values of a record in parts, of which all are in memory.
+
+        Raises:
+            DataError: the file has changed since it was listed, or is damaged.
+            StorageError: it cannot be read.
+        """
+        return split(self.read(record, sample=None), sample_dim=record.sample_dim)
+
+    def siblings(self, record: Record) -> Any:
+        """Nothing.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            f"{self.url} holds files, and {record.location.site} does not say which other ones are parts of the same "
+            f"tensor: select them and use assemble(), or 'ranktape import' the folder first"
+        )
+
+
+@functools.cache
+def _empty() -> Catalogue:
+    """What has every column in the type that a run's catalogue has."""
+    return empty_catalogue()
+
+
+def _number(value: Any) -> Any:
+    return float("nan") if value is None else value
