@@ -75,7 +75,7 @@ lint: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	PYTHONPATH=. $(BIN)/python docs/schemas.py build/docs/schemas
-	@echo "open build/docs/site/index.html"
+	@echo "$(BIN)/python -m http.server --directory build/docs/site serves it; pages open from disk, too, but without search"
 
 support: $(STAMP)
 	$(BIN)/python -m pytest -p tests.support --run-exhaustive

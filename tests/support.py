@@ -37,7 +37,7 @@ rows of one parameter (HF Mixtral, one process)",
 PREFACE = """Written by `make support` from the tests that ran and passed; do not edit. A field holds the number of \
 tests that prove it, or a letter that is explained below. What is known not to work is in [limits.md](limits.md). \
 All of it ran on CPUs. Copies off a device are proven on a simulated accelerator and on CUDA (`tests/device`); \
-on NPUs and XPUs they have not run yet ([limits.md](limits.md#devices))."""
+on NPUs and XPUs they have not run yet ([limits.md](capture.md#devices))."""
 
 PARALLELISMS = ("one process", "DDP", "FSDP2", "TP", "FSDP2 x TP", "PP", "CP")
 

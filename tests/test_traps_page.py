@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "traps.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| trap |")]
 
 
@@ -32,7 +32,7 @@ def test_every_test_that_is_named_is_there() -> None:
 
 
 def test_every_limit_that_is_named_is_there() -> None:
-    limits = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8").splitlines()
+    limits = [line for page in ROOT.glob("docs/*.md") for line in page.read_text(encoding="utf-8").splitlines()]
     named = re.findall(r"limit: \"(.+?)\"", PAGE)
     assert named
     assert [words for words in named if not any(line.startswith(f"- {words}") for line in limits)] == []

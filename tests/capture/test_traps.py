@@ -1,6 +1,6 @@
 """Is every training recorded right, and left alone, in which recorders are known to fail?
 
-One capture sees all trainings of `trap_models.py`, an iteration each. `docs/traps.md` says which trap is tested where.
+One capture sees all trainings of `trap_models.py`, an iteration each. `tests/README.md` has the list of traps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Judges each tensor that a flight recorder sees: NaN, infinities, and the limits of `--trigger`.
 
-A thing that goes on for many iterations happened once: a rule speaks again only after an iteration in which it had
-nothing to say.
+A condition that persists triggers once; it re-arms after an iteration in which it is false.
 """
 
 from __future__ import annotations
