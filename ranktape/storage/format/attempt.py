@@ -16,7 +16,6 @@ from ranktape.storage.format.documents import (
     MAX_DOCUMENT_NBYTES,
     SCHEMA_KEY,
     SCHEMA_VERSION,
-    Count,
     converted,
     decode_document,
     for_each,
@@ -25,7 +24,7 @@ from ranktape.storage.format.documents import (
     read_document,
     write_group,
 )
-from ranktape.storage.format.validation import MAX_WORLD_SIZE
+from ranktape.storage.format.validation import MAX_WORLD_SIZE, Count
 from ranktape.storage.places.backend import Backend
 
 

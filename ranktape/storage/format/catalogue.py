@@ -31,7 +31,7 @@ from ranktape.fields import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, RECORD
 from ranktape.storage.format.arrays import crc_of, crc_text
 from ranktape.storage.format.layout import SITE_FIELDS, TensorSite, rank_iteration_path, site_path
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, ElementTally, Overflow, RecordInfo
-from ranktape.storage.format.validation import check_document, check_numbers, check_records, parse_json, parse_shape
+from ranktape.storage.format.validation import check_numbers, check_records, parse_column, parse_json
 from ranktape.storage.query.columns import Column, ColumnSource, StringColumn, narrowed, rows_of, values_of, widened
 
 
@@ -340,7 +340,7 @@ class Catalogue:
             else:
                 column = texts = self._archive.text(name)
                 for text in texts.table if is_parsed and KINDS[name] is FieldKind.JSON else ():
-                    _parsed(name, str(text))
+                    parse_column(name, str(text))
             if len(column) != self.num_rows:
                 raise ValueError(f"{len(column)} rows; {self.num_rows} are expected")
         except _DAMAGE as error:
@@ -443,25 +443,14 @@ def _all_parsed(name: str, texts: Iterable[str]) -> Iterator[Any]:
     for text in texts:
         if name == "shape":
             if text not in shapes:
-                shapes[text] = _parsed(name, text)
+                shapes[text] = parse_column(name, text)
             yield shapes[text]
         elif text in known:
             # Made anew for each record: whoever changes what one of them says changes no other.
             yield json.loads(text)
         else:
-            yield _parsed(name, text)
+            yield parse_column(name, text)
             known.add(text)
-
-
-def _parsed(name: str, text: str) -> Any:
-    """What JSON in a column says.
-
-    Raises:
-        TypeError, ValueError: no record says it.
-    """
-    if name == "shape":
-        return parse_shape(text)
-    return None if text == "null" else check_document(name, parse_json(text))
 
 
 def _tally(count: int, size: int) -> ElementTally:

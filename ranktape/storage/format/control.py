@@ -20,12 +20,12 @@ from ranktape.errors import RunFormatError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import Attempt
 from ranktape.storage.format.documents import (
-    Count,
     encode_document,
     group_document,
     read_as,
     write_group,
 )
+from ranktape.storage.format.validation import Count
 from ranktape.storage.places.backend import Backend
 
 MAX_ITERATIONS = 1000

@@ -13,7 +13,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import google_crc32c
 import msgspec
@@ -23,11 +23,8 @@ from ranktape.errors import DataError, ObjectTooLargeError, RunFormatError
 from ranktape.storage.format.dtypes import DtypeRow
 from ranktape.storage.format.layout import document_key
 from ranktape.storage.format.record_info import Compression, spelled
-from ranktape.storage.format.validation import MAX_INTEGER, parse_json
+from ranktape.storage.format.validation import parse_json
 from ranktape.storage.places.backend import Backend
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
-"""A whole number in a document that is not negative."""
 
 SCHEMA_VERSION = 1
 """Of the layout, the documents and the catalogue; readers refuse what is newer."""

@@ -14,8 +14,9 @@ from typing import Any
 from ranktape.errors import DataError, RunFormatError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import Attempt, check_attempt
-from ranktape.storage.format.documents import Count, for_each, read_as, write_group
+from ranktape.storage.format.documents import for_each, read_as, write_group
 from ranktape.storage.format.status import MAX_TEXT, TriggerKind
+from ranktape.storage.format.validation import Count
 from ranktape.storage.places.backend import Backend
 
 _LATE_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})

@@ -10,8 +10,9 @@ import functools
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from ranktape.fields import FieldKind
@@ -21,6 +22,9 @@ from ranktape.storage.query.columns import ColumnSource, StringColumn
 
 MAX_INTEGER = 2**63 - 1
 """Of any number in a document or a catalogue."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
+"""A whole number in a document that is not negative."""
 
 MAX_WORLD_SIZE = 1 << 17
 """Ranks of an attempt: a document that says more is refused, as every rank costs time and memory when it is told of."""
@@ -110,7 +114,7 @@ def check_records(source: ColumnSource) -> None:
     """Make sure that records in columns say what records can, and that their fields fit together.
 
     Names of sites and stacks are written in ASCII, and none leads upwards. Columns of numbers have been looked at one
-    by one; what is JSON in a column is left to `check_document`.
+    by one; what is JSON in a column is left to `parse_column`.
 
     Raises:
         ValueError: one does not.
@@ -171,33 +175,24 @@ def check_shape(shape: Sequence[Any], *, itemsize: int = _MAX_ITEMSIZE) -> None:
         raise ValueError(f"shape {str(list(shape))[:_SHOWN]}, which no memory holds")
 
 
-def check_document(name: str, value: Any) -> Any:
-    """What JSON says in a column of that name, if a record can say it.
+_JSON = {
+    "sample_ids": list[int | str],
+    "placement": dict[str, Any],
+    "metadata": dict[str, Any],
+    "overflow.per_sample": dict[str, list[Count]],
+}
+"""What JSON in a column says, where it does not say null."""
+
+
+def parse_column(name: str, text: str) -> Any:
+    """What JSON in a column of that name says, if a record can say it.
 
     Raises:
         TypeError, ValueError: it cannot.
     """
-    if value is None:
-        return None
-    if name == "sample_ids":
-        return check_sample_ids(value)
-    if not isinstance(value, dict):
-        raise TypeError(f"{name} is no dictionary")
-    if name == "overflow.per_sample" and (set(value) != _TALLIES or not all(map(_are_counts, value.values()))):
-        raise ValueError("the counts of single samples are no lists of whole numbers")
+    if name == "shape":
+        return parse_shape(text)
+    value = None if text == "null" else msgspec.convert(parse_json(text), _JSON[name])
+    if name == "overflow.per_sample" and value is not None and set(value) != _TALLIES:
+        raise ValueError(f"counts of single samples of {', '.join(value)}, not of {', '.join(TALLY_KINDS)}")
     return value
-
-
-def check_sample_ids(ids: Any) -> list[int | str]:
-    """Identifiers of samples: whole numbers and texts.
-
-    Raises:
-        ValueError: something else.
-    """
-    if not isinstance(ids, list) or not all(type(one) is int or isinstance(one, str) for one in ids):
-        raise ValueError("sample_ids are no list of numbers and texts")
-    return ids
-
-
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value <= MAX_INTEGER for value in values)

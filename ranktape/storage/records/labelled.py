@@ -7,7 +7,6 @@ sample of it is taken, no more than the sample is read. Imports xarray.
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from ranktape.errors import RunFormatError, UsageError
 from ranktape.fields import SAMPLE
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import Keep
-from ranktape.storage.format.validation import check_sample_ids
+from ranktape.storage.format.validation import parse_column
 from ranktape.storage.records.assemble import ReadableRecord
 
 
@@ -282,8 +281,8 @@ def _sample_coordinate(records: RecordColumns, positions: np.ndarray[Any, Any], 
             texts = first.squeeze(axis)
             del names[axis]
     try:
-        lists = [check_sample_ids(json.loads(text)) for text in texts.reshape(-1).tolist()]
-    except (RecursionError, ValueError) as error:
+        lists = [parse_column("sample_ids", text) for text in texts.reshape(-1).tolist()]
+    except ValueError as error:
         raise RunFormatError(f"the sample_ids of {records!r} are damaged: {error}: see 'ranktape check'") from error
     if {len(ids) for ids in lists} != {records[0].info.shape[dim]}:
         return {}
