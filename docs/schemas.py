@@ -34,8 +34,8 @@ from ranktape.fields import FieldKind
 from ranktape.launch.control import ControlReply
 from ranktape.launch.machine import Examined
 from ranktape.storage import open_run
+from ranktape.storage.format.live import Trigger
 from ranktape.storage.format.status import IterationStatus, RunVerdict
-from ranktape.storage.format.triggers import Trigger
 from ranktape.storage.maintenance.copy import CopyReport, SelectionReport
 from ranktape.storage.maintenance.finding import CheckFinding
 from ranktape.storage.maintenance.outbox import PushReport

@@ -16,7 +16,7 @@ from ranktape.launch.place import CommandAnswer, command_of, open_backend_of, sh
 
 if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.format.control import Answer
+    from ranktape.storage.format.live import Answer
     from ranktape.storage.places.backend import Backend
 
 _PAUSE_SECONDS = 0.25
@@ -72,7 +72,7 @@ def trigger(
     """
     from ranktape.capture.settings.options import CaptureOptions
     from ranktape.storage.format.attempt import read_attempts, read_run, run_attributes
-    from ranktape.storage.format.control import MAX_ITERATIONS, MAX_SELECTION, Request, write_request
+    from ranktape.storage.format.live import MAX_ITERATIONS, MAX_SELECTION, Request, write_request
 
     if not 1 <= iterations <= MAX_ITERATIONS:
         raise UsageError(f"--iterations {iterations} is not allowed: give 1 to {MAX_ITERATIONS}")
@@ -117,7 +117,7 @@ def _wait(backend: Backend, attempt: Attempt, name: str, *, seconds: float) -> A
         CaptureError: it did not, in time or before it ended.
     """
     from ranktape.storage.format.attempt import is_attempt_there, lost_message
-    from ranktape.storage.format.control import read_answer
+    from ranktape.storage.format.live import read_answer
 
     deadline = time.monotonic() + seconds
     pause = _PAUSE_SECONDS

@@ -16,7 +16,7 @@ from ranktape.analyze.options import MAX_NAMED_FILES, Selection
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.launch.place import CommandAnswer, command_of, count_text, shown
 from ranktape.storage.format.memory import nbytes_text
-from ranktape.storage.maintenance.work import OnProgress, Work
+from ranktape.storage.maintenance import OnProgress, Work
 from ranktape.storage.places.urls import open_backend
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import RanktapeError
 from ranktape.launch.place import CommandAnswer, command_of, count_text, open_backend_of, shown
 from ranktape.storage.format.memory import nbytes_text
-from ranktape.storage.maintenance.work import OnProgress
+from ranktape.storage.maintenance import OnProgress
 
 if TYPE_CHECKING:
     from ranktape.storage.maintenance.finding import CheckFinding, CheckReport

@@ -20,8 +20,8 @@ from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt
+    from ranktape.storage.format.live import Trigger
     from ranktape.storage.format.progress import ProgressCache
-    from ranktape.storage.format.triggers import Trigger
 
 COLUMNS = (
     Column(name="iteration", kind=Kind.INTEGER),
@@ -131,8 +131,8 @@ def status(
     """
     from ranktape.storage.format.attempt import read_attempts, read_run, run_attributes
     from ranktape.storage.format.documents import for_each
+    from ranktape.storage.format.live import read_triggers
     from ranktape.storage.format.progress import read_disabled, read_troubles
-    from ranktape.storage.format.triggers import read_triggers
     from ranktape.storage.maintenance.runs import suggest_nearest
     from ranktape.storage.places.urls import open_backend
 
@@ -241,7 +241,7 @@ def _rank_notes(reasons: Mapping[int, str]) -> tuple[str, ...]:
 
 def _trigger_notes(triggers: Sequence[Trigger]) -> tuple[str, ...]:
     """What happened, the first things one line each, with how often they were repeated."""
-    from ranktape.storage.format.triggers import merge_repeated
+    from ranktape.storage.format.live import merge_repeated
 
     events = merge_repeated(triggers)
     shown_ones = [printable(f"{trigger.kind}: {trigger.message()}") for trigger in events[:MAX_NAMED]]

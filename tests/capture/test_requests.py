@@ -8,9 +8,9 @@ from typing import Any
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.writing.requests import ENDED, Requests
 from ranktape.storage.format.attempt import Asked, IterationPlan
-from ranktape.storage.format.control import Answer, Request, read_answer, write_request
 from ranktape.storage.format.documents import write_group
 from ranktape.storage.format.layout import Mark, control_path
+from ranktape.storage.format.live import Answer, Request, read_answer, write_request
 from tests.capture.test_coordinator import Watched
 from tests.waiting import until
 

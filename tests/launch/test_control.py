@@ -21,7 +21,7 @@ from ranktape.launch import trigger
 from ranktape.launch.control import ControlReply
 from ranktape.storage import open_run
 from ranktape.storage.format.attempt import Launch, read_attempts
-from ranktape.storage.format.control import read_answer
+from ranktape.storage.format.live import read_answer
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.recording.start import begin_attempt

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.errors import DataError, RunFormatError, UsageError
 from ranktape.storage.format.attempt import Asked, Attempt, IterationPlan
-from ranktape.storage.format.control import (
+from ranktape.storage.format.live import (
     Answer,
     Request,
     list_requests,

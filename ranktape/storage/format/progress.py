@@ -27,8 +27,8 @@ from ranktape.storage.format.attempt import (
 from ranktape.storage.format.commit import IterationSummary, finish_iteration
 from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, for_each, read_as, write_group
 from ranktape.storage.format.layout import Mark
+from ranktape.storage.format.live import count_triggers
 from ranktape.storage.format.status import DISABLED, IterationState, IterationStatus, RunVerdict, judge
-from ranktape.storage.format.triggers import count_triggers
 from ranktape.storage.places.backend import Backend
 
 _MAX_REASONS = 1000

@@ -13,10 +13,10 @@ from typing import Any
 from ranktape.errors import DataError, RunFormatError, RunNotFoundError, StorageError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import Attempt, read_attempt, read_run, run_attributes
-from ranktape.storage.format.control import Answer, Request
 from ranktape.storage.format.documents import converted, document_checksum, is_document_intact, read_document
 from ranktape.storage.format.layout import KeyKind, Mark
-from ranktape.storage.format.triggers import Trigger
+from ranktape.storage.format.live import Answer, Request, Trigger
+from ranktape.storage.maintenance import OnProgress, Work
 from ranktape.storage.maintenance.check_iteration import (
     AttemptView,
     RankResult,
@@ -26,7 +26,6 @@ from ranktape.storage.maintenance.check_iteration import (
 )
 from ranktape.storage.maintenance.finding import CheckFinding, CheckReport, FindingKind, Findings, Mend
 from ranktape.storage.maintenance.outbox import SPILLED_KEY
-from ranktape.storage.maintenance.work import OnProgress, Work
 from ranktape.storage.places.backend import Backend, ObjectInfo
 
 _NUM_GROUPS = 4

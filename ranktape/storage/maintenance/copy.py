@@ -20,7 +20,7 @@ from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.layout import AttemptKey, KeyKind
 from ranktape.storage.format.memory import MemoryBudget
 from ranktape.storage.format.progress import open_iteration, write_verdict
-from ranktape.storage.maintenance.work import OnProgress, Work
+from ranktape.storage.maintenance import OnProgress, Work
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.recording.start import begin_attempt, claim_run

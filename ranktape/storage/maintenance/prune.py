@@ -23,7 +23,7 @@ from ranktape.storage.format.attempt import (
     whole_iterations,
 )
 from ranktape.storage.format.documents import for_each, read_attributes, write_group
-from ranktape.storage.maintenance.work import OnProgress, Work
+from ranktape.storage.maintenance import OnProgress, Work
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.query.filters import parse_filter

@@ -17,10 +17,10 @@ from ranktape.storage.format.attempt import Attempt, read_attempts
 from ranktape.storage.format.commit import finish_iteration, mark_committed
 from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, read_document
 from ranktape.storage.format.progress import judge_again
+from ranktape.storage.maintenance import OnProgress
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.finding import CheckFinding, CheckReport, Mend
 from ranktape.storage.maintenance.prune import drop_iteration
-from ranktape.storage.maintenance.work import OnProgress
 from ranktape.storage.places.backend import Backend
 
 MIN_AGE_SECONDS = 3600.0

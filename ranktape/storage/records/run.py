@@ -22,9 +22,9 @@ from ranktape.storage.format.attempt import (
 from ranktape.storage.format.catalogue import Catalogue, empty_catalogue
 from ranktape.storage.format.commit import open_catalogue
 from ranktape.storage.format.documents import for_each
+from ranktape.storage.format.live import Trigger, read_triggers
 from ranktape.storage.format.progress import read_disabled, read_troubles, read_verdict
 from ranktape.storage.format.status import IterationStatus, RunVerdict
-from ranktape.storage.format.triggers import Trigger, read_triggers
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.failures import printable
 from ranktape.storage.places.urls import open_backend
