@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import pandas as pd  # type: ignore[import-untyped]  # it has no types
+    from matplotlib.axes import Axes
     from rich.console import Group, RenderableType
     from rich.table import Table as RichTable
 
@@ -346,6 +347,50 @@ class Table:
             for column, cells in zip(self.columns, self.cells.columns, strict=True)
         )
         return data_frame(columns, attributes=attributes)
+
+    def plot(self, *, x: str | None = None, y: str | Sequence[str] = (), axes: Axes | None = None) -> Axes:
+        """Draw columns of numbers against another column; returns the axes.
+
+        Against numbers, such as iterations, a line for each column; against words a bar for each row. By default `x` is
+        the first key column that differs between rows, `y` the first column of numbers that is no key. Missing values
+        leave gaps. Without `axes` a figure of pyplot is made.
+
+        Raises:
+            UsageError: there is no such column, it has no numbers, or nothing can be drawn.
+        """
+        numbers = (Kind.INTEGER, Kind.FLOAT, Kind.RATIO, Kind.BAR, Kind.COSINE, Kind.NBYTES)
+        kinds = {column.name: column.kind for column in self.columns}
+        keys = [one.name for one in self.columns if one.is_key or one.kind in {Kind.TEXT, Kind.LIST}]
+        varied = [name for name in keys if not _are_same(self.column(name))]
+        across = x or next(iter([*varied, *keys]), None)
+        drawn = [y] if isinstance(y, str) else [*y]
+        measured = (Kind.FLOAT, Kind.RATIO, Kind.COSINE)
+        if not drawn:
+            others = [one for one in self.columns if one.kind in numbers and one.name not in {across, *keys}]
+            drawn = [one.name for one in sorted(others, key=lambda one: one.kind not in measured)][:1]
+        if across is None or not drawn or not len(self.rows):
+            raise UsageError("the table has nothing to draw: name the columns, as plot(x='iteration', y='absmax')")
+        columns = {name: self.column(name) for name in (across, *drawn)}
+        if wrong := next((name for name in drawn if kinds[name] not in numbers), None):
+            raise UsageError(f"column {wrong!r} holds {kinds[wrong].value}, and y takes numbers")
+        if axes is None:
+            from matplotlib import pyplot as plt
+
+            axes = plt.subplots(layout="constrained")[1]
+        is_line = kinds[across] in numbers
+        places = columns[across] if is_line else range(len(self.rows))
+        for name in drawn:
+            heights = [math.nan if value is None else float(value) for value in columns[name]]
+            if is_line:
+                axes.plot(places, heights, marker=".", label=name)
+            else:
+                axes.bar(places, heights, label=name, alpha=1 / len(drawn) ** 0.5)
+        if not is_line:
+            axes.set_xticks(list(places), [_cell(value, kinds[across]) for value in columns[across]], rotation=90)
+        axes.set(xlabel=across, ylabel=drawn[0] if len(drawn) == 1 else "", title=self.title)
+        if len(drawn) > 1:
+            axes.legend()
+        return axes
 
     def text_cells(self) -> tuple[Sequence[str], Sequence[Sequence[str]], Sequence[bool]]:
         """What text shows, for whoever draws the table: heads, cells row by row, and which columns hold words."""

@@ -6,12 +6,15 @@ import csv
 import io
 import itertools
 import json
+import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.container import BarContainer
+from matplotlib.figure import Figure
 
 from ranktape.analyze.console import Form, write_whole
 from ranktape.analyze.table import Column, Kind, Table, write_table
@@ -236,3 +239,30 @@ def test_two_threads_that_write_one_file_leave_one_of_both_whole(tmp_path: Path)
             done.result()
     assert path.read_bytes() in texts
     assert [one.name for one in tmp_path.iterdir()] == ["table.json"]
+
+
+def test_a_table_draws_lines_against_numbers_and_bars_against_words() -> None:
+    columns = (
+        Column(name="iteration", kind=Kind.INTEGER, is_key=True),
+        Column(name="module", kind=Kind.TEXT, is_key=True),
+        Column(name="records", kind=Kind.INTEGER),
+        Column(name="absmax", kind=Kind.FLOAT),
+    )
+    rows = ((0, "up", 4, 1.5), (10, "up", 4, None), (20, "up", 4, 2.5))
+    table = Table(title="t", columns=columns, rows=rows)
+    axes = table.plot(axes=Figure().subplots())
+    (line,) = axes.lines
+    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title()) == ("iteration", "absmax", "t")
+    np.testing.assert_array_equal(line.get_xdata(), [0, 10, 20])
+    np.testing.assert_array_equal(line.get_ydata(), [1.5, math.nan, 2.5])
+    words = Table(title="t", columns=columns, rows=((0, "up", 4, 1.5), (0, "down", 5, 2.5)))
+    axes = words.plot(y=["absmax", "records"], axes=Figure().subplots())
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["up", "down"]
+    bars = [one.patches for one in axes.containers if isinstance(one, BarContainer)]
+    assert [[bar.get_height() for bar in group] for group in bars] == [[1.5, 2.5], [4, 5]]
+    with pytest.raises(UsageError, match="no column 'absmx'"):
+        table.plot(y="absmx")
+    with pytest.raises(UsageError, match="column 'module' holds text, and y takes numbers"):
+        table.plot(y="module")
+    with pytest.raises(UsageError, match="nothing to draw"):
+        Table(title="t", columns=columns, rows=()).plot()
