@@ -241,12 +241,6 @@ def test_empty_and_scalar_tensors_have_rows(tmp_path: Path) -> None:
         assert (rows["flags"]["overflow.total"], rows["flags"]["overflow.zero.count"]) == (0, 1)
 
 
-def test_every_record_that_is_read_is_reported(run: Run) -> None:
-    calls: list[None] = []
-    overflow(run.select(), format="bf16", on_record=lambda: calls.append(None))
-    assert len(calls) == len(TENSORS)
-
-
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype_has_a_largest_value(name: str) -> None:
     assert largest_value(name) > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import functools
@@ -281,6 +280,8 @@ def _connected(address: str) -> Any:
 
 def _ask(address: str, answer: Future[Any]) -> None:
     """What the server at an address says that it is."""
+    import asyncio
+
     from distributed.core import rpc
 
     async def identity() -> Any:

@@ -26,7 +26,10 @@ from ranktape.analyze.numerics.sweeps.sums import scale_of
 from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 from ranktape.analyze.questions.each_source import SOURCE_COLUMN
 from ranktape.analyze.questions.swept import (
+    BEST_BY,
+    COUNTED,
     Swept,
+    SweptCells,
     SweptGroup,
     answerable,
     grouped,
@@ -35,7 +38,6 @@ from ranktape.analyze.questions.swept import (
     swept_array,
     with_samples,
 )
-from ranktape.analyze.questions.swept_cells import BEST_BY, COUNTED, SweptCells
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.fields import SAMPLE

@@ -32,8 +32,15 @@ from ranktape.analyze.numerics.sweeps.options import SweepOptions
 from ranktape.analyze.options import Output, Selection
 from ranktape.analyze.questions.listed_tensors import ListedTensor, is_file, list_tensors, selections_of
 from ranktape.analyze.questions.sweep import check_shape, table_of
-from ranktape.analyze.questions.swept import Swept, answerable, num_readings, parse_jobs, sweep_selection
-from ranktape.analyze.questions.swept_cells import KEPT_VERSION, can_be_kept
+from ranktape.analyze.questions.swept import (
+    KEPT_VERSION,
+    Swept,
+    answerable,
+    can_be_kept,
+    num_readings,
+    parse_jobs,
+    sweep_selection,
+)
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import DataError, RanktapeError, UsageError, WorkersError
 from ranktape.fields import SAMPLE
