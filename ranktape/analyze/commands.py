@@ -68,8 +68,8 @@ def plot(
 ) -> None:
     """Draw plots, and print the path of each.
 
-    By default one: overflow and underflow of each layer. `all` draws all, into one folder for each kind of analysis,
-    with a README.txt that says what each shows, and which were left out and why.
+    The default is one plot: overflow and underflow of each layer. `all` draws all plots into one folder for each kind
+    of analysis; a README.txt there says what each plot shows, and why others were left out.
 
     Args:
         kind (NAME): Which plot: a name below, one with * and ?, or a folder; repeatable. overflow by default.
@@ -170,9 +170,8 @@ def report(
 ) -> None:
     """Write a page that says what is wrong in RUN and where, and print its path.
 
-    One HTML file with everything in it: findings, heat maps, tables, distributions, sweeps, filters. It opens from
-    disk, loads nothing, and can be sent to a colleague or printed. Of several sources it begins with what sets them
-    apart from the first.
+    One HTML file: findings, heat maps, tables, distributions, sweeps and filters. It opens from disk, loads nothing,
+    and can be sent or printed. For several sources it begins with how they differ from the first.
 
     Args:
         format (NAME): Formats that are tried on up to 2,000 records; repeatable.  [default: mxfp8_e4m3, mxfp4_e2m1,

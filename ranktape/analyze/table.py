@@ -615,7 +615,7 @@ class TextTable:
             heads=[self.heads[place] for place in kept],
             is_left=[self.is_left[place] for place in kept],
             cells=[[row[place] for place in kept] for row in self.cells],
-            notes=[f"not shown for want of room: {named}; --wide shows all", *self.notes],
+            notes=[f"hidden columns (use --wide): {named}", *self.notes],
             turns=(),
         )
 

@@ -51,11 +51,10 @@ def trigger(
     no_wait: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ControlReply:
-    """Have all ranks of the training that records into RUN record the next iterations, the same ones.
+    """Make a running training record its next iterations, on all ranks.
 
-    What is recorded is what the capture selects, whatever its cadence; with `select` or `keep` what these say. It can
-    only be of what the capture attaches to: its kinds of layers. Iterations that were asked for guarantee nothing: the
-    capture goes on as it was planned. A flight recorder stores the iterations that it holds.
+    It records what the capture selects, whatever --every says, or what `select` chooses among what the capture attaches
+    to. These iterations do not count for the guaranteed minimum. A flight recorder stores the iterations that it holds.
 
     Args:
         iterations (N): How many are recorded.
@@ -134,7 +133,7 @@ def _wait(backend: Backend, attempt: Attempt, name: str, *, seconds: float) -> A
                 raise CaptureError(lost_message(backend))
             raise CaptureError(
                 f"the training did not answer within {seconds:g} s: its rank 0 may be lost, or not reach the store; "
-                f"the request stays, and is obeyed should it come back"
+                f"the request stays, and is carried out if it comes back"
             )
         time.sleep(min(pause, left))
         pause = min(_MAX_PAUSE_SECONDS, 1.5 * pause)

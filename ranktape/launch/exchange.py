@@ -46,12 +46,11 @@ def cp(
 ) -> CopyReport | SelectionReport:
     """Copy RUN to URL: a directory or an object store.
 
-    A copy that was interrupted goes on where it stopped, and is a run only when it is whole. Every object is read
-    back and compared. A run that is being recorded is copied as far as it is committed; copying it again brings the
-    rest.
+    Every object is read back and compared. Run the command again to resume; a copy is a run only when it is whole. A
+    run that is being recorded is copied as far as it is committed; copying it again adds the rest.
 
-    With filters only the records that match are copied, into a run of their own: its iterations are complete when
-    those records are there, and say how many others were left out. Such a copy does not go on where it stopped.
+    With filters, the matching records become a run of their own: its iterations are complete when those records are
+    there, and say how many others were left out. Such a copy cannot be resumed.
 
     Args:
         no_verify: Trust the sizes of values instead of reading them back.
@@ -101,10 +100,10 @@ def cp_command(report: CopyReport | SelectionReport, given: Mapping[str, Any]) -
 def push(
     directory: Path, *, to: str | None = None, keep: bool = False, storage_options: Mapping[str, Any] | None = None
 ) -> list[Pushed]:
-    """Bring the iterations that wait in DIR, the --spill-dir of a capture, to the run that they belong to.
+    """Copy the iterations that wait in DIR, the --spill-dir of a capture, to their run.
 
-    Everything that a commit names is read back from the run and compared before the commit is made. What was brought
-    is removed from DIR. A push that was interrupted can be repeated. Exits with 3 when something has to stay.
+    Everything that a commit names is read back and compared before the commit is made; what was copied is deleted from
+    DIR. Run the command again to resume. Exits with 3 if something had to stay.
 
     Args:
         to (URL): The run, where it is not the one that DIR names.
@@ -241,8 +240,8 @@ def import_files(
 ) -> ImportReport:
     """Store the .pt files of DIR as the run RUN.
 
-    DIR holds files under the names of the legacy tools, tagged ones or the outputs of layers; nothing in them is
-    ever executed. An import that was interrupted goes on where it was when the command is given again.
+    DIR holds files under the names of the legacy tools, or outputs of layers; nothing in them is executed. Run the
+    command again to resume.
 
     Args:
         skip_unreadable: Name and leave out files that cannot be read or are not known.

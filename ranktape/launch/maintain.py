@@ -80,10 +80,10 @@ def check(
     storage_options: Mapping[str, Any] | None = None,
     on_progress: OnProgress | None = None,
 ) -> CheckReport:
-    """Verify that RUN is whole, and what was written.
+    """Verify that RUN is whole.
 
-    Errors are what was committed and is lost or wrong; they make it exit with 3. Notes are the rest: debris, what
-    is not finished, what is not ours. Nothing is changed: 'ranktape repair' does that.
+    Errors are committed data that is lost or wrong; they exit with 3. Notes are everything else: leftovers of lost
+    writers, unfinished iterations, foreign objects. Nothing is changed: 'ranktape repair' does that.
 
     Args:
         deep: Read every byte and compare it with its checksums.
@@ -122,11 +122,11 @@ def repair(
     on_done: Callable[[CheckFinding], object] | None = None,
     on_progress: OnProgress | None = None,
 ) -> RepairReport:
-    """Put RUN in order after processes were lost.
+    """Finish or remove what lost processes left in RUN.
 
-    Removes what crashed writers left behind, writes the commits of iterations that all ranks have committed, and
-    restores markers that were lost. Exits with 3 if errors are left that it cannot mend. If a spill directory is
-    left, run 'ranktape push' first: it needs what is removed here.
+    Removes leftovers of crashed writers, writes the commits of iterations that all ranks have committed, and restores
+    lost markers. Exits with 3 if errors remain. If a spill directory is left, run 'ranktape push' first: it needs what
+    is removed here.
 
     Args:
         dry_run: Change nothing, and say what would be done.
@@ -166,11 +166,11 @@ def prune(
     storage_options: Mapping[str, Any] | None = None,
     on_progress: OnProgress | None = None,
 ) -> PruneReport:
-    """Remove complete iterations from RUN.
+    """Delete complete iterations from RUN.
 
-    Of each iteration first the commit goes, so that no reader takes what is left for the whole, then the values; what
-    was interrupted goes on when the command is said again, or with 'ranktape repair'. Iterations that were removed
-    still count for the guaranteed minimum. A run that is being recorded is refused.
+    The commit of an iteration is deleted before its values, so that no reader sees a part of it. Run the command again
+    to resume, or 'ranktape repair'. Deleted iterations still count for the guaranteed minimum. A run that is being
+    recorded is refused.
 
     Args:
         keep_last (N): Remove all but the last N iterations.
@@ -208,10 +208,9 @@ def _named(iterations: tuple[int, ...]) -> str:
 
 
 def rm(run: str, *, dry_run: bool = False, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Delete RUN, and nothing that lies beside its parts.
+    """Delete RUN, and nothing else that is in its place.
 
-    A damaged run is deleted as well; one that is being recorded is refused. What was interrupted goes on when the
-    command is said again.
+    A damaged run is deleted, too; one that is being recorded is refused. Run the command again to resume.
 
     Args:
         dry_run: Change nothing, and say what would be deleted.

@@ -213,7 +213,7 @@ def test_a_terminal_shows_the_columns_that_it_has_room_for_and_names_the_others(
     assert lines[0].split() == heads
     assert max(map(len, lines)) <= width
     said = " ".join(" ".join(lines[3:]).split())
-    assert said == (f"not shown for want of room: {gone}; --wide shows all" if gone else "")
+    assert said == (f"hidden columns (use --wide): {gone}" if gone else "")
 
 
 def test_a_terminal_without_room_for_a_table_shows_a_block_for_each_row() -> None:

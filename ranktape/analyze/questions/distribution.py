@@ -86,12 +86,12 @@ def distribution(
     by: Sequence[str] = (),
     engine: Engine | None = None,
 ) -> Table:
-    """Show how the values of a selection are distributed, or with `by` those of each group: rows are bins.
+    """Show how the values of a selection, or of each group of `by`, are distributed: rows are bins.
 
-    NaN and infinities are in no bin, and a note counts them; zeros are in none of binades. A group without finite
-    values has no rows but for the kinds formats and normal. Of complex values the larger part of each is meant. Records
-    of which statistics alone were kept have no values, and are left out; a note counts them. Of many values of more
-    than 16 bits the part below any number is known to 2^-10; their binades are exact.
+    NaN and infinities are in no bin, zeros in no binade; a note counts them. A group without finite values has rows for
+    the kinds formats and normal alone. Of a complex value the larger part counts. Records whose statistics alone were
+    kept are left out, and counted in a note. For tensors wider than 16 bits with many different values, distributions
+    are approximate (within 2^-10); their binades are exact.
 
     Args:
         kind: Bins of values, of values normalised to [0, 1], of binades; powers of two; what formats hold; distance

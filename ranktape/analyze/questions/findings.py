@@ -129,12 +129,12 @@ def findings(
     view: View | None = None,
     engine: Engine | None = None,
 ) -> FindingsTable:
-    """Say what is wrong in a run, and where: the first screen of the report.
+    """Find what is wrong in a run, and where.
 
-    One finding for each cause, the worst first: how bad it is, what and where, the numbers that say so beside those of
-    the peers, what is alike at other places, what follows from it, and the command that looks closer. The last line
-    counts them. A terminal shows the first 5. What is found of a selection is found among its records alone: peers that
-    a filter leaves out are missing. To fail where something is found, give `--check "severity != 'high'"`.
+    One finding for each cause, the worst first: its severity, what and where, the numbers beside those of its peers,
+    other places with the same, what follows from it, and a command that looks closer. A terminal shows the first 5.
+    Peers are the records of the selection, so that filters leave out peers, too. To fail if there is a finding, give
+    `--check "severity != 'high'"`.
 
     Args:
         severity (LEVEL): Only what is so bad, or worse: high, medium, low.

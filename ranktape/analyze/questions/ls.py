@@ -17,9 +17,9 @@ _MAX_BRIEF = 60
 
 
 def ls(records: Records, *, by: Sequence[str] = ()) -> Table:
-    """List the records of a run, or count them by the values of fields. Sizes are before compression.
+    """List the records of a run, or count them by the values of fields.
 
-    The catalogue answers; no value is read.
+    Only the catalogue is read, no values. Sizes are before compression.
 
     Raises:
         UnknownFieldError: `by` names no field of a record.

@@ -100,14 +100,14 @@ def overflow(
     by: Sequence[str] = (),
     engine: Engine | None = None,
 ) -> Table:
-    """Count what is beyond the limits, NaN, Inf, zeros and subnormals.
+    """Count NaN, Inf, zeros, subnormals and values beyond the limits.
 
-    Without `format` against the limits of the dtype, as counted when the run was written: no value is read.
-    With `format` every value is read once; what autocast rounded is rounded first (see `view`). The severity of a row
-    is high with any NaN or Inf, and high or medium where much is lost (see `severity_columns`).
+    Without `format`, the limits are those of the captured dtype, counted when the run was written: no value is read.
+    With `format`, each value is read once, rounded first to the dtype that the operation computed in (see `view`), and
+    each format gets a row.
 
-    NaN counts as NaN alone; infinities count as infinite, and as overflow too. The ratios of an empty tensor are 0.
-    Of several formats each has a row.
+    The severity is high for any NaN or Inf, and medium or high if much is lost. NaN counts as NaN alone; an infinity
+    counts as infinite and as overflow. Ratios of an empty tensor are 0.
 
     Args:
         format (NAME): Low-precision format: fp8_e4m3, fp8_e5m2, fp6_e2m3, fp6_e3m2, fp4_e2m1, int8, hif8, nvfp4, bf16,

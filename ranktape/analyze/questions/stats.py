@@ -36,12 +36,12 @@ def stats(
     by: Sequence[str] = (),
     engine: Engine | None = None,
 ) -> Table:
-    """Mean, deviation, extremes, moments, percentiles and counts of each record, or of each group as if it were one.
+    """Mean, deviation, extremes, moments, percentiles and counts of each record or group.
 
-    Text shows the important metrics, --wide, JSON and CSV all of them. Moments and extremes are those of finite values,
-    of complex ones those of their magnitudes; percentiles are of all numbers, infinities among them; counts are of all
-    elements, against the limits of the dtype. What is not defined is missing: the mean of nothing, the skewness of a
-    constant, percentiles of complex values, or of records of which statistics alone were kept.
+    Text shows the important metrics; --wide, JSON and CSV show all. Moments and extremes are over finite values (of
+    complex values over their magnitudes), percentiles over all numbers, counts over all elements, against the limits of
+    the captured dtype. Undefined metrics are missing: the mean of nothing, the skewness of a constant, percentiles of
+    complex values or of kept statistics.
 
     Args:
         metric (NAME): Only these: std, p99.9, overflow.ratio; repeatable.

@@ -37,12 +37,11 @@ def trace(
     view: View | None = None,
     engine: Engine | None = None,
 ) -> Table:
-    """Follow a sample, a --call or a --microbatch through the model, in the order of execution.
+    """Follow a sample, a call or a microbatch through the model, in the order of execution.
 
-    Each rank and iteration is a way of its own; --rank and --iteration choose one. With `sample` records without it, as
-    weights, and those of which values were not kept, are left out, and counted in a note. The change is that of absmax
-    against the step before, in binades; none from or to 0 and nothing finite. The column first says where NaN, Inf and,
-    for values rounded to what was computed in, overflow are seen for the first time on the way.
+    Each rank and iteration is a path of its own; --rank and --iteration choose one. With `sample`, records without that
+    sample (weights, records whose values were not kept) are left out, and counted in a note. The change compares absmax
+    with the step before, in binades. The column first names where NaN, Inf and overflow appear for the first time.
 
     Args:
         sample (ID): Follow one sample: its identifier, or its index where there are none.

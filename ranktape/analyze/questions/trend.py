@@ -38,12 +38,11 @@ def trend(
     by: Sequence[str] = (),
     engine: Engine | None = None,
 ) -> Table:
-    """Follow metrics over the iterations, for each place of the model or for each group of `by`.
+    """Follow metrics over the iterations, for each place of the model or each group of `by`.
 
-    Ranks, microbatches and calls are taken together, unless `by` names them. A metric that is not there (of nothing
-    finite, of statistics that were kept) is missing; so is a change from or to it, and one from 0. Changes are
-    differences, beside factors in binades where both numbers are positive. Of a group that is in one iteration alone
-    there is no slope.
+    Ranks, microbatches and calls are taken together unless `by` names them. A metric that is undefined (nothing is
+    finite, statistics alone were kept) is missing, and so are changes from or to it. Changes are differences, and
+    factors in binades if both numbers are positive. A group with one iteration has no slope.
 
     Args:
         metric (NAME): What is followed: absmax, std, p99.9, overflow.ratio; repeatable; absmax by default.

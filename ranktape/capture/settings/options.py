@@ -59,7 +59,7 @@ class CaptureOptions:
     )
     max_iterations: int | None = option(
         None,
-        "Go on to this many complete iterations; the guaranteed minimum by default.",
+        "Stop after this many complete iterations; --min-iterations by default.",
         kind=int,
         least=1,
         most=MAX_ITERATIONS,
@@ -72,8 +72,8 @@ class CaptureOptions:
     )
     select: Any = option(
         (),
-        "Fields and what is kept, as in 'layer_type=attention rank=0-3 keep=histogram'; of several rules the first "
-        "that fits a tensor decides, and what none fits is not captured.",
+        "A rule: fields, and what is kept, as in 'layer_type=attention rank=0-3 keep=histogram'. The first rule that "
+        "matches a tensor decides; a tensor that no rule matches is not captured.",
         takes_several=True,
         metavar="RULE",
         is_free=True,
@@ -86,7 +86,7 @@ class CaptureOptions:
         metavar="LAYERS",
     )
     keep: str = option(
-        "values", "What is kept of each tensor for which no rule says it.", choices=tuple(map(str, Keep))
+        "values", "What is kept of each tensor, unless a rule says otherwise.", choices=tuple(map(str, Keep))
     )
     # torchrun takes --master for an abbreviation of several options of its own.
     master: bool = option(
@@ -111,7 +111,7 @@ class CaptureOptions:
     )
     policy: str = option(
         Policy.BLOCK.value,
-        "What to do, once the minimum is there, when an iteration does not fit into the budget.",
+        "What to do when an iteration does not fit into the budget, once the minimum is stored.",
         choices=tuple(policy.value for policy in Policy),
     )
     host_budget_nbytes: int | None = option(
@@ -129,13 +129,12 @@ class CaptureOptions:
     finish_timeout_seconds: float = option(300.0, "Longest wait at the end for what is not stored yet.", least=0)
     compression: str = option(
         Compression.NONE.value,
-        "How values are packed: zstd leaves about four fifths of bf16, blosc (bits shuffled first) seven tenths.",
+        "How values are compressed: zstd leaves about 80 % of bf16, blosc (bits shuffled first) 70 %.",
         choices=tuple(compression.value for compression in Compression),
     )
     keep_last: int | None = option(
         None,
-        "Delete all but the last N complete iterations, as --max-iterations of them come: never more than N are "
-        "there, and one while the next is committed; all stay by default.",
+        "Keep the last N complete iterations and delete older ones while --max-iterations of them are recorded.",
         kind=int,
         least=1,
     )

@@ -23,7 +23,7 @@ SWITCH_WORDS: Mapping[str, bool] = {
 COLLECTIONS = (list, tuple, set, frozenset)
 """The types in which Python gives several values."""
 
-FILE_HELP = "YAML or TOML file with settings by these names; the command line has the last word."
+FILE_HELP = "YAML or TOML file with settings of these names; the command line overrides it."
 """Help of the option `--capture-config`."""
 
 _SHOWN = 60

@@ -344,7 +344,7 @@ class TensorSite:
     microbatch: int
     """Index of the forward and backward pass within the step."""
     call: int
-    """How many times the site had fired before within the microbatch."""
+    """Index of the call of the site within the microbatch, from 0."""
     mode: str = Mode.TRAIN.value
     """`train` or `eval`."""
 

@@ -29,7 +29,7 @@ class Compression(enum.StrEnum):
     NONE = "none"
     """As they are."""
     ZSTD = "zstd"
-    """With Zstandard, level 1: about four fifths of the size of bfloat16."""
+    """With Zstandard, level 1: about 80 % of the size of bfloat16."""
     BLOSC = "blosc"
     """With Zstandard behind a shuffle of bits: about seven tenths, for up to half as much processor time more."""
 
@@ -225,7 +225,7 @@ class RecordInfo:
     microbatch: int
     """Index of the forward and backward pass within the step, from 0."""
     call: int
-    """How many times the same site had fired before within the microbatch."""
+    """Index of the call of the same site within the microbatch, from 0."""
     sample_dim: int | None
     """The dimension that holds samples; None for weights, for a tensor that is one sample, and where it is not
     known."""

@@ -213,7 +213,9 @@ def build_model(
         f"Formats were not tried on {ratios.num_not_tried:,} records, for time: 'ranktape analyze sweep' does.": (
             ratios.num_not_tried
         ),
-        f"Of {histograms.num_rounded:,} records of wide types, histograms are of summaries.": histograms.num_rounded,
+        f"For {histograms.num_rounded:,} records wider than 16 bits, histograms are approximate (within 2^-10).": (
+            histograms.num_rounded
+        ),
         f"Samples are shown of {num_sampled:,} of {num_with_samples:,} records that have some: those that differ "
         "most.": num_sampled < num_with_samples,
     }
