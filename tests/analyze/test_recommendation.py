@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranktape.analyze.advice.recommendation import Recommendation
-from ranktape.analyze.advice.verdict import Position, Range, Variation, range_after, range_before
+from ranktape.analyze.advice.recommendation import Position, Range, Recommendation, Variation, range_after, range_before
 from ranktape.analyze.numerics.quantization.encoded import LossSeverity
 from ranktape.analyze.numerics.quantization.quantizer import quantize
 from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level

@@ -7,8 +7,15 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ranktape.analyze.advice.recommendation import Recommendation, best_by
-from ranktape.analyze.advice.verdict import Verdict, is_lossless, is_square_beyond, range_after, range_before
+from ranktape.analyze.advice.recommendation import (
+    Recommendation,
+    Verdict,
+    best_by,
+    is_lossless,
+    is_square_beyond,
+    range_after,
+    range_before,
+)
 from ranktape.analyze.numerics.formats import Rounding
 from ranktape.analyze.numerics.quantization.encoded import LossSeverity
 from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level

@@ -553,9 +553,13 @@ def _groups(values: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def _thinned(values: NDArray[np.float64], counts: NDArray[np.int64], *, num_cells: int, is_exact: bool) -> Summary:
-    """The summary of ascending values, which are overwritten."""
-    kept, num_merged = thin(values, counts, _groups(values), 0)
-    if kept > 2 * num_cells:
-        kept, num_merged = thin(values[:kept], counts[:kept], _groups(values[:kept]), num_cells)
+    """The summary of ascending values."""
+    if not values.size:
+        return Summary(values, counts, is_exact)
     # Both zeros are one, and are written as 0.
-    return Summary(values[:kept] + 0.0, counts[:kept].copy(), is_exact and not num_merged)
+    starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
+    distinct, sums = values[starts] + 0.0, np.add.reduceat(counts, starts)
+    if starts.size <= 2 * num_cells:
+        return Summary(distinct, sums, is_exact)
+    kept, num_merged = thin(distinct, sums, _groups(distinct), num_cells)
+    return Summary(distinct[:kept], sums[:kept].copy(), is_exact and not num_merged)

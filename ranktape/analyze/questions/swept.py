@@ -9,9 +9,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ranktape.analyze.advice.recommendation import best_by
+from ranktape.analyze.advice.recommendation import best_by, direction_of, keeps_nothing
 from ranktape.analyze.advice.shared import CommonScale, best_sqnr, common_grid, common_scale
-from ranktape.analyze.advice.verdict import direction_of, keeps_nothing
 from ranktape.analyze.engine.digests import VERSION as DIGEST_VERSION
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.memo import values_of_records
