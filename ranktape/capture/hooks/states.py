@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Sequence
 
 import torch
-from torch._library.effects import EffectType
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 from ranktape.capture.console import write_line
 from ranktape.capture.guard import Guard, failure_text
@@ -139,8 +139,8 @@ def _hold_batched(_info: object, _dims: object, _tensor: object, is_first: bool)
 
 
 def _define() -> None:
-    # CUDA graphs replay no Python: inductor splits its graphs at what has the tag.
-    tags: Sequence[torch.Tag] = (torch.Tag.cudagraph_unsafe,)
+    # CUDA graphs replay no Python: inductor splits its graphs at what has the tag, which torch 2.6 does not know.
+    tags: Sequence[torch.Tag] = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
     _LIBRARY.define("hold_layer(Tensor? tensor, bool is_first) -> ()", tags=tags)
     _LIBRARY.define("pass_layer(Tensor tensor, bool is_first) -> Tensor", tags=tags)
     _LIBRARY.impl("hold_layer", _hold_layer, "CompositeExplicitAutograd")
@@ -148,7 +148,7 @@ def _define() -> None:
     torch.library.register_fake(_HOLD, lambda _tensor, _is_first: None, lib=_LIBRARY)
     torch.library.register_vmap(_HOLD, _hold_batched, lib=_LIBRARY)
     # In its order, and never left out, though nothing uses what it gives.
-    _LIBRARY._register_effectful_op(_HOLD, EffectType.ORDERED)  # noqa: SLF001  (torch has no public name for it)
+    _register_effectful_op(torch.ops.ranktape.hold_layer.default, _EffectType.ORDERED)
 
 
 _define()
