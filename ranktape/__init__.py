@@ -6,7 +6,7 @@ the commands. Importing does no work: a public name is fetched from its file whe
 
 from typing import TYPE_CHECKING
 
-from ranktape.lazy_names import __version__ as __version__
+from ranktape._version import __version__ as __version__
 from ranktape.lazy_names import public_names
 
 if TYPE_CHECKING:

@@ -1,11 +1,9 @@
-"""The version, and how a package gives its public names without importing their files."""
+"""How a package gives its public names without importing their files."""
 
 import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
-
-__version__ = "0.1.0"
 
 
 def public_names(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ranktape._version import __version__
 from ranktape.capture.rendezvous import RankPlace, Rendezvous, collective_seconds
 from ranktape.capture.settings.options import SETTINGS, CaptureOptions
 from ranktape.capture.staging.process import WriterConfig, WriterProcess
 from ranktape.errors import LateError, StorageError, UsageError
-from ranktape.lazy_names import __version__
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.retry import RetryingBackend
 from ranktape.storage.places.urls import open_backend

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
+from ranktape._version import __version__
 from ranktape.analyze.cli import COMMANDS as QUESTIONS
 from ranktape.analyze.group import RanktapeGroup
 from ranktape.launch.worker import stand_aside
-from ranktape.lazy_names import __version__
 
 COMMANDS = {
     "demo": "ranktape.launch.demo:command",

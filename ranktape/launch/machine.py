@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ranktape._version import __version__
 from ranktape.errors import RanktapeError
 from ranktape.launch.place import CommandAnswer, command_of, count_text, shown
-from ranktape.lazy_names import __version__
 from ranktape.storage.format.memory import available_nbytes, nbytes_text
 from ranktape.storage.places.failures import printable
 

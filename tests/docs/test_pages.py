@@ -20,12 +20,13 @@ from tests.launch.processes import CHECKOUT
 
 MAX_WORDS = 700
 README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (CHECKOUT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 PAGES = sorted([*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/**/*.md"), *CHECKOUT.glob("benchmarks/*.md")])
 
 
 def _documented_tree() -> set[str]:
-    """Paths in README's tree: the block under "The tree", two spaces for each level, then what the entry is for."""
-    found = re.search(r"## The tree\n.*?```text\n(.*?)```", README, re.DOTALL)
+    """Paths under "The tree" in CONTRIBUTING: two spaces for each level, then what the entry is for."""
+    found = re.search(r"## The tree\n.*?```text\n(.*?)```", CONTRIBUTING, re.DOTALL)
     assert found
     above: list[str] = []
     paths = set()
@@ -49,7 +50,7 @@ def _real_folders() -> set[str]:
     }
 
 
-def test_the_tree_in_readme_has_every_folder_and_nothing_else() -> None:
+def test_the_tree_in_contributing_has_every_folder_and_nothing_else() -> None:
     documented = _documented_tree()
     assert {path for path in documented if (CHECKOUT / path).is_dir()} == _real_folders()
     assert [path for path in documented if not (CHECKOUT / path).exists()] == []

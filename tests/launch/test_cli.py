@@ -12,13 +12,13 @@ import pytest
 from click.testing import CliRunner
 
 from ranktape import launch
+from ranktape._version import __version__
 from ranktape.analyze.cli import COMMANDS as QUESTIONS
 from ranktape.analyze.cli import cli as questions
 from ranktape.analyze.group import RanktapeCommand
 from ranktape.analyze.options import FILTERS, flag_of
 from ranktape.capture.settings.options import SETTINGS
 from ranktape.launch.cli import COMMANDS, cli
-from ranktape.lazy_names import __version__
 from ranktape.storage import open_run
 from tests.launch.processes import python
 from tests.storage.whole_run import whole_run

@@ -26,8 +26,8 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from ranktape._version import __version__
 from ranktape.errors import ObjectTooLargeError, StorageError
-from ranktape.lazy_names import __version__
 from ranktape.storage.format import layout
 from ranktape.storage.format.arrays import blob_document
 from ranktape.storage.places.backend import Backend

@@ -15,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ranktape._version import __version__
 from ranktape.analyze.console import write_whole, writing
 from ranktape.analyze.engine.engine import Engine, next_step, steps
 from ranktape.analyze.engine.values import View
@@ -36,7 +37,6 @@ from ranktape.analyze.views.palette import (
 )
 from ranktape.analyze.views.report.model import Comparison, Model, build_model
 from ranktape.errors import NoRecordsError, UsageError
-from ranktape.lazy_names import __version__
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
