@@ -210,8 +210,7 @@ class LocalBackend(Backend):
                     if not are_all_known:
                         os.sync()
                     elif paths:
-                        _for_all(_flush_file, paths)
-                        _for_all(_flush_folder, self._folders_of(paths))
+                        _flush(paths, folders=self._folders_of(paths))
             except StorageError:
                 self._unflushed.extend(paths)
                 raise
@@ -474,14 +473,17 @@ def _rename_unless_there(source: str, target: str) -> None:
     raise OSError(number, os.strerror(number))
 
 
-def _for_all(work: Callable[[str], None], paths: Collection[str]) -> None:
-    """Do something with all files, several at once."""
+def _flush(paths: Collection[str], *, folders: Collection[str]) -> None:
+    """Bring files to the disk, several at once, and then the entries of their directories."""
+    steps = ((_flush_file, paths), (_flush_folder, folders))
     try:
         with ThreadPoolExecutor(_FLUSH_THREADS) as pool:
-            list(pool.map(work, paths))
+            for flush, places in steps:
+                list(pool.map(flush, places))
     except RuntimeError:  # no thread can be started in the last lines of a process
-        for path in paths:
-            work(path)
+        for flush, places in steps:
+            for place in places:
+                flush(place)
 
 
 def _flush_file(path: str) -> None:
