@@ -224,10 +224,13 @@ def test_of_too_many_records_some_of_each_tensor_are_looked_at(tmp_path: Path, m
     assert any("not tried on 88 records" in text for text in model.left_out)
 
 
-def test_what_is_too_large_to_sweep_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("limit", "value"), [("MAX_SWEPT_NBYTES", 18 * 512), ("MAX_TRIED", 18)])
+def test_what_is_too_large_to_sweep_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
     records = store(tmp_path, model_tensors(num_ranks=2)).select()
     assert records.column("nbytes").sum() < MAX_SWEPT_NBYTES
-    monkeypatch.setattr(columns, "MAX_SWEPT_NBYTES", 18 * 512)
+    monkeypatch.setattr(columns, limit, value)
     model = model_of(records)
     for name in ("mxfp8_e4m3", "fp8_e4m3"):
         # One record of each tensor, before a second of any.
