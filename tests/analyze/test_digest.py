@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranktape.analyze.engine.digests import digests, group_digests_of, merge_digests
+from ranktape.analyze.engine.digests import digest_columns, digests, group_digests_of, merge_digests
 from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.metrics import KEPT, NUMBERS
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.numerics.digest import SAMPLE_METRICS, Digest
 from ranktape.analyze.numerics.histograms.histogram import KINDS, own_limits, scan
@@ -301,3 +302,13 @@ def test_digests_of_groups_are_those_of_their_values_together(tmp_path: Path) ->
         check_statistics(digest, np.concatenate(together))
         assert digest.tallies.num_elements == sum(one.size for one in together)
         assert digest.tallies.nan == int(np.isnan(np.concatenate(together)).sum())
+
+
+def test_numbers_that_are_kept_are_those_that_follow_from_the_values(tmp_path: Path) -> None:
+    names = ("bfloat16", "float32", "float8_e4m3fn", "complex64", "int64")
+    arrays = [drawn(name, (3, 40), seed=seed) for name in names for seed in range(2)]
+    run = store_as(tmp_path / "run", [describe_tensor(one, layer_idx=place) for place, one in enumerate(arrays)])
+    for known in digest_columns(run.select(), view=View.SEEN, engine=ENGINE):
+        assert known.kept is not None
+        for name, kept in zip(KEPT, known.kept.T, strict=True):
+            np.testing.assert_array_equal(kept, NUMBERS[name].of_columns(known), err_msg=name)

@@ -17,7 +17,7 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
 from ranktape.analyze.console import Form, write_whole
-from ranktape.analyze.table import Column, Kind, Table, write_table
+from ranktape.analyze.table import Coded, Column, Kind, Table, TableRows, number_cells, write_table
 from ranktape.errors import UsageError
 from ranktape.storage.format.memory import nbytes_text
 from tests.terminal import CODES, on_terminal
@@ -266,3 +266,27 @@ def test_a_table_draws_lines_against_numbers_and_bars_against_words() -> None:
         table.plot(y="module")
     with pytest.raises(UsageError, match="nothing to draw"):
         Table(title="t", columns=columns, rows=()).plot()
+
+
+def test_columns_of_arrays_are_as_those_of_values() -> None:
+    columns = tuple(Column(name=name, kind=kind) for name, kind in zip("abcd", [*Kind][:4], strict=True))
+    numbers = np.array([1.5, math.nan, -0.0, 0.0] * 700)
+    codes = np.arange(2800) % 3
+    texts = ["x", None, "y"]
+    table = Table(
+        title="",
+        columns=columns,
+        rows=TableRows([Coded(codes, texts), np.arange(2800), numbers, number_cells(numbers, kind=Kind.INTEGER)]),
+    )
+    rows = tuple(
+        (texts[row % 3], row, None if row % 4 == 1 else [1.5, 0, -0.0, 0.0][row % 4], [1, None, 0, 0][row % 4])
+        for row in range(2800)
+    )
+    plain = Table(title="", columns=columns, rows=rows)
+    assert table.rows == rows
+    assert table.rows[-2] == rows[-2]
+    assert "".join(table.json_parts()) == "".join(plain.json_parts())
+    assert table.to_csv() == plain.to_csv()
+    assert table.to_text() == plain.to_text()
+    assert table.sorted_by("c").rows == plain.sorted_by("c").rows
+    assert table.check("b < 5").rows == plain.check("b < 5").rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import shutil
 import weakref
 from pathlib import Path
@@ -183,6 +184,16 @@ def test_selections_nest_slice_and_group(url: str) -> None:
     assert open_run(url).select(rank=7).group_by([])[0][0] == {}
     with pytest.raises(IndexError, match="selection of 2 records"):
         records[2]
+
+
+def test_a_selection_that_is_sent_has_its_own_rows_alone(url: str) -> None:
+    chosen = open_run(url).select().take([7, 2, 2, 11])
+    sent = pickle.loads(pickle.dumps(chosen))  # noqa: S301  # our own
+    assert [record.info for record in sent] == [record.info for record in chosen]
+    assert [record.path for record in sent] == [record.path for record in chosen]
+    np.testing.assert_array_equal(sent[3].read(), chosen[3].read())
+    assert len(sent.unfiltered()[0]) == 4
+    assert sent.column("overflow.ratio").tolist() == chosen.column("overflow.ratio").tolist()
 
 
 def test_a_selection_knows_what_filters_left_out(url: str) -> None:
