@@ -24,34 +24,6 @@ from ranktape.launch.options import capture_arguments, capture_options
 from ranktape.launch.place import read_options
 from ranktape.launch.quantization import Quantization, quant_options
 
-MIN_TEXT_NBYTES = 10_000
-"""Less than this is learned by heart before the demo's last step."""
-
-
-def read_text(path: str | None) -> bytes:
-    """The corpus: the file at `path`, or Python's own reference documentation, which every machine has.
-
-    Bytes are tokens, so any encoding will do.
-
-    Raises:
-        UsageError: the file is missing, unreadable, empty or too short.
-    """
-    if path is None:
-        from pydoc_data.topics import topics
-
-        return "\n\n".join(topics[name] for name in sorted(topics)).encode()
-    try:
-        text = Path(path).read_bytes()
-    except OSError as error:
-        raise UsageError(
-            f"--text {path} cannot be read ({error.strerror}): give a readable file, or drop --text"
-        ) from error
-    if len(text) < MIN_TEXT_NBYTES:
-        state = "is empty" if not text else f"has {len(text)} bytes"
-        raise UsageError(f"--text {path} {state}: give at least {MIN_TEXT_NBYTES} bytes, or drop --text")
-    return text
-
-
 NUM_ITERATIONS = 3
 """Iterations that are captured."""
 
@@ -70,7 +42,6 @@ _OWN = (*("first_iteration", "manual", "advance_on", "record_last", "trigger"),)
     help="Ranks, on this machine.",
 )
 @click.option("--steps", type=click.IntRange(min=1), default=100, show_default=True, help="Training steps.")
-@click.option("--text", metavar="FILE", help="Corpus to train on; Python's own documentation by default.")
 @click.option(
     "--dtype",
     type=click.Choice(["bf16", "fp32"]),
@@ -79,25 +50,16 @@ _OWN = (*("first_iteration", "manual", "advance_on", "record_last", "trigger"),)
     help="What the layers compute in: bf16 by autocast, or fp32.",
 )
 @quant_options
-@click.option(
-    "--micro-batches",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Forward and backward passes in each step.",
-)
 @capture_options(without=_OWN, defaults={"min_iterations": NUM_ITERATIONS})
 def command(
     output: str,
     *,
     num_ranks: int,
     steps: int,
-    text: str | None,
     dtype: str,
     quant: str | None,
     quant_plan: str | None,
     quant_attention: bool | None,
-    micro_batches: int,
     **values: Any,
 ) -> None:
     """Train a small GPT on this machine with capture, then analyse what was captured.
@@ -105,12 +67,10 @@ def command(
     Needs no GPU, no server and no download. By default the captured iterations are spread over the whole
     training.
     """
-    read_text(text)
     quantization = Quantization.of_words(quant, quant_plan, has_attention=bool(quant_attention))
     settings = plan_capture(values, steps=steps, quant_type=quantization.tag if quantization else dtype)
     _refuse_existing(output, settings=settings)
-    own = {"steps": steps, "dtype": dtype, "micro-batches": micro_batches, "text": text}
-    script = [word for name, value in own.items() if value is not None for word in (f"--{name}", str(value))]
+    script = ["--steps", str(steps), "--dtype", dtype]
     quant_words = quantization.options if quantization else []
     train(["--capture", output, *quant_words, *capture_arguments(settings)], script=script, num_ranks=num_ranks)
     show(output, storage_options=settings.get("storage_options"))

@@ -23,8 +23,7 @@ from ranktape.analyze.replays.precision_plan import parse_targets, precision_pla
 from ranktape.analyze.replays.replayed import Replayed, replay_calls
 from ranktape.capture import Capture
 from ranktape.errors import NoRecordsError, UsageError
-from ranktape.launch.demo import read_text
-from ranktape.launch.demo_train import GPT, GPTConfig, draw_batch
+from ranktape.launch.demo_train import GPT, GPTConfig, draw_batch, read_corpus
 from ranktape.storage import Run, open_run
 from tests.analyze.replay_runs import call_arrays, call_tensors
 from tests.analyze.runs import store
@@ -183,7 +182,7 @@ def _train(folder: Path, **quantized: Any) -> _Trained:
     model, generator = GPT(CONFIG), torch.Generator().manual_seed(1)
     if quantized:
         fake_quantize(model, **quantized)
-    text = torch.frombuffer(bytearray(read_text(None)), dtype=torch.uint8)
+    text = read_corpus()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
     losses = []

@@ -45,7 +45,7 @@ RECORDS = {
 """The options by which a command chooses records."""
 
 OPTIONS = {
-    "demo": {"output", "num_ranks", "steps", "text", "dtype", "micro_batches", "quant", "quant_plan", "quant_attention"}
+    "demo": {"output", "num_ranks", "steps", "dtype", "quant", "quant_plan", "quant_attention"}
     | (CAPTURE - {"first_iteration", "manual", "advance_on", "record_last", "trigger"}),
     "record": {"url", "quant", "quant_plan", "quant_attention", "capture_config", "words"} | CAPTURE,
     "collect": {"quant", "quant_attention", "output", "timeout", "min_records", "words"}

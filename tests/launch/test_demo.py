@@ -11,41 +11,18 @@ from click.testing import CliRunner
 
 from ranktape.errors import UsageError
 from ranktape.launch.cli import cli
-from ranktape.launch.demo import MIN_TEXT_NBYTES, NUM_ITERATIONS, command, plan_capture, read_text
-from ranktape.launch.demo_train import GPT, VOCABULARY, GPTConfig
+from ranktape.launch.demo import NUM_ITERATIONS, command, plan_capture
+from ranktape.launch.demo_train import GPT, VOCABULARY, GPTConfig, read_corpus
 from ranktape.storage import open_run
 from tests.capture.verify import recomputed
 from tests.exhaustive import exhaustive
 from tests.launch.processes import python
 
 
-def test_the_default_text_is_on_every_machine() -> None:
-    text = read_text(None)
+def test_the_corpus_is_on_every_machine() -> None:
+    text = bytes(read_corpus().tolist())
     assert len(text) > 100_000
     assert b"assignment" in text
-
-
-def test_a_file_is_read_as_bytes(tmp_path: Path) -> None:
-    data = bytes(range(256)) * 100
-    (tmp_path / "corpus").write_bytes(data)
-    assert read_text(str(tmp_path / "corpus")) == data
-
-
-@pytest.mark.parametrize(
-    ("content", "match"),
-    [
-        (None, "cannot be read .*No such file.*: give a readable file, or drop --text"),
-        (b"", "is empty: give at least 10000 bytes, or drop --text"),
-        (b"x" * (MIN_TEXT_NBYTES - 1), "has 9999 bytes: give at least 10000 bytes, or drop --text"),
-    ],
-    ids=["missing", "empty", "short"],
-)
-def test_a_text_that_will_not_do_is_refused(content: bytes | None, match: str, tmp_path: Path) -> None:
-    path = tmp_path / "corpus"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(UsageError, match=match):
-        read_text(str(path))
 
 
 def test_the_capture_fits_the_length_of_the_training() -> None:
@@ -76,7 +53,6 @@ def test_the_model_is_causal_and_predicts_every_byte() -> None:
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["--text", "missing.txt"], "--text missing.txt cannot be read"),
         (["--steps", "10", "--start-at", "10"], "--steps 10 ends before iteration"),
         (["--every", "0"], "--every 0 is not allowed"),
         (["--dtype", "fp8"], "'fp8' is not one of 'bf16', 'fp32'"),
