@@ -1,19 +1,15 @@
-"""Gives a command the settings of a capture as options, from the table that defines them, and a script to run."""
+"""Gives a command the settings of a capture as options, from the table that defines them."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import click
 
 from ranktape.analyze.group import Section, SectionOption
 from ranktape.capture.settings.options import SETTINGS
-from ranktape.capture.settings.setting import FILE_HELP, Setting, is_given
-from ranktape.errors import RanktapeError
-from ranktape.launch.script import Script
-from ranktape.launch.worker import report, stand_aside
+from ranktape.capture.settings.setting import Setting, is_given
 
 AnyCommand = TypeVar("AnyCommand", bound=Callable[..., Any])
 
@@ -36,50 +32,6 @@ def capture_options(
         return decorated
 
     return decorate
-
-
-SCRIPT_CONTEXT = {"allow_interspersed_args": False, "help_option_names": ["--help"], "max_content_width": 100}
-"""The context of a command with a script: what follows that is the script's, though it begins with a dash."""
-
-
-def script_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add what a command takes that runs a script as a capture would: the settings, the script and its arguments."""
-
-    @functools.wraps(command)
-    def run(*, script: str, arguments: tuple[str, ...], is_module: bool, **values: Any) -> Any:
-        return command(script=Script(name=script, arguments=arguments, is_module=is_module), **values)
-
-    # No `--module` beside `-m`: that is the filter over the modules of the model.
-    made = click.argument("arguments", metavar="[ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED)(run)
-    made = click.option("--capture-config", metavar="FILE", help=FILE_HELP)(
-        capture_options()(click.argument("script", metavar="SCRIPT")(made))
-    )
-    return click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as in 'python -m'.")(made)
-
-
-def run_command(command: click.Command, arguments: Sequence[str], *, program: str, help_of: str) -> int:
-    """Run a command as a process of a launch; what it returns to be done is done then. The exit code of the process.
-
-    Users' mistakes end as one line on stderr and in torchrun's summary.
-
-    Args:
-        command: The command.
-        arguments: Those of its command line.
-        program: What its help page calls it.
-        help_of: The command whose help a message names.
-    """
-    # The command line says what is recorded, whatever the environment says.
-    stand_aside()
-    try:
-        # click answers --help itself, and returns an exit code.
-        found = command.main(list(arguments), prog_name=program, standalone_mode=False)
-        return int((found() if callable(found) else found) or 0)
-    except click.ClickException as error:
-        report(f"{error.format_message()} See '{help_of} --help'.")
-        return error.exit_code
-    except RanktapeError as error:
-        report(str(error))
-        return error.exit_code
 
 
 def capture_arguments(values: Mapping[str, Any]) -> list[str]:

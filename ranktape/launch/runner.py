@@ -25,13 +25,13 @@ from ranktape.analyze.group import RanktapeCommand
 from ranktape.capture.settings.setting import FILE_HELP
 from ranktape.errors import MinimumNotMetError, RanktapeError, UsageError
 from ranktape.launch.collect import launcher_words, split_words
-from ranktape.launch.options import SCRIPT_CONTEXT, capture_arguments, capture_options, run_command, script_options
+from ranktape.launch.options import capture_arguments, capture_options
 from ranktape.launch.quantization import Quantization, quant_options, quantization_of
-from ranktape.launch.worker import global_rank, restarts, say
+from ranktape.launch.script import Script
+from ranktape.launch.worker import global_rank, report, restarts, say, stand_aside
 
 if TYPE_CHECKING:
     from ranktape.launch.autostart import AutoStart, Order
-    from ranktape.launch.script import Script
     from ranktape.storage import RunVerdict
     from ranktape.storage.format.attempt import Attempt
     from ranktape.storage.places.backend import Backend
@@ -40,17 +40,28 @@ PROGRAM = "torchrun [its options] -m ranktape.launch"
 """What the help page calls us."""
 
 
-@click.command(name="ranktape.launch", cls=RanktapeCommand, context_settings=SCRIPT_CONTEXT)
+@click.command(
+    name="ranktape.launch",
+    cls=RanktapeCommand,
+    context_settings={"allow_interspersed_args": False, "help_option_names": ["--help"], "max_content_width": 100},
+)
 @click.option("--capture", "url", metavar="URL", help="Record tensors into the run at this URL or path.")
 @quant_options
-@script_options
+# No `--module` beside `-m`: that is the filter over the modules of the model.
+@click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as in 'python -m'.")
+@click.option("--capture-config", metavar="FILE", help=FILE_HELP)
+@capture_options()
+@click.argument("script", metavar="SCRIPT")
+@click.argument("arguments", metavar="[ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED)
 def command(
     url: str | None,
     *,
     quant: str | None,
     quant_plan: str | None,
     quant_attention: bool | None,
-    script: Script,
+    is_module: bool,
+    script: str,
+    arguments: tuple[str, ...],
     **values: Any,
 ) -> Callable[[], int]:
     """Run a training script, unmodified, and record its tensors from every rank; with --quant in low precision.
@@ -60,7 +71,7 @@ def command(
     """
     # Not in here: click has its own way with an interrupt.
     ask = functools.partial(quantization_of, quant, quant_plan, has_attention=quant_attention)
-    return functools.partial(_run, url, values, script, ask=ask)
+    return functools.partial(_run, url, values, Script(name=script, arguments=arguments, is_module=is_module), ask=ask)
 
 
 class _RecordCommand(RanktapeCommand):
@@ -118,11 +129,24 @@ def record_command(
 def main(arguments: Sequence[str]) -> int:
     """Run the launcher with these command line arguments; returns the exit code of the process.
 
+    Users' mistakes end as one line on stderr and in torchrun's summary.
+
     Raises:
         SystemExit: the script failed, with its own exit code.
         KeyboardInterrupt: it was interrupted.
     """
-    return run_command(command, arguments, program=PROGRAM, help_of="python -m ranktape.launch")
+    # The command line says what is recorded, whatever the environment says.
+    stand_aside()
+    try:
+        # click answers --help itself, and returns an exit code.
+        found = command.main(list(arguments), prog_name=PROGRAM, standalone_mode=False)
+        return int((found() if callable(found) else found) or 0)
+    except click.ClickException as error:
+        report(f"{error.format_message()} See 'python -m ranktape.launch --help'.")
+        return error.exit_code
+    except RanktapeError as error:
+        report(str(error))
+        return error.exit_code
 
 
 def _run(
