@@ -21,7 +21,8 @@ from ranktape.errors import UsageError, nearest
 from ranktape.storage.format.record_info import Compression, Keep, Mode, check_term
 
 if TYPE_CHECKING:
-    from ranktape.capture.settings.rules import CaptureRule, SiteTrigger
+    from ranktape.capture.flight.rules import SiteTrigger
+    from ranktape.capture.settings.rules import CaptureRule
 
 MAX_ITERATIONS = 100_000
 """Iterations that a capture may guarantee or go on to: every rank is told the list of them as a whole."""
@@ -265,7 +266,7 @@ class CaptureOptions:
         """The limits of metrics at which a flight recorder stores what it holds."""
         if not is_given(self.trigger):
             return ()
-        from ranktape.capture.settings.rules import read_site_triggers
+        from ranktape.capture.flight.rules import read_site_triggers
 
         return read_site_triggers(self.trigger)
 
@@ -292,25 +293,16 @@ class CaptureOptions:
         return is_given(self.layers) and self.layers is not False
 
     @functools.cached_property
-    def _chosen(self) -> list[tuple[list[str], list[str]]]:
-        """The kinds of layers and the modules that each rule of `select` names."""
-        if not is_given(self.select):
-            return []
-        from ranktape.capture.settings.rules import listed, rule_words
-
-        names = ("layer_type", "module")
-        found = [
-            [listed(words[name]) if is_given(words.get(name)) else [] for name in names]
-            for words in rule_words(self.select)
-        ]
-        return [(types, modules) for types, modules in found]
+    def _written(self) -> list[CaptureRule]:
+        """The rules that `select` gives."""
+        return [rule for rule in self.rules if rule.number]
 
     @functools.cached_property
     def wanted_layer_types(self) -> tuple[str, ...]:
         """The kinds of layers to attach to: names or globs."""
         outputs = LAYER_OUTPUTS if self.wants_layers else ()
-        usual = [] if outputs else list(DEFAULT_LAYER_TYPES)
-        found = [one for types, _ in self._chosen for one in (types or usual)] if self._chosen else usual
+        usual = () if outputs else DEFAULT_LAYER_TYPES
+        found = [one for rule in self._written for one in rule.texts("layer_type") or usual] if self._written else usual
         return tuple(dict.fromkeys((*found, *outputs)))
 
     def wants_layer_type(self, layer_type: str) -> bool:
@@ -319,16 +311,18 @@ class CaptureOptions:
 
     def names_layer_type(self, layer_type: str) -> bool:
         """Whether a rule names layers of that kind, so that they are not asked for by `layers` alone."""
-        return _fits(tuple(one for types, _ in self._chosen for one in types), layer_type)
+        return any(_fits(rule.texts("layer_type"), layer_type) for rule in self._written)
 
     def wants_module(self, path: str) -> bool:
         """Whether to attach to modules of that path."""
-        return not self._chosen or any(not modules or _fits(tuple(modules), path) for _, modules in self._chosen)
+        modules = [rule.texts("module") for rule in self._written]
+        return not modules or any(not texts or _fits(texts, path) for texts in modules)
 
     @property
     def named_modules(self) -> list[str]:
         """The globs of modules, where every rule names some."""
-        return [one for _, modules in self._chosen for one in modules] if all(m for _, m in self._chosen) else []
+        modules = [rule.texts("module") for rule in self._written]
+        return [one for texts in modules for one in texts] if all(modules) else []
 
     @property
     def names_mode(self) -> bool:
@@ -344,17 +338,19 @@ class CaptureOptions:
         """
         modes = tuple(map(str, Mode))
         usual = modes if self.wants_layers else (Mode.TRAIN.value,)
-        if not is_given(self.select) or not self.names_mode:
+        if not self.names_mode:
             return usual
         from ranktape.storage.query.columns import StringColumn
 
         column = StringColumn.of(modes)
         found: set[str] = set()
-        for number, rule in enumerate(self.rules, start=1):
+        for rule in self.rules:
             fitting = rule.can_hold(lambda _: column, known={"mode"}, num_rows=len(modes))
             own = [mode for mode, fits_it in zip(modes, fitting, strict=True) if fits_it]
             if not own:
-                raise UsageError(f"--select, rule {number}, is for passes in neither train nor eval mode: change it")
+                raise UsageError(
+                    f"--select, rule {rule.number}, is for passes in neither train nor eval mode: change it"
+                )
             found.update(own if "mode" in rule.names else usual)
         return tuple(mode for mode in modes if mode in found)
 

@@ -1,6 +1,6 @@
-"""The rules by which a capture chooses tensors, and the limits at which a flight recorder stores what it holds.
+"""The rules by which a capture chooses tensors.
 
-Both are checked once, before the training begins. The filters are those of queries (`ranktape.storage.query`), on the
+They are checked once, before the training begins. The filters are those of queries (`ranktape.storage.query`), on the
 fields that are known when a tensor is captured. A rule such as `layer_type=attention where="call > 0"` is read word by
 word:
 
@@ -13,9 +13,6 @@ word:
 
 Names are a record's fields, `where`, `samples` and `keep`; a hyphen in a name is an underscore. The text is data: it is
 read by the expression below, and nothing of it is ever run.
-
-A limit is a condition on metrics of one tensor, and the records to which it applies, both as in `--where`:
-`absmax > 448 where tensor_name == 'input'`.
 """
 
 from __future__ import annotations
@@ -28,12 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from ranktape.capture.settings.setting import COLLECTIONS, is_given, shown
+from ranktape.capture.settings.setting import is_given, shown
 from ranktape.errors import UnknownFieldError, UsageError, nearest
 from ranktape.fields import FieldKind, field_names
-from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, Keep, Mode, Operation
+from ranktape.storage.format.record_info import Keep, Mode, Operation
 from ranktape.storage.query.columns import Column, ColumnSource, Mask, NumberRange, StringColumn, glob
-from ranktape.storage.query.filters import Filter, parse_filter, split_rule, split_texts
+from ranktape.storage.query.filters import Filter, parse_filter
 from ranktape.storage.query.where import Where, parse_where
 
 _TEXT_KINDS = (FieldKind.TEXT, FieldKind.JSON)
@@ -94,6 +91,8 @@ def _below(chosen: Filter, count: int) -> list[int]:
 class CaptureRule:
     """Some tensors, and what is kept of them; each rule is equal to itself alone."""
 
+    number: int
+    """Its number among those of `select`; 0 for one that follows from other settings."""
     filters: tuple[Filter, ...]
     """All of them must hold."""
     where: Where | None
@@ -107,6 +106,10 @@ class CaptureRule:
     def names(self) -> frozenset[str]:
         """The fields that it asks for."""
         return frozenset({one.field for one in self.filters} | set(self.where.names if self.where else ()))
+
+    def texts(self, field: str) -> tuple[str, ...]:
+        """What the filters of a field name, each part between commas for itself; empty where there is none."""
+        return tuple(str(part) for one in self.filters if one.field == field for part in one.parts)
 
     def can_hold(self, source: ColumnSource, *, num_rows: int, known: Collection[str] | None = None) -> Mask:
         """The rows that it can fit, where only some fields are known, by default all; `source` has their columns."""
@@ -131,10 +134,7 @@ def read_rules(select: Any, *, keep: str, outputs: Sequence[str]) -> tuple[Captu
     Raises:
         UsageError: something that no rule can be; the message names the rule by its number.
     """
-    rules = [
-        _rule(words, keep=keep, label=f"--select, rule {number}: ")
-        for number, words in enumerate(rule_words(select), start=1)
-    ]
+    rules = [_rule(words, keep=keep, number=number) for number, words in enumerate(rule_words(select), start=1)]
     for number, rule in enumerate(rules[:-1], start=1):
         if not (rule.filters or rule.where):
             raise UsageError(f"--select, rule {number + 1} is never asked: rule {number} fits everything, put it last")
@@ -145,8 +145,8 @@ def read_rules(select: Any, *, keep: str, outputs: Sequence[str]) -> tuple[Captu
             named |= rule.can_hold(lambda _: column, known={"layer_type"}, num_rows=len(outputs))
         if not named.all():
             others = [kind for kind, is_named in zip(outputs, named, strict=True) if not is_named]
-            rules.append(_rule({"layer_type": others}, keep=keep, label=""))
-    return tuple(rules) or (CaptureRule(filters=(), where=None, samples=None, keep=keep),)
+            rules.append(_rule({"layer_type": others}, keep=keep, number=0))
+    return tuple(rules) or (CaptureRule(number=0, filters=(), where=None, samples=None, keep=keep),)
 
 
 def parse_rules(text: str) -> list[dict[str, str]]:
@@ -244,7 +244,7 @@ def _counts_from_zero(alternative: Any) -> bool:
     return isinstance(alternative, int) and not isinstance(alternative, bool) and alternative >= 0
 
 
-def _rule(words: Mapping[str, Any], *, keep: str, label: str) -> CaptureRule:
+def _rule(words: Mapping[str, Any], *, keep: str, number: int) -> CaptureRule:
     # None is a missing value, as in a query; of what is no field it stands for 'not given'.
     given = {name: value for name, value in words.items() if value is not None or name in FIELDS}
     where = given.pop("where", None)
@@ -254,13 +254,14 @@ def _rule(words: Mapping[str, Any], *, keep: str, label: str) -> CaptureRule:
         if kept not in KEEPS:
             raise UsageError(f"keep {shown(kept)} is not allowed: give one of {', '.join(KEEPS)}")
         return CaptureRule(
+            number=number,
             filters=tuple(_checked_filter(name, value) for name, value in given.items()),
             where=None if where is None else _checked_where(where),
             samples=None if samples is None else read_numbers("samples", samples),
             keep=str(kept),
         )
     except UsageError as error:
-        raise type(error)(label + str(error)) from error
+        raise type(error)(f"--select, rule {number}: {error}") from error
 
 
 def _checked_filter(name: str, value: Any) -> Filter:
@@ -310,62 +311,3 @@ def _no_rows(name: str, /) -> Column:
 def fits(patterns: tuple[str, ...], text: str) -> bool:
     """Whether a text is what one of the patterns means."""
     return any(glob(pattern)(text) for pattern in patterns)
-
-
-def listed(value: Any) -> list[str]:
-    """The texts of a value that is one or several."""
-    return [str(one) for one in split_texts(value if isinstance(value, COLLECTIONS) else [value])]
-
-
-OF_STATISTICS = (
-    *("absmax", "minimum", "maximum", "mean", "mean_magnitude", "variance", "std", "rms", "norm"),
-    *("skewness", "kurtosis"),
-)
-"""Metrics of the finite values."""
-
-OF_OVERFLOW = (
-    *(f"overflow.{kind}.{what}" for kind in TALLY_KINDS for what in ("count", "ratio")),
-    *(f"overflow.{name}" for name in (*EXTREMES, "total", "ratio")),
-)
-"""Metrics at the limits of the dtype, infinities included."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SiteTrigger:
-    """A limit of a metric, and the tensors that it holds for."""
-
-    text: str
-    """As it was given."""
-    condition: Where
-    """What has to hold of a tensor's metrics for something to have happened."""
-    where: Where | None
-    """What has to hold of its fields; None for all tensors."""
-
-
-def read_site_triggers(values: Any) -> tuple[SiteTrigger, ...]:
-    """The limits that the option gives.
-
-    Raises:
-        UsageError: one is no rule, or asks for a metric or a field that is not known when a tensor is captured.
-    """
-    given: Sequence[Any] = values if isinstance(values, list | tuple) else [values]
-    return tuple(_read(str(text)) for text in given if is_given(text))
-
-
-def _read(text: str) -> SiteTrigger:
-    try:
-        check, selection = split_rule(text)
-        condition = parse_where(check)
-        where = None if selection is None else parse_where(selection)
-        for name in condition.names:
-            if name not in (*OF_STATISTICS, *OF_OVERFLOW):
-                hint = nearest(name, (*OF_STATISTICS, *OF_OVERFLOW))
-                raise UsageError(f"{name!r} is no metric that is known of every tensor: {hint}")
-        known = (*FIELDS, "iteration")
-        for name in () if where is None else where.names:
-            if name not in known:
-                hint = nearest(name, known)
-                raise UsageError(f"{name!r} is no field that is known when a tensor is captured: {hint}")
-    except UsageError as error:
-        raise UsageError(f"--trigger {text!r:.80}: {error}") from error
-    return SiteTrigger(text=" ".join(text.split()), condition=condition, where=where)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.capture.settings.rules import TEXT_FIELDS, CaptureRule, rule_words
+from ranktape.capture.settings.rules import TEXT_FIELDS, CaptureRule
 from ranktape.storage.query.columns import Column, StringColumn
 from ranktape.storage.query.filters import Filter
 
@@ -62,11 +62,13 @@ def find_unmatched(options: CaptureOptions, seen: Sightings, *, paths: Collectio
     """A line for each alternative of a filter, and each rule, that nothing matched in a model with these modules."""
     if not seen.sites:
         return  # there was nothing to match, as in a capture of evaluation before that comes
-    for number, (rule, _) in enumerate(zip(options.rules, rule_words(options.select), strict=False), start=1):
+    for rule in options.rules:
+        if not rule.number:
+            continue
         found = [f"{one.field} {text}" for one in rule.filters for text in _unmatched_of(one, seen, paths=paths)]
         if not found and not rule.can_hold(seen.column, known=OF_SITES, num_rows=len(seen.sites)).any():
             found = ["matches nothing of the first iteration: see what 'ranktape analyze ls' shows without it"]
-        yield from (f"--select, rule {number}: {text}" for text in found)
+        yield from (f"--select, rule {rule.number}: {text}" for text in found)
 
 
 def _unmatched_of(chosen: Filter, seen: Sightings, *, paths: Collection[str]) -> Iterator[str]:
