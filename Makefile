@@ -21,6 +21,8 @@ PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ranktape-installed
+# What a user installs: `make demo` needs no framework and no test tool.
+USED := $(VENV)/.ranktape-used
 # More than cores: many tests wait, for a server that hangs or for a deadline.
 WORKERS ?= 4
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -30,13 +32,14 @@ TESTS = $(BIN)/python -m pytest $(1) $(2) $(TEST_OPTIONS) || { test $$? = 1; \
 	echo "== once more, alone: what fails only beside others is a race or a deadline to look into"; \
 	$(BIN)/python -m pytest $(1) $(TEST_OPTIONS) --last-failed --last-failed-no-failures none; }
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): EXTRAS := [test]
+$(STAMP) $(USED): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python 3.11+ with venv on the PATH: install one, or say make PYTHON=/path/to/python" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
-	touch $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.$(EXTRAS)'
+	touch $@ $(USED)
 
-demo: $(STAMP)
+demo: $(USED)
 	$(BIN)/ranktape demo --output runs/demo --overwrite
 
 # One thread for each process of a test; modules keep to one worker, for what they make once.
