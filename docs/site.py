@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mkdocs.structure.files import File, Files
+
+from ranktape.capture.settings.options import SETTINGS
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -21,24 +24,44 @@ PRIVATE = frozenset({"__version__"})
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Called by MkDocs with the files of the site; gives them with those that are generated."""
-    for name, text in (("commands.md", _commands().page()), ("api.md", api_page())):
+    for name, text in {"commands.md": _commands().page(), **api_pages()}.items():
         files.append(File.generated(config, name, content=text))
     return files
 
 
-def api_page() -> str:
-    """The page of the public names, each once, under the first package that has it; mkdocstrings fills it."""
-    lines, seen = ["# Python", ""], set()
+def api_pages() -> dict[str, str]:
+    """A page for each public name, which mkdocstrings fills, under the first package that has it; and their list."""
+    lines, pages, seen = ["# Python", ""], {}, set()
     for package in PACKAGES:
         module = importlib.import_module(package)
-        lines += [f"## {package}", "", (module.__doc__ or "").strip(), ""]
+        lines += [f"## {package}", "", (module.__doc__ or "").strip(), "", "| name | is |", "|---|---|"]
         for name in module.__all__:
-            one = getattr(module, name)
             if name in PRIVATE or name in seen:
                 continue
             seen.add(name)
-            lines += [f"::: {getattr(one, '__module__', package)}.{name}" if callable(one) else f"### `{name}`", ""]
-    return "\n".join(lines)
+            one = getattr(module, name)
+            home = f"{getattr(one, '__module__', package)}.{name}"
+            about = inspect.getdoc(one) if callable(one) else ""
+            first = (about or "").partition("\n")[0].replace("|", "\\|")
+            if callable(one):
+                more = settings_table() if name == "Capture" else ""
+                pages[f"api/{name}.md"] = f"# {name}\n\n`from {package} import {name}`\n\n::: {home}\n{more}"
+                lines.append(f"| [{name}](api/{name}.md) | {first} |")
+            else:
+                lines.append(f"| `{name}` | {first} |")
+        lines.append("")
+    return {"api.md": "\n".join(lines), **pages}
+
+
+def settings_table() -> str:
+    """The settings of a capture: keyword arguments of `Capture`, options of the launcher, and variables."""
+    rows = [
+        f"| `{one.name}` | `{one.flag}` | {'' if one.default in {None, ()} else f'`{one.default}`'} | "
+        f"{one.help.replace('|', chr(92) + '|')} |"
+        for one in SETTINGS
+    ]
+    head = "\n## Settings\n\n| keyword | option | default | is |\n|---|---|---|---|\n"
+    return head + "\n".join(rows) + "\n"
 
 
 def _commands() -> Any:

@@ -82,6 +82,7 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "ranktape analyze findings" in (tmp_path / "commands.html").read_text(encoding="utf-8")
     assert "fake_quantize" in (tmp_path / "api.html").read_text(encoding="utf-8")
+    assert "min_iterations" in (tmp_path / "api" / "Capture.html").read_text(encoding="utf-8")
 
 
 @exhaustive("each command and function of the page has tests of its own")

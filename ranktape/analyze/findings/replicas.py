@@ -172,7 +172,7 @@ def _finding(
     other = odd[0] if alike else _other_bits(survey, odd)
     pair = [int(survey.fields["rank"][place]) for place in (first, other)]
     others = f"the copies of {len(alike)} other ranks" if len(alike) > 1 else "the copy of the other rank"
-    unsure = "differs in bits between copies, any of which may be wrong"
+    unsure = f"differs in bits between ranks {pair[0]} and {pair[1]}"
     since = [
         _since(survey, differing, equal),
         f"{len(places)} of {sum(len(one) for _, one in differing)} copies differ",
