@@ -16,10 +16,17 @@ from torch.nn import functional as F
 
 from ranktape.analyze import fake_quantize
 from ranktape.analyze.cli import cli
-from ranktape.analyze.numerics.recipes.plan_file import PrecisionPlan, read_plan, write_plan
+from ranktape.analyze.numerics.recipes.plan_file import (
+    PlannedModule,
+    PrecisionGap,
+    PrecisionPlan,
+    read_plan,
+    write_plan,
+)
 from ranktape.analyze.numerics.recipes.recipe import HighPrecision, OperandRecipe, Recipe, products_of
 from ranktape.analyze.numerics.recipes.words import parse_recipes
-from ranktape.analyze.replays.precision_plan import parse_targets, precision_plan
+from ranktape.analyze.questions.replay import _plan_table
+from ranktape.analyze.replays.precision_plan import MIN_GAP, _gap, parse_targets, precision_plan
 from ranktape.analyze.replays.replayed import Replayed, replay_calls
 from ranktape.capture import Capture
 from ranktape.errors import NoRecordsError, UsageError
@@ -253,13 +260,73 @@ def test_the_command_answers_with_the_plan_and_writes_it(tmp_path: Path) -> None
     assert result.exit_code == 0, result.output
     answer = json.loads(result.output)
     plan = precision_plan(run.select(), recipe=CANDIDATES, target_sqnr=16)
-    assert [(row["module"], row["recipe"]) for row in answer["rows"]] == [
-        (one.module, one.recipe.name) for one in plan.modules
-    ]
+    assert {row["module"]: row["recipe"] for row in answer["rows"]} == {
+        one.module: one.recipe.name for one in plan.modules
+    }
     assert sum(row["multiply_adds.ratio"] for row in answer["rows"]) == pytest.approx(1)
     assert f"products in {plan.relative_gemm_time:.1%} of the time of bf16" in "\n".join(answer["notes"])
     assert answer["notes"][-1] == f"written to {path}"
     assert read_plan(path).by_recipe() == plan.by_recipe()
+
+
+def _planned(module: str, recipe: str, *, sqnr: float | None = None, worst: float | None = None) -> PlannedModule:
+    return PlannedModule(
+        module=module,
+        recipe=parse_recipes(recipe)[0],
+        sqnr={} if sqnr is None else {"output": sqnr + 3, "grad_weight": sqnr},
+        worst_sqnr={} if worst is None else {"output": worst + 2, "grad_weight": worst},
+    )
+
+
+def test_a_plan_begins_with_its_exceptions_and_marks_what_holds_only_just() -> None:
+    plan = PrecisionPlan(
+        modules=(
+            _planned("a", "nvfp4", sqnr=18.5, worst=18.0),
+            _planned("b", "mxfp8", sqnr=30.0, worst=29.0),
+            _planned("c", "nvfp4", sqnr=22.0, worst=17.9),
+            _planned("d", "nvfp4", sqnr=19.0, worst=18.5),
+            _planned("e", "bf16"),
+        ),
+        target_sqnr={"output": 18.0, "grad_weight": 18.0},
+        gap=PrecisionGap(recipe="nvfp4", module="e", product="grad_weight", below=6.04),
+    )
+    table = _plan_table(plan)
+    assert [(row["module"], row["recipe"], row["worst_sqnr"], row["mark"]) for row in table.records()] == [
+        ("e", "bf16", None, None),
+        ("b", "mxfp8", 29.0, None),
+        ("a", "nvfp4", 18.0, "within 1 dB of target"),
+        ("c", "nvfp4", 17.9, "worst call below target"),
+        ("d", "nvfp4", 18.5, None),
+    ]
+    assert table.notes[:2] == (
+        "3 of 5 layers get nvfp4; not: e (bf16), b (mxfp8)",
+        "grad_weight of e is 6 dB below all other layers in nvfp4",
+    )
+
+
+@pytest.mark.parametrize(
+    ("sqnr", "below"),
+    [
+        ({("head", "output"): 30.0, ("head", "grad_weight"): 12.0, ("a", "output"): 18.0, ("b", "output"): 21.0}, 6.0),
+        ({("head", "grad_weight"): 12.0, ("head", "output"): 13.0, ("a", "output"): 14.9}, None),
+        ({("head", "grad_weight"): 12.0}, None),
+        ({("head", "grad_weight"): -math.inf, ("a", "output"): 14.9}, None),
+        ({}, None),
+    ],
+)
+def test_a_layer_far_below_all_others_is_the_gap(sqnr: dict[tuple[str, str], float], below: float | None) -> None:
+    found = _gap(sqnr, recipe="nvfp4")
+    wanted = PrecisionGap(recipe="nvfp4", module="head", product="grad_weight", below=below) if below else None
+    assert found == wanted
+
+
+def test_the_gap_of_a_plan_is_in_the_cheapest_recipe(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    everything = precision_plan(run.select(), recipe="mxfp4", target_sqnr=-100).modules
+    least = sorted(min(one.sqnr.values()) for one in everything)
+    gap = precision_plan(run.select(), recipe="mxfp8,mxfp4", target_sqnr=20).gap
+    assert (gap is None) == (least[1] - least[0] < MIN_GAP)
+    assert gap is None or (gap.recipe, gap.below) == ("mxfp4", least[1] - least[0])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from ranktape.analyze.identity import IDENTITY, group_columns, group_row, key_co
 from ranktape.analyze.numerics.attention import ATTENTION_PRODUCTS
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.products import RECORDED
-from ranktape.analyze.numerics.recipes.plan_file import PrecisionPlan, write_plan
+from ranktape.analyze.numerics.recipes.plan_file import PlannedModule, PrecisionPlan, write_plan
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
 from ranktape.analyze.numerics.recipes.words import RecipeWord, parse_recipes
 from ranktape.analyze.questions.each_source import ask_each
@@ -216,6 +216,7 @@ def _plan_table(plan: PrecisionPlan) -> Table:
     """A row for each layer of a plan."""
     total = sum(one.multiply_adds or 0 for one in plan.modules)
     products = list(plan.target_sqnr)
+    usual, exceptions = _usual_recipe(plan)
     rows = [
         (
             printable(one.module),
@@ -223,14 +224,22 @@ def _plan_table(plan: PrecisionPlan) -> Table:
             one.recipe.bits,
             one.recipe.speed,
             *(one.sqnr.get(product) for product in products),
+            min(one.worst_sqnr.values(), default=None),
             *(one.worst_sqnr.get(product) for product in products),
             one.multiply_adds / total if one.multiply_adds and total else None,
+            _mark(one, plan.target_sqnr),
             one.why,
         )
-        for one in plan.modules
+        for one in (*exceptions, *(one for one in plan.modules if one not in exceptions))
     ]
     shares = [f"{share:.1%} in {name}" for name, share in plan.multiply_adds.items()]
-    notes = [f"of all multiply-adds {', '.join(shares)}"] if shares else []
+    notes = [_headline(plan, usual=usual, exceptions=exceptions)]
+    if plan.gap is not None:
+        gap = plan.gap
+        notes.append(
+            f"{gap.product} of {printable(gap.module)} is {gap.below:.2g} dB below all other layers in {gap.recipe}"
+        )
+    notes += [f"of all multiply-adds {', '.join(shares)}"] if shares else []
     if shares:
         notes.append(
             f"{plan.mean_bits:.3g} bits an element; products in {plan.relative_gemm_time:.1%} of the time of bf16, "
@@ -244,16 +253,47 @@ def _plan_table(plan: PrecisionPlan) -> Table:
             key_column("module", is_detail=False),
             *PLAN_COLUMNS,
             *(Column(name=f"{one}.sqnr", kind=Kind.FLOAT, head=one, unit="dB") for one in products),
+            Column(name="worst_sqnr", kind=Kind.FLOAT, head="worst", unit="dB"),
             *(
                 Column(name=f"{one}.worst_sqnr", kind=Kind.FLOAT, head=f"{one}, worst call", unit="dB", is_detail=True)
                 for one in products
             ),
             Column(name="multiply_adds.ratio", kind=Kind.RATIO, head="multiply-adds"),
+            Column(name="mark", kind=Kind.TEXT),
             Column(name="why", kind=Kind.TEXT),
         ),
         rows=tuple(rows),
         notes=tuple(notes),
     )
+
+
+_NEAR = 1.0
+"""dB above the target within which a layer is marked."""
+
+
+def _usual_recipe(plan: PrecisionPlan) -> tuple[str, list[PlannedModule]]:
+    """The recipe of most layers, and the layers that have another one, the most expensive first."""
+    usual = max(plan.by_recipe().items(), key=lambda item: len(item[1]))[0]
+    exceptions = [one for one in plan.modules if one.recipe.name != usual]
+    return usual, sorted(exceptions, key=lambda one: (one.recipe.speed, -one.recipe.bits))
+
+
+def _headline(plan: PrecisionPlan, *, usual: str, exceptions: Sequence[PlannedModule]) -> str:
+    """How many layers get the usual recipe, and which do not."""
+    count = f"{len(plan.modules) - len(exceptions)} of {len(plan.modules)} layers get {usual}"
+    if not exceptions:
+        return count
+    named = [f"{printable(one.module)} ({one.recipe.name})" for one in exceptions[:_FEW]]
+    more = f" and {len(exceptions) - _FEW} more" if len(exceptions) > _FEW else ""
+    return f"{count}; not: {', '.join(named)}{more}"
+
+
+def _mark(one: PlannedModule, target_sqnr: Mapping[str, float]) -> str | None:
+    """What to look at before the plan is believed: layers that hold only just, or not in each call."""
+    margin, worst = one.margin(target_sqnr), one.worst_margin(target_sqnr)
+    if worst is not None and worst < 0:
+        return "worst call below target"
+    return f"within {_NEAR:g} dB of target" if margin is not None and margin < _NEAR else None
 
 
 def _fields(records: Records, by: Sequence[str]) -> tuple[str, ...]:

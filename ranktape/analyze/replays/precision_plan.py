@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.numerics.error_sums import ErrorSums
-from ranktape.analyze.numerics.recipes.plan_file import HIGH_PRECISION, PlannedModule, PrecisionPlan
+from ranktape.analyze.numerics.recipes.plan_file import HIGH_PRECISION, PlannedModule, PrecisionGap, PrecisionPlan
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
 from ranktape.analyze.numerics.recipes.words import RecipeWord, parse_recipes
 from ranktape.analyze.replays.call_tensors import CALL_FIELDS
@@ -106,11 +106,16 @@ def plan_of(replayed: Replayed, recipes: Sequence[Recipe], *, target_sqnr: Mappi
         groups[module].setdefault(recipe, {})[product] = group
     tensors = LinearTensors(replayed.calls.records, tied=set())
     planned = []
+    cheapest = min(recipes, key=lambda one: (-one.speed, one.bits))
+    in_cheapest: dict[tuple[str, str], float] = {}
     for name in modules:
         if name not in calls:
             planned.append(PlannedModule(module=name, recipe=HIGH_PRECISION, why=reasons[name]))
             continue
         own = [_Candidate.of(one, groups[name][one.name], replayed=replayed) for one in recipes]
+        for one in own:
+            if one.recipe == cheapest:
+                in_cheapest |= {(name, product): sqnr for product, sqnr in one.sqnr.items()}
         computed = {one.name: replayed.calls.recipe_of(calls[name][0], one) for one in recipes}
         planned.append(
             _cheapest(
@@ -128,8 +133,24 @@ def plan_of(replayed: Replayed, recipes: Sequence[Recipe], *, target_sqnr: Mappi
         run=without_credentials(replayed.calls.records.reader.url),
         target_sqnr=dict(target_sqnr),
         candidates=tuple(one.name for one in recipes),
+        gap=_gap(in_cheapest, recipe=cheapest.name),
     )
 
+
+def _gap(sqnr: Mapping[tuple[str, str], float], *, recipe: str) -> PrecisionGap | None:
+    """The worst product of all layers in a recipe, where those of all other layers are far better."""
+    if not sqnr:
+        return None
+    worst, product = min(sqnr, key=sqnr.__getitem__)
+    others = [found for (module, _), found in sqnr.items() if module != worst]
+    below = min(others, default=-math.inf) - sqnr[worst, product]
+    if not MIN_GAP <= below < math.inf:
+        return None
+    return PrecisionGap(recipe=recipe, module=worst, product=product, below=below)
+
+
+MIN_GAP = 3.0
+"""In dB: a layer that is so much worse than all others is named."""
 
 _Groups: TypeAlias = "dict[str, dict[str, ReplayedGroup]]"
 """Of one module by recipe and product."""

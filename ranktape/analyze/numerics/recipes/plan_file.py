@@ -70,6 +70,14 @@ class PlannedModule:
     why: str | None = None
     """Why it stays in bf16, where the plan did not find a recipe."""
 
+    def margin(self, target_sqnr: Mapping[str, float]) -> float | None:
+        """By how many dB the product nearest to its target holds, over all calls; None where nothing is expected."""
+        return _margin(self.sqnr, target_sqnr)
+
+    def worst_margin(self, target_sqnr: Mapping[str, float]) -> float | None:
+        """Likewise of the worst call, where it is below zero if that call misses the target."""
+        return _margin(self.worst_sqnr, target_sqnr)
+
     @property
     def is_pattern(self) -> bool:
         """Whether it stands for all modules that match."""
@@ -79,6 +87,24 @@ class PlannedModule:
     def is_high_precision(self) -> bool:
         """Whether it is not quantised."""
         return self.recipe.products == HIGH_PRECISION.products
+
+
+def _margin(sqnr: Mapping[str, float], target_sqnr: Mapping[str, float]) -> float | None:
+    return min((sqnr[name] - target for name, target in target_sqnr.items() if name in sqnr), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionGap:
+    """A layer with a product that is far worse in a recipe than those of all other layers."""
+
+    recipe: str
+    """The cheapest of those that were tried."""
+    module: str
+    """Its dotted path."""
+    product: str
+    """The one that is worst."""
+    below: float
+    """By how many dB it is below the worst product of the other layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +123,8 @@ class PrecisionPlan:
     """What each product was to hold, in dB."""
     candidates: tuple[str, ...] = ()
     """The names of the recipes that were tried."""
+    gap: PrecisionGap | None = None
+    """Where one layer is far worse than all others; not written to the file."""
 
     def __post_init__(self) -> None:
         """Check that the plan says one thing of each module."""
