@@ -20,7 +20,7 @@ from ranktape.analyze.numerics.quantization.operand import (
     one_operand,
     quantized_operand,
 )
-from ranktape.analyze.numerics.quantization.plan import plan_of
+from ranktape.analyze.numerics.quantization.plan import recipe_plan
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.numerics.recipes.recipe import OPERANDS, PRODUCTS, OperandRecipe, ProductRecipe, Recipe
 from ranktape.errors import UsageError
@@ -121,6 +121,9 @@ _Sums: TypeAlias = "tuple[int | None, ErrorSums, ErrorSums | None]"
 
 
 def _of_all_draws(product: str, recipe: Recipe, sums: Sequence[_Sums]) -> ProductError:
+    if len(sums) == 1:
+        sample, exact, against = sums[0]
+        return ProductError(product=product, recipe=recipe.name, exact=exact, recorded=against, sample=sample)
     known = [against.to_array() for _, _, against in sums if against is not None]
     return ProductError(
         product=product,
@@ -232,7 +235,7 @@ def _is_symmetric(recipe: OperandRecipe) -> bool:
         return True
     if isinstance(recipe.block_size, tuple):
         return len(set(recipe.block_size)) == 1
-    scaling = plan_of(recipe.scheme, num_dims=2, **recipe.options).scheme.scaling
+    scaling = recipe_plan(recipe.scheme, num_dims=2, **recipe.options).scheme.scaling
     return scaling in {Scaling.NONE, Scaling.TENSOR}
 
 

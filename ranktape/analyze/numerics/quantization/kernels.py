@@ -139,7 +139,7 @@ def quantize_rows(  # noqa: PLR0917 - as above
 ) -> None:
     """Write what numbers become: each divided by, or times, the first factor of its group, rounded, times the second.
 
-    Numbers and results are patterns: of float32 as int32, of bfloat16 as uint16. ScaleGroups are those of the row, and
+    Numbers and results are patterns: of float32 as int32, of bfloat16 as uint16. Groups are those of the row, and
     within it of `run` neighbours each. `first_place` is the index of the first number in C order of the tensor. NaN
     stays NaN, and so does a group whose second factor is.
     """

@@ -33,6 +33,7 @@ from ranktape.analyze.numerics.quantization.plan import (
     QuantizePlan,
     check_rotation_options,
     plan_of,
+    recipe_plan,
 )
 from ranktape.analyze.numerics.quantization.quantizer import ScaleGroups, quantize_planned
 from ranktape.analyze.numerics.quantization.rotation import rotated
@@ -105,7 +106,7 @@ def quantized_operand(
     rotation, rotation_seed = options.pop("rotation", 0), options.pop("rotation_seed", None)
     # Without a scheme values are float32 numbers, which is to say, of the format fp32.
     axis = 0 if options.get("scaling") == Scaling.CHANNEL else 1
-    plan = plan_of(scheme or "fp32", num_dims=2, axis=axis, **options)
+    plan = recipe_plan(scheme or "fp32", num_dims=2, axis=axis, **options)
     if scheme is None and options:
         raise UsageError(
             f"{', '.join(options)} has no effect on an operand that is left as it is: give a scheme, or leave it out"
@@ -231,6 +232,8 @@ class _Rows:
     """The tensor and its groups."""
     numbers_RC: NDArray[Any]
     """Its patterns."""
+    num_groups: int
+    """Rows of the factors."""
     group_R: NDArray[np.int64]
     """By row, the row of the factors of its groups."""
     run: int
@@ -255,10 +258,11 @@ class _Rows:
         else:
             group = 0 * place
         numbers_RC = _patterns(groups.x_OLI).reshape(num_rows, columns)
-        return cls(groups=groups, numbers_RC=numbers_RC, group_R=group, run=run, unit=unit)
+        num_groups = int(group.max()) + 1
+        return cls(groups=groups, numbers_RC=numbers_RC, num_groups=num_groups, group_R=group, run=run, unit=unit)
 
     def _of_groups(self, values: torch.Tensor) -> NDArray[Any]:
-        return values.view(int(self.group_R.max()) + 1, -1).numpy()
+        return values.view(self.num_groups, -1).numpy()
 
     def _each(self, work: Callable[[slice], Result], *, unit: int = 1) -> list[Result]:
         num_rows, columns = self.numbers_RC.shape
@@ -291,7 +295,7 @@ class _Rows:
 
         scheme = self.groups.plan.scheme
         is_block, num_columns = scheme.scaling is Scaling.BLOCK, self.numbers_RC.shape[1]
-        shape = int(self.group_R.max()) + 1, -(-num_columns // self.run)
+        shape = self.num_groups, -(-num_columns // self.run)
         # NaN of any pattern is below this end, and so is no block without it finite.
         end = MAGNITUDE if is_block else INFINITY
         found_GK = self._raised(shape, self.group_R, self.run, end)

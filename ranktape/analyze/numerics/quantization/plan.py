@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -144,6 +145,21 @@ def plan_of(
         rotation=check_rotation_options(rotation, seed=rotation_seed),
         rotation_seed=rotation_seed,
     )
+
+
+_kept_plan = functools.lru_cache(maxsize=512, typed=True)(plan_of)
+
+
+def recipe_plan(name: str, **options: Any) -> QuantizePlan:
+    """`plan_of`, made once for each choice of options: a replay asks for the same plans for every call.
+
+    Raises:
+        UsageError: as `plan_of`.
+    """
+    try:
+        return _kept_plan(name, **options)
+    except TypeError:  # a value that has no hash, which no option takes
+        return plan_of(name, **options)
 
 
 def _scheme(name: str, *, scaling: str | None, block_size: int | tuple[int, int] | None) -> Scheme:

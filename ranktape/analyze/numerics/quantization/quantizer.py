@@ -200,7 +200,7 @@ class ScaleGroups:
 
     @property
     def num_runs(self) -> int:
-        """ScaleGroups along the axis; the last one may be shorter."""
+        """Groups along the axis; the last one may be shorter."""
         return -(-self.x_OLI.shape[1] // self.length)
 
     @property

@@ -186,7 +186,7 @@ def scale_exponents(
 ) -> Any:
     """The exponents of the scales of groups with these largest magnitudes, an array or a tensor of float64.
 
-    ScaleGroups of nothing but zeros have the lowest exponent there is. The magnitudes are finite. `offset` is added to
+    Groups of nothing but zeros have the lowest exponent there is. The magnitudes are finite. `offset` is added to
     what the rule says; the sum is clamped to what `scale_bits` bits can say: -127 to 127 for 8 of them.
     """
     end = (1 << (scale_bits - 1)) - 1

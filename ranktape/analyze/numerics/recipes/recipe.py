@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ranktape.analyze.numerics.formats import Coding, Format
-from ranktape.analyze.numerics.quantization.plan import QuantizePlan, plan_of
+from ranktape.analyze.numerics.quantization.plan import QuantizePlan, recipe_plan
 from ranktape.errors import UsageError, nearest
 
 PRODUCTS: Mapping[str, tuple[str, str]] = {
@@ -119,7 +119,7 @@ class OperandRecipe:
 
     def _plan(self) -> QuantizePlan:
         assert self.scheme is not None, "the caller has looked"
-        return plan_of(self.scheme, num_dims=2, **self.options)
+        return recipe_plan(self.scheme, num_dims=2, **self.options)
 
 
 def _speed(element: Format) -> int:
