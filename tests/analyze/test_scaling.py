@@ -228,6 +228,15 @@ def test_scales_far_from_the_tensor_saturate_or_flush_all(exponent: float) -> No
     assert (found.flushed_L[0], found.overflow_L[0]) == ((2, 0) if exponent > 0 else (0, 2))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_where_all_is_flushed_the_errors_are_the_values(dtype: str) -> None:
+    """To the last bit: their ratio is 0 dB, and not almost."""
+    values = np.random.default_rng(0).normal(size=100_003).astype(dtype)
+    found = sums_of(values, exponents=np.array([20.0]), target=FORMATS["fp4_e2m1"])
+    assert (found.squared_error_L[0], found.absolute_error_L[0]) == (found.squared, found.absolute)
+    assert [level.sqnr for level in levels_of(found, exponents=[20.0])] == [0.0]
+
+
 @pytest.mark.parametrize("target", TARGETS, ids=lambda row: row.name)
 @given(magnitude=MAGNITUDES)
 def test_alignments_are_the_tightest_that_hold(target: Format, magnitude: float) -> None:

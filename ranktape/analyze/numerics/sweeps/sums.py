@@ -168,11 +168,14 @@ def part_of(
         else:
             _add_errors(x_RA, w_RA, _in_lanes(rounded * after), sums_KA)
         rows.append([*sums_KA[:-1].sum(axis=1).tolist(), float(sums_KA[-1].max()), *counts])
-    weighted = factors * values
+    # In the same order as the errors: where all values become zero, the errors add up to exactly the values.
+    sums_KA = np.zeros((5, LANES))
+    _add_errors(x_RA, w_RA, np.zeros_like(x_RA), sums_KA)
+    squared, absolute = sums_KA[:2].sum(axis=1).tolist()
     return Part(
         np.array(rows).reshape(-1, len(SUMS)),
-        float(weighted.sum()),
-        float((weighted * values).sum()),
+        absolute,
+        squared,
         int(factors.sum()) if num_finite is None else num_finite,
     )
 
