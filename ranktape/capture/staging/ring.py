@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ranktape.capture.staging.ring_file import (
     PREFIX_NBYTES,
     Counter,
@@ -74,6 +76,7 @@ class RingProducer(RingFile):
         """Whether the writer only holds what comes: it need not be woken for each slot, and looks by itself."""
         self._reserved = 0
         self._limit = self.capacity
+        self._address = np.frombuffer(self.slots(0, 1), np.uint8).ctypes.data
         """Up to where there was room when the writer's counter was read last; there may be more by now."""
         self._slots: deque[Slot] = deque()
         self._ends: deque[tuple[int, int, dict[str, Any]]] = deque()
@@ -262,7 +265,8 @@ class RingProducer(RingFile):
         room[: PREFIX_NBYTES + len(header)] = _PREFIX.pack(kind, len(header), payload_nbytes) + header
         self._reserved += nbytes
         payload = room[header_nbytes : header_nbytes + payload_nbytes]
-        slot = Slot(kind=kind, header={}, payload=payload, end=self._reserved, nbytes=nbytes)
+        address = self._address + (self._reserved - nbytes) % self.capacity + header_nbytes
+        slot = Slot(kind=kind, header={}, payload=payload, end=self._reserved, nbytes=nbytes, address=address)
         self._slots.append(slot)  # in one step: who publishes meanwhile takes from the other end
         return slot
 

@@ -127,6 +127,8 @@ class Slot:
     """Bytes ever published or freed once this slot is."""
     nbytes: int = 0
     """Bytes that it takes in the file; 0 on the writer's side."""
+    address: int = 0
+    """Where its values are in memory; 0 on the writer's side."""
     is_done: bool = False
     """The trainer has filled it, or the writer has stored it."""
 
