@@ -39,7 +39,7 @@ class Mixed(nn.Module):
         self.gate = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = self.norm(self.attention(hidden)) @ self.gate
+        product: torch.Tensor = torch.einsum("...i,io->...o", self.norm(self.attention(hidden)), self.gate)
         return product[..., :WIDTH]
 
 
@@ -82,7 +82,7 @@ class Uncalled(nn.Module):
         self.tied.weight = self.called.weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = self.called(hidden) @ self.used.weight
+        product: torch.Tensor = torch.einsum("...i,io->...o", self.called(hidden), self.used.weight)
         return product
 
 
@@ -98,7 +98,7 @@ class Parts(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = self.first(hidden)
         for number in range(7):
-            hidden = hidden @ getattr(self, f"part_{chr(ord('a') + number)}")
+            hidden = torch.einsum("...i,io->...o", hidden, getattr(self, f"part_{chr(ord('a') + number)}"))
         return hidden
 
 

@@ -26,9 +26,8 @@ from ranktape.capture.compiled.function_marks import marking
 from ranktape.capture.compiled.graph_calls import GraphCalls
 from ranktape.capture.compiled.graph_taps import GraphPlan, Target, erase_marks, put_taps_around
 from ranktape.capture.compiled.layer_marks import mark_given, mark_output
-from ranktape.capture.hooks.function_hooks import FunctionHooks
+from ranktape.capture.hooks.functions import FunctionHooks
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.hooks.stand_ins import StandIn
 
 Targets = Mapping[Any, Target]
 """The functions with a role, as they stand in graphs."""
@@ -83,7 +82,7 @@ class Regions:
         GraphCalls.current = calls
         # They run within regions, between graphs: dynamo would compile them, and all that they call.
         never = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # noqa: SLF001
-        for code in (Hook.__call__.__code__, StandIn.__call__.__code__):
+        for code in (Hook.__call__.__code__, *functions.own_codes):
             frames.set_code_exec_strategy(code, never)
         self._from_stance = eval_frame._callback_from_stance  # noqa: SLF001  (torch has no public way)
         eval_frame._callback_from_stance = self._callback  # noqa: SLF001
@@ -119,6 +118,7 @@ class Regions:
             return None
         if _IN_GRAPHS not in self.ways:
             self.ways[_IN_GRAPHS] = None
+            self.functions.stand_in_functional()
             self._begins(None)
         own_id = frames.get_eval_frame_isolate_recompiles_id()
         frames.set_eval_frame_isolate_recompiles_id(_isolated(own_id))
@@ -218,9 +218,9 @@ def _kept_guards(hooks: Any, guards: Sequence[Any]) -> list[bool]:
     own = hooks.guard_filter_fn
     kept = [True] * len(guards) if own is None else own(guards)
     functions = TappedCallback.regions.functions
-    replaced = {guard.name for guard in guards if functions.is_replaced(guard.value)}
+    replaced = {guard.name for guard in guards if functions.is_changed(guard.value)}
     parts = tuple(f"{name}{after}" for name in replaced for after in (".", "["))
-    others = (*_HOOKS, *(f"[{name!r}]." for name in functions.givers))
+    others = (*_HOOKS, *(f"[{name!r}]." for _, name, *_ in functions.givers))
     return [
         bool(keep)
         and guard.name not in replaced

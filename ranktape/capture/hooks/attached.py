@@ -14,18 +14,18 @@ from torch import nn
 
 from ranktape.capture.hooks.calls import Watch
 from ranktape.capture.hooks.coverage import is_attention
-from ranktape.capture.hooks.function_hooks import FunctionHooks
-from ranktape.capture.hooks.hook import Hook
+from ranktape.capture.hooks.functions import FunctionHooks
+from ranktape.capture.hooks.hook import MODE, Hook
 from ranktape.capture.hooks.layers import LayerHooks
 from ranktape.capture.hooks.module_hooks import ModuleHooks, MultiheadHooks, is_hidden, is_seen_inside, may_open
 from ranktape.capture.hooks.stacks import survey
-from ranktape.capture.hooks.stand_ins import StandIns
 from ranktape.capture.hooks.weights import Weights
 from ranktape.capture.passes.passes import Frame, in_backward, is_traced
 from ranktape.capture.roles.known import registered_roles, role_of
 from ranktape.capture.roles.table import FunctionRole, ModuleRole, ports_of
 from ranktape.capture.source import Source
 from ranktape.capture.tensors.placement import Placements
+from ranktape.capture.torch_private import global_forward_pre_hooks, parameters_of
 
 if TYPE_CHECKING:
     from ranktape.capture.recorder import Recorder
@@ -55,12 +55,13 @@ class Attached:
         self.placements = Placements()
         self._watch = Watch(recorder, weights=self._weights, placements=self.placements)
         self._functions: FunctionHooks | None = None
-        self._stand_ins = StandIns()
         self._multihead: MultiheadHooks | None = None
         self._layers: LayerHooks | None = None
         self._matched: set[ModuleRole | FunctionRole] = set()
         self._wanted: dict[tuple[str, str], bool] = {}
         self._stage_prefixes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._is_direct = False
+        """Whether the forward of a model may be called directly, without its hooks."""
         self._is_refused = False
         """Whether something was refused as the hooks were put on."""
         self._layout: list[Any] = []
@@ -84,17 +85,17 @@ class Attached:
 
     def _may_stay(self) -> bool:
         """Whether all that is on is what would be put on now."""
-        return bool(self._layout) and self._stand_ins.is_in_place and self._layout == self._present_layout()
+        return bool(self._layout) and self._layout == self._present_layout()
 
     def _present_layout(self) -> list[Any]:
         """All that decides which hooks are put on, and where: none may have come between ours and the module."""
-        hooks = tuple(torch.nn.modules.module._global_forward_pre_hooks)  # noqa: SLF001  (torch has no public way)
+        hooks = tuple(global_forward_pre_hooks())
         layout: list[Any] = [hooks, registered_roles(), dist.is_available() and dist.is_initialized()]
         for root, prefix in self._living():
             layout.append(prefix)
             for name, module in root.named_modules():
                 own = module._forward_pre_hooks, module._forward_hooks  # noqa: SLF001  (as above)
-                parameters = tuple(map(id, module._parameters.values()))  # noqa: SLF001  (runs no parametrization)
+                parameters = tuple(map(id, parameters_of(module).values()))
                 layout.append((name, module, type(module), *map(tuple, own), parameters))
         return layout
 
@@ -106,7 +107,7 @@ class Attached:
         for root, _ in self._living():
             if dist.is_available() and dist.is_initialized():
                 self.placements.learn(root)
-            self._functions.learn(root)
+        self._functions.begin()
         for module, hooks in self._modules.items():
             with self._recorder.guarded(hooks.source):
                 hooks.begin(module)
@@ -115,11 +116,11 @@ class Attached:
         assert self._functions is not None, "only called while hooks are attached"
         if dist.is_available() and dist.is_initialized():
             self.placements.learn(root)
-        self._functions.learn(root)
-        self._matched |= self._stand_ins.ports.keys()
+        self._functions.begin()
+        self._matched.update(self._functions.roles)
         stage = self._stage_prefixes.get(root, "")
         found = self._survey(root)
-        leave = Hook(self._on_leave)
+        leave = Hook(self._on_leave, keeps_mode=True)
         for place in found.places:
             module = place.module
             if module in self._attached:
@@ -131,7 +132,7 @@ class Attached:
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # takes no hooks; what it does inside is not Python either
             self._watch.owners.add(frame)
-            enter = Hook(functools.partial(self._on_enter, frame))
+            enter = Hook(functools.partial(self._on_enter, frame), keeps_mode=True)
             self._watch.handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             self._watch.handles.append(module.register_forward_hook(leave, always_call=True))
             with self._recorder.guarded(_source(frame, "module", "unknown")):
@@ -175,13 +176,27 @@ class Attached:
         if kwargs is None or is_traced():
             return
         with self._recorder.guarded():
-            self._tracker.enter(frame, args, kwargs)
+            self._enter(frame, args, kwargs)
             if is_attention(module) and self._tracker.is_active:
                 self._attending[module] = frame
+
+    def _enter(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Follow a call of a module, and see the functions that are called in it."""
+        tracker = self._tracker
+        tracker.enter(frame, args, kwargs)
+        if tracker.is_outermost and not in_backward():
+            MODE.reset()  # what an interrupt left behind, or what was entered for direct calls
+            self._is_direct = False
+        if tracker.is_active:
+            if tracker.is_direct:
+                self._is_direct = True
+                MODE.stay()
+            MODE.enter(frame.module)
 
     def _on_leave(self, module: nn.Module, _args: Any, output: Any) -> None:
         if is_traced():
             return
+        MODE.leave(module)
         with self._recorder.guarded():
             is_recorded = bool(self._unasked) and self._tracker.is_active
             self._tracker.leave(module, output)
@@ -196,10 +211,10 @@ class Attached:
         unasked, self._unasked = self._unasked, []
         expected, met = self._recorder.expected, self._watch.owners.met
         idle = [module for module in unasked if expected.is_idle(self._modules[module].source)]
-        counts = Counter(id(one) for module in self._attached if idle for one in _parameters(module).values())
+        counts = Counter(id(one) for module in self._attached if idle for one in parameters_of(module).values())
         for module in idle:
             note = functools.partial(expected.used, self._modules[module].source)
-            for name, weight in _parameters(module).items():
+            for name, weight in parameters_of(module).items():
                 is_own = weight is not None and counts[id(weight)] == 1 and (module, name) not in met
                 if is_own and weight.ndim > 1 and weight.requires_grad:
                     self._idle.append(weight.register_hook(Hook(lambda _, note=note: note())))
@@ -218,10 +233,6 @@ class Attached:
             is_named = not self._options.wants_layers or self._options.names_layer_type(layer_type)
             self._wanted[layer_type, path] = is_named and self._wants(layer_type) and self._is_wanted(path)
         return self._wanted[layer_type, path]
-
-
-def _parameters(module: nn.Module) -> dict[str, Any]:
-    return module._parameters  # noqa: SLF001  (runs no parametrization)
 
 
 def _source(frame: Frame, layer_type: str, component: str) -> Source:

@@ -30,12 +30,12 @@ from ranktape.capture.hooks.weights import (
     Weights,
     has_same_values,
     is_cached_by_autocast,
-    version_of,
 )
 from ranktape.capture.passes.passes import Arguments, Call, in_backward
 from ranktape.capture.roles.table import port_of
 from ranktape.capture.source import DIFFERENTIABLE, NO_TAGS, Source, Tags
 from ranktape.capture.tensors.placement import Placements, is_megatron, megatron_placement
+from ranktape.capture.torch_private import base_of, parameters_of, saved_tensors_hooks, version_of
 from ranktape.storage.format.record_info import WIDE
 
 if TYPE_CHECKING:
@@ -67,8 +67,7 @@ PACKED = "saved_tensors_hooks"
 
 def packs_tensors() -> bool:
     """Whether hooks pack what autograd saves: others than torch's own, which give back the same values."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # noqa: SLF001  (no public name)
-    hooks = None if top is None else top(False)  # noqa: FBT003  (its signature)
+    hooks = saved_tensors_hooks()
     return hooks is not None and not str(getattr(hooks[0], "__module__", "")).startswith("torch.")
 
 
@@ -270,11 +269,11 @@ class Taking:
         assert opened is not None, "only asked of such layers"
         opened.num_products += 1
         opened.has_bias |= isinstance(operands[-1], torch.Tensor)
-        if "weight" not in module._parameters:  # noqa: SLF001  (as below)
+        if "weight" not in parameters_of(module):
             # It is computed from those of a parametrization.
-            parts = ((part, name) for part in module.modules() for name in part._parameters)  # noqa: SLF001
+            parts = ((part, name) for part in module.modules() for name in parameters_of(part))
             self.watch.owners.met.update(parts)
-        wide = opened.given, module._parameters.get("weight")  # noqa: SLF001  (runs no parametrization)
+        wide = opened.given, parameters_of(module).get("weight")
         for port, own, operand in zip(_BESIDE, wide, operands, strict=False):
             if own is None or in_backward() or has_same_values(own, operand):
                 continue
@@ -434,12 +433,12 @@ def before_views(output: torch.Tensor, *, given: Any) -> torch.Tensor:
     """
     if type(output) is not torch.Tensor:
         return output
-    base = output._base  # noqa: SLF001  (torch has no public name for it)
+    base = base_of(output)
     if base is None or base.is_leaf or base.numel() != output.numel():
         return output
     if not (base.is_contiguous() and output.is_contiguous()):
         return output
-    return output if any(base is one or base is one._base for one in _tensors_in(given)) else base  # noqa: SLF001
+    return output if any(base is one or base is base_of(one) for one in _tensors_in(given)) else base
 
 
 def _tensors_in(value: Any, *, depth: int = 4) -> Iterator[torch.Tensor]:

@@ -7,8 +7,8 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -51,18 +51,11 @@ class IgnoredWarning:
 class EagerMode:
     """Has compiled code run as written, and says nothing of our global hook, from when it is made until it is removed.
 
-    torch's compiler is not loaded for that. Where the training loads it meanwhile, it finds torch's own functions in
-    their places: it makes tables of them as it is loaded.
+    torch's compiler is not loaded for that; where the training loads it meanwhile, it is met then.
     """
 
-    def __init__(
-        self, originals: Callable[[], AbstractContextManager[None]], begin: Callable[[], Any] | None = None
-    ) -> None:
-        """Begin; `originals` has, for a moment, torch's functions in the places of those that stand for them.
-
-        Where `begin` is given, that is called once the compiler is there, for what is to be removed in the end.
-        """
-        self._originals = originals
+    def __init__(self, begin: Callable[[], Any] | None = None) -> None:
+        """Begin; `begin` is called once the compiler is there, for what is to be removed in the end."""
         self._begin = begin
         self._stack = contextlib.ExitStack()
         self._stack.callback(IgnoredWarning().remove)
@@ -82,8 +75,7 @@ class EagerMode:
         load = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            with self._originals():
-                load(module)
+            load(module)
             self._force()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this loader, which loads nothing else
@@ -113,6 +105,8 @@ def why_eager(options: CaptureOptions) -> str | None:
     """Why compiled code runs eagerly where it is captured; None where it is recorded inside of its graphs."""
     if options.compiled == "eager":
         return "--compiled eager"
+    if find_spec("ranktape.capture.compiled") is None:
+        return "this build does not record graphs"
     return None if is_proven() else f"graphs of torch {torch.__version__} are not known"
 
 
@@ -155,16 +149,6 @@ def has_compiled() -> bool:
     # torch has no public way to ask. What `torch.compiler.disable` leaves there cannot be called.
     backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
     return any(callable(backend) for backend in backends.values())
-
-
-def forget_replacements(replacements: Iterable[Callable[..., Any]]) -> None:
-    """Have dynamo make its table of torch's functions again, should it have made it while others stood for them."""
-    rules = sys.modules.get("torch._dynamo.trace_rules")
-    table = getattr(rules, "get_torch_obj_rule_map", None)
-    if rules is None or table is None or not table.cache_info().currsize:
-        return
-    if not table().keys().isdisjoint(replacements):
-        rules.clear_lru_cache()
 
 
 def _remove(entries: list[Any], entry: object) -> None:

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from ranktape.capture.roles.table import FunctionRole, ModuleRole
+from ranktape.capture.torch_private import parameters_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -110,7 +111,7 @@ def find_coverage(
     """
     weights: dict[int, tuple[Sight, int, str]] = {}
     for frame in frames:
-        for name, weight in frame.module._parameters.items():  # noqa: SLF001  (runs no parametrization)
+        for name, weight in parameters_of(frame.module).items():
             if weight is None or weight.ndim < _MIN_DIMS:
                 continue
             own = sight(frame, name), weight.numel(), _label(f"{frame.path}.{name}", frame.module)

@@ -1,53 +1,193 @@
-"""What a capture puts on a model: hooks whose copies do nothing, and functions in the place of others.
+"""What a capture puts on a training: hooks whose copies do nothing, and a mode that is passed calls of functions.
 
 Between two optimizer steps a training copies, pickles or averages its model as it likes, and the hooks of the iteration
 that is captured are on it then. A closure would be shared with the copy, and record it under the original's names; what
 holds the capture itself cannot be copied. So all that is put on modules and tensors is a `Hook`.
 
-A framework's own function is replaced where it is. Any other is found under every module-level name of all modules that
-are loaded, but those of the standard library and of the packages beneath torch; in the attributes of a model's modules;
-in the default arguments and the closures of their methods and of the functions beside them. What a list, a dictionary
-or a partial function holds is not found, and neither is a local name.
+A framework's own function is replaced where it is.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
-import os
 import sys
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
+from typing import Any
 
-import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-if TYPE_CHECKING:
-    from torch import nn
-
+from ranktape.capture.passes.passes import is_traced
+from ranktape.capture.torch_private import (
+    DeviceContext,
+    global_forward_pre_hooks,
+    mode_at,
+    num_modes,
+    pop_mode,
+    push_mode,
+)
 
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes from a function what takes its place."""
 
 
+class _Thread(threading.local):
+    """What the mode does on this thread."""
+
+    def __init__(self) -> None:
+        self.entered: list[tuple[nn.Module, Callable[[], Any]]] = []
+        """The running modules at which the mode changed, and how each change is undone."""
+        self.num_suspended = 0
+        """How many compiled regions are running."""
+
+
+class FunctionMode(TorchFunctionMode):
+    """Passes the calls of torch's functions to the hooks of the captured iteration.
+
+    It lies at the bottom of the thread's stack of modes, above a default device. So modes of the training that are
+    entered before it and left within, or the other way round, stay in their order; and what they change of a call is
+    seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hooks: Any = None
+        """The `FunctionHooks` of the captured iteration; None outside of one."""
+        self._thread = _Thread()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """What the function returns."""
+        hooks = self.hooks
+        target = None if hooks is None else hooks.targets.get(func)
+        if hooks is None or target is None or is_traced():
+            return func(*args, **(kwargs or {}))
+        return hooks.call(target, func, args, kwargs or {})
+
+    def enter(self, module: nn.Module) -> None:
+        """A module is running in which functions are recorded, until `leave`."""
+        thread = self._thread
+        if thread.entered and thread.entered[-1][0] is module:
+            thread.entered.append((module, _nothing))  # it calls itself
+        elif asks_for_modes(module):
+            if self._take_out():
+                thread.entered.append((module, self._put_in))
+        elif not thread.num_suspended and self.hooks is not None and not self.is_active:
+            self._put_in()
+            thread.entered.append((module, self._take_out))
+
+    def leave(self, module: nn.Module) -> None:
+        """A module has ended."""
+        entered = self._thread.entered
+        if entered and any(one is module for one, _ in entered):
+            while True:  # those in which an exception passed by the hooks are undone, too
+                one, undo = entered.pop()
+                undo()
+                if one is module:
+                    return
+
+    def stay(self) -> None:
+        """Be active on this thread until `reset`: no hook tells where a forward ends that is called directly."""
+        if self.hooks is not None and not self._thread.num_suspended and not self.is_active:
+            self._put_in()
+
+    def reset(self) -> None:
+        """Be active on this thread no more, though modules were left without a call of their hooks."""
+        self._thread.entered.clear()
+        self._take_out()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Be active in this context, on this thread."""
+        is_new = not self._thread.num_suspended and self.hooks is not None and not self.is_active
+        if is_new:
+            self._put_in()
+        try:
+            yield
+        finally:
+            if is_new:
+                self._take_out()
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Be inactive in this context, on this thread, whatever modules it enters."""
+        self._thread.num_suspended += 1
+        was_active = self._take_out()
+        try:
+            yield
+        finally:
+            self._thread.num_suspended -= 1
+            if was_active:
+                self._put_in()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether calls on this thread come here; not while one of them is handled."""
+        return any(mode_at(place) is self for place in range(num_modes()))
+
+    def _put_in(self) -> None:
+        above = [pop_mode() for _ in range(num_modes())]
+        if above and isinstance(above[-1], DeviceContext):
+            push_mode(above.pop())
+        for mode in (self, *reversed(above)):
+            push_mode(mode)
+
+    def _take_out(self) -> bool:
+        """Whether it was there."""
+        if not self.is_active:
+            return False
+        modes = [pop_mode() for _ in range(num_modes())]
+        for mode in reversed(modes):
+            if mode is not self:
+                push_mode(mode)
+        return True
+
+
+MODE = FunctionMode()
+"""The one of this process."""
+
+
+def asks_for_modes(module: nn.Module) -> bool:
+    """Whether a module computes in another way, with other bits, while a mode is active."""
+    return not module.training and isinstance(module, _ASKING)
+
+
+_ASKING = (nn.MultiheadAttention, nn.TransformerEncoder)
+"""Classes of torch that take a faster way in inference where no mode is active."""
+
+
+def _nothing() -> None:
+    """Undo of what changed nothing."""
+
+
 class Hook:
     """A hook on a module or a tensor; its copies and pickles do nothing, and name nothing of ours."""
 
-    __slots__ = ("_call",)
+    __slots__ = ("_call", "_keeps_mode")
 
     __torch_unserializable__ = True
     """Torch's word for tensor hooks that are not missed in a pickle: without it there is a warning."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, call: Callable[..., Any], *, keeps_mode: bool = False) -> None:
+        """Call what is given; unless it `keeps_mode`, with our function mode off."""
         self._call = call
+        self._keeps_mode = keeps_mode
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the hook returns."""
-        return self._call(*args, **kwargs)
+        if self._keeps_mode or num_modes() != 1 or mode_at(0) is not MODE:
+            return self._call(*args, **kwargs)
+        pop_mode()
+        try:
+            return self._call(*args, **kwargs)
+        finally:
+            push_mode(MODE)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The exit of a context that is none takes any arguments and returns nothing, which changes nothing.
@@ -121,79 +261,10 @@ class Replacements:
             undo()
 
 
-_LEFT_ALONE = ("torch._dynamo", "torch._inductor", "torch.overrides", "ranktape.")
-"""Beginnings of modules that hold functions to compare with them, not to call them."""
-
-_BENEATH = frozenset({"numpy", "sympy", "mpmath"})
-"""Packages on which torch is built: half of all names there are, and none of them is a function of torch."""
-
-_WITHOUT_FILES = ("built-in", "frozen")
-"""Where modules of the standard library come from that have no file."""
-
-_STDLIB = f"{Path(os.__file__).parent}{os.sep}"
-_SITE_PACKAGES = f"{os.sep}site-packages{os.sep}"
-
-Table = Mapping[int, tuple[Any, Any]]
-"""By the identity of a function: itself, and what takes its place."""
-
-
-def table_of(pairs: Iterable[tuple[Any, Any]]) -> Table:
-    """What takes the place of what."""
-    return {id(old): (old, new) for old, new in pairs}
-
-
-Place = tuple[dict[str, Any], str, Any, Any]
-"""Where a function was replaced: the names of a module, the name, the function, and what takes its place."""
-
-Places = Sequence[Place]
-"""Where functions were replaced."""
-
-
-def replace_names(table: Table, *, but: Collection[str] = ()) -> Places:
-    """Under every module-level name, but in those modules; where that was."""
-    places: list[Place] = []
-    for name, module in sys.modules.copy().items():
-        namespace = getattr(module, "__dict__", None)
-        if name in but or not isinstance(namespace, dict) or _is_left_alone(name, namespace):
-            continue
-        places += _replace_in(namespace, table)
-    return places
-
-
-def _is_left_alone(name: str, namespace: dict[str, Any]) -> bool:
-    package = name.partition(".")[0]
-    if package not in sys.stdlib_module_names:
-        return package in _BENEATH or name.startswith(_LEFT_ALONE)
-    # A program may have a module of its own under such a name, with a file or without one.
-    file = namespace.get("__file__")
-    if not isinstance(file, str):
-        return getattr(namespace.get("__spec__"), "origin", None) in _WITHOUT_FILES
-    return file.startswith(_STDLIB) and _SITE_PACKAGES not in file
-
-
-def restore_names(places: Places) -> None:
-    """The functions themselves again, where others were put in their place."""
-    for namespace, name, old, new in places:
-        if namespace.get(name) is new:
-            namespace[name] = old
-
-
-@contextlib.contextmanager
-def put_back(places: Places) -> Iterator[None]:
-    """For a moment have the functions themselves under their names."""
-    changed = [place for place in places if place[0].get(place[1]) is place[3]]
-    restore_names(changed)
-    try:
-        yield
-    finally:
-        for namespace, name, _, new in changed:
-            namespace[name] = new
-
-
 @contextlib.contextmanager
 def without_global_hooks(owner: object) -> Iterator[None]:
     """In it no method of an object is among torch's hooks that are called before each module."""
-    hooks = torch.nn.modules.module._global_forward_pre_hooks  # noqa: SLF001  (there is no public name)
+    hooks = global_forward_pre_hooks()
     own = {key: hook for key, hook in hooks.items() if getattr(hook, "__self__", None) is owner}
     for key in own:
         del hooks[key]
@@ -201,19 +272,6 @@ def without_global_hooks(owner: object) -> Iterator[None]:
         yield
     finally:
         hooks.update(own)
-
-
-def replace_in_model(root: nn.Module, table: Table) -> list[Callable[[], None]]:
-    """In the attributes and functions of a model; what puts everything back."""
-    places: list[Place] = []
-    kinds: set[type] = set()
-    for module in root.modules():
-        places += _replace_in(vars(module), table)
-        kinds.update(type(module).__mro__)
-    undo: list[Callable[[], None]] = [functools.partial(restore_names, places)] if places else []
-    for function in _functions(kinds):
-        undo += _replace_in_function(function, table)
-    return undo
 
 
 def resolve(name: str) -> tuple[Any, str] | None:
@@ -226,43 +284,3 @@ def resolve(name: str) -> tuple[Any, str] | None:
                 holder = getattr(holder, part, None)
             return (holder, parts[-1]) if hasattr(holder, parts[-1]) else None
     return None
-
-
-def _replace_in(namespace: dict[str, Any], table: Table) -> Places:
-    # Almost none has any: that is found out without a step of Python for each name.
-    if table.keys().isdisjoint(map(id, list(namespace.values()))):
-        return ()
-    found = [(name, *table[id(value)]) for name, value in list(namespace.items()) if id(value) in table]
-    places = [(namespace, name, old, new) for name, old, new in found if namespace.get(name) is old]
-    namespace.update({name: new for _, name, _, new in places})
-    return places
-
-
-def _functions(kinds: Iterable[type]) -> Iterator[FunctionType]:
-    """The methods of classes that are not torch's, and the functions of the modules in which they are."""
-    names: set[str] = set()
-    for kind in kinds:
-        if not kind.__module__.startswith(("torch.", "builtins", *_LEFT_ALONE)):
-            names.add(kind.__module__)
-            yield from (value for value in list(vars(kind).values()) if isinstance(value, FunctionType))
-    for name in names:
-        namespace = vars(sys.modules[name]) if name in sys.modules else {}
-        yield from (value for value in list(namespace.values()) if isinstance(value, FunctionType))
-
-
-def _replace_in_function(function: FunctionType, table: Table) -> Iterator[Callable[[], None]]:
-    defaults, named = function.__defaults__, function.__kwdefaults__
-    if defaults and any(id(value) in table for value in defaults):
-        function.__defaults__ = tuple(table.get(id(value), (value, value))[1] for value in defaults)
-        yield lambda: setattr(function, "__defaults__", defaults)
-    if named and any(id(value) in table for value in named.values()):
-        function.__kwdefaults__ = {name: table.get(id(value), (value, value))[1] for name, value in named.items()}
-        yield lambda: setattr(function, "__kwdefaults__", named)
-    for cell in function.__closure__ or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:
-            continue  # not filled yet
-        if id(content) in table:
-            cell.cell_contents = table[id(content)][1]
-            yield lambda cell=cell, content=content: setattr(cell, "cell_contents", content)  # type: ignore[misc]

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
 from ranktape.capture.hooks.calls import tensor_in
 from ranktape.capture.hooks.layers import check_layers
@@ -23,6 +22,7 @@ from ranktape.capture.hooks.stacks import survey, unwrapped
 from ranktape.capture.hooks.states import hold, lose, reporting
 from ranktape.capture.passes.passes import TRANSFORMED, is_jit_traced, is_traced, is_transformed
 from ranktape.capture.settings.rules import read_numbers
+from ranktape.capture.torch_private import tree_map
 from ranktape.errors import UsageError
 
 Forward = Callable[..., Any]
@@ -149,7 +149,7 @@ _WHOLE = (torch.Tensor, nn.Parameter, FakeTensor)
 def _tap_now(value: Any, tensor: torch.Tensor | None, *, is_first: bool) -> Any:
     if is_jit_traced() and tensor is not None:
         passed = torch.ops.ranktape.pass_layer(tensor, is_first)
-        return pytree.tree_map(lambda one: passed if one is tensor else one, value)
+        return tree_map(lambda one: passed if one is tensor else one, value)
     if is_traced():
         _put_operator(tensor, is_first=is_first)
         return value

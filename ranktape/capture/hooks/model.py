@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
@@ -30,8 +30,8 @@ from ranktape.capture.hooks.coverage import (
     is_attention,
     is_within,
 )
-from ranktape.capture.hooks.function_hooks import FunctionHooks
-from ranktape.capture.hooks.hook import Replacements, without_global_hooks
+from ranktape.capture.hooks.functions import FunctionHooks
+from ranktape.capture.hooks.hook import MODE, Replacements, without_global_hooks
 from ranktape.capture.hooks.layers import LayerHooks, check_layers
 from ranktape.capture.hooks.module_hooks import MultiheadHooks
 from ranktape.capture.passes.frameworks import framework_replacements, is_rehearsing, stage_prefix
@@ -65,7 +65,7 @@ class ModelHooks(Attached):
     def __init__(self, recorder: Recorder, *, is_given: bool) -> None:
         """Know no model yet; where it `is_given` it will be added, and no others are looked for."""
         super().__init__(recorder)
-        self._is_given = is_given
+        self._is_given = self._is_direct = is_given
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.paths: set[str] = set()
         self._regions: Regions | None = None
@@ -170,6 +170,7 @@ class ModelHooks(Attached):
             self._is_rehearsing = self._frameworks.refresh() and is_rehearsing()
             self._renew()
             self._watch_compiler()
+            self._await_direct()
             return
         self._take_off()
         self._watch = watch = Watch(
@@ -181,15 +182,19 @@ class ModelHooks(Attached):
         tracker.before_pass, tracker.find_direct = self._refresh, self._find_direct
         self._multihead = MultiheadHooks(watch) if self._wants("attention") else None
         self._layers = LayerHooks(watch) if self._options.wants_layers or self._wants("hidden") else None
-        self._functions = FunctionHooks(
-            watch, self._stand_ins, is_wanted=self._is_wanted_kind, multihead=self._multihead
-        )
+        self._functions = FunctionHooks(watch, is_wanted=self._is_wanted_kind, multihead=self._multihead)
         watch.handles.append(self._functions)
         self._watch_compiler()
         self._attach_known()
         if not self._is_given:
             watch.handles.append(register_module_forward_pre_hook(self._meet))
         self._note_layout()
+        self._await_direct()
+
+    def _await_direct(self) -> None:
+        """See the functions of a forward that is called directly, until a model is called by its hooks."""
+        if self._is_direct:
+            MODE.stay()
 
     def _watch_compiler(self) -> None:
         """Meet compiled code in this iteration."""
@@ -201,7 +206,7 @@ class ModelHooks(Attached):
             handles.pop(place).remove()
         self._regions = None
         begin = self._begin_regions if why_eager(self._options) is None else None
-        self._eager = EagerMode(self._functions.originals, begin)
+        self._eager = EagerMode(begin)
         handles.insert(place, self._eager)
 
     def _begin_regions(self) -> Any:
@@ -209,19 +214,26 @@ class ModelHooks(Attached):
         from ranktape.capture.compiled.graph_calls import GraphCalls
         from ranktape.capture.compiled.regions import Regions
 
-        assert self._functions is not None, "only called while hooks are attached"
+        functions = self._functions
+        assert functions is not None, "only called while hooks are attached"
         self._regions = Regions(
             GraphCalls(self._watch, frames=self._attached, is_wanted=self._is_wanted_kind, layers=self._layers),
-            targets=self._functions.in_graphs,
+            targets=functions.in_graphs,
             modules=lambda: iter(self._attached),
-            functions=self._functions,
-            aside=functools.partial(without_global_hooks, self),
+            functions=functions,
+            aside=self._aside,
             meet=self._meet_in_region,
-            hidden=lambda: hidden_in_graphs(self._modules, self._attached, self._stand_ins.ports),
+            hidden=lambda: hidden_in_graphs(self._modules, self._attached, functions.roles),
             tell=self.on_note,
             begins=self.on_compiled,
         )
         return self._regions
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """In it nothing of ours is seen by code that is compiled."""
+        with without_global_hooks(self), MODE.suspended():
+            yield
 
     def compiled_way(self) -> str:
         """How compiled code was recorded in the iteration that ends; empty where none ran."""
@@ -242,13 +254,12 @@ class ModelHooks(Attached):
     def enter_late(self, module: nn.Module, arguments: Arguments) -> Arguments | None:
         """Do what a model's own pre-hooks would, in the call in which they were attached; the arguments after that."""
         args, kwargs = arguments
-        self._tracker.enter(self._attached[module], args, kwargs)
+        self._enter(self._attached[module], args, kwargs)
         return self._modules[module].before(module, args, kwargs) if module in self._modules else None
 
     def detach(self) -> None:
         """Take everything off again."""
         self._take_off()
-        self._stand_ins.remove()
 
     def rest(self, *, stays: bool) -> None:
         """The iteration has ended: leave on what the next one may want, too; where all that `stays`, the hooks."""
@@ -260,10 +271,9 @@ class ModelHooks(Attached):
         """What was left on is not wanted in this iteration."""
         if self._rests:
             self._take_off()
-        self._stand_ins.remove()
 
     def _take_off(self) -> None:
-        """All but what stands for functions."""
+        """As `detach`."""
         self._rests, self._is_refused, self._layout = False, False, []
         self._watch.remove()
         self._watch = Watch(self._recorder, weights=self._weights, placements=self.placements)

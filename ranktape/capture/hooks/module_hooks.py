@@ -11,7 +11,7 @@ module is recorded after the call, and later calls as any other module, with `ow
 
 Of `nn.MultiheadAttention` that is asked for its weights, and calls no function for its attention, the query, key and
 value are what its input projections give, and the output is what enters the output projection. All of these are bare
-products with parameters of the module, which `function_hooks.py` sees.
+products with parameters of the module, which `functions.py` sees.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ from ranktape.capture.hooks.calls import (
     tags_of,
 )
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.hooks.weights import PLAIN, Owner, is_cached_by_autocast, version_of
+from ranktape.capture.hooks.weights import PLAIN, Owner, is_cached_by_autocast
 from ranktape.capture.passes.passes import Arguments, Call, in_backward, is_traced
 from ranktape.capture.roles.known import MULTIHEAD, PRODUCTS, class_of, quantising
 from ranktape.capture.roles.table import ModuleRole, Port, ports_of, resolved
 from ranktape.capture.source import NO_TAGS, Source, TensorRole
 from ranktape.capture.tensors.placement import is_dtensor
+from ranktape.capture.torch_private import parameters_of, version_of
 from ranktape.storage.format.record_info import Operation
 
 ACCUMULATED = tags_of("accumulated")
@@ -209,7 +210,11 @@ class ModuleHooks:
         weight = _own(module, "weight")
         if weight is None or weight.dtype.itemsize > 1:
             return
-        names = [name for name in (*module._buffers, *module._parameters) if "scale" in name.lower()]  # noqa: SLF001
+        names = [
+            name
+            for name in (*dict(module.named_buffers(recurse=False)), *parameters_of(module))
+            if "scale" in name.lower()
+        ]
         if names:
             role = TensorRole(Operation.FORWARD, "pre", "weight_scales", has_samples=False)
             reason = f"the module holds them beside the codes ({', '.join(names)}), and only the codes are recorded"
@@ -347,13 +352,13 @@ def is_hidden(module: nn.Module, attribute: str) -> bool:
     own = _own(module, attribute)
     if own is not None:
         return is_lazy(own)
-    at_rest = {**vars(module), **module._parameters}.get(attribute, False)  # noqa: SLF001
+    at_rest = {**vars(module), **parameters_of(module)}.get(attribute, False)
     return at_rest is not None and not (isinstance(at_rest, torch.Tensor) and not at_rest.numel())
 
 
 def _own(module: nn.Module, attribute: str) -> torch.Tensor | None:
     """The parameter that a module has; not by `getattr`, which would compute one that is parametrized."""
-    return module._parameters.get(attribute)  # noqa: SLF001
+    return parameters_of(module).get(attribute)
 
 
 def _in_call(module: nn.Module, attribute: str) -> torch.Tensor | None:

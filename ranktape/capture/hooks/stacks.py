@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from ranktape.capture.guard import asked
 from ranktape.capture.passes.passes import Frame
 from ranktape.capture.roles.known import role_of
+from ranktape.capture.torch_private import parameters_of
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Names under which wrappers keep the module they wrap."""
@@ -196,7 +197,7 @@ def _holds_products(module: nn.Module) -> bool:
     """Whether a layer holds linear layers, or computes with matrices of its own."""
     if any(part is not module and _is_product(part) for part in module.modules()):
         return True
-    own = module._parameters.values()  # noqa: SLF001  (runs no parametrization)
+    own = parameters_of(module).values()
     is_other = _is_product(module) or _layer_type(module) == "embedding"
     return not is_other and any(one is not None and one.ndim > 1 for one in own)
 

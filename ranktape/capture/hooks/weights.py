@@ -22,6 +22,7 @@ from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.passes.passes import Call, Frame, in_backward
 from ranktape.capture.roles.known import role_of
 from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole
+from ranktape.capture.torch_private import base_of, is_transformed_tensor, parameters_of, storage_id, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,11 +37,6 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types of weights whose alias is as good as they are, and that have an address."""
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to; 0 for those of `inference_mode`, which do not count it."""
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  (torch has no public name for it)
-
-
 def has_same_values(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether one is the other, or the same elements of its storage in another shape."""
     if tensor is other:
@@ -52,8 +48,7 @@ def has_same_values(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     is_alike = (tensor.shape, tensor.stride()) == (other.shape, other.stride())
     if not is_alike and not (tensor.is_contiguous() and other.is_contiguous()):
         return False
-    storages = tensor.untyped_storage(), other.untyped_storage()
-    return bool(storages[0]._cdata == storages[1]._cdata)  # noqa: SLF001  (torch has no public name for it)
+    return storage_id(tensor) == storage_id(other)
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
@@ -61,8 +56,7 @@ def _has_storage(tensor: torch.Tensor) -> bool:
     kind = type(tensor)
     if tensor.layout is not torch.strided or kind not in PLAIN:
         return False
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001  (torch has no public name for it)
-    return kind is torch.nn.Parameter or not is_wrapped(tensor)
+    return kind is torch.nn.Parameter or not is_transformed_tensor(tensor)
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -73,8 +67,7 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """
     if not _has_storage(tensor):
         return -id(tensor), version_of(tensor)
-    storage: int = tensor.untyped_storage()._cdata  # noqa: SLF001  (torch has no public name for it)
-    return storage, version_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    return storage_id(tensor), version_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _reference(tensor: torch.Tensor) -> Any:
@@ -133,7 +126,7 @@ class Weights:
     ) -> None:
         """Record one, unless it was."""
         key = source, role.tensor_name, call.mode
-        identity = _identity(tensor)
+        identity = *_identity(tensor), role.layouts  # one product may take it transposed
         last = self._last.get(key)
         if last is not None and not last.is_due and last.is_of(tensor, identity):
             if not last.is_current:
@@ -153,7 +146,7 @@ CACHED = "autocast casts it once for all its uses: one gradient for all of them"
 
 def is_cached_by_autocast(tensor: torch.Tensor) -> bool:
     """Whether autocast, as it is now, keeps its cast of this tensor for later uses."""
-    if tensor.dtype != torch.float32 or not (tensor.requires_grad and tensor.is_leaf) or tensor._is_view():  # noqa: SLF001
+    if tensor.dtype != torch.float32 or not (tensor.requires_grad and tensor.is_leaf) or base_of(tensor) is not None:
         return False
     kind = tensor.device.type
     is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
@@ -256,7 +249,7 @@ class Owners:
         self.frames[frame.module] = frame
         self._addresses = None
         role = role_of(type(frame.module))
-        for name, parameter in frame.module._parameters.items():  # noqa: SLF001  (runs no parametrization)
+        for name, parameter in parameters_of(frame.module).items():
             if parameter is not None:
                 for kind in {ANY_KIND, ANY_KIND if role is None else role.layer_type}:
                     self._owners.setdefault((id(parameter), kind), (parameter, frame, name))
@@ -272,7 +265,7 @@ class Owners:
         found = self._lookup(_origin(weight) if role.is_grouped else weight, frame, kind=role.layer_type)
         if found is not None:
             return Owner(found[1], found[2])
-        base = weight._base  # noqa: SLF001  (torch has no public name for it)
+        base = base_of(weight)
         found = None if base is None else self._lookup(base, frame, kind=role.layer_type)
         rows = None if base is None or found is None else rows_of(weight, base)
         return None if rows is None or found is None else Owner(found[1], found[2], *rows)
@@ -286,7 +279,7 @@ class Owners:
         if frame is None:
             return None
         for module in (frame.module, *frame.module.children()):
-            for name, parameter in module._parameters.items():  # noqa: SLF001  (runs no parametrization)
+            for name, parameter in parameters_of(module).items():
                 if parameter is weight:
                     return weight, self.frames.get(module, frame), name
         return None
@@ -314,7 +307,7 @@ def rows_of(weight: torch.Tensor, base: torch.Tensor) -> tuple[int, int | None] 
     return first, None if is_row else first + weight.shape[0]
 
 
-_SAME_VALUES = ("TransposeBackward0", "PermuteBackward0", "ToCopyBackward0")
+_SAME_VALUES = ("TransposeBackward0", "TBackward0", "PermuteBackward0", "ToCopyBackward0")
 """Nodes of autograd behind which a tensor has the same values, in another order or dtype."""
 
 
@@ -326,5 +319,5 @@ def _origin(weight: torch.Tensor) -> torch.Tensor:
     own = getattr(node, "variable", None)
     if isinstance(own, torch.Tensor):
         return own
-    base = weight._base  # noqa: SLF001  (torch has no public name for it)
+    base = base_of(weight)
     return base if base is not None and base.numel() == weight.numel() else weight

@@ -33,9 +33,9 @@ from ranktape.capture.passes.passes import (
     in_nested_backward,
     in_nested_step,
     is_traced,
-    untraced,
 )
 from ranktape.capture.passes.tracker import mode_of
+from ranktape.capture.torch_private import current_graph_task_id, untraced
 from ranktape.storage.format.record_info import Mode
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ class OptimizerClock:
         if id(optimizer) in self._waiting:
             self._finish_backward()  # its last step was in another backward pass, whose end nothing has shown
         self._waiting.add(id(optimizer))
-        task = torch._C._current_graph_task_id()  # noqa: SLF001  (what tells backward passes apart)
+        task = current_graph_task_id()  # what tells backward passes apart
         if task != self._task:
             self._task = task
             engine = torch.autograd.Variable._execution_engine  # noqa: SLF001  (as torch's own DDP does)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from ranktape.capture.hooks.hook import Make, as_itself
+from ranktape.capture.hooks.hook import MODE, Make, as_itself
 from ranktape.capture.passes.passes import is_running
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Segment:
         if self._is_first:
             self._is_first = False
             return self._function(*args, **kwargs)
-        with self._repeating():
+        with self._repeating(), MODE.active():
             return self._function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -16,8 +16,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 
+from ranktape.capture.torch_private import (
+    FAKE,
+    FUNCTION_BACKWARD,
+    MODULE_CALL,
+    current_graph_task_id,
+    get_dispatch_mode,
+    get_tracing_state,
+    is_transformed_tensor,
+    transform_level,
+    untransformed,
+)
 from ranktape.errors import UsageError
 from ranktape.storage.format.record_info import Mode
 
@@ -130,55 +140,38 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# Torch has no public way to ask; its own module tracker asks the same. Looked up once: each tensor asks.
-_current_graph_task_id = torch._C._current_graph_task_id  # noqa: SLF001
-_get_dispatch_mode = torch._C._get_dispatch_mode  # noqa: SLF001
-_get_tracing_state = torch._C._get_tracing_state  # noqa: SLF001
-_maybe_current_level = torch._C._functorch.maybe_current_level  # noqa: SLF001
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001
-_get_unwrapped = torch._C._functorch.get_unwrapped  # noqa: SLF001
-_FAKE = torch._C._TorchDispatchModeKey.FAKE  # noqa: SLF001
-
-untraced = _disable_dynamo
-"""Decorates what compiled code must not be traced into: torch's public decorator loads the compiler at once."""
-
-
 def in_backward() -> bool:
     """Whether a backward pass is running on this thread; in a forward hook: whether this is a recomputation."""
-    return _current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 def is_traced() -> bool:
     """Whether a graph is made of what runs, or it is asked for shapes: it has no values, and must not be changed."""
     if torch.compiler.is_compiling():
         return True  # torch looks into all that follows where it makes the graph of the source (torch.export)
-    return _get_dispatch_mode(_FAKE) is not None or is_jit_traced()
+    return get_dispatch_mode(FAKE) is not None or is_jit_traced()
 
 
 def is_jit_traced() -> bool:
     """Whether `torch.jit.trace` makes a graph of what runs."""
-    return _get_tracing_state() is not None
+    return get_tracing_state() is not None
 
 
 def is_transformed() -> bool:
     """Whether what runs is inside of a transform of `torch.func`: its tensors are no values that could be stored."""
-    return _maybe_current_level() is not None
+    return transform_level() is not None
 
 
 def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
     """What a tensor of a transform of `torch.func` stands for; another one itself."""
     inner = tensor
-    while _is_wrapped(inner):
-        inner = _get_unwrapped(inner)
+    while is_transformed_tensor(inner):
+        inner = untransformed(inner)
     return inner
 
 
 TRANSFORMED = "it ran inside of a transform of torch.func, whose tensors are not recorded"
 """The reason that such a call is not recorded."""
-
-
-_MODULE_CALL = nn.Module._call_impl.__code__  # noqa: SLF001  (torch has no public name for it)
-_FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
 def _step(_: torch.optim.Optimizer) -> None:
@@ -191,12 +184,12 @@ _OPTIMIZER_STEP = _HOOKED.__code__
 
 def calls_itself(module: nn.Module) -> bool:
     """Whether more than one call of the module is running on this thread."""
-    return sum(frame.f_locals.get("self") is module for frame in _frames(_MODULE_CALL)) > 1
+    return sum(frame.f_locals.get("self") is module for frame in _frames(MODULE_CALL)) > 1
 
 
 def keyword_arguments(module: nn.Module) -> dict[str, Any]:
     """Those of the innermost call of the module, for a hook that torch gives none."""
-    for frame in _frames(_MODULE_CALL):
+    for frame in _frames(MODULE_CALL):
         if frame.f_locals.get("self") is module:
             given = frame.f_locals.get("kwargs")
             return given if isinstance(given, dict) else {}
@@ -232,7 +225,7 @@ def innermost_direct_call(known: Container[nn.Module], current: nn.Module | None
     """The known module whose forward runs inside of the current one, which was called; None where none does."""
     own = None if current is None else _innermost_code(type(current).forward)
     for frame in _frames():
-        if frame.f_code is _MODULE_CALL or frame.f_code is own:
+        if frame.f_code is MODULE_CALL or frame.f_code is own:
             return None
         module = _module_of(frame)
         if module is not None and module in known:
@@ -267,7 +260,7 @@ def in_nested_step() -> bool:
 
 def in_nested_backward() -> bool:
     """Whether the backward pass of a function is running, which may have begun another backward pass inside."""
-    return any(_frames(_FUNCTION_BACKWARD))
+    return any(_frames(FUNCTION_BACKWARD))
 
 
 def is_running(name: str) -> bool:

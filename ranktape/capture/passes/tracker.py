@@ -1,6 +1,6 @@
 """Follows which pass, which microbatch and which module the training is in.
 
-One fact carries it all: `torch._C._current_graph_task_id()` is -1 exactly when no backward pass is running.
+One fact carries it all: `current_graph_task_id()` is -1 exactly when no backward pass is running.
 A forward hook that fires while one runs belongs to a recomputation (activation checkpointing): its values
 were recorded before, but under a reentrant checkpoint only its gradients' hooks will fire.
 
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.passes.passes import (
@@ -34,6 +33,7 @@ from ranktape.capture.passes.passes import (
     is_on_stack,
     is_transformed,
 )
+from ranktape.capture.torch_private import tree_leaves
 from ranktape.storage.format.record_info import Mode
 
 
@@ -171,6 +171,16 @@ class Tracker:
                 ended.microbatch.fail()
             elif not is_transformed():
                 self._watch_backward(output)
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether one module alone is running on this thread, and it was called."""
+        return len(self._thread.frames) == 1 and self._thread.direct is None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether a forward is running on this thread that was called directly."""
+        return self._thread.direct is not None
 
     def current(self) -> Frame | None:
         """The innermost module that is running; None outside of all."""

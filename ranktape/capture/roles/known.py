@@ -17,6 +17,7 @@ from torch import nn
 
 from ranktape.capture.roles.table import CallOption, FunctionRole, ModuleRole, Operand, Place, operand_of
 from ranktape.capture.settings.options import LAYER_OUTPUTS
+from ranktape.capture.torch_private import parameters_of
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -150,6 +151,42 @@ _PYTORCH_FUNCTIONS = (
     grouped("torch.nn.functional.grouped_mm", names=("mat_a", "mat_b")),
     grouped("torch._grouped_mm", names=("input", "mat2")),
 )
+
+
+def _product(*functions: str, weight: str) -> FunctionRole:
+    """The products of an input with a parameter (in, out) that no layer computes, such as `x @ self.weight`."""
+    return FunctionRole(
+        functions=functions,
+        layer_type="linear",
+        component="linear",
+        operands={"input": (0, "input"), "weight": (1, weight)},
+        layouts={"weight": ("IO", "EIO")},
+        owner="weight",
+        is_grouped=True,
+    )
+
+
+ADDMM = FunctionRole(
+    functions=("torch.addmm", "torch.Tensor.addmm"),
+    layer_type="linear",
+    component="linear",
+    operands={
+        "bias": Operand(position=0, keyword="input", is_optional=True),
+        "input": (1, "mat1"),
+        "weight": (2, "mat2"),
+    },
+    layouts={"weight": "IO"},
+    owner="weight",
+    is_grouped=True,
+    options=_named(alpha="alpha", beta="beta"),
+)
+
+PARAMETER_PRODUCTS: tuple[FunctionRole, ...] = (
+    _product("torch.matmul", "torch.Tensor.matmul", weight="other"),
+    _product("torch.mm", "torch.Tensor.mm", "torch.bmm", "torch.Tensor.bmm", weight="mat2"),
+    ADDMM,
+)
+"""Products of tensors, recorded where the second operand is a parameter; in compiled graphs they are not."""
 
 PRODUCTS = frozenset(role.component for role in _PYTORCH_FUNCTIONS if role.owner)
 """What modules are whose forward is one of these functions on their own weight."""
@@ -315,7 +352,7 @@ class Quantising(NamedTuple):
 
 def quantising(module: nn.Module) -> Quantising | None:
     """The class of a layer, or of its weight, that quantises operands inside of itself; None without one."""
-    kinds = (*type(module).__mro__, type(module._parameters.get("weight")))  # noqa: SLF001  (runs no parametrization)
+    kinds = (*type(module).__mro__, type(parameters_of(module).get("weight")))
     for kind in kinds:
         name = f"{kind.__module__}.{kind.__qualname__}"
         if name.startswith("transformer_engine.pytorch."):
@@ -336,7 +373,12 @@ def _te_quant_type() -> str:
     return ""
 
 
-FUNCTION_ROLES: tuple[FunctionRole, ...] = (*_PYTORCH_FUNCTIONS, *_HUGGING_FACE_FUNCTIONS, *_FLASH_FUNCTIONS)
+FUNCTION_ROLES: tuple[FunctionRole, ...] = (
+    *_PYTORCH_FUNCTIONS,
+    *PARAMETER_PRODUCTS,
+    *_HUGGING_FACE_FUNCTIONS,
+    *_FLASH_FUNCTIONS,
+)
 """Our own roles of functions."""
 
 _registered: list[ModuleRole | FunctionRole] = []

@@ -147,7 +147,7 @@ class ModuleRole(_Role):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FunctionRole(_Role):
-    """What some functions are, which are replaced under every module-level name while an iteration is captured."""
+    """What some functions are, whose calls are seen while an iteration is captured, whatever holds them."""
 
     functions: tuple[str, ...]
     """Dotted names, such as 'flash_attn.flash_attn_func': nothing is imported for them."""

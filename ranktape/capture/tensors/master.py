@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ranktape.capture.passes.passes import untraced
 from ranktape.capture.source import Source, TensorRole
 from ranktape.capture.tensors.placement import Placements, is_dtensor, is_megatron, megatron_placement
+from ranktape.capture.torch_private import parameters_of, untraced
 from ranktape.storage.format.record_info import Operation
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class MasterWeights:
     def _held(self) -> Iterator[tuple[Source, tuple[TensorRole, TensorRole], nn.Parameter, _Place]]:
         """The weights and biases that there are, with what is recorded of each, and the module and its name of it."""
         for source, module, attribute, name in self._weights():
-            parameter = module._parameters.get(attribute)  # noqa: SLF001  (runs no parametrization)
+            parameter = parameters_of(module).get(attribute)
             if parameter is not None:
                 yield source, _roles(name), parameter, (module, attribute)
 

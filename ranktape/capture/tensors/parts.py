@@ -17,6 +17,14 @@ from torch import nn
 
 from ranktape.capture.passes.passes import dtype_name
 from ranktape.capture.tensors.placement import is_dtensor, scale_placement, shard_of
+from ranktape.capture.torch_private import (
+    NO_DISPATCH,
+    is_batched_tensor,
+    is_functional_tensor,
+    is_transformed_tensor,
+    untransformed,
+    without_torch_function,
+)
 from ranktape.storage.format.dtypes import DTYPES
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
@@ -68,7 +76,7 @@ def take_apart(tensor: torch.Tensor, *, placement: str | None = None) -> list[Pl
     Raises:
         UnrecordableError: it has none.
     """
-    if type(tensor) in _PLAIN and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001
+    if type(tensor) in _PLAIN and not is_transformed_tensor(tensor):
         return [_plain(tensor, suffix="", placement=placement)]
     return list(_apart(tensor, suffix="", placement=placement))
 
@@ -84,7 +92,7 @@ def _apart(tensor: torch.Tensor, *, suffix: str, placement: str | None) -> Itera
         # An AsyncCollectiveTensor. The operation that follows waits in the same way and gets the same tensor; on a
         # device the stream waits, and not the training thread.
         yield from _apart(tensor.trigger_wait(), suffix=suffix, placement=placement)
-    elif torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001
+    elif is_transformed_tensor(tensor):
         yield from _apart(_unwrapped(tensor), suffix=suffix, placement=placement)
     elif inner := _inner(tensor):
         is_wide = _is_wide(tensor, list(inner.values()))
@@ -115,7 +123,7 @@ def _shard(tensor: Any, *, suffix: str, placement: str | None) -> Iterator[Plain
 
 def _inner(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """The tensors of which a subclass is made, by attribute; empty for one that does not say."""
-    if torch._is_functional_tensor(tensor) or type(tensor).__module__.startswith("torch._subclasses"):  # noqa: SLF001
+    if is_functional_tensor(tensor) or type(tensor).__module__.startswith("torch._subclasses"):
         raise UnrecordableError(f"it is a {type(tensor).__name__}: the model is being traced, and there are no values")
     flatten = getattr(tensor, "__tensor_flatten__", None)
     attributes = SUFFIXES if flatten is None and _has_dispatch(tensor) else flatten()[0] if flatten else ()
@@ -131,14 +139,14 @@ def _is_wide(tensor: torch.Tensor, inner: Sequence[torch.Tensor]) -> bool:
 def _has_dispatch(tensor: torch.Tensor) -> bool:
     """Whether operations on it are its class's business: then its own storage may hold nothing."""
     dispatch = type(tensor).__torch_dispatch__
-    return dispatch is not torch._C._disabled_torch_dispatch_impl and type(tensor) not in _PLAIN  # noqa: SLF001
+    return dispatch is not NO_DISPATCH and type(tensor) not in _PLAIN
 
 
 def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """What a function transform of `torch.func` has wrapped."""
-    if torch._C._functorch.is_batchedtensor(tensor):  # noqa: SLF001
+    if is_batched_tensor(tensor):
         raise UnrecordableError("it is inside of torch.func.vmap, where one tensor stands for many")
-    return torch._C._functorch.get_unwrapped(tensor)  # noqa: SLF001
+    return untransformed(tensor)
 
 
 def _plain(tensor: torch.Tensor, *, suffix: str, placement: str | None) -> PlainPart:
@@ -157,5 +165,5 @@ def _plain(tensor: torch.Tensor, *, suffix: str, placement: str | None) -> Plain
 
 
 def _as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  (its own function might record, or raise)
+    with without_torch_function():  # its own function might record, or raise
         return tensor.detach().as_subclass(torch.Tensor)

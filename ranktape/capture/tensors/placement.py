@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from ranktape.capture.guard import asked
+from ranktape.capture.torch_private import parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -188,7 +189,7 @@ class Placements:
         A gradient of an activation lies where the activation lies; one of a weight is this rank's own increment, which
         other ranks' increments are added to, so it is no replica. `head_dim` is the dimension of heads of attention.
         """
-        if name in module._parameters:  # noqa: SLF001  (a parametrized weight is computed when it is read)
+        if name in parameters_of(module):
             return self.of_weight(module, name, tensor)
         if name.removeprefix("grad_") in ATTENTION_NAMES and type(tensor) is torch.Tensor:
             return attention_placement(module, tensor, head_dim=head_dim)
@@ -263,7 +264,7 @@ def attention_placement(module: nn.Module, tensor: torch.Tensor, *, head_dim: in
         return None
     columns = tensor.shape[head_dim] * tensor.shape[-1]
     for child in module.children():
-        weight = child._parameters.get("weight")  # noqa: SLF001  (not to run a parametrization)
+        weight = parameters_of(child).get("weight")
         if weight is None or not is_dtensor(weight) or weight.ndim != 2:  # noqa: PLR2004
             continue
         axes, words = axes_of(weight.device_mesh), [placement_word(placement) for placement in weight.placements]
@@ -318,7 +319,7 @@ def megatron_placement(module: nn.Module, tensor_name: str, tensor: torch.Tensor
 
 
 def _weight(module: Any, name: str, tensor: torch.Tensor, group: Any, *, is_increment: bool) -> str | None:
-    weight = module._parameters.get(name)  # noqa: SLF001
+    weight = parameters_of(module).get(name)
     noted = tensor if weight is None else weight
     is_split = getattr(noted, "tensor_model_parallel", False)
     dim, stride = getattr(noted, "partition_dim", -1), getattr(noted, "partition_stride", 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -19,7 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.analyze.numerics.histograms.moments import statistics_of
 from ranktape.analyze.numerics.summary_kernels import summariser
+from ranktape.capture.guard import failure_text
 from ranktape.capture.passes.passes import dtype_name, in_backward
+from ranktape.capture.torch_private import is_accelerator_error, storage_id, version_of
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS
 from ranktape.storage.format.statistics import STATISTICS
@@ -87,9 +90,11 @@ def _fused_statistics() -> Callable[..., torch.Tensor] | None:
         from ranktape.capture.tensors.fused_statistics import fused_statistics
 
         fused_statistics(torch.zeros(1, device="cuda"), sample_dim=None, normal=_NORMALS[torch.float32])
-    except torch.AcceleratorError:
-        raise
-    except Exception:  # noqa: BLE001  # Triton fails with anything
+    except Exception as error:  # Triton fails with anything
+        if is_accelerator_error(error):
+            raise
+        what = "statistics on the device read each tensor about 15 times, not once"
+        warnings.warn(f"ranktape: {what}, because Triton does not work: {failure_text(error)}", stacklevel=2)
         return None
     return fused_statistics
 
@@ -120,8 +125,8 @@ class StatisticsTaker:
                 return self._look(tensor, sample_dim)
         storage = tensor.untyped_storage()
         samples = (1, 0) if sample_dim is None else (tensor.shape[sample_dim], tensor.stride(sample_dim))
-        place = storage._cdata, tensor.data_ptr(), _layout(tensor), samples  # noqa: SLF001  (torch has no public way)
-        key = place, tensor.dtype, tensor.is_neg(), tensor.is_conj(), tensor._version  # noqa: SLF001  (likewise)
+        place = storage_id(tensor), tensor.data_ptr(), _layout(tensor), samples
+        key = place, tensor.dtype, tensor.is_neg(), tensor.is_conj(), version_of(tensor)
         with self._lock:
             known = self._known.get(key)
             if known is not None:

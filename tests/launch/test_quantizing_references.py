@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.nn.functional as F
 
-from ranktape.capture.hooks.hook import replace_names, restore_names, table_of
+from ranktape.launch.quantizing_attention import replace_names, table_of
 
 CODE = "from torch.nn.functional import scaled_dot_product_attention as attend\n"
 
@@ -22,6 +22,7 @@ def marker() -> None:
 
 ATTEND: Any = F.scaled_dot_product_attention
 TABLE = table_of([(ATTEND, marker)])
+BACK = table_of([(marker, ATTEND)])
 
 
 @pytest.mark.parametrize("has_file", [True, False], ids=["a file", "no file"])
@@ -34,11 +35,11 @@ def test_a_module_of_the_users_is_searched_whatever_it_is_called(
         module.__file__ = str(tmp_path / f"{name}.py")
     exec(CODE, module.__dict__)  # noqa: S102  (as notebooks and test runners make modules)
     monkeypatch.setitem(sys.modules, name, module)
-    places = replace_names(TABLE)
+    replace_names(TABLE)
     try:
         assert module.attend is marker
     finally:
-        restore_names(places)
+        replace_names(BACK)
     assert module.attend is ATTEND
 
 
@@ -49,9 +50,9 @@ def test_the_standard_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     alone = [calendar, time, sys.modules["_frozen_importlib"]]
     for module in alone:
         monkeypatch.setattr(module, "attend", ATTEND, raising=False)
-    places = replace_names(TABLE)
+    replace_names(TABLE)
     try:
         assert vars(F)["scaled_dot_product_attention"] is marker
         assert not any(vars(module)["attend"] is marker for module in alone)
     finally:
-        restore_names(places)
+        replace_names(BACK)

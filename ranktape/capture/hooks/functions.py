@@ -1,0 +1,552 @@
+"""Records calls of functions that have a role while an iteration is captured.
+
+torch passes each call of its own functions to the function mode that is active on the thread, whatever holds the
+function: a name, a list, a partial function, a closure. The hooks of the outermost module enter the mode and leave it,
+in forward and in recomputation; in compiled regions it is not active.
+
+A Python function that does not ask for modes, such as those of flash_attn, runs other code while an iteration is
+captured: its `__code__` is exchanged, so that the function keeps its identity. Any other callable is replaced under its
+dotted name alone. What a registry returns is wrapped. Of functions that call one another the outermost is recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import has_torch_function
+
+from ranktape.capture.hooks.calls import OWN_FORWARD, WITHOUT_BIAS, RunningRole, Taking, Watch
+from ranktape.capture.hooks.hook import MODE, Around, as_itself, replace, resolve
+from ranktape.capture.hooks.module_hooks import MultiheadHooks, learn_linear
+from ranktape.capture.hooks.weights import Owner, is_cached_by_autocast
+from ranktape.capture.passes.passes import (
+    Arguments,
+    Frame,
+    innermost_direct_call,
+    is_traced,
+    is_transformed,
+    without_transforms,
+)
+from ranktape.capture.roles.known import ADDMM, ATTENTION, LINEAR, PARAMETER_PRODUCTS, function_roles, role_of
+from ranktape.capture.roles.table import Argument, FunctionRole, Ports, ports_of, resolved
+from ranktape.capture.source import Source
+from ranktape.capture.torch_private import base_of, functional, parameters_of
+
+_OPERATORS = {
+    "torch.nn.attention.flex_attention.flex_attention": ("higher_order.flex_attention", 0),
+    "transformers.integrations.moe._grouped_mm": ("transformers.grouped_mm_fallback", None),
+}
+"""Functions that stand in graphs as operators of their own, and which element of these results is the output."""
+
+_SPARSE = 6
+"""Place of `sparse` among the arguments of an embedding; a linear product has fewer."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SeenFunction:
+    """A function that has a role."""
+
+    role: FunctionRole
+    ports: Ports
+    """Its tensors, with the places and names of this function's arguments."""
+
+
+_HANDLER = "handler"
+
+
+def _run_handler(*args: Any, **kwargs: Any) -> Any:
+    handler: Any = "handler"  # takes the place of this constant
+    return handler(*args, **kwargs)
+
+
+_TEMPLATE = _run_handler.__code__
+
+
+def _copy(function: FunctionType) -> FunctionType:
+    """A function that keeps the code which another one has now."""
+    copied = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+_FUNCTIONAL = "torch.nn.functional."
+
+_QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+"""What torch's Python functions call to learn whether a mode or a class of tensors handles them."""
+
+
+def _no(*_: Any) -> bool:
+    return False
+
+
+def asks_modes(function: FunctionType) -> bool:
+    """Whether a Python function of torch passes its calls to modes."""
+    return not _QUESTION_SET.isdisjoint(function.__code__.co_names)
+
+
+_QUESTION_SET = frozenset(_QUESTIONS)
+
+
+def _overloads(function: Any) -> Iterator[Any]:
+    """What modes get of an operator of `torch.ops`, beside itself."""
+    names = getattr(function, "overloads", None)
+    yield from (getattr(function, name) for name in names()) if callable(names) else ()
+
+
+class Wrapped:
+    """Stands for a callable in one captured iteration, and passes through at other times."""
+
+    def __init__(self, original: Callable[..., Any], target: SeenFunction, *, is_named: bool = False) -> None:
+        """Stand for the callable; where it `is_named`, under a name of torch by which classes of tensors know it."""
+        self._is_named = is_named
+        self.original = original
+        self.target = target
+        functools.update_wrapper(self, original, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the original returns."""
+        hooks = MODE.hooks
+        if hooks is None or is_traced():
+            return self.original(*args, **kwargs)
+        if self._is_named and has_torch_function((*args, *kwargs.values())):
+            with hooks.originals():
+                return hooks.call(self.target, self.original, args, kwargs)
+        return hooks.call(self.target, self.original, args, kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """As the original, so that a model which holds it can be pickled."""
+        return as_itself(self.original)
+
+
+class FunctionHooks:
+    """The functions with a role that are recorded in one iteration."""
+
+    def __init__(
+        self,
+        watch: Watch,
+        *,
+        is_wanted: Callable[[str, str], bool],
+        multihead: MultiheadHooks | None,
+    ) -> None:
+        """Prepare; `is_wanted` says for a kind of layer and a module's path whether it is recorded."""
+        self._watch = watch
+        self._owners = watch.owners
+        self._recorder = watch.recorder
+        self._tracker = watch.tracker
+        self._running = watch.running
+        self._is_wanted = is_wanted
+        self._multihead = multihead
+        self.targets: dict[Any, SeenFunction] = {}
+        """By function: its role."""
+        self._exchanged: dict[FunctionType, tuple[CodeType, CodeType]] = {}
+        """Functions that run other code: their own, and that."""
+        self.givers: list[tuple[Any, str, Callable[..., Any], Callable[..., Any], FunctionRole]] = []
+        """The methods of registries: where each one is, itself, what wraps what it returns, and the role of that."""
+        self._stands_in = False
+        self._named: dict[str, tuple[Any, Wrapped]] = {}
+        """By name in `torch.nn.functional`: a function, and what stands there while compiled regions run."""
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def roles(self) -> Iterator[FunctionRole]:
+        """The roles of which a function was found."""
+        yield from dict.fromkeys(target.role for target in self.targets.values())
+        yield from (role for *_, role in self.givers)
+
+    def begin(self) -> None:
+        """See all functions that are loaded by now."""
+        MODE.hooks = self
+        for role in function_roles():
+            for name in role.functions:
+                if (found := resolve(name)) is not None:
+                    self._see(role, name, *found)
+        function: Any = torch.nn.functional.multi_head_attention_forward
+        if self._multihead is not None and function not in self._exchanged:
+            self._exchange(function, functools.partial(self._multihead_forward, _copy(function)))
+        if self._stands_in:
+            self.stand_in_functional()
+
+    def remove(self) -> None:
+        """Record nothing more."""
+        MODE.hooks = None
+        MODE.reset()
+        self._set_names(0)
+        for undo in reversed(self._undo):
+            undo()
+        for function, (code, own) in self._exchanged.items():
+            if function.__code__ is own:
+                function.__code__ = code
+        self._undo.clear()
+        self._exchanged.clear()
+        self._named.clear()
+        self.givers.clear()
+
+    def _see(self, role: FunctionRole, name: str, holder: Any, attribute: str) -> None:
+        function = getattr(holder, attribute)
+        if role.gives_function:
+            if not any(give is function for *_, give, _ in self.givers):
+                give = self._giver(function, role)
+                self._undo.append(functools.partial(setattr, holder, attribute, function))
+                setattr(holder, attribute, give)
+                self.givers.append((holder, attribute, function, give, role))
+            return
+        if name.startswith(_FUNCTIONAL):
+            # The program may have put a function of its own there, which calls torch's.
+            function = functional(attribute) or function
+        if isinstance(function, Wrapped) or self._is_seen(function):
+            return
+        target = SeenFunction(role, resolved(ports_of(role), function))
+        if isinstance(function, FunctionType) and not asks_modes(function):
+            self.targets[function] = target
+            original = _copy(function)
+            self._exchange(function, functools.partial(self._called, target, original))
+        elif name.startswith("torch."):
+            for one in (function, *_overloads(function)):
+                self.targets[one] = target
+        else:
+            self.targets[function] = target
+            undo = replace(name, lambda original: Wrapped(original, target))
+            if undo is not None:
+                self._undo.append(undo)
+
+    def _is_seen(self, function: Any) -> bool:
+        try:
+            return function in self.targets
+        except TypeError:
+            return True  # cannot be a key
+
+    def _exchange(self, function: Any, handler: Callable[..., Any]) -> None:
+        code = function.__code__
+        own = _TEMPLATE.replace(
+            co_consts=tuple(handler if one == _HANDLER else one for one in _TEMPLATE.co_consts),
+            co_freevars=code.co_freevars,
+            co_name=code.co_name,
+            co_filename=code.co_filename,
+            co_firstlineno=code.co_firstlineno,
+        )
+        function.__code__ = own
+        self._exchanged[function] = code, own
+
+    def stand_in_functional(self) -> None:
+        """Have the functions in `torch.nn.functional` seen in compiled regions, too, where the mode is off.
+
+        Those are called there that a graph break leaves to Python.
+        """
+        self._stands_in = True
+        for function, target in self.targets.items():
+            name = getattr(function, "__name__", "")
+            own: Any = getattr(torch.nn.functional, name, None)
+            if own == function and function not in self._exchanged:
+                self._named[name] = function, Wrapped(function, target, is_named=True)
+        self._set_names(1)
+
+    def _set_names(self, place: int) -> None:
+        """In `torch.nn.functional` have the functions (0), or what stands for them (1)."""
+        for name, pair in self._named.items():
+            if vars(torch.nn.functional)[name] is pair[1 - place]:
+                setattr(torch.nn.functional, name, pair[place])
+
+    @property
+    def own_codes(self) -> Iterator[CodeType]:
+        """What runs in place of the code of functions."""
+        yield from (own for _, own in self._exchanged.values())
+        yield Wrapped.__call__.__code__
+
+    @contextlib.contextmanager
+    def originals(self) -> Iterator[None]:
+        """For a moment have functions run their own code, under their own names."""
+        self._set_names(0)
+        for function, (code, _) in self._exchanged.items():
+            function.__code__ = code
+        try:
+            yield
+        finally:
+            self._set_names(1)
+            for function, (_, own) in self._exchanged.items():
+                function.__code__ = own
+
+    @contextlib.contextmanager
+    def with_givers(self, make: Callable[[Callable[..., Any], FunctionRole], Callable[..., Any]]) -> Iterator[None]:
+        """For a moment have in the places of registries' methods what is made of them."""
+        for holder, name, original, _, role in self.givers:
+            setattr(holder, name, make(original, role))
+        try:
+            yield
+        finally:
+            for holder, name, _, give, _ in self.givers:
+                setattr(holder, name, give)
+
+    def is_changed(self, value: Any) -> bool:
+        """Whether a function runs other code, or stands in the place of another one."""
+        is_named = any(value is function for function, _ in self._named.values())
+        return is_named or isinstance(value, Wrapped) or (isinstance(value, FunctionType) and value in self._exchanged)
+
+    def _giver(self, original: Callable[..., Any], role: FunctionRole) -> Callable[..., Any]:
+        """In place of a method that returns a function: returns it wrapped."""
+        target = SeenFunction(role, resolved(ports_of(role), original))
+
+        @functools.wraps(original)
+        def give(*args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            if not isinstance(found, Around):
+                return Wrapped(found, target)
+            if not isinstance(found.function, Wrapped):
+                self._undo.append(functools.partial(setattr, found, "function", found.function))
+                found.function = Wrapped(found.function, target)
+            return found
+
+        return give
+
+    def in_graphs(self) -> dict[Any, tuple[FunctionRole, Ports, int | None]]:
+        """What compiled graphs call for each function with a role, and which element of its result is the output.
+
+        Of a registry's it is the name of the role: graphs have marks around them.
+        """
+        found: dict[Any, tuple[FunctionRole, Ports, int | None]] = {}
+        for function, target in self.targets.items():
+            role, ports = target.role, target.ports
+            if role in PARAMETER_PRODUCTS or not self._is_wanted_in_graphs(role):
+                continue
+            found[function] = role, ports, role.output if isinstance(role.output, int) else None
+            for name in role.functions:
+                for operator, at in _operators(name):
+                    found[operator] = role, ports, at
+        for _, _, original, _, role in self.givers:
+            if self._is_wanted_in_graphs(role):
+                found[role.name] = role, resolved(ports_of(role), original), None
+        return found
+
+    def _is_wanted_in_graphs(self, role: FunctionRole) -> bool:
+        options = self._recorder.options
+        is_named = not options.wants_layers or options.names_layer_type(role.layer_type)
+        return is_named and options.wants_layer_type(role.layer_type)
+
+    def _called(self, target: SeenFunction, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a function returns that runs other code."""
+        if MODE.hooks is not self or is_traced():
+            return original(*args, **kwargs)
+        return self.call(target, original, args, kwargs)
+
+    def _multihead_forward(self, original: FunctionType, *args: Any, **kwargs: Any) -> Any:
+        """What attention of several heads returns.
+
+        torch would ask modes for all of it, and for none of its products: what runs is a copy that does not ask.
+        """
+        with MODE.suspended():
+            is_overridden = has_torch_function((*args, *kwargs.values()))
+        if MODE.hooks is not self or is_traced() or is_overridden or not self._tracker.is_active:
+            return original(*args, **kwargs)
+        names = {**original.__globals__, **dict.fromkeys(_QUESTIONS, _no)}
+        body = FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
+        body.__kwdefaults__ = original.__kwdefaults__
+        with MODE.active():
+            return body(*args, **kwargs)
+
+    def call(
+        self, target: SeenFunction, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What the function gives for these arguments, recorded where it is wanted."""
+        running = self._running
+        if not self._tracker.is_active:
+            with self._recorder.guarded():
+                self._tracker.meet_direct()
+            if not self._tracker.is_active:
+                return original(*args, **kwargs)
+        role = target.role
+        if role.owner:
+            return self._product(target, original, args, kwargs)
+        if running.has(role.layer_type):
+            return original(*args, **kwargs)
+        return self._recorded(target, original, self._source(role), args, kwargs)
+
+    def _product(
+        self, target: SeenFunction, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A product with a parameter: inside of a module that is recorded, or a bare one."""
+        entries, role = self._running.entries, target.role
+        weight = _owned(role).find(args, kwargs)
+        if entries and OWN_FORWARD in entries[-1].words and _is_product_of(entries[-1].owner, role, weight):
+            # The module is recorded in this call, and its products in later ones.
+            learn_linear(entries[-1].owner)
+        if entries and any(tensor is weight for tensor, _ in entries[-1].awaited):
+            # Else the gradient is seen on the parameter itself: inside of an `autograd.Function` an alias has none.
+            if torch.is_grad_enabled():
+                args, kwargs = self._with_aliases(entries[-1], target.ports, args, kwargs)
+            return original(*args, **kwargs)
+        # A sparse gradient cannot pass through the alias of a weight.
+        is_sparse = kwargs.get("sparse", any(args[_SPARSE : _SPARSE + 1]))
+        layer = entries[-1] if entries and entries[-1].opened is not None else None
+        is_part = layer is None and self._running.has(role.layer_type)
+        if is_sparse or is_part or not isinstance(weight, torch.Tensor) or not _is_of_layers(role, weight, args):
+            return original(*args, **kwargs)
+        if layer is not None and role is LINEAR and _is_of_layer(weight, layer.owner):
+            assert layer.opened is not None, "it is open"
+            assert layer.taking is not None, "what is open is recorded"
+            # Inside of an `autograd.Function` it has no gradients: those of the module are recorded.
+            is_hidden = layer.opened.has_gradients and not torch.is_grad_enabled()
+            source = None if is_hidden else layer.taking.source
+            return self._recorded(target, original, source, args, kwargs, layer=layer)
+        owner = self._owner(role, weight)
+        if owner is None or (role in PARAMETER_PRODUCTS and _is_of_layer_of_its_own(owner)):
+            return original(*args, **kwargs)
+        source = self._source(role, owner)
+        if source is not None:
+            self._owners.met.add((owner.frame.module, owner.attribute))
+        output = self._recorded(target, original, source, args, kwargs)
+        if self._multihead is not None:
+            self._multihead.see(owner, args, output)
+        return output
+
+    def _owner(self, role: FunctionRole, weight: torch.Tensor) -> Owner | None:
+        """The module whose parameter a tensor is; None where it is no parameter of a known module."""
+        with self._recorder.guarded():
+            frame = self._tracker.current()
+            found = self._owners.find(weight, frame, role=role)
+            if found is None and is_transformed():
+                return self._owners.find(without_transforms(weight), frame, role=role)
+            return found
+        return None
+
+    def _with_aliases(
+        self, entry: RunningRole, ports: Ports, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments:
+        """The arguments with aliases of the parameters that a module awaits, but those that autocast keeps."""
+        for argument in ports.arguments:
+            value = argument.find(args, kwargs)
+            found = next((port for tensor, port in entry.awaited if tensor is value), None)
+            if found is None or is_cached_by_autocast(value) or entry.taking is None or entry.call is None:
+                continue
+            entry.awaited = [one for one in entry.awaited if one[1] is not found]
+            args, kwargs = argument.put(entry.taking.alias(found, entry.call, value), args, kwargs)
+        return args, kwargs
+
+    def _recorded(
+        self,
+        target: SeenFunction,
+        original: Callable[..., Any],
+        source: Source | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        layer: RunningRole | None = None,
+    ) -> Any:
+        """What the function gives, recorded; with `layer` as what that module computes in its own forward."""
+        role, ports = target.role, target.ports
+        if source is not None and not self._recorder.follows(source, (port.value for port in ports.all)):
+            return original(*args, **kwargs)
+        entry = RunningRole(role.layer_type, role)
+        if role in PARAMETER_PRODUCTS and role is not ADDMM:
+            entry.words = (WITHOUT_BIAS,)
+        if source is not None:
+            frame = self._computing()
+            place = None if role.owner or frame is None else self._watch.place(frame.module, ports_of(role))
+            within = None if layer is None else layer.taking
+            entry.taking = taking = Taking(
+                watch=self._watch,
+                source=source,
+                ports=ports,
+                placement=place if within is None else within.placement,
+                is_one_node=_is_fused if role is ATTENTION else None,
+                quantised_to=None if within is None else within.quantised_to,
+            )
+            with self._recorder.guarded(source):
+                operands = [argument.find(args, kwargs) for argument in ports.arguments]
+                args, kwargs = taking.begin(entry, args, kwargs)
+                if layer is not None and entry.call is not None:
+                    taking.beside(layer, entry.call, operands)
+        self._running.entries.append(entry)
+        try:
+            output = original(*args, **kwargs)
+        finally:
+            self._running.leave(role)
+        if entry.taking is not None and entry.call is not None:
+            with self._recorder.guarded(source):
+                entry.taking.result((args, kwargs), output, entry, at=role.output, of=role.name)
+        return output
+
+    def _computing(self) -> Frame | None:
+        """The innermost module that was called, or whose forward was called directly inside of that."""
+        current, frames = self._tracker.current(), self._owners.frames
+        module = innermost_direct_call(frames, None if current is None else current.module)
+        return current if module is None else frames[module]
+
+    def _source(self, role: FunctionRole, owner: Owner | None = None) -> Source | None:
+        """What a call's tensors come from; None where it is not wanted."""
+        of = self._computing() if owner is None else owner.frame
+        path = owner.path if owner is not None else "" if of is None else of.path
+        if not self._is_wanted(role.layer_type, path):
+            return None
+        layer_idx, stack = (-1, "") if of is None else (of.layer_idx, of.layer_stack)
+        return Source(path, role.layer_type, layer_idx, role.component, stack)
+
+
+def _is_of_layer(weight: torch.Tensor, module: nn.Linear) -> bool:
+    """Whether a product in the forward of a linear layer is that of the layer: with its weight or a computed one."""
+    own, base = parameters_of(module).get("weight"), base_of(weight)
+    if weight is own:
+        return True
+    if own is None:  # parametrized
+        return tuple(weight.shape) == (module.out_features, module.in_features)
+    is_other = isinstance(weight, nn.Parameter) or (isinstance(base, nn.Parameter) and base is not own)
+    return not is_other and tuple(weight.shape) == (module.out_features, module.in_features)
+
+
+def _is_of_layer_of_its_own(owner: Owner) -> bool:
+    """Whether a parameter is the weight of a linear layer, whose calls are recorded as those of a module."""
+    role = role_of(type(owner.frame.module))
+    return role is not None and role.layer_type == LINEAR.layer_type and owner.attribute == "weight"
+
+
+def _is_product_of(owner: Any, role: FunctionRole, weight: Any) -> bool:
+    """Whether a function of that role multiplies with a weight of a linear layer, or one computed by its forward.
+
+    Not without gradients: it may be inside of an `autograd.Function`, whose gradients are those of the module.
+    """
+    is_linear = role is LINEAR and isinstance(owner, nn.Linear) and isinstance(weight, torch.Tensor)
+    return is_linear and torch.is_grad_enabled() and _is_of_layer(weight, owner)
+
+
+def _is_of_layers(role: FunctionRole, weight: torch.Tensor, args: tuple[Any, ...]) -> bool:
+    """Whether a product may be that of a layer: not a sum with another activation, and no dot product."""
+    if role not in PARAMETER_PRODUCTS:
+        return True
+    has_bias = role is not ADDMM or not args or args[0].ndim == 1
+    return has_bias and weight.ndim > 1
+
+
+def _operators(name: str) -> Iterator[tuple[Any, int | None]]:
+    """What stands in graphs for the function of that name, if it is an operator; each as graphs may call it."""
+    if name in _OPERATORS:
+        path, element = _OPERATORS[name]
+        operator = resolve(f"torch.ops.{path}")
+        if operator is not None:
+            yield getattr(*operator), element
+            default = getattr(getattr(*operator), "default", None)
+            if default is not None:
+                yield default, element
+
+
+def _is_fused(operands: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether torch computes this attention with one operation, and not as products and a softmax."""
+    choose = getattr(torch, "_fused_sdp_choice", None)
+    options = {name: named[name] for name in _CHOICE if name in named}
+    return choose is not None and choose(*operands, **options) > 0
+
+
+_CHOICE = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+"""The arguments that decide what computes attention."""
+
+
+@functools.lru_cache(maxsize=64)
+def _owned(role: FunctionRole) -> Argument:
+    """The argument that has an owner; our own roles give its place and its name."""
+    return next(argument for argument in ports_of(role).arguments if argument.ports[0].name == role.owner)

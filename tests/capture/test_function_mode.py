@@ -1,0 +1,259 @@
+"""Are functions seen whatever holds them, and is nothing else changed: bits, modes of the training, compilations?"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+from ranktape.capture import Capture
+from ranktape.capture.hooks.hook import MODE
+from ranktape.storage import Run, open_run
+from tests.capture.role_models import BATCH, LENGTH, WIDTH, Multihead, Task, train_twice
+from tests.capture.verify import verify_run
+
+HELD: dict[str, Any] = {"linear": F.linear, "partial": functools.partial(F.linear)}
+
+
+class Holding(nn.Module):
+    """Multiplies by functions that lists, dictionaries, partial functions and local names hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        for name in ("first", "second", "third", "fourth"):
+            self.register_parameter(name, nn.Parameter(torch.randn(WIDTH, WIDTH)))
+        self.functions = [F.linear]
+
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        from torch.nn.functional import linear
+
+        hidden = HELD["linear"](self.before(hidden), self.first)
+        hidden = HELD["partial"](hidden, self.second)
+        return linear(self.functions[0](hidden, self.third), self.fourth)
+
+
+@pytest.fixture(autouse=True)
+def no_mode_is_left() -> Iterator[None]:
+    yield
+    assert not _get_current_function_mode_stack()
+    assert MODE.hooks is None
+
+
+def modules_of(run: Run, **choice: Any) -> set[str]:
+    return set(run.select(**choice).column("module"))
+
+
+def test_functions_are_seen_whatever_holds_them(tmp_path: Path) -> None:
+    trained = train_twice(Task(make=Holding), tmp_path / "run")
+    assert trained.is_equal
+    assert modules_of(trained.run) == {"before", "first", "second", "third", "fourth"}
+    assert verify_run(trained.run) == Counter(output=10, grad_weight=10, grad_input=8)
+
+
+def by_operator(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden @ module.own  # type: ignore[no-any-return]
+
+
+def by_method(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden.matmul(module.own.t())
+
+
+def by_mm(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return torch.mm(hidden.flatten(0, 1), module.own).unflatten(0, (BATCH, LENGTH))  # type: ignore[no-any-return]
+
+
+def by_addmm(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return torch.addmm(module.bias, hidden.flatten(0, 1), module.own).unflatten(0, (BATCH, LENGTH))  # type: ignore[no-any-return]
+
+
+class Multiplying(nn.Module):
+    """Multiplies with a parameter of its own, in a way, beside a linear layer."""
+
+    def __init__(self, way: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.own = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+        self.way = way
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.way(self, self.before(hidden))
+
+
+@pytest.mark.parametrize("way", [by_operator, by_method, by_mm, by_addmm])
+def test_products_with_a_parameter_are_records_of_a_linear_layer(
+    way: Callable[[Any, torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    trained = train_twice(Task(make=lambda: Multiplying(way)), tmp_path / "run")
+    assert trained.is_equal
+    records = trained.run.select(iteration=0, module="own")
+    names = {"input", "weight", "output", "grad_output", "grad_input", "grad_weight"}
+    assert set(records.column("tensor_name")) == names | ({"bias", "grad_bias"} if way is by_addmm else set())
+    assert set(records.select(tensor_name="weight").column("layout")) == {"IO"}
+    assert verify_run(trained.run) == Counter(output=4, grad_weight=4, grad_input=2)
+    weight = records.select(tensor_name="weight")[0].tensor()
+    assert weight.shape == (WIDTH, WIDTH)
+
+
+class Batched(nn.Module):
+    """Multiplies the groups of a batch with a weight of their own each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(BATCH, WIDTH, 2 * WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        scores = torch.bmm(hidden, hidden.transpose(1, 2))  # of two activations
+        return torch.bmm(scores @ hidden, self.experts)
+
+
+def test_batched_products_are_those_with_a_parameter_alone(tmp_path: Path) -> None:
+    trained = train_twice(Task(make=Batched), tmp_path / "run")
+    assert trained.is_equal
+    records = trained.run.select(iteration=0)
+    assert modules_of(trained.run) == {"experts"}
+    values = {name: records.select(tensor_name=name)[0].tensor() for name in ("input", "weight", "output")}
+    assert torch.equal(torch.bmm(values["input"], values["weight"]), values["output"])
+
+
+class Recomputing(nn.Module):
+    """Has bare products recomputed, by a checkpoint around a function that no module of ours is in."""
+
+    def __init__(self, *, is_reentrant: bool) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.own = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.is_reentrant = is_reentrant
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return checkpoint(  # type: ignore[no-any-return]
+            lambda given: F.gelu(F.linear(given, self.own) @ self.own),
+            self.before(hidden),
+            use_reentrant=self.is_reentrant,
+        )
+
+
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_bare_products_in_a_recomputation_have_all_their_gradients(tmp_path: Path, *, is_reentrant: bool) -> None:
+    trained = train_twice(Task(make=lambda: Recomputing(is_reentrant=is_reentrant)), tmp_path / "run")
+    assert trained.is_equal
+    assert verify_run(trained.run) == Counter(output=6, grad_weight=6, grad_input=4)
+
+
+class Doubling(TorchFunctionMode):
+    """A mode of the training's own, that changes what is multiplied."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = (args[0] * 2, *args[1:]) if func is F.linear else args
+        return func(*given, **(kwargs or {}))
+
+
+class Moded(nn.Module):
+    """Enters modes in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.own = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers[0](hidden)
+        with torch.device("cpu"), Doubling():
+            hidden = F.linear(hidden, self.own)
+            assert isinstance(_get_current_function_mode_stack()[-1], Doubling)
+        return self.layers[1](hidden)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("around", ["nothing", "device", "mode"])
+def test_modes_of_the_training_stay_in_place(tmp_path: Path, around: str) -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        contexts: dict[str, Any] = {"device": torch.device("cpu"), "mode": Doubling()}
+        if around not in contexts:
+            return model(batch).square().mean()  # type: ignore[no-any-return]
+        with contexts[around]:
+            before = _get_current_function_mode_stack()
+            output = model(batch)
+            assert _get_current_function_mode_stack() == before
+            return output.square().mean()  # type: ignore[no-any-return]
+
+    trained = train_twice(Task(make=Moded, loss=loss), tmp_path / "run")
+    assert trained.is_equal
+    # What is recorded of a bare product is what was multiplied.
+    record = trained.run.select(iteration=0, module="own", tensor_name="input")[0]
+    before = trained.run.select(iteration=0, module="layers.0", tensor_name="output")[0]
+    assert torch.equal(record.tensor(), before.tensor() * (4 if around == "mode" else 2))
+
+
+def test_attention_in_inference_takes_the_way_it_takes_without_a_capture(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Multihead(needs_weights=False).eval()
+    batch = torch.randn(BATCH, LENGTH, WIDTH)
+    with torch.no_grad():
+        plain = model(batch)
+        with Capture(tmp_path / "run", min_iterations=1, select="mode=eval", strict=True) as capture:
+            captured = model(batch)
+            capture.step()
+    assert torch.equal(plain, captured)
+
+
+def test_an_interrupted_forward_leaves_no_mode(tmp_path: Path) -> None:
+    class Interrupted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            self.is_interrupted = True
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            hidden = self.layer(hidden)
+            if self.is_interrupted:
+                raise KeyboardInterrupt
+            return F.linear(hidden, self.layer.weight)
+
+    model = Interrupted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(BATCH, WIDTH)
+    with Capture(tmp_path / "run", min_iterations=1, strict=True):
+        with pytest.raises(KeyboardInterrupt):
+            model(batch)
+        model.is_interrupted = False
+        model(batch).sum().backward()
+        optimizer.step()
+        assert not _get_current_function_mode_stack()
+    assert len(open_run(tmp_path / "run").select(tensor_name="grad_weight")) == 2
+
+
+def test_each_thread_has_a_mode_of_its_own(tmp_path: Path) -> None:
+    model = Holding()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Capture(tmp_path / "run", model=model, min_iterations=1, strict=True):
+        thread = threading.Thread(target=lambda: model(torch.randn(BATCH, WIDTH)).sum().backward())
+        thread.start()
+        thread.join()
+        optimizer.step()
+    run = open_run(tmp_path / "run")
+    assert modules_of(run, tensor_name="grad_weight") == {"before", "first", "second", "third", "fourth"}
+
+
+def test_a_function_of_python_is_the_same_function_again(tmp_path: Path) -> None:
+    code = F.multi_head_attention_forward.__code__
+    model = nn.MultiheadAttention(WIDTH, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(LENGTH, BATCH, WIDTH)
+    with Capture(tmp_path / "run", model=model, min_iterations=1, strict=True):
+        model(batch, batch, batch)[0].sum().backward()
+        assert F.multi_head_attention_forward.__code__ is not code
+        optimizer.step()
+    assert F.multi_head_attention_forward.__code__ is code
