@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 from ranktape.capture.console import Console
 from ranktape.capture.ending import verdict_of
 from ranktape.capture.flight.training import Peers, Signals
-from ranktape.capture.guard import StrictCaptureError
+from ranktape.capture.guard import StrictCaptureError, failure_text
 from ranktape.capture.hooks.compiled import has_compiled
 from ranktape.capture.hooks.model import ModelHooks
 from ranktape.capture.iterations import Iterations
@@ -250,8 +250,11 @@ class Capture(Iterations):
         )
         if words.get("state") not in {"closed", "late"}:
             # The rank will not be closed; the place where the ranks have met may be gone with the process group.
-            with contextlib.suppress(Exception):
-                self._rendezvous.give_up(f"its writer process ended: {words.get('error') or self._process.ending()}")
+            why = f"its writer process ended: {words.get('error') or self._process.ending()}"
+            try:
+                self._rendezvous.give_up(why)
+            except (RuntimeError, OSError) as refusal:
+                self._console.warn(f"rank 0 could not be told that this rank records nothing: {failure_text(refusal)}")
         self._console.end_drain()
         if self._peers is not None:
             self._peers.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -80,12 +81,14 @@ assert counts == [0, 1, 1], counts
 """
 
 
-def run(program: str, *arguments: str | Path, launcher: tuple[str | Path, ...] = (), cwd: Path) -> None:
+def run(
+    program: str, *arguments: str | Path, launcher: tuple[str | Path, ...] = (), cwd: Path, root: Path = ROOT
+) -> None:
     (cwd / "train.py").write_text(program)
     done = subprocess.run(
         [sys.executable, *launcher, "train.py", *arguments],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "RANKTAPE_MIN_ITERATIONS": "3"},
+        env={**os.environ, "PYTHONPATH": str(root), "RANKTAPE_MIN_ITERATIONS": "3"},
         capture_output=True,
         text=True,
         check=False,
@@ -108,3 +111,38 @@ def test_a_compiler_that_is_loaded_in_a_captured_iteration_works_as_without_a_ca
     outputs = {number: stored.select(iteration=number, tensor_name="output") for number in stored.iterations}
     # Iteration 2 has a pass as written, and one that would be compiled.
     assert {number: len(found) for number, found in outputs.items()} == {0: 2, 2: 4, 4: 2}
+
+
+SEAM = """
+import ranktape
+from ranktape.capture import Capture
+
+assert ranktape.__file__.startswith(sys.argv[2]), ranktape.__file__
+
+
+def backend(graph, inputs):
+    raise AssertionError("it compiles")
+
+
+compiled = torch.compile(model, backend=backend)
+with Capture(sys.argv[1], advance_on="step", min_iterations=2, strict=True) as capture:
+    for _ in range(2):
+        step(model, compiled)
+        capture.step()
+"""
+
+
+def test_without_the_folder_of_compiled_graphs_captured_iterations_run_eagerly(tmp_path: Path) -> None:
+    def left_out(folder: str, names: list[str]) -> set[str]:
+        return {"__pycache__", *(["compiled"] if Path(folder).name == "capture" else [])} & set(names)
+
+    shutil.copytree(ROOT / "ranktape", tmp_path / "ranktape", ignore=left_out)
+    run(TRAINING + SEAM, tmp_path / "run", tmp_path, cwd=tmp_path, root=tmp_path)
+    stored = open_run(tmp_path / "run")
+    outputs = stored.select(tensor_name="output")
+    assert sorted(zip(outputs.column("module"), outputs.column("iteration"), strict=True)) == [
+        ("down", 0),
+        ("down", 1),
+        ("up", 0),
+        ("up", 1),
+    ]

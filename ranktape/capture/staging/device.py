@@ -25,6 +25,7 @@ import torch
 from ranktape.capture.guard import failure_text
 from ranktape.capture.staging.ring import RingProducer
 from ranktape.capture.staging.ring_file import Slot
+from ranktape.capture.torch_private import is_accelerator_error
 from ranktape.errors import CaptureError
 
 CLONE_BUDGET_NBYTES = 256 << 20
@@ -73,8 +74,9 @@ class CudaDriver(Driver):
             try:
                 # A refusal stays as CUDA's last error; the next launch raises it, and should be ours.
                 torch.empty(1, device=device).zero_()
-            except torch.AcceleratorError:
-                return False
+            except RuntimeError as error:
+                if not is_accelerator_error(error):
+                    raise
         return False
 
     def unregister(self, memory: torch.Tensor) -> None:
