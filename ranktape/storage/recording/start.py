@@ -145,7 +145,7 @@ def check_place(backend: Backend, *, resume: bool, overwrite: bool, launch_id: s
     if is_anothers and not (resume or overwrite or _has_ended_empty(backend)):
         raise RunExistsError(
             f"there is a run at {backend.url} already: add --resume to continue it, --overwrite to delete it, "
-            f"--add to keep it beside what comes, or choose another URL"
+            f"or choose another URL"
         )
     return data
 
