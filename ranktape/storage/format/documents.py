@@ -9,8 +9,10 @@ put in another one's place is known for it.
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -297,12 +299,23 @@ def read_as(
     return None if attributes is None else converted({**attributes, **known}, kind, place=place)
 
 
+_known: set[type] = set()
+"""The classes that msgspec has looked at: it crashes where a second thread uses one while a first one looks at it."""
+
+_learning: dict[int, threading.Lock] = {}
+"""By process: a forked one could inherit a lock that is held."""
+
+
 def converted(attributes: Mapping[str, Any], kind: type[_Answer], *, place: str) -> _Answer:
     """The attributes of a document as a dataclass; those that it does not declare are of other versions, and ignored.
 
     Raises:
         RunFormatError: an attribute is missing, or not what it is declared to be.
     """
+    if kind not in _known:
+        with _learning.setdefault(os.getpid(), threading.Lock()):
+            msgspec.json.Decoder(kind)
+        _known.add(kind)
     try:
         return msgspec.convert(attributes, kind, str_keys=True)
     except msgspec.ValidationError as error:
