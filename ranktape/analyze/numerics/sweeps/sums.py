@@ -99,7 +99,7 @@ def scale_of(exponent: float) -> float:
         return math.inf
 
 
-class Part(NamedTuple):
+class PartialSums(NamedTuple):
     """The sums of a part of a tensor."""
 
     sums_LK: Floats
@@ -142,7 +142,7 @@ def part_of(
     rounding: Rounding,
     weights: NDArray[np.int64] | None = None,
     num_finite: int | None = None,
-) -> Part:
+) -> PartialSums:
     """The sums of finite magnitudes that occur `weights` times each, or once.
 
     For each level the scaled magnitudes, and what they are multiplied by once they are rounded.
@@ -172,7 +172,7 @@ def part_of(
     sums_KA = np.zeros((5, LANES))
     _add_errors(x_RA, w_RA, np.zeros_like(x_RA), sums_KA)
     squared, absolute = sums_KA[:2].sum(axis=1).tolist()
-    return Part(
+    return PartialSums(
         np.array(rows).reshape(-1, len(SUMS)),
         absolute,
         squared,
@@ -184,7 +184,7 @@ def _total(mask: NDArray[np.bool_], weights: NDArray[np.int64] | None) -> float:
     return float(np.count_nonzero(mask) if weights is None else weights[mask].sum())
 
 
-def total_of(parts: Iterable[Part], *, largest: float, shift: int = 0) -> Sums:
+def total_of(parts: Iterable[PartialSums], *, largest: float, shift: int = 0) -> Sums:
     """All parts together, added up in their order; `largest` is the tensor's, not yet shifted."""
     together = functools.reduce(_together, parts)
     return Sums(
@@ -197,10 +197,12 @@ def total_of(parts: Iterable[Part], *, largest: float, shift: int = 0) -> Sums:
     )
 
 
-def _together(one: Part, other: Part) -> Part:
+def _together(one: PartialSums, other: PartialSums) -> PartialSums:
     sums_LK = one.sums_LK + other.sums_LK
     sums_LK[:, _LARGEST] = np.maximum(one.sums_LK[:, _LARGEST], other.sums_LK[:, _LARGEST])
-    return Part(sums_LK, one.absolute + other.absolute, one.squared + other.squared, one.num_finite + other.num_finite)
+    return PartialSums(
+        sums_LK, one.absolute + other.absolute, one.squared + other.squared, one.num_finite + other.num_finite
+    )
 
 
 def _shift_of(largest: float) -> int:
@@ -237,7 +239,7 @@ class _OneScale(NamedTuple):
         return cls(scales, shift, target, rounding or target.rounding)
 
     @np.errstate(over="ignore", under="ignore")
-    def part(self, magnitudes: Floats, weights: NDArray[np.int64] | None = None) -> Part:
+    def part(self, magnitudes: Floats, weights: NDArray[np.int64] | None = None) -> PartialSums:
         """The sums of finite magnitudes."""
         values = _shifted(magnitudes, self.shift)
         levels = ((values / scale, scale) for scale in self.scales)
@@ -281,7 +283,7 @@ def sums_of_values(
     # A part of `flat` is a copy of that part, whatever the layout; a view of a contiguous array costs less.
     flat = array.reshape(-1) if array.flags.c_contiguous else array.flat
 
-    def part(start: int) -> Part:
+    def part(start: int) -> PartialSums:
         with np.errstate(invalid="ignore"):  # signalling NaN
             magnitudes = np.abs(np.asarray(flat[start : start + CHUNK]).astype(np.float64))
         is_finite = magnitudes < np.inf
@@ -316,14 +318,14 @@ def sums_of_blocks(
     exponents, magnitudes = np.divmod(distinct, NUM_MAGNITUDES)
     values = pattern_values(histogram.dtype)[magnitudes]
 
-    def part(start: int) -> Part:
+    def part(start: int) -> PartialSums:
         own = slice(start, start + CHUNK)
         scales = (np.clip(exponents[own] + offset, -end, end) for offset in offsets.tolist())
         levels = ((values[own] * powers_of_two(-one), powers_of_two(one)) for one in scales)
         return part_of(values[own], levels, element=element, rounding=rounding, weights=counts[own])
 
     parts = [part(start) for start in range(0, values.size, CHUNK)]
-    zeros = Part(np.zeros((offsets.size, len(SUMS))), 0.0, 0.0, histogram.zero_elements)
+    zeros = PartialSums(np.zeros((offsets.size, len(SUMS))), 0.0, 0.0, histogram.zero_elements)
     return total_of([*parts, zeros], largest=float(values.max()))
 
 
@@ -369,7 +371,7 @@ def sums_of_groups(
             )
 
     @np.errstate(over="ignore", under="ignore")
-    def part(box: Box) -> tuple[Part, Floats]:
+    def part(box: Box) -> tuple[PartialSums, Floats]:
         values_GE = groups.rows(box)
         if largest_of_groups is None:
             largest_G = values_GE.max(axis=1)
@@ -384,8 +386,8 @@ def sums_of_groups(
 
     rows: list[Floats] = []
 
-    def parts() -> Iterator[Part]:
-        yield Part(np.zeros((len(plans), len(SUMS))), 0.0, 0.0, 0)  # an array may have no elements
+    def parts() -> Iterator[PartialSums]:
+        yield PartialSums(np.zeros((len(plans), len(SUMS))), 0.0, 0.0, 0)  # an array may have no elements
         for own, kinds in in_batches(part, groups.boxes(), threads=threads):
             rows.append(kinds)
             yield own
