@@ -47,7 +47,7 @@ class RoundingConstants(NamedTuple):
     kind: int
     """How to round."""
     maximum: float
-    """Largest finite value, or where rounding ends beyond it."""
+    """Largest finite value."""
     lowest: int
     """Float64 exponent field, in its place, below which steps no longer get smaller."""
     raise_by: int
@@ -58,17 +58,13 @@ class RoundingConstants(NamedTuple):
     """Beyond which it has two bits less."""
     taper_3: int
     """Beyond which it has three bits less."""
-    overflow_start: float
-    """Smallest magnitude that counts as overflow."""
-    min_normal: float
-    """Smallest positive normal value."""
 
 
 @functools.cache
-def constants_of(target: Format, rounding: Rounding | None = None, *, beyond: float = 1.0) -> RoundingConstants:
+def constants_of(target: Format, rounding: Rounding | None = None) -> RoundingConstants:
     """What the kernels take of a format and a rounding, the format's own unless given.
 
-    `beyond` is how many times the largest value rounding ends at. fp64 has more bits than the kernels can round to.
+    fp64 has more bits than the kernels can round to.
     """
     chosen = target.rounding if rounding is None else rounding
     kinds = {
@@ -81,14 +77,12 @@ def constants_of(target: Format, rounding: Rounding | None = None, *, beyond: fl
     taper_1, taper_2, taper_3 = (limit << 52 for limit in (*target.taper, NO_TAPER, NO_TAPER, NO_TAPER)[:3])
     return RoundingConstants(
         kind=kinds[chosen],
-        maximum=beyond * target.maximum,
+        maximum=target.maximum,
         lowest=(target.lowest_exponent + ONE_FIELD) << 52,
         raise_by=(52 - target.mantissa_bits) << 52,
         taper_1=taper_1,
         taper_2=taper_2,
         taper_3=taper_3,
-        overflow_start=target.overflow_start_of(chosen),
-        min_normal=target.min_normal,
     )
 
 
