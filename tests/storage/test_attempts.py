@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -206,3 +208,9 @@ def test_a_rank_that_is_seen_to_have_ended_is_seen_with_all_that_it_committed(
 def test_a_url_below_which_no_key_has_room_is_refused_at_the_start(url: str) -> None:
     with pytest.raises(UsageError, match=r"bytes too long .* give a shorter URL"):
         start(url)
+
+
+def test_threads_may_read_the_first_documents_of_a_kind_at_once() -> None:
+    words = [sys.executable, "-W", "error", str(Path(__file__).parent / "programs" / "first_documents.py")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "read\n", "")
