@@ -168,6 +168,27 @@ def test_a_target_is_for_all_products_or_for_those_named() -> None:
     assert parse_targets(" grad_weight=15, output = 20") == {"output": 20.0, "grad_weight": 15.0}
 
 
+def test_the_target_of_a_budget_is_the_highest_that_keeps_to_it(tmp_path: Path) -> None:
+    records = _run(tmp_path).select()
+    bits = {
+        halves / 2: precision_plan(records, recipe=CANDIDATES, target_sqnr=halves / 2).mean_bits
+        for halves in range(24, 61, 6)
+    }
+    told = precision_plan(records, recipe=CANDIDATES, target_sqnr=18).bits_by_target
+    assert {target: told[target] for target in bits} == bits
+    assert len(set(bits.values())) > 2
+    for budget in (4.6, 6.5, 8.3):
+        plan = precision_plan(records, recipe=CANDIDATES, target_bits=budget)
+        [target] = set(plan.target_sqnr.values())
+        assert plan.mean_bits <= budget
+        assert told[target] == plan.mean_bits
+        assert [other for other, mean in told.items() if other > target and mean <= budget] == []
+    with pytest.raises(UsageError, match=r"target_bits 3 is less than any plan .*: the least is 4\.25"):
+        precision_plan(records, recipe=CANDIDATES, target_bits=3)
+    with pytest.raises(UsageError, match="give target_sqnr or target_bits"):
+        precision_plan(records, recipe=CANDIDATES)
+
+
 def test_records_without_linear_layers_have_no_plan(tmp_path: Path) -> None:
     run = _run(tmp_path, layer_type="attention", component="FA")
     with pytest.raises(NoRecordsError, match="no linear layer is selected"):
@@ -336,6 +357,8 @@ def test_the_gap_of_a_plan_is_in_the_cheapest_recipe(tmp_path: Path) -> None:
         (["--target-sqnr", "18", "--by", "rank"], "--by is of products, and --target-sqnr makes a plan of layers"),
         (["--target-sqnr", "18", "--product", "output"], "--product is of products"),
         (["--target-sqnr", "18", "--show", "unreplayable"], "--show is of products"),
+        (["--target-sqnr", "18", "--target-bits", "5"], "are two targets"),
+        (["--target-bits", "5", "--by", "rank"], "--by is of products, and --target-bits makes a plan of layers"),
         (["--target-sqnr", "much"], "has 'much', which is no number of dB"),
         (["--target-sqnr", "18", "--plan", "."], "the plan . cannot be written"),
     ],

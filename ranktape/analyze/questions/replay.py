@@ -81,6 +81,7 @@ def replay(
     attention: bool = False,
     show: Literal["products", "unreplayable"] = "products",
     target_sqnr: str | None = None,
+    target_bits: float | None = None,
     plan: Path | None = None,
     engine: Engine | None = None,
 ) -> Table:
@@ -114,6 +115,8 @@ def replay(
         attention: Replay attention, too.
         show: How far off products are, or which cannot be computed again, and why.
         target_sqnr (DB): What the products of a layer are to hold, in dB: 18, or output=20,grad_weight=15.
+        target_bits (BITS): In place of a target in dB: the plan with the best worst product that has at most so many
+            bits an element.
         plan (FILE): Where the precision plan goes; what is there is replaced.
 
     Raises:
@@ -123,11 +126,13 @@ def replay(
         UnknownFieldError: `by` names no field of a call.
         UsageError: a recipe or a product is not known, or options do not go together.
     """
-    if target_sqnr is not None or plan is not None:
+    if target_sqnr is not None or target_bits is not None or plan is not None:
         given = {"by": by, "product": product, "attention": attention, "show": show != "products"}
-        _check_plan_options(target_sqnr, given=given)
-        assert target_sqnr is not None, "it was checked"
-        return _written(precision_plan(records, recipe=recipe, target_sqnr=target_sqnr, engine=engine), plan)
+        _check_plan_options(target_sqnr, target_bits, given=given)
+        planned = precision_plan(
+            records, recipe=recipe, target_sqnr=target_sqnr, target_bits=target_bits, engine=engine
+        )
+        return _written(planned, plan)
     asked = _ReplayQuestion(
         recipes=parse_recipes(recipe),
         products=words(product),
@@ -196,11 +201,14 @@ def _check_products(products: Sequence[str], *, has_attention: bool) -> None:
             raise UsageError(f"--product {name!r:.60} is none of {layers}: {nearest(name, known)}")
 
 
-def _check_plan_options(target_sqnr: str | None, *, given: Mapping[str, Any]) -> None:
-    if target_sqnr is None:
+def _check_plan_options(target_sqnr: str | None, target_bits: float | None, *, given: Mapping[str, Any]) -> None:
+    if target_sqnr is None and target_bits is None:
         raise UsageError("--plan is of the plan for a target: give --target-sqnr 18, or another one")
+    if target_sqnr is not None and target_bits is not None:
+        raise UsageError("--target-sqnr and --target-bits are two targets: leave one of the two out")
     for name in (name for name, value in given.items() if value):
-        raise UsageError(f"--{name} is of products, and --target-sqnr makes a plan of layers: leave one of the two out")
+        target = "target-bits" if target_sqnr is None else "target-sqnr"
+        raise UsageError(f"--{name} is of products, and --{target} makes a plan of layers: leave one of the two out")
 
 
 def _written(planned: PrecisionPlan, path: Path | None) -> Table:
@@ -239,6 +247,9 @@ def _plan_table(plan: PrecisionPlan) -> Table:
         notes.append(
             f"{gap.product} of {printable(gap.module)} is {gap.below:.2g} dB below all other layers in {gap.recipe}"
         )
+    if plan.bits_by_target:
+        told = [f"{plan.bits_by_target[target]:.3g} at {target}" for target in _TOLD_TARGETS]
+        notes.append(f"bits an element by target in dB: {', '.join(told)}")
     notes += [f"of all multiply-adds {', '.join(shares)}"] if shares else []
     if shares:
         notes.append(
@@ -266,6 +277,9 @@ def _plan_table(plan: PrecisionPlan) -> Table:
         notes=tuple(notes),
     )
 
+
+_TOLD_TARGETS = range(10, 31, 4)
+"""In dB: the targets of which a note says the bits."""
 
 _NEAR = 1.0
 """dB above the target within which a layer is marked."""

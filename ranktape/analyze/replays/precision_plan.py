@@ -29,7 +29,8 @@ def precision_plan(
     records: Records,
     *,
     recipe: RecipeWord | Sequence[RecipeWord] = "nvfp4,mxfp8",
-    target_sqnr: Targets,
+    target_sqnr: Targets | None = None,
+    target_bits: float | None = None,
     engine: Engine | None = None,
 ) -> PrecisionPlan:
     """The plan of the selected linear layers: for each the cheapest recipe whose products all hold the target.
@@ -39,14 +40,40 @@ def precision_plan(
     together, over ranks and iterations, and what the worst one has is said beside it. A product that cannot be computed
     again decides nothing.
 
+    With `target_bits` in its place, the target is the highest, in steps of half a dB up to 40, whose plan has no more
+    bits an element: the best worst product within a budget.
+
     Raises:
         NoRecordsError: no linear layer is selected, or none of which a product can be computed again.
-        UsageError: a recipe is not known, or the target is none.
+        UsageError: a recipe is not known, the target is none, there are two or none, or no plan has so few bits.
         RanktapeError: as `replay_calls`.
     """
-    recipes, targets = parse_recipes(recipe), parse_targets(target_sqnr)
+    if (target_sqnr is None) == (target_bits is None):
+        raise UsageError("a plan is for one target: give target_sqnr or target_bits")
+    recipes, targets = parse_recipes(recipe), parse_targets(0 if target_sqnr is None else target_sqnr)
     replayed = replay_calls(records, recipes, products=list(targets), engine=engine)
-    return plan_of(replayed, recipes, target_sqnr=targets)
+    plan = plan_of(replayed, recipes, target_sqnr=targets)
+    if target_bits is None:
+        return plan
+    return plan_of(replayed, recipes, target_sqnr=_target_within(plan, target_bits))
+
+
+def _target_within(plan: PrecisionPlan, target_bits: float) -> dict[str, float]:
+    """The highest target whose plan keeps to a budget of bits; `plan` has the bits of every target."""
+    if not plan.bits_by_target:
+        unknown = [one.module for one in plan.modules if one.multiply_adds is None]
+        raise UsageError(
+            f"the bits of a plan are not known: {unknown[0]} cannot be computed again; leave it out by --where, or "
+            "give target_sqnr"
+        )
+    found = [target for target, bits in plan.bits_by_target.items() if bits <= target_bits]
+    if not found:
+        least = min(plan.bits_by_target.values(), default=math.nan)
+        raise UsageError(
+            f"target_bits {target_bits:g} is less than any plan of these recipes has: the least is {least:.4g}; "
+            "give so many, or narrower recipes"
+        )
+    return dict.fromkeys(plan.target_sqnr, max(found))
 
 
 def parse_targets(given: Targets) -> dict[str, float]:
@@ -105,36 +132,48 @@ def plan_of(replayed: Replayed, recipes: Sequence[Recipe], *, target_sqnr: Mappi
         module, recipe, product = group.key.values()
         groups[module].setdefault(recipe, {})[product] = group
     tensors = LinearTensors(replayed.calls.records, tied=set())
-    planned = []
+    layers: list[tuple[PlannedModule, list[_Candidate]]] = []
     cheapest = min(recipes, key=lambda one: (-one.speed, one.bits))
     in_cheapest: dict[tuple[str, str], float] = {}
     for name in modules:
         if name not in calls:
-            planned.append(PlannedModule(module=name, recipe=HIGH_PRECISION, why=reasons[name]))
+            layers.append((PlannedModule(module=name, recipe=HIGH_PRECISION, why=reasons[name]), []))
             continue
         own = [_Candidate.of(one, groups[name][one.name], replayed=replayed) for one in recipes]
         for one in own:
             if one.recipe == cheapest:
                 in_cheapest |= {(name, product): sqnr for product, sqnr in one.sqnr.items()}
         computed = {one.name: replayed.calls.recipe_of(calls[name][0], one) for one in recipes}
-        planned.append(
-            _cheapest(
+        layers.append(
+            (
                 PlannedModule(
                     module=name,
                     recipe=HIGH_PRECISION,
                     multiply_adds=sum(_multiply_adds(call, tensors=tensors) for call in calls[name]),
                 ),
                 [one for one in own if computed[one.recipe.name].products != HIGH_PRECISION.products],
-                targets=target_sqnr,
             )
         )
+
+    def modules_for(targets: Mapping[str, float]) -> tuple[PlannedModule, ...]:
+        return tuple(_cheapest(layer, candidates, targets=targets) for layer, candidates in layers)
+
+    bits = {
+        target: PrecisionPlan(modules=modules_for(dict.fromkeys(target_sqnr, target))).mean_bits
+        for target in (halves / 2 for halves in range(2 * MAX_TARGET + 1))
+    }
     return PrecisionPlan(
-        modules=tuple(planned),
+        modules=modules_for(target_sqnr),
         run=without_credentials(replayed.calls.records.reader.url),
         target_sqnr=dict(target_sqnr),
         candidates=tuple(one.name for one in recipes),
         gap=_gap(in_cheapest, recipe=cheapest.name),
+        bits_by_target={target: mean for target, mean in bits.items() if not math.isnan(mean)},
     )
+
+
+MAX_TARGET = 40
+"""In dB: up to here a plan says how many bits each target takes; 8-bit recipes keep less."""
 
 
 def _gap(sqnr: Mapping[tuple[str, str], float], *, recipe: str) -> PrecisionGap | None:
@@ -187,6 +226,8 @@ def _sqnr(sums: ErrorSums) -> float:
 
 def _cheapest(layer: PlannedModule, candidates: Sequence[_Candidate], *, targets: Mapping[str, float]) -> PlannedModule:
     """The layer with the cheapest of the candidates that hold; in bf16 with the reason where none does."""
+    if layer.why is not None:
+        return layer
     if not candidates:
         return replace(layer, why="every recipe leaves it in bf16")
     short = {one.recipe.name: one.shortage(targets) for one in candidates}

@@ -125,6 +125,8 @@ class PrecisionPlan:
     """The names of the recipes that were tried."""
     gap: PrecisionGap | None = None
     """Where one layer is far worse than all others; not written to the file."""
+    bits_by_target: Mapping[float, float] = field(default_factory=dict)
+    """Bits an element of the plan for each target in dB, where they are known; not written to the file."""
 
     def __post_init__(self) -> None:
         """Check that the plan says one thing of each module."""
