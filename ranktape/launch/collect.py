@@ -328,7 +328,7 @@ class _Place:
 
 
 TARGET_SQNR = 18.0
-"""Where the colours of the page change, in dB: in benchmarks/precision_plans.py no training lost anything above it."""
+"""Where the colours of the page change, in dB: with what `docs/replay.md` begins the search for a target."""
 
 _LOSS = re.compile(r"\bloss\b[^0-9+\-.naif]*([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))\b")
 _STEP = re.compile(r"\b(?:step|iter(?:ation)?)\b\D{0,3}(\d+)")
