@@ -89,11 +89,11 @@ class RanktapeCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.MissingParameter as error:
-            found = _runs_here() if isinstance(error.param, click.Argument) and error.param.name in _RUN_NAMES else []
+            is_run = isinstance(error.param, click.Argument) and error.param.name in _RUN_NAMES
+            found = _runs_here() if is_run else []
             if not found:
                 raise
-            message = f"Missing argument 'RUN'. Runs here: {', '.join(found)}."
-            raise click.UsageError(message, ctx=ctx) from error
+            raise click.UsageError(f"{error.format_message()} Runs here: {', '.join(found)}.", ctx=ctx) from error
 
     def options_of(self, ctx: click.Context, section: Section) -> list[tuple[str, str]]:
         """The options of a section and their help."""

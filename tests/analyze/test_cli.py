@@ -57,7 +57,7 @@ OPTIONS = {
     "replay": SELECTION
     | OUTPUT
     | ENGINE
-    | {"--by", "--recipe", "--product", "--attention", "--show", "--target-sqnr", "--plan"},
+    | {"--by", "--recipe", "--product", "--attention", "--show", "--target-sqnr", "--target-bits", "--plan"},
     "compare": SELECTION
     | OUTPUT
     | ENGINE

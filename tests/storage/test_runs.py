@@ -158,7 +158,7 @@ def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pyt
     ("typed", "match"),
     [
         ("experiment-1", r"there is no run at .*experiment-1: check the URL; beside it there is experiment_1$"),
-        ("other", r"check the URL$"),
+        ("other", r"there is no run at .*other: check the URL; beside it there is experiment_1$"),
     ],
 )
 def test_a_mistyped_name_is_answered_with_the_nearest(tmp_path: Path, typed: str, match: str) -> None:
