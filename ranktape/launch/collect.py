@@ -446,12 +446,12 @@ def split_words(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]
     Raises:
         UsageError: torchrun, or Python, would not take it.
     """
-    given = list(words[1:] if words[0] == "torchrun" else words)
+    given = list(words[1:] if words[:1] == ("torchrun",) else words)
     if not given:
         raise UsageError("no script is given: after -- give the options of torchrun, the script and its arguments")
     if re.fullmatch(r"python[\d.]*", Path(given[0]).name):
         return _split_python(given)
-    from torch.distributed.run import get_args_parser
+    from torch.distributed.run import determine_local_world_size, get_args_parser
 
     def fail(message: str) -> NoReturn:
         raise UsageError(f"torchrun would not take {shlex.join(given):.200}: {message}")
@@ -459,6 +459,10 @@ def split_words(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]
     parser = get_args_parser()
     parser.error = fail  # type: ignore[method-assign]  # its own ends the process
     parsed = parser.parse_args(given)
+    try:
+        determine_local_world_size(parsed.nproc_per_node)
+    except ValueError as error:
+        fail(str(error))
     if parsed.no_python:
         raise UsageError("--no-python is not for what is recorded: give a script, or -m and a module")
     before = given[: len(given) - 1 - len(parsed.training_script_args)]

@@ -112,13 +112,24 @@ def record_command(
     'torchrun [TORCHRUN_OPTIONS] -m ranktape.launch --capture URL [OPTIONS] SCRIPT [ARGUMENTS]', whose exit code it
     has.
     """
+    from ranktape.capture.roles.known import known_layer_types
+    from ranktape.capture.settings.config import resolve
+    from ranktape.capture.settings.options import check_layer_types
+    from ranktape.capture.starting import open_place
+
     before, script = split_words(words)
+    is_module = script[0] == "-m"
+    # Mistakes are answered here, not by each rank.
+    Script(name=script[is_module], arguments=(), is_module=is_module).check()
+    given = {**values, "capture_config": capture_config}
+    if (found := resolve({**given, "capture": url})) is None:
+        url = f"runs/{script[1].rpartition('.')[2] if is_module else Path(script[0]).stem}"
+        found = resolve({**given, "capture": url})
+    assert found is not None, "a URL is given"
+    check_layer_types(found[1], known=known_layer_types())
+    open_place(*found)
     own = ["--capture-config", capture_config] if capture_config is not None else []
-    if url is None and not own and not os.environ.get("RANKTAPE_CAPTURE"):
-        name = script[1].rpartition(".")[2] if script[0] == "-m" else Path(script[0]).stem
-        url = f"runs/{name}"
     own += ["--capture", url] if url is not None else []
-    # A mistake in it is answered here, not by each rank.
     quantization = Quantization.of_words(quant, quant_plan, has_attention=bool(quant_attention))
     own += [] if quantization is None else quantization.options
     call = [*launcher_words(before), *own, *capture_arguments(values), *script]

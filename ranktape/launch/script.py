@@ -14,7 +14,7 @@ import io
 import sys
 import types
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from ranktape.errors import RanktapeError, UsageError
@@ -39,7 +39,9 @@ class Script:
         """
         if self.is_module:
             top = self.name.partition(".")[0]
-            if not top or importlib.util.find_spec(top) is None:
+            # Where `python -m` looks first, and a command that starts it has not looked.
+            here = [] if sys.flags.safe_path else [str(Path.cwd())]
+            if not top or not (PathFinder.find_spec(top, here) or importlib.util.find_spec(top)):
                 raise UsageError(f"no module named {top!r}: give an importable module after -m, or drop -m for a file")
             return
         path = Path(self.name)

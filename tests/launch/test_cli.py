@@ -166,6 +166,35 @@ def test_record_asks_for_the_words_before_the_script() -> None:
     assert "no -- before the script" in result.output
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--"], "no script is given"),
+        (["--", "missing.py"], "no script 'missing.py'"),
+        (["--nproc-per-node", "two", "--", "train.py"], "Unsupported nproc_per_node value: two"),
+        (["--every", "0", "--", "train.py"], "--every 0 is not allowed: give 1 or more"),
+        (["--layers", "x", "--", "train.py"], "layers holds numbers and 'x' is not one"),
+        (["--select", "layer_type=lineer", "--", "train.py"], "did you mean linear"),
+        (["--capture-config", "missing.yaml", "--", "train.py"], "missing.yaml cannot be read"),
+        (["--capture", "nowhere://x", "--", "train.py"], "nowhere://x cannot be opened"),
+    ],
+)
+def test_record_answers_a_mistake_before_torchrun_starts(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit('this must not run')\n")
+    monkeypatch.chdir(tmp_path)
+
+    def start(*_: object) -> None:
+        pytest.fail("a process was started")
+
+    monkeypatch.setattr("os.execv", start)
+    result = CliRunner().invoke(cli, ["record", *words])
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+    assert len(result.output.splitlines()) == 1
+
+
 @pytest.mark.distributed
 def test_record_records_a_script_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(

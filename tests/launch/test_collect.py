@@ -14,6 +14,7 @@ import pytest
 
 from ranktape.errors import UsageError
 from ranktape.launch.collect import PRODUCTS, TARGET_SQNR, _tail, split_words
+from ranktape.launch.script import Script
 from ranktape.storage import open_run
 from ranktape.storage.places.urls import open_backend
 from tests.analyze.test_report import data_of
@@ -219,6 +220,15 @@ def test_the_end_of_a_log_has_our_errors_whenever_they_came(tmp_path: Path) -> N
     lines = ["ranktape: error: the disk is full", *(f"step {step}" for step in range(40))]
     log.write_text("\n".join([*lines, "E1123 16:32:43 torch/distributed/elastic/x.py failed"]))
     assert _tail(log).split("\n    ") == [f"    {lines[0]}", *lines[-15:]]
+
+
+def test_a_module_of_the_working_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "only_here").mkdir()
+    (tmp_path / "only_here" / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    Script(name="only_here.train", arguments=(), is_module=True).check()
+    with pytest.raises(UsageError, match="no module named 'nowhere'"):
+        Script(name="nowhere.train", arguments=(), is_module=True).check()
 
 
 def test_the_words_of_torchrun_end_at_the_script() -> None:
