@@ -240,7 +240,7 @@ class Table:
         Raises:
             UsageError: the table has no such column.
         """
-        named = [column.name for column in self.columns if name == column.head]
+        named = [column.name for column in self.columns if name == (column.head or column.name)]
         values = self.column(named[0] if named else name)
         known = [index for index, value in enumerate(values) if value is not None and value == value]  # noqa: PLR0124 - NaN
         ordered = sorted(known, key=values.__getitem__, reverse=True)

@@ -35,6 +35,7 @@ from ranktape.storage import Run, open_run
 from tests.analyze.replay_runs import call_arrays, call_tensors
 from tests.analyze.runs import store
 from tests.exhaustive import exhaustive
+from tests.runs import describe, write_run
 
 CANDIDATES = "nvfp4,mxfp4,mxfp8,mxfp6"
 
@@ -187,6 +188,19 @@ def test_the_target_of_a_budget_is_the_highest_that_keeps_to_it(tmp_path: Path) 
         precision_plan(records, recipe=CANDIDATES, target_bits=3)
     with pytest.raises(UsageError, match="give target_sqnr or target_bits"):
         precision_plan(records, recipe=CANDIDATES)
+
+
+def test_layers_without_elements_have_no_plan_within_a_budget(tmp_path: Path) -> None:
+    shapes = {"input": (0, 32), "weight": (16, 32), "output": (0, 16)}
+    tensors = [
+        (array, describe(array, tensor_name=name, phase="post" if name == "output" else "pre", counter=place))
+        for place, (name, array) in enumerate((one, np.ones(shape, np.float32)) for one, shape in shapes.items())
+    ]
+    records = write_run(tmp_path / "run", {0: [tensors]}).select()
+    with pytest.raises(UsageError, match="the bits of a plan are not known: no product has elements"):
+        precision_plan(records, recipe=CANDIDATES, target_bits=6)
+    with pytest.raises(UsageError, match="target_bits nan is no number"):
+        precision_plan(records, recipe=CANDIDATES, target_bits=math.nan)
 
 
 def test_records_without_linear_layers_have_no_plan(tmp_path: Path) -> None:

@@ -122,6 +122,8 @@ def test_control_codes_of_others_stay_out_of_the_terminal() -> None:
 def test_rows_are_sorted_with_the_largest_first_and_the_missing_last() -> None:
     assert TABLE.sorted_by("absmax").column("layer") == [10, 0, 1]
     assert TABLE.sorted_by("overflow").column("ratio") == [1.0, 1e-7, 0.0]
+    with pytest.raises(UsageError, match="the table has no column ''"):
+        TABLE.sorted_by("")
 
 
 def test_the_first_rows_say_how_many_there_were() -> None:

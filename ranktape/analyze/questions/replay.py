@@ -203,7 +203,7 @@ def _check_products(products: Sequence[str], *, has_attention: bool) -> None:
 
 def _check_plan_options(target_sqnr: str | None, target_bits: float | None, *, given: Mapping[str, Any]) -> None:
     if target_sqnr is None and target_bits is None:
-        raise UsageError("--plan is of the plan for a target: give --target-sqnr 18, or another one")
+        raise UsageError("--plan is of the plan for a target: give --target-sqnr 18 or --target-bits 6, or others")
     if target_sqnr is not None and target_bits is not None:
         raise UsageError("--target-sqnr and --target-bits are two targets: leave one of the two out")
     for name in (name for name, value in given.items() if value):

@@ -50,6 +50,8 @@ def precision_plan(
     """
     if (target_sqnr is None) == (target_bits is None):
         raise UsageError("a plan is for one target: give target_sqnr or target_bits")
+    if target_bits is not None and math.isnan(target_bits):
+        raise UsageError("target_bits nan is no number of bits: give one, as 6")
     recipes, targets = parse_recipes(recipe), parse_targets(0 if target_sqnr is None else target_sqnr)
     replayed = replay_calls(records, recipes, products=list(targets), engine=engine)
     plan = plan_of(replayed, recipes, target_sqnr=targets)
@@ -61,10 +63,10 @@ def precision_plan(
 def _target_within(plan: PrecisionPlan, target_bits: float) -> dict[str, float]:
     """The highest target whose plan keeps to a budget of bits; `plan` has the bits of every target."""
     if not plan.bits_by_target:
-        unknown = [one.module for one in plan.modules if one.multiply_adds is None]
+        unknown = next((one.module for one in plan.modules if one.multiply_adds is None), None)
+        why = "no product has elements" if unknown is None else f"{unknown} cannot be computed again"
         raise UsageError(
-            f"the bits of a plan are not known: {unknown[0]} cannot be computed again; leave it out by --where, or "
-            "give target_sqnr"
+            f"the bits of a plan are not known: {why}; leave such layers out by --where, or give target_sqnr"
         )
     found = [target for target, bits in plan.bits_by_target.items() if bits <= target_bits]
     if not found:
