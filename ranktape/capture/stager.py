@@ -155,9 +155,11 @@ def _of_ring(ask: Callable[..., _Answer], *args: Any, **kwargs: Any) -> _Answer:
 
 
 def _copy(tensor: torch.Tensor, slot: Slot) -> None:
-    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+    # Zeros that autograd makes without memory have no address.
+    address = tensor.data_ptr() if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()) else 0
+    if address:
         # A quarter of the time of torch's copy for small tensors, and the same for large ones.
-        ctypes.memmove(slot.address, tensor.data_ptr(), len(slot.payload))
+        ctypes.memmove(slot.address, address, len(slot.payload))
         return
     source = tensor.detach() if tensor.requires_grad else tensor
     dtype = source.dtype

@@ -641,3 +641,13 @@ def test_a_training_stores_them_in_each_iteration(tmp_path: Path) -> None:
     assert sorted((record.iteration, record.mode) for record in records) == [
         (iteration, mode) for iteration in range(3) for mode in ("eval", "train")
     ]
+
+
+def test_zeros_that_have_no_memory_are_stored_as_zeros(tmp_path: Path) -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Capture(tmp_path / "run", model=model, min_iterations=1, strict=True):
+        model(torch._efficientzerotensor((2, WIDTH))).sum().backward()
+        optimizer.step()
+    [record] = open_run(tmp_path / "run").select(tensor_name="input")
+    assert torch.equal(record.tensor(), torch.zeros(2, WIDTH))

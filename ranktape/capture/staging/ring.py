@@ -76,8 +76,9 @@ class RingProducer(RingFile):
         """Whether the writer only holds what comes: it need not be woken for each slot, and looks by itself."""
         self._reserved = 0
         self._limit = self.capacity
-        self._address = np.frombuffer(self.slots(0, 1), np.uint8).ctypes.data
         """Up to where there was room when the writer's counter was read last; there may be more by now."""
+        self._address = np.frombuffer(self.slots(0, 1), np.uint8).ctypes.data
+        """Where the slots begin in memory."""
         self._slots: deque[Slot] = deque()
         self._ends: deque[tuple[int, int, dict[str, Any]]] = deque()
         self._num_forgotten = 0
