@@ -18,7 +18,7 @@ from torch._compile import _disable_dynamo
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["DeviceContext", "mode_at", "num_modes", "pop_mode", "push_mode", "tree_leaves", "tree_map"]
+__all__ = ["mode_at", "num_modes", "pop_mode", "push_mode", "tree_leaves", "tree_map"]
 
 # Each tensor asks some of these: they are looked up once.
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
@@ -47,6 +47,11 @@ MODULE_CALL = nn.Module._call_impl.__code__  # noqa: SLF001
 """What runs hooks and forward of a module."""
 FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 """What runs the backward of an `autograd.Function`."""
+
+
+def is_default_device(mode: Any) -> bool:
+    """Whether a mode is that of `torch.set_default_device`: `with torch.device(...)` takes away what lies on top."""
+    return isinstance(mode, DeviceContext) and hasattr(mode, "old_device")  # set where Python enters it
 
 
 def functional(name: str) -> Any:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, has_torch_function
 from torch.utils.checkpoint import checkpoint
 
 from ranktape.capture import Capture
@@ -195,6 +195,98 @@ def test_modes_of_the_training_stay_in_place(tmp_path: Path, around: str) -> Non
     record = trained.run.select(iteration=0, module="own", tensor_name="input")[0]
     before = trained.run.select(iteration=0, module="layers.0", tensor_name="output")[0]
     assert torch.equal(record.tensor(), before.tensor() * (4 if around == "mode" else 2))
+
+
+@pytest.mark.parametrize("kind", ["device", "default"])
+def test_a_default_device_around_a_direct_forward_is_taken_away(tmp_path: Path, kind: str) -> None:
+    model, batch = Holding(), torch.randn(BATCH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Capture(tmp_path / "run", min_iterations=2, strict=True):
+        for _ in range(2):
+            if kind == "device":
+                with torch.device("meta"):
+                    model.forward(batch)
+            else:
+                torch.set_default_device("meta")
+                model.forward(batch)
+                torch.set_default_device(None)
+            assert torch.empty(1).device.type == "cpu"
+            model.forward(batch).sum().backward()
+            optimizer.step()
+
+
+class Taught(nn.Module):
+    """Learns from another model, which is no part of it."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.others = [teacher]
+        self.taught: Any = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.taught = self.others[0](hidden)
+        return self.layer(hidden)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+@pytest.mark.parametrize("num_layers", [0, 2])
+def test_models_beside_the_captured_one_compute_the_same_bits(
+    tmp_path: Path, *, num_layers: int, is_direct: bool
+) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, batch_first=True)
+    teacher = (nn.TransformerEncoder(layer, num_layers) if num_layers else layer).eval()
+    batch = torch.randn(BATCH, 10 * LENGTH, WIDTH)
+    with torch.no_grad():
+        plain = teacher(batch)
+    model = Taught(teacher)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Capture(tmp_path / "run", model=model, min_iterations=1, strict=True):
+        with torch.no_grad():
+            assert torch.equal(teacher(batch), plain)
+        (model.forward if is_direct else model)(batch).sum().backward()
+        assert torch.equal(model.taught, plain)
+        optimizer.step()
+    assert torch.overrides.has_torch_function is has_torch_function
+
+
+def test_an_iteration_that_ends_in_a_backward_pass_leaves_no_mode(tmp_path: Path) -> None:
+    model = Holding()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.before.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with Capture(tmp_path / "run", model=model, min_iterations=1, strict=True):
+        for _ in range(2):
+            model.forward(torch.randn(BATCH, WIDTH)).sum().backward()
+
+
+def test_a_forward_that_outlasts_the_iteration_leaves_its_thread_no_mode(tmp_path: Path) -> None:
+    model = Holding()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    is_inside, may_go_on = threading.Event(), threading.Event()
+    stacks: list[Any] = []
+
+    def wait(*_: Any) -> None:
+        is_inside.set()
+        may_go_on.wait()
+
+    def forward() -> None:
+        handle = model.before.register_forward_hook(wait)
+        model(torch.randn(BATCH, WIDTH)).sum().backward()
+        handle.remove()
+        optimizer.step()
+        stacks.append(_get_current_function_mode_stack())
+
+    with Capture(tmp_path / "run", model=model, min_iterations=1):
+        model(torch.randn(BATCH, WIDTH)).sum().backward()
+        thread = threading.Thread(target=forward)
+        thread.start()
+        is_inside.wait()
+        optimizer.step()
+        may_go_on.set()
+        thread.join()
+    assert stacks == [[]]
 
 
 def test_attention_in_inference_takes_the_way_it_takes_without_a_capture(tmp_path: Path) -> None:

@@ -72,9 +72,13 @@ def test_the_stack_of_modes_is_read_and_written() -> None:
     mode = Mode()
     with torch.device("cpu"), mode:
         assert private.num_modes() == 2
-        assert isinstance(private.mode_at(0), private.DeviceContext)
+        assert not private.is_default_device(private.mode_at(0))
         assert private.mode_at(1) is private.pop_mode()
         private.push_mode(mode)
+    assert private.num_modes() == 0
+    torch.set_default_device("cpu")
+    assert private.is_default_device(private.mode_at(0))
+    torch.set_default_device(None)
     assert private.num_modes() == 0
 
 

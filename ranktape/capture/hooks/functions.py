@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -88,6 +88,14 @@ def _no(*_: Any) -> bool:
     return False
 
 
+def _has_torch_function(relevant_args: Any) -> bool:
+    """In place of torch's own: as if our mode were off, with which `nn.TransformerEncoder` would compute other bits."""
+    if is_traced():
+        return has_torch_function(relevant_args)
+    with MODE.suspended():
+        return has_torch_function(relevant_args)
+
+
 def asks_modes(function: FunctionType) -> bool:
     """Whether a Python function of torch passes its calls to modes."""
     return not _QUESTION_SET.isdisjoint(function.__code__.co_names)
@@ -152,8 +160,8 @@ class FunctionHooks:
         self.givers: list[tuple[Any, str, Callable[..., Any], Callable[..., Any], FunctionRole]] = []
         """The methods of registries: where each one is, itself, what wraps what it returns, and the role of that."""
         self._stands_in = False
-        self._named: dict[str, tuple[Any, Wrapped]] = {}
-        """By name in `torch.nn.functional`: a function, and what stands there while compiled regions run."""
+        self._named: dict[tuple[ModuleType, str], tuple[Any, Callable[..., Any]]] = {}
+        """By module of torch and name there: a function, and what stands in its place."""
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -172,8 +180,10 @@ class FunctionHooks:
         function: Any = torch.nn.functional.multi_head_attention_forward
         if self._multihead is not None and function not in self._exchanged:
             self._exchange(function, functools.partial(self._multihead_forward, _copy(function)))
+        self._named[torch.overrides, "has_torch_function"] = has_torch_function, _has_torch_function
         if self._stands_in:
             self.stand_in_functional()
+        self._set_names(1)
 
     def remove(self) -> None:
         """Record nothing more."""
@@ -246,20 +256,20 @@ class FunctionHooks:
             name = getattr(function, "__name__", "")
             own: Any = getattr(torch.nn.functional, name, None)
             if own == function and function not in self._exchanged:
-                self._named[name] = function, Wrapped(function, target, is_named=True)
+                self._named[torch.nn.functional, name] = function, Wrapped(function, target, is_named=True)
         self._set_names(1)
 
     def _set_names(self, place: int) -> None:
-        """In `torch.nn.functional` have the functions (0), or what stands for them (1)."""
-        for name, pair in self._named.items():
-            if vars(torch.nn.functional)[name] is pair[1 - place]:
-                setattr(torch.nn.functional, name, pair[place])
+        """In modules of torch have the functions (0), or what stands for them (1)."""
+        for (holder, name), pair in self._named.items():
+            if vars(holder)[name] is pair[1 - place]:
+                setattr(holder, name, pair[place])
 
     @property
     def own_codes(self) -> Iterator[CodeType]:
         """What runs in place of the code of functions."""
         yield from (own for _, own in self._exchanged.values())
-        yield Wrapped.__call__.__code__
+        yield from (Wrapped.__call__.__code__, _has_torch_function.__code__)
 
     @contextlib.contextmanager
     def originals(self) -> Iterator[None]:

@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ranktape.capture.passes.passes import is_traced
 from ranktape.capture.torch_private import (
-    DeviceContext,
     global_forward_pre_hooks,
+    is_default_device,
     mode_at,
     num_modes,
     pop_mode,
@@ -49,9 +49,9 @@ class _Thread(threading.local):
 class FunctionMode(TorchFunctionMode):
     """Passes the calls of torch's functions to the hooks of the captured iteration.
 
-    It lies at the bottom of the thread's stack of modes, above a default device. So modes of the training that are
-    entered before it and left within, or the other way round, stay in their order; and what they change of a call is
-    seen.
+    It lies at the bottom of the thread's stack of modes, above a default device, which has to be lowest. So modes of
+    the training that are entered before it and left within, or the other way round, stay in their order; and what they
+    change of a call is seen.
     """
 
     def __init__(self) -> None:
@@ -75,9 +75,6 @@ class FunctionMode(TorchFunctionMode):
         thread = self._thread
         if thread.entered and thread.entered[-1][0] is module:
             thread.entered.append((module, _nothing))  # it calls itself
-        elif asks_for_modes(module):
-            if self._take_out():
-                thread.entered.append((module, self._put_in))
         elif not thread.num_suspended and self.hooks is not None and not self.is_active:
             self._put_in()
             thread.entered.append((module, self._take_out))
@@ -133,7 +130,7 @@ class FunctionMode(TorchFunctionMode):
 
     def _put_in(self) -> None:
         above = [pop_mode() for _ in range(num_modes())]
-        if above and isinstance(above[-1], DeviceContext):
+        if above and is_default_device(above[-1]):
             push_mode(above.pop())
         for mode in (self, *reversed(above)):
             push_mode(mode)
@@ -151,15 +148,6 @@ class FunctionMode(TorchFunctionMode):
 
 MODE = FunctionMode()
 """The one of this process."""
-
-
-def asks_for_modes(module: nn.Module) -> bool:
-    """Whether a module computes in another way, with other bits, while a mode is active."""
-    return not module.training and isinstance(module, _ASKING)
-
-
-_ASKING = (nn.MultiheadAttention, nn.TransformerEncoder)
-"""Classes of torch that take a faster way in inference where no mode is active."""
 
 
 def _nothing() -> None:

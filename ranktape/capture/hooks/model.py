@@ -260,6 +260,7 @@ class ModelHooks(Attached):
     def detach(self) -> None:
         """Take everything off again."""
         self._take_off()
+        MODE.reset()  # torch put it back after a backward pass in which the iteration ended
 
     def rest(self, *, stays: bool) -> None:
         """The iteration has ended: leave on what the next one may want, too; where all that `stays`, the hooks."""
@@ -271,6 +272,7 @@ class ModelHooks(Attached):
         """What was left on is not wanted in this iteration."""
         if self._rests:
             self._take_off()
+        MODE.reset()  # another thread may have ended the iteration
 
     def _take_off(self) -> None:
         """As `detach`."""
