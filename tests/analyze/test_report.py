@@ -30,9 +30,10 @@ from ranktape.analyze.findings.finding import Finding, Severity
 from ranktape.analyze.identity import natural
 from ranktape.analyze.numerics.digest import SAMPLE_METRICS as KNOWN_OF_SAMPLES
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array
+from ranktape.analyze.table import Column, Kind, Table
 from ranktape.analyze.views.report import columns
 from ranktape.analyze.views.report.columns import MAX_SWEPT_NBYTES, SAMPLE_METRICS, packed, sample_columns
-from ranktape.analyze.views.report.model import Model, build_model
+from ranktape.analyze.views.report.model import Comparison, Model, build_model
 from ranktape.analyze.views.report.page import FORMATS, deflated, render, write_report
 from ranktape.errors import NoRecordsError, NoSpaceError, StorageError, UsageError
 from ranktape.storage import Records, Run
@@ -361,6 +362,24 @@ def test_a_report_is_the_same_bytes_again(run: Run, tmp_path: Path) -> None:
     assert write_report(run.select(), output=path, engine=Engine(use_cache=False)).read_bytes() == first
     assert [one.name for one in path.parent.iterdir()] == ["report.html"]
     assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def test_a_comparison_with_a_training_that_diverged_has_a_page(run: Run) -> None:
+    table = Table(title="t", columns=(Column(name="quant_type", kind=Kind.TEXT),), rows=(("bf16",), ("mxfp4",)))
+    comparison = Comparison(
+        table=table,
+        said="against bf16",
+        sqnr={
+            ("a", "output", "mxfp4"): -math.inf,
+            ("a", "grad_input", "mxfp4"): math.inf,
+            ("b", "output", "x"): math.nan,
+        },
+        target_sqnr=18.0,
+        losses={"bf16": [(0, 3.5), (1, 3.25)], "mxfp4": [(0, math.nan), (1, math.inf)]},
+    )
+    data = data_of(render(model_of(run.select(), comparison=comparison)))
+    assert data["losses"] == {"bf16": [[0, 3.5], [1, 3.25]], "mxfp4": [[0, None], [1, None]]}
+    assert {value for row in data["recipes"]["sqnr"] for value in row} == {"-Infinity", "Infinity", None}
 
 
 def _umask() -> int:

@@ -55,14 +55,19 @@ MAX_RECIPE_ROWS = 60
 """Modules that have a row of their own in the map of recipes; if there are more, a row is a layer."""
 
 
+def json_number(value: float | None) -> float | str | None:
+    """A number as the page's script reads it by `Number`; None for NaN."""
+    if value is None or math.isnan(value):
+        return None
+    return value if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
+
+
 def packed(values: Sequence[float | None] | NDArray[Any]) -> dict[str, Any]:
     """A column as JSON holds it: `type`, and `data` or `value`; NaN for None, infinities as they are."""
     known = values if isinstance(values, np.ndarray) else [math.nan if value is None else value for value in values]
     column = np.array(known, dtype=np.float64)
     if column.size and np.all((column == column[0]) | (np.isnan(column) & np.isnan(column[0]))):
-        value = float(column[0])
-        infinite = "Infinity" if value > 0 else "-Infinity"
-        return {"type": "same", "value": None if math.isnan(value) else infinite if math.isinf(value) else value}
+        return {"type": "same", "value": json_number(float(column[0]))}
     dtype = _narrowest(column)
     planes = column.astype(dtype).view(np.uint8).reshape(column.size, dtype.itemsize).T
     return {"type": dtype.str.lstrip("<|"), "data": base64.b64encode(planes.tobytes()).decode("ascii")}
@@ -278,8 +283,7 @@ def recipe_map(records: Records, replayed: Replayed, recipes: Sequence[Recipe]) 
         members.get(tuple(call.field(field) for field in fields), set()).update(own)
 
     def ratio(sums: ErrorSums | None) -> float | str | None:
-        value = None if sums is None else sums.sqnr
-        return "Infinity" if value == math.inf else value
+        return json_number(None if sums is None else sums.sqnr)
 
     return {
         "rows": [printable(" ".join(map(str, row)) if len(row) == 1 else f"layer {row[0]} {row[1]}") for row in rows],

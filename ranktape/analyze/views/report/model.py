@@ -32,6 +32,7 @@ from ranktape.analyze.table import Table
 from ranktape.analyze.views.report.columns import (
     SHOWN,
     histograms_of,
+    json_number,
     looked_at,
     packed,
     ratios_of,
@@ -108,9 +109,13 @@ class Comparison:
     losses: Mapping[str, Sequence[tuple[int, float]]]
     """For each source the steps whose loss is known, and the losses."""
 
-    def curves(self) -> dict[str, list[tuple[int, float]]]:
-        """The losses of each source; empty where one point is all that is known of each."""
-        shown = {printable(source): [*points] for source, points in self.losses.items() if points}
+    def curves(self) -> dict[str, list[tuple[int, float | None]]]:
+        """The losses of each source, None for NaN and infinity; empty where one point is all that is known of each."""
+        shown = {
+            printable(source): [(step, loss if math.isfinite(loss) else None) for step, loss in points]
+            for source, points in self.losses.items()
+            if points
+        }
         return shown if any(len(points) > 1 for points in shown.values()) else {}
 
     def matrix(self, records: Records) -> dict[str, Any] | None:
@@ -128,15 +133,11 @@ class Comparison:
                 {"product": product, "recipe": printable(source), "bits": None, "is_recorded": False}
                 for product, source in columns
             ],
-            "sqnr": [[_json_number(self.sqnr.get((module, *column))) for column in columns] for module in modules],
+            "sqnr": [[json_number(self.sqnr.get((module, *column))) for column in columns] for module in modules],
             "num_lost": [[0] * len(columns) for _ in modules],
             "records": [rows_of.get(module, [])[:MAX_PLACES] for module in modules],
             "target": self.target_sqnr,
         }
-
-
-def _json_number(value: float | None) -> float | str | None:
-    return "Infinity" if value == math.inf else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

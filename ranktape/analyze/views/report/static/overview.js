@@ -141,11 +141,6 @@ function drawOverview() {
 
 const TARGET_SPAN = 15;
 
-/** Colours that change at a target: orange below it, blue above. */
-function aroundTarget(target) {
-  return { colorscale: diverging, reversescale: true, zmin: target - TARGET_SPAN, zmax: target + TARGET_SPAN };
-}
-
 /** The losses that trainings printed, a line for each. */
 function drawLosses() {
   if (raw.losses === null || Object.keys(raw.losses).length === 0) return;
@@ -165,7 +160,8 @@ function drawRecipes() {
   const spaced = columns.flatMap((_, index) => (isGap(index) ? [null, index] : [index]));
   const cellsOf = (row, made, gap = null) => spaced.map((index) => (index === null ? gap : made(sqnr[row][index] === null ? null : Number(sqnr[row][index]), index)));
   const finite = sqnr.flatMap((row) => row.map((value, index) => (value === null || columns[index].is_recorded ? NaN : Number(value)))).filter(Number.isFinite);
-  const [low, high] = finite.length > 0 ? ends(finite) : [0, 1];
+  // With a target, colours change there: orange below it, blue above.
+  const [low, high] = target !== undefined ? [target - TARGET_SPAN, target + TARGET_SPAN] : finite.length > 0 ? ends(finite) : [0, 1];
   const marked = rows.map((_, row) => cellsOf(row, (value, index) => (lost[row][index] > 0 ? "nan" : null)));
   const text = rows.map((name, row) => cellsOf(row, (value, index) => {
     const { product, recipe, bits } = columns[index];
@@ -182,7 +178,7 @@ function drawRecipes() {
     colored: {
       // What the training's own rounding costs is far above all recipes: it has the colour of the best one.
       z: rows.map((_, row) => cellsOf(row, (value) => (value === null ? null : Math.min(Math.max(value, low), high)))),
-      ...(target === undefined ? { zmin: low, zmax: Math.max(high, low + 1) } : aroundTarget(target)), colorbar: { ticksuffix: " dB" },
+      zmin: low, zmax: Math.max(high, low + 1), ...(target === undefined ? {} : { colorscale: diverging, reversescale: true }), colorbar: { ticksuffix: " dB" },
     },
     trace: {
       customdata: text, hovertemplate: "%{customdata}<extra></extra>", texttemplate: "%{text}", textfont: { size: 11 },
