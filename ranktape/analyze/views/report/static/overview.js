@@ -182,7 +182,7 @@ function drawRecipes() {
     },
     trace: {
       customdata: text, hovertemplate: "%{customdata}<extra></extra>", texttemplate: "%{text}", textfont: { size: 11 },
-      text: rows.map((_, row) => cellsOf(row, (value) => (value === null ? "" : Number.isFinite(value) ? value.toFixed(1) : "exact"), "")),
+      text: rows.map((_, row) => cellsOf(row, (value) => (value === null ? "" : Number.isFinite(value) ? value.toFixed(1) : value > 0 ? "exact" : number(value)), "")),
     },
     height: Math.max(260, 130 + rows.length * 20), margin: { l: 60, r: 16, t: 44, b: 48 },
     annotations: products.map((product) => ({ x: middle(product), y: 1, yref: "paper", yanchor: "bottom", showarrow: false, text: `<b>${label(product)}</b>` })),
