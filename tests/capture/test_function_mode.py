@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -349,3 +350,16 @@ def test_a_function_of_python_is_the_same_function_again(tmp_path: Path) -> None
         assert F.multi_head_attention_forward.__code__ is not code
         optimizer.step()
     assert F.multi_head_attention_forward.__code__ is code
+
+
+def test_a_function_of_python_keeps_its_signature(tmp_path: Path) -> None:
+    """Callers such as transformers pass `window_size` only to an attention that takes it, as `inspect` says."""
+    function = F.multi_head_attention_forward
+    signature, names = inspect.signature(function), set(vars(function))
+    model = nn.MultiheadAttention(WIDTH, 4)
+    batch = torch.randn(LENGTH, BATCH, WIDTH)
+    with Capture(tmp_path / "run", model=model, min_iterations=1, strict=True):
+        model(batch, batch, batch)[0].sum().backward()
+        assert inspect.signature(function) == signature
+    assert inspect.signature(function) == signature
+    assert set(vars(function)) == names

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -235,6 +236,10 @@ class FunctionHooks:
             return True  # cannot be a key
 
     def _exchange(self, function: Any, handler: Callable[..., Any]) -> None:
+        if "__signature__" not in vars(function):
+            # Callers ask which arguments it has, and leave out what it does not take.
+            function.__signature__ = inspect.signature(function)
+            self._undo.append(functools.partial(vars(function).pop, "__signature__", None))
         code = function.__code__
         own = _TEMPLATE.replace(
             co_consts=tuple(handler if one == _HANDLER else one for one in _TEMPLATE.co_consts),
