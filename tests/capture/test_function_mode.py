@@ -152,6 +152,30 @@ def test_bare_products_in_a_recomputation_have_all_their_gradients(tmp_path: Pat
     assert verify_run(trained.run) == Counter(output=6, grad_weight=6, grad_input=4)
 
 
+class Leading(nn.Module):
+    """Begins with a bare product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.after = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.after(F.linear(hidden, self.own))  # type: ignore[no-any-return]
+
+
+def test_models_may_be_called_in_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return (model(batch) + model.forward(batch) + model(batch)).square().mean()  # type: ignore[no-any-return]
+
+    trained = train_twice(Task(make=Leading, loss=loss), tmp_path / "run")
+    assert trained.is_equal
+    outputs = trained.run.select(tensor_name="output")
+    counts = Counter(zip(outputs.column("iteration"), outputs.column("module"), strict=True))
+    assert counts == {(0, "own"): 2, (0, "after"): 3, (1, "own"): 3, (1, "after"): 3}
+    assert "functions before its first module are not recorded" in capsys.readouterr().err
+
+
 class Doubling(TorchFunctionMode):
     """A mode of the training's own, that changes what is multiplied."""
 

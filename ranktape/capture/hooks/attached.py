@@ -62,6 +62,10 @@ class Attached:
         self._stage_prefixes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._is_direct = False
         """Whether the forward of a model may be called directly, without its hooks."""
+        self._was_direct = False
+        """Whether one ever was."""
+        self._was_called = False
+        """Whether a model ever was, with its hooks."""
         self._is_refused = False
         """Whether something was refused as the hooks were put on."""
         self._layout: list[Any] = []
@@ -186,11 +190,14 @@ class Attached:
         tracker.enter(frame, args, kwargs)
         if tracker.is_outermost and not in_backward():
             MODE.reset()  # what an interrupt left behind, or what was entered for direct calls
-            self._is_direct = False
+            self._is_direct = self._was_direct
         if tracker.is_active:
             if tracker.is_direct:
-                self._is_direct = True
+                if self._was_called and not self._is_direct:
+                    self._watch.tell(_LATE)
+                self._is_direct = self._was_direct = True
                 MODE.stay()
+            self._was_called |= not tracker.is_direct
             MODE.enter(frame.module)
 
     def _on_leave(self, module: nn.Module, _args: Any, output: Any) -> None:
@@ -202,6 +209,8 @@ class Attached:
             self._tracker.leave(module, output)
             if is_recorded and self._tracker.current() is None and not in_backward():
                 self._watch_idle()
+            if self._is_direct and self._tracker.current() is None and not in_backward():
+                MODE.stay()
 
     def _watch_idle(self) -> None:
         """A pass has ended: notice the gradients of weights whose modules it has not called, as these were used.
@@ -233,6 +242,13 @@ class Attached:
             is_named = not self._options.wants_layers or self._options.names_layer_type(layer_type)
             self._wanted[layer_type, path] = is_named and self._wants(layer_type) and self._is_wanted(path)
         return self._wanted[layer_type, path]
+
+
+_LATE = (
+    "the forward of a model is called directly: of its first call, functions before its first module are not recorded, "
+    "and those of later calls are"
+)
+"""Said where the mode was off, as the model had been called as a module before."""
 
 
 def _source(frame: Frame, layer_type: str, component: str) -> Source:
