@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import fnmatch
+import importlib
 import os
 import re
 import subprocess
@@ -54,6 +56,21 @@ def test_the_tree_in_contributing_has_every_folder_and_nothing_else() -> None:
     documented = _documented_tree()
     assert {path for path in documented if (CHECKOUT / path).is_dir()} == _real_folders()
     assert [path for path in documented if not (CHECKOUT / path).exists()] == []
+
+
+def test_what_examples_import_is_there() -> None:
+    imports = {
+        (page.name, node.module or "", one.name)
+        for page in PAGES
+        for language, source in blocks_of(page.read_text(encoding="utf-8"))
+        if language == "python"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ranktape")
+        for one in node.names
+    }
+    assert len(imports) > 20
+    missing = [one for one in sorted(imports) if not hasattr(importlib.import_module(one[1]), one[2])]
+    assert missing == []
 
 
 def test_readme_is_short() -> None:
