@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils.checkpoint import checkpoint
 
 from ranktape.capture import Capture
-from ranktape.capture.hooks.hook import MODE
+from ranktape.capture.hooks.hook import MODE, Hook
 from ranktape.storage import Run, open_run
 from tests.capture.role_models import BATCH, LENGTH, WIDTH, Multihead, Task, train_twice
 from tests.capture.verify import verify_run
@@ -350,6 +350,23 @@ def test_an_interrupted_forward_leaves_no_mode(tmp_path: Path) -> None:
         optimizer.step()
         assert not _get_current_function_mode_stack()
     assert len(open_run(tmp_path / "run").select(tensor_name="grad_weight")) == 2
+
+
+@pytest.mark.parametrize("place", ["hook", "suspended"])
+def test_a_capture_that_a_signal_ends_while_the_mode_is_off_leaves_no_mode(tmp_path: Path, place: str) -> None:
+    model = Holding()
+    with Capture(tmp_path / "run", model=model) as capture:
+
+        def interrupt(*_: Any) -> None:
+            if place == "hook":
+                Hook(capture.close)()
+            else:
+                with MODE.suspended():
+                    capture.close()
+
+        model.before.register_forward_hook(interrupt)
+        model(torch.randn(BATCH, WIDTH))
+        assert not _get_current_function_mode_stack()
 
 
 def test_each_thread_has_a_mode_of_its_own(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ class FunctionMode(TorchFunctionMode):
             yield
         finally:
             self._thread.num_suspended -= 1
-            if was_active:
+            if was_active and self.hooks is not None:
                 self._put_in()
 
     @property
@@ -175,7 +175,8 @@ class Hook:
         try:
             return self._call(*args, **kwargs)
         finally:
-            push_mode(MODE)
+            if MODE.hooks is not None:  # else a signal ended the capture meanwhile
+                push_mode(MODE)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The exit of a context that is none takes any arguments and returns nothing, which changes nothing.
