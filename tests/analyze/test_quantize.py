@@ -556,6 +556,13 @@ def test_what_is_not_a_real_floating_point_number_is_refused(dtype: Any) -> None
         quantize(np.zeros(4, dtype=dtype), "mxfp8_e4m3")
 
 
+def test_hybrid_rounding_refuses_a_type_whose_bits_it_does_not_look_at_unless_a_scale_makes_it_float32() -> None:
+    ones = np.ones(4)
+    with pytest.raises(UsageError, match="give float32, float16, bfloat16, not float64"):
+        quantize(ones, "hif8", rounding="hybrid")
+    assert quantize(ones, "hif8", rounding="hybrid", scaling="tensor").values.tolist() == [1.0] * 4
+
+
 def test_lists_are_arrays_and_ragged_ones_are_refused() -> None:
     assert quantize([[1.0, 2.1]], "fp8_e4m3", warn=False).values.tolist() == [[1.0, 2.0]]  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="give lists of the same length"):
