@@ -33,8 +33,8 @@ def exhaustive_but(*kept: str, reason: str) -> pytest.MarkDecorator:
     return pytest.mark.exhaustive_but(*kept, reason=reason)
 
 
-def mark_others(items: Iterable[pytest.Item]) -> None:
-    """Mark what `exhaustive_but` does not keep; raise an error where several cases are there and none is kept."""
+def mark_others(items: Iterable[pytest.Item], *, are_all: bool) -> None:
+    """Mark what `exhaustive_but` does not keep; where `are_all` cases are there, it is an error that none is kept."""
     cases = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("exhaustive_but"):
@@ -43,7 +43,7 @@ def mark_others(items: Iterable[pytest.Item]) -> None:
         mark = alike[0].get_closest_marker("exhaustive_but")
         assert mark is not None
         others = [item for item in alike if item.callspec.id not in mark.args]
-        if len(others) == len(alike) > 1:
+        if are_all and len(others) == len(alike):
             raise pytest.UsageError(f"{name}: exhaustive_but keeps {mark.args}, which none of its cases is")
         for item in others:
             item.add_marker(exhaustive(mark.kwargs["reason"]))

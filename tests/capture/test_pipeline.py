@@ -20,7 +20,7 @@ from tests.capture.parallel_models import OPTIONS, Recipe
 from tests.capture.programs import pipeline_models
 from tests.capture.programs.pipeline import BATCH, KINDS, MICROBATCHES, STEPS, WIDTH, attend
 from tests.capture.verify import verify_run
-from tests.exhaustive import exhaustive, exhaustive_but
+from tests.exhaustive import exhaustive
 from tests.launch.processes import torchrun
 
 PROGRAM = Path(__file__).parent / "programs" / "pipeline.py"
@@ -194,7 +194,6 @@ def key_of(record: Record) -> Key:
         pytest.param("gpt2-all", marks=[support(framework="HF GPT-2", parallelism="PP", features=AT_ONCE), PAIRED]),
     ],
 )
-@exhaustive_but("plain-all", "gpt2", reason="two models are in make test")
 def test_two_stages_record_what_one_process_records_of_the_whole_model(
     variant: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
