@@ -7,6 +7,7 @@ one place; what the trainings print is in a log beside each run.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
@@ -438,10 +439,11 @@ def _training(command: Sequence[str], output: IO[bytes]) -> Iterator[subprocess.
                 process.wait()
 
 
-def split_words(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def split_words(words: Sequence[str], *, own: Collection[str] = ()) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The options of torchrun, and the script with its arguments (-m before a module), of one command line.
 
-    Of `python [options] script` the first part is `python` and its options.
+    Of `python [options] script` the first part is `python` and its options. An option that torchrun does not know may
+    be one of `own`, those of the command, misspelt.
 
     Raises:
         UsageError: torchrun, or Python, would not take it.
@@ -454,7 +456,10 @@ def split_words(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]
     from torch.distributed.run import determine_local_world_size, get_args_parser
 
     def fail(message: str) -> NoReturn:
-        raise UsageError(f"torchrun would not take {shlex.join(given):.200}: {message}")
+        unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
+        near = difflib.get_close_matches(unknown[1], own, n=1) if unknown else []
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UsageError(f"torchrun would not take {shlex.join(given):.200}: {message}{hint}")
 
     parser = get_args_parser()
     parser.error = fail  # type: ignore[method-assign]  # its own ends the process

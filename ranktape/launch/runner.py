@@ -117,7 +117,8 @@ def record_command(
     from ranktape.capture.settings.options import check_layer_types
     from ranktape.capture.starting import open_place
 
-    before, script = split_words(words)
+    options = click.get_current_context().command.params
+    before, script = split_words(words, own=[name for option in options for name in option.opts])
     is_module = script[0] == "-m"
     # Mistakes are answered here, not by each rank.
     Script(name=script[is_module], arguments=(), is_module=is_module).check()

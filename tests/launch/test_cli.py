@@ -172,6 +172,7 @@ def test_record_asks_for_the_words_before_the_script() -> None:
         (["--"], "no script is given"),
         (["--", "missing.py"], "no script 'missing.py'"),
         (["--nproc-per-node", "two", "--", "train.py"], "Unsupported nproc_per_node value: two"),
+        (["--evry", "3", "--", "train.py"], "unrecognized arguments: --evry; did you mean --every?"),
         (["--every", "0", "--", "train.py"], "--every 0 is not allowed: give 1 or more"),
         (["--layers", "x", "--", "train.py"], "layers holds numbers and 'x' is not one"),
         (["--select", "layer_type=lineer", "--", "train.py"], "did you mean linear"),
