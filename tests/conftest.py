@@ -91,7 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if any(not mark.args or item.get_closest_marker("alone") for mark in item.iter_markers("exhaustive")):
             raise pytest.UsageError(f"{item.nodeid}: an exhaustive test says why it is, and is not alone")
-    is_part = config.getoption("lf") or any("::" in argument for argument in config.args)
+    is_part = config.getoption("lf", default=False) or any("::" in argument for argument in config.args)
     mark_others(items, are_all=not is_part)
     mark_combinations(items)
     for marker, meaning in OPT_IN.items():
