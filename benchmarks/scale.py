@@ -42,9 +42,8 @@ from ranktape.storage.places.urls import open_backend
 from ranktape.storage.query.columns import StringColumn
 from ranktape.storage.recording.start import begin_attempt
 from ranktape.storage.recording.writer import RankWriter
-from ranktape.storage.records.reader import RunReader
 from ranktape.storage.records.record import Record
-from ranktape.storage.records.run import open_run
+from ranktape.storage.records.run import RunReader, open_run
 from tests.runs import describe, write_run
 
 if TYPE_CHECKING:

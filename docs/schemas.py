@@ -35,10 +35,9 @@ from ranktape.launch.control import ControlReply
 from ranktape.launch.machine import Examined
 from ranktape.storage import open_run
 from ranktape.storage.format.live import Trigger
-from ranktape.storage.format.status import IterationStatus, RunVerdict
-from ranktape.storage.maintenance.copy import CopyReport, SelectionReport
+from ranktape.storage.format.progress import IterationStatus, RunVerdict
+from ranktape.storage.maintenance.copy import CopyReport, PushReport, SelectionReport
 from ranktape.storage.maintenance.finding import CheckFinding
-from ranktape.storage.maintenance.outbox import PushReport
 from ranktape.storage.maintenance.prune import PruneReport
 from ranktape.storage.maintenance.runs import RunSummary
 from ranktape.storage.records.records import KNOWN_COLUMNS

@@ -87,7 +87,6 @@ ROOMS = {
 """Folders inside a folder; each may import those before it."""
 
 CLIMBS = {
-    ("storage.places", "storage.format"),
     ("analyze.questions", "analyze.findings"),
 }
 """Folders that still import a later one. The list only gets shorter."""

@@ -135,9 +135,9 @@ class Selection:
             StorageError: the store cannot be read.
         """
         from ranktape.storage.query.filters import parse_filter
-        from ranktape.storage.records.notebook import spans
         from ranktape.storage.records.records import nothing_matches
         from ranktape.storage.records.run import Run
+        from ranktape.storage.records.tables import spans
 
         if not run.iterations:
             what = "complete iteration" if isinstance(run, Run) else "file that can be read"

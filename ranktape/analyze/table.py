@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ranktape.analyze.console import MAX_TEXT_ROWS, Form, encodable, printable_lines
 from ranktape.errors import UsageError, nearest
-from ranktape.storage.format.memory import nbytes_text
+from ranktape.storage.places.backend import nbytes_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -333,7 +333,7 @@ class Table:
         Raises:
             UsageError: pandas is not installed.
         """
-        from ranktape.storage.records.frames import Dtype, data_frame
+        from ranktape.storage.records.tables import Dtype, data_frame
 
         dtypes = {Kind.TEXT: Dtype.TEXT, Kind.LIST: Dtype.OBJECT}
         dtypes |= dict.fromkeys((Kind.INTEGER, Kind.NBYTES), Dtype.INTEGER)
@@ -406,14 +406,14 @@ class Table:
         return Group(*self._brief().rich_parts())
 
     def _repr_html_(self) -> str:
-        from ranktape.storage.records.notebook import html_table
+        from ranktape.storage.records.tables import html_table
 
         shown = self._brief()
         return html_table(shown.heads, shown.cells, is_left=shown.is_left, heading=shown.heading, notes=shown.notes)
 
     def _brief(self) -> TextTable:
         """The first rows, with what is long cut off, and without the notes where there are many."""
-        from ranktape.storage.records.notebook import clipped
+        from ranktape.storage.records.tables import clipped
 
         shown = _shown(self.first(MAX_BRIEF_ROWS), wide=False)
         return replace(

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ranktape.storage.format.memory import nbytes_text
+from ranktape.storage.places.backend import nbytes_text
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:

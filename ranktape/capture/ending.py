@@ -9,7 +9,7 @@ from typing import Any
 from ranktape.capture.console import Console
 from ranktape.capture.staging.process import WriterProcess
 from ranktape.errors import RanktapeError
-from ranktape.storage.format.status import RunVerdict
+from ranktape.storage.format.progress import RunVerdict
 from ranktape.storage.places.backend import Backend
 
 

@@ -21,7 +21,8 @@ from ranktape.capture.settings.selecting import Selecting
 from ranktape.capture.staging.ring import NoRoomError
 from ranktape.capture.staging.ring_file import Counter, SlotKind
 from ranktape.errors import CaptureError, RanktapeError
-from ranktape.storage.format.status import DISABLED, MAX_TEXT, TriggerKind
+from ranktape.storage.format.live import MAX_TEXT, TriggerKind
+from ranktape.storage.format.progress import DISABLED
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from ranktape.capture.staging.process import WriterProcess
     from ranktape.capture.stopping import StopGate
     from ranktape.capture.tensors.master import MasterWeights
-    from ranktape.storage.places.retry import RetryingBackend
+    from ranktape.storage.places.urls import RetryingBackend
 
 _TRIGGER_SECONDS = 5.0
 """Longest wait for room for a word on what happened."""

@@ -39,8 +39,9 @@ from ranktape.capture.stopping import StopGate
 from ranktape.capture.tensors.master import MasterWeights
 from ranktape.errors import CaptureError, UsageError
 from ranktape.storage.format.layout import rank_iteration_path, site_path
-from ranktape.storage.format.memory import available_nbytes
-from ranktape.storage.format.status import RunVerdict, TriggerKind
+from ranktape.storage.format.live import TriggerKind
+from ranktape.storage.format.progress import RunVerdict
+from ranktape.storage.places.backend import available_nbytes
 
 if TYPE_CHECKING:
     import argparse

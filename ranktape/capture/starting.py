@@ -25,8 +25,7 @@ from ranktape.capture.settings.options import SETTINGS, CaptureOptions
 from ranktape.capture.staging.process import WriterConfig, WriterProcess
 from ranktape.errors import LateError, StorageError, UsageError
 from ranktape.storage.places.backend import Backend
-from ranktape.storage.places.retry import RetryingBackend
-from ranktape.storage.places.urls import open_backend
+from ranktape.storage.places.urls import RetryingBackend, open_backend
 
 _GIT_TIMEOUT_SECONDS = 5
 

@@ -28,7 +28,7 @@ from ranktape.storage.format.record_info import Operation, check_term, recorded_
 if TYPE_CHECKING:
     import torch
 
-    from ranktape.storage.format.status import RunVerdict
+    from ranktape.storage.format.progress import RunVerdict
 
 
 class _OwnCapture(Capture):

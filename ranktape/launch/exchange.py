@@ -15,8 +15,8 @@ from ranktape.analyze.console import say
 from ranktape.analyze.options import MAX_NAMED_FILES, Selection
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.launch.place import CommandAnswer, command_of, count_text, shown
-from ranktape.storage.format.memory import nbytes_text
 from ranktape.storage.maintenance import OnProgress, Work
+from ranktape.storage.places.backend import nbytes_text
 from ranktape.storage.places.urls import open_backend
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.legacy.into_run import ImportReport
     from ranktape.analyze.views.exports.export import Exported
     from ranktape.storage import Records
-    from ranktape.storage.maintenance.copy import CopyReport, SelectionReport
-    from ranktape.storage.maintenance.outbox import PushReport, Spill
+    from ranktape.storage.maintenance.copy import CopyReport, PushReport, SelectionReport, Spill
 
 Pushed = tuple["Spill", "PushReport | None", "str | None"]
 """What a rank left, and what became of it, or why it could not be pushed."""
@@ -109,7 +108,7 @@ def push(
         to (URL): The run, where it is not the one that DIR names.
         keep: Leave everything in DIR, too.
     """
-    from ranktape.storage.maintenance.outbox import find_spills, push_spill
+    from ranktape.storage.maintenance.copy import find_spills, push_spill
 
     if not directory.is_dir():
         raise UsageError(f"{directory} is no directory: give the --spill-dir of a capture")

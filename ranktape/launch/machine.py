@@ -16,7 +16,7 @@ from typing import Any
 from ranktape._version import __version__
 from ranktape.errors import RanktapeError
 from ranktape.launch.place import CommandAnswer, command_of, count_text, shown
-from ranktape.storage.format.memory import available_nbytes, nbytes_text
+from ranktape.storage.places.backend import available_nbytes, nbytes_text
 from ranktape.storage.places.failures import printable
 
 EXTRAS = ("", "dask", "notebook", "tensorboard", "parquet")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import RanktapeError
 from ranktape.launch.place import CommandAnswer, command_of, count_text, open_backend_of, shown
-from ranktape.storage.format.memory import nbytes_text
 from ranktape.storage.maintenance import OnProgress
+from ranktape.storage.places.backend import nbytes_text
 
 if TYPE_CHECKING:
     from ranktape.storage.maintenance.finding import CheckFinding, CheckReport
@@ -202,7 +202,7 @@ def prune_command(report: PruneReport, _given: Mapping[str, Any]) -> CommandAnsw
 
 
 def _named(iterations: tuple[int, ...]) -> str:
-    from ranktape.storage.records.notebook import spans
+    from ranktape.storage.records.tables import spans
 
     return spans(iterations)
 

@@ -17,8 +17,7 @@ from ranktape.analyze.options import Selection
 from ranktape.errors import CheckFoundError, UsageError
 from ranktape.storage.places.backend import without_credentials
 from ranktape.storage.places.failures import printable
-from ranktape.storage.places.retry import RetryingBackend
-from ranktape.storage.places.urls import open_backend, parse_storage_options
+from ranktape.storage.places.urls import RetryingBackend, open_backend, parse_storage_options
 
 if TYPE_CHECKING:
     from ranktape.analyze.table import Table

@@ -14,8 +14,7 @@ from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import CheckFoundError, RunNotFoundError, expect_least
 from ranktape.launch.place import MAX_NAMED, CommandAnswer, by_reason, command_of, count_text, shown
 from ranktape.storage import IterationStatus, RunVerdict
-from ranktape.storage.format.memory import nbytes_text
-from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.backend import Backend, nbytes_text
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from ranktape.lazy_names import public_names
 
 if TYPE_CHECKING:
+    from ranktape.storage.format.progress import IterationState as IterationState
+    from ranktape.storage.format.progress import IterationStatus as IterationStatus
+    from ranktape.storage.format.progress import RunVerdict as RunVerdict
     from ranktape.storage.format.statistics import Statistics as Statistics
-    from ranktape.storage.format.status import IterationState as IterationState
-    from ranktape.storage.format.status import IterationStatus as IterationStatus
-    from ranktape.storage.format.status import RunVerdict as RunVerdict
     from ranktape.storage.format.zarr_floats import register as register
     from ranktape.storage.records.assemble import GlobalView as GlobalView
     from ranktape.storage.records.record import Record as Record

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from ranktape.analyze.console import Form, write_whole
 from ranktape.analyze.table import Coded, Column, Kind, Table, TableRows, number_cells, write_table
 from ranktape.errors import UsageError
-from ranktape.storage.format.memory import nbytes_text
+from ranktape.storage.places.backend import nbytes_text
 from tests.terminal import CODES, on_terminal
 
 TABLE = Table(

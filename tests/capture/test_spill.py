@@ -18,12 +18,12 @@ from ranktape.storage import IterationState, open_run
 from ranktape.storage.format.attempt import Launch
 from ranktape.storage.format.progress import write_verdict
 from ranktape.storage.maintenance.check import check_run
+from ranktape.storage.maintenance.copy import find_spills, push_spill
 from ranktape.storage.maintenance.finding import Mend
-from ranktape.storage.maintenance.outbox import find_spills, push_spill
 from ranktape.storage.maintenance.repair import repair_run
 from ranktape.storage.places.backend import Buffer
 from ranktape.storage.places.local import LocalBackend
-from ranktape.storage.places.retry import RetryingBackend
+from ranktape.storage.places.urls import RetryingBackend
 from ranktape.storage.recording.start import begin_attempt
 from ranktape.storage.recording.writer import RankWriter, SpillDirectory
 from tests.capture.light import check_arrays, tensors

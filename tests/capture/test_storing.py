@@ -32,7 +32,7 @@ from ranktape.storage.format.attempt import Attempt, Launch
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.places.backend import Buffer
 from ranktape.storage.places.local import LocalBackend
-from ranktape.storage.places.retry import RetryingBackend
+from ranktape.storage.places.urls import RetryingBackend
 from ranktape.storage.recording.start import begin_attempt
 from tests.capture.light import check_arrays, end_of, header_of, tensors
 from tests.waiting import until

@@ -17,7 +17,7 @@ from torch import nn
 from ranktape.capture import Capture, save_tensor
 from ranktape.capture.staging.ring_file import Counter
 from ranktape.storage import Run, open_run
-from ranktape.storage.format.status import TriggerKind
+from ranktape.storage.format.live import TriggerKind
 from tests.device.models import NUM_STEPS, Training
 from tests.launch.processes import CHECKOUT
 

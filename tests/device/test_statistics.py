@@ -17,8 +17,8 @@ from ranktape.capture.tensors.taking import take_on_device
 from ranktape.capture.writing.counting import device_nbytes, staged_record
 from ranktape.storage import open_run
 from ranktape.storage.format.dtypes import numpy_dtype
+from ranktape.storage.format.live import TriggerKind
 from ranktape.storage.format.statistics import STATISTICS, Statistics
-from ranktape.storage.format.status import TriggerKind
 from tests.device.accelerator import Accelerator
 from tests.device.models import NUM_STEPS, Training
 

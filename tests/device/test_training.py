@@ -17,7 +17,7 @@ from ranktape.capture.hooks.states import get_layer_hidden_states
 from ranktape.capture.staging.device import DRIVERS, DeviceStage
 from ranktape.capture.staging.ring_file import Counter
 from ranktape.storage import Run, open_run
-from ranktape.storage.format.status import TriggerKind
+from ranktape.storage.format.live import TriggerKind
 from tests.device.accelerator import Accelerator
 from tests.device.conftest import SimDriver
 from tests.device.models import NUM_STEPS, Training

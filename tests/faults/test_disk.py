@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ranktape.storage.format.status import IterationState
+from ranktape.storage.format.progress import IterationState
 from tests.capture.light import LightTrainer
 from tests.faults.recording import check_whole, stage, status_of, wait_for_commit, wait_for_problem, wait_until_settled
 

@@ -13,8 +13,7 @@ from ranktape.storage import IterationState, Run, open_run
 from ranktape.storage.format.attempt import read_attempts
 from ranktape.storage.format.documents import read_attributes
 from ranktape.storage.format.layout import verdict_path
-from ranktape.storage.format.live import MAX_STORED
-from ranktape.storage.format.status import TriggerKind
+from ranktape.storage.format.live import MAX_STORED, TriggerKind
 from ranktape.storage.places.urls import open_backend
 from tests.exhaustive import exhaustive, exhaustive_but
 from tests.faults.programs.flight import (

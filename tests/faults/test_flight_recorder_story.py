@@ -8,7 +8,7 @@ import pytest
 
 from ranktape.analyze.findings.find import find
 from ranktape.storage import open_run
-from ranktape.storage.format.status import TriggerKind
+from ranktape.storage.format.live import TriggerKind
 from tests.exhaustive import exhaustive
 from tests.faults.test_flight_recorder import closed
 from tests.launch.processes import CHECKOUT, torchrun

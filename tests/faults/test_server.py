@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ranktape.storage.format.status import IterationState
+from ranktape.storage.format.progress import IterationState
 from tests.capture.light import LightTrainer
 from tests.ceph import CephServer
 from tests.exhaustive import exhaustive

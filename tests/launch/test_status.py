@@ -13,9 +13,8 @@ from click.testing import CliRunner
 from ranktape.launch.cli import cli
 from ranktape.launch.run_status import COUNTED, RunStatus, holdings_line, status, verdict_line
 from ranktape.storage import IterationState, IterationStatus, RunVerdict
-from ranktape.storage.format.memory import nbytes_text
-from ranktape.storage.format.progress import ProgressCache, open_iteration, read_verdict, write_verdict
-from ranktape.storage.format.status import judge
+from ranktape.storage.format.progress import ProgressCache, judge, open_iteration, read_verdict, write_verdict
+from ranktape.storage.places.backend import nbytes_text
 from ranktape.storage.places.local import LocalBackend
 from tests.storage.whole_run import record, tensors, whole_run
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from ranktape.storage.places import remote
-from ranktape.storage.places.retry import RetryingBackend
-from ranktape.storage.places.urls import open_backend
+from ranktape.storage.places.urls import RetryingBackend, open_backend
 from tests.s3 import S3Server
 from tests.storage.flaky import FlakyProxy, OpenFlaky, flaky_proxy
 from tests.storage.whole_run import whole_run

@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
-from ranktape.storage.places.retry import RetryingBackend
+from ranktape.storage.places.urls import RetryingBackend
 
 DROP = "drop"
 """Hang up before the request is handed on."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ranktape.storage import open_run
-from ranktape.storage.records.frames import frame_columns
+from ranktape.storage.records.tables import frame_columns
 from tests.runs import describe, write_run
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ranktape.errors import ObjectTooLargeError, RunFormatError
-from ranktape.storage.format.validation import MAX_WORLD_SIZE
+from ranktape.storage.format.documents import MAX_WORLD_SIZE
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.copy import copy_run
 from ranktape.storage.maintenance.finding import FindingKind, Mend

@@ -14,12 +14,11 @@ from click.testing import CliRunner
 from ranktape.errors import DataError, RunExistsError, RunNotFoundError, StorageError, UsageError
 from ranktape.launch.cli import cli
 from ranktape.storage import open_run
-from ranktape.storage.format.memory import MemoryBudget
 from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.copy import copy_run, list_run
 from ranktape.storage.maintenance.prune import drop_iteration
-from ranktape.storage.places.backend import Backend
+from ranktape.storage.places.backend import Backend, MemoryBudget
 from ranktape.storage.places.urls import open_backend
 from tests.exhaustive import exhaustive
 from tests.s3 import S3Server

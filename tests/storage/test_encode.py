@@ -34,8 +34,8 @@ from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.record_info import Compression, RecordInfo
 from ranktape.storage.format.zarr_floats import register
 from ranktape.storage.places.urls import open_backend
-from ranktape.storage.records.reader import RunReader
 from ranktape.storage.records.record import Location, Record
+from ranktape.storage.records.run import RunReader
 from tests import strategies
 from tests.runs import describe, zarr_array
 

@@ -20,9 +20,8 @@ from ranktape.storage.format.attempt import IterationPlan, read_attempts, read_p
 from ranktape.storage.format.commit import finish_iteration, read_commit
 from ranktape.storage.format.documents import write_group
 from ranktape.storage.format.layout import Mark
-from ranktape.storage.format.live import Trigger, write_trigger
-from ranktape.storage.format.progress import Progress, open_iteration
-from ranktape.storage.format.status import IterationState, TriggerKind
+from ranktape.storage.format.live import Trigger, TriggerKind, write_trigger
+from ranktape.storage.format.progress import IterationState, Progress, open_iteration
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.prune import drop_iteration
 from ranktape.storage.places.backend import Backend

@@ -17,8 +17,8 @@ from ranktape.fields import FieldKind
 from ranktape.storage.format.catalogue import COLUMNS, Catalogue, CatalogueEntry, encode_catalogue
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.query.columns import Column
-from ranktape.storage.records.reader import RunReader
 from ranktape.storage.records.records import Records
+from ranktape.storage.records.run import RunReader
 from tests.runs import describe
 
 

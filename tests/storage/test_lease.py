@@ -21,8 +21,7 @@ from ranktape.storage.format.documents import write_group
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.copy import copy_run
 from ranktape.storage.places import local
-from ranktape.storage.places.retry import RetryingBackend
-from ranktape.storage.places.urls import open_backend
+from ranktape.storage.places.urls import RetryingBackend, open_backend
 from ranktape.storage.recording import start as lease
 from ranktape.storage.recording.start import Lease, claim_run
 from tests.exhaustive import exhaustive_but

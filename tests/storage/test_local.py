@@ -15,8 +15,7 @@ import pytest
 from ranktape.errors import ObjectTooLargeError, StorageError, UsageError
 from ranktape.storage.places import local
 from ranktape.storage.places.local import LocalBackend
-from ranktape.storage.places.retry import RetryingBackend
-from ranktape.storage.places.urls import open_backend
+from ranktape.storage.places.urls import RetryingBackend, open_backend
 from tests.storage.test_retry import names_in, spoil
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ranktape.storage.format.memory import available_nbytes
+from ranktape.storage.places.backend import available_nbytes
 
 GIB = 2**30
 

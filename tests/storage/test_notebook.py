@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from ranktape.errors import UsageError
 from ranktape.storage.format.catalogue import COLUMNS
 from ranktape.storage.places.urls import open_backend
-from ranktape.storage.records.notebook import MAX_SHOWN_LETTERS, MAX_SHOWN_ROWS
 from ranktape.storage.records.record import Record
 from ranktape.storage.records.run import Run
+from ranktape.storage.records.tables import MAX_SHOWN_LETTERS, MAX_SHOWN_ROWS
 from tests.runs import describe, write_run
 from tests.storage.wrapped import CountingReader
 

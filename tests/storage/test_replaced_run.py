@@ -18,8 +18,7 @@ from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import open_iteration, read_progress, write_verdict
 from ranktape.storage.places.backend import Backend
-from ranktape.storage.recording.stack import STACK_BELOW_NBYTES
-from ranktape.storage.recording.writer import RankWriter
+from ranktape.storage.recording.writer import STACK_BELOW_NBYTES, RankWriter
 from tests.runs import describe, start, write_run
 
 OLD = np.full((4, 4), 7.0, np.float32)

@@ -13,8 +13,7 @@ import pytest
 
 from ranktape.errors import AccessDeniedError, NoSpaceError, StorageError, UnreachableError
 from ranktape.storage.places import remote
-from ranktape.storage.places.retry import RetryingBackend
-from ranktape.storage.places.urls import open_backend
+from ranktape.storage.places.urls import RetryingBackend, open_backend
 from tests.exhaustive import exhaustive_but
 from tests.s3 import S3Server
 from tests.storage.flaky import CUT, DROP, HANG, LOSE, SLOW, TRICKLE, FlakyProxy, OpenFlaky

@@ -34,7 +34,7 @@ from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.recording.writer import RankWriter
 from ranktape.storage.records import run as run_module
-from ranktape.storage.records.reader import RunReader
+from ranktape.storage.records.run import RunReader
 from tests.analyze.runs import store
 from tests.runs import describe, start, write_run
 from tests.storage.whole_run import forge

@@ -26,7 +26,7 @@ from ranktape.storage.maintenance.prune import drop_iteration
 from ranktape.storage.places.backend import Buffer
 from ranktape.storage.places.local import LocalBackend
 from ranktape.storage.query.columns import StringColumn
-from ranktape.storage.recording import stack
+from ranktape.storage.recording import writer as writer_module
 from ranktape.storage.recording.writer import RankWriter
 from tests.runs import complete, describe, start
 
@@ -65,7 +65,7 @@ def test_small_tensors_share_few_objects_and_large_ones_have_their_own(tmp_path:
         writer.write(array, info=describe(array, call=index, counter=index), on_release=released.of(index))
     assert not released.counts
     assert writer.held_nbytes == 1000 * 48
-    large = np.ones(stack.STACK_BELOW_NBYTES, np.uint8)
+    large = np.ones(writer_module.STACK_BELOW_NBYTES, np.uint8)
     writer.write(large, info=describe(large, module="large", counter=1000), on_release=released.of(1000))
     assert released.counts == {1000: 1}
     writer.commit(0, expected=[], silent_sites={})
@@ -82,7 +82,7 @@ def test_small_tensors_share_few_objects_and_large_ones_have_their_own(tmp_path:
 
 
 def test_stacks_are_written_when_they_are_full_and_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack, "MAX_STACK_RECORDS", 4)
+    monkeypatch.setattr(writer_module, "MAX_STACK_RECORDS", 4)
     backend, attempt, [writer] = start(tmp_path / "run")
     released = Releases()
     for index in range(6):
@@ -132,7 +132,7 @@ def test_stacks_are_sent_side_by_side(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack, "MAX_HELD_NBYTES", 1000)
+    monkeypatch.setattr(writer_module, "MAX_HELD_NBYTES", 1000)
     _, _, [writer] = start(tmp_path / "run")
     for index in range(100):
         writer.write(small(index), info=describe(small(0), call=index, iteration=index % 3))
@@ -180,7 +180,7 @@ def test_a_tensor_that_is_refused_is_given_back(tmp_path: Path) -> None:
 
 
 def test_many_threads_write_one_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack, "MAX_STACK_RECORDS", 7)
+    monkeypatch.setattr(writer_module, "MAX_STACK_RECORDS", 7)
     backend, attempt, [writer] = start(tmp_path / "run")
     released = Releases()
 

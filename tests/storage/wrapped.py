@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ranktape.storage.places.backend import Backend
-from ranktape.storage.records.reader import RunReader
 from ranktape.storage.records.records import Records
+from ranktape.storage.records.run import RunReader
 
 
 def wrapped(backend: Backend, **verbs: Callable[..., Any]) -> Any:

@@ -12,8 +12,7 @@ from ranktape.analyze.comparison.pairing import MATCHED, PAIRED, Key, PairedFiel
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage import Record, Records
 from ranktape.storage.format.record_info import WIDE
-from ranktape.storage.records.assemble import assemble_records
-from ranktape.storage.records.placement import AxisKind, parse_placement
+from ranktape.storage.records.assemble import AxisKind, assemble_records, parse_placement
 
 MAX_NAMED = 6
 """Sites that a message names before it counts the rest."""

@@ -21,7 +21,7 @@ from ranktape.analyze.table import Column, Kind
 from ranktape.errors import UsageError
 from ranktape.storage import Records
 from ranktape.storage.format.record_info import Keep
-from ranktape.storage.records.placement import AxisKind, parse_placement
+from ranktape.storage.records.assemble import AxisKind, parse_placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ from ranktape.storage.format.dtypes import HALF_NBYTES, numpy_dtype
 from ranktape.storage.format.record_info import Keep, is_one_sample
 from ranktape.storage.format.statistics import STATISTICS, Statistics, merge_statistics
 from ranktape.storage.query.columns import equal_rows
-from ranktape.storage.records.reader import RunReader
+from ranktape.storage.records.run import RunReader
 
 VERSION = 2
 """Version of the columns of a digest, and part of the name of the measure."""

@@ -17,7 +17,7 @@ from ranktape.analyze.findings.survey import Survey
 from ranktape.storage import Records
 from ranktape.storage.format.attempt import read_attempts
 from ranktape.storage.format.live import Trigger, read_triggers
-from ranktape.storage.records.reader import RunReader
+from ranktape.storage.records.run import RunReader
 
 
 def find(

@@ -20,7 +20,7 @@ from ranktape.analyze.findings.finding import Finding, Severity, finding_of, nam
 from ranktape.analyze.findings.survey import SITE, Survey, codes_of, members_of
 from ranktape.errors import DataError
 from ranktape.storage import Records
-from ranktape.storage.records.placement import AxisKind, Placement, parse_placement
+from ranktape.storage.records.assemble import AxisKind, Placement, parse_placement
 
 _MAX_MEASURED = 8
 """Places whose copies are read and compared element by element."""

@@ -24,7 +24,7 @@ from ranktape.storage.format.commit import read_skipped_ranks
 from ranktape.storage.format.documents import for_each
 from ranktape.storage.format.dtypes import dtype_row
 from ranktape.storage.format.record_info import is_parameter
-from ranktape.storage.records.reader import RunReader
+from ranktape.storage.records.run import RunReader
 
 Floats = NDArray[np.float64]
 Codes = NDArray[np.int64]

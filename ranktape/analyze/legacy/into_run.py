@@ -25,9 +25,8 @@ from ranktape.storage.format.attempt import Attempt, Launch
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.documents import for_each
 from ranktape.storage.format.layout import site_path
-from ranktape.storage.format.progress import open_iteration, write_verdict
+from ranktape.storage.format.progress import RunVerdict, open_iteration, write_verdict
 from ranktape.storage.format.record_info import RecordInfo
-from ranktape.storage.format.status import RunVerdict
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.recording.start import begin_attempt, claim_run

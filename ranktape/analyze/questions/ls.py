@@ -9,7 +9,7 @@ from typing import Any
 from ranktape.analyze.identity import are_files, group_columns, group_row, identity_cells, identity_columns, with_stacks
 from ranktape.analyze.table import Column, Kind, Table, TableRows
 from ranktape.storage import Records
-from ranktape.storage.format.memory import nbytes_text
+from ranktape.storage.places.backend import nbytes_text
 from ranktape.storage.places.failures import printable
 
 _MAX_BRIEF = 60

@@ -18,7 +18,7 @@ from ranktape.analyze.replays.call_tensors import STANDING, Key, Rows
 from ranktape.storage import Records
 from ranktape.storage.format.dtypes import dtype_row
 from ranktape.storage.format.record_info import WIDE, Keep
-from ranktape.storage.records.placement import AxisKind, Placement, parse_placement
+from ranktape.storage.records.assemble import AxisKind, Placement, parse_placement
 
 WHOLE = "null"
 """What the catalogue says of the placement of a tensor that is no shard, and of metadata that is none."""

@@ -26,9 +26,8 @@ from ranktape.capture.writing.counting import staged_record, statistics_in
 from ranktape.capture.writing.requests import ENDED
 from ranktape.capture.writing.storing import HELD_NBYTES
 from ranktape.storage.format.layout import Mark
-from ranktape.storage.format.live import MAX_STORED, Trigger
-from ranktape.storage.format.status import MAX_TEXT, TriggerKind
-from ranktape.storage.recording.stack import STORE_CONCURRENCY
+from ranktape.storage.format.live import MAX_STORED, MAX_TEXT, Trigger, TriggerKind
+from ranktape.storage.recording.writer import STORE_CONCURRENCY
 
 if TYPE_CHECKING:
     from ranktape.capture.staging.process import WriterConfig

@@ -19,8 +19,8 @@ from ranktape.capture.settings.rules import FIELDS
 from ranktape.capture.settings.setting import is_given
 from ranktape.errors import UsageError, nearest
 from ranktape.fields import field_names
+from ranktape.storage.format.live import TriggerKind
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS
-from ranktape.storage.format.status import TriggerKind
 from ranktape.storage.query.columns import Column, StringColumn
 from ranktape.storage.query.filters import split_rule
 from ranktape.storage.query.where import Where, parse_where

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from ranktape.errors import RanktapeError, StorageError
 from ranktape.storage.format.layout import trigger_path
-from ranktape.storage.format.live import Trigger, list_triggers, read_triggers, write_trigger
-from ranktape.storage.format.status import TriggerKind
+from ranktape.storage.format.live import Trigger, TriggerKind, list_triggers, read_triggers, write_trigger
 
 if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt

@@ -20,7 +20,7 @@ from ranktape import errors
 from ranktape.capture.staging.ring import RingProducer
 from ranktape.capture.staging.ring_file import Counter, unnamed_file
 from ranktape.errors import CaptureError
-from ranktape.storage.format.memory import available_nbytes
+from ranktape.storage.places.backend import available_nbytes
 
 if TYPE_CHECKING:
     from ranktape.capture.settings.cadence import Cadence

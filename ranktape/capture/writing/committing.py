@@ -23,7 +23,7 @@ from ranktape.storage.format.commit import mark_committed
 from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, read_document, write_group
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.progress import open_iteration
-from ranktape.storage.maintenance.outbox import SPILLED_KEY
+from ranktape.storage.maintenance.copy import SPILLED_KEY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

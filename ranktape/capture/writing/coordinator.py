@@ -31,8 +31,7 @@ from ranktape.storage.format.attempt import (
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.documents import for_each
 from ranktape.storage.format.layout import Mark
-from ranktape.storage.format.progress import Progress, read_progress, write_verdict
-from ranktape.storage.format.status import RunVerdict
+from ranktape.storage.format.progress import Progress, RunVerdict, read_progress, write_verdict
 from ranktape.storage.maintenance.prune import drop_iteration, finish_drops
 from ranktape.storage.places.backend import Backend
 

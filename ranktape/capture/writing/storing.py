@@ -23,8 +23,7 @@ from ranktape.capture.staging.ring_file import Counter, Slot, SlotKind
 from ranktape.capture.writing.counting import is_taken, reduce_to, staged_record
 from ranktape.errors import CaptureError, NoSpaceError, RanktapeError
 from ranktape.storage.format.record_info import RecordInfo
-from ranktape.storage.recording.stack import STORE_CONCURRENCY
-from ranktape.storage.recording.writer import RankWriter, SpillDirectory
+from ranktape.storage.recording.writer import STORE_CONCURRENCY, RankWriter, SpillDirectory
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from ranktape.capture.staging.process import WriterConfig
     from ranktape.capture.staging.ring import RingConsumer
     from ranktape.storage.format.attempt import Attempt
-    from ranktape.storage.places.retry import RetryingBackend
+    from ranktape.storage.places.urls import RetryingBackend
 
 HELD_NBYTES = 96 << 20
 """Memory for histograms and statistics that wait for the store."""

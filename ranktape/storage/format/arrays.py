@@ -29,7 +29,10 @@ from ranktape.errors import DataError, RunFormatError, UsageError
 from ranktape.storage.format.documents import (
     MAX_COMMIT_NBYTES,
     MAX_PACKED_NBYTES,
+    MAX_SAID_NESTING,
     array_document,
+    check_nesting,
+    check_shape,
     chunk_key,
     decode_document,
     encode_document,
@@ -39,11 +42,9 @@ from ranktape.storage.format.documents import (
 )
 from ranktape.storage.format.dtypes import DTYPES, DtypeRow, dtype_name
 from ranktape.storage.format.layout import document_key
-from ranktape.storage.format.memory import expect_memory
 from ranktape.storage.format.record_info import RUN, Compression, Keep, RecordInfo
 from ranktape.storage.format.statistics import STATISTICS
-from ranktape.storage.format.validation import MAX_SAID_NESTING, check_nesting, check_shape
-from ranktape.storage.places.backend import Backend, Buffer, RangeFile
+from ranktape.storage.places.backend import Backend, Buffer, RangeFile, expect_memory
 
 MIN_SAMPLE_NBYTES = 1024
 """Samples smaller than this share one chunk: an entry of the shard's index is 16 bytes, a request costs more."""

@@ -14,8 +14,10 @@ from ranktape.storage.format import layout
 from ranktape.storage.format.documents import (
     MAX_COMMIT_NBYTES,
     MAX_DOCUMENT_NBYTES,
+    MAX_WORLD_SIZE,
     SCHEMA_KEY,
     SCHEMA_VERSION,
+    Count,
     converted,
     decode_document,
     for_each,
@@ -24,7 +26,6 @@ from ranktape.storage.format.documents import (
     read_document,
     write_group,
 )
-from ranktape.storage.format.validation import MAX_WORLD_SIZE, Count
 from ranktape.storage.places.backend import Backend
 
 

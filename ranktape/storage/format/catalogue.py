@@ -29,9 +29,19 @@ import numpy as np
 from ranktape.errors import RunFormatError
 from ranktape.fields import INT_FIELDS, JSON_FIELDS, OPTIONAL_INT_FIELDS, RECORD_FIELDS, STRING_FIELDS, FieldKind
 from ranktape.storage.format.arrays import crc_of, crc_text
+from ranktape.storage.format.documents import MAX_INTEGER, SHOWN, Count, check_shape, parse_json
+from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.layout import SITE_FIELDS, TensorSite, rank_iteration_path, site_path
-from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, ElementTally, Overflow, RecordInfo
-from ranktape.storage.format.validation import check_numbers, check_records, parse_column, parse_json
+from ranktape.storage.format.record_info import (
+    EXTREMES,
+    TALLY_KINDS,
+    ElementTally,
+    Keep,
+    Mode,
+    Operation,
+    Overflow,
+    RecordInfo,
+)
 from ranktape.storage.query.columns import Column, ColumnSource, StringColumn, narrowed, rows_of, values_of, widened
 
 
@@ -463,3 +473,104 @@ def _frozen(cls: Any, values: Mapping[str, Iterable[Any]], number: int) -> list[
     for name, column in values.items():
         deque(map(getattr(cls, name).__set__, items, column), maxlen=0)
     return items
+
+
+WORDS = {
+    "dtype": frozenset(DTYPES),
+    "operation": frozenset(operation.value for operation in Operation),
+    "keep": frozenset(keep.value for keep in Keep),
+    "mode": frozenset(mode.value for mode in Mode),
+}
+"""What may stand in columns of closed vocabularies."""
+
+_JSON = {
+    "sample_ids": list[int | str],
+    "placement": dict[str, Any],
+    "metadata": dict[str, Any],
+    "overflow.per_sample": dict[str, list[Count]],
+}
+"""What JSON in a column says, where it does not say null."""
+
+
+def check_numbers(values: np.ndarray[Any, Any], kind: FieldKind, *, low: int = 0, high: int = MAX_INTEGER) -> None:
+    """Make sure that a column holds what a field of that kind can; whole numbers lie between two.
+
+    Raises:
+        ValueError: it does not; its dtype or the number is in the text.
+    """
+    is_whole = kind in {FieldKind.INTEGER, FieldKind.CHECKSUM}
+    if values.dtype.kind not in ("iu" if is_whole else "f"):
+        raise ValueError(f"{values.dtype} instead of {'whole numbers' if is_whole else 'floats'}")
+    if is_whole and len(values) and not low <= int(values.min()) <= int(values.max()) <= high:
+        raise ValueError(f"numbers from {values.min()} to {values.max()}, allowed are {low} to {high}")
+    if kind is FieldKind.OPTIONAL_INTEGER:
+        # As the widest: in 16 bits there is no number to compare with.
+        present = values[~np.isnan(values)].astype(np.float64)
+        if not ((present >= 0) & (present < 2.0**53) & (present == np.floor(present))).all():
+            raise ValueError("numbers that are not whole, or negative, or too large")
+
+
+def check_records(source: ColumnSource) -> None:
+    """Make sure that records in columns say what records can, and that their fields fit together.
+
+    Names of sites and stacks are written in ASCII, and none leads upwards. Columns of numbers have been looked at one
+    by one; what is JSON in a column is left to `parse_column`.
+
+    Raises:
+        ValueError: one does not.
+    """
+    for name, words in WORDS.items():
+        if unknown := used_texts(source, name) - words:
+            raise ValueError(f"{name} {min(unknown)!r:.{SHOWN}}")
+    for name in ("site", "stack"):
+        for path in used_texts(source, name) - ({""} if name == "stack" else set()):
+            if not (path.isascii() and path.isprintable()) or not {"", ".", ".."}.isdisjoint(path.split("/")):
+                raise ValueError(f"the path {path!r:.{SHOWN}}")
+    shapes, sample_dim = _text(source, "shape"), source("sample_dim")
+    assert not isinstance(sample_dim, StringColumn)
+    used = set(np.unique(shapes.codes).tolist())
+    num_dims = np.array(
+        [len(parse_shape(text)) if code in used else 0 for code, text in enumerate(shapes.table)], dtype=np.float64
+    )
+    if (sample_dim >= num_dims[shapes.codes]).any():
+        raise ValueError("a sample_dim that is none of the tensor's dimensions")
+
+
+def _text(source: ColumnSource, name: str) -> StringColumn:
+    column = source(name)
+    assert isinstance(column, StringColumn)
+    return column
+
+
+def used_texts(source: ColumnSource, name: str) -> set[str]:
+    """The texts that rows of a column have."""
+    column = _text(source, name)
+    return {str(column.table[code]) for code in np.unique(column.codes).tolist()}
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def parse_shape(text: str) -> tuple[int, ...]:
+    """The shape of a tensor, from the JSON list in a catalogue.
+
+    Raises:
+        ValueError: no tensor has such a shape.
+    """
+    shape = parse_json(text)
+    if not isinstance(shape, list):
+        raise TypeError(f"shape {text[:SHOWN]}")
+    check_shape(shape)
+    return tuple(shape)
+
+
+def parse_column(name: str, text: str) -> Any:
+    """What JSON in a column of that name says, if a record can say it.
+
+    Raises:
+        TypeError, ValueError: it cannot.
+    """
+    if name == "shape":
+        return parse_shape(text)
+    value = None if text == "null" else msgspec.convert(parse_json(text), _JSON[name])
+    if name == "overflow.per_sample" and value is not None and set(value) != set(TALLY_KINDS):
+        raise ValueError(f"counts of single samples of {', '.join(value)}, not of {', '.join(TALLY_KINDS)}")
+    return value

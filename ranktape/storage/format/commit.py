@@ -14,6 +14,7 @@ from ranktape.storage.format.attempt import Attempt, check_attempt
 from ranktape.storage.format.catalogue import Catalogue, merge_catalogues
 from ranktape.storage.format.documents import (
     MAX_COMMIT_NBYTES,
+    Count,
     converted,
     decode_document,
     document_checksum,
@@ -24,7 +25,6 @@ from ranktape.storage.format.documents import (
     write_group,
 )
 from ranktape.storage.format.layout import Mark
-from ranktape.storage.format.validation import Count
 from ranktape.storage.places.backend import Backend
 
 

@@ -3,30 +3,108 @@
 Documents are built here and not through `create_array`, which takes 2 ms of Python for each. They follow
 the Zarr v3 specification, so every reader of Zarr walks a run. The first attribute of each is a checksum over
 the document's key and its text (with the checksum's own digits as zeros): a document that was cut, changed or
-put in another one's place is known for it.
+put in another one's place is known for it. Whoever writes a run can write its checksums too: what is read is compared
+with what it may be before it is counted with, allocated by or used as an index.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import google_crc32c
 import msgspec
 import numpy as np
 
 from ranktape.errors import DataError, ObjectTooLargeError, RunFormatError
-from ranktape.storage.format.dtypes import DtypeRow
+from ranktape.storage.format.dtypes import DTYPES, DtypeRow
 from ranktape.storage.format.layout import document_key
 from ranktape.storage.format.record_info import Compression, spelled
-from ranktape.storage.format.validation import parse_json
 from ranktape.storage.places.backend import Backend
+
+MAX_INTEGER = 2**63 - 1
+"""Of any number in a document or a catalogue."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
+"""A whole number in a document that is not negative."""
+
+MAX_WORLD_SIZE = 1 << 17
+"""Ranks of an attempt: a document that says more is refused, as every rank costs time and memory when it is told of."""
+
+MAX_DIMENSIONS = 64
+"""Of a tensor: numpy and torch have no more."""
+
+MAX_NESTING = 128
+"""Lists and dictionaries inside of one another in a document: Python fails at some hundreds when it copies them."""
+
+MAX_SAID_NESTING = 64
+"""The same in what is said of a tensor, which is written inside of a document."""
+
+_NESTED = (dict, list, tuple)
+
+_MANY_NESTED = 1 << 12
+"""Lists and dictionaries of one level among which those are sought that are the same."""
+
+SHOWN = 60
+"""Characters of a wrong value that are shown."""
+
+
+_MAX_ITEMSIZE = max(row.itemsize for row in DTYPES.values())
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a text in JSON says.
+
+    Raises:
+        ValueError: it is not JSON, or nested deeper than `MAX_NESTING`.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"lists and dictionaries nested deeper than {MAX_NESTING}") from error
+    num_opened = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
+    if num_opened > MAX_NESTING:
+        check_nesting(value)
+    return value
+
+
+def check_nesting(value: Any, *, limit: int = MAX_NESTING) -> None:
+    """Make sure that a value can be written, copied and shown.
+
+    Raises:
+        ValueError: it is nested deeper than the limit.
+    """
+    level = [value] if isinstance(value, _NESTED) else []
+    for _ in range(limit):
+        inner = (outer.values() if isinstance(outer, dict) else outer for outer in level)
+        level = [one for values in inner for one in values if isinstance(one, _NESTED)]
+        if len(level) > _MANY_NESTED:
+            # One list may be in many others; JSON that was parsed has none.
+            level = list({id(one): one for one in level}.values())
+        if not level:
+            return
+    raise ValueError(f"lists and dictionaries nested deeper than {limit}")
+
+
+def check_shape(shape: Sequence[Any], *, itemsize: int = _MAX_ITEMSIZE) -> None:
+    """Make sure that a tensor with elements of so many bytes can have a shape.
+
+    Raises:
+        ValueError: none can.
+    """
+    if len(shape) > MAX_DIMENSIONS or not all(type(extent) is int and 0 <= extent <= MAX_INTEGER for extent in shape):
+        raise ValueError(f"shape {str(list(shape[:MAX_DIMENSIONS]))[:SHOWN]}")
+    # Also of a tensor without elements: numpy counts its other extents.
+    if math.prod(max(1, extent) for extent in shape) * itemsize > MAX_INTEGER:
+        raise ValueError(f"shape {str(list(shape))[:SHOWN]}, which no memory holds")
+
 
 SCHEMA_VERSION = 1
 """Of the layout, the documents and the catalogue; readers refuse what is newer."""

@@ -13,6 +13,7 @@ All of these lie below the attempt, each under a name of its own.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -24,10 +25,31 @@ from msgspec import Meta
 from ranktape.errors import DataError, RunFormatError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import Attempt, check_attempt
-from ranktape.storage.format.documents import encode_document, for_each, group_document, read_as, write_group
-from ranktape.storage.format.status import MAX_TEXT, TriggerKind
-from ranktape.storage.format.validation import Count
+from ranktape.storage.format.documents import Count, encode_document, for_each, group_document, read_as, write_group
 from ranktape.storage.places.backend import Backend
+
+MAX_TEXT = 2000
+"""Characters of a text in a trigger."""
+
+
+class TriggerKind(enum.StrEnum):
+    """What kind of thing happened."""
+
+    NAN = "nan"
+    """A recorded tensor held a NaN."""
+    INF = "inf"
+    """A recorded tensor held an infinity."""
+    METRIC = "metric"
+    """A metric of a recorded tensor was beyond a limit that was given (`--trigger`)."""
+    USER = "user"
+    """The program said so (`capture.trigger`)."""
+    SIGNAL = "signal"
+    """A signal asked for it."""
+    EXCEPTION = "exception"
+    """The training ended with an error: an uncaught exception, as of a collective that timed out."""
+    DEATH = "death"
+    """The training process died, without a word."""
+
 
 _LATE_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 """What a launcher sends to the other ranks when one has failed."""

@@ -24,8 +24,8 @@ from ranktape.storage.maintenance.check_iteration import (
     check_rank,
     decode_stamped,
 )
+from ranktape.storage.maintenance.copy import SPILLED_KEY
 from ranktape.storage.maintenance.finding import CheckFinding, CheckReport, FindingKind, Findings, Mend
-from ranktape.storage.maintenance.outbox import SPILLED_KEY
 from ranktape.storage.places.backend import Backend, ObjectInfo
 
 _NUM_GROUPS = 4

@@ -32,6 +32,7 @@ from ranktape.storage.format.catalogue import (
     Catalogue,
     RecordTable,
     catalogued_columns,
+    check_records,
     concatenate,
     documented_columns,
 )
@@ -43,11 +44,9 @@ from ranktape.storage.format.documents import (
     read_document,
 )
 from ranktape.storage.format.layout import DOCUMENT, AttemptKey, KeyKind, Mark, document_key
-from ranktape.storage.format.memory import MemoryBudget
-from ranktape.storage.format.validation import check_records
+from ranktape.storage.maintenance.copy import SPILLED_KEY
 from ranktape.storage.maintenance.finding import CheckFinding, FindingKind, Findings, Mend
-from ranktape.storage.maintenance.outbox import SPILLED_KEY
-from ranktape.storage.places.backend import Backend, ObjectInfo
+from ranktape.storage.places.backend import Backend, MemoryBudget, ObjectInfo
 from ranktape.storage.query.columns import StringColumn, rows_of, values_of
 
 _MAX_NAMED = 3

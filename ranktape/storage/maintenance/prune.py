@@ -25,7 +25,7 @@ from ranktape.storage.format.attempt import (
 from ranktape.storage.format.documents import for_each, read_attributes, write_group
 from ranktape.storage.maintenance import OnProgress, Work
 from ranktape.storage.places.backend import Backend
-from ranktape.storage.places.retry import RetryingBackend
+from ranktape.storage.places.urls import RetryingBackend
 from ranktape.storage.query.filters import parse_filter
 from ranktape.storage.recording.start import Lease, delete_parts
 

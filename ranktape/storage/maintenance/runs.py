@@ -16,8 +16,7 @@ from ranktape.errors import DataError, RanktapeError, RunFormatError, RunNotFoun
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import read_attempts, read_run, run_attributes
 from ranktape.storage.format.documents import for_each, read_document
-from ranktape.storage.format.progress import read_verdict
-from ranktape.storage.format.status import IterationState
+from ranktape.storage.format.progress import IterationState, read_verdict
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
 

@@ -3,7 +3,7 @@
 Objects are files. A file is written under another name beside its place and renamed, so that nobody sees
 half of it; `os.link` creates it only if it is not there. No event loop is involved, so writing works until the last
 line of a process. NFS and Lustre answer some requests twice or with `ESTALE`:
-a rename that was done counts as done whatever was answered, and `retry.py` tries the others again.
+a rename that was done counts as done whatever was answered, and `RetryingBackend` tries the others again.
 
 Only plain files are objects: links to files are not followed, links to folders are not listed, nothing is deleted
 through one, and pipes and devices are not read, for they never end.

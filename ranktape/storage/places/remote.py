@@ -28,10 +28,10 @@ from fsspec.asyn import AsyncFileSystem, sync
 from fsspec.core import url_to_fs
 
 from ranktape.errors import StorageError, UsageError
-from ranktape.storage.format.memory import MemoryBudget
 from ranktape.storage.places.backend import (
     Backend,
     Buffer,
+    MemoryBudget,
     ObjectInfo,
     RangeFile,
     answered,
@@ -303,7 +303,7 @@ _CONFIG: dict[str, Any] = {
     # not AWS answer ranges with sums of the whole.
     "request_checksum_calculation": "when_required",
     "response_checksum_validation": "when_required",
-    # `retry.py` alone retries.
+    # `RetryingBackend` alone retries.
     "retries": {"mode": "standard", "total_max_attempts": 1},
 }
 

@@ -40,7 +40,7 @@ from ranktape.storage.format.documents import (
 )
 from ranktape.storage.format.progress import finish_ready, read_verdict
 from ranktape.storage.places.backend import Backend
-from ranktape.storage.places.retry import RetryingBackend
+from ranktape.storage.places.urls import RetryingBackend
 
 MAX_OBJECT_KEY_NBYTES = 1024
 """Of a whole key, in every object store."""

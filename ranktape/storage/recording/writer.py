@@ -1,6 +1,7 @@
 """Writes what one rank records: its tensors, and the commit that says that an iteration is whole.
 
-Large tensors are written as they come, small ones together. An iteration exists when its group's document has been
+Large tensors are written as they come. Small ones of one dtype, shape and layout wait, uncopied, and share an array:
+alone each would cost the store as much as a large one. An iteration exists when its group's document has been
 written after everything else and after a flush; a marker then tells the coordinator. A reader sees the whole
 iteration of a rank, or nothing of it.
 
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextvars import copy_context
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,12 +47,86 @@ from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.format.record_info import Compression, Keep, RecordInfo
 from ranktape.storage.places.backend import Backend, Result
 from ranktape.storage.places.local import LocalBackend
-from ranktape.storage.places.retry import RetryingBackend
-from ranktape.storage.recording import stack
-from ranktape.storage.recording.stack import HeldTensor, Pending
+from ranktape.storage.places.urls import RetryingBackend
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+STACK_BELOW_NBYTES = 2 << 20
+"""Tensors smaller than this are stacked, where nobody says otherwise."""
+
+MAX_STACK_NBYTES = 32 << 20
+"""A stack is written once it is that large."""
+
+MAX_STACK_RECORDS = 8192
+"""And once it has that many tensors."""
+
+MAX_HELD_NBYTES = 64 << 20
+"""All stacks of a writer are written once they are that large together."""
+
+STORE_CONCURRENCY = 8
+"""Stacks, and tensors with an object of their own, that a rank sends at the same time, where nobody says otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldTensor:
+    """A small tensor that waits."""
+
+    array: np.ndarray[Any, Any]
+    """Its values."""
+    info: RecordInfo
+    """Its identity, with its checksum."""
+    site: str
+    """Its path below the iteration."""
+    release: Callable[[], None]
+    """To be called when the values are not needed any more."""
+
+
+@dataclass(slots=True)
+class Pending:
+    """What was written of an iteration that is not committed yet, and the small tensors of it that wait."""
+
+    taken: set[str] = field(default_factory=set)
+    """The paths of tensors, from before they are written."""
+    entries: list[CatalogueEntry] = field(default_factory=list)
+    """The tensors that are written."""
+    held: dict[tuple[Any, ...], list[HeldTensor]] = field(default_factory=dict)
+    """The tensors that wait, by what those of one array must have in common."""
+    held_nbytes: int = 0
+    """Bytes of their values."""
+    num_stacks: int = 0
+    """Stacks that were begun to be written."""
+    num_busy: int = 0
+    """Threads that are writing stacks."""
+    failure: Exception | None = None
+    """Why a stack could not be written."""
+    why_spilled: str | None = None
+    """Why the spill directory takes what is written of it; None where the store does."""
+
+    def hold(self, item: HeldTensor) -> list[HeldTensor] | None:
+        """Keep a tensor; its stack, when it is full and to be written."""
+        info = item.info
+        # The statistics of all tensors are alike, and far smaller than the documents of arrays of their own.
+        is_alike = info.keep == Keep.STATISTICS
+        form = (info.dtype, info.shape, info.layout, item.array.dtype, info.nbytes)
+        key = (info.keep,) if is_alike else (info.keep, *form)
+        stack = self.held.setdefault(key, [])
+        stack.append(item)
+        self.held_nbytes += item.array.nbytes
+        if len(stack) < MAX_STACK_RECORDS and len(stack) * item.array.nbytes < MAX_STACK_NBYTES:
+            return None
+        return self._take(key)
+
+    def take_all(self) -> list[list[HeldTensor]]:
+        """All stacks, to be written."""
+        return [self._take(key) for key in list(self.held)]
+
+    def _take(self, key: tuple[Any, ...]) -> list[HeldTensor]:
+        stack = self.held.pop(key)
+        self.held_nbytes -= len(stack) * stack[0].array.nbytes
+        return stack
+
 
 _CHECK_SECONDS = 1.0
 """While tensors are written, it is looked this often whether the run is still there; less often by many ranks."""
@@ -118,8 +194,8 @@ class RankWriter:
         environment: Mapping[str, Any],
         trouble: str = "",
         compression: str = Compression.NONE.value,
-        stack_below_nbytes: int = stack.STACK_BELOW_NBYTES,
-        store_concurrency: int = stack.STORE_CONCURRENCY,
+        stack_below_nbytes: int = STACK_BELOW_NBYTES,
+        store_concurrency: int = STORE_CONCURRENCY,
         spill: SpillDirectory | None = None,
     ) -> None:
         """Announce the rank in the store.
@@ -415,7 +491,7 @@ class RankWriter:
             full = pending.hold(item)
             if full is not None:
                 pending.num_busy += 1
-            is_much = sum(one.held_nbytes for one in self._open.values()) > stack.MAX_HELD_NBYTES
+            is_much = sum(one.held_nbytes for one in self._open.values()) > MAX_HELD_NBYTES
         if full is not None:
             self._write_stack(pending, full)
         if is_much:

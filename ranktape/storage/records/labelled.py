@@ -19,9 +19,9 @@ from xarray.core import indexing
 
 from ranktape.errors import RunFormatError, UsageError
 from ranktape.fields import SAMPLE
+from ranktape.storage.format.catalogue import parse_column
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import Keep
-from ranktape.storage.format.validation import parse_column
 from ranktape.storage.records.assemble import ReadableRecord
 
 

@@ -13,7 +13,7 @@ from ranktape.errors import DataError, UsageError
 from ranktape.storage.format.dtypes import to_torch
 from ranktape.storage.format.record_info import Keep, RecordInfo
 from ranktape.storage.format.statistics import Statistics
-from ranktape.storage.records.notebook import fields_html
+from ranktape.storage.records.tables import fields_html
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,16 +17,15 @@ import numpy as np
 
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.fields import FieldKind
-from ranktape.storage.format.catalogue import COLUMNS, RecordTable, concatenate, read_rows
-from ranktape.storage.format.memory import nbytes_text
+from ranktape.storage.format.catalogue import COLUMNS, WORDS, RecordTable, concatenate, read_rows
 from ranktape.storage.format.record_info import WIDE
-from ranktape.storage.format.validation import WORDS
+from ranktape.storage.places.backend import nbytes_text
 from ranktape.storage.places.failures import printable
 from ranktape.storage.query.columns import Column, StringColumn, encode, equal_rows, is_text, rows_of
 from ranktape.storage.query.filters import Filter, check_fields, parse_filter, split_texts
 from ranktape.storage.query.where import parse_where
-from ranktape.storage.records.notebook import MAX_SHOWN_ROWS, clipped, html_table
 from ranktape.storage.records.record import Location, Record, RecordOrigin, RecordReader
+from ranktape.storage.records.tables import MAX_SHOWN_ROWS, clipped, html_table
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]  # it has no types
@@ -453,7 +452,7 @@ class Records(Sequence[Record]):
             StorageError: a catalogue cannot be read.
             UsageError: pandas is not installed.
         """
-        from ranktape.storage.records.frames import records_frame
+        from ranktape.storage.records.tables import records_frame
 
         return records_frame(self)
 
@@ -468,7 +467,7 @@ class Records(Sequence[Record]):
             StorageError: a catalogue cannot be read.
             UsageError: pyarrow is not installed.
         """
-        from ranktape.storage.records.frames import records_table
+        from ranktape.storage.records.tables import records_table
 
         return records_table(self)
 

@@ -1,16 +1,36 @@
-"""Opens a run: its complete iterations, its records, and how far it is."""
+"""Opens a run: its complete iterations, how far it is, and its records, whose values are checked when they are read."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import os
+import pickle
+import platform
 import sys
+import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranktape.errors import RunNotFoundError
+from ranktape.errors import DataError, RunFormatError, RunNotFoundError
+from ranktape.storage.format.arrays import (
+    StoredArray,
+    can_hold,
+    checksum,
+    combine,
+    crc_text,
+    fetch_object,
+    open_stored,
+    read_rows,
+    read_runs,
+    read_slices,
+    read_stored,
+    split,
+)
 from ranktape.storage.format.attempt import (
     Attempt,
     complete_iterations,
@@ -22,17 +42,228 @@ from ranktape.storage.format.attempt import (
 from ranktape.storage.format.catalogue import Catalogue, empty_catalogue
 from ranktape.storage.format.commit import open_catalogue
 from ranktape.storage.format.documents import for_each
+from ranktape.storage.format.layout import document_key, dropped_path
 from ranktape.storage.format.live import Trigger, read_triggers
-from ranktape.storage.format.progress import read_disabled, read_troubles, read_verdict
-from ranktape.storage.format.status import IterationStatus, RunVerdict
-from ranktape.storage.places.backend import Backend
+from ranktape.storage.format.progress import IterationStatus, RunVerdict, read_disabled, read_troubles, read_verdict
+from ranktape.storage.format.record_info import RUN, Compression
+from ranktape.storage.places.backend import Backend, ForwardingBackend, Result
 from ranktape.storage.places.failures import printable
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.query.columns import Mask
 from ranktape.storage.query.filters import parse_filter
-from ranktape.storage.records.notebook import fields_html, spans
-from ranktape.storage.records.reader import RunReader
 from ranktape.storage.records.records import Records
+from ranktape.storage.records.tables import fields_html, spans
+
+if TYPE_CHECKING:
+    from ranktape.storage.records.record import Record
+
+
+_NUM_CATALOGUES = 4
+"""Of iterations, that are remembered: who asks for the parts of one tensor asks for those of others."""
+
+_NUM_DOCUMENTS = 1024
+"""Documents of arrays that are remembered: many records share one."""
+
+
+_RECENT_NBYTES = 64 << 20
+"""Memory for objects that hold many records, one of which after the other is read."""
+
+_NUM_SEEN = 4096
+
+
+class RecentObjects(ForwardingBackend):
+    """Objects of a backend; one of which a second part is asked for is fetched as a whole, and kept for a while."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.url, self.is_shared = backend.url, backend.is_shared
+        self._backend = backend
+        self._held: dict[str, bytes] = {}
+        self._seen: dict[str, None] = {}
+        self._lock = threading.Lock()
+
+    def forward(self, work: Callable[[Backend], Result]) -> Result:
+        """What is not a part of an object."""
+        return work(self._backend)
+
+    def get_range(self, key: str, start: int, nbytes: int) -> bytes | None:
+        """Some of them."""
+        data = self._whole(key, is_new=start < 0)
+        if data is None:
+            return self._backend.get_range(key, start, nbytes)
+        first = max(0, len(data) + start) if start < 0 else start
+        return data[first : first + nbytes]
+
+    def _whole(self, key: str, *, is_new: bool) -> bytes | None:
+        """The object, where it is held; a record begins with the end of its object, where the index is."""
+        with self._lock:
+            if key in self._held:
+                self._held[key] = self._held.pop(key)
+                return self._held[key]
+            if not is_new or key not in self._seen:
+                self._seen[key] = None
+                while len(self._seen) > _NUM_SEEN:
+                    self._seen.pop(next(iter(self._seen)))
+                return None
+        size = self._backend.size(key)
+        data = None if size is None or size > _RECENT_NBYTES // 2 else fetch_object(self._backend, key, size)
+        if data is not None:
+            with self._lock:
+                self._held[key] = data
+                while sum(map(len, self._held.values())) > _RECENT_NBYTES:
+                    self._held.pop(next(iter(self._held)))
+        return data
+
+
+class RunReader:
+    """What the records of a run share: its backend, and the documents of arrays."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.url = backend.url
+        self._stored = functools.lru_cache(_NUM_DOCUMENTS)(self._open)
+        self._objects = RecentObjects(backend)
+        self._catalogue = functools.lru_cache(_NUM_CATALOGUES)(functools.partial(open_catalogue, backend))
+
+    def __reduce__(self) -> tuple[Any, tuple[bytes]]:
+        return _shared_reader, (pickle.dumps(self.backend),)
+
+    def read(self, record: Record, *, sample: int | None) -> np.ndarray[Any, Any]:
+        """What is kept of a record; with `sample` of one sample, without the dimension of samples.
+
+        Raises:
+            DataError: bytes are missing, or are not those captured.
+        """
+        info, location = record.info, record.location
+        expected = info.checksum
+        is_sample = False
+        with self._explained(record):
+            stored = self._opened(record)
+            if location.stack:
+                values = read_stored(self._objects, stored, index=location.index)
+            elif sample is not None and info.sample_dim == stored.cut_axis:
+                is_sample = True
+                values = read_stored(self.backend, stored, index=sample, axis=stored.cut_axis or 0)
+                expected = (stored.sample_checksums or ())[sample]
+            else:
+                values = read_stored(self.backend, stored)
+        self._expect(record, checksum(values), expected)
+        return values if sample is None or is_sample else values.take(sample, axis=info.sample_dim)
+
+    def read_stack(
+        self, record: Record, indices: Sequence[int], checksums: Sequence[int]
+    ) -> np.ndarray[Any, Any] | None:
+        """What is kept at some places of the stack of a record; the first axis counts them.
+
+        None where something is missing, or is not what was captured: `read` says of each record what.
+
+        Raises:
+            DataError: the document of the stack is missing, or is not what was written.
+        """
+        with self._explained(record):
+            stored = self._opened(record)
+        if 0 <= min(indices) <= max(indices) < stored.shape[0]:
+            with contextlib.suppress(DataError):
+                values = read_rows(self._objects, stored, indices)
+                if values is not None and all(
+                    checksum(one) == crc_text(expected) for one, expected in zip(values, checksums, strict=True)
+                ):
+                    return values
+        return None
+
+    def parts(self, record: Record) -> Iterator[np.ndarray[Any, Any]]:
+        """The values of a record, as `Record.parts` has them.
+
+        Raises:
+            DataError: bytes are missing, or are not those captured.
+        """
+        info = record.info
+        with self._explained(record):
+            stored = self._opened(record)
+        is_alone = not record.location.stack and stored.chunk_nbytes
+        is_plain = stored.cut_axis is None and stored.compression is Compression.NONE
+        if is_alone and info.sample_dim is not None and info.sample_dim == stored.cut_axis:
+            yield from self._samples(record, stored)
+        elif is_alone and info.sample_dim is None and is_plain and stored.chunk_nbytes > RUN * stored.row.itemsize:
+            # Compared as a whole, behind the last of them.
+            with self._explained(record):
+                crc = yield from read_runs(self.backend, stored, num_elements=RUN)
+            self._expect(record, crc_text(crc), info.checksum)
+        else:
+            yield from split(self.read(record, sample=None), sample_dim=info.sample_dim)
+
+    def _samples(self, record: Record, stored: StoredArray) -> Iterator[np.ndarray[Any, Any]]:
+        """Sample after sample, each compared with its own checksum; and these with that of the record, if they can."""
+        crcs = []
+        slices = read_slices(self.backend, stored)
+        for expected in stored.sample_checksums or ():
+            with self._explained(record):
+                values, crc = next(slices)
+            self._expect(record, crc_text(crc), expected)
+            crcs.append(crc)
+            yield values[np.newaxis]
+        if stored.cut_axis == 0:
+            whole = combine(crcs, part_nbytes=stored.chunk_nbytes)
+            self._expect(record, crc_text(whole), record.info.checksum)
+
+    def siblings(self, record: Record) -> Records:
+        """What all ranks recorded at the place of a record, in its iteration and attempt.
+
+        Raises:
+            RunFormatError: the iteration's catalogue is damaged.
+        """
+        attempt = record.location.group.partition("/")[0]
+        catalogue = self._catalogue(attempt, record.info.iteration)
+        return Records.of(self, [catalogue]).select(site=record.location.site)
+
+    @contextlib.contextmanager
+    def _explained(self, record: Record) -> Iterator[None]:
+        """Says of what is damaged which record it is, and of what is gone that it was removed on purpose."""
+        try:
+            yield
+        except (DataError, RunFormatError) as error:
+            iteration = record.info.iteration
+            attempt = record.location.group.partition("/")[0]
+            if self.backend.exists(document_key(dropped_path(attempt, iteration))):
+                message = f"iteration {iteration} was removed from {self.url} (--keep-last): refresh the run"
+                raise DataError(message) from error
+            if not self.backend.exists(document_key("")):
+                message = f"there is no run at {self.url}, seen from {platform.node()}, which was to read {record!r}"
+                raise DataError(f"{message}: it was removed, or that machine cannot see it ({error})") from error
+            raise DataError(f"{record!r} is damaged: {error}") from error
+
+    def _expect(self, record: Record, actual: str, expected: str) -> None:
+        """That the checksum of what was read is the one that was recorded."""
+        if actual != expected:
+            raise DataError(
+                f"{record!r} in {self.url}/{record.location.array_path} is not what was captured: "
+                f"its checksum is {actual}, {expected} was recorded; see 'ranktape check'"
+            )
+
+    def _open(self, path: str) -> StoredArray:
+        # What the document of a stack says of each record is in the catalogue, too, and would fill the memory.
+        return dataclasses.replace(open_stored(self.backend, path), attributes={})
+
+    def _opened(self, record: Record) -> StoredArray:
+        """What the document of a record's array says, if it is the one that the catalogue names."""
+        info, location = record.info, record.location
+        stored = self._stored(location.array_path)
+        shape = stored.shape[1:] if location.stack else stored.shape
+        is_there = not location.stack or (stored.cut_axis == 0 and 0 <= location.index < stored.shape[0])
+        samples = stored.sample_checksums
+        is_there &= samples is None or len(samples) == stored.num_chunks
+        if not is_there or not can_hold(info, shape=shape, dtype=stored.row.name):
+            raise DataError(
+                f"{self.url}/{stored.path} has {stored.row.name}{list(stored.shape)}, the catalogue says {info.keep} "
+                f"of {info.dtype}{list(info.shape)}: the commit is damaged; see 'ranktape check'"
+            )
+        return stored
+
+
+@functools.lru_cache(maxsize=8)
+def _shared_reader(pickled: bytes) -> RunReader:
+    """The reader over a backend that was sent here; one for all records, so that what it remembers serves them all."""
+    return RunReader(pickle.loads(pickled))  # noqa: S301  # a part of a pickle that is being loaded already
+
 
 _KEPT_RECORDS = 500_000
 """Records of which a run keeps the columns that were read, beside those that selections hold: some 100 MB."""

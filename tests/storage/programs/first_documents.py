@@ -7,8 +7,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from ranktape.storage.format.documents import converted
-from ranktape.storage.format.validation import Count
+from ranktape.storage.format.documents import Count, converted
 
 NUM_CLASSES = 250
 NUM_THREADS = 8

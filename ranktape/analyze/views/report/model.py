@@ -41,7 +41,7 @@ from ranktape.analyze.views.report.columns import (
     usual_jobs,
 )
 from ranktape.errors import NoRecordsError, UsageError
-from ranktape.storage.format.memory import nbytes_text
+from ranktape.storage.places.backend import nbytes_text
 from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
-"""Columns of values as a pandas DataFrame, and the catalogue as an Arrow table.
+"""Records as tables: in HTML for notebooks, as a pandas DataFrame, as an Arrow table.
 
-Types do not depend on what is missing.
+Types of columns do not depend on what is missing. A run comes from a stranger: in HTML every string of it is escaped,
+and cut where it is long.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import math
 import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,12 +21,80 @@ from ranktape.fields import FieldKind
 from ranktape.storage.format.arrays import crc_text
 from ranktape.storage.format.catalogue import COLUMNS
 from ranktape.storage.format.record_info import EXTREMES, FIELDS, TALLY_KINDS
+from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]  # it has no types
     import pyarrow as pa
 
     from ranktape.storage.records.labelled import RecordColumns
+
+
+MAX_SHOWN_ROWS = 20
+"""Rows of a table that a notebook or an interpreter shows."""
+
+MAX_SHOWN_LETTERS = 200
+"""Letters of one field that are shown."""
+
+_MAX_NAMED = 8
+"""Iterations that are named one by one."""
+
+_LEFT = "text-align: left"
+_RIGHT = "text-align: right"
+
+
+def clipped(text: str, max_letters: int = MAX_SHOWN_LETTERS) -> str:
+    """The text on one line, cut off where it is long."""
+    shown = printable(text[: max_letters + 1])
+    return shown if len(shown) <= max_letters else shown[: max_letters - 3] + "..."
+
+
+def html_table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    is_left: Sequence[bool],
+    heading: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    is_unfolded: bool = True,
+) -> str:
+    """A table with lines above it and below; all is text, and is escaped here.
+
+    It folds into the first line above it, if there is one.
+    """
+
+    def cells(texts: Sequence[str], *, tag: str) -> str:
+        styled = zip(texts, is_left, strict=True)
+        return "".join(f'<{tag} style="{_LEFT if left else _RIGHT}">{escape(text)}</{tag}>' for text, left in styled)
+
+    head = f"<thead><tr>{cells(heads, tag='th')}</tr></thead>" if any(heads) else ""
+    body = "".join(f"<tr>{cells(row, tag='td')}</tr>" for row in rows)
+    above = "".join(f"<div>{escape(text)}</div>" for text in heading[1:])
+    below = "".join(f"<div><i>{escape(text)}</i></div>" for text in notes)
+    shown = f"{above}<table>{head}<tbody>{body}</tbody></table>{below}"
+    if not heading:
+        return f"<div>{shown}</div>"
+    is_open = " open" if is_unfolded else ""
+    return f"<details{is_open}><summary><b>{escape(heading[0])}</b></summary>{shown}</details>"
+
+
+def spans(iterations: Sequence[int]) -> str:
+    """Iterations as words: each, or of many the first, the last and how many."""
+    if not iterations:
+        return "none"
+    if len(iterations) <= _MAX_NAMED:
+        return ", ".join(map(str, iterations))
+    return f"{iterations[0]} to {iterations[-1]} ({len(iterations)} of them)"
+
+
+def fields_html(title: str, fields: dict[str, Any], *, is_unfolded: bool = True) -> str:
+    """A table of named values, which folds into its title; those that are missing or empty are left out."""
+    known = {name: value for name, value in fields.items() if value is not None and value != ""}
+    rows = [
+        (clipped(str(name)), clipped(value if isinstance(value, str) else json.dumps(value)))
+        for name, value in known.items()
+    ]
+    return html_table(("", ""), rows, is_left=(True, True), heading=[title], is_unfolded=is_unfolded)
 
 
 _INT64 = np.iinfo(np.int64)
