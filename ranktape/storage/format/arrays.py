@@ -236,7 +236,6 @@ def check_form(array: np.ndarray[Any, Any], *, info: RecordInfo) -> None:
     """That an array is what its identity says, and that this can be written; a reader could not read it else.
 
     Raises:
-        DataError: it is another one.
         UsageError: what is said of it has no form in JSON.
     """
     if array.nbytes != info.nbytes or not can_hold(info, shape=array.shape, dtype=dtype_name(array.dtype)):
@@ -368,11 +367,7 @@ class StoredArray:
 
 
 def parse_array(document: Mapping[str, Any], *, path: str, place: str) -> StoredArray:
-    """What the document of an array says, if it is one that is written here.
-
-    Raises:
-        RunFormatError: it is none.
-    """
+    """What the document of an array says, if it is one that is written here."""
     try:
         shape = tuple(document["shape"])
         row = DTYPES[document["data_type"]]
@@ -415,12 +410,7 @@ def parse_array(document: Mapping[str, Any], *, path: str, place: str) -> Stored
 
 
 def open_stored(backend: Backend, path: str) -> StoredArray:
-    """What the document of the array at a path says.
-
-    Raises:
-        DataError: the document is missing, or not what was written.
-        RunFormatError: it is not one of our arrays, or larger than their documents are.
-    """
+    """What the document of the array at a path says."""
     key = document_key(path)
     place = f"{backend.url}/{key}"
     data = read_document(backend, path, max_nbytes=MAX_COMMIT_NBYTES)
@@ -435,9 +425,6 @@ def read_stored(
     """The values of an array; with `index` those at one place along an axis, without that axis.
 
     One place is two small requests where the chunks are cut along the axis; else the whole is read for it.
-
-    Raises:
-        DataError: bytes are missing, or not what was written.
     """
     if index is not None and axis == stored.cut_axis:
         [(values, _)] = _slices(backend, stored, _index_of(backend, stored)[index : index + 1])
@@ -450,9 +437,6 @@ def read_slices(backend: Backend, stored: StoredArray) -> Iterator[tuple[np.ndar
     """The values of an array that is cut, slice after slice, each without the axis; and the CRC-32C of its values.
 
     No more than one of them is in memory, or a few of small ones. They cannot be written to.
-
-    Raises:
-        DataError: bytes are missing, or not what was written.
     """
     exact = stored.object_nbytes()
     if exact is not None and exact <= _AT_ONCE_NBYTES:
@@ -465,9 +449,6 @@ def read_rows(backend: Backend, stored: StoredArray, indices: Sequence[int]) -> 
     """The slices of an array at places of its first axis, fetched together; compared with no checksum.
 
     None where the chunks are packed or not cut along that axis, or where most of what lies between is not wanted.
-
-    Raises:
-        DataError: bytes are missing, or not what was written.
     """
     first, last = min(indices), max(indices)
     is_plain = stored.cut_axis == 0 and stored.compression is Compression.NONE and stored.chunk_nbytes
@@ -487,9 +468,6 @@ def read_runs(
     """The values of an array in one chunk that is not packed, in runs of so many elements in C order.
 
     What is yielded cannot be written to. What is returned is the CRC-32C of the whole: nothing holds before.
-
-    Raises:
-        DataError: bytes are missing, or, behind the last run, they are not what was written.
     """
     _expect_size(backend, stored)
     step, end = num_elements * stored.row.itemsize, stored.chunk_nbytes
@@ -678,11 +656,7 @@ def blob_nbytes(document: Mapping[str, Any]) -> int | None:
 
 
 def open_blob(backend: Backend, path: str) -> IO[bytes]:
-    """The bytes at a path, as a file; large ones are read where they are looked into.
-
-    Raises:
-        DataError: they are missing, or (where they are read as a whole) not what was written.
-    """
+    """The bytes at a path, as a file; large ones are read where they are looked into."""
     key = blob_key(path)
     place = f"{backend.url}/{key}"
     size = backend.size(key)
@@ -693,11 +667,7 @@ def open_blob(backend: Backend, path: str) -> IO[bytes]:
 
 
 def split_checksum(data: bytes | None, *, place: str) -> bytes:
-    """The bytes in front of their checksum.
-
-    Raises:
-        DataError: they are missing or not what was written.
-    """
+    """The bytes in front of their checksum."""
     if data is None:
         raise DataError(f"{place} is committed, but missing: the run is damaged; see 'ranktape check'")
     content = data[:-_CRC_NBYTES]

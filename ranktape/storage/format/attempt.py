@@ -83,12 +83,7 @@ def read_attempts(backend: Backend) -> list[Attempt]:
 
 
 def read_attempt(backend: Backend, path: str) -> Attempt | None:
-    """An attempt as its document says; None where there is no document, and for names that are not of attempts.
-
-    Raises:
-        DataError: the document is not what was written.
-        RunFormatError: it says what no attempt does.
-    """
+    """An attempt as its document says; None where there is no document, and for names that are not of attempts."""
     number = layout.parse_attempt(path)
     if number is None:
         return None
@@ -134,11 +129,7 @@ def lost_message(backend: Backend) -> str:
 
 
 def read_run(backend: Backend) -> bytes | None:
-    """The document of a run; None where there is none.
-
-    Raises:
-        RunFormatError: it is larger than it can be.
-    """
+    """The document of a run; None where there is none."""
     return read_document(backend, "")
 
 
@@ -147,7 +138,6 @@ def run_attributes(data: bytes | None, *, place: str) -> dict[str, Any]:
 
     Raises:
         RunNotFoundError: there is no document.
-        RunFormatError: it is not one of a run, or of a schema that this version does not read.
     """
     if data is None:
         raise RunNotFoundError(f"there is no run at {place}: check the URL")
@@ -233,11 +223,7 @@ class IterationPlan:
 
 
 def write_plan(backend: Backend, *, attempt: Attempt, plan: IterationPlan) -> None:
-    """Announce a plan to every rank of an attempt.
-
-    Raises:
-        StorageError: the run was deleted or replaced, or cannot be written.
-    """
+    """Announce a plan to every rank of an attempt."""
     check_attempt(backend, attempt)
     attributes = dataclasses.asdict(plan)
     asked = {one.pop("name"): one for one in attributes.pop("asked")}
@@ -245,12 +231,7 @@ def write_plan(backend: Backend, *, attempt: Attempt, plan: IterationPlan) -> No
 
 
 def read_plan(backend: Backend, *, attempt: Attempt) -> IterationPlan | None:
-    """The plan that was announced last; None where none was.
-
-    Raises:
-        DataError: its document is not what was written.
-        RunFormatError: it says what no plan does.
-    """
+    """The plan that was announced last; None where none was."""
     path = layout.plan_path(attempt.path)
     attributes = read_attributes(backend, path)
     if attributes is None:

@@ -304,9 +304,6 @@ class Catalogue:
             file: The archive.
             place: Where it lies, for messages.
             attempt: The path of the attempt that the iteration belongs to.
-
-        Raises:
-            RunFormatError: it is not a catalogue.
         """
         self._place = place
         self._attempt = attempt
@@ -328,9 +325,6 @@ class Catalogue:
         """The values of a column of `COLUMNS`, one for each record, in the types that they are stored in.
 
         These are as small as the values allow (`columns.widened` gives those to compute with).
-
-        Raises:
-            RunFormatError: it is missing or damaged.
         """
         if name not in self._columns:
             self._columns[name] = self._load(name, is_parsed=True)
@@ -410,11 +404,7 @@ _NO_TALLY = ElementTally(count=0, ratio=0.0)
 
 
 def read_rows(table: RecordTable, rows: np.ndarray[Any, Any], *, place: str) -> Iterator[CatalogueEntry]:
-    """The records in some rows of a catalogue; `place` names it in messages.
-
-    Raises:
-        RunFormatError: a column is damaged, or a row says what no record does.
-    """
+    """The records in some rows of a catalogue; `place` names it in messages."""
     columns = {name: rows_of(table.column(name), rows) for name in KINDS}
     try:
         check_records(columns.__getitem__)

@@ -88,10 +88,6 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
 
     Two writers of one commit write the same bytes, and the second leaves the first one's document. An iteration that
     was removed stays removed.
-
-    Raises:
-        DataError: a rank's commit is not there, or does not say what it should.
-        StorageError: the run was deleted or replaced, or cannot be read or written.
     """
     check_attempt(backend, attempt)
     if _is_dropped(backend, attempt, iteration):
@@ -150,12 +146,7 @@ def _is_dropped(backend: Backend, attempt: Attempt, iteration: int) -> bool:
 
 
 def read_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> RankCommit:
-    """One rank's commit of an iteration; `attempt` is the attempt's path.
-
-    Raises:
-        DataError: there is no commit, or its document is damaged.
-        RunFormatError: its document says what no commit does.
-    """
+    """One rank's commit of an iteration; `attempt` is the attempt's path."""
     group = layout.rank_iteration_path(attempt, rank, iteration)
     data = read_document(backend, group, max_nbytes=MAX_COMMIT_NBYTES)
     if data is None:
@@ -164,12 +155,7 @@ def read_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> Ra
 
 
 def parse_commit(data: bytes, *, place: str, key: str) -> RankCommit:
-    """What the document of a rank's commit, which lies under a key, says.
-
-    Raises:
-        DataError: it is not what was written there.
-        RunFormatError: it says what no commit does.
-    """
+    """What the document of a rank's commit, which lies under a key, says."""
     attributes = {**decode_document(data, place=place, key=key)["attributes"], "checksum": document_checksum(data)}
     return converted(attributes, RankCommit, place=place)
 
@@ -180,12 +166,7 @@ def _read_part(backend: Backend, attempt: str, rank: int, iteration: int) -> tup
 
 
 def open_rank_catalogue(backend: Backend, attempt: str, rank: int, iteration: int, commit: RankCommit) -> Catalogue:
-    """What a rank's commit of an iteration holds; `attempt` is the attempt's path.
-
-    Raises:
-        DataError: it is missing or damaged, or has another number of records.
-        RunFormatError: it is not a catalogue.
-    """
+    """What a rank's commit of an iteration holds; `attempt` is the attempt's path."""
     path = layout.catalogue_path(attempt, rank, iteration)
     catalogue = _open(backend, path, attempt)
     if catalogue.num_rows != commit.num_records:
@@ -197,12 +178,7 @@ def open_rank_catalogue(backend: Backend, attempt: str, rank: int, iteration: in
 
 
 def open_catalogue(backend: Backend, attempt: str, iteration: int) -> Catalogue:
-    """The catalogue of a complete iteration; `attempt` is the attempt's path.
-
-    Raises:
-        DataError: it is missing or damaged.
-        RunFormatError: it is not a catalogue.
-    """
+    """The catalogue of a complete iteration; `attempt` is the attempt's path."""
     return _open(backend, layout.iteration_path(attempt, iteration), attempt)
 
 
@@ -211,12 +187,7 @@ def _open(backend: Backend, path: str, attempt: str) -> Catalogue:
 
 
 def read_skipped_ranks(backend: Backend, attempt: str, iteration: int) -> tuple[int, ...]:
-    """The ranks of a complete iteration on which a gradient scaler skipped the step; `attempt` is the attempt's path.
-
-    Raises:
-        DataError: the iteration has no commit, or it is damaged.
-        RunFormatError: its document says what none does.
-    """
+    """The ranks of a complete iteration on which a gradient scaler skipped the step; `attempt` is its path."""
     path = layout.iteration_path(attempt, iteration)
     summary = read_as(backend, path, IterationSummary)
     if summary is None:

@@ -3,8 +3,11 @@
 Documents are built here and not through `create_array`, which takes 2 ms of Python for each. They follow
 the Zarr v3 specification, so every reader of Zarr walks a run. The first attribute of each is a checksum over
 the document's key and its text (with the checksum's own digits as zeros): a document that was cut, changed or
-put in another one's place is known for it. Whoever writes a run can write its checksums too: what is read is compared
-with what it may be before it is counted with, allocated by or used as an index.
+put in another one's place is known for it.
+
+Functions of storage that read raise a `DataError` for what is missing or is not what was written, and a
+`RunFormatError` for what no writer of ours says. Whoever writes a run can write its checksums too: what is read is
+compared with what it may be before it is counted with, allocated by or used as an index.
 """
 
 from __future__ import annotations
@@ -155,12 +158,7 @@ def _strict_json(value: Any) -> bytes:
 
 
 def decode_document(data: bytes, *, place: str, key: str | None = None) -> dict[str, Any]:
-    """The document in JSON text; compared with its checksum, where it has one and the key is given.
-
-    Raises:
-        DataError: it is not what was written there.
-        RunFormatError: it is not the JSON of a Zarr v3 group or array.
-    """
+    """The document in JSON text; compared with its checksum, where it has one and the key is given."""
     try:
         document = parse_json(data)
     except ValueError as error:
@@ -340,11 +338,7 @@ def write_group(backend: Backend, path: str, attributes: Mapping[str, Any]) -> b
 
 
 def read_document(backend: Backend, path: str, *, max_nbytes: int = MAX_DOCUMENT_NBYTES) -> bytes | None:
-    """The text of the document of the group or array at a path; None where there is none.
-
-    Raises:
-        RunFormatError: it is larger than it can be.
-    """
+    """The text of the document of the group or array at a path; None where there is none."""
     try:
         return backend.get(document_key(path), max_nbytes=max_nbytes)
     except ObjectTooLargeError as error:
@@ -352,12 +346,7 @@ def read_document(backend: Backend, path: str, *, max_nbytes: int = MAX_DOCUMENT
 
 
 def read_attributes(backend: Backend, path: str, *, max_nbytes: int = MAX_DOCUMENT_NBYTES) -> dict[str, Any] | None:
-    """What the document of the group or array at a path says, by name; None where there is none.
-
-    Raises:
-        DataError: it is not what was written there.
-        RunFormatError: it is not a document of Zarr, or larger than it can be.
-    """
+    """What the document of the group or array at a path says, by name; None where there is none."""
     data = read_document(backend, path, max_nbytes=max_nbytes)
     key = document_key(path)
     return None if data is None else dict(decode_document(data, place=f"{backend.url}/{key}", key=key)["attributes"])
@@ -366,12 +355,7 @@ def read_attributes(backend: Backend, path: str, *, max_nbytes: int = MAX_DOCUME
 def read_as(
     backend: Backend, path: str, kind: type[_Answer], /, *, max_nbytes: int = MAX_DOCUMENT_NBYTES, **known: Any
 ) -> _Answer | None:
-    """The same as a dataclass, whose declaration says what each attribute may be; `known` are fields beside them.
-
-    Raises:
-        DataError: it is not what was written there.
-        RunFormatError: it says what no such document does, or it is larger than it can be.
-    """
+    """The same as a dataclass, whose declaration says what each attribute may be; `known` are fields beside them."""
     attributes = read_attributes(backend, path, max_nbytes=max_nbytes)
     place = f"{backend.url}/{document_key(path)}"
     return None if attributes is None else converted({**attributes, **known}, kind, place=place)
@@ -385,11 +369,7 @@ _learning: dict[int, threading.Lock] = {}
 
 
 def converted(attributes: Mapping[str, Any], kind: type[_Answer], *, place: str) -> _Answer:
-    """The attributes of a document as a dataclass; those that it does not declare are of other versions, and ignored.
-
-    Raises:
-        RunFormatError: an attribute is missing, or not what it is declared to be.
-    """
+    """The attributes of a document as a dataclass; those that it does not declare are of other versions."""
     if kind not in _known:
         with _learning.setdefault(os.getpid(), threading.Lock()):
             msgspec.json.Decoder(kind)

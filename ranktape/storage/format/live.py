@@ -120,11 +120,7 @@ MAX_STORED = 100
 
 
 def write_trigger(backend: Backend, *, attempt: Attempt, trigger: Trigger, number: int = 0) -> None:
-    """Say to all ranks of an attempt what happened; `number` tells those of one rank and iteration apart.
-
-    Raises:
-        StorageError: the run was deleted or replaced, or cannot be written.
-    """
+    """Say to all ranks of an attempt what happened; `number` tells those of one rank and iteration apart."""
     check_attempt(backend, attempt)
     if number == 0:
         write_group(backend, layout.triggers_path(attempt.path), {})
@@ -209,11 +205,7 @@ class Answer:
 
 
 def write_request(backend: Backend, *, attempt: Attempt, request: Request) -> str:
-    """Leave a request for the coordinator of an attempt; the name by which it is answered.
-
-    Raises:
-        StorageError: the store cannot be written.
-    """
+    """Leave a request for the coordinator of an attempt; the name by which it is answered."""
     # Names tell which one came first, as far as clocks agree.
     name = f"{int(time.time() * 1000):012x}{secrets.token_hex(4)}"
     attributes = {**dataclasses.asdict(request), "by": request.by[:_MAX_NAME], "written": time.time()}
@@ -236,12 +228,7 @@ def list_requests(backend: Backend, attempt: Attempt) -> tuple[list[str], set[st
 
 
 def read_request(backend: Backend, *, attempt: Attempt, name: str) -> Request | None:
-    """A request as its document says; None where there is none.
-
-    Raises:
-        DataError: the document is not what was written.
-        RunFormatError: it says what no request does.
-    """
+    """A request as its document says; None where there is none."""
     path = layout.request_path(attempt.path, name)
     request = read_as(backend, path, Request)
     if request is None:
@@ -253,20 +240,11 @@ def read_request(backend: Backend, *, attempt: Attempt, name: str) -> Request | 
 
 
 def write_answer(backend: Backend, *, attempt: Attempt, name: str, answer: Answer) -> None:
-    """Answer a request.
-
-    Raises:
-        StorageError: the store cannot be written.
-    """
+    """Answer a request."""
     attributes = {**dataclasses.asdict(answer), "written": time.time()}
     write_group(backend, layout.answer_path(attempt.path, name), attributes)
 
 
 def read_answer(backend: Backend, *, attempt: Attempt, name: str) -> Answer | None:
-    """What was answered to a request; None where nothing was yet.
-
-    Raises:
-        DataError: the document is not what was written.
-        RunFormatError: it says what no answer does.
-    """
+    """What was answered to a request; None where nothing was yet."""
     return read_as(backend, layout.answer_path(attempt.path, name), Answer)

@@ -289,11 +289,7 @@ def _read_marks(
 
 
 def open_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> None:
-    """Say that an iteration was begun, so that it is missed if no rank commits it.
-
-    Raises:
-        StorageError: the run was deleted or replaced, or cannot be written.
-    """
+    """Say that an iteration was begun, so that it is missed if no rank commits it."""
     check_attempt(backend, attempt)
     write_group(backend, layout.opened_path(attempt.path, iteration), {"opened": time.time()})
 
@@ -424,9 +420,6 @@ def finish_ready(backend: Backend, attempt: Attempt, *, problems: dict[int, str]
     """Write the iteration commits of which only these are missing; the iterations that are complete since then.
 
     One that is damaged is noted in `problems`.
-
-    Raises:
-        DataError: one is damaged, and `problems` is not given.
     """
     finished = []
     for iteration in read_progress(backend, attempt).ready():

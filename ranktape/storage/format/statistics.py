@@ -129,11 +129,7 @@ class Statistics:
 
     @classmethod
     def from_vector(cls, vector: np.ndarray[Any, Any]) -> Statistics:
-        """Rebuild what `to_vector` wrote.
-
-        Raises:
-            DataError: it is no such vector.
-        """
+        """Rebuild what `to_vector` wrote."""
         if vector.shape != (len(STATISTICS),) or vector.dtype != np.dtype("<f8"):
             raise DataError(f"{vector.dtype}{list(vector.shape)} are no statistics: see 'ranktape check'")
         values: dict[str, Any] = dict(zip(STATISTICS, vector.tolist(), strict=True))

@@ -51,8 +51,6 @@ def check_run(backend: Backend, *, deep: bool = False, on_progress: OnProgress |
 
     Raises:
         RunNotFoundError: there is no run.
-        RunFormatError: the run is of another schema.
-        StorageError: the store cannot be read.
     """
     report = CheckReport(url=backend.url, deep=deep)
     found = Findings(items=report.findings)

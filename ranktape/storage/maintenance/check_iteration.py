@@ -148,22 +148,13 @@ class AttemptView:
         return f"{self.backend.url}/{key}"
 
     def read(self, key: str) -> bytes | None:
-        """The text of a document; None where there is none.
-
-        Raises:
-            RunFormatError: it is larger than it can be.
-        """
+        """The text of a document; None where there is none."""
         if self.nbytes(key) is None:
             return None
         return read_document(self.backend, key.removesuffix(f"/{DOCUMENT}"), max_nbytes=MAX_COMMIT_NBYTES)
 
     def document(self, key: str) -> dict[str, Any] | None:
-        """The document at a key, compared with its checksum, which it must have; None where there is none.
-
-        Raises:
-            DataError: it is not what was written there.
-            RunFormatError: it is not a document of Zarr, or larger than it can be.
-        """
+        """The document at a key, compared with its checksum, which it must have; None where there is none."""
         with self.memory.taken(_PARSED_RATIO * (self.nbytes(key) or 0)):
             data = self.read(key)
             return None if data is None else decode_stamped(data, key=key, place=self.place(key))
@@ -178,12 +169,7 @@ class AttemptView:
 
 
 def decode_stamped(data: bytes, *, key: str, place: str) -> dict[str, Any]:
-    """A document, compared with its checksum, which it must have.
-
-    Raises:
-        DataError: it is not what was written there.
-        RunFormatError: it is not a document of Zarr.
-    """
+    """A document, compared with its checksum, which it must have."""
     document = decode_document(data, place=place, key=key)
     if document_checksum(data) is None:
         raise DataError(f"{place} is not what was written there: it has lost its checksum")

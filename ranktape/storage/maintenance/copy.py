@@ -108,8 +108,6 @@ def copy_run(
     Raises:
         RunNotFoundError: there is no run at the source.
         RunExistsError: something else is at the target.
-        DataError: what was written does not read back.
-        StorageError: one of the stores cannot be read or written.
         UsageError: one place lies in the other.
     """
     document = read_run(source)
@@ -294,10 +292,8 @@ def copy_records(
         on_progress: Called with the number of records copied and of all.
 
     Raises:
-        DataError: a record's values are damaged.
         NoRecordsError: there is none.
         RunExistsError: something is at the target.
-        StorageError: one of the stores cannot be read or written.
     """
     if not len(records):
         raise NoRecordsError(f"no record of {run.url} fits {filters}: nothing is copied")
@@ -378,13 +374,7 @@ class _Origin:
 
 
 def find_spills(directory: Path) -> list[Spill]:
-    """What lies in a spill directory, by attempt and rank.
-
-    Raises:
-        DataError: a document there is damaged.
-        RunFormatError: a document there says what none does.
-        StorageError: the directory cannot be read.
-    """
+    """What lies in a spill directory, by attempt and rank."""
     spills = []
     for folder in sorted(path for path in directory.iterdir() if layout.parse_attempt(path.name) is not None):
         backend = LocalBackend(str(folder))
@@ -405,9 +395,6 @@ def push_spill(spill: Spill, target: Backend, *, keep: bool) -> PushReport:
         spill: What to bring.
         target: The run.
         keep: Leave everything here, too.
-
-    Raises:
-        StorageError: the store cannot be read or written, or has no such attempt.
     """
     attempt = read_attempt(target, spill.attempt)
     if attempt is None:

@@ -64,7 +64,6 @@ def prune_run(
     Raises:
         RunExistsError: a launch records into the run.
         RunNotFoundError: there is no run.
-        StorageError: the store cannot be read or written.
         UsageError: neither or both say what to remove, or no complete iteration fits.
     """
     if (keep_last is None) == (iteration is None):
@@ -101,7 +100,6 @@ def delete_run(backend: RetryingBackend) -> None:
     Raises:
         RunExistsError: a launch records into the run.
         RunNotFoundError: there is no run.
-        StorageError: the store cannot be read or written.
     """
     expect_run(backend)
     with _lease(backend):
@@ -112,7 +110,6 @@ def expect_run(backend: RetryingBackend) -> None:
     """Make sure that a run, or what is left of one, is at the place.
 
     Raises:
-        RunFormatError: something else is there.
         RunNotFoundError: nothing is.
     """
     if not any(layout.parse_attempt(name) is not None for name in backend.list_names("")):
@@ -137,11 +134,7 @@ def _lease(backend: RetryingBackend) -> Lease:
 
 
 def drop_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> None:
-    """Remove a complete iteration; its state is `dropped` then. Can be repeated.
-
-    Raises:
-        StorageError: the run was deleted or replaced, or the store cannot be written.
-    """
+    """Remove a complete iteration; its state is `dropped` then. Can be repeated."""
     check_attempt(backend, attempt)
     path = layout.dropped_path(attempt.path, iteration)
     fields = {"dropped": time.time(), "removed": False}
@@ -157,11 +150,7 @@ def drop_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> Non
 
 
 def finish_drops(backend: Backend, *, attempt: Attempt) -> None:
-    """Remove what is left of the iterations whose removal was interrupted.
-
-    Raises:
-        StorageError: the run was deleted or replaced, or the store cannot be written.
-    """
+    """Remove what is left of the iterations whose removal was interrupted."""
     for iteration in sorted(dropped_iterations(backend, attempt)):
         fields = read_attributes(backend, layout.dropped_path(attempt.path, iteration))
         if fields is not None and not fields.get("removed"):

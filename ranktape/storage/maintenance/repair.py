@@ -68,7 +68,6 @@ def repair_run(
 
     Raises:
         RunNotFoundError: there is no run.
-        StorageError: the store cannot be read or written.
         UsageError: the age is negative.
     """
     expect_least(0, min_age=min_age_seconds)

@@ -86,7 +86,6 @@ def find_runs(
 
     Raises:
         RunNotFoundError: there is nothing at the place.
-        StorageError: the place cannot be reached or read.
         UsageError: the URL or the options are not usable, the levels are negative, or far too much lies there.
     """
     expect_least(0, depth=max_depth)
@@ -132,7 +131,6 @@ def summarize(backend: Backend, *, path: str = "") -> RunSummary:
 
     Raises:
         RunNotFoundError: there is no run.
-        RunFormatError: what is there is not a run, or is damaged.
     """
     attributes = run_attributes(read_run(backend), place=backend.url)
     value = attributes.get("created")

@@ -344,11 +344,7 @@ def _rename_new(partial: str, target: str) -> bool:
 
 
 def _absolute(path: str) -> str:
-    """The whole path of a directory; a `~` at the beginning is the home directory.
-
-    Raises:
-        UsageError: no directory can have such a path.
-    """
+    """The whole path of a directory; a `~` at the beginning is the home directory."""
     try:
         full = str(Path(path).expanduser().absolute())
         is_possible = "\0" not in full
@@ -383,12 +379,7 @@ def _status_of(path: str | Path) -> os.stat_result | None:
 
 
 def _open_plain(path: str) -> int:
-    """A descriptor to read a plain file with.
-
-    Raises:
-        StorageError: a link, a directory or something else is there.
-        OSError: it cannot be opened.
-    """
+    """A descriptor to read a plain file with."""
     try:
         # Without O_NONBLOCK, to open a pipe is to wait for whoever writes into it.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -457,12 +448,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _rename_unless_there(source: str, target: str) -> None:
-    """Rename a file, atomically.
-
-    Raises:
-        FileExistsError: something is at the new name.
-        OSError: it failed otherwise, or the file system knows no such renaming.
-    """
+    """Rename a file, atomically."""
     # Python's rename replaces what is there.
     number = errno.ENOSYS
     if hasattr(_library(), "renameat2"):

@@ -167,11 +167,7 @@ class RemoteBackend(Backend):
         return f"{self._root}{key}".rstrip("/")
 
     def _call(self, verb: str, key: str, work: Callable[[], Result]) -> Result:
-        """What `work` returns.
-
-        Raises:
-            StorageError: it failed; the subclass says why.
-        """
+        """What `work` returns."""
         try:
             return work()
         except StorageError:

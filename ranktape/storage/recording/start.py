@@ -240,7 +240,6 @@ class Lease:
         """Get the lease. That of an earlier start of the same launch is taken over at once.
 
         Raises:
-            DataError: the lease of another launch is damaged.
             RunExistsError: another launch records into the run, or gets the lease at the same time.
         """
         self._backend = backend

@@ -146,11 +146,7 @@ class SpillDirectory:
     """
 
     def __init__(self, store: RetryingBackend, *, directory: Path, attempt: Attempt) -> None:
-        """Read from the store what the run in the directory needs.
-
-        Raises:
-            StorageError: the store cannot be read.
-        """
+        """Read from the store what the run in the directory needs."""
         self.place = f"{socket.gethostname()}:{directory.absolute()}"
         """The host and the directory, for people."""
         self.backend = LocalBackend(str(directory / attempt.path))
@@ -236,11 +232,7 @@ class RankWriter:
         return 0 < array.nbytes < self._stack_below_nbytes
 
     def open(self, iteration: int) -> None:
-        """Say in the store that an iteration was begun.
-
-        Raises:
-            StorageError: the run was deleted or replaced, or cannot be written.
-        """
+        """Say in the store that an iteration was begun."""
         with self._changed:
             pending = self._begun(iteration)
         self._put_through(pending, lambda backend: open_iteration(backend, attempt=self._attempt, iteration=iteration))
@@ -256,8 +248,6 @@ class RankWriter:
         Raises:
             CaptureError: another tensor of the iteration has the same name, or the iteration was committed already;
                 nothing of this one is written.
-            DataError: the array is not what its identity says.
-            StorageError: the run was deleted or replaced, or cannot be written.
             UsageError: its metadata have no form in JSON.
         """
         release = on_release or (lambda: None)
@@ -345,8 +335,6 @@ class RankWriter:
 
         Raises:
             CaptureError: it was committed or given up already.
-            DataError: tensors were expected and not one was recorded; the iteration is not committed then.
-            StorageError: the run was deleted or replaced, or cannot be written; it may be committed again then.
         """
         with self._changed:
             pending = self._begun(iteration)
@@ -408,11 +396,7 @@ class RankWriter:
             self._spill.backend.delete(layout.rank_iteration_path(self._attempt.path, self._rank, iteration))
 
     def mark(self, iteration: int, *, mark: layout.Mark, attributes: Mapping[str, Any]) -> None:
-        """Leave a marker of the rank on an iteration where the coordinator looks.
-
-        Raises:
-            StorageError: the run was deleted or replaced, or cannot be written.
-        """
+        """Leave a marker of the rank on an iteration where the coordinator looks."""
         self._mark(self._backend, iteration, mark=mark, attributes=attributes)
 
     def _mark(self, backend: Backend, iteration: int, *, mark: layout.Mark, attributes: Mapping[str, Any]) -> None:
@@ -420,11 +404,7 @@ class RankWriter:
         write_group(backend, layout.marker_path(self._attempt.path, iteration, self._rank, mark), attributes)
 
     def close(self, *, reason: str) -> None:
-        """Say that the rank will commit nothing more, and why.
-
-        Raises:
-            StorageError: the run was deleted or replaced, or cannot be written.
-        """
+        """Say that the rank will commit nothing more, and why."""
         words = {"reason": reason, "closed": time.time()}
 
         def close(backend: Backend) -> None:

@@ -111,11 +111,7 @@ class Placement:
         return tuple(None if axis.kind in kinds else at for axis, at in zip(self.axes, self.coordinates, strict=True))
 
     def spans(self, shape: Sequence[int]) -> list[list[tuple[int, int]]]:
-        """For each dimension the ranges of the whole tensor that a part of that shape has, in its order.
-
-        Raises:
-            DataError: a strided shard says other pieces than its offset and its shape do.
-        """
+        """For each dimension the ranges of the whole tensor that a part of that shape has, in its order."""
         return [self._spans_of(dim, extent) for dim, extent in enumerate(shape)]
 
     def _spans_of(self, dim: int, extent: int) -> list[tuple[int, int]]:
@@ -163,11 +159,7 @@ def _joined(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def parse_placement(info: RecordInfo) -> Placement | None:
-    """What the placement of a record says; None for a whole tensor.
-
-    Raises:
-        DataError: it says what no placement does, or what does not fit the record.
-    """
+    """What the placement of a record says; None for a whole tensor."""
     if info.placement is None:
         return None
     try:
@@ -457,7 +449,6 @@ def assemble_records(records: Iterable[AnyRecord], *, replicas: str = "check") -
     """The tensors of which records are parts, in the order of their first ones.
 
     Raises:
-        DataError: a placement says what none does.
         UsageError: `replicas` is neither "check" nor "ignore".
     """
     _check_policy(replicas)
@@ -471,7 +462,6 @@ def view_of(record: AnyRecord, *, siblings: Iterable[AnyRecord], replicas: str =
     """The tensor of which a record is a part, and its siblings may be others.
 
     Raises:
-        DataError: a placement says what none does.
         UsageError: `replicas` is neither "check" nor "ignore".
     """
     _check_policy(replicas)

@@ -184,8 +184,6 @@ def records_frame(records: RecordColumns) -> pd.DataFrame:
     """One row for each record, one column for each field; `overflow` is a column for each of its numbers.
 
     Raises:
-        RunFormatError: a field is damaged.
-        StorageError: a catalogue cannot be read.
         UsageError: pandas is not installed.
     """
     return data_frame(_columns(records), attributes={"title": "", "units": dict(UNITS)})
@@ -195,8 +193,6 @@ def records_table(records: RecordColumns) -> pa.Table:
     """The columns of `records_frame` as an Arrow table; units are metadata of the columns.
 
     Raises:
-        RunFormatError: a field is damaged.
-        StorageError: a catalogue cannot be read.
         UsageError: pyarrow is not installed.
     """
     try:
