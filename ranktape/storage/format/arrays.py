@@ -42,7 +42,7 @@ from ranktape.storage.format.documents import (
 )
 from ranktape.storage.format.dtypes import DTYPES, DtypeRow, dtype_name
 from ranktape.storage.format.layout import document_key
-from ranktape.storage.format.record_info import RUN, Compression, Keep, RecordInfo
+from ranktape.storage.format.record_info import FIELDS, RUN, Compression, Keep, RecordInfo, attribute_of, fields_of
 from ranktape.storage.format.statistics import STATISTICS
 from ranktape.storage.places.backend import Backend, Buffer, RangeFile, expect_memory
 
@@ -183,7 +183,7 @@ def encode_stack(
     row = DTYPES[dtype_name(arrays[0].dtype)]
     packing = _packing(compression, info=first)
     shape = (len(arrays), *arrays[0].shape)
-    common, captures = shared_fields([info.to_attributes() for info in infos])
+    common, captures = _shared_attributes(infos)
     document = array_document(
         shape=shape,
         row=row,
@@ -201,18 +201,21 @@ def _packing(compression: Compression, *, info: RecordInfo) -> Compression:
     return Compression.ZSTD if info.keep == Keep.HISTOGRAM else compression
 
 
-def shared_fields(documents: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What all documents with the same keys share, and for each what it has of its own."""
-    first = documents[0]
-    common = {
-        name: value
-        for name, value in first.items()
-        if all(document[name] == value for document in documents)
-        # 1, 1.0 and True are equal, and not the same in JSON.
-        and (name not in _FREE_FIELDS or value is None or len({json.dumps(one[name]) for one in documents}) == 1)
-    }
-    own = [name for name in first if name not in common]
-    return common, [{name: document[name] for name in own} for document in documents]
+def _shared_attributes(infos: Sequence[RecordInfo]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The attributes that all records share, and for each record those of its own."""
+    common: dict[str, Any] = {}
+    own: dict[str, list[Any]] = {}
+    for name, values in zip(FIELDS, zip(*map(fields_of, infos), strict=True), strict=True):
+        first = values[0]
+        is_shared = values[-1] == first and values.count(first) == len(values)
+        if is_shared and name in _FREE_FIELDS and first is not None:
+            # 1, 1.0 and True are equal, and not the same in JSON.
+            is_shared = len({json.dumps(value) for value in values}) == 1
+        if is_shared:
+            common[name] = attribute_of(first)
+        else:
+            own[name] = list(map(attribute_of, values)) if name in {"shape", "overflow"} else list(values)
+    return common, [dict(zip(own, row, strict=True)) for row in zip(*own.values(), strict=True)] or [{} for _ in infos]
 
 
 _FREE_FIELDS = frozenset({"metadata", "placement", "sample_ids"})

@@ -7,6 +7,7 @@ hold them, and they can be read.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return dtype_row(name).numpy_dtype
 
 
+@functools.cache
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """The name of a numpy dtype.
 

@@ -293,10 +293,7 @@ class RecordInfo:
 
     def to_attributes(self) -> dict[str, Any]:
         """The same for Zarr attributes, without what follows from other fields."""
-        document = dict(zip(FIELDS, _fields(self), strict=True))
-        document["shape"] = list(self.shape)
-        document["overflow"] = self.overflow.to_attributes()
-        return document
+        return dict(zip(FIELDS, map(attribute_of, fields_of(self)), strict=True))
 
     def spelled(self) -> RecordInfo:
         """The same, with lone surrogates spelled out, as they come with names of files that are no text."""
@@ -309,7 +306,7 @@ class RecordInfo:
     def with_checksum(self, checksum: str) -> RecordInfo:
         """The same with another checksum; `dataclasses.replace` takes longer than a small tensor's share of a write."""
         clone = object.__new__(RecordInfo)
-        for put, value in zip(_SETTERS, _fields(self), strict=True):
+        for put, value in zip(_SETTERS, fields_of(self), strict=True):
             put(clone, value)
         _SETTERS[_CHECKSUM](clone, checksum)
         return clone
@@ -327,7 +324,16 @@ class RecordInfo:
 FIELDS = tuple(field.name for field in dataclasses.fields(RecordInfo))
 """The names of a record's fields, in the order of `RecordInfo`."""
 
-_fields = operator.attrgetter(*FIELDS)
+fields_of = operator.attrgetter(*FIELDS)
+"""The values of a record's fields, in that order."""
+
+
+def attribute_of(value: Any) -> Any:
+    """The value of a field as Zarr attributes have it."""
+    if isinstance(value, Overflow):
+        return value.to_attributes()
+    return list(value) if isinstance(value, tuple) else value
+
 
 _SETTERS = tuple(RecordInfo.__dict__[name].__set__ for name in FIELDS)
 """Of the fields of a frozen instance that is being made."""
