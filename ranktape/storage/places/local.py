@@ -163,17 +163,15 @@ class LocalBackend(Backend):
     def list_names(self, prefix: str) -> list[str]:
         """The names of everything in a directory, sorted."""
         with self._translated("list", prefix):
-            try:
-                names = [entry.name for entry in Path(self._path(prefix)).iterdir()]
-                return sorted(name for name in names if is_text(name) and not name.endswith(PARTIAL_SUFFIX))
-            except (FileNotFoundError, NotADirectoryError):
-                return []
+            names = _names(self._path(prefix))
+            return sorted(name for name in names if is_text(name) and not name.endswith(PARTIAL_SUFFIX))
 
     def delete(self, prefix: str) -> None:
         """Remove a directory with everything in it, or the contents of the root."""
         with self._translated("delete", prefix):
             # The root itself stays: it may be a mount, or a directory that the user made with care.
-            for path in [self._within(prefix)] if prefix else self._everything():
+            paths = [self._within(prefix)] if prefix else [self._root / name for name in _names(self._root)]
+            for path in paths:
                 if path.is_dir() and not path.is_symlink():
                     _remove_tree(path)
                 else:
@@ -235,12 +233,6 @@ class LocalBackend(Backend):
         if not path.parent.resolve().is_relative_to(self._root.resolve()):
             raise _not_plain(str(path.parent), stat.S_IFLNK)
         return path
-
-    def _everything(self) -> list[Path]:
-        try:
-            return list(self._root.iterdir())
-        except (FileNotFoundError, NotADirectoryError):
-            return []
 
     def _read(self, key: str, choose: Callable[[int], tuple[int, int]]) -> bytes | None:
         """The part of a plain file that is chosen by its size."""
@@ -322,37 +314,35 @@ class LocalBackend(Backend):
             raise local_error(error, verb=verb, place=(self._folder + key).rstrip("/")) from error
 
 
-def _rename_new(partial: str, target: str) -> bool:
-    """As `create`, where the file system has no hard links."""
-    try:
-        _rename_unless_there(partial, target)
-    except FileExistsError:
+def _rename_new(source: str, target: str) -> bool:
+    """As `create`, where the file system has no hard links; Python's own rename replaces what is there."""
+    number = errno.ENOSYS
+    if hasattr(_library(), "renameat2"):
+        names = os.fsencode(source), os.fsencode(target)
+        if _library().renameat2(_AT_CWD, names[0], _AT_CWD, names[1], _RENAME_NOREPLACE) == 0:
+            return True
+        number = ctypes.get_errno()
+    # Where the answer was lost, and it was asked again, what was renamed is gone, and there.
+    if number == errno.EEXIST or (number == errno.ENOENT and Path(target).exists()):
         return False
-    except FileNotFoundError:
-        # Where the answer was lost, and it was asked again, what was renamed is gone, and there.
-        if not Path(target).exists():
-            raise
-        return False
-    except OSError as error:
-        if error.errno not in _NO_RENAMES:
-            raise
-        raise StorageError(
-            f"cannot write {printable(target)}: its file system has neither hard links nor another "
-            f"way to create a file only if there is none: choose a directory on another file system, or another URL"
-        ) from error
-    return True
+    error = OSError(number, os.strerror(number))
+    if number not in _NO_RENAMES:
+        raise error
+    raise StorageError(
+        f"cannot write {printable(target)}: its file system has neither hard links nor another way to create a file "
+        f"only if there is none: choose a directory on another file system, or another URL"
+    ) from error
 
 
 def _absolute(path: str) -> str:
     """The whole path of a directory; a `~` at the beginning is the home directory."""
     try:
         full = str(Path(path).expanduser().absolute())
-        is_possible = "\0" not in full
         os.fsencode(full)
+        if "\0" in full:
+            raise ValueError("it holds a NUL")
     except (ValueError, RuntimeError, OSError) as error:  # no such text, no such user, no current directory
         raise UsageError(f"{path!r} cannot be the path of a directory ({error}): give another one") from error
-    if not is_possible:
-        raise UsageError(f"{path!r} cannot be the path of a directory: it holds a NUL: give another one")
     return full
 
 
@@ -367,6 +357,13 @@ def _not_plain(place: str, mode: int) -> StorageError:
     return StorageError(
         f"{printable(place)} is {kind} and not a file: move aside what is in the way, or choose another URL"
     )
+
+
+def _names(folder: str | Path) -> list[str]:
+    try:
+        return os.listdir(folder)  # noqa: PTH208  # making a `Path` of each takes longer
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def _status_of(path: str | Path) -> os.stat_result | None:
@@ -447,52 +444,30 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _rename_unless_there(source: str, target: str) -> None:
-    """Rename a file, atomically."""
-    # Python's rename replaces what is there.
-    number = errno.ENOSYS
-    if hasattr(_library(), "renameat2"):
-        names = os.fsencode(source), os.fsencode(target)
-        if _library().renameat2(_AT_CWD, names[0], _AT_CWD, names[1], _RENAME_NOREPLACE) == 0:
-            return
-        number = ctypes.get_errno()
-    raise OSError(number, os.strerror(number))
-
-
 def _flush(paths: Collection[str], *, folders: Collection[str]) -> None:
     """Bring files to the disk, several at once, and then the entries of their directories."""
-    steps = ((_flush_file, paths), (_flush_folder, folders))
-    try:
-        with ThreadPoolExecutor(_FLUSH_THREADS) as pool:
-            for flush, places in steps:
+    for places, work in ((paths, os.fdatasync), (folders, os.fsync)):
+        flush = functools.partial(_flush_one, work=work)
+        try:
+            with ThreadPoolExecutor(_FLUSH_THREADS) as pool:
                 list(pool.map(flush, places))
-    except RuntimeError:  # no thread can be started in the last lines of a process
-        for flush, places in steps:
-            for place in places:
-                flush(place)
+        except RuntimeError:  # no thread can be started in the last lines of a process
+            list(map(flush, places))
 
 
-def _flush_file(path: str) -> None:
-    """Bring a file to the disk, if it is still there."""
-    _with_descriptor(path, os.fdatasync)
-
-
-def _flush_folder(path: str) -> None:
-    """Bring the entries of a directory to the disk, where the file system knows how and we may."""
+def _flush_one(path: str, *, work: Callable[[int], object]) -> None:
+    """Flush a file that is still there, or the entries of a directory, where the file system knows how and we may."""
     try:
-        _with_descriptor(path, os.fsync)
-    except OSError as error:
-        if error.errno not in {errno.EINVAL, errno.EACCES, errno.EPERM}:
-            raise
-
-
-def _with_descriptor(path: str, work: Callable[[int], object]) -> None:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             work(descriptor)
         finally:
             os.close(descriptor)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        if work is os.fdatasync or error.errno not in {errno.EINVAL, errno.EACCES, errno.EPERM}:
+            raise
 
 
 def _open_new(path: str) -> int:
