@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ranktape.capture import Capture
-from ranktape.capture.stopping import StopGate
+from ranktape.capture.rendezvous import StopGate
 
 WIDTH = 256
 PAIRS = 400

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from ranktape.capture.passes.clock import Clock
     from ranktape.capture.passes.passes import Arguments
     from ranktape.capture.recorder import Recorder
+    from ranktape.capture.rendezvous import StopGate
     from ranktape.capture.settings.cadence import Schedule
     from ranktape.capture.sites import IterationTally
     from ranktape.capture.staging.process import WriterProcess
-    from ranktape.capture.stopping import StopGate
     from ranktape.capture.tensors.master import MasterWeights
     from ranktape.storage.places.urls import RetryingBackend
 

@@ -1,9 +1,13 @@
-"""Gives what stands for a capture where none was asked for, so that a script needs no second way."""
+"""What there is in a process without a capture: one that waits for the training, and one that records nothing."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
+
+begin_waiting: Callable[[int], None] | None = None
+"""Begins the capture that waits for the training, with the number of its first iteration; None where none waits."""
 
 
 class NoCapture(contextlib.AbstractContextManager["NoCapture"]):

@@ -1,16 +1,22 @@
-"""Tells which rank this is, and brings the ranks of one launch together.
+"""Tells which rank this is, brings the ranks of one launch together, and ends their training before one iteration.
 
 Rank, world size and restart count come from torch.distributed where it is initialised, else from torchrun's
 environment. The launch's identity is agreed through the key-value store that torch.distributed has anyway;
 torchrun's store outlives a restart of the workers, so a restarted launch finds its own run. Nothing here
 is a collective. Gloo's process groups are kept until the process ends: their end could stop it for ever.
+
+The first rank that comes to an iteration says in that store that it begins, unless rank 0 has said before that the
+training ends there. Every rank obeys what was said first: none has to be told in time, and none waits.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import itertools
+import multiprocessing
+import multiprocessing.util
 import os
 import socket
 import time
@@ -98,7 +104,7 @@ class Rendezvous:
             # Every rank begins the captures of all in the same order; a restarted process begins again from the first.
             serial = next(_serials)
             self.launch_id = f"{self._agree(self._store, serial, seconds=seconds, on_wait=on_wait)}-{serial}"
-        self._shared: dict[str, str] = {}
+        self._decided: dict[str, str] = {}
         self._failure_key = f"{_PREFIX}/{self.launch_id}/{place.restart}/failure"
 
     @property
@@ -174,30 +180,6 @@ class Rendezvous:
             raise LateElsewhereError(decided.removeprefix(_LATE))
         return decided
 
-    def share(self, name: str, text: str) -> None:
-        """Leave something for the other ranks under a name; once for each name."""
-        if self._store is not None:
-            self._store.set(self._key(name, self._place.rank), text)
-        self._shared[name] = text
-
-    def gather(self, name: str, *, seconds: float) -> list[str]:
-        """What the ranks have left under a name, waited for.
-
-        Raises:
-            CaptureError: one left nothing in time, or reported that it cannot start.
-        """
-        if self._store is None:
-            return [self._shared[name]]
-        deadline = time.monotonic() + seconds
-        found = []
-        for rank in range(self._place.world_size):
-            key = self._key(name, rank)
-            is_there = functools.partial(self._store.check, [key])
-            if not self.wait(is_there, seconds=deadline - time.monotonic()):
-                raise CaptureError(f"rank {rank} has not said its {name} within {seconds:g} s")
-            found.append(str(self._store.get(key).decode()))
-        return found
-
     def _key(self, name: str, rank: int | None) -> str:
         return f"{_PREFIX}/{self.launch_id}/{self._place.restart}/{name}/{'any' if rank is None else rank}"
 
@@ -221,7 +203,7 @@ class Rendezvous:
             torch.distributed.DistError: the store has gone.
         """
         if self._store is None:
-            return self._shared.setdefault(name, text)
+            return self._decided.setdefault(name, text)
         return str(self._store.compare_set(self._key(name, None), "", text).decode())
 
     def forget(self, name: str) -> None:
@@ -231,7 +213,7 @@ class Rendezvous:
             torch.distributed.DistError: the store has gone.
         """
         if self._store is None:
-            self._shared.pop(name, None)
+            self._decided.pop(name, None)
         else:
             self._store.delete_key(self._key(name, None))
 
@@ -262,6 +244,80 @@ class Bulletin:
                 found.append(str(self._store.get(f"{self._key}/{self._next}").decode()))
             self._next += 1
         return found
+
+
+_BEGINS, _STOPS = "begins", "stops"
+
+_KEPT = 64
+"""Iterations behind rank 0 of which the word is kept; a rank that is further behind says the same again."""
+
+
+class EndOfProcess:
+    """Ends the process groups with the process, where we have ended its training."""
+
+    def __init__(self) -> None:
+        self.is_ours = False
+        """Whether we have."""
+        self._owner = os.getpid()
+        if multiprocessing.parent_process() is None:
+            atexit.register(self._end_groups)
+        else:  # such a process runs no handlers of `atexit` if it was forked
+            multiprocessing.util.Finalize(None, self._end_groups, exitpriority=0)
+
+    def _end_groups(self) -> None:
+        """What the script would have done had it come to its end; it may have done so in a `finally`."""
+        if self.is_ours and os.getpid() == self._owner and dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@functools.cache
+def end_of_process() -> EndOfProcess:
+    """That of this process; asked for before a script runs, it comes after what the script does at its end."""
+    return EndOfProcess()
+
+
+class StopGate:
+    """What every rank passes before each iteration."""
+
+    def __init__(self, rendezvous: Rendezvous, *, is_first: bool, on_failure: Callable[[str], None]) -> None:
+        """Prepare, at the start of a capture.
+
+        Args:
+            rendezvous: Where the ranks have met.
+            is_first: Whether this rank speaks for all.
+            on_failure: Called with why the ranks cannot agree any more: none is stopped then.
+        """
+        self._rendezvous = rendezvous
+        self._is_first = is_first
+        self._on_failure = on_failure
+        self._stops_at: int | None = None
+        self._is_open = False
+        self._ending = end_of_process()
+
+    def stops_before(self, iteration: int, *, is_wanted: bool) -> bool:
+        """Whether the training ends here; asked once before each iteration, and of rank 0 whether it is to end."""
+        if self._is_open:
+            return False
+        try:
+            self._is_open = self._ending.is_ours = self._ask(iteration, is_wanted=is_wanted and self._is_first)
+        except dist.DistError as error:
+            self._is_open = True
+            self._on_failure(f"the training is not ended when all is stored: the ranks cannot agree any more ({error})")
+        return self._ending.is_ours
+
+    def _ask(self, iteration: int, *, is_wanted: bool) -> bool:
+        if is_wanted and (self._stops_at is None or self._stops_at < iteration):
+            # The first that no rank has come to: they all will.
+            self._stops_at = iteration
+            while self._rendezvous.decide(_name(self._stops_at), _STOPS) != _STOPS:
+                self._stops_at += 1
+        if self._is_first:
+            self._rendezvous.forget(_name(iteration - _KEPT))
+        return self._rendezvous.decide(_name(iteration), _BEGINS) == _STOPS
+
+
+def _name(iteration: int) -> str:
+    return f"iteration {iteration}"
 
 
 _ENVIRONMENT = {

@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
 from ranktape.capture.console import Console
-from ranktape.capture.ending import verdict_of
 from ranktape.capture.flight.training import Peers, Signals
 from ranktape.capture.guard import StrictCaptureError, failure_text
 from ranktape.capture.hooks.compiled import has_compiled
@@ -24,7 +23,7 @@ from ranktape.capture.no_capture import NoCapture
 from ranktape.capture.passes.clock import Clock
 from ranktape.capture.passes.passes import checked_sample_ids
 from ranktape.capture.recorder import Recorder
-from ranktape.capture.rendezvous import Rendezvous, find_place
+from ranktape.capture.rendezvous import Rendezvous, StopGate, find_place
 from ranktape.capture.roles.known import known_layer_types
 from ranktape.capture.settings.cadence import Schedule, ScheduleOfRecorder
 from ranktape.capture.settings.config import given_arguments, options_of, resolve, stray_variables
@@ -34,8 +33,7 @@ from ranktape.capture.settings.setting import MAX_NUMBER
 from ranktape.capture.source import Source, Tags, TensorRole, site_of
 from ranktape.capture.staging.process import WriterProcess, default_host_budget_nbytes
 from ranktape.capture.staging.ring_file import Counter
-from ranktape.capture.starting import open_place, start_writer
-from ranktape.capture.stopping import StopGate
+from ranktape.capture.starting import open_place, start_writer, verdict_of
 from ranktape.capture.tensors.master import MasterWeights
 from ranktape.errors import CaptureError, UsageError
 from ranktape.storage.format.layout import rank_iteration_path, site_path

@@ -1,4 +1,4 @@
-"""Begins a capture on all ranks together, each with a writer that is ready."""
+"""Begins a capture on all ranks together, each with a writer that is ready, and says how it ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ import numpy as np
 import torch
 
 from ranktape._version import __version__
+from ranktape.capture.console import Console
 from ranktape.capture.rendezvous import RankPlace, Rendezvous, collective_seconds
 from ranktape.capture.settings.options import SETTINGS, CaptureOptions
 from ranktape.capture.staging.process import WriterConfig, WriterProcess
-from ranktape.errors import LateError, StorageError, UsageError
+from ranktape.errors import LateError, RanktapeError, StorageError, UsageError
+from ranktape.storage.format.progress import RunVerdict
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import RetryingBackend, open_backend
 
@@ -196,3 +198,49 @@ def _plain(kind: type, value: Any) -> Any:
 def _absolute(directory: str) -> Path:
     # The program may change its working directory before it is used.
     return Path(directory).expanduser().absolute()
+
+
+def verdict_of(
+    words: Mapping[str, Any],
+    *,
+    rank: int,
+    backend: Backend,
+    process: WriterProcess,
+    console: Console,
+    required: int,
+    waited_seconds: float,
+) -> RunVerdict:
+    """The writer's verdict on rank 0; elsewhere, and without one, what the store says and this rank knows.
+
+    `words` are the writer's last ones; what went wrong is said on the console.
+    """
+    console.pass_on(words)
+    if "verdict" in words:
+        return RunVerdict(**words["verdict"])
+    state = words.get("state")
+    problem = words.get("error") or words.get("problem")
+    if "error" not in words and (num_more := words.get("num_more_problems")):
+        problem = f"{problem}; {num_more} more problem{'s' * (num_more > 1)} came after it"
+    if state == "late":
+        problem = f"not everything was stored within {waited_seconds:g} s; the writer goes on"
+    elif state not in {"closed", "failed"}:
+        problem = f"the writer process ended: {process.ending()}"
+    if problem is not None:
+        console.warn_once(str(problem))
+    missing = [] if problem is None else [f"rank {rank}: {problem}"]
+    # Only rank 0 has a coordinator; the others answer for what they stored themselves.
+    if rank == 0:
+        # Not at the top: whoever imports `Capture` does without what reads runs.
+        from ranktape.storage.format.progress import read_verdict
+
+        try:
+            # Not by the attempt of another launch that has taken the run.
+            judged = read_verdict(backend, until=words.get("attempt"))
+        except RanktapeError as error:
+            judged = None
+            console.warn(str(error))
+        if judged is not None:
+            stored = judged[0]
+            return stored if stored.met else dataclasses.replace(stored, missing=[*stored.missing, *missing])
+    is_met = (rank != 0 or not required) and problem is None
+    return RunVerdict(met=is_met, required=required, complete=[], missing=missing, final=False)

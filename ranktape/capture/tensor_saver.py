@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ranktape.capture import awaited
+from ranktape.capture import no_capture
 from ranktape.capture.console import Console
 from ranktape.capture.roles.table import UNSAMPLED
 from ranktape.capture.session import Capture
@@ -205,8 +205,8 @@ class TensorSaver:
         if Capture.current is None and self.enabled:
             self._begin()
             self._numbered = self._own
-        elif Capture.current is None and awaited.begin is not None:
-            awaited.begin(self.current_iteration)
+        elif Capture.current is None and no_capture.begin_waiting is not None:
+            no_capture.begin_waiting(self.current_iteration)
             self._numbered = Capture.current
         numbered = self._numbered
         # An optimizer of the program may have ended iterations before.

@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ranktape.errors import CaptureError, FailedElsewhereError, LateError, RanktapeError, UsageError
-from ranktape.launch.quantization import Quantization
 from ranktape.launch.quantizing import arm_quantizer
 from ranktape.launch.worker import HEAD_START_SECONDS, LAUNCHED, OWNER, complain, one_line, report, say, stand_aside
 
 if TYPE_CHECKING:
     from ranktape.capture.session import Capture
     from ranktape.capture.settings.options import CaptureOptions
+    from ranktape.launch.options import Quantization
 
 _CONFIG = "RANKTAPE_CAPTURE_CONFIG"
 
@@ -107,7 +107,7 @@ class AutoStart:
 
     def __init__(self, folder: str) -> None:
         """Wait from now on; paths in the environment are relative to a folder."""
-        from ranktape.capture import awaited
+        from ranktape.capture import no_capture
         from ranktape.launch.standby import Standby
 
         self._ask = functools.partial(_ordered, folder)
@@ -117,7 +117,7 @@ class AutoStart:
         self._first_iteration = 0
         self._is_saved_by_hand = False
         self._standby = Standby(begin=self._begin, is_wanted_in_eval=self._is_wanted_in_eval)
-        awaited.begin = self._begin_by_hand
+        no_capture.begin_waiting = self._begin_by_hand
 
     @property
     def has_seen_models(self) -> bool:
@@ -216,6 +216,7 @@ def _ordered(folder: str) -> Order | None:
         UsageError: a variable or the file has a value that it cannot have.
     """
     from ranktape.capture.settings.config import resolve, stray_variables
+    from ranktape.launch.options import Quantization
 
     environment = dict(os.environ)
     if launched := environment.get(LAUNCHED):
@@ -226,7 +227,7 @@ def _ordered(folder: str) -> Order | None:
     if found is None:
         return None
     url, options = found
-    if options.quant_type is None and (quantization := Quantization.of_environment(environment, folder=Path(folder))):
+    if options.quant_type is None and (quantization := Quantization.read(environment, folder=Path(folder))):
         options = dataclasses.replace(options, quant_type=quantization.tag)
     # Of a command line a typing error is refused, too; here nobody watches while an expensive training records less.
     if stray := stray_variables():

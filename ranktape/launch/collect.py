@@ -27,13 +27,12 @@ import click
 
 from ranktape.analyze.console import say
 from ranktape.analyze.group import RanktapeCommand
-from ranktape.errors import CaptureError, CheckFoundError, RunExistsError, RunNotFoundError, UsageError
-from ranktape.launch.options import capture_arguments, capture_options
+from ranktape.errors import CaptureError, CheckFoundError, RunExistsError, RunNotFoundError, UsageError, expect_least
+from ranktape.launch.options import Quantization, capture_arguments, capture_options
 from ranktape.launch.place import read_options, shown
 
 if TYPE_CHECKING:
     from ranktape.analyze.table import Table
-    from ranktape.launch.quantization import Quantization
     from ranktape.storage import Records
     from ranktape.storage.places.backend import Backend
 
@@ -78,7 +77,7 @@ _OWN = ("stop_when_stored", "resume", "overwrite", "quant_type", "first_iteratio
 @click.option(
     "--timeout",
     metavar="SECONDS",
-    type=click.FloatRange(min=1),
+    type=float,
     default=300.0,
     show_default=True,
     help="Longest time of each training; what is stored then is kept.",
@@ -112,6 +111,7 @@ def command(
     guaranteed iterations are stored. If the first training fails, the others are not started. Run the command again to
     resume.
     """
+    expect_least(1, timeout=timeout)
     quantizations = _quantizations(quant, has_attention=quant_attention)
     before, script = split_words(words or DEMO)
     _check(values, script)
@@ -142,11 +142,9 @@ def command(
 
 
 def _quantizations(quant: str, *, has_attention: bool) -> list[Quantization]:
-    from ranktape.launch.quantization import Quantization
-
     found: dict[str, Quantization] = {}
     for word in map(str.strip, quant.split(",")):
-        one = Quantization.of_words(word, None, has_attention=has_attention) if word else None
+        one = Quantization.of_options(word, attention=has_attention) if word else None
         if one is None:
             raise UsageError(f"--quant {quant!r:.80} names nothing at one place: give names, as bf16,mxfp8")
         if one.tag in found:

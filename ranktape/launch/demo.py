@@ -20,9 +20,8 @@ import click
 from ranktape.analyze.console import say
 from ranktape.analyze.group import RanktapeCommand
 from ranktape.errors import CaptureError, RunExistsError, RunNotFoundError, UsageError
-from ranktape.launch.options import capture_arguments, capture_options
+from ranktape.launch.options import Quantization, capture_arguments, capture_options, quant_options
 from ranktape.launch.place import read_options
-from ranktape.launch.quantization import Quantization, quant_options
 
 NUM_ITERATIONS = 3
 """Iterations that are captured."""
@@ -67,7 +66,7 @@ def command(
     Needs no GPU, no server and no download. By default the captured iterations are spread over the whole
     training.
     """
-    quantization = Quantization.of_words(quant, quant_plan, has_attention=bool(quant_attention))
+    quantization = Quantization.of_options(quant, quant_plan, attention=quant_attention)
     settings = plan_capture(values, steps=steps, quant_type=quantization.tag if quantization else dtype)
     _refuse_existing(output, settings=settings)
     script = ["--steps", str(steps), "--dtype", dtype]

@@ -1,15 +1,29 @@
-"""Gives a command the settings of a capture as options, from the table that defines them."""
+"""Gives a command the settings of a capture as options, and those that say in which precision a training computes.
+
+The settings come from the table that defines them. `--quant` and its like are variables of the environment by other
+names: `Quantization` is read from the variables alone.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
 
 from ranktape.analyze.group import Section, SectionOption
 from ranktape.capture.settings.options import SETTINGS
 from ranktape.capture.settings.setting import Setting, is_given
+from ranktape.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ranktape.analyze.numerics.recipes.plan_file import PrecisionPlan
+    from ranktape.analyze.numerics.recipes.recipe import Recipe
 
 AnyCommand = TypeVar("AnyCommand", bound=Callable[..., Any])
 
@@ -69,3 +83,127 @@ def _option(setting: Setting, *, default: Any) -> Callable[[AnyCommand], AnyComm
         # click's own `show_default` knows only the command's default, which is None for "not given".
         help=setting.help if shown is None or shown is False or shown == () else f"{setting.help} [default: {shown}]",
     )
+
+
+QUANT, QUANT_PLAN, QUANT_ATTENTION = "RANKTAPE_QUANT", "RANKTAPE_QUANT_PLAN", "RANKTAPE_QUANT_ATTENTION"
+"""The variables that say the same as the options."""
+
+PLANNED = "plan"
+"""The `quant_type` of a training whose layers have recipes of their own."""
+
+_QUANT_OPTIONS = {
+    QUANT: click.option(
+        "--quant",
+        metavar="RECIPE",
+        help="What the operands of linear layers are quantised to, forward and backward, as mxfp8 or nvfp4; a recipe "
+        "of your own is a .yaml file. The script stays as it is.",
+    ),
+    QUANT_PLAN: click.option(
+        "--quant-plan",
+        metavar="FILE",
+        help="A plan that gives linear layers recipes of their own, as 'ranktape analyze replay --plan' writes it.",
+    ),
+    QUANT_ATTENTION: click.option(
+        "--quant-attention",
+        is_flag=True,
+        default=None,
+        help="Quantise query, key and value of attention by the recipe, too, and the gradient of its output.",
+    ),
+}
+
+
+def quant_options(command: AnyCommand) -> AnyCommand:
+    """Add the options that say in which precision a training computes."""
+    for option in reversed(_QUANT_OPTIONS.values()):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """In which precision a training is to compute."""
+
+    recipe: Recipe | None
+    """Of all linear layers; None where there is a plan."""
+    plan: PrecisionPlan | None
+    """The recipe of each; None where there is one for all."""
+    tag: str
+    """The `quant_type` of its records."""
+    words: Mapping[str, str]
+    """The variables that say so, with absolute paths: the processes that a script starts may be in another folder."""
+
+    @classmethod
+    def read(cls, variables: Mapping[str, str], *, folder: Path | None = None) -> Self | None:
+        """What variables say, with paths from a folder; None where they say nothing.
+
+        Raises:
+            UsageError: a recipe or a plan is not known or cannot be read, or both are given; or attention has none.
+        """
+        # Not at the top: the help page does without what it needs.
+        from ranktape.analyze.numerics.recipes.plan_file import read_plan
+        from ranktape.analyze.numerics.recipes.table import ALIASES, RECIPES
+        from ranktape.analyze.numerics.recipes.words import parse_recipe
+
+        quant, quant_plan, attention = (variables.get(name) or None for name in _QUANT_OPTIONS)
+        if attention not in {None, "0", "1"}:
+            raise UsageError(f"{QUANT_ATTENTION}={attention!r:.40} is not known: give 1 to quantise attention, or 0")
+        has_attention = attention == "1"
+        if quant is not None and quant_plan is not None:
+            raise UsageError("--quant and --quant-plan exclude each other: a plan names the recipe of each layer")
+        if has_attention and quant is None:
+            raise UsageError(
+                "--quant-attention quantises by the recipe of --quant, and there is none: give one, as --quant mxfp8"
+                + (" (a plan names linear layers)" if quant_plan else "")
+            )
+        if quant_plan is not None:
+            path = ((folder or Path()) / quant_plan).absolute()
+            return cls(recipe=None, plan=read_plan(path), tag=PLANNED, words={QUANT_PLAN: str(path)})
+        if quant is None:
+            return None
+        if quant not in ALIASES and quant not in RECIPES and (quant.endswith((".yaml", ".yml")) or os.sep in quant):
+            quant = str(((folder or Path()) / quant).absolute())
+        recipe = parse_recipe(quant)
+        words = {QUANT: quant, **({QUANT_ATTENTION: "1"} if has_attention else {})}
+        return cls(recipe=recipe, plan=None, tag=recipe.name if os.sep in quant else quant, words=words)
+
+    @classmethod
+    def of_options(
+        cls, quant: str | None, quant_plan: str | None = None, *, attention: bool | None = None
+    ) -> Self | None:
+        """What the options say; None where they say nothing.
+
+        Raises:
+            UsageError: as `read`.
+        """
+        return cls.read({QUANT: quant or "", QUANT_PLAN: quant_plan or "", QUANT_ATTENTION: "1" if attention else ""})
+
+    @property
+    def options(self) -> list[str]:
+        """The options of the launcher that say so."""
+        given = [("--quant", self.words.get(QUANT)), ("--quant-plan", self.words.get(QUANT_PLAN))]
+        words = [word for name, value in given if value is not None for word in (name, value)]
+        return [*words, *(["--quant-attention"] if self.has_attention else [])]
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether attention is quantised by the recipe, too."""
+        return QUANT_ATTENTION in self.words
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether all is to be computed in bf16: what computes in it already is left as it is."""
+        return self.recipe is not None and self.recipe.name == "bf16"
+
+    def recipes_of(self, linears: Mapping[str, nn.Module], others: Mapping[str, str]) -> dict[str, Recipe]:
+        """The recipes of the plain linear layers of a model that are quantised.
+
+        Raises:
+            UsageError: the plan names layers that the model has not.
+        """
+        from ranktape.analyze.numerics.quantization.quantized_layers import recipes_of_layers
+
+        if self.plan is not None:
+            return self.plan.recipes_of(linears, others=others)
+        assert self.recipe is not None, "there is a recipe where there is no plan"
+        # A training in float32 is to be rounded by it, too.
+        return recipes_of_layers(self.recipe, linears, keeps_bf16=not self.is_baseline) if linears else {}

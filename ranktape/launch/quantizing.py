@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ranktape.errors import RanktapeError, UsageError
-from ranktape.launch.quantization import Quantization, is_asked_for
 from ranktape.launch.worker import report, say
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ranktape.analyze.numerics.recipes.recipe import Recipe
+    from ranktape.launch.options import Quantization
     from ranktape.launch.quantizing_attention import AttentionQuantizer
 
 
@@ -32,9 +32,17 @@ def arm_quantizer(is_wanted: Callable[[], bool]) -> None:
     `is_wanted` says, when a model runs, whether this process is one that trains. What the environment asks for is read
     then, too: an error in it is no error of `import torch`.
     """
-    if is_asked_for(os.environ):
-        folder = Path.cwd()
-        Quantizer(functools.cache(lambda: Quantization.of_environment(os.environ, folder=folder)), is_wanted=is_wanted)
+    if not any(os.environ.get(f"RANKTAPE_{name}") for name in ("QUANT", "QUANT_PLAN", "QUANT_ATTENTION")):
+        return  # before anything is imported for it: this runs with each import of torch
+    folder = Path.cwd()
+
+    @functools.cache
+    def ask() -> Quantization | None:
+        from ranktape.launch.options import Quantization
+
+        return Quantization.read(os.environ, folder=folder)
+
+    Quantizer(ask, is_wanted=is_wanted)
 
 
 class Quantizer:

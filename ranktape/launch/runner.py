@@ -25,8 +25,7 @@ from ranktape.analyze.group import RanktapeCommand
 from ranktape.capture.settings.setting import FILE_HELP
 from ranktape.errors import MinimumNotMetError, RanktapeError, UsageError
 from ranktape.launch.collect import launcher_words, split_words
-from ranktape.launch.options import capture_arguments, capture_options
-from ranktape.launch.quantization import Quantization, quant_options, quantization_of
+from ranktape.launch.options import Quantization, capture_arguments, capture_options, quant_options
 from ranktape.launch.script import Script
 from ranktape.launch.worker import global_rank, report, restarts, say, stand_aside
 
@@ -70,7 +69,9 @@ def command(
     stored complete. A script that exits with 0 before any model runs (--help) is left at that.
     """
     # Not in here: click has its own way with an interrupt.
-    ask = functools.partial(quantization_of, quant, quant_plan, has_attention=quant_attention)
+    is_given = any(one is not None for one in (quant, quant_plan, quant_attention))
+    given = functools.partial(Quantization.of_options, quant, quant_plan, attention=quant_attention)
+    ask = given if is_given else functools.partial(Quantization.read, os.environ)
     return functools.partial(_run, url, values, Script(name=script, arguments=arguments, is_module=is_module), ask=ask)
 
 
@@ -131,7 +132,7 @@ def record_command(
     open_place(*found)
     own = ["--capture-config", capture_config] if capture_config is not None else []
     own += ["--capture", url] if url is not None else []
-    quantization = Quantization.of_words(quant, quant_plan, has_attention=bool(quant_attention))
+    quantization = Quantization.of_options(quant, quant_plan, attention=quant_attention)
     own += [] if quantization is None else quantization.options
     call = [*launcher_words(before), *own, *capture_arguments(values), *script]
     say(shlex.join(["python", *call[1:]]))
@@ -191,10 +192,10 @@ def _run(
 
 
 def _record(order: Order, script: Script, quantization: Quantization | None) -> int:
+    from ranktape.capture.rendezvous import end_of_process
     from ranktape.capture.roles.known import known_layer_types
     from ranktape.capture.settings.options import check_layer_types
     from ranktape.capture.starting import open_place, try_place
-    from ranktape.capture.stopping import end_of_process
     from ranktape.launch.autostart import arm_launched
     from ranktape.storage.format.attempt import read_attempts
     from ranktape.storage.format.progress import read_verdict

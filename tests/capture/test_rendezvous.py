@@ -52,7 +52,7 @@ def test_the_first_rank_that_waited_too_long_speaks_and_the_others_are_late_else
 def test_what_another_rank_reports_ends_the_wait(kind: type[CaptureError], meet: Meet) -> None:
     first, second = meet(0), meet(1)
     first.report_failure("its writer was not ready", is_late=kind is LateElsewhereError)
-    error = raised(lambda: second.gather("place", seconds=60))
+    error = raised(lambda: second.wait(lambda: False, seconds=60))
     assert type(error) is kind
     assert str(error) == "its writer was not ready"
 

@@ -200,6 +200,7 @@ def test_a_collection_that_is_told_to_end_ends_its_training(number: int, code: i
         (("--quant", "bf16,mxpf8"), "recipe 'mxpf8' is not known: did you mean mxfp8?"),
         pytest.param(("--quant", "bf16,"), "names nothing at one place", marks=exhaustive("as the others")),
         (("--quant", "mxfp8,mxfp8"), "names mxfp8 twice"),
+        (("--quant", "bf16", "--timeout", "nan"), "--timeout nan is not allowed: give 1 or more"),
         (("--quant", "bf16", "--", "missing.py"), "no script 'missing.py'"),
         (("--quant", "bf16", "--", "python", "missing.py"), "no script 'missing.py'"),
         (("--quant", "bf16", "--", "python", "-c", "1"), "python -c 1 runs no script"),
