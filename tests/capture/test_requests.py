@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ranktape.capture.settings.options import CaptureOptions
-from ranktape.capture.writing.requests import ENDED, Requests
+from ranktape.capture.writing.coordinator import ENDED, Requests
 from ranktape.storage.format.attempt import Asked, IterationPlan
 from ranktape.storage.format.documents import write_group
 from ranktape.storage.format.layout import Mark, control_path

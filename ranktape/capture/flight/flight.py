@@ -22,8 +22,8 @@ from ranktape.capture.flight.held import ROOM_FOR_NEXT, HeldIteration, TensorInF
 from ranktape.capture.flight.rules import Hit, SiteRules
 from ranktape.capture.flight.watch import TriggerWatch
 from ranktape.capture.staging.ring_file import NOTES, Counter, Slot, SlotKind, iteration_of, noted
+from ranktape.capture.writing.coordinator import ENDED
 from ranktape.capture.writing.counting import staged_record, statistics_in
-from ranktape.capture.writing.requests import ENDED
 from ranktape.capture.writing.storing import HELD_NBYTES
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.live import MAX_STORED, MAX_TEXT, Trigger, TriggerKind
