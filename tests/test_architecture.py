@@ -279,7 +279,7 @@ PLANTED = {
         "from ranktape.capture import Capture",
         "import ranktape.launch.cli",
         "import torch",
-        "from ranktape.analyze.legacy.folder import Folder",
+        "from ranktape.analyze.legacy.files import Folder",
     ],
     "analyze/numerics/formats/table.py": [
         "from ranktape.storage import Record",
@@ -309,7 +309,7 @@ ALLOWED = {
     ],
     "analyze/plot.py": ["def read():\n    import torch", "from ranktape.storage.records.run import Run"],
     "analyze/options.py": ["from ranktape.analyze.legacy.open import open_source"],
-    "analyze/legacy/open.py": ["from ranktape.analyze.legacy.folder import Folder"],
+    "analyze/legacy/open.py": ["from ranktape.analyze.legacy.files import Folder"],
     "analyze/numerics/formats/table.py": [
         "from ranktape.errors import UsageError",
         "from ranktape.storage.format.dtypes import numpy_dtype",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.legacy.export import ExportReport
     from ranktape.analyze.legacy.into_run import ImportReport
-    from ranktape.analyze.views.exports.export import Exported
+    from ranktape.analyze.views.export import Exported
     from ranktape.storage import Records
     from ranktape.storage.maintenance.copy import CopyReport, PushReport, SelectionReport, Spill
 
@@ -195,7 +195,7 @@ def export(
         per_sample: Of .pt files: one for each sample, where a tensor has samples.
         overwrite: Replace files that hold something else.
     """
-    from ranktape.analyze.views.exports.export import export_view, refuse_strangers
+    from ranktape.analyze.views.export import export_view, refuse_strangers
 
     if not target:
         raise UsageError("an empty name is not allowed: give a folder")
@@ -219,7 +219,7 @@ def export(
 @command_of(export, working=lambda given: "exporting" if given["to"] == "pt" else "", has_json=False)
 def export_command(report: ExportReport | Exported, given: Mapping[str, Any]) -> CommandAnswer:
     """What was written."""
-    from ranktape.analyze.views.exports.export import Exported
+    from ranktape.analyze.views.export import Exported
 
     if isinstance(report, Exported):
         return CommandAnswer(text=report.message())

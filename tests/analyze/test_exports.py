@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ranktape.analyze import distribution, stats
-from ranktape.analyze.views.exports.export import EVENTS as FILE
-from ranktape.analyze.views.exports.series import MAX_BINS, METRICS, BinnedValues, place_names, points
+from ranktape.analyze.views.export import EVENTS as FILE
+from ranktape.analyze.views.export import MAX_BINS, METRICS, BinnedValues, place_names, points
 from ranktape.launch.cli import cli
 from ranktape.storage import Run
 from tests.analyze.runs import describe_tensor, model_tensors, store

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from ranktape._version import __version__
-from ranktape.analyze.legacy.files import NUM_THREADS, SourceFile
-from ranktape.analyze.legacy.folder import Folder
+from ranktape.analyze.legacy.files import NUM_THREADS, Folder, SourceFile
 from ranktape.analyze.legacy.names import parse_tensor_file_name
 from ranktape.errors import DataError, RanktapeError, RunExistsError, RunNotFoundError, StorageError, UsageError
 from ranktape.storage.format.attempt import Attempt, Launch

@@ -16,7 +16,7 @@ from ranktape.storage.records.records import Records
 from ranktape.storage.records.run import open_run
 
 if TYPE_CHECKING:
-    from ranktape.analyze.legacy.folder import Folder
+    from ranktape.analyze.legacy.files import Folder
 
 MAX_NAMED = 4
 """Names that a message gives."""
@@ -65,7 +65,7 @@ def open_source(
     mode = None if path is None else _mode(path)
     if path is not None and mode is not None and (stat.S_ISREG(mode) or _is_plain_folder(path, mode)):
         # Runs are opened without the kernels that files need.
-        from ranktape.analyze.legacy.folder import Folder
+        from ranktape.analyze.legacy.files import Folder
 
         folder = Folder(path, skip_unreadable=skip_unreadable, any_name=any_name)
         if len(folder) or folder.unreadable:
@@ -89,7 +89,7 @@ def open_folder(path: str | os.PathLike[str], *, skip_unreadable: bool = False) 
     place = Path(path)
     if _mode(place) is None:
         raise RunNotFoundError(f"there is nothing at {place}: check the path")
-    from ranktape.analyze.legacy.folder import Folder
+    from ranktape.analyze.legacy.files import Folder
 
     folder = Folder(place, skip_unreadable=skip_unreadable)
     if not len(folder) and not folder.unreadable:

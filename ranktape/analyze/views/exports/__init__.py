@@ -1,1 +1,0 @@
-"""Gives what is known of a selection to the programs that people look at all day, in their own forms."""
