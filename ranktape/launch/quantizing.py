@@ -103,7 +103,11 @@ class Quantizer:
             _fail(error)
 
     def _quantize(self, model: nn.Module) -> None:
-        from ranktape.analyze.numerics.quantization.quantized_layers import is_plain_linear, quantize_layers
+        from ranktape.analyze.numerics.quantization.quantized_layers import (
+            inside_words,
+            is_plain_linear,
+            quantize_layers,
+        )
         from ranktape.capture.hooks.stacks import module_path
 
         self._known.update(model.modules())
@@ -125,6 +129,8 @@ class Quantizer:
                 say(f"bf16: {num_left} linear layers of {_name(modules)} compute in it as they are")
             linears = wide
         recipes = quantization.recipes_of(linears, others)
+        if quantization.plan is not None and (inside := quantization.plan.inside_attention(others)):
+            say(f"{quantization.tag}: {inside_words(inside)}")
         done = quantize_layers(linears, recipes, first_stream=self._num_layers)
         self._num_layers += len(done)
         if done:

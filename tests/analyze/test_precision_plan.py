@@ -313,13 +313,13 @@ def _planned(module: str, recipe: str, *, sqnr: float | None = None, worst: floa
     )
 
 
-def test_a_plan_begins_with_its_exceptions_and_marks_what_holds_only_just() -> None:
+def test_a_plan_begins_with_its_exceptions_and_marks_calls_with_twice_the_noise() -> None:
     plan = PrecisionPlan(
         modules=(
             _planned("a", "nvfp4", sqnr=18.5, worst=18.0),
             _planned("b", "mxfp8", sqnr=30.0, worst=29.0),
             _planned("c", "nvfp4", sqnr=22.0, worst=17.9),
-            _planned("d", "nvfp4", sqnr=19.0, worst=18.5),
+            _planned("d", "nvfp4", sqnr=19.0, worst=14.9),
             _planned("e", "bf16"),
         ),
         target_sqnr={"output": 18.0, "grad_weight": 18.0},
@@ -329,13 +329,15 @@ def test_a_plan_begins_with_its_exceptions_and_marks_what_holds_only_just() -> N
     assert [(row["module"], row["recipe"], row["worst_sqnr"], row["mark"]) for row in table.records()] == [
         ("e", "bf16", None, None),
         ("b", "mxfp8", 29.0, None),
-        ("a", "nvfp4", 18.0, "within 1 dB of target"),
-        ("c", "nvfp4", 17.9, "worst call below target"),
-        ("d", "nvfp4", 18.5, None),
+        ("a", "nvfp4", 18.0, None),
+        # Of the calls of a layer about half are below their mean: that is no reason to look at it.
+        ("c", "nvfp4", 17.9, None),
+        ("d", "nvfp4", 14.9, "worst call 3.1 dB below target"),
     ]
-    assert table.notes[:2] == (
+    assert table.notes[:3] == (
         "3 of 5 layers get nvfp4; not: e (bf16), b (mxfp8)",
         "grad_weight of e is 6 dB below all other layers in nvfp4",
+        "1 of 5 layers hold by less than 1 dB",
     )
 
 

@@ -151,6 +151,20 @@ def test_a_plan_gives_each_layer_a_recipe_of_its_own() -> None:
     }
 
 
+def test_projections_of_multihead_attention_in_a_plan_stay_as_they_are_with_a_warning() -> None:
+    # They are recorded and replayed, so that a plan made from a recording names them.
+    block = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    named = ("self_attn.in_proj", "self_attn.out_proj", "linear1", "linear2")
+    plan = parse_plan(f"modules: {{{', '.join(f'layers.0.{name}: mxfp8' for name in named)}}}", place="plan.yaml")
+    model = nn.TransformerEncoder(block, num_layers=1, enable_nested_tensor=False)
+    with pytest.warns(UserWarning, match=r"layers.0.self_attn.in_proj and 1 more stay as they are: nn.Multi"):
+        fake_quantize(model, plan=plan)
+    quantized = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
+    assert quantized == ["layers.0.linear1", "layers.0.linear2"]
+    with pytest.raises(UsageError, match=r"names layers.0.self_atn.in_proj, and the model has no such"):
+        fake_quantize(nn.Sequential(block), plan=parse_plan("modules: {layers.0.self_atn.in_proj: mxfp8}", place=""))
+
+
 def test_what_cannot_be_quantised_says_why() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     for given, options, match in (

@@ -247,6 +247,9 @@ def _plan_table(plan: PrecisionPlan) -> Table:
         notes.append(
             f"{gap.product} of {printable(gap.module)} is {gap.below:.2g} dB below all other layers in {gap.recipe}"
         )
+    margins = [one.margin(plan.target_sqnr) for one in plan.modules]
+    if num_near := sum(margin is not None and margin < _NEAR for margin in margins):
+        notes.append(f"{num_near} of {len(plan.modules)} layers hold by less than {_NEAR:g} dB")
     if plan.bits_by_target:
         told = [f"{plan.bits_by_target[target]:.3g} at {target}" for target in _TOLD_TARGETS]
         notes.append(f"bits an element by target in dB: {', '.join(told)}")
@@ -282,7 +285,11 @@ _TOLD_TARGETS = range(10, 31, 4)
 """In dB: the targets of which a note says the bits."""
 
 _NEAR = 1.0
-"""dB above the target within which a layer is marked."""
+"""dB above the target within which a layer is counted as one that holds only just."""
+
+_TWICE_THE_NOISE = 3.0
+"""dB below the target from which on a call is marked. The calls of a layer differ, so that about half are below the
+mean that holds the target; what is marked has twice the noise that the target allows."""
 
 
 def _usual_recipe(plan: PrecisionPlan) -> tuple[str, list[PlannedModule]]:
@@ -303,11 +310,9 @@ def _headline(plan: PrecisionPlan, *, usual: str, exceptions: Sequence[PlannedMo
 
 
 def _mark(one: PlannedModule, target_sqnr: Mapping[str, float]) -> str | None:
-    """What to look at before the plan is believed: layers that hold only just, or not in each call."""
-    margin, worst = one.margin(target_sqnr), one.worst_margin(target_sqnr)
-    if worst is not None and worst < 0:
-        return "worst call below target"
-    return f"within {_NEAR:g} dB of target" if margin is not None and margin < _NEAR else None
+    """What to look at before the plan is trained with: layers of which a call has twice the noise of the target."""
+    worst = one.worst_margin(target_sqnr)
+    return f"worst call {-worst:.2g} dB below target" if worst is not None and worst <= -_TWICE_THE_NOISE else None
 
 
 def _fields(records: Records, by: Sequence[str]) -> tuple[str, ...]:

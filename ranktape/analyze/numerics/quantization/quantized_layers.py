@@ -8,7 +8,8 @@ Imports torch: a file for models that are there. A capture knows the class by it
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
@@ -119,10 +120,21 @@ def quantize_model(
         read = plan if isinstance(plan, PrecisionPlan) else read_plan(Path(plan))
         others = {name: type(module).__name__ for name, module in modules.items() if name not in linears}
         recipes = read.recipes_of(linears, others=others)
+        if inside := read.inside_attention(others):
+            warnings.warn(inside_words(inside), stacklevel=3)
     else:
         assert recipe is not None
         recipes = recipes_of_layers(parse_recipe(recipe), linears)
     quantize_layers(linears, recipes)
+
+
+def inside_words(modules: Sequence[str]) -> str:
+    """What becomes of projections of `nn.MultiheadAttention` that a plan gives a recipe."""
+    more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+    return (
+        f"{modules[0]}{more} stay as they are: nn.MultiheadAttention multiplies by these weights itself, and calls no "
+        "nn.Linear that could be quantised"
+    )
 
 
 def quantize_layers(

@@ -141,7 +141,8 @@ class PrecisionPlan:
 
         A name of the plan goes before a pattern, and a pattern before those after it. Exceptions that a recipe makes
         by itself do not count: the plan says what is left in bf16. `others` are modules that cannot be quantised, with
-        their classes: for those the plan may say bf16.
+        their classes: for those the plan may say bf16. Projections of `nn.MultiheadAttention` stay as they are
+        (`inside_attention`).
 
         Raises:
             UsageError: a name or a pattern of the plan matches none of the layers.
@@ -154,6 +155,8 @@ class PrecisionPlan:
             if planned is not None and not planned.is_high_precision:
                 found[module] = planned.recipe
         unmatched = [one for one in self.modules if not any(fnmatchcase(module, one.module) for module in linears)]
+        inside = self.inside_attention(others or {})
+        unmatched = [one for one in unmatched if one.module not in inside]
         lost = [one.module for one in unmatched if not (one.is_high_precision and one.module in (others or {}))]
         if lost:
             more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
@@ -161,6 +164,18 @@ class PrecisionPlan:
             hint = f"it is a {kind}: give it bf16" if kind else nearest(lost[0], linears, otherwise="it has")
             raise UsageError(f"the plan names {lost[0]}{more}, and the model has no such nn.Linear: {hint}")
         return found
+
+    def inside_attention(self, others: Mapping[str, str]) -> list[str]:
+        """The modules with a recipe that are projections of an `nn.MultiheadAttention`, which calls no `nn.Linear`.
+
+        They are recorded and replayed like linear layers, and fake quantisation cannot train them.
+        """
+        attention = {name for name, kind in others.items() if kind == "MultiheadAttention"}
+        return [
+            one.module
+            for one in self.modules
+            if not one.is_high_precision and one.module.rpartition(".")[0] in attention
+        ]
 
     def by_recipe(self) -> dict[str, list[str]]:
         """The modules of each recipe, by its name, in the order of the plan."""
