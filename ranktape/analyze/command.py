@@ -129,7 +129,7 @@ class Description:
             shown = name if is_required else f"[{name}]"
             return click.argument(one.name, metavar=shown, type=kind, required=is_required)
         if one.annotation.startswith("Literal"):
-            settings |= {"type": click.Choice(re.findall(r"'(\w+)'", one.annotation)), "metavar": None}
+            settings["type"] = click.Choice(re.findall(r"'(\w+)'", one.annotation))
         elif "Path" in one.annotation:
             settings["type"] = NamedPath(path_type=Path)
         elif one.annotation.startswith("Mapping"):

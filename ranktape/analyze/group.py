@@ -36,7 +36,7 @@ class Section(enum.Enum):
     """The settings of a capture that are seldom needed."""
     RECORDS = ("Which records", "--help-filters", "--iteration, --rank, --layer-idx, --module, --where, ...")
     """The filters."""
-    WORK = ("Work", None, "")
+    WORK = ("Work", "--help-work", "--workers, --scheduler, --no-cache")
     """How the answer is computed."""
     OUTPUT = ("Output", None, "")
     """How the answer is written."""
@@ -77,6 +77,7 @@ class RanktapeCommand(click.Command):
                 expose_value=False,
                 is_eager=True,
                 callback=_print_section,
+                hidden=True,
                 help=f"Show what belongs to '{section.title}'.",
             )
             for section in Section

@@ -353,13 +353,13 @@ OPTIONS: dict[str, Callable[[Command], Command]] = {
         click.option(
             "--view",
             type=click.Choice(["compute", "seen"]),
-            help="Values rounded to the dtype that the operation computed in, or as captured (seen).",
+            help="Rounded to the compute dtype, or as captured.",
         ),
     ),
     "by": _together(
         "by",
         _by,
-        click.option("--by", multiple=True, metavar="FIELD", help="One row for each value of a field; repeatable."),
+        click.option("--by", multiple=True, metavar="FIELD", help="One row for each value; repeatable."),
     ),
     "engine": _together(
         "engine",
@@ -391,7 +391,7 @@ OPTIONS: dict[str, Callable[[Command], Command]] = {
             "--limit",
             type=click.IntRange(min=0),
             metavar="N",
-            help=f"Write at most N rows; 0 for all. On a terminal the default is {MAX_TEXT_ROWS}.",
+            help=f"Write at most N rows, 0 for all [terminal: {MAX_TEXT_ROWS}].",
         ),
         _output_option(
             *("--output", "-o"),

@@ -33,6 +33,7 @@ SELECTION = {f"--{field.replace('_', '-')}" for field in FILTERS} | {
     "--storage-options",
     "--skip-unreadable",
     "--help-filters",
+    "--help-work",
     "--help",
 }
 OUTPUT = {"--check", "--json", "--csv", "--wide", "--sort", "--limit", "--output"}

@@ -148,6 +148,13 @@ def test_help_of_a_question_begins_with_its_own_options_and_folds_the_filters() 
     assert "--metric" not in filters
 
 
+@pytest.mark.parametrize("name", [one for one in QUESTIONS if one != "plot"])
+def test_help_of_a_question_fits_a_screen(name: str) -> None:
+    shown = CliRunner().invoke(cli, ["analyze", name, "--help"], terminal_width=80).output
+    # The plots that 'plot' can draw are listed in its help.
+    assert len(shown.splitlines()) <= 50, shown
+
+
 def test_a_missing_run_is_answered_with_the_runs_that_are_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     whole_run("runs/one", iterations=(0,))

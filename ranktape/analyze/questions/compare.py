@@ -49,28 +49,29 @@ def compare(
 ) -> Table:
     """Compare a run with another one, or tensors of one run with each other.
 
-    Rows come with the worst first; the last line names the first tensor that differs, in the order of execution. The
-    run that is named first is the reference, with which each other one is compared. Filters hold for all of them.
-    Tensors belong together that agree in every field of their identity but those of `pair`; where ranks hold other
-    parts of them, they are put together first. What has no counterpart is an error unless `allow_unmatched` is given,
-    or two kinds of layers are compared.
-
-    Pairs whose values are both there and of one shape are compared element by element, the others by their
-    distributions alone. A pair in which only one of the two has a NaN or an infinity at some place diverges whatever is
-    tolerated. Tensors without elements do not differ.
+    The first run is the reference. Tensors that agree in every field of their identity but those of `pair` are
+    compared, element by element where both have values; the worst come first. The last line names the first tensor that
+    differs, in the order of execution.
 
     Args:
-        pair (FIELD=SIDES): In which field the sides differ, and what it is on the left and on the right:
-            quant_type=hifp8:mxfp8, operation=forward:backward, phase=pre:post, rank=0:1, iteration=20:40; repeatable.
+        pair (FIELD=SIDES): In which field the sides differ: quant_type=hifp8:mxfp8, operation=forward:backward,
+            iteration=20:40; repeatable.
         neighbours: Compare each layer with the next.
-        noise (RUN): A second equal run: what differs between it and the first is the noise floor.
+        noise (RUN): A second run of the reference, for the noise floor.
         metric (NAME): What a divergence is judged by: relative_norm, max_abs, mean_abs, max_rel, mean_rel, ulp_max,
             differing.ratio.
         tolerance (X): How large the metric may be.
         margin (X): How many times the noise floor it may be.
-        allow_unmatched: Leave out, and count, records without a counterpart.
-        distances: Compare distributions, too, for which values are read a second time unless they are counted already.
-        in_order: Rows in the order of execution instead of the worst first.
+        allow_unmatched: Leave out records without a counterpart.
+        distances: Compare distributions, too.
+        in_order: Rows in the order of execution.
+
+    Note:
+        Filters hold for all runs. Where ranks hold other parts of a tensor, the parts are put together first. What has
+        no counterpart is an error unless `allow_unmatched` is given, or two kinds of layers are compared. Pairs without
+        values, or of different shapes, are compared by their distributions alone; `distances` reads values a second
+        time unless they are counted already. A pair in which only one of the two has a NaN or an infinity at some place
+        diverges whatever is tolerated. Tensors without elements do not differ.
 
     Raises:
         DataError: bytes or parts of a tensor are missing, or damaged.

@@ -116,7 +116,7 @@ def overflow(
             aligned) or block (those of the format); several with commas between. Unless given, the one that the format
             is used with: block for formats with blocks, tensor for others up to 8 bits, none for wider ones.
         first: Where it begins: iteration, layer in execution order, rank.
-        per_sample: One row for each sample of each record; --by sample groups them.
+        per_sample: One row for each record and sample.
 
     Raises:
         UsageError: a format is not known, is one of scales, or does not go with the scaling; no record has samples;

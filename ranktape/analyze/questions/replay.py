@@ -87,37 +87,31 @@ def replay(
 ) -> Table:
     """What recipes would have done to the products of linear layers: computed again from the recorded operands.
 
-    The output, the gradient of the input and that of the weight, against the same products in float32 and against what
-    was recorded. Rows of the recipe `recorded` are what the training's own rounding cost. Each layer, product and
-    recipe has a row, of all calls together; `by` names other fields than the layer's. Filters choose the products by
-    their results; operands may lie outside of them. Shards are put together where a product takes what other ranks
-    have. Of several sources each is asked for itself; a precision plan is of one.
-
-    SQNR, relative error (Frobenius), cosine and the largest error are over the elements that are finite in both. The
-    bias is the mean error over its standard error: beyond 4 or so it is no chance, and adds up in gradients. The ratio
-    of norms is that of gradients; the gain is what the product is multiplied by, by least squares. What is not defined
-    is missing.
-
-    `--by sample` takes the rows of each sample of `output` and `grad_input` by themselves; operands are quantised as
-    in the whole call, whose samples may share a scale. `grad_weight` adds up all samples, and is left out.
-
-    With `attention`, so are output and gradients of attention from quantised query, key, value and gradient; published
-    recipes leave attention in bf16. A call whose mask is told neither by its metadata nor by its output is left out.
-
-    With `target_sqnr` the answer is a precision plan: for each layer the cheapest of the recipes whose products all
-    hold, of all calls together; bf16 where none does. `plan` writes it to a file, for 'ranktape demo --quant-plan' and
-    'fake_quantize'.
+    Each layer, product and recipe has a row, of all calls together; rows of the recipe `recorded` are what the
+    training's own rounding cost. With `target_sqnr` or `target_bits` the answer is a precision plan: for each layer the
+    cheapest recipe whose products all hold, and bf16 where none does. The page "Replay" explains the columns.
 
     Args:
-        recipe (NAME): How operands are quantised: nvfp4, mxfp8, fp8_tensor, nvfp4_nvidia, or a .yaml file of recipes;
-            repeatable, with commas between.
-        product (NAME): Only these: output, grad_input, grad_weight; of attention grad_query, grad_key, grad_value.
+        recipe (NAME): nvfp4, mxfp8, fp8_tensor, nvfp4_nvidia, or a .yaml file of recipes; repeatable.
+        product (NAME): output, grad_input, grad_weight; of attention grad_query, grad_key, grad_value.
         attention: Replay attention, too.
-        show: How far off products are, or which cannot be computed again, and why.
-        target_sqnr (DB): What the products of a layer are to hold, in dB: 18, or output=20,grad_weight=15.
-        target_bits (BITS): In place of a target in dB: the plan with the best worst product that has at most so many
-            bits an element.
-        plan (FILE): Where the precision plan goes; what is there is replaced.
+        show: How far off products are, or which cannot be computed again.
+        target_sqnr (DB): Make a plan: what products must hold, as 18, or output=20,grad_weight=15.
+        target_bits (BITS): Make a plan: the best worst product with at most so many bits an element.
+        plan (FILE): Write the plan to a file, for --quant-plan.
+
+    Note:
+        SQNR, relative error (Frobenius), cosine and the largest error are over the elements that are finite in both the
+        product and the same product in float32. The bias is the mean error over its standard error. The ratio of norms
+        is that of gradients; the gain is what the product is multiplied by, by least squares. What is not defined is
+        missing.
+
+        Filters choose the products by their results; operands may lie outside of them. Shards are put together where a
+        product takes what other ranks have. Of several sources each is asked for itself; a precision plan is of one.
+
+        `by` of `sample` takes the rows of each sample of `output` and `grad_input` by themselves; operands are
+        quantised as in the whole call, whose samples may share a scale. `grad_weight` adds up all samples, and is left
+        out. With `attention`, a call whose mask is in neither its metadata nor its output is left out.
 
     Raises:
         DataError: a record's bytes are missing or damaged.

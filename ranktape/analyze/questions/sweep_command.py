@@ -75,30 +75,36 @@ def sweep(
 ) -> None:
     """Find the scale with which each tensor loses least in a format.
 
-    SOURCE is a run, a folder of .pt files under any name, or one such file. Values are divided by a scale, rounded to
-    the format and multiplied again. In mx mode blocks have scales of their own and a level is an offset to the
-    exponents of all; in tensor mode a level is the exponent of the one scale; legacy computes as the legacy tool.
-    The recommended level has the best score: 30 % MSE, 30 % cosine, 20 % PSNR, 10 % MAE, 10 % relative error.
-
-    The answer is a table. Of .pt files, and with `output_dir` of anything, it is a directory for each tensor instead,
-    unless `by`, `levels`, --json, --csv or `output` asks for the table too.
+    SOURCE is a run, a folder of .pt files, or one such file. A level is a scale: in tensor mode its exponent, in mx
+    mode an offset to the exponents of all blocks. The recommended level has the best score of MSE, cosine, PSNR, MAE
+    and relative error.
 
     Args:
-        format (NAME): mxfp8_e4m3, mxfp4_e2m1, nvfp4, fp8_e4m3, fp8_e5m2, int8, hif8, ...; several with commas between.
-        sweep_mode: What a level is; mx for formats with blocks, tensor for others, unless given.
-        scale_rule: How a block's scale follows from its largest value; floor unless given. Not of nvfp4.
-        rounding: Which neighbour a value becomes; by default the format's own: away for hif8, even for others.
-        block_size (N): Elements that share a scale; 32, for nvfp4 16.
-        axis: Where blocks lie, or channels are told apart.
-        scale_bits (N): Width of the exponent of a block's scale; 8 unless given.
-        num_levels (N): Scales that are tried; 21 by default.
-        max_scale_exp (E): First exponent; where the largest value is aligned by default. In mx mode first offset, +10.
-        min_scale_exp (E): Last exponent; where the smallest value is aligned by default. In mx mode last offset, -10.
-        levels: One row for each level instead of the recommended one.
-        target_sqnr (DB): What the best format has to keep of each tensor; narrower ones are preferred.
-        output_dir (DIR): Write metrics, plots and a log into DIR/TENSOR/; for .pt files draw/scaling_analysis by
-            default.
+        format (NAME): mxfp8_e4m3, nvfp4, fp8_e5m2, int8, hif8, ...; commas between.
+        sweep_mode (MODE): mx, tensor, channel or legacy; by default mx for formats with blocks, tensor for others.
+        scale_rule (RULE): floor, ceil, even or rceil: a block's scale from its largest value [floor].
+        rounding (NAME): even, away, floor, stochastic or hybrid.
+        block_size (N): Elements with one scale [32; nvfp4: 16].
+        axis: Of blocks and channels.
+        scale_bits (N): Width of a block scale's exponent [8].
+        num_levels (N): Scales that are tried [21].
+        max_scale_exp (E): First exponent, or offset in mx mode.
+        min_scale_exp (E): Last exponent, or offset in mx mode.
+        levels: One row for each level, not only the best.
+        target_sqnr (DB): What the best format keeps.
+        output_dir (DIR): Write metrics, plots and a log per tensor.
         no_plots: Draw no plots.
+
+    Note:
+        Values are divided by a scale, rounded to the format and multiplied again. The score is 30 % MSE, 30 % cosine,
+        20 % PSNR, 10 % MAE, 10 % relative error. `rounding` is the format's own by default. Mode legacy computes as the
+        legacy tool. By default the first and the last exponent align the format with the largest and the smallest
+        value; in mx mode the offsets go from +10 to -10. The narrowest format that keeps `target_sqnr` of a tensor is
+        preferred.
+
+        The answer is a table. Of .pt files, and with `output_dir` of anything, it is a directory for each tensor
+        instead, unless `by`, `levels`, --json, --csv or `output` asks for the table too. For .pt files the default of
+        `output_dir` is draw/scaling_analysis.
 
     Raises:
         DataError: some tensor could not be swept; the others have been. Of a single one its own error is raised.
