@@ -115,8 +115,9 @@ class Console:
         budget_nbytes: int,
         url: str,
         coverage: Coverage | None,
+        silent: Sequence[str],
     ) -> None:
-        """What is captured and what it costs, once the first iteration has shown it."""
+        """What is captured and what it costs, once the first iteration has shown it; and what `silent` says of gaps."""
         kinds = Counter(source.layer_type for source in tally.sources)
         layers = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         kept = "".join(f", {count} as {keep}" for keep, count in sorted(tally.kept.items()) if keep != "values")
@@ -141,6 +142,10 @@ class Console:
             self.say(coverage.text())
             for line in coverage.lines(count=_MAX_NAMED):
                 self.warn(f"not recorded: {line}")
+        for line in silent[:_MAX_NAMED]:
+            self.warn(f"not recorded: {line}")
+        if len(silent) > _MAX_NAMED:
+            self.warn(f"not recorded: {len(silent) - _MAX_NAMED} more: 'ranktape status' lists them")
 
     def tell_of_compiled(self, iterations: Sequence[int], *, why_eager: str | None) -> None:
         """How compiled code is recorded, in which iterations; each way once."""

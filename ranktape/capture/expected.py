@@ -128,6 +128,8 @@ class _Watched:
         """An iteration begins."""
         self.attached: dict[TensorRole, None] = {}
         """The roles that its module's hooks will show, if it runs with gradients."""
+        self.awaited: dict[TensorRole, None] = {}
+        """The gradients that a call without gradients should have."""
         self.is_called = False
         """Whether it ran in a pass that is recorded."""
         self.is_passed = False
@@ -162,7 +164,7 @@ class _Watched:
         With `is_due`, the gradients of what was not called are among them; evaluation has none.
         """
         has_gradients = self.is_training if self.is_called else is_due
-        known = list(self.known)  # another thread may put hooks on it meanwhile
+        known = [*self.known, *self.awaited]  # another thread may put hooks on it meanwhile
         roles = dict.fromkeys(role for role in known if has_gradients or role.operation != Operation.BACKWARD)
         excused = set()
         for role, site in list(self.sites.items()):
@@ -266,6 +268,10 @@ class Expected:
     def attach(self, source: Source, roles: Iterable[TensorRole]) -> None:
         """Hooks were put on a module; they will show these roles when it runs with gradients."""
         self._of(source).attached.update(dict.fromkeys(roles))
+
+    def expect(self, source: Source, roles: Iterable[TensorRole]) -> None:
+        """Expect roles of a source in this iteration, beside those that are attached or remembered."""
+        self._of(source).awaited.update(dict.fromkeys(roles))
 
     def called(self, source: Source, *, has_gradients: bool = True, is_training: bool = True) -> None:
         """The module or function ran in a pass that is recorded; of others than training no gradients are expected."""

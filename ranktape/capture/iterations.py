@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ranktape.capture.expected import WITHOUT_GRADIENTS
 from ranktape.capture.flight.training import Room
 from ranktape.capture.guard import StrictCaptureError
 from ranktape.capture.hooks.compiled import has_compiled, is_left_compiled, why_eager
@@ -304,6 +305,11 @@ class Iterations:
                 budget_nbytes=self._process.ring.capacity,
                 url=self._backend.url,
                 coverage=coverage,
+                silent=[
+                    f"{place}: {reason}"
+                    for place, reason in summary["silent_sites"].items()
+                    if reason == WITHOUT_GRADIENTS
+                ],
             )
             for note in self._hooks.unmatched_roles():
                 self._console.warn_once(note)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
+import cloudpickle  # type: ignore[import-untyped]
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, has_torch_function
 from torch.utils.checkpoint import checkpoint
 
-from ranktape.capture import Capture
+from ranktape.capture import Capture, FunctionRole, register_role, unregister_role
 from ranktape.capture.hooks.hook import MODE, Hook
 from ranktape.storage import Run, open_run
 from tests.capture.role_models import BATCH, LENGTH, WIDTH, Multihead, Task, train_twice
@@ -126,6 +129,53 @@ def test_batched_products_are_those_with_a_parameter_alone(tmp_path: Path) -> No
     assert modules_of(trained.run) == {"experts"}
     values = {name: records.select(tensor_name=name)[0].tensor() for name in ("input", "weight", "output")}
     assert torch.equal(torch.bmm(values["input"], values["weight"]), values["output"])
+
+
+class ByHand(torch.autograd.Function):
+    """A product, or an attention, whose gradients a backward of its own computes."""
+
+    @staticmethod
+    def forward(ctx: Any, way: Callable[..., torch.Tensor], *operands: torch.Tensor) -> torch.Tensor:
+        ctx.way = way
+        ctx.save_for_backward(*operands)
+        return way(*operands)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            operands = [one.detach().requires_grad_() for one in ctx.saved_tensors]
+            output = ctx.way(*operands)
+        return None, *torch.autograd.grad(output, operands, grads[0])
+
+
+class WithinFunction(nn.Module):
+    """Has a bare product and attention within an `autograd.Function`, in which torch follows no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.own = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        product: Any = ByHand.apply(torch.matmul, self.before(hidden), self.own)  # type: ignore[no-untyped-call]
+        heads = product.unflatten(-1, (4, -1)).transpose(1, 2)
+        return ByHand.apply(F.scaled_dot_product_attention, heads, heads, heads)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_the_gradients_of_what_runs_within_an_autograd_function_are_said_to_be_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = train_twice(Task(make=WithinFunction), tmp_path / "run")
+    assert trained.is_equal
+    assert set(trained.run.select(module="own").column("tensor_name")) == {"input", "weight", "output"}
+    reason = "it ran without gradients, as under torch.no_grad or in an autograd.Function"
+    status = trained.run.status()[0]
+    assert status.silent_sites[0] == {
+        "own grad_input, grad_weight, grad_output": reason,
+        "attention -1 grad_query, grad_key, grad_value, grad_output": reason,
+    }
+    assert status.num_missing == 7
+    assert f"not recorded: own grad_input, grad_weight, grad_output: {reason}" in capsys.readouterr().err
 
 
 class Recomputing(nn.Module):
@@ -286,6 +336,35 @@ def test_an_iteration_that_ends_in_a_backward_pass_leaves_no_mode(tmp_path: Path
             model.forward(torch.randn(BATCH, WIDTH)).sum().backward()
 
 
+class FunctionFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.after = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.after(F.linear(hidden, self.first))  # type: ignore[no-any-return]
+
+
+def test_a_direct_forward_with_steps_in_its_backward_pass_leaves_no_mode_in_idle_iterations(tmp_path: Path) -> None:
+    model, backward = FunctionFirst(), torch.Tensor.backward.__code__
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: optimizers[parameter].step())
+    seen = []
+    with Capture(tmp_path / "run", min_iterations=2, every=3, strict=True) as capture:
+        for _ in range(6):
+            seen.append((capture.is_recording, len(_get_current_function_mode_stack())))
+            model.forward(torch.randn(BATCH, WIDTH)).sum().backward()
+    assert seen == [(True, 0), (False, 0), (False, 0), (True, 1), (False, 0), (False, 0)]
+    assert torch.Tensor.backward.__code__ is backward
+    run = open_run(tmp_path / "run")
+    # What comes before the first module was not seen in the first iteration.
+    assert [modules_of(run, iteration=one, tensor_name="grad_weight") for one in (0, 3)] == [
+        {"after"},
+        {"first", "after"},
+    ]
+
+
 def test_a_forward_that_outlasts_the_iteration_leaves_its_thread_no_mode(tmp_path: Path) -> None:
     model = Holding()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -404,3 +483,26 @@ def test_a_function_of_python_keeps_its_signature(tmp_path: Path) -> None:
         assert inspect.signature(function) == signature
     assert inspect.signature(function) == signature
     assert set(vars(function)) == names
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(query @ key.transpose(-2, -1), dim=-1) @ value
+
+
+def test_a_function_of_python_can_be_pickled_by_value(tmp_path: Path) -> None:
+    """As launchers and loaders of data do that use cloudpickle."""
+    role = FunctionRole(
+        functions=(f"{__name__}.attend",), layer_type="attention", operands={"query": 0, "key": 1, "value": 2}
+    )
+    register_role(role)
+    code, function, batch = attend.__code__, attend, torch.randn(BATCH, LENGTH, WIDTH)
+    try:
+        with Capture(tmp_path / "run", model=nn.Linear(WIDTH, WIDTH), min_iterations=1, strict=True):
+            assert attend.__code__ is not code
+            by_value = FunctionType(function.__code__, {**function.__globals__, "__name__": "__main__"}, "attend")
+            pickled = cloudpickle.dumps(by_value)
+            assert torch.equal(pickle.loads(pickled)(batch, batch, batch), attend(batch, batch, batch))  # noqa: S301
+    finally:
+        unregister_role(role)
+    assert b"ranktape" not in pickled
+    assert torch.equal(pickle.loads(pickled)(batch, batch, batch), attend(batch, batch, batch))  # noqa: S301

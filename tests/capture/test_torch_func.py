@@ -267,7 +267,7 @@ WITHOUT_GRADIENTS = "it ran without gradients, as under torch.no_grad or in an a
         (piece, {}),
         (in_checkpoint, {}),
         (Fused.apply, {"head": REASON}),
-        (ByHand.apply, {"head grad_weight, grad_output": WITHOUT_GRADIENTS}),
+        (ByHand.apply, {"head grad_weight, grad_output, grad_input": WITHOUT_GRADIENTS}),
     ],
     ids=["plain", "reentrant checkpoint", "torch.func in a function", "function"],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from ranktape.capture.hooks.calls import Watch
 from ranktape.capture.hooks.coverage import is_attention
-from ranktape.capture.hooks.functions import FunctionHooks
+from ranktape.capture.hooks.functions import Exchanged, FunctionHooks
 from ranktape.capture.hooks.hook import MODE, Hook
 from ranktape.capture.hooks.layers import LayerHooks
 from ranktape.capture.hooks.module_hooks import ModuleHooks, MultiheadHooks, is_hidden, is_seen_inside, may_open
@@ -66,6 +66,8 @@ class Attached:
         """Whether one ever was."""
         self._was_called = False
         """Whether a model ever was, with its hooks."""
+        self._backwards: list[Exchanged] = []
+        """The functions that run backward passes, from the first forward that is called directly on."""
         self._is_refused = False
         """Whether something was refused as the hooks were put on."""
         self._layout: list[Any] = []
@@ -196,7 +198,7 @@ class Attached:
                 if self._was_called and not self._is_direct:
                     self._watch.tell(_LATE)
                 self._is_direct = self._was_direct = True
-                MODE.stay()
+                self._await_direct()
             self._was_called |= not tracker.is_direct
             MODE.enter(frame.module)
 
@@ -209,8 +211,31 @@ class Attached:
             self._tracker.leave(module, output)
             if is_recorded and self._tracker.current() is None and not in_backward():
                 self._watch_idle()
-            if self._is_direct and self._tracker.current() is None and not in_backward():
-                MODE.stay()
+            if self._tracker.current() is None and not in_backward():
+                self._await_direct()
+
+    def _await_direct(self) -> None:
+        """See the functions of a forward that is called directly, until a model is called by its hooks.
+
+        An optimizer that steps in a backward pass may end the iteration. torch passes the call of the backward pass to
+        the mode, too, and puts the mode back after it: so the mode is taken out before.
+        """
+        if self._is_direct and self._functions is not None:
+            MODE.stay()
+            if not self._backwards:
+                self._backwards = [
+                    Exchanged(function, self._in_backward) for function in (torch.Tensor.backward, torch.autograd.grad)
+                ]
+
+    def _in_backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a function returns that runs a backward pass."""
+        before = self._functions
+        try:
+            with MODE.inactive():
+                return backward(*args, **kwargs)
+        finally:
+            if self._functions is not before and not in_backward():
+                self._await_direct()  # an iteration began in it
 
     def _watch_idle(self) -> None:
         """A pass has ended: notice the gradients of weights whose modules it has not called, as these were used.

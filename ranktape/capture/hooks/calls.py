@@ -36,7 +36,7 @@ from ranktape.capture.roles.table import port_of
 from ranktape.capture.source import DIFFERENTIABLE, NO_TAGS, Source, Tags
 from ranktape.capture.tensors.placement import Placements, is_megatron, megatron_placement
 from ranktape.capture.torch_private import base_of, parameters_of, saved_tensors_hooks, version_of
-from ranktape.storage.format.record_info import WIDE
+from ranktape.storage.format.record_info import WIDE, Mode
 
 if TYPE_CHECKING:
     from torch import nn
@@ -237,6 +237,7 @@ class Taking:
             sample = next((one for one in tensors if one.is_floating_point()), tensors[0])
             entry.call = self._begin_call(sample)
         call, is_repeated = entry.call, in_backward()
+        self._expect_gradients(values, call)
         tags = Tags(metadata=self.ports.said(args, kwargs)) if self.ports.options else NO_TAGS
         for argument, value in zip(self.ports.arguments, values, strict=True):
             if call is None or not isinstance(value, torch.Tensor):
@@ -259,6 +260,19 @@ class Taking:
     def _begin_call(self, sample: torch.Tensor) -> Call:
         call = self.recorder.begin_call(self.source, sample)
         return call if self.quantised_to is None else dataclasses.replace(call, quantised_to=self.quantised_to())
+
+    def _expect_gradients(self, values: Sequence[Any], call: Call | None) -> None:
+        """Expect the gradients of a call that runs without: they come with a recomputation, or not at all.
+
+        A reentrant checkpoint recomputes; an `autograd.Function` computes gradients in its own backward.
+        """
+        if torch.is_grad_enabled() or in_backward():
+            return
+        pairs = zip(self.ports.arguments, values, strict=True)
+        given = [one for one, value in pairs if isinstance(value, torch.Tensor) and value.requires_grad]
+        if given and call is not None and call.mode is Mode.TRAIN:
+            ports = (*(port for argument in given for port in argument.ports), self.ports.output)
+            self.recorder.expect(self.source, (port.grad for port in ports))
 
     def beside(self, layer: RunningRole, call: Call, operands: Sequence[Any]) -> None:
         """Record what a linear layer was given and has, where its own forward multiplies with other tensors.

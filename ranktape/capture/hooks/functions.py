@@ -111,6 +111,54 @@ def _overloads(function: Any) -> Iterator[Any]:
     yield from (getattr(function, name) for name in names()) if callable(names) else ()
 
 
+class Handler:
+    """What runs in place of the code of a function; a pickle of it, as cloudpickle makes of code, is the function."""
+
+    def __init__(self, call: Callable[..., Any], function: FunctionType) -> None:
+        """Call what is given, with a copy of the function as it is now and the arguments."""
+        self._call = call
+        self._original = _copy(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns."""
+        return self._call(self._original, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """As the function."""
+        return as_itself(self._original)
+
+
+class Exchanged:
+    """A function that runs other code, until that is removed."""
+
+    def __init__(self, function: Any, call: Callable[..., Any]) -> None:
+        """Have the function call this, with a copy of itself and the arguments."""
+        self._function = function
+        self._has_signature = "__signature__" in vars(function)
+        if not self._has_signature:
+            # Callers ask which arguments it has, and leave out what it does not take.
+            function.__signature__ = inspect.signature(function)
+        self.code: CodeType = function.__code__
+        """Its own."""
+        handler = Handler(call, function)
+        self.own = _TEMPLATE.replace(
+            co_consts=tuple(handler if one == _HANDLER else one for one in _TEMPLATE.co_consts),
+            co_freevars=self.code.co_freevars,
+            co_name=self.code.co_name,
+            co_filename=self.code.co_filename,
+            co_firstlineno=self.code.co_firstlineno,
+        )
+        """The other one."""
+        function.__code__ = self.own
+
+    def remove(self) -> None:
+        """Have the function run its own code again."""
+        if self._function.__code__ is self.own:
+            self._function.__code__ = self.code
+        if not self._has_signature:
+            vars(self._function).pop("__signature__", None)
+
+
 class Wrapped:
     """Stands for a callable in one captured iteration, and passes through at other times."""
 
@@ -156,8 +204,8 @@ class FunctionHooks:
         self._multihead = multihead
         self.targets: dict[Any, SeenFunction] = {}
         """By function: its role."""
-        self._exchanged: dict[FunctionType, tuple[CodeType, CodeType]] = {}
-        """Functions that run other code: their own, and that."""
+        self._exchanged: dict[FunctionType, Exchanged] = {}
+        """The functions that run other code."""
         self.givers: list[tuple[Any, str, Callable[..., Any], Callable[..., Any], FunctionRole]] = []
         """The methods of registries: where each one is, itself, what wraps what it returns, and the role of that."""
         self._stands_in = False
@@ -180,7 +228,7 @@ class FunctionHooks:
                     self._see(role, name, *found)
         function: Any = torch.nn.functional.multi_head_attention_forward
         if self._multihead is not None and function not in self._exchanged:
-            self._exchange(function, functools.partial(self._multihead_forward, _copy(function)))
+            self._exchanged[function] = Exchanged(function, self._multihead_forward)
         self._named[torch.overrides, "has_torch_function"] = has_torch_function, _has_torch_function
         if self._stands_in:
             self.stand_in_functional()
@@ -193,9 +241,8 @@ class FunctionHooks:
         self._set_names(0)
         for undo in reversed(self._undo):
             undo()
-        for function, (code, own) in self._exchanged.items():
-            if function.__code__ is own:
-                function.__code__ = code
+        for exchanged in self._exchanged.values():
+            exchanged.remove()
         self._undo.clear()
         self._exchanged.clear()
         self._named.clear()
@@ -218,8 +265,7 @@ class FunctionHooks:
         target = SeenFunction(role, resolved(ports_of(role), function))
         if isinstance(function, FunctionType) and not asks_modes(function):
             self.targets[function] = target
-            original = _copy(function)
-            self._exchange(function, functools.partial(self._called, target, original))
+            self._exchanged[function] = Exchanged(function, functools.partial(self._called, target))
         elif name.startswith("torch."):
             for one in (function, *_overloads(function)):
                 self.targets[one] = target
@@ -234,22 +280,6 @@ class FunctionHooks:
             return function in self.targets
         except TypeError:
             return True  # cannot be a key
-
-    def _exchange(self, function: Any, handler: Callable[..., Any]) -> None:
-        if "__signature__" not in vars(function):
-            # Callers ask which arguments it has, and leave out what it does not take.
-            function.__signature__ = inspect.signature(function)
-            self._undo.append(functools.partial(vars(function).pop, "__signature__", None))
-        code = function.__code__
-        own = _TEMPLATE.replace(
-            co_consts=tuple(handler if one == _HANDLER else one for one in _TEMPLATE.co_consts),
-            co_freevars=code.co_freevars,
-            co_name=code.co_name,
-            co_filename=code.co_filename,
-            co_firstlineno=code.co_firstlineno,
-        )
-        function.__code__ = own
-        self._exchanged[function] = code, own
 
     def stand_in_functional(self) -> None:
         """Have the functions in `torch.nn.functional` seen in compiled regions, too, where the mode is off.
@@ -273,21 +303,21 @@ class FunctionHooks:
     @property
     def own_codes(self) -> Iterator[CodeType]:
         """What runs in place of the code of functions."""
-        yield from (own for _, own in self._exchanged.values())
+        yield from (exchanged.own for exchanged in self._exchanged.values())
         yield from (Wrapped.__call__.__code__, _has_torch_function.__code__)
 
     @contextlib.contextmanager
     def originals(self) -> Iterator[None]:
         """For a moment have functions run their own code, under their own names."""
         self._set_names(0)
-        for function, (code, _) in self._exchanged.items():
-            function.__code__ = code
+        for function, exchanged in self._exchanged.items():
+            function.__code__ = exchanged.code
         try:
             yield
         finally:
             self._set_names(1)
-            for function, (_, own) in self._exchanged.items():
-                function.__code__ = own
+            for function, exchanged in self._exchanged.items():
+                function.__code__ = exchanged.own
 
     @contextlib.contextmanager
     def with_givers(self, make: Callable[[Callable[..., Any], FunctionRole], Callable[..., Any]]) -> Iterator[None]:

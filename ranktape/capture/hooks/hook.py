@@ -115,12 +115,20 @@ class FunctionMode(TorchFunctionMode):
     def suspended(self) -> Iterator[None]:
         """Be inactive in this context, on this thread, whatever modules it enters."""
         self._thread.num_suspended += 1
+        try:
+            with self.inactive():
+                yield
+        finally:
+            self._thread.num_suspended -= 1
+
+    @contextlib.contextmanager
+    def inactive(self) -> Iterator[None]:
+        """Be inactive in this context, on this thread, until a module is entered; and after it, if no iteration is."""
         was_active = self._take_out()
         try:
             yield
         finally:
-            self._thread.num_suspended -= 1
-            if was_active and self.hooks is not None:
+            if was_active and self.hooks is not None and not self.is_active:
                 self._put_in()
 
     @property

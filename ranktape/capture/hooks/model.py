@@ -191,11 +191,6 @@ class ModelHooks(Attached):
         self._note_layout()
         self._await_direct()
 
-    def _await_direct(self) -> None:
-        """See the functions of a forward that is called directly, until a model is called by its hooks."""
-        if self._is_direct:
-            MODE.stay()
-
     def _watch_compiler(self) -> None:
         """Meet compiled code in this iteration."""
         assert self._functions is not None, "only called while hooks are attached"
@@ -260,6 +255,9 @@ class ModelHooks(Attached):
     def detach(self) -> None:
         """Take everything off again."""
         self._take_off()
+        for backward in self._backwards:
+            backward.remove()
+        self._backwards.clear()
         MODE.reset()  # torch put it back after a backward pass in which the iteration ended
 
     def rest(self, *, stays: bool) -> None:
