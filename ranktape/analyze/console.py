@@ -64,9 +64,6 @@ def write_whole(path: Path, data: bytes, *, what: str = "plot", option: str = "-
     """Put a file in its place: readers see the old one or the new one, and never a part.
 
     `what` it is and the `option` that says where stand in the error.
-
-    Raises:
-        StorageError: it cannot be written; the kind says why.
     """
     # What is no file, as /dev/stdout, cannot be replaced by one.
     is_special = path.exists() and not path.is_file() and not path.is_dir()

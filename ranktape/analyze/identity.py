@@ -199,9 +199,6 @@ def group_records(records: Records, *, by: Sequence[str]) -> Groups:
     """The groups of a selection, in the order of `Records.group_by`; one of all records without fields.
 
     Where records are of several stacks, `layer_stack` comes before `layer_idx`.
-
-    Raises:
-        UnknownFieldError: records have no such field.
     """
     fields = with_stacks(by, records)
     keys: tuple[dict[str, Any], ...] = ({},)
@@ -228,11 +225,7 @@ def group_records(records: Records, *, by: Sequence[str]) -> Groups:
 
 
 def row_groups(records: Records, *, by: Sequence[str]) -> Groups:
-    """As `group_records`; without fields each record is a group of its own.
-
-    Raises:
-        UnknownFieldError: records have no such field.
-    """
+    """As `group_records`; without fields each record is a group of its own."""
     if by:
         return group_records(records, by=by)
     count = len(records)

@@ -44,11 +44,7 @@ class JsonObject(click.ParamType):  # type: ignore[type-arg]  # generic from cli
     name = "JSON"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ARG002
-        """The object.
-
-        Raises:
-            UsageError: it is none.
-        """
+        """The object."""
         return parse_storage_options(value) if isinstance(value, str) else value
 
 
@@ -110,13 +106,7 @@ class Selection:
         return self.chosen(source)
 
     def source(self) -> RecordSource:
-        """The run or the folder itself.
-
-        Raises:
-            DataError: a file cannot be read.
-            RunNotFoundError: there is no run.
-            StorageError: the store cannot be read.
-        """
+        """The run or the folder itself."""
         from ranktape.analyze.sources import open_sources
         from ranktape.storage.maintenance.runs import suggest_nearest
 
@@ -197,9 +187,6 @@ class Output:
         """The rows to write, in the order that was asked for; on a terminal those that people read, and how many more.
 
         Where rows are left out and no order was asked for, the worst are shown if the table knows them.
-
-        Raises:
-            UsageError: there is no such column.
         """
         ordered = table if self.sort is None else table.sorted_by(self.sort)
         if self.limit is not None:

@@ -54,14 +54,7 @@ class Sources:
         }
 
     def select(self, **filters: Any) -> Records:
-        """The records of all sources whose fields have the values asked for; `source` is the name of theirs.
-
-        Raises:
-            UnknownFieldError: a filter names no field.
-            UsageError: a field cannot have such a value.
-            DataError: a file that must be opened for it cannot be.
-            StorageError: a catalogue cannot be read.
-        """
+        """The records of all sources whose fields have the values asked for; `source` is the name of theirs."""
         # A run decides by the attempt which iterations it shows.
         early = {name: value for name, value in filters.items() if name in {"iteration", "attempt"}}
         rest = {name: value for name, value in filters.items() if name not in early}
@@ -98,12 +91,7 @@ def open_sources(
 
 
 def places_of(url: str, storage_options: Mapping[str, Any] | None = None, *, any_name: bool = False) -> list[str]:
-    """The sources at a place: itself, unless it is a folder that holds none, and some lie below it.
-
-    Raises:
-        StorageError: the store cannot be reached or read.
-        UsageError: the URL or the options are not usable.
-    """
+    """The sources at a place: itself, unless it is a folder that holds none, and some lie below it."""
     path = local_path(url)
     if path is not None:
         try:

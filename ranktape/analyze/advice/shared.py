@@ -131,9 +131,6 @@ def best_format(
     `sweeps` has for each format the sweeps of the same tensors. Of equally narrow formats the one that keeps more is
     taken, and where none keeps enough the one that keeps most. Of zeros no format loses anything; other tensors without
     levels ask for nothing, and the answer is None where there are no others.
-
-    Raises:
-        UsageError: the target is NaN.
     """
     best_levels = (
         (found[0].scheme, [one for one in map(best_sqnr, found) if one is not None]) for found in sweeps.values()

@@ -228,11 +228,7 @@ class Side:
         return self.shapes[row], self.checksums[row]
 
     def part(self, row: int) -> object:
-        """What the records of copies have in common; a whole tensor without a placement is of its rank alone.
-
-        Raises:
-            DataError: a placement is damaged.
-        """
+        """What the records of copies have in common; a whole tensor without a placement is of its rank alone."""
         rank, text = self.ranks[row], self.placements[row]
         if text == WHOLE:
             return rank
@@ -260,11 +256,7 @@ class Parts:
 
 
 def match_ranks(a: Side, rows_a: Sequence[int], b: Side, rows_b: Sequence[int]) -> list[tuple[Parts, Parts]]:
-    """The tensors of both sides, one with the other; empty where they are not as many.
-
-    Raises:
-        DataError: a placement is damaged.
-    """
+    """The tensors of both sides, one with the other; empty where they are not as many."""
     if len(rows_a) == 1 and len(rows_b) == 1 and a.placements[rows_a[0]] == b.placements[rows_b[0]] == WHOLE:
         return [(_single(rows_a[0]), _single(rows_b[0]))]
     by_rank = list(zip(a.by_rank(rows_a), b.by_rank(rows_b), strict=False))

@@ -238,11 +238,6 @@ def distances_of(matching: Matching, *, view: View | None, engine: Engine) -> li
 
     Without a view, values are looked at as they were captured, unless of one of the two a histogram or statistics
     were kept: these are of what was computed with.
-
-    Raises:
-        DataError: a record's bytes are missing or damaged.
-        StorageError: the store cannot be read.
-        UsageError: a histogram was kept that is rounded already, and is to be looked at as it was seen.
     """
     sides = (matching.a, matching.b)
     kept = [(records.column("keep") == Keep.VALUES).tolist() for records in sides]

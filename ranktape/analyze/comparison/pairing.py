@@ -115,12 +115,7 @@ class Pairing:
         return bool(self.names & _KIND)
 
     def sides(self, a: Records, b: Records) -> tuple[Records, Records]:
-        """The records of either side.
-
-        Raises:
-            NoRecordsError: a side has none.
-            UsageError: a field cannot have such a value.
-        """
+        """The records of either side."""
         left = self._side(a, [(paired.field, paired.left) for paired in self.fields])
         right = self._side(b, [(paired.field, paired.right) for paired in self.fields])
         if self._has_other_tensors and len({bool(_standing(side)) for side in (left, right)}) > 1:

@@ -55,23 +55,13 @@ class ComparedTensor:
         return self.first.sample_dim
 
     def read(self, *, view: View) -> NDArray[Any]:
-        """The values, in the element type that `viewed_dtype` names.
-
-        Raises:
-            DataError: bytes or parts are missing, or damaged.
-            StorageError: the store cannot be read.
-        """
+        """The values, in the element type that `viewed_dtype` names."""
         if not self.is_assembled:
             return read_values(self.first, view=view)
         return self._viewed(assemble_records(self.records, replicas="ignore")[0].read(), view=view)
 
     def read_sample(self, sample: int, *, view: View) -> NDArray[Any]:
-        """The values of one sample.
-
-        Raises:
-            DataError: bytes are missing or damaged.
-            StorageError: the store cannot be read.
-        """
+        """The values of one sample."""
         return self._viewed(self.first.read(sample), view=view)
 
     def is_read_by_sample(self) -> bool:
@@ -101,12 +91,7 @@ class PairOfTensors(NamedTuple):
 
 
 def compare_pairs(pairs: Sequence[PairOfTensors], *, view: View) -> list[tuple[Differences | None, Differences | None]]:
-    """For each pair the differences of b from a, and those of the twin from a; in memory is one pair.
-
-    Raises:
-        DataError: bytes or parts are missing, or damaged.
-        StorageError: the store cannot be read.
-    """
+    """For each pair the differences of b from a, and those of the twin from a; in memory is one pair."""
     return [
         (compare_tensors(a, b, view=view), None if twin is None else compare_tensors(a, twin, view=view))
         for a, b, twin in pairs
@@ -117,10 +102,6 @@ def compare_tensors(a: ComparedTensor, b: ComparedTensor, *, view: View = View.S
     """The differences of one tensor from another; None where the values of one were not kept, or shapes differ.
 
     In memory are both; of large ones with samples, one sample of each.
-
-    Raises:
-        DataError: bytes or parts are missing, or damaged.
-        StorageError: the store cannot be read.
     """
     if not (a.has_values and b.has_values and a.shape == b.shape):
         return None

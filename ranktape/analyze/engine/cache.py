@@ -253,11 +253,7 @@ class CachePlace:
     """Prefix of all keys; empty where the store holds nothing else."""
 
     def prepare(self) -> None:
-        """Make sure that something can be written, and that plain Zarr ignores what will be.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Make sure that something can be written, and that plain Zarr ignores what will be."""
         key = layout.document_key(self.prefix)
         document = blob_document(b"", attributes={"holds": "what analysis has counted; it can be deleted"})
         self.backend.put(key, [json.dumps(document).encode()])
@@ -279,11 +275,7 @@ class Shelf:
     """Keys of objects there that cannot be read."""
 
     def put(self, keys: Keys, columns: Columns) -> None:
-        """Write one object, atomically, and remove those that are damaged.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Write one object, atomically, and remove those that are damaged."""
         name = hashlib.blake2b(keys.tobytes(), digest_size=16).hexdigest()
         key = f"{self.path}/{name}{_SUFFIX}"
         self.place.backend.put(key, [pack(keys, columns)])

@@ -68,13 +68,7 @@ class DigestMeasure:
         return f"digest_{self.view}_v{VERSION}"
 
     def __call__(self, records: Iterable[Record], /) -> Columns:
-        """The digests of records.
-
-        Raises:
-            DataError: the bytes of a record are missing or damaged.
-            StorageError: the store cannot be read.
-            UsageError: values were kept that are rounded already, and are to be looked at as they were seen.
-        """
+        """The digests of records."""
         parts: list[Columns] = []
         places: list[int] = []
         dtypes: list[str] = []
@@ -187,11 +181,7 @@ def digests_of(columns: Columns, dtypes: Sequence[str]) -> Digests:
 
 
 def digest_of(payload: Payload, *, dtype: str) -> Digest:
-    """The digest that `DigestMeasure` made a payload of.
-
-    Raises:
-        DataError: the numbers are of another type.
-    """
+    """The digest that `DigestMeasure` made a payload of."""
     return digests_of(Columns.of_payloads([payload]), [dtype]).digest(0)
 
 
@@ -205,11 +195,6 @@ def digest_columns(
     """The digests of the records in their order, some hundred at a time: what is known is not read again.
 
     The -Inf of records that are masks are infinite in their digests, and do not overflow.
-
-    Raises:
-        DataError: a record's bytes are missing or damaged.
-        StorageError: the store cannot be read.
-        UsageError: of a record values were kept that are rounded already, and are to be looked at as they were seen.
     """
     dtypes, start = viewed_dtypes(records, view=view), 0
     for columns in (engine or Engine()).columns(records, DigestMeasure(view=view)):
@@ -263,11 +248,6 @@ def group_digests_of(
         view: Which numbers are judged.
         engine: What reads the records.
         with_values: Whether the numbers that occur are asked for.
-
-    Raises:
-        DataError: a record's bytes are missing or damaged.
-        StorageError: the store cannot be read.
-        UsageError: what was kept of a record cannot be looked at so.
     """
     group_of = np.asarray(numbers, dtype=np.int64)
     sizes = np.bincount(group_of)

@@ -203,11 +203,7 @@ class Calls:
 
 
 def call_all(calls: Calls) -> list[Any]:
-    """What the function returns for each task.
-
-    Raises:
-        RanktapeError: what the function raises.
-    """
+    """What the function returns for each task."""
     keep_freed_memory()
     return [calls.function(task) for task in calls.tasks]
 

@@ -111,11 +111,7 @@ class Workers:
         self._lost, self._loss = lost, loss
 
     def submit(self, function: Callable[[Any], Any], task: Any) -> Callable[[], Any]:
-        """Have a task done; what is given takes its result, or raises what the task raised.
-
-        Raises:
-            WorkersError: who would do it is lost.
-        """
+        """Have a task done; what is given takes its result, or raises what the task raised."""
         with self._raising_loss():
             return functools.partial(self._result, self.executor.submit(function, task))
 

@@ -42,9 +42,6 @@ def values_of_records(
         compute: Makes the values of a selection, in its order.
         name: As that of a `Measure`: with every version and every parameter.
         engine: Says whether anything is kept.
-
-    Raises:
-        RanktapeError: what `compute` raises.
     """
     if not engine.use_cache or not len(records):
         return list(compute(records))
@@ -79,9 +76,6 @@ def values_of_keys(  # where, of what, and how
         make: Makes the values of the keys at some places; a `RanktapeError` in the place of one that fails.
         name: As that of a `Measure`: with every version and every parameter.
         max_rows: Values of one object.
-
-    Raises:
-        RanktapeError: what `make` raises.
     """
     cache = Cache(reader, name=name, groups={path for path, _ in groups}, warn=warn_once)
     values: dict[int, Any] = {}

@@ -58,13 +58,7 @@ class RecordNumbers:
 def numbers_of(
     records: Records, names: Iterable[str] = NUMBERS, *, view: View, engine: Engine | None = None
 ) -> RecordNumbers:
-    """What is known of each record; values are read of those alone that were never asked about.
-
-    Raises:
-        DataError: a record's bytes are missing or damaged.
-        StorageError: the store cannot be read.
-        UsageError: of a record values were kept that are rounded already, and are to be looked at as they were seen.
-    """
+    """What is known of each record; values are read of those alone that were never asked about."""
     groups = Groups(keys=({},) * len(records), sizes=(1,) * len(records), numbers=np.arange(len(records)))
     return numbers_of_groups(records, groups, [NUMBERS[name] for name in names], view=view, engine=engine)
 
@@ -97,11 +91,6 @@ def group_columns_of(
     """The places of groups and the digests of their records together, some hundred at a time, in any order.
 
     Without `with_values` nothing is known of the numbers that occur in groups.
-
-    Raises:
-        DataError: a record's bytes are missing or damaged.
-        StorageError: the store cannot be read.
-        UsageError: what was kept of a record cannot be looked at so.
     """
     is_mask = additive_masks(records)
     if len(groups.keys) == len(records):
@@ -182,12 +171,6 @@ def _roles(records: Records) -> list[tuple[Any, ...]]:
 
 
 def digests_without_masks(records: Records, *, view: View, engine: Engine | None = None) -> Iterator[Digest]:
-    """The digest of each record; the -Inf of additive masks are infinite in it, and do not overflow.
-
-    Raises:
-        DataError: a record's bytes are missing or damaged.
-        StorageError: the store cannot be read.
-        UsageError: what was kept of a record cannot be looked at so.
-    """
+    """The digest of each record; the -Inf of additive masks are infinite in it, and do not overflow."""
     for columns in digest_columns(records, view=view, engine=engine, is_mask=additive_masks(records)):
         yield from map(columns.digest, range(len(columns)))

@@ -157,10 +157,6 @@ def sweep_records(
     The records are of floating-point or complex numbers; those whose samples are asked for have samples and values.
     What is found is the same to the last bit as by `sweep_one`. A sample keeps its dimension, where there is one, so
     that axes are numbered as those of the record.
-
-    Raises:
-        UsageError: of the engine itself; of records none are.
-        WorkersError: the processes or the cluster cannot be had, or were lost.
     """
     used = engine or Engine()
     mask, narrow = pick(
@@ -212,24 +208,14 @@ def _put_together(
 
 
 def sweep_one(record: Record, jobs: Sequence[Job], *, view: View) -> Sweeps:
-    """The sweeps of one record, from one reading of it.
-
-    Raises:
-        DataError: the record's bytes are missing or damaged.
-        StorageError: the store cannot be read.
-        UsageError: what was kept of the record does not answer the question, or it holds no real numbers.
-    """
+    """The sweeps of one record, from one reading of it."""
     if record.keep == Keep.HISTOGRAM:
         return _sweep_kept(record, jobs, view=view)
     return sweep_numbers(read_numbers(record, view=view), jobs)
 
 
 def sweep_numbers(numbers: NDArray[Any] | Histogram, jobs: Sequence[Job]) -> Sweeps:
-    """The sweeps of an array, or of a histogram, with as few passes as they need.
-
-    Raises:
-        UsageError: the numbers do not answer the question.
-    """
+    """The sweeps of an array, or of a histogram, with as few passes as they need."""
     found: dict[int, ScaleSweep] = {}
     for options in dict.fromkeys(job.options for job in jobs):
         places = [place for place, job in enumerate(jobs) if job.options == options]
@@ -266,12 +252,7 @@ def _sweep_values(task: tuple[Record | RanktapeError, Asked, View]) -> Found | R
 
 
 def samples_of(record: Record, *, view: View) -> list[NDArray[Any]]:
-    """The values of each sample, which keeps its dimension; of a record that is one sample all of them.
-
-    Raises:
-        DataError: the record's bytes are missing or damaged.
-        StorageError: the store cannot be read.
-    """
+    """The values of each sample, which keeps its dimension; of a record that is one sample all of them."""
     values, dim = read_values(record, view=view), record.sample_dim
     if dim is None:
         return [values]

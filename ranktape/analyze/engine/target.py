@@ -188,11 +188,7 @@ def row_of_sweep(sweep: ScaleSweep) -> Row:
 
 
 def usual_scaling(name: str) -> Scaling:
-    """The scales that a format is used with: those of its blocks, one for each tensor up to 8 bits, none above.
-
-    Raises:
-        UsageError: the format is not known.
-    """
+    """The scales that a format is used with: those of its blocks, one for each tensor up to 8 bits, none above."""
     scheme = parse_scheme(name)
     if scheme.scaling is Scaling.BLOCK:
         return Scaling.BLOCK

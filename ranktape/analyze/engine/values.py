@@ -73,10 +73,6 @@ def read_values(record: Record, *, view: View) -> NDArray[Any]:
 
     Rounding is to nearest, ties to even; what is beyond the narrower type becomes infinite, as in the
     operation itself. NaN stays NaN.
-
-    Raises:
-        StorageError: the store cannot be read.
-        DataError: the record's bytes are missing or damaged.
     """
     seen = record.read()
     dtype = viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=view)

@@ -390,12 +390,7 @@ def channel_absmax(array: NDArray[np.generic]) -> NDArray[np.float64]:
 
 
 def outlying_channels(survey: Survey, *, view: View | None = None, engine: Engine | None = None) -> Iterator[Finding]:
-    """One for each place with channels that stand out in most of its records, and one where channels are dead.
-
-    Raises:
-        DataError: a record's bytes are missing or damaged.
-        StorageError: the store cannot be read.
-    """
+    """One for each place with channels that stand out in most of its records, and one where channels are dead."""
     measured = (engine or Engine()).measure(survey.records, ChannelMeasure(view=view or View.COMPUTE))
     sites: dict[tuple[int, int], _Channels] = {}
     for place, payload in enumerate(measured):

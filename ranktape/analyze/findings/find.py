@@ -78,11 +78,7 @@ _OF_PLACE = ("module", "layer_type", "layer_idx", "layer_stack", "operation", "p
 
 
 def _triggered(records: Records) -> list[Finding]:
-    """The first trigger that the records are about, with those after it as its consequences; none for other runs.
-
-    Raises:
-        StorageError: the store cannot be read.
-    """
+    """The first trigger that the records are about, with those after it as its consequences; none for other runs."""
     reader = records.reader
     if not (isinstance(reader, RunReader) and len(records)):
         return []

@@ -38,11 +38,7 @@ _MOMENT = ("attempt", "iteration", "microbatch", "call")
 
 
 def parse_placements(records: Records) -> dict[str, Placement | None]:
-    """What each different document says; None for one that cannot be understood, whose copies are not compared.
-
-    Raises:
-        StorageError: the store cannot be read.
-    """
+    """What each different document says; None for one that cannot be understood, whose copies are not compared."""
     texts = records.column("placement").tolist()
     firsts = dict(zip(reversed(texts), range(len(texts) - 1, -1, -1), strict=True))
     found: dict[str, Placement | None] = {}
@@ -57,11 +53,7 @@ def parse_placements(records: Records) -> dict[str, Placement | None]:
 
 
 def unread_note(records: Records) -> str:
-    """The note that copies of some records are not compared, as their placements cannot be read; "" for none.
-
-    Raises:
-        StorageError: the store cannot be read.
-    """
+    """The note that copies of some records are not compared, as their placements cannot be read; "" for none."""
     unread = [text for text, placement in parse_placements(records).items() if placement is None]
     count = int(np.isin(records.column("placement").astype(str), unread).sum()) if unread else 0
     if not count:

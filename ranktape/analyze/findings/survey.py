@@ -67,11 +67,6 @@ class Survey:
     """The records of a selection, as columns with one element for each.
 
     Values are read of records alone that were never asked about.
-
-    Raises:
-        DataError: a record's bytes are missing or damaged.
-        StorageError: the store cannot be read.
-        UsageError: of a record values were kept that are rounded already, and are to be looked at as they were seen.
     """
 
     def __init__(self, records: Records, *, view: View | None = None, engine: Engine | None = None) -> None:
@@ -128,12 +123,7 @@ class Survey:
         return codes_of(*(self._field_codes[name] for name in names))
 
     def asked(self, name: str, mask: Mask) -> Floats:
-        """One of `NUMBERS` that few records are asked for: of those in the mask, and 0 of all others.
-
-        Raises:
-            DataError: a record's bytes are missing or damaged.
-            StorageError: the store cannot be read.
-        """
+        """One of `NUMBERS` that few records are asked for: of those in the mask, and 0 of all others."""
         found, places = np.zeros(len(self)), np.flatnonzero(mask)
         if places.size:
             known = numbers_of(self.records.take(places.tolist()), [name], view=self._view, engine=self._engine)
@@ -161,11 +151,7 @@ class Survey:
 
     @functools.cached_property
     def skipped_times(self) -> Mask:
-        """For each captured iteration whether a gradient scaler skipped its step; of those alone with what is lost.
-
-        Raises:
-            StorageError: the store cannot be read.
-        """
+        """For each captured iteration whether a gradient scaler skipped its step; of those alone with what is lost."""
         found, reader = np.zeros(len(self._captured), dtype=bool), self.records.reader
         # A scaler looks at no mask.
         lost = (self.counts["nan"] > 0) | ((self.counts["inf"] > 0) & ~self.is_mask)

@@ -365,12 +365,7 @@ def table_of(
     on_record: Callable[[], object],
     engine: Engine | None = None,
 ) -> Table:
-    """The table of at least one record's sweeps: a row for each record, group or level, and format.
-
-    Raises:
-        DataError: a record that is read again for a common scale is damaged now.
-        StorageError: the store cannot be read.
-    """
+    """The table of at least one record's sweeps: a row for each record, group or level, and format."""
     if by:
         groups = grouped(swept, view=view, engine=engine, on_record=on_record)
         return group_table(groups, by=by, target_sqnr=target_sqnr)

@@ -92,12 +92,7 @@ def can_be_kept(jobs: Sequence[Job]) -> bool:
 def kept_cells(
     records: Records, jobs: Sequence[Job], *, view: View, engine: Engine | None = None
 ) -> Iterator[tuple[SweptCells, ...] | RanktapeError]:
-    """The cells of each record, one for each job; in the place of a record that fails the reason why.
-
-    Raises:
-        UsageError: of the engine itself; of records none are.
-        WorkersError: the processes or the cluster cannot be had, or were lost.
-    """
+    """The cells of each record, one for each job; in the place of a record that fails the reason why."""
     used = engine or Engine()
     # In whatever order formats are given, the rows that are kept are the same.
     ordered = sorted(set(jobs), key=repr)
@@ -226,9 +221,6 @@ def sweep_selection(
     With `is_kept` what a table of records says of them, which is kept, in the place of the sweeps.
 
     With `sample` among the fields to group by, those of each of its samples; nothing of records without samples.
-
-    Raises:
-        UnknownFieldError: `by` names no field of a record.
     """
     if is_kept and not by and can_be_kept(jobs):
         cells = kept_cells(records, jobs, view=view, engine=engine)
@@ -299,10 +291,6 @@ def grouped(
     """The records in groups of equal keys, in the order of these, and the best common scale of each group.
 
     `on_record` is called for each record that is looked at again.
-
-    Raises:
-        DataError: a record that is read again is damaged now.
-        StorageError: the store cannot be read.
     """
     columns = list(zip(*(one.key.values() for one in swept), strict=True))
     ordered = [[swept[row] for row in rows.tolist()] for _, rows in equal_rows(columns)]

@@ -277,9 +277,6 @@ def by_sample(calls: RecordedCalls) -> RecordedCalls:
     """The calls with their samples: `output` and `grad_input` of each that knows where they are; others are left out.
 
     A call that is of one sample alone stays as it is. No value is read.
-
-    Raises:
-        DataError: a placement is damaged.
     """
     tensors, names = RecordedTensors(calls.records), sample_names(calls.records)
     kept, left_out = [], list(calls.left_out)

@@ -53,11 +53,7 @@ class RecordedTensors:
         return tuple(json.loads(self.column("shape")[row]))
 
     def placement(self, row: int) -> Placement | None:
-        """Which part a record holds of a tensor; None for all of it.
-
-        Raises:
-            DataError: it is damaged.
-        """
+        """Which part a record holds of a tensor; None for all of it."""
         text = self.column("placement")[row]
         if text == WHOLE:
             return None

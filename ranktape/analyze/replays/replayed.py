@@ -47,12 +47,6 @@ def replay_calls(
     Which products are asked for, `calls_of` says. Each recipe computes a layer as its exceptions have it. Published
     recipes leave attention in bfloat16: with `has_attention` it is computed with quantised operands all the same.
     Memory: the tensors of one call for each worker.
-
-    Raises:
-        DataError: bytes or parts of a tensor are missing, or damaged.
-        StorageError: the store cannot be read.
-        UsageError: a recipe is called `recorded`.
-        WorkersError: the processes or the cluster cannot be had, or were lost.
     """
     calls = calls_of(records, products=products, has_attention=has_attention)
     return replay_found(calls, recipes, engine=engine)
@@ -162,11 +156,7 @@ class Replayed:
         return [of_calls[place] for place in self.places.tolist()]
 
     def groups(self, by: Sequence[str]) -> list[ReplayedGroup]:
-        """The products in groups of equal values of fields; layers come in the order in which they were recorded.
-
-        Raises:
-            UnknownFieldError: there is no such field.
-        """
+        """The products in groups of equal values of fields; layers come in the order in which they were recorded."""
         rows: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
         columns = [self.column(field) for field in by]
         for row, key in enumerate(zip(*columns, strict=True) if columns else [()] * len(self.places)):

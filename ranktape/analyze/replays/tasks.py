@@ -96,10 +96,6 @@ def replay_call(task: CallTask) -> CallErrors:
     """How far off each product of a call is by each recipe; first of each product what was recorded.
 
     Operands are rounded to what the operation computed in. Where torch has a GPU, it computes.
-
-    Raises:
-        DataError: bytes or parts are missing, or damaged.
-        StorageError: the store cannot be read.
     """
     from ranktape.analyze.numerics.products import replay_products
 
@@ -138,10 +134,6 @@ def read_call(task: CallTask) -> tuple[Tensors, dict[str, RecordInfo]]:
     """The tensors of a call by name, rounded to what it computed in, and what is known of each.
 
     Weights have the layout OI, or EIO.
-
-    Raises:
-        DataError: bytes or parts are missing, or damaged.
-        StorageError: the store cannot be read.
     """
     import torch
 
@@ -316,13 +308,7 @@ def read_attention(task: CallTask) -> AttentionCall:
 
 
 def without_unknown(calls: RecordedCalls, *, engine: Engine) -> RecordedCalls:
-    """The calls, those of attention left out whose values do not tell how they computed; reads all of attention.
-
-    Raises:
-        DataError: bytes or parts are missing, or damaged.
-        StorageError: the store cannot be read.
-        WorkersError: the processes or the cluster cannot be had, or were lost.
-    """
+    """The calls, those of attention left out whose values do not tell how they computed; reads all of attention."""
     attention = replace(calls, calls=tuple(call for call in calls.calls if is_attention(call.key)))
     tasks = CallTasks(attention, ())
     reasons = dict(
@@ -347,12 +333,7 @@ def _why_unknown(task: CallTask) -> str:
 
 
 def replay_any(task: CallTask) -> CallErrors | str:
-    """What `replay_call` gives of a linear layer, and the same of attention; or why attention is not computed again.
-
-    Raises:
-        DataError: bytes or parts are missing, or damaged.
-        StorageError: the store cannot be read.
-    """
+    """What `replay_call` gives of a linear layer, and the same of attention; or why attention is not computed again."""
     if not is_attention(task.call.key):
         return replay_call(task)
     try:
