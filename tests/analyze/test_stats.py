@@ -19,8 +19,7 @@ from click.testing import CliRunner
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.metrics import METRICS, PERCENTILES, is_percentile, parse_metric
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.questions.samples import SAMPLE_NAMES
-from ranktape.analyze.questions.stats import stats
+from ranktape.analyze.questions.stats import SAMPLE_NAMES, stats
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError
 from ranktape.storage import Records

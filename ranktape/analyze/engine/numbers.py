@@ -56,11 +56,13 @@ class RecordNumbers:
 
 
 def numbers_of(
-    records: Records, names: Iterable[str] = NUMBERS, *, view: View, engine: Engine | None = None
+    records: Records, metrics: Iterable[str | Metric] = NUMBERS, *, view: View, engine: Engine | None = None
 ) -> RecordNumbers:
-    """What is known of each record; values are read of those alone that were never asked about."""
+    """The metrics of each record; values are read of those alone that were never asked about."""
     groups = Groups(keys=({},) * len(records), sizes=(1,) * len(records), numbers=np.arange(len(records)))
-    return numbers_of_groups(records, groups, [NUMBERS[name] for name in names], view=view, engine=engine)
+    return numbers_of_groups(
+        records, groups, [NUMBERS[one] if isinstance(one, str) else one for one in metrics], view=view, engine=engine
+    )
 
 
 def numbers_of_groups(
@@ -168,9 +170,3 @@ def _roles(records: Records) -> list[tuple[Any, ...]]:
     pairs = _keys(records, ("module", "layer_idx"))
     known = {pair: (role_of(str(pair[0]), int(pair[1])), pair[1] < 0) for pair in set(pairs)}
     return [(*known[pair], *rest) for pair, rest in zip(pairs, _keys(records, _ROLE), strict=True)]
-
-
-def digests_without_masks(records: Records, *, view: View, engine: Engine | None = None) -> Iterator[Digest]:
-    """The digest of each record; the -Inf of additive masks are infinite in it, and do not overflow."""
-    for columns in digest_columns(records, view=view, engine=engine, is_mask=additive_masks(records)):
-        yield from map(columns.digest, range(len(columns)))

@@ -1,26 +1,44 @@
-"""Gives the statistics of each record, of each group of records, or of each sample.
+"""Gives the statistics of each record, of each group of records, of each sample, and of each layer beside the next.
 
-Every metric comes from the digests: one reading of each record, and none of those that were asked about before.
+Every metric comes from the columns of digests: one reading of each record, and none of those that were asked about
+before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.metrics import METRICS, NUMBERS, is_percentile, metric_columns, parse_metric
-from ranktape.analyze.engine.numbers import numbers_of_groups
+from ranktape.analyze.engine.metrics import METRICS, NUMBERS, count_names, is_percentile, metric_columns, parse_metric
+from ranktape.analyze.engine.numbers import group_digests, numbers_of, numbers_of_groups
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import row_groups, words
-from ranktape.analyze.questions.neighbours import beside_next
-from ranktape.analyze.questions.samples import sample_stats
-from ranktape.analyze.table import Coded, Column, Kind, Table, TableRows, number_cells
-from ranktape.errors import UsageError
+from ranktape.analyze.identity import (
+    SAMPLE_COLUMN,
+    group_records,
+    identity_cells,
+    identity_columns,
+    role_of,
+    row_groups,
+    sample_names,
+    words,
+)
+from ranktape.analyze.numerics.digest import SAMPLE_METRICS, Digest, exponents_of
+from ranktape.analyze.numerics.distances import distance
+from ranktape.analyze.table import Cells, Coded, Column, Kind, Table, TableRows, number_cells, take_cells
+from ranktape.errors import NoRecordsError, UsageError
 from ranktape.fields import SAMPLE
 from ranktape.storage import Records
+from ranktape.storage.format.record_info import TALLY_KINDS
+from ranktape.storage.format.statistics import Statistics
+
+Floats = NDArray[np.float64]
 
 PRECISION = Column(name="percentiles", kind=Kind.TEXT, head="percentiles are", is_detail=True)
 """How well percentiles are known: `exact`, `within 2^-8` of their value and 2^-10 of their rank, or `unknown`."""
@@ -62,9 +80,9 @@ def stats(
     if neighbours and names:
         raise UsageError("--neighbours has metrics of its own: leave out --metric")
     if neighbours:
-        return beside_next(records, by=by, view=look, engine=engine)
+        return _beside_next(records, by=by, view=look, engine=engine)
     if has_samples:
-        return sample_stats(records, by=by, metrics=names, view=look, engine=engine)
+        return _sample_table(records, by=by, metrics=names, view=look, engine=engine)
     chosen = [parse_metric(name) for name in names] or list(METRICS.values())
     groups = row_groups(records, by=by)
     of_state = NUMBERS["has_percentiles"], NUMBERS["is_exact"]
@@ -97,3 +115,229 @@ def _notes(precision: NDArray[np.int64]) -> tuple[str, ...]:
 def how_seen(view: View) -> str:
     """What a title says of a view."""
     return "as they were captured" if view is View.SEEN else "rounded to what the operation computed in"
+
+
+def samples_together(samples: Floats, starts: NDArray[np.int64]) -> dict[str, Floats]:
+    """The metrics of groups of samples, by the names of `METRICS`; NaN where there is none.
+
+    `samples` has a row of `SAMPLE_METRICS` for each sample, and `starts` the first row of each group.
+    """
+    known = dict(zip(SAMPLE_METRICS, samples.T, strict=True))
+    counts = {name: np.add.reduceat(known[name], starts) for name in ("num_elements", "num_finite", *TALLY_KINDS)}
+    largest = np.fmax.reduceat(known["absmax"], starts)
+    sizes = np.diff([*starts, len(samples)])
+    # Squares are added of numbers divided by a power of two, so that none of them is infinite.
+    exponents = exponents_of(largest)
+    steps = -np.repeat(exponents, sizes)
+    mean, std, norm = (np.ldexp(known[name], steps) for name in ("mean", "std", "norm"))
+    own, all_finite = known["num_finite"], counts["num_finite"]
+    root = np.sqrt(np.where(all_finite > 0, all_finite, math.nan))
+    middle = np.add.reduceat(np.where(own > 0, own * mean, 0.0), starts) / root**2
+    # Chan, Golub, LeVeque 1979: from the means of samples to that of all.
+    apart = np.where(own > 0, own * (std**2 + (mean - np.repeat(middle, sizes)) ** 2), 0.0)
+    spread, total = (np.sqrt(np.add.reduceat(squares, starts)) for squares in (apart, norm**2))
+    is_alone = sizes == 1
+    firsts = np.asarray(starts)[is_alone]
+    middle[is_alone], spread[is_alone], total[is_alone] = mean[firsts], (std * np.sqrt(own))[firsts], norm[firsts]
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        found = {name: np.ldexp(one, exponents) for name, one in (("mean", middle), ("norm", total))}
+        found |= {name: np.ldexp(one / root, exponents) for name, one in (("std", spread), ("rms", total))}
+        found["variance"] = found["std"] ** 2
+        found["minimum"] = np.fmin.reduceat(known["minimum"], starts)
+        found |= {"maximum": np.fmax.reduceat(known["maximum"], starts), "absmax": largest}
+        found["crest_factor"] = np.where(found["rms"] > 0, largest / found["rms"], math.nan)
+    found = {name: np.where(np.isfinite(values), values, math.nan) for name, values in found.items()}
+    found |= {"elements": counts["num_elements"], "finite": all_finite}
+    for kind, count in {**counts, "total": counts["upper"] + counts["lower"]}.items():
+        if kind not in {"num_elements", "num_finite"}:
+            found |= zip(count_names(kind), (count, count / np.maximum(1, counts["num_elements"])), strict=True)
+    return found
+
+
+SAMPLE_NAMES = tuple(
+    name for name in METRICS if name in samples_together(np.zeros((1, len(SAMPLE_METRICS))), np.zeros(1, dtype=int))
+)
+"""The metrics that are known of samples, in the order of `METRICS`."""
+
+
+def sample_metrics(metrics: Sequence[str]) -> tuple[str, ...]:
+    """The metrics of those names, each once.
+
+    Raises:
+        UsageError: there is no such metric, or not of samples.
+    """
+    names = tuple(dict.fromkeys(parse_metric(name).name for name in metrics))
+    for name in names:
+        if name not in SAMPLE_NAMES:
+            raise UsageError(f"metric {name!r} is not known of samples: use one of {', '.join(SAMPLE_NAMES)}")
+    return names
+
+
+def _sample_table(
+    records: Records, *, by: Sequence[str], metrics: Sequence[str], view: View, engine: Engine | None
+) -> Table:
+    """The metrics of each sample of each record; with `by` those of each sample in each group, over its records.
+
+    `sample` is the user's id, or the index along the dimension of samples where no ids were given; in `by` it names
+    the sample too, and is there in any case. Records without samples, as weights, and those of which values were
+    not kept, are left out, and counted in a note.
+    """
+    chosen = [METRICS[name] for name in sample_metrics(metrics) or SAMPLE_NAMES]
+    known, named = numbers_of(records, (), view=view, engine=engine), sample_names(records)
+    is_named = np.repeat([bool(names) for names in named], known.sample_sizes)
+    samples, owners, places = (one[is_named] for one in (known.samples, known.owners, known.places))
+    if not owners.size:
+        raise NoRecordsError(
+            "no record has samples that can be told apart: their sample_dim is not known, or no values were kept"
+        )
+    names = [named[owner][place] for owner, place in zip(owners.tolist(), places.tolist(), strict=True)]
+    starts, heads = np.arange(len(owners)), list[Cells]()
+    if by:
+        groups = group_records(records, by=[field for field in by if field != SAMPLE])
+        # Names may be numbers and texts, between which there is no order.
+        keys = list(zip(groups.numbers[owners].tolist(), [isinstance(name, str) for name in names], names, strict=True))
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        starts = np.array([0] + [n for n in range(1, len(order)) if keys[order[n]] != keys[order[n - 1]]])
+        firsts = [order[start] for start in starts]
+        samples, counts = samples[order], np.diff([*starts, len(order)])
+        *columns, count = groups.columns
+        columns = [*columns, SAMPLE_COLUMN, count]
+        numbers = groups.numbers[owners[firsts]]
+        heads = [take_cells(one, numbers) for one in groups.heads.columns[:-1]]
+        heads += [[str(names[first]) for first in firsts], counts]
+    else:
+        index = Column(name="sample_index", kind=Kind.INTEGER, is_key=True, is_detail=True)
+        columns = [*identity_columns(records), SAMPLE_COLUMN, index]
+        heads = [take_cells(one, owners) for one in identity_cells(records)] + [list(map(str, names)), places]
+    found = samples_together(samples, starts)
+    num_without = len(records) - np.unique(owners).size
+    has_ids = any(text != "null" for text in records.column("sample_ids").tolist())
+    return Table(
+        title="statistics of each sample",
+        columns=(*columns, *metric_columns(chosen, are_named=bool(metrics))),
+        rows=TableRows([*heads, *(number_cells(found[one.name], kind=one.kind) for one in chosen)]),
+        notes=tuple(_sample_notes(num_without, by=by, has_ids=has_ids)),
+    )
+
+
+def _sample_notes(num_without: int, *, by: Sequence[str], has_ids: bool) -> Iterator[str]:
+    if num_without:
+        yield f"{num_without} records left out: no dimension of samples is known, or no values were kept"
+    apart = [field for field in ("iteration", "rank", "microbatch") if field not in by]
+    if by and apart and not has_ids:
+        yield (
+            f"samples have no ids, and an index means another sample in each iteration, rank and microbatch: "
+            f"to keep them apart add --by {','.join(apart)}"
+        )
+
+
+_SITE = (
+    *("source", "iteration", "attempt", "microbatch", "call", "mode", "layer_type", "operation", "phase"),
+    *("component", "quant_type", "tensor_name"),
+)
+"""The fields, besides the module's path without its number, that are the same at the same site of another layer."""
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None
+
+
+def _shift(here: Statistics, there: Statistics) -> float | None:
+    return None if here.mean is None or there.mean is None else _ratio(there.mean - here.mean, here.std)
+
+
+_BESIDE: tuple[tuple[str, str, bool, Callable[[Statistics, Statistics], float | None]], ...] = (
+    ("std", "std", False, lambda here, _: here.std),
+    ("next.std", "next std", False, lambda _, there: there.std),
+    ("ratio.std", "std ratio", False, lambda here, there: _ratio(there.std, here.std)),
+    ("absmax", "absmax", False, lambda here, _: here.absmax),
+    ("next.absmax", "next absmax", False, lambda _, there: there.absmax),
+    ("ratio.absmax", "absmax ratio", False, lambda here, there: _ratio(there.absmax, here.absmax)),
+    ("mean", "mean", True, lambda here, _: here.mean),
+    ("next.mean", "next mean", True, lambda _, there: there.mean),
+    ("shift.mean", "mean shift in std", False, _shift),
+)
+"""Name, head and whether it is a detail, of what is made of the statistics of both."""
+
+_DISTANCES = (
+    Column(name="distance.kolmogorov_smirnov", kind=Kind.FLOAT, head="KS"),
+    Column(name="distance.wasserstein", kind=Kind.FLOAT, head="Wasserstein", is_detail=True),
+    Column(name="distance.relative_wasserstein", kind=Kind.FLOAT, head="Wasserstein in std"),
+    Column(name="distance.total_variation", kind=Kind.RATIO, head="total variation"),
+    Column(name="distance.jensen_shannon", kind=Kind.FLOAT, head="Jensen-Shannon bits"),
+)
+
+
+def _beside_next(records: Records, *, by: Sequence[str], view: View, engine: Engine | None) -> Table:
+    """Each record beside that of the same site in the next layer; with `by`, each group of one layer beside the next.
+
+    Ratios are the next layer's metric over this one's; the shift of the mean is in standard deviations of this one;
+    distances are those of `distributions.distances`. What is not defined is None: the ratio to a constant, or the
+    distance where statistics alone were kept. The next layer is the nearest with a larger index that has the site;
+    where its ranks are others, as between the stages of a pipeline, each is compared with the one at the same place
+    in the order of ranks. What has no index (-1) is left out.
+    """
+    apart = [field for field in dict.fromkeys(by) if field != "layer_idx"]
+    groups = row_groups(records, by=[*apart, "layer_idx"] if by else ())
+    sites: list[Any]
+    if by:
+        *sites, layers = map(list, zip(*(key.values() for key in groups.keys), strict=True))
+        ranks = [0] * len(layers)
+    else:
+        layers = [int(layer) for layer in records.column("layer_idx").tolist()]
+        ranks = records.column("rank").tolist()
+        sites = [map(role_of, records.column("module").tolist(), layers)]
+        sites += [records.column(field).tolist() for field in _SITE]
+    pairs = _pairs(zip(*sites, strict=True) if sites else [()] * len(layers), layers, ranks)
+    if not pairs:
+        raise NoRecordsError(
+            "no record has a neighbour: the selection has no site with two values of layer_idx from 0 on"
+        )
+    partners: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for pair in pairs.items():
+        for place in pair:
+            partners[place].append(pair)
+    rows: dict[int, tuple[float | None, ...]] = {}
+    waiting: dict[int, Digest] = {}
+    for place, digest in group_digests(records, groups, view=view, engine=engine):
+        waiting[place] = digest
+        for first, second in partners[place]:
+            if first in waiting and second in waiting:
+                rows[first] = tuple(_compare(waiting[first], waiting[second]))
+        for one in {place, *itertools.chain(*partners[place])}:
+            if all(first in rows for first, _ in partners[one]):
+                waiting.pop(one, None)
+    heads, firsts = list(groups.heads), sorted(rows)
+    numbers = (Column(name=name, kind=Kind.FLOAT, head=head, is_detail=detail) for name, head, detail, _ in _BESIDE)
+    next_layer = Column(name="next.layer_idx", kind=Kind.INTEGER, head="next layer")
+    return Table(
+        title="each layer beside the next: ratios are the next one's metric over its own",
+        columns=(*groups.columns, next_layer, *numbers, *_DISTANCES),
+        rows=tuple((*heads[first], layers[pairs[first]], *rows[first]) for first in firsts),
+    )
+
+
+def _pairs(sites: Any, layers: Sequence[int], ranks: Sequence[int]) -> dict[int, int]:
+    """For each place that of the same site in the next layer, on the same rank where both have one in common."""
+    stacks: dict[Any, dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
+    for place, (site, layer, rank) in enumerate(zip(sites, layers, ranks, strict=True)):
+        if layer >= 0:
+            stacks[site][layer].setdefault(rank, place)
+    pairs: dict[int, int] = {}
+    for stack in stacks.values():
+        for layer, following in itertools.pairwise(sorted(stack)):
+            here, there = stack[layer], stack[following]
+            if here.keys() & there.keys():
+                pairs |= {place: there[rank] for rank, place in here.items() if rank in there}
+            else:
+                ours, theirs = ([places[rank] for rank in sorted(places)] for places in (here, there))
+                pairs |= zip(ours, theirs, strict=False)
+    return pairs
+
+
+def _compare(here: Digest, there: Digest) -> Iterator[float | None]:
+    for _, _, _, metric in _BESIDE:
+        yield metric(here.statistics, there.statistics)
+    apart = distance(here, there)
+    for column in _DISTANCES:
+        yield getattr(apart, column.name.removeprefix("distance."))

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.metrics import parse_metric
-from ranktape.analyze.engine.numbers import additive_masks, digests_without_masks
+from ranktape.analyze.engine.numbers import additive_masks, numbers_of
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import identity_columns, identity_rows, words
-from ranktape.analyze.numerics.digest import Digest
-from ranktape.analyze.questions.samples import sample_metrics, sample_of
-from ranktape.analyze.table import Column, Kind, Table
+from ranktape.analyze.questions.stats import sample_metrics, samples_together
+from ranktape.analyze.table import Column, Kind, Table, number_cells, values_of
 from ranktape.errors import NoRecordsError
 from ranktape.storage import Records
 from ranktape.storage.records.records import SOURCE
@@ -97,24 +98,27 @@ def _order(records: Records) -> list[tuple[int, ...]]:
 
 def _steps(
     records: Records, *, sample: int | str | None, metrics: Sequence[str], view: View, engine: Engine | None
-) -> Iterator[tuple[int, int | None, Mapping[str, float | None]]]:
+) -> list[tuple[int, int | None, Mapping[str, float | None]]]:
     """The place of each record on the way, the index of the sample in it, and its metrics."""
-    every_id = records.column("sample_ids").tolist()
     wanted = [parse_metric(name) for name in dict.fromkeys((*metrics, "absmax", *_MARKS))]
-    for position, digest in enumerate(digests_without_masks(records, view=view, engine=engine)):
-        if sample is None:
-            yield position, None, {one.name: one.of(digest) for one in wanted}
-            continue
-        index = _index(digest, sample, identifiers=json.loads(every_id[position]))
-        if index is not None and digest.samples is not None:
-            yield position, index, sample_of(digest.samples, index).metrics()
+    known = numbers_of(records, wanted if sample is None else (), view=view, engine=engine)
+    found = known.columns
+    steps: list[tuple[int, int | None]] = [(place, None) for place in range(len(records))]
+    if sample is not None:
+        every_id = zip(known.sample_sizes.tolist(), records.column("sample_ids").tolist(), strict=True)
+        indices = [_index(count, sample, identifiers=json.loads(text)) for count, text in every_id]
+        steps = [(place, index) for place, index in enumerate(indices) if index is not None]
+        starts = np.cumsum(known.sample_sizes) - known.sample_sizes
+        rows = [starts[place] + index for place, index in enumerate(indices) if index is not None]
+        found = samples_together(known.samples[rows], np.arange(len(rows))) if rows else {}
+    columns = [values_of(number_cells(found[one.name], kind=one.kind)) for one in wanted] if steps else []
+    names = [one.name for one in wanted]
+    values = zip(*columns, strict=True)
+    return [(*step, dict(zip(names, own, strict=True))) for step, own in zip(steps, values, strict=True)]
 
 
-def _index(digest: Digest, sample: int | str, *, identifiers: list[Any] | None) -> int | None:
-    """Where a sample is in a record: by its identifier where there are some, else by its index."""
-    if digest.samples is None:
-        return None
-    count = digest.samples["absmax"].size
+def _index(count: int, sample: int | str, *, identifiers: list[Any] | None) -> int | None:
+    """Where a sample is among those of a record: by its identifier where there are some, else by its index."""
     if identifiers is not None:
         texts = [str(one) for one in identifiers[:count]]
         return texts.index(str(sample)) if str(sample) in texts else None
