@@ -33,11 +33,10 @@ SELECTION = {f"--{field.replace('_', '-')}" for field in FILTERS} | {
     "--storage-options",
     "--skip-unreadable",
     "--help-filters",
-    "--help-work",
     "--help",
 }
 OUTPUT = {"--check", "--json", "--csv", "--wide", "--sort", "--limit", "--output"}
-ENGINE = {"--workers", "--scheduler", "--no-cache"}
+ENGINE = {"--workers", "--scheduler", "--no-cache", "--help-work"}
 OPTIONS = {
     "ls": SELECTION | OUTPUT | {"--by"},
     "overflow": SELECTION | OUTPUT | ENGINE | {"--by", "--view", "--format", "--scaling", "--first", "--per-sample"},
