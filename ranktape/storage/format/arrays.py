@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import functools
 import io
-import itertools
 import json
 import math
 import struct
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 import google_crc32c
 import numpy as np
@@ -430,9 +429,18 @@ def read_stored(
     One place is two small requests where the chunks are cut along the axis; else the whole is read for it.
     """
     if index is not None and axis == stored.cut_axis:
-        [(values, _)] = _slices(backend, stored, _index_of(backend, stored)[index : index + 1])
+        [(values, _)] = _slices(_ranges(backend, stored), stored, slice(index, index + 1))
         return values.copy()
-    values = _read_whole(backend, stored)
+    if not math.prod(stored.shape):
+        values = np.empty(stored.shape, dtype=stored.row.numpy_dtype)
+    elif stored.cut_axis is None:
+        nbytes = _expect_size(backend, stored)
+        content, _ = _unpack(memoryview(_fetched(backend, stored, nbytes)(0, nbytes)), stored)
+        # Callers may write into what they get, and bytes cannot be written.
+        values = np.frombuffer(bytearray(content), dtype=stored.row.numpy_dtype).reshape(stored.shape)
+    else:
+        get = _fetched(backend, stored, _expect_size(backend, stored))
+        values = np.stack([one for one, _ in _slices(get, stored)], axis=stored.cut_axis)
     return values if index is None else np.ascontiguousarray(np.take(values, index, axis=axis))
 
 
@@ -442,10 +450,8 @@ def read_slices(backend: Backend, stored: StoredArray) -> Iterator[tuple[np.ndar
     No more than one of them is in memory, or a few of small ones. They cannot be written to.
     """
     exact = stored.object_nbytes()
-    if exact is not None and exact <= _AT_ONCE_NBYTES:
-        yield from _slices_in(_fetch(backend, stored, exact), stored)
-    else:
-        yield from _slices(backend, stored, _index_of(backend, stored))
+    get = _ranges(backend, stored) if exact is None or exact > _AT_ONCE_NBYTES else _fetched(backend, stored, exact)
+    yield from _slices(get, stored)
 
 
 def read_rows(backend: Backend, stored: StoredArray, indices: Sequence[int]) -> np.ndarray[Any, Any] | None:
@@ -457,9 +463,9 @@ def read_rows(backend: Backend, stored: StoredArray, indices: Sequence[int]) -> 
     is_plain = stored.cut_axis == 0 and stored.compression is Compression.NONE and stored.chunk_nbytes
     if not is_plain or last - first >= _MAX_SPREAD * len(indices):
         return None
-    _index_of(backend, stored)  # which says that chunks follow one another
-    step = stored.chunk_nbytes + _CRC_NBYTES
-    [data] = _ranges(backend, stored, [(first * step, (last + 1 - first) * step)])
+    get, step = _ranges(backend, stored), stored.chunk_nbytes + _CRC_NBYTES
+    _read_index(get, stored)  # which says that chunks follow one another
+    data = get(first * step, (last + 1 - first) * step)
     rows = np.frombuffer(data, dtype=np.uint8).reshape(-1, step)[np.asarray(indices) - first, : stored.chunk_nbytes]
     values = np.ascontiguousarray(rows).view(stored.row.numpy_dtype)
     return values.reshape(len(indices), *stored.shape[1:])
@@ -474,13 +480,12 @@ def read_runs(
     """
     _expect_size(backend, stored)
     step, end = num_elements * stored.row.itemsize, stored.chunk_nbytes
-    spans = [(start, min(step, end - start)) for start in range(0, end, step)]
-    crc = 0
-    for data in _ranges(backend, stored, spans):
+    get, crc = _ranges(backend, stored), 0
+    for start in range(0, end, step):
+        data = get(start, min(step, end - start))
         crc = google_crc32c.extend(crc, data)
-        yield _values(memoryview(data), stored, is_copied=False)
-    [tail] = _ranges(backend, stored, [(end, _CRC_NBYTES)])
-    if crc != int.from_bytes(tail, "little"):
+        yield np.frombuffer(data, dtype=stored.row.numpy_dtype)
+    if crc != int.from_bytes(get(end, _CRC_NBYTES), "little"):
         raise DataError(f"{stored.place} is not what was written: the checksum of its chunk differs; {_ASK}")
     return int(crc)
 
@@ -496,22 +501,28 @@ def fetch_object(backend: Backend, key: str, nbytes: int) -> bytes | None:
         return b"".join(piece or b"" for piece in pieces)
 
 
-def _read_whole(backend: Backend, stored: StoredArray) -> np.ndarray[Any, Any]:
-    if not math.prod(stored.shape):
-        return np.empty(stored.shape, dtype=stored.row.numpy_dtype)
-    data = _fetch(backend, stored, _expect_size(backend, stored))
-    if stored.cut_axis is None:
-        content, _ = _unpack(memoryview(data), stored)
-        return _values(content, stored).reshape(stored.shape)
-    return np.stack([values for values, _ in _slices_in(data, stored)], axis=stored.cut_axis)
+_Get: TypeAlias = Callable[[int, int], Any]
+"""Gives some bytes of an object, from a place on; a negative one counts from its end."""
 
 
-def _fetch(backend: Backend, stored: StoredArray, nbytes: int) -> bytes:
-    """The object, which has that size."""
+def _ranges(backend: Backend, stored: StoredArray) -> _Get:
+    """From the store, with one request each time."""
+
+    def get(start: int, nbytes: int) -> bytes:
+        data = backend.get_range(stored.key, start, nbytes)
+        if data is None or (start >= 0 and len(data) != nbytes):
+            raise _wrong_size(stored, None if data is None else start + len(data), expected=start + nbytes)
+        return data
+
+    return get
+
+
+def _fetched(backend: Backend, stored: StoredArray, nbytes: int) -> _Get:
+    """From the whole object, of that size, which is in memory."""
     data = fetch_object(backend, stored.key, nbytes)
     if data is None or len(data) != nbytes:
         raise _wrong_size(stored, None if data is None else len(data), expected=nbytes)
-    return data
+    return lambda start, nbytes: memoryview(data)[start:][:nbytes]
 
 
 def _expect_size(backend: Backend, stored: StoredArray) -> int:
@@ -522,63 +533,29 @@ def _expect_size(backend: Backend, stored: StoredArray) -> int:
     return size
 
 
-def _ranges(backend: Backend, stored: StoredArray, spans: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-    """Parts of the object, each from a byte on so many: one request for each."""
-    for start, nbytes in spans:
-        data = backend.get_range(stored.key, start, nbytes)
-        if data is None or len(data) != nbytes:
-            size = None if data is None else start + len(data)
-            raise _wrong_size(stored, size, expected=start + nbytes)
-        yield data
-
-
-def _slices(
-    backend: Backend, stored: StoredArray, entries: np.ndarray[Any, Any]
-) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
-    """The slices at some entries of the index, one after the other, those of a few MB with one request."""
-    ends = entries.sum(axis=1)
-    bounds = [0]
-    while bounds[-1] < len(entries):
-        limit = entries[bounds[-1], 0] + _AT_ONCE_NBYTES
-        bounds.append(max(bounds[-1] + 1, int(np.searchsorted(ends, limit, side="right"))))
-    groups = [entries[first:last] for first, last in itertools.pairwise(bounds)]
-    spans = [(int(group[0, 0]), int(group[-1].sum() - group[0, 0])) for group in groups]
-    for group, data in zip(groups, _ranges(backend, stored, spans), strict=True):
-        yield from _cut(memoryview(data), group - (group[0, 0], 0), stored)
-
-
-def _slices_in(data: bytes, stored: StoredArray) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
-    """The slices of an object that is at hand."""
-    return _cut(memoryview(data), _parse_index(data[-_index_nbytes(stored) :], stored), stored)
-
-
-def _cut(
-    view: memoryview, entries: np.ndarray[Any, Any], stored: StoredArray
-) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
+def _slices(get: _Get, stored: StoredArray, chosen: slice = slice(None)) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
+    """Some slices of an array that is cut, each with the checksum of its values; those of a few MB are got together."""
     assert stored.cut_axis is not None
     shape = (*stored.shape[: stored.cut_axis], *stored.shape[stored.cut_axis + 1 :])
-    for start, nbytes in entries.tolist():
-        content, crc = _unpack(view[start : start + nbytes], stored)
-        values = _values(content, stored, is_copied=False).reshape(shape)
-        yield values, crc if stored.compression is Compression.NONE else _crc(_raw(values))
+    entries = _read_index(get, stored)[chosen]
+    ends, first = entries.sum(axis=1), 0
+    while first < len(entries):
+        begin = int(entries[first, 0])
+        last = max(first + 1, int(np.searchsorted(ends, begin + _AT_ONCE_NBYTES, side="right")))
+        view = memoryview(get(begin, int(ends[last - 1]) - begin))
+        for start, nbytes in (entries[first:last] - (begin, 0)).tolist():
+            content, crc = _unpack(view[start : start + nbytes], stored)
+            values = np.frombuffer(content, dtype=stored.row.numpy_dtype).reshape(shape)
+            yield values, crc if stored.compression is Compression.NONE else _crc(_raw(values))
+        first = last
 
 
-def _index_nbytes(stored: StoredArray) -> int:
-    return stored.num_chunks * _INDEX_ENTRY_NBYTES + _CRC_NBYTES
-
-
-def _index_of(backend: Backend, stored: StoredArray) -> np.ndarray[Any, Any]:
-    """The offset and the size of each chunk."""
-    tail = backend.get_range(stored.key, -_index_nbytes(stored), _index_nbytes(stored))
-    if tail is None:
-        raise _wrong_size(stored, None, expected=None)
-    return _parse_index(tail, stored)
-
-
-def _parse_index(tail: bytes, stored: StoredArray) -> np.ndarray[Any, Any]:
+def _read_index(get: _Get, stored: StoredArray) -> np.ndarray[Any, Any]:
     """The offset and the size of each chunk, which follow one another."""
+    nbytes = stored.num_chunks * _INDEX_ENTRY_NBYTES + _CRC_NBYTES
+    tail = bytes(get(-nbytes, nbytes))
     packed = tail[:-_CRC_NBYTES]
-    if len(tail) != _index_nbytes(stored) or tail[-_CRC_NBYTES:] != _crc_bytes(packed):
+    if len(tail) != nbytes or tail[-_CRC_NBYTES:] != _crc_bytes(packed):
         raise DataError(f"{stored.place} is cut or not what was written: the index of its chunks is damaged; {_ASK}")
     entries = np.frombuffer(packed, dtype="<u8").reshape(-1, 2).astype(np.int64)
     sizes = entries[:, 1]
@@ -601,11 +578,6 @@ def _unpack(chunk: memoryview, stored: StoredArray) -> tuple[memoryview, int]:
     if len(content) != stored.chunk_nbytes:
         raise DataError(f"{stored.place} has a chunk of {len(content)} bytes instead of {stored.chunk_nbytes}; {_ASK}")
     return content, int(crc)
-
-
-def _values(content: memoryview, stored: StoredArray, *, is_copied: bool = True) -> np.ndarray[Any, Any]:
-    # Callers may write into what they get, and bytes cannot be written.
-    return np.frombuffer(bytearray(content) if is_copied else content, dtype=stored.row.numpy_dtype)
 
 
 def _wrong_size(stored: StoredArray, size: int | None, *, expected: int | None) -> DataError:

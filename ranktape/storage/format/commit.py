@@ -93,14 +93,16 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
     if _is_dropped(backend, attempt, iteration):
         return
     ranks = attempt.launch.ranks
-    parts = for_each(lambda rank: _read_part(backend, attempt.path, rank, iteration), ranks)
-    data = merge_catalogues([catalogue.load for _, catalogue in parts])
+    commits = for_each(lambda rank: read_commit(backend, attempt.path, rank, iteration), ranks)
+    known = dict(zip(ranks, commits, strict=True))
+    parts = for_each(lambda rank: open_rank_catalogue(backend, attempt.path, rank, iteration, known[rank]), ranks)
+    data = merge_catalogues([catalogue.load for catalogue in parts])
     attributes = {
         "complete": True,
         "iteration": iteration,
         "attempt": attempt.number,
         "expected_ranks": list(ranks),
-        **summary_of({rank: commit for rank, (commit, _) in zip(ranks, parts, strict=True)}),
+        **summary_of(known),
         "committed": time.time(),
     }
     path = layout.iteration_path(attempt.path, iteration)
@@ -160,15 +162,10 @@ def parse_commit(data: bytes, *, place: str, key: str) -> RankCommit:
     return converted(attributes, RankCommit, place=place)
 
 
-def _read_part(backend: Backend, attempt: str, rank: int, iteration: int) -> tuple[RankCommit, Catalogue]:
-    commit = read_commit(backend, attempt, rank, iteration)
-    return commit, open_rank_catalogue(backend, attempt, rank, iteration, commit)
-
-
 def open_rank_catalogue(backend: Backend, attempt: str, rank: int, iteration: int, commit: RankCommit) -> Catalogue:
     """What a rank's commit of an iteration holds; `attempt` is the attempt's path."""
     path = layout.catalogue_path(attempt, rank, iteration)
-    catalogue = _open(backend, path, attempt)
+    catalogue = Catalogue(open_blob(backend, path), place=f"{backend.url}/{path}", attempt=attempt)
     if catalogue.num_rows != commit.num_records:
         raise DataError(
             f"{backend.url}/{path} has {catalogue.num_rows} records, the rank's commit says {commit.num_records}: "
@@ -179,10 +176,7 @@ def open_rank_catalogue(backend: Backend, attempt: str, rank: int, iteration: in
 
 def open_catalogue(backend: Backend, attempt: str, iteration: int) -> Catalogue:
     """The catalogue of a complete iteration; `attempt` is the attempt's path."""
-    return _open(backend, layout.iteration_path(attempt, iteration), attempt)
-
-
-def _open(backend: Backend, path: str, attempt: str) -> Catalogue:
+    path = layout.iteration_path(attempt, iteration)
     return Catalogue(open_blob(backend, path), place=f"{backend.url}/{path}", attempt=attempt)
 
 

@@ -341,9 +341,9 @@ def read_verdict(
         return None
     last = attempts[-1]
     # Read first: a rank's last words come before it.
-    closing, damage = _read_or_damage(backend, layout.verdict_path(last.path), _Closing)
+    closing, damage = _read_or_damage(backend, layout.verdict_path(last.path), _Words)
     final = closing is not None or bool(damage)
-    closing = closing or _Closing()
+    closing = closing or _Words()
     progresses = [read_progress(backend, attempt, known=seen.progresses.get(attempt.path)) for attempt in attempts]
     statuses: list[IterationStatus] = []
     for progress in progresses:
@@ -411,8 +411,8 @@ def write_verdict(
 
 def judge_again(backend: Backend, attempt: Attempt) -> None:
     """Write the verdict on an attempt anew, as the run stands; what its coordinator met stays in it."""
-    words, damage = _read_or_damage(backend, layout.verdict_path(attempt.path), _Closing)
-    words = words or _Closing(problems={"verdict": "it was damaged, and written again"} if damage else {})
+    words, damage = _read_or_damage(backend, layout.verdict_path(attempt.path), _Words)
+    words = words or _Words(problems={"verdict": "it was damaged, and written again"} if damage else {})
     write_verdict(backend, attempt=attempt, problems=words.problems, ended=words.ended)
 
 
@@ -521,16 +521,10 @@ def _last_words(backend: Backend, attempt: str, rank: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Words:
-    """What ranks say in their own document, in markers and when they close."""
+    """What ranks say in their own document, in markers and when they close; and a coordinator in the verdict."""
 
     reason: str = ""
     trouble: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Closing:
-    """What a coordinator says in the verdict, beside the verdict itself."""
-
     problems: dict[str, str] = field(default_factory=dict)
     ended: str = ""
 
