@@ -13,7 +13,7 @@ from typing import Any
 from ranktape.errors import DataError, RunFormatError, RunNotFoundError, StorageError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import Attempt, read_attempt, read_run, run_attributes
-from ranktape.storage.format.documents import converted, document_checksum, is_document_intact, read_document
+from ranktape.storage.format.documents import converted, is_document_intact
 from ranktape.storage.format.layout import KeyKind, Mark
 from ranktape.storage.format.live import Answer, Request, Trigger
 from ranktape.storage.maintenance import OnProgress, Work
@@ -160,9 +160,6 @@ class _AttemptCheck:
     ) -> None:
         self._report = report
         self._found = Findings(attempt=attempt.number, items=report.findings)
-        key = layout.document_key(attempt.path)
-        if document_checksum(read_document(backend, attempt.path) or b"") is None:
-            self._found.error(FindingKind.DAMAGED, "the attempt's document has lost its checksum", key=key)
         self._is_last = is_last
         self._seen: set[int] = set()
         self._is_enough = False
@@ -178,13 +175,9 @@ class _AttemptCheck:
             deep=report.deep,
             leaves=leaves,
         )
-        self._verdict: dict[str, Any] | None = None
-        self._verdict_error = ""
-        if self._is_closed:
-            try:
-                self._verdict = (self.view.document(self._verdict_key) or {}).get("attributes", {})
-            except (DataError, RunFormatError) as error:
-                self._verdict_error = str(error)
+        mend = Mend.WRITE_VERDICT if is_last else None
+        document = self._found.read(lambda: self.view.document(self._verdict_key), key=self._verdict_key, mend=mend)
+        self._verdict: dict[str, Any] | None = (document or {}).get("attributes")
         counted = (self._verdict or {}).get("complete")
         self._stated = {step for step in counted if isinstance(step, int)} if isinstance(counted, list) else set()
 
@@ -236,11 +229,9 @@ class _AttemptCheck:
         if not self._is_closed:
             how = "it is being recorded, or its processes were lost" if self._is_last else "its processes were lost"
             found.note(FindingKind.UNFINISHED, f"no verdict closes the attempt: {how}", key=key)
-        elif verdict is None:
-            found.error(FindingKind.DAMAGED, self._verdict_error, key=key, mend=mend)
-        elif "met" not in verdict:
+        elif verdict is not None and "met" not in verdict:
             found.note(FindingKind.UNFINISHED, "the verdict was begun and not ended", key=key, mend=mend)
-        else:
+        elif verdict is not None:
             # Of an iteration that something is there of, the look at it has said so.
             if gone := sorted(stated - complete - dropped - self._seen):
                 what = f"the verdict counts iterations {gone}, which are not complete"

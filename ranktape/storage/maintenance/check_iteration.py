@@ -58,7 +58,7 @@ _MALFORMED = (RunFormatError, ArithmeticError, AttributeError, LookupError, Type
 _PARSED_RATIO = 8
 """A document that was parsed takes so many times the memory of its text."""
 
-_READ_LATER = {KeyKind.ATTEMPT, KeyKind.VERDICT, KeyKind.ITERATION_COMMIT, KeyKind.ITERATION_CATALOGUE}
+_READ_LATER = {KeyKind.VERDICT, KeyKind.ITERATION_COMMIT, KeyKind.ITERATION_CATALOGUE}
 """The iterations' own when the commits of their ranks have been read."""
 
 
@@ -214,20 +214,16 @@ class _RankCheck:
             if data is None:
                 self._look_at_uncommitted()
                 return None
-            attributes = decode_stamped(data, key=key, place=view.place(key))["attributes"]
+            decode_stamped(data, key=key, place=view.place(key))
             commit = parse_commit(data, place=view.place(key), key=key)
         except (DataError, RunFormatError) as error:
             found.error(FindingKind.DAMAGED, f"its document cannot be read: {error}", key=key)
             return None
-        stated = tuple(attributes.get(name) for name in ("complete", "iteration", "rank"))
-        if stated != (True, *self._place):
-            what = f"its document is of another commit: (complete, iteration, rank) is {stated}"
-            found.error(FindingKind.DAMAGED, what, key=key)
         catalogue = self._look_at_catalogue(commit)
         if catalogue is not None:
             self._columns = catalogued_columns(catalogue)
             self._look_at_members()
-        result = RankResult(commit=commit, catalogue=catalogue, is_whole=not found.has_errors)
+        result = RankResult(commit=commit, catalogue=catalogue, is_whole=not any(one.is_error for one in found.items))
         self._look_at_marker(result)
         return result
 
@@ -275,10 +271,7 @@ class _RankCheck:
     def _look_at_catalogue(self, commit: RankCommit) -> Catalogue | None:
         """The catalogue of the rank; None where it is not the one that was committed."""
         found, view, path = self.found, self._view, f"{self._group}/{layout.CATALOGUE}"
-        what = "the document of the rank's catalogue is"
-        document = view.expect_document(found, document_key(path), what=what)
-        if document is not None and document.get("attributes", {}).get("num_records") != commit.num_records:
-            found.error(FindingKind.MISMATCH, f"{what} of another one", key=document_key(path))
+        document = view.expect_document(found, document_key(path), what="the document of the rank's catalogue is")
         what = "the rank's catalogue is"
         catalogue = read_catalogue(view, found, path, document, what=what, expected=commit.catalogue)
         if catalogue is None:
@@ -462,11 +455,6 @@ def _check_complete(view: AttemptView, found: Findings, known: Mapping[int, Rank
     if document is None:
         return
     attributes = document.get("attributes", {})
-    stated = tuple(attributes.get(name) for name in ("complete", "iteration", "expected_ranks"))
-    if stated != (True, found.iteration, list(view.attempt.launch.ranks)):
-        what = "the iteration commit is of another iteration, or of other ranks: (complete, iteration, expected ranks)"
-        found.error(FindingKind.DAMAGED, f"{what} is {stated}", key=key)
-        return
     actual = {} if known is None else summary_of({rank: result.commit for rank, result in known.items()})
     for name in SUMMARY if known is not None else ():
         # An early version wrote no checksums of commits.

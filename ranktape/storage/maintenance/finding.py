@@ -136,11 +136,6 @@ class Findings:
             self.note(FindingKind.UNCHECKED, str(error), **(fields | {"mend": None}))
         return None
 
-    @property
-    def has_errors(self) -> bool:
-        """Whether something committed is lost or wrong."""
-        return any(item.is_error for item in self.items)
-
     def _add(self, severity: CheckSeverity, kind: FindingKind, message: str, fields: dict[str, Any]) -> None:
         place = {"attempt": self.attempt, "iteration": self.iteration, "rank": self.rank}
         self.items.append(CheckFinding(kind=kind, severity=severity, message=message, **(place | fields)))
