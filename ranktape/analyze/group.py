@@ -86,9 +86,14 @@ class RanktapeCommand(click.Command):
         return [*self.params, *folded, *(one for one in super().get_params(ctx) if one not in self.params)]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; where RUN is missing, the message names the runs that are here."""
+        """Parse the arguments; a message names the nearest option, or where RUN is missing the runs that are here."""
         try:
             return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            options = (one for one in self.get_params(ctx) if isinstance(one, click.Option))
+            flags = [flag for one in options for flag in (*one.opts, *one.secondary_opts)]
+            near = difflib.get_close_matches(error.option_name, flags, n=1)
+            raise click.NoSuchOption(error.option_name, possibilities=near, ctx=ctx) from error
         except click.MissingParameter as error:
             is_run = isinstance(error.param, click.Argument) and error.param.name in _RUN_NAMES
             found = _runs_here() if is_run else []

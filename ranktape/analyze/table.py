@@ -229,7 +229,7 @@ class Table:
         """
         names = [column.name for column in self.columns]
         if name not in names:
-            raise UsageError(f"the table has no column {name!r}: it has {', '.join(names)}")
+            raise UsageError(f"the table has no column {name!r}: {nearest(name, names, otherwise='it has')}")
         return values_of(self.cells.columns[names.index(name)])
 
     def sorted_by(self, name: str) -> Table:

@@ -132,7 +132,9 @@ def test_the_first_rows_say_how_many_there_were() -> None:
 
 
 def test_an_unknown_column_names_those_there_are() -> None:
-    with pytest.raises(UsageError, match="no column 'lair': it has layer, kind, ratio"):
+    with pytest.raises(UsageError, match="no column 'zzz': it has layer, kind, ratio"):
+        TABLE.sorted_by("zzz")
+    with pytest.raises(UsageError, match="no column 'lair': did you mean layer"):
         TABLE.column("lair")
 
 

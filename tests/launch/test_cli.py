@@ -148,6 +148,24 @@ def test_help_of_a_question_begins_with_its_own_options_and_folds_the_filters() 
     assert "--metric" not in filters
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("analyze replay runs/x --recpe nvfp4", "--recipe"),
+        ("analyze overflow runs/x --formt fp8", "--format"),
+        ("analyze stats runs/x --layer-typ linear", "--layer-type"),
+        ("analyze compare runs/x runs/y --no-distnces", "--no-distances"),
+        ("collect --qant bf16", "--quant"),
+        ("check runs/x --deeep", "--deep"),
+        ("trigger runs/x --itrations 3", "--iterations"),
+    ],
+)
+def test_a_misspelt_option_is_answered_with_the_nearest(words: str, meant: str) -> None:
+    result = CliRunner().invoke(cli, shlex.split(words))
+    assert result.exit_code == 2
+    assert result.output.rstrip().endswith(f"Did you mean '{meant}'?")
+
+
 @pytest.mark.parametrize("name", [one for one in QUESTIONS if one != "plot"])
 def test_help_of_a_question_fits_a_screen(name: str) -> None:
     shown = CliRunner().invoke(cli, ["analyze", name, "--help"], terminal_width=80).output
