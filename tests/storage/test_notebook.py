@@ -12,6 +12,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from matplotlib.container import BarContainer
+from matplotlib.figure import Figure
 
 from ranktape.errors import UsageError
 from ranktape.storage.format.catalogue import COLUMNS
@@ -187,3 +189,15 @@ def test_a_public_record_is_this_one() -> None:
     from ranktape.storage import Record as Public
 
     assert Public is Record
+
+
+def test_a_record_draws_the_share_of_its_values_in_each_power_of_two(tmp_path: Path) -> None:
+    values = np.array([[1.0, -1.5, 2.0, 0.25], [0.0, np.nan, np.inf, 3.0]], dtype=np.float32)
+    write_run(str(tmp_path / "run"), {0: [[(values, describe(values, module="up"))]]})
+    (record,) = Run(open_backend(str(tmp_path / "run"))).select()
+    axes = record.hist(axes=Figure().subplots())
+    (drawn,) = axes.containers
+    assert isinstance(drawn, BarContainer)
+    bars = {round(bar.get_x() + bar.get_width() / 2): bar.get_height() for bar in drawn.patches}
+    assert bars == {0: 2 / 8, 1: 2 / 8, -2: 1 / 8}
+    assert axes.get_title().endswith("0.125 zero, 0.125 NaN, 0.125 Inf")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     import xarray
+    from matplotlib.axes import Axes
 
     from ranktape.storage.records.assemble import GlobalView
 
@@ -167,6 +169,42 @@ class Record(_Fields):
         if statistics.num_elements != math.prod(self.info.shape):
             raise DataError(f"the statistics of {self!r} are damaged: they are of {statistics.num_elements} elements")
         return statistics
+
+    def hist(self, *, axes: Axes | None = None) -> Axes:
+        """Draw the share of the values in each binade (power of two of the magnitude); returns the axes.
+
+        Zeros, NaN and infinities are in no bar, and in the title if there are some. Without `axes` a figure of pyplot
+        is made. For a selection of records use `ranktape.analyze.distribution(records).plot()`.
+
+        Raises:
+            DataError: bytes are missing, or are not those captured.
+            UsageError: the values were not kept, or are complex.
+        """
+        import numpy as np
+
+        counts: Counter[int] = Counter()
+        special: Counter[str] = Counter()
+        for part in self.parts():
+            if np.iscomplexobj(part):
+                raise UsageError(f"hist() draws real values, and {self!r} is complex: use read()")
+            values = np.abs(part.astype(np.float64))
+            is_plain = np.isfinite(values) & (values > 0)
+            binades, number = np.unique(np.frexp(values[is_plain])[1] - 1, return_counts=True)
+            counts.update(dict(zip(binades.tolist(), number.tolist(), strict=True)))
+            special["zero"] += int((values == 0).sum())
+            special["NaN"] += int(np.isnan(values).sum())
+            special["Inf"] += int(np.isinf(values).sum())
+        total = max(sum(counts.values()) + sum(special.values()), 1)
+        if axes is None:
+            from matplotlib import pyplot as plt
+
+            axes = plt.subplots(layout="constrained")[1]
+        axes.bar(list(counts), [count / total for count in counts.values()], width=0.9)
+        rest = ", ".join(f"{count / total:.3g} {name}" for name, count in special.items() if count)
+        name = f"{self.info.module} {self.info.tensor_name}, iteration {self.info.iteration}, rank {self.info.rank}"
+        axes.set(xlabel="power of two of the magnitude", ylabel="share of the values")
+        axes.set_title(f"{name}\n{rest}" if rest else name)
+        return axes
 
     def tensor(self) -> torch.Tensor:
         """The values as a torch tensor of the captured dtype, on the CPU.
