@@ -131,11 +131,7 @@ class Rendezvous:
         return {rank: str(self._store.get(key).decode()) for rank, key in keys.items() if self._store.check([key])}
 
     def wait(self, poll: Callable[[], bool], *, seconds: float) -> bool:
-        """Call `poll` until it says True, or another rank fails, or the time is over; whether it said True.
-
-        Raises:
-            FailedElsewhereError: another rank reported that it cannot start.
-        """
+        """Call `poll` until it says True, or another rank fails, or the time is over; whether it said True."""
         deadline = time.monotonic() + seconds
         while not poll():
             if self._store is not None and self._store.check([self._failure_key]):
@@ -197,21 +193,13 @@ class Rendezvous:
             return False
 
     def decide(self, name: str, text: str) -> str:
-        """What the first rank that was here has said of something; this one's text where it is the first.
-
-        Raises:
-            torch.distributed.DistError: the store has gone.
-        """
+        """What the first rank that was here has said of something; this one's text where it is the first."""
         if self._store is None:
             return self._decided.setdefault(name, text)
         return str(self._store.compare_set(self._key(name, None), "", text).decode())
 
     def forget(self, name: str) -> None:
-        """Forget what was said of something.
-
-        Raises:
-            torch.distributed.DistError: the store has gone.
-        """
+        """Forget what was said of something."""
         if self._store is None:
             self._decided.pop(name, None)
         else:

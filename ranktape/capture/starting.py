@@ -66,11 +66,7 @@ WRITER_TIMEOUT_SECONDS = 300.0
 
 
 def open_place(url: str, options: CaptureOptions) -> RetryingBackend:
-    """The store at the URL of a run.
-
-    Raises:
-        UsageError: it is not a URL, or no other process could write there.
-    """
+    """The store at the URL of a run."""
     backend = open_backend(url, storage_options=options.storage_options)
     if not backend.is_shared:
         raise UsageError(
@@ -81,12 +77,7 @@ def open_place(url: str, options: CaptureOptions) -> RetryingBackend:
 
 
 def try_place(backend: RetryingBackend, options: CaptureOptions) -> None:
-    """Fail now as a capture would that begins later; a directory is written into, and left as it was.
-
-    Raises:
-        RunExistsError: there is a run at the URL.
-        StorageError: the store cannot be reached, or the directory not be written.
-    """
+    """Fail now as a capture would that begins later; a directory is written into, and left as it was."""
     # Not at the top: whoever imports `Capture` does without what reads runs.
     from ranktape.storage.recording.start import check_place
 
@@ -98,11 +89,7 @@ def try_place(backend: RetryingBackend, options: CaptureOptions) -> None:
 
 
 def try_writing(backend: Backend) -> None:
-    """Write a small object, read it and remove it, with the folders that were made for it.
-
-    Raises:
-        StorageError: one of that failed.
-    """
+    """Write a small object, read it and remove it, with the folders that were made for it."""
     path = Path(backend.url)
     folders = [] if "://" in backend.url else [one for one in (path, *path.parents) if not one.exists()]
     key, content = f"ranktape-trial-{secrets.token_hex(4)}", secrets.token_bytes(1024)
@@ -129,11 +116,6 @@ def start_writer(
     """The words of the writer, once it is ready, and where the ranks have met.
 
     Where rank 0 is long in coming, `on_wait` is called with a line for the person at the terminal.
-
-    Raises:
-        CaptureError: the writer cannot start, or another rank's cannot.
-        LateError: the writer, or another rank, was not ready in time.
-        RanktapeError: the writer could not start; the class and the text are its own.
     """
     words: dict[str, Any] = {}
     rendezvous: Rendezvous | None = None

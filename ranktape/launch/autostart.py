@@ -155,12 +155,7 @@ class AutoStart:
             self._standby.end()
 
     def _begin(self) -> None:
-        """Begin the capture that is asked for, unless this process is none to be recorded.
-
-        Raises:
-            SystemExit: it cannot begin, and is strict: that is the end of the training.
-            KeyboardInterrupt: the user's.
-        """
+        """Begin the capture that is asked for, unless this process is none to be recorded."""
         if not _is_to_be_recorded(os.environ):
             return
         # Not at the top, which runs with each import of torch.
@@ -210,11 +205,7 @@ class AutoStart:
 
 
 def _ordered(folder: str) -> Order | None:
-    """What the environment asks to record, with paths from a folder; None for nothing.
-
-    Raises:
-        UsageError: a variable or the file has a value that it cannot have.
-    """
+    """What the environment asks to record, with paths from a folder; None for nothing."""
     from ranktape.capture.settings.config import resolve, stray_variables
     from ranktape.launch.options import Quantization
 

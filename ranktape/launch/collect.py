@@ -206,11 +206,7 @@ class _Place:
         return f"{self.url}/{tag}"
 
     def claim(self, words: list[str], *, overwrite: bool) -> None:
-        """Note which command the runs are of.
-
-        Raises:
-            RunExistsError: the place holds the trainings of another command.
-        """
+        """Note which command the runs are of."""
         from ranktape.storage.maintenance.runs import find_runs
 
         try:
@@ -228,11 +224,7 @@ class _Place:
         self.backend.put(RECORD, [json.dumps({"command": words}, indent=2).encode()])
 
     def records(self, tag: str) -> Records:
-        """Those of one run.
-
-        Raises:
-            RunNotFoundError: there is no run.
-        """
+        """Those of one run."""
         from ranktape.storage import open_run
 
         return open_run(self.url_of(tag), storage_options=self.options).select()
@@ -442,9 +434,6 @@ def split_words(words: Sequence[str], *, own: Collection[str] = ()) -> tuple[tup
 
     Of `python [options] script` the first part is `python` and its options. An option that torchrun does not know may
     be one of `own`, those of the command, misspelt.
-
-    Raises:
-        UsageError: torchrun, or Python, would not take it.
     """
     given = list(words[1:] if words[:1] == ("torchrun",) else words)
     if not given:

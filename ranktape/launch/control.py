@@ -110,11 +110,7 @@ def trigger(
 
 
 def _wait(backend: Backend, attempt: Attempt, name: str, *, seconds: float) -> Answer:
-    """What the training answers.
-
-    Raises:
-        CaptureError: it did not, in time or before it ended.
-    """
+    """What the training answers."""
     from ranktape.storage.format.attempt import is_attempt_there, lost_message
     from ranktape.storage.format.live import read_answer
 
@@ -147,11 +143,7 @@ def _has_ended(backend: Backend, attempt: Attempt) -> bool:
 
 
 def _check_layer_types(backend: Backend, attempt: Attempt, settings: Mapping[str, Any]) -> None:
-    """Let kinds of layers pass that the capture attaches to.
-
-    Raises:
-        UsageError: one is not.
-    """
+    """Let kinds of layers pass that the capture attaches to."""
     from ranktape.capture.settings.options import CaptureOptions
     from ranktape.capture.settings.rules import fits
     from ranktape.storage.format.documents import converted, read_attributes

@@ -76,11 +76,7 @@ def command(
 
 
 def plan_capture(values: Mapping[str, Any], *, steps: int, quant_type: str) -> dict[str, Any]:
-    """The settings of the capture: as given, else such that they fit the length of the training.
-
-    Raises:
-        UsageError: the training ends before the guaranteed iterations are captured.
-    """
+    """The settings of the capture: as given, else such that they fit the length of the training."""
     # Not at the top: the help page does without what it needs.
     from ranktape.capture.settings.config import given_settings
     from ranktape.capture.settings.options import CaptureOptions
@@ -101,11 +97,7 @@ def plan_capture(values: Mapping[str, Any], *, steps: int, quant_type: str) -> d
 
 
 def train(capture: Sequence[str], *, script: Sequence[str], num_ranks: int) -> None:
-    """Run the demo's training under torchrun, its output on ours.
-
-    Raises:
-        CaptureError: it failed; it has said why.
-    """
+    """Run the demo's training under torchrun, its output on ours."""
     words = ["--standalone", "--nproc-per-node", str(num_ranks), "-m", "ranktape.launch", *capture]
     words += ["-m", "ranktape.launch.demo_train", *script]
     _say(["torchrun", *words])

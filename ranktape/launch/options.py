@@ -134,11 +134,7 @@ class Quantization:
 
     @classmethod
     def read(cls, variables: Mapping[str, str], *, folder: Path | None = None) -> Self | None:
-        """What variables say, with paths from a folder; None where they say nothing.
-
-        Raises:
-            UsageError: a recipe or a plan is not known or cannot be read, or both are given; or attention has none.
-        """
+        """What variables say, with paths from a folder; None where they say nothing."""
         # Not at the top: the help page does without what it needs.
         from ranktape.analyze.numerics.recipes.plan_file import read_plan
         from ranktape.analyze.numerics.recipes.table import ALIASES, RECIPES
@@ -170,11 +166,7 @@ class Quantization:
     def of_options(
         cls, quant: str | None, quant_plan: str | None = None, *, attention: bool | None = None
     ) -> Self | None:
-        """What the options say; None where they say nothing.
-
-        Raises:
-            UsageError: as `read`.
-        """
+        """What the options say; None where they say nothing."""
         return cls.read({QUANT: quant or "", QUANT_PLAN: quant_plan or "", QUANT_ATTENTION: "1" if attention else ""})
 
     @property
@@ -195,11 +187,7 @@ class Quantization:
         return self.recipe is not None and self.recipe.name == "bf16"
 
     def recipes_of(self, linears: Mapping[str, nn.Module], others: Mapping[str, str]) -> dict[str, Recipe]:
-        """The recipes of the plain linear layers of a model that are quantised.
-
-        Raises:
-            UsageError: the plan names layers that the model has not.
-        """
+        """The recipes of the plain linear layers of a model that are quantised."""
         from ranktape.analyze.numerics.quantization.quantized_layers import recipes_of_layers
 
         if self.plan is not None:

@@ -24,21 +24,13 @@ if TYPE_CHECKING:
 
 
 def read_options(text: str | None) -> dict[str, Any] | None:
-    """The storage options that were given; None where none were.
-
-    Raises:
-        UsageError: they are not a JSON object.
-    """
+    """The storage options that were given; None where none were."""
     return parse_storage_options(text) if text else None
 
 
 @contextlib.contextmanager
 def open_backend_of(run: str, options: Mapping[str, Any] | None) -> Iterator[RetryingBackend]:
-    """The store of a run that a command was given; where no run is there, the error names similar places.
-
-    Raises:
-        RanktapeError: the place cannot be opened, or the block raised it.
-    """
+    """The store of a run that a command was given; where no run is there, the error names similar places."""
     from ranktape.storage.maintenance.runs import suggest_nearest
 
     with suggest_nearest(run, storage_options=options):
@@ -72,12 +64,7 @@ def by_reason(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def confirm(question: str | None, *, is_yes: bool) -> None:
-    """Ask before something is removed, if there is anything to ask; `is_yes` is the answer of `--yes`.
-
-    Raises:
-        UsageError: there is no terminal to ask at.
-        click.Abort: the answer is no.
-    """
+    """Ask before something is removed, if there is anything to ask; `is_yes` is the answer of `--yes`."""
     if is_yes or not question:
         return
     if not sys.stdin.isatty():
@@ -151,11 +138,7 @@ _YES = click.option("--yes", is_flag=True, help="Do not ask.")
 
 
 def _write(answer: CommandAnswer, *, as_json: bool) -> None:
-    """Write an answer.
-
-    Raises:
-        CheckFoundError: it has found something.
-    """
+    """Write an answer."""
     from ranktape.analyze.table import write_table
 
     if as_json:

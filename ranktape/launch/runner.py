@@ -143,10 +143,6 @@ def main(arguments: Sequence[str]) -> int:
     """Run the launcher with these command line arguments; returns the exit code of the process.
 
     Users' mistakes end as one line on stderr and in torchrun's summary.
-
-    Raises:
-        SystemExit: the script failed, with its own exit code.
-        KeyboardInterrupt: it was interrupted.
     """
     # The command line says what is recorded, whatever the environment says.
     stand_aside()
@@ -246,11 +242,7 @@ def _without_capture(start: AutoStart, *, has_left: bool, required: int) -> RunV
 
 
 def _tell(verdict: RunVerdict, *, backend: Backend, url: str) -> None:
-    """Say what the run holds.
-
-    Raises:
-        MinimumNotMetError: less than was guaranteed, and torchrun will not train again.
-    """
+    """Say what the run holds."""
     from ranktape.launch.place import shown
     from ranktape.launch.run_status import holdings_line
 

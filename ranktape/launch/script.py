@@ -64,12 +64,6 @@ class Script:
 
         The module remains `__main__` afterwards. An exception is shown as Python shows it, without our
         frames.
-
-        Raises:
-            SystemExit: the script failed, with the exit code that it would have had on its own; its cause is
-                the exception, if there was one.
-            KeyboardInterrupt: the script was interrupted; not shown yet.
-            RanktapeError: our own parts stopped it; not shown yet.
         """
         try:
             self._execute()

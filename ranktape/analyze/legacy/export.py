@@ -333,11 +333,7 @@ def _holds(path: Path, values: Any, own: Mapping[str, Any] | None) -> bool:
 
 
 def as_tensor(values: Any, dtype: str) -> torch.Tensor:
-    """The values as a tensor of their dtype, in torch's words.
-
-    Raises:
-        UsageError: torch has no such dtype.
-    """
+    """The values as a tensor of their dtype, in torch's words."""
     try:
         return to_torch(values, dtype=dtype, shape=values.shape)
     except UsageError as error:

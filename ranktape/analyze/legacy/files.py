@@ -140,9 +140,6 @@ def described_fields(
     """Every field of the record but those that take its values, `overflow` and `checksum`, and `call`.
 
     `metadata` comes as JSON text. With `record_checksum` comes what our export says of the values, "" if nothing.
-
-    Raises:
-        DataError: the file says something that no record can hold.
     """
     known = header.metadata if isinstance(header.metadata, Mapping) else {}
     own = known.get(RECORD_KEY)
@@ -312,12 +309,7 @@ class SourceFile:
         return self.named[name] if name in self.named else self.fields()[name]
 
     def fields(self) -> dict[str, Any]:
-        """Every field of the record that takes no values.
-
-        Raises:
-            DataError: the file holds no tensor that a record can hold.
-            StorageError: it cannot be read.
-        """
+        """Every field of the record that takes no values."""
         if self._fields is None:
             header = read_header(self.path, is_first_enough=self._is_first_enough)
             described = described_fields(
@@ -329,23 +321,13 @@ class SourceFile:
         return self._fields
 
     def values(self) -> Any:
-        """The values, read from the file.
-
-        Raises:
-            DataError: they are not what was listed.
-            StorageError: the file cannot be read.
-        """
+        """The values, read from the file."""
         self.fields()
         assert self._header is not None
         return read_values(self.path, self._header)
 
     def measured(self) -> tuple[Overflow, str]:
-        """What the values do at the limits of their dtype, and their checksum.
-
-        Raises:
-            DataError: they are not what the file says of them.
-            StorageError: the file cannot be read.
-        """
+        """What the values do at the limits of their dtype, and their checksum."""
         if self._measured is None:
             with _large if self.fields()["nbytes"] > _LARGE_NBYTES else nullcontext():
                 self.values_measured()
@@ -353,12 +335,7 @@ class SourceFile:
         return self._measured
 
     def values_measured(self) -> tuple[Any, Overflow, str]:
-        """The values, what they do at the limits of their dtype, and their checksum: all three of one reading.
-
-        Raises:
-            DataError: they are not what the file says of them.
-            StorageError: the file cannot be read.
-        """
+        """The values, what they do at the limits of their dtype, and their checksum: all three of one reading."""
         values = self.values()
         found, said = checksum(values), self.fields()["record_checksum"]
         if said and said != found:
@@ -394,12 +371,7 @@ class FileTable:
         return "."
 
     def column(self, name: str) -> Column:
-        """The values of a column of the catalogue, one for each file.
-
-        Raises:
-            DataError: a file that must be opened for it is damaged, or holds no tensor.
-            StorageError: it cannot be read.
-        """
+        """The values of a column of the catalogue, one for each file."""
         values = self._values(name)
         if name in JSON_FIELDS or name == "overflow.per_sample":
             values = [json.dumps(value, separators=(",", ":")) if name != "metadata" else value for value in values]
@@ -428,12 +400,7 @@ class FileTable:
         return [_number(value) for value in values] if name in OPTIONAL_INT_FIELDS else values
 
     def read(self, record: Record, *, sample: int | None) -> Any:
-        """The values of a record; with `sample` of one sample, without the dimension of samples.
-
-        Raises:
-            DataError: the file has changed since it was listed, or is damaged.
-            StorageError: it cannot be read.
-        """
+        """The values of a record; with `sample` of one sample, without the dimension of samples."""
         file = next(file for file in self.files if file.site == record.location.site)
         values = file.values()
         if checksum(values) != record.checksum:
@@ -441,20 +408,11 @@ class FileTable:
         return values if sample is None else values.take(sample, axis=record.sample_dim)
 
     def parts(self, record: Record) -> Iterator[Any]:
-        """The values of a record in parts, of which all are in memory.
-
-        Raises:
-            DataError: the file has changed since it was listed, or is damaged.
-            StorageError: it cannot be read.
-        """
+        """The values of a record in parts, of which all are in memory."""
         return split(self.read(record, sample=None), sample_dim=record.sample_dim)
 
     def siblings(self, record: Record) -> Any:
-        """Nothing.
-
-        Raises:
-            UsageError: always.
-        """
+        """Nothing."""
         raise UsageError(
             f"{self.url} holds files, and {record.location.site} does not say which other ones are parts of the same "
             f"tensor: select them and use assemble(), or 'ranktape import' the folder first"

@@ -113,11 +113,7 @@ def import_folder(
 
 
 def _of_fitting_ranks(folder: Folder, left_out: dict[str, str], *, is_skipping: bool) -> Sequence[SourceFile]:
-    """The files without those of ranks far beyond the others, which are added to `left_out`.
-
-    Raises:
-        UsageError: there are such files, and they may not be left out or are all that there is.
-    """
+    """The files without those of ranks far beyond the others, which are added to `left_out`."""
     ranks = sorted({file.field("rank") for file in folder.files})
     highest, most = -1, 0
     for count, rank in enumerate(ranks, start=1):

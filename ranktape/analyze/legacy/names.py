@@ -109,10 +109,6 @@ def format_tensor_file_name(name: TensorFileName) -> str:
 
     Tags stand as they are where they can be read back so, and in percent-escapes where they cannot. The name cannot
     leave its folder, whatever the tags are.
-
-    Raises:
-        UsageError: a tag that no record can have, a number or a time that no name can hold, or a name longer than
-            file systems allow.
     """
     if not _is_time(name.timestamp):
         raise UsageError(f"timestamp {name.timestamp!r} is not a time: write YYYYMMDD_HHMMSS")

@@ -87,10 +87,6 @@ def read_header(path: Path, *, is_first_enough: bool = False) -> TensorFile:
 
     The file holds a tensor, a list of one, or a dictionary with one under `tensor`; with `is_first_enough` a list
     of several things, of which the first is a tensor, will do.
-
-    Raises:
-        DataError: it holds something else, is damaged, or declares more than it holds.
-        StorageError: it cannot be read.
     """
     payload, largest = _load(path, is_mapped=True)
     tensor = _tensor_of(payload, path, is_first_enough=is_first_enough)
@@ -112,10 +108,6 @@ def read_plain(path: Path) -> Any:
 
     A tensor of at most `MAX_LISTED` real numbers is `{"tensor": dtype, "shape": [...], "values": [...]}`, NaN and
     infinities as texts; another one is named by its type and shape.
-
-    Raises:
-        DataError: it holds something else, or is damaged.
-        StorageError: it cannot be read.
     """
 
     def listed(tensor: torch.Tensor) -> dict[str, Any] | None:
@@ -130,12 +122,7 @@ def read_plain(path: Path) -> Any:
 
 
 def read_values(path: Path, header: TensorFile) -> NDArray[Any]:
-    """The values of the tensor that `header` describes, read-only.
-
-    Raises:
-        DataError: the file has changed since its header was read, or its bytes are not what its checksums say.
-        StorageError: it cannot be read, or memory has no room for it.
-    """
+    """The values of the tensor that `header` describes, read-only."""
     import torch
 
     payload, _ = _load(path)
@@ -259,9 +246,6 @@ def plain(
     """The same as JSON has it: dictionaries of texts, lists, numbers; NaN becomes a text.
 
     A tensor becomes what `listed` gives of it, while half of the characters are not taken yet; else a text.
-
-    Raises:
-        DataError: it is larger than any description of a tensor, or refers to itself.
     """
     import torch
 

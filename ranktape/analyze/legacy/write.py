@@ -108,11 +108,7 @@ def safe_name(text: str) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a directory and those above it.
-
-    Raises:
-        StorageError: it cannot be made; the kind says why.
-    """
+    """Make a directory and those above it."""
     with writing(folder, **_FOLDER):
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -182,19 +178,11 @@ class TensorReport:
         self._close()
 
     def say_swept(self, sweep: ScaleSweep) -> None:
-        """Say in the log that the sweep has just come to its end.
-
-        Raises:
-            StorageError: the log cannot be written; the kind says why.
-        """
+        """Say in the log that the sweep has just come to its end."""
         self._log(f"Swept: {number_of(len(sweep.levels), 'level')}, {self._elapsed(datetime.now().astimezone())}")
 
     def finish(self, sweep: ScaleSweep) -> None:
-        """Write the results and the plots, and the rest of the log.
-
-        Raises:
-            StorageError: a file cannot be written; the kind says why.
-        """
+        """Write the results and the plots, and the rest of the log."""
         files, found = self.files, Recommendation(sweep)
         self._log(*parameter_lines(sweep), DOUBLE, *level_lines(sweep), *analysis_lines(found))
         if sweep.levels:

@@ -70,11 +70,7 @@ OWNERS = {
 
 
 def refuse_strangers(to: str, **given: object) -> None:
-    """Refuse options that were given and are for another destination.
-
-    Raises:
-        UsageError: one is.
-    """
+    """Refuse options that were given and are for another destination."""
     for name, value in given.items():
         if value not in (None, (), False) and to not in OWNERS[name]:
             allowed = " or ".join(f"--to {one}" for one in OWNERS[name])
@@ -429,14 +425,7 @@ def pictures(
     view: View | None = None,
     engine: Engine | None = None,
 ) -> dict[str, bytes]:
-    """For each plot a picture of the whole selection, as the bytes of a PNG.
-
-    Raises:
-        DataError: a record's bytes are missing or damaged.
-        StorageError: the store cannot be read.
-        NoRecordsError: nothing is there that plots are drawn of, and it must be there.
-        UsageError: the selection has nothing for a plot that must be there.
-    """
+    """For each plot a picture of the whole selection, as the bytes of a PNG."""
     from ranktape.analyze.views.plots.data import PlotData, default_target
     from ranktape.analyze.views.plots.style import plot_bytes
 

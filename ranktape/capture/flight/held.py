@@ -155,9 +155,6 @@ def take_over(
         committer: Settles it.
         ends: Slots that ended an iteration, and may be free already: end, kind and header of each.
         given_up: Why the iteration is given up that was being judged or stored; None where none is.
-
-    Raises:
-        StorageError: the store cannot be read.
     """
     judging = ring.counter(Counter.JUDGING) - 1
     stored = recovery.uncommitted()

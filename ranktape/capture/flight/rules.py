@@ -66,11 +66,7 @@ class SiteTrigger:
 
 
 def read_site_triggers(values: Any) -> tuple[SiteTrigger, ...]:
-    """The limits that the option gives.
-
-    Raises:
-        UsageError: one is no rule, or asks for a metric or a field that is not known when a tensor is captured.
-    """
+    """The limits that the option gives."""
     given: Sequence[Any] = values if isinstance(values, list | tuple) else [values]
     return tuple(_read(str(text)) for text in given if is_given(text))
 

@@ -23,11 +23,7 @@ DEFAULT_SAVE_DIR = "./enhanced_tensor_logs"
 
 
 def legacy_environment(environment: Mapping[str, str] = os.environ) -> tuple[bool, str, int]:
-    """Whether the legacy tools' variables ask for a capture, where to, and the number of its first iteration.
-
-    Raises:
-        UsageError: a variable has a value that it cannot have.
-    """
+    """Whether the legacy tools' variables ask for a capture, where to, and the number of its first iteration."""
     enabled = environment.get("TENSOR_SAVE_ENABLED", "").strip().lower()
     if enabled and enabled not in SWITCH_WORDS:
         raise UsageError(f"TENSOR_SAVE_ENABLED={enabled!r} is not allowed: set it to true or false")
@@ -69,10 +65,6 @@ def resolve(
         environment: The variables; those of the process by default.
         iteration: The number of the first iteration of a capture in the legacy tools' place: it begins at once, and
             adds to the run that is there, unless something else is set.
-
-    Raises:
-        UsageError: a value is not allowed, a name in the file is unknown, or the file cannot be read; the message
-            names where it was given.
     """
     variables = os.environ if environment is None else environment
     said = _from_environment(variables)
@@ -93,11 +85,7 @@ def resolve(
 
 
 def given_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The parsed command line values that were given, in Python's form; None stands for 'not given'.
-
-    Raises:
-        UsageError: `storage_options` is not a JSON object.
-    """
+    """The parsed command line values that were given, in Python's form; None stands for 'not given'."""
     return {one.name: _in_python(one, values[one.name]) for one in SETTINGS if is_given(values.get(one.name))}
 
 
@@ -111,11 +99,7 @@ def _in_python(setting: Setting, value: Any) -> Any:
 
 
 def options_of(settings: Mapping[str, Any], *, capture_config: str | os.PathLike[str] | None) -> CaptureOptions:
-    """The options of Python's settings, and of a file where they leave something out.
-
-    Raises:
-        UsageError: a name is no setting's, the file cannot be read, or a value is not allowed.
-    """
+    """The options of Python's settings, and of a file where they leave something out."""
     known = sorted(one.name for one in dataclasses.fields(CaptureOptions))
     if unknown := sorted(set(settings) - set(known)):
         raise UsageError(f"{unknown[0]!r} is no option of a capture: {nearest(unknown[0], known)}")
@@ -125,11 +109,7 @@ def options_of(settings: Mapping[str, Any], *, capture_config: str | os.PathLike
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a file says: settings in Python's form, and by `capture` the URL.
-
-    Raises:
-        UsageError: it cannot be read, a name is unknown, or a value not allowed; the message names the file.
-    """
+    """What a file says: settings in Python's form, and by `capture` the URL."""
     file = Path(path).expanduser()
     values: dict[str, Any] = {}
     for key, value in _read_file(file).items():

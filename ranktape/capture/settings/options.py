@@ -331,11 +331,7 @@ class CaptureOptions:
 
     @functools.cached_property
     def wanted_modes(self) -> tuple[str, ...]:
-        """The modes of the passes that are recorded: those that rules ask for; by default `train`, with `layers` both.
-
-        Raises:
-            UsageError: a rule is for none.
-        """
+        """The modes of the passes that are recorded: those of the rules; by default `train`, with `layers` both."""
         modes = tuple(map(str, Mode))
         usual = modes if self.wants_layers else (Mode.TRAIN.value,)
         if not self.names_mode:
@@ -355,11 +351,7 @@ class CaptureOptions:
         return tuple(mode for mode in modes if mode in found)
 
     def asked(self, settings: Mapping[str, Any]) -> CaptureOptions:
-        """The options for an iteration that somebody asked for, in which these settings select, where any is given.
-
-        Raises:
-            UsageError: one is unknown, or has a value that it cannot have.
-        """
+        """The options for an iteration that somebody asked for, in which these settings select, where any is given."""
         if unknown := sorted(settings.keys() - set(ASKED_SETTINGS)):
             raise UsageError(f"{unknown[0]!r:.60} selects nothing: {nearest(unknown[0], ASKED_SETTINGS)}")
         own = {"select": (), "keep": Keep.VALUES.value, "layers": None, **settings} if settings else {}
@@ -421,11 +413,7 @@ ASKED_SETTINGS = ("select", "keep")
 
 
 def check_layer_types(options: CaptureOptions, *, known: Sequence[str]) -> None:
-    """Return if there are layers of the wanted kinds; besides known ones, some may be recorded by hand.
-
-    Raises:
-        UsageError: no kind is known, or one has nearly the name of a known one.
-    """
+    """Return if there are layers of the wanted kinds; besides known ones, some may be recorded by hand."""
     unknown = (
         []
         if options.manual

@@ -130,9 +130,6 @@ def read_rules(select: Any, *, keep: str, outputs: Sequence[str]) -> tuple[Captu
         select: The rules, as texts and mappings.
         keep: What is kept where a rule does not say it.
         outputs: Kinds of layers that are taken whatever the rules choose; where a rule fits one, it alone decides.
-
-    Raises:
-        UsageError: something that no rule can be; the message names the rule by its number.
     """
     rules = [_rule(words, keep=keep, number=number) for number, words in enumerate(rule_words(select), start=1)]
     for number, rule in enumerate(rules[:-1], start=1):
@@ -150,11 +147,7 @@ def read_rules(select: Any, *, keep: str, outputs: Sequence[str]) -> tuple[Captu
 
 
 def parse_rules(text: str) -> list[dict[str, str]]:
-    """The rules of a text, each with the text of every name.
-
-    Raises:
-        UsageError: it is none; says where, and what was expected there.
-    """
+    """The rules of a text, each with the text of every name."""
     if len(text) > MAX_LENGTH:
         raise UsageError(f"--select has {len(text)} characters: give at most {MAX_LENGTH}")
     rules: list[dict[str, str]] = [{}]
@@ -186,11 +179,7 @@ def parse_rules(text: str) -> list[dict[str, str]]:
 
 
 def rule_words(given: Any) -> list[dict[str, Any]]:
-    """What each rule says, by name.
-
-    Raises:
-        UsageError: they are not rules.
-    """
+    """What each rule says, by name."""
     rules: list[dict[str, Any]] = []
     for rule in (given if isinstance(given, list | tuple) else (given,)) if is_given(given) else ():
         if isinstance(rule, str):
@@ -217,11 +206,7 @@ _EXAMPLES = {
 
 
 def read_numbers(name: str, value: Any) -> Numbers:
-    """The numbers that the setting `layers` or `samples` gives.
-
-    Raises:
-        UsageError: it gives none.
-    """
+    """The numbers that the setting `layers` or `samples` gives."""
     if value is True or value == "all":
         return Numbers(filter=None)
     if value is False or not is_given(value):

@@ -157,9 +157,6 @@ class Coordinator:
             ended: What has ended the training or the capture, where it was asked for.
             has_failed: Says whether the training has failed: other ranks are then waited for only as long as something
                 of them arrives in the store.
-
-        Raises:
-            StorageError: the verdict cannot be written.
         """
         self._stop.set()
         self._thread.join()
@@ -409,11 +406,7 @@ class Requests:
         self._num_replaced: dict[str, int] = {}
 
     def answer_all(self, plan: IterationPlan, *, refusal: str | None = None) -> IterationPlan:
-        """Answer what is not answered yet, all of it with a refusal where there is one; the plan from now on.
-
-        Raises:
-            StorageError: the store cannot be read or written; what is not answered is looked at again.
-        """
+        """Answer what is not answered yet, all of it with a refusal where there is one; the plan from now on."""
         names, answered = list_requests(self._backend, self._attempt)
         for name in names:
             if name in answered or name in self._answered:
@@ -437,9 +430,6 @@ class Requests:
             plan: The plan so far.
             settled: The iterations that will not change any more.
             complete: Those of them that are stored complete.
-
-        Raises:
-            StorageError: the store cannot be written.
         """
         for one in plan.asked:
             lost = one.num_iterations - len(set(one.iterations) & set(complete))

@@ -75,9 +75,6 @@ def read_slots(ring: RingConsumer, *, ends: Iterable[tuple[int, int, Mapping[str
     Args:
         ring: Of which nothing is taken yet.
         ends: Slots that may be free already, and whose words still count: end, kind and header of each.
-
-    Raises:
-        CaptureError: the ring is damaged.
     """
     left: dict[int, Left] = {}
     published = ring.counter(Counter.PUBLISHED)
@@ -139,11 +136,7 @@ class Recovery:
             self.failed[iteration] = reason
 
     def _commit(self, iteration: int, left: Left) -> None:
-        """Commit an iteration.
-
-        Raises:
-            CaptureError: some of it is lost.
-        """
+        """Commit an iteration."""
         if left.end is None:
             raise CaptureError(f"the processes of rank {self._rank} were ended in the middle of the iteration")
         header = left.end
@@ -163,11 +156,7 @@ class Recovery:
         self._rank_writer.commit(iteration, **expectations(header, notes=left.notes))
 
     def adopt(self, iteration: int) -> set[str]:
-        """Take over what is stored of an iteration and whole; the sites of its tensors.
-
-        Raises:
-            StorageError: the store cannot be read.
-        """
+        """Take over what is stored of an iteration and whole; the sites of its tensors."""
         group = layout.rank_iteration_path(self._attempt.path, self._rank, iteration)
         suffix = f"/{layout.DOCUMENT}"
         names = [key.removesuffix(suffix) for key in self._backend.list_keys(group) if key.endswith(suffix)]

@@ -297,11 +297,7 @@ class Storer:
             self.ring.free(slot)
 
     def _make_room(self, nbytes: int, staged: Staged) -> None:
-        """Take so much of the budget for what is held.
-
-        Raises:
-            CaptureError: the iteration has failed, or the time is over.
-        """
+        """Take so much of the budget for what is held."""
         while not self._take_room(nbytes):
             self._start_flush()
             if staged.has_failed() or self._is_over():
