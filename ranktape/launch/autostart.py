@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ranktape.errors import CaptureError, FailedElsewhereError, LateError, RanktapeError, UsageError
+from ranktape.errors import FailedElsewhereError, LateError, RanktapeError, UsageError
 from ranktape.launch.quantizing import arm_quantizer
 from ranktape.launch.worker import HEAD_START_SECONDS, LAUNCHED, OWNER, complain, one_line, report, say, stand_aside
 
@@ -309,7 +309,7 @@ def _close_at_exit(capture: Capture, order: Order) -> None:
         # An exit code that is not 0 is known nowhere: it is the process's own.
         error: Any = sys.exc_info()[1] if is_child else getattr(sys, "last_value", None)
         error = None if error is shown_before else error
-        reason = _failure(error)
+        reason = failure_reason(error)
         try:
             try:
                 verdict = capture.close(reason=reason, error=error)
@@ -331,11 +331,13 @@ def _close_at_exit(capture: Capture, order: Order) -> None:
         atexit.register(close)
 
 
-def _failure(error: BaseException | None) -> str | None:
+def failure_reason(error: BaseException | None) -> str | None:
     """Why the capture ends where the training failed; None where it did not."""
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return None
-    if isinstance(error, CaptureError):
+    if isinstance(error, RanktapeError):
         return str(error)  # a strict capture has ended the training itself
-    how = f"exit code {error.code}" if isinstance(error, SystemExit) else type(error).__name__
-    return f"the training failed ({how})"
+    if isinstance(error, SystemExit) and error.__cause__ is None:
+        return f"the training failed (exit code {error.code})"
+    cause = error.__cause__ if isinstance(error, SystemExit) else error
+    return f"the training failed ({type(cause).__name__})"

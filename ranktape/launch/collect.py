@@ -296,7 +296,7 @@ class _Place:
         if not runs:
             return
         first = next(iter(runs))
-        found = {tag: _differences(runs[first], records) for tag, records in runs.items() if tag != first}
+        found = {tag: _sqnr_of(runs[first], records) for tag, records in runs.items() if tag != first}
         losses = {tag: self.losses(tag) for tag in runs}
         table = _summary(runs, found, losses)
         write_table(table)
@@ -305,7 +305,7 @@ class _Place:
             said=f"SQNR in dB of each product against {first}, in the first iteration that both recorded; the colours "
             f"change at {TARGET_SQNR:g} dB. Errors accumulate through the layers: 'ranktape analyze replay' gives each "
             "product alone.",
-            sqnr={(*site, tag): value for tag, one in found.items() for site, value in one.sqnr.items()},
+            sqnr={(*site, tag): value for tag, one in found.items() for site, value in one.items()},
             target_sqnr=TARGET_SQNR,
             losses=losses,
         )
@@ -325,84 +325,60 @@ _LOSS = re.compile(r"\bloss\b[^0-9+\-.naif]*([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|
 _STEP = re.compile(r"\b(?:step|iter(?:ation)?)\b\D{0,3}(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class _Difference:
-    """How a run differs from the first, in the first iteration that both have."""
-
-    sqnr: Mapping[tuple[str, str], float]
-    """For each module and product the median over calls and ranks, in dB."""
-    relative_norm: float | None
-    """The median over products; None without any."""
-
-
-def _differences(first: Records, records: Records) -> _Difference:
+def _sqnr_of(first: Records, records: Records) -> dict[tuple[str, str], float]:
+    """For each module and product the median SQNR over calls and ranks, in dB, in the first iteration of both runs."""
     from ranktape.analyze import compare
 
     common = set(first.column("iteration").tolist()) & set(records.column("iteration").tolist())
     wanted = f"iteration == {min(common, default=-1)} and layer_type == 'linear' and tensor_name in {list(PRODUCTS)}"
     sides = first.where(wanted), records.where(wanted)
     if not all(map(len, sides)):
-        return _Difference({}, None)
-    tags = [side.column("quant_type").tolist()[0] for side in sides]
-    pair = f"quant_type={tags[0]}:{tags[1]}"
-    rows = compare(*sides, pair=pair, allow_unmatched=True, distances=False, in_order=True).records()
-    sqnr: dict[tuple[str, str], list[float]] = {}
-    for row in rows:
+        return {}
+    pair = "quant_type=" + ":".join(side.column("quant_type").tolist()[0] for side in sides)
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in compare(*sides, pair=pair, allow_unmatched=True, distances=False, in_order=True).records():
         if row["sqnr"] is not None:
-            sqnr.setdefault((row["module"], row["tensor_name"]), []).append(row["sqnr"])
-    norms = [row["relative_norm"] for row in rows if row["relative_norm"] is not None]
-    return _Difference(
-        {site: statistics.median(values) for site, values in sqnr.items()}, statistics.median(norms) if norms else None
-    )
+            found.setdefault((row["module"], row["tensor_name"]), []).append(row["sqnr"])
+    return {site: statistics.median(values) for site, values in found.items()}
 
 
 def _summary(
     runs: Mapping[str, Records],
-    found: Mapping[str, _Difference],
+    found: Mapping[str, Mapping[tuple[str, str], float]],
     losses: Mapping[str, Sequence[tuple[int, float]]],
 ) -> Table:
     """A row for each training; what is the same in all of them is a note."""
     from ranktape.analyze.table import Column, Kind, Table
 
     first = next(iter(runs))
-    steps = [{step for step, _ in points} for points in losses.values()]
-    last = max(set.intersection(*steps), default=None)
+    last = max(set.intersection(*({step for step, _ in points} for points in losses.values())), default=None)
     rows = []
     for tag, records in runs.items():
-        one = found.get(tag, _Difference({}, None))
-        site = min(one.sqnr, key=one.sqnr.__getitem__, default=None)
-        rows.append(
-            {
-                "quant_type": tag,
-                "iterations": len(set(records.column("iteration").tolist())),
-                "records": len(records),
-                "sqnr": statistics.median(one.sqnr.values()) if one.sqnr else None,
-                "relative_norm": one.relative_norm,
-                "worst_sqnr": None if site is None else one.sqnr[site],
-                "worst": "" if site is None else f"{site[1]} of {site[0]}",
-                "loss": None if last is None else dict(losses[tag])[last],
-            }
-        )
-    notes = [f"SQNR, relative error: medians over products of linear layers against {first}, first common iteration"]
+        sqnr = found.get(tag, {})
+        site = min(sqnr, key=sqnr.__getitem__, default=None)
+        worst = (None, "") if site is None else (sqnr[site], f"{site[1]} of {site[0]}")
+        counts = len(set(records.column("iteration").tolist())), len(records)
+        loss = None if last is None else dict(losses[tag])[last]
+        rows.append((tag, *counts, statistics.median(sqnr.values()) if sqnr else None, *worst, loss))
+    notes = [f"SQNR: median over products of linear layers against {first}, first common iteration"]
     notes += [] if last is None else [f"loss: at step {last}, the last that all have printed"]
-    columns = [
+    columns = (
         Column(name="quant_type", kind=Kind.TEXT),
         Column(name="iterations", kind=Kind.INTEGER),
         Column(name="records", kind=Kind.INTEGER),
         Column(name="sqnr", kind=Kind.FLOAT, unit="dB", head="SQNR"),
-        Column(name="relative_norm", kind=Kind.FLOAT, head="relative error"),
         Column(name="worst_sqnr", kind=Kind.FLOAT, unit="dB", head="worst"),
         Column(name="worst", kind=Kind.TEXT, head="worst product"),
         Column(name="loss", kind=Kind.FLOAT),
-    ]
-    for column in columns[1:3]:
-        if len({row[column.name] for row in rows}) == 1 and len(rows) > 1:
-            notes.append(f"{column.name} of each: {rows[0][column.name]:,}")
-    shown = [one for one in columns if one.name == "quant_type" or len({row[one.name] for row in rows}) > 1]
+    )
+    same = [place for place in range(1, len(columns)) if len({row[place] for row in rows}) == 1]
+    if len(rows) > 1:
+        notes += [f"{columns[place].name} of each: {rows[0][place]:,}" for place in same if place in {1, 2}]
+    shown = [place for place in range(len(columns)) if place not in same]
     return Table(
         title=f"what differs from {first}",
-        columns=tuple(shown),
-        rows=tuple(tuple(row[one.name] for one in shown) for row in rows),
+        columns=tuple(columns[place] for place in shown),
+        rows=tuple(tuple(row[place] for place in shown) for row in rows),
         notes=tuple(notes),
     )
 

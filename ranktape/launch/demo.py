@@ -6,6 +6,7 @@ the commands that a user would type, which are printed first.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
@@ -26,7 +27,7 @@ from ranktape.launch.place import read_options
 NUM_ITERATIONS = 3
 """Iterations that are captured."""
 
-_OWN = (*("first_iteration", "manual", "advance_on", "record_last", "trigger"),)
+_OWN = ("first_iteration", "manual", "advance_on", "record_last", "trigger")
 """Settings of a capture that the demo has no option for: they are its own, or of no use to it."""
 
 
@@ -66,9 +67,17 @@ def command(
     Needs no GPU, no server and no download. By default the captured iterations are spread over the whole
     training.
     """
+    from ranktape.storage import open_run
+
     quantization = Quantization.of_options(quant, quant_plan, attention=quant_attention)
     settings = plan_capture(values, steps=steps, quant_type=quantization.tag if quantization else dtype)
-    _refuse_existing(output, settings=settings)
+    # The launcher refuses too, but under torchrun that takes seconds and a page of output.
+    with contextlib.suppress(RunNotFoundError):
+        if not (settings["overwrite"] or settings["resume"]):
+            open_run(output, storage_options=read_options(settings.get("storage_options")))
+            raise RunExistsError(
+                f"there is a run at {output} already: add --overwrite to delete it, or choose another --output"
+            )
     script = ["--steps", str(steps), "--dtype", dtype]
     quant_words = quantization.options if quantization else []
     train(["--capture", output, *quant_words, *capture_arguments(settings)], script=script, num_ranks=num_ranks)
@@ -81,7 +90,7 @@ def plan_capture(values: Mapping[str, Any], *, steps: int, quant_type: str) -> d
     from ranktape.capture.settings.config import given_settings
     from ranktape.capture.settings.options import CaptureOptions
 
-    target = CaptureOptions(**given_settings(values)).target_iterations
+    target = values.get("max_iterations") or values.get("min_iterations") or 1
     # Evenly over the training, and neither its first step nor its last.
     share = steps // (target + 2)
     defaults = {"start": share, "every": max(1, share), "quant_type": quant_type}
@@ -140,22 +149,6 @@ ANSWERS = (
 )
 """The commands that the demo ends with: what is stored, what fp8 would lose, which format each kind of layer can bear,
 what is wrong, a plot, and all of it in one page."""
-
-
-def _refuse_existing(url: str, *, settings: Mapping[str, Any]) -> None:
-    """The launcher refuses too, but under torchrun that takes seconds and a page of output."""
-    from ranktape.capture.settings.config import given_settings
-    from ranktape.capture.settings.options import CaptureOptions
-    from ranktape.storage import open_run
-
-    options = CaptureOptions(**given_settings(settings))
-    if options.overwrite or options.resume:
-        return
-    try:
-        open_run(url, storage_options=options.storage_options)
-    except RunNotFoundError:
-        return
-    raise RunExistsError(f"there is a run at {url} already: add --overwrite to delete it, or choose another --output")
 
 
 def _say(words: Sequence[str]) -> None:

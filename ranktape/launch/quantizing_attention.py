@@ -1,19 +1,18 @@
 """Has the attention of an unmodified training compute in low precision: what `--quant-attention` does.
 
-`F.scaled_dot_product_attention` is replaced under every name by which loaded modules know it, but those of the standard
-library and of the packages beneath torch; in the attributes of a model's modules; in the default arguments and the
-closures of their methods and of the functions beside them. So is every function that Hugging Face's registry of
-attention gives. What a list, a dictionary or a partial function holds is not found, and neither is a local name.
+`F.scaled_dot_product_attention` is replaced under every name by which loaded modules know it; in the attributes of a
+model's modules; in the default arguments and the closures of their methods and of the functions beside them. So is
+every function that Hugging Face's registry of attention gives. What a list, a dictionary or a partial function holds is
+not found, and neither is a local name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -57,9 +56,9 @@ class AttentionQuantizer:
             name = HUGGING_FACE_ATTENTION.functions[0]
             replace(name, self._giver)
             quantized = self._around(original, ATTENTION)
-            replace_names(table_of([(original, quantized)]))
-            self._table = table_of([(original, quantized)])
-        replace_in_model(model, self._table)
+            replace_names(original, quantized)
+            self._pair = original, quantized
+        replace_in_model(model, *self._pair)
 
     def call(self, around: _QuantizedAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the function gives; Hugging Face's may call torch's, whose operands are quantised then."""
@@ -124,59 +123,28 @@ class _QuantizedAttention(Around):
 _LEFT_ALONE = ("torch._dynamo", "torch._inductor", "torch.overrides", "ranktape.")
 """Beginnings of modules that hold functions to compare with them, not to call them."""
 
-_BENEATH = frozenset({"numpy", "sympy", "mpmath"})
-"""Packages on which torch is built: half of all names there are, and none of them is a function of torch."""
 
-_WITHOUT_FILES = ("built-in", "frozen")
-"""Where modules of the standard library come from that have no file."""
-
-_STDLIB = f"{Path(os.__file__).parent}{os.sep}"
-_SITE_PACKAGES = f"{os.sep}site-packages{os.sep}"
-
-Table = Mapping[int, tuple[Any, Any]]
-"""By the identity of a function: itself, and what takes its place."""
-
-
-def table_of(pairs: Iterable[tuple[Any, Any]]) -> Table:
-    """What takes the place of what."""
-    return {id(old): (old, new) for old, new in pairs}
-
-
-def replace_names(table: Table) -> None:
-    """Under every module-level name."""
+def replace_names(old: Any, new: Any) -> None:
+    """Have another function under every module-level name of one."""
     for name, module in sys.modules.copy().items():
         namespace = getattr(module, "__dict__", None)
-        if isinstance(namespace, dict) and not _is_left_alone(name, namespace):
-            _replace_in(namespace, table)
+        if isinstance(namespace, dict) and not name.startswith(_LEFT_ALONE):
+            _replace_in(namespace, old, new)
 
 
-def _is_left_alone(name: str, namespace: dict[str, Any]) -> bool:
-    package = name.partition(".")[0]
-    if package not in sys.stdlib_module_names:
-        return package in _BENEATH or name.startswith(_LEFT_ALONE)
-    # A program may have a module of its own under such a name, with a file or without one.
-    file = namespace.get("__file__")
-    if not isinstance(file, str):
-        return getattr(namespace.get("__spec__"), "origin", None) in _WITHOUT_FILES
-    return file.startswith(_STDLIB) and _SITE_PACKAGES not in file
-
-
-def replace_in_model(root: nn.Module, table: Table) -> None:
-    """In the attributes and functions of a model."""
+def replace_in_model(root: nn.Module, old: Any, new: Any) -> None:
+    """Have another function in the attributes and functions of a model."""
     kinds: set[type] = set()
     for module in root.modules():
-        _replace_in(vars(module), table)
+        _replace_in(vars(module), old, new)
         kinds.update(type(module).__mro__)
     for function in _functions(kinds):
-        _replace_in_function(function, table)
+        _replace_in_function(function, old, new)
 
 
-def _replace_in(namespace: dict[str, Any], table: Table) -> None:
-    # Almost none has any: that is found out without a step of Python for each name.
-    if table.keys().isdisjoint(map(id, list(namespace.values()))):
-        return
-    found = [(name, value) for name, value in list(namespace.items()) if id(value) in table]
-    namespace.update({name: table[id(value)][1] for name, value in found if namespace.get(name) is value})
+def _replace_in(namespace: dict[str, Any], old: Any, new: Any) -> None:
+    for name in [name for name, value in list(namespace.items()) if value is old]:
+        namespace[name] = new
 
 
 def _functions(kinds: Iterable[type]) -> Iterator[FunctionType]:
@@ -191,16 +159,12 @@ def _functions(kinds: Iterable[type]) -> Iterator[FunctionType]:
         yield from (value for value in list(namespace.values()) if isinstance(value, FunctionType))
 
 
-def _replace_in_function(function: FunctionType, table: Table) -> None:
-    defaults, named = function.__defaults__, function.__kwdefaults__
-    if defaults and any(id(value) in table for value in defaults):
-        function.__defaults__ = tuple(table.get(id(value), (value, value))[1] for value in defaults)
-    if named and any(id(value) in table for value in named.values()):
-        function.__kwdefaults__ = {name: table.get(id(value), (value, value))[1] for name, value in named.items()}
+def _replace_in_function(function: FunctionType, old: Any, new: Any) -> None:
+    if any(value is old for value in function.__defaults__ or ()):
+        function.__defaults__ = tuple(new if value is old else value for value in function.__defaults__ or ())
+    if function.__kwdefaults__:
+        _replace_in(function.__kwdefaults__, old, new)
     for cell in function.__closure__ or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:
-            continue  # not filled yet
-        if id(content) in table:
-            cell.cell_contents = table[id(content)][1]
+        with contextlib.suppress(ValueError):  # it is not filled yet
+            if cell.cell_contents is old:
+                cell.cell_contents = new

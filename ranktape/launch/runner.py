@@ -192,7 +192,7 @@ def _record(order: Order, script: Script, quantization: Quantization | None) -> 
     from ranktape.capture.roles.known import known_layer_types
     from ranktape.capture.settings.options import check_layer_types
     from ranktape.capture.starting import open_place, try_place
-    from ranktape.launch.autostart import arm_launched
+    from ranktape.launch.autostart import arm_launched, failure_reason
     from ranktape.storage.format.attempt import read_attempts
     from ranktape.storage.format.progress import read_verdict
 
@@ -211,7 +211,7 @@ def _record(order: Order, script: Script, quantization: Quantization | None) -> 
         has_left = script.run()
     except BaseException as stop:
         if start.capture is not None and os.getpid() == order.launcher_pid:
-            start.capture.close(reason=_reason(stop), error=stop.__cause__ or stop)
+            start.capture.close(reason=failure_reason(stop), error=stop.__cause__ or stop)
         raise
     if os.getpid() != order.launcher_pid:
         return 0  # a process that the script has forked, which ends as the script does
@@ -257,12 +257,3 @@ def _tell(verdict: RunVerdict, *, backend: Backend, url: str) -> None:
             f"{verdict.message()} (exit code 0, because torchrun would train again, {left} more times;"
             f" 'ranktape status {shown(url)} --require-minimum' tells a shell)"
         )
-
-
-def _reason(stop: BaseException) -> str:
-    """Why the capture ends, as the run says it."""
-    if isinstance(stop, RanktapeError):
-        return str(stop)
-    if isinstance(stop, SystemExit) and stop.__cause__ is None:
-        return f"the training failed (exit code {stop.code})"
-    return f"the training failed ({type(stop.__cause__ or stop).__name__})"

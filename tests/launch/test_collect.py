@@ -83,9 +83,9 @@ def test_each_precision_is_trained_recorded_and_compared(folder: Path) -> None:
     assert "iterations" not in head
     assert "iterations of each: 2" in ended.stdout
     column = head.index("SQNR")
-    assert rows["bf16"][column : column + 2] == ["-", "-"]
+    assert rows["bf16"][column] == "-"
     assert 5 < float(rows["mxfp4"][column]) < 25
-    assert 0.03 < float(rows["mxfp4"][column + 1]) < 0.5
+    assert float(rows["mxfp4"][column + 1]) < float(rows["mxfp4"][column])
     page = (folder / "runs" / "report.html").read_text()
     parts = ("Products in each precision", "<h2>Loss</h2>", "What differs from bf16", 'id="headline"')
     assert sorted(map(page.index, parts)) == [page.index(part) for part in parts]

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -108,8 +108,23 @@ def import_folder(
             overwrite=overwrite,
         )
         writers = [RankWriter(backend, attempt=attempt, rank=rank, environment=source) for rank in launch.ranks]
-        job = _Import(writers, attempt, left_out=left_out, is_skipping=skip_unreadable, on_record=on_record)
-        return job.run(backend, places)
+        job = _Import(writers, attempt, left_out, is_skipping=skip_unreadable, on_record=on_record)
+        problems: dict[str, str] = {}
+        reason = "the import was interrupted"
+        try:
+            for iteration in sorted(places.keys() - set(attempt.completed)):
+                open_iteration(backend, attempt=attempt, iteration=iteration)
+                job.store(iteration, places[iteration])
+                finish_iteration(backend, attempt=attempt, iteration=iteration)
+            reason = "the folder is imported"
+        except RanktapeError as error:
+            reason = problems["import"] = f"the import failed: {error}"
+            raise
+        finally:
+            for writer in writers:
+                writer.close(reason=reason)
+            verdict = write_verdict(backend, attempt=attempt, problems=problems)
+        return ImportReport(verdict=verdict, num_records=job.num_records, nbytes=job.nbytes, left_out=left_out)
 
 
 def _of_fitting_ranks(folder: Folder, left_out: dict[str, str], *, is_skipping: bool) -> Sequence[SourceFile]:
@@ -163,52 +178,35 @@ def _imported_before(
     return None
 
 
+@dataclass(slots=True)
 class _Import:
     """One import on its way."""
 
-    def __init__(
-        self,
-        writers: Sequence[RankWriter],
-        attempt: Attempt,
-        *,
-        left_out: dict[str, str],
-        is_skipping: bool,
-        on_record: Callable[[], object],
-    ) -> None:
-        self._num_records = self._nbytes = 0
-        self._writers, self._attempt = writers, attempt
-        self._left_out, self._is_skipping, self._on_record = left_out, is_skipping, on_record
+    writers: Sequence[RankWriter]
+    """Of each rank."""
+    attempt: Attempt
+    """That it is."""
+    left_out: dict[str, str]
+    """For each file that is not in the run the reason."""
+    _: KW_ONLY
+    is_skipping: bool
+    """Whether a file that cannot be stored is left out."""
+    on_record: Callable[[], object]
+    """Called after each tensor."""
+    num_records: int = 0
+    """Tensors stored so far."""
+    nbytes: int = 0
+    """Bytes of their values."""
 
-    def run(self, backend: Backend, places: Mapping[int, Mapping[int, Sequence[SourceFile]]]) -> ImportReport:
-        """Store every iteration that is not stored yet."""
-        problems: dict[str, str] = {}
-        reason = "the import was interrupted"
-        try:
-            for iteration in sorted(places.keys() - set(self._attempt.completed)):
-                open_iteration(backend, attempt=self._attempt, iteration=iteration)
-                self._store(iteration, places[iteration])
-                finish_iteration(backend, attempt=self._attempt, iteration=iteration)
-            reason = "the folder is imported"
-        except RanktapeError as error:
-            reason = problems["import"] = f"the import failed: {error}"
-            raise
-        finally:
-            for writer in self._writers:
-                writer.close(reason=reason)
-            verdict = write_verdict(backend, attempt=self._attempt, problems=problems)
-        return ImportReport(
-            verdict=verdict, num_records=self._num_records, nbytes=self._nbytes, left_out=self._left_out
-        )
-
-    def _store(self, iteration: int, files: Mapping[int, Sequence[SourceFile]]) -> None:
+    def store(self, iteration: int, files: Mapping[int, Sequence[SourceFile]]) -> None:
         """Store and commit an iteration of every rank."""
-        for rank, writer in enumerate(self._writers):
+        for rank, writer in enumerate(self.writers):
             own = files.get(rank, ())
             taken: set[str] = set()
             stored = [self._store_file(file, writer, taken) for file in own]
             missed = {
                 name: reason
-                for name, reason in self._left_out.items()
+                for name, reason in self.left_out.items()
                 if (file_name := parse_tensor_file_name(name)) is not None
                 and (file_name.iteration, file_name.rank) == (iteration, rank)
             }
@@ -220,17 +218,17 @@ class _Import:
         try:
             values, overflow, checksum = file.values_measured()
             fields = {name: value for name, value in file.fields().items() if name != "record_checksum"}
-            fields |= {"metadata": json.loads(fields["metadata"]), "attempt": self._attempt.number}
+            fields |= {"metadata": json.loads(fields["metadata"]), "attempt": self.attempt.number}
             info = _distinct(RecordInfo(**fields, overflow=overflow, checksum=checksum), taken, place=str(file.path))
         except (DataError, StorageError, UsageError) as error:
-            if not self._is_skipping:
+            if not self.is_skipping:
                 raise
-            self._left_out[file.path.name] = str(error)
+            self.left_out[file.path.name] = str(error)
             return False
         writer.write(np.ascontiguousarray(values).reshape(info.shape), info=info)
-        self._num_records += 1
-        self._nbytes += info.nbytes
-        self._on_record()
+        self.num_records += 1
+        self.nbytes += info.nbytes
+        self.on_record()
         return True
 
 
