@@ -12,7 +12,6 @@ import atexit
 import contextlib
 import dataclasses
 import functools
-import json
 import multiprocessing
 import multiprocessing.util
 import os
@@ -20,9 +19,8 @@ import re
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ranktape.errors import FailedElsewhereError, LateError, RanktapeError, UsageError
 from ranktape.launch.quantizing import arm_quantizer
@@ -31,38 +29,16 @@ from ranktape.launch.worker import HEAD_START_SECONDS, LAUNCHED, OWNER, complain
 if TYPE_CHECKING:
     from ranktape.capture.session import Capture
     from ranktape.capture.settings.options import CaptureOptions
-    from ranktape.launch.options import Quantization
 
 _CONFIG = "RANKTAPE_CAPTURE_CONFIG"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What to record."""
+class Order(NamedTuple):
+    """What to record: the URL of the run with an absolute path, as it was given, and how."""
 
     url: str
-    """The URL of the run, with an absolute path."""
     given_url: str
-    """The URL as it was given."""
-    settings: dict[str, Any]
-    """The fields of the capture's options, as JSON has them."""
-    launcher_pid: int | None = None
-    """The launcher's process; None where a variable asked."""
-
-    @classmethod
-    def of(cls, url: str, options: CaptureOptions, *, folder: str, launcher_pid: int | None = None) -> Self:
-        """What `resolve` gives, with the paths of the settings from a folder."""
-        settings = {one.name: getattr(options, one.name) for one in dataclasses.fields(options)}
-        if options.spill_dir:
-            settings["spill_dir"] = _from(folder, Path(options.spill_dir).expanduser())
-        return cls(url=_from(folder, url), given_url=url, settings=settings, launcher_pid=launcher_pid)
-
-    @property
-    def options(self) -> CaptureOptions:
-        """The capture's options."""
-        from ranktape.capture.settings.options import CaptureOptions
-
-        return CaptureOptions(**self.settings)
+    options: CaptureOptions
 
 
 _start: AutoStart | None = None
@@ -82,7 +58,7 @@ def arm() -> None:
         atexit.register(_start.tell_of_evaluation)
 
 
-def arm_launched(order: Order | None, *, quantization: Quantization | None) -> AutoStart:
+def arm_launched(variables: Mapping[str, str]) -> AutoStart:
     """Set the variables that say what the launcher was asked for, and arm this process by them.
 
     The processes that the script starts find the same variables: its ranks are recorded and quantised, too. Those of a
@@ -90,10 +66,7 @@ def arm_launched(order: Order | None, *, quantization: Quantization | None) -> A
     """
     import torch  # noqa: F401  (first: to import it with these variables is to arm the process)
 
-    if order is not None:
-        os.environ[LAUNCHED] = json.dumps(dataclasses.asdict(order))
-    if quantization is not None:
-        os.environ.update(quantization.words)
+    os.environ.update(variables)
     os.environ.pop(OWNER, None)
     arm()
     assert _start is not None, "this process has no owner"
@@ -162,7 +135,9 @@ class AutoStart:
         from ranktape.capture.settings.setting import SWITCH_WORDS
 
         stand_aside()
-        is_strict = SWITCH_WORDS.get(os.environ.get("RANKTAPE_STRICT", "").strip().lower(), False)
+        is_launched = LAUNCHED in os.environ
+        wording = str if is_launched else in_variables
+        is_strict = is_launched or SWITCH_WORDS.get(os.environ.get("RANKTAPE_STRICT", "").strip().lower(), False)
         order: Order | None = None
         try:
             from ranktape.capture.session import Capture
@@ -173,24 +148,23 @@ class AutoStart:
             if order is None:
                 return
             options = order.options
-            is_strict = order.launcher_pid is not None or options.strict
+            is_strict = is_launched or options.strict
             if not (options.start or options.first_iteration):
                 first = self._first_iteration
                 options = dataclasses.replace(options, start=first, first_iteration=first)
             capture = Capture(order.url, options=options)
-            if order.launcher_pid is None:
+            if not is_launched:
                 capture.yields, capture.wording = True, in_variables
             capture.__enter__()
-            if order.launcher_pid != os.getpid():
-                _close_at_exit(capture, order)
+            if os.environ.get(LAUNCHED) != str(os.getpid()):
+                _close_at_exit(capture, given_url=order.given_url)
             self.capture = capture
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001  (nothing of ours ends a training)
-            wording = str if order is not None and order.launcher_pid is not None else in_variables
             # What came too late is no mistake, and another start may find it in time: a training is not ended for it.
             if order is not None and isinstance(error, LateError):
-                is_strict = bool(order.settings["strict"])
+                is_strict = order.options.strict
             text = str(error) if isinstance(error, RanktapeError) else f"{type(error).__name__}: {error}"
             self._failure = one_line(wording(text))
             _fail(error, self._failure, is_strict=is_strict)
@@ -210,10 +184,8 @@ def _ordered(folder: str) -> Order | None:
     from ranktape.launch.options import Quantization
 
     environment = dict(os.environ)
-    if launched := environment.get(LAUNCHED):
-        return Order(**json.loads(launched))
     if config := environment.get(_CONFIG):
-        environment[_CONFIG] = _from(folder, Path(config.strip()).expanduser())
+        environment[_CONFIG] = absolute(folder, Path(config.strip()).expanduser())
     found = resolve({}, environment=environment)
     if found is None:
         return None
@@ -221,12 +193,15 @@ def _ordered(folder: str) -> Order | None:
     if options.quant_type is None and (quantization := Quantization.read(environment, folder=Path(folder))):
         options = dataclasses.replace(options, quant_type=quantization.tag)
     # Of a command line a typing error is refused, too; here nobody watches while an expensive training records less.
-    if stray := stray_variables():
+    if LAUNCHED not in environment and (stray := stray_variables()):
         raise UsageError(stray[0])
-    return Order.of(url, options, folder=folder)
+    if options.spill_dir:
+        spill_dir = absolute(folder, Path(options.spill_dir).expanduser())
+        options = dataclasses.replace(options, spill_dir=spill_dir)
+    return Order(absolute(folder, url), url, options)
 
 
-def _from(folder: str, path: str | os.PathLike[str]) -> str:
+def absolute(folder: str, path: str | os.PathLike[str]) -> str:
     """A path as it is meant from a folder; a URL, and what is absolute, as it is."""
     text = os.fspath(path)
     # One with a slash too few is refused by its own words.
@@ -237,7 +212,7 @@ def _from(folder: str, path: str | os.PathLike[str]) -> str:
 def _is_to_be_recorded(environment: Mapping[str, str]) -> bool:
     if environment.get(OWNER, str(os.getpid())) != str(os.getpid()):
         return False
-    if LAUNCHED in environment and json.loads(environment[LAUNCHED])["launcher_pid"] != os.getpid():
+    if environment.get(LAUNCHED, str(os.getpid())) != str(os.getpid()):
         from ranktape.capture.rendezvous import find_place
 
         # Of what the launcher's script starts, only the ranks of a training are recorded.
@@ -296,7 +271,7 @@ def _is_said_by_rank_0(error: BaseException, *, text: str) -> bool:
     return False
 
 
-def _close_at_exit(capture: Capture, order: Order) -> None:
+def _close_at_exit(capture: Capture, *, given_url: str) -> None:
     """End the capture when the process ends, and say then what is missing."""
     owner, shown_before = os.getpid(), getattr(sys, "last_value", None)
     is_child = multiprocessing.parent_process() is not None
@@ -316,10 +291,10 @@ def _close_at_exit(capture: Capture, order: Order) -> None:
             except KeyboardInterrupt:
                 verdict = capture.close()
             # The launcher says so itself.
-            if reason is None and not verdict.met and order.launcher_pid is None:
+            if reason is None and not verdict.met and LAUNCHED not in os.environ:
                 from ranktape.launch.place import shown
 
-                command = f"'ranktape status {shown(order.given_url)} --require-minimum' tells a shell"
+                command = f"'ranktape status {shown(given_url)} --require-minimum' tells a shell"
                 say(f"{in_variables(verdict.message())} ({command})")
         except BaseException as failure:  # noqa: BLE001  (the training has ended well, and says so by its exit code)
             complain(one_line(f"the capture did not end well: {failure}"))

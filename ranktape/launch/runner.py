@@ -11,11 +11,10 @@ import of torch itself must be set outside of it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +26,11 @@ from ranktape.errors import MinimumNotMetError, RanktapeError, UsageError
 from ranktape.launch.collect import launcher_words, split_words
 from ranktape.launch.options import Quantization, capture_arguments, capture_options, quant_options
 from ranktape.launch.script import Script
-from ranktape.launch.worker import global_rank, report, restarts, say, stand_aside
+from ranktape.launch.worker import LAUNCHED, global_rank, report, restarts, say, stand_aside
 
 if TYPE_CHECKING:
-    from ranktape.launch.autostart import AutoStart, Order
+    from ranktape.capture.settings.options import CaptureOptions
+    from ranktape.launch.autostart import AutoStart
     from ranktape.storage import RunVerdict
     from ranktape.storage.format.attempt import Attempt
     from ranktape.storage.places.backend import Backend
@@ -165,10 +165,11 @@ def _run(
     # Before the heavy imports, so that a folder called `zarr` in the working directory is not taken for the package.
     script.enter()
 
-    from ranktape.capture.settings.config import resolve
-    from ranktape.launch.autostart import Order, arm_launched
+    from ranktape.capture.settings.config import legacy_environment, resolve, variables_of
+    from ranktape.launch.autostart import absolute, arm_launched
 
     quantization = ask()
+    variables = {} if quantization is None else dict(quantization.words)
     found = resolve({"capture": given_url, **values})
     if found is None:
         if quantization is None:
@@ -177,17 +178,24 @@ def _run(
                 "into the file of --capture-config"
             )
         say(f"{quantization.tag}: nothing is recorded (--capture URL would)")
-        arm_launched(None, quantization=quantization)
+        arm_launched(variables)
         script.run()
         return 0
     url, options = found
-    if quantization is not None and options.quant_type is None:
-        options = dataclasses.replace(options, quant_type=quantization.tag)
     folder = os.getcwd()  # noqa: PTH109  (a text)
-    return _record(Order.of(url, options, folder=folder, launcher_pid=os.getpid()), script, quantization)
+    # What the script starts may be in another folder.
+    place = absolute(folder, url)
+    variables |= variables_of(values) | {LAUNCHED: str(os.getpid()), "TENSOR_SAVE_DIR": place}
+    if given_url or os.environ.get("RANKTAPE_CAPTURE") or not legacy_environment()[0]:
+        variables["RANKTAPE_CAPTURE"] = place
+    if config := values.get("capture_config") or os.environ.get("RANKTAPE_CAPTURE_CONFIG"):
+        variables["RANKTAPE_CAPTURE_CONFIG"] = absolute(folder, Path(config).expanduser())
+    if options.spill_dir:
+        variables["RANKTAPE_SPILL_DIR"] = absolute(folder, Path(options.spill_dir).expanduser())
+    return _record(place, options, variables, script, given_url=url)
 
 
-def _record(order: Order, script: Script, quantization: Quantization | None) -> int:
+def _record(url: str, options: CaptureOptions, variables: Mapping[str, str], script: Script, *, given_url: str) -> int:
     from ranktape.capture.rendezvous import end_of_process
     from ranktape.capture.roles.known import known_layer_types
     from ranktape.capture.settings.options import check_layer_types
@@ -196,24 +204,24 @@ def _record(order: Order, script: Script, quantization: Quantization | None) -> 
     from ranktape.storage.format.attempt import read_attempts
     from ranktape.storage.format.progress import read_verdict
 
-    options = order.options
+    own_pid = os.getpid()
     check_layer_types(options, known=known_layer_types())
-    backend = open_place(order.url, options)
+    backend = open_place(url, options)
     rank, (num_restarts, _) = global_rank(), restarts()
     # A restart by torchrun finds the run of the first start.
     earlier: list[Attempt] = []
     if rank == 0 and num_restarts == 0:
         try_place(backend, options)
         earlier = [] if options.resume else read_attempts(backend)
-    start = arm_launched(order, quantization=quantization)
+    start = arm_launched(variables)
     end_of_process()
     try:
         has_left = script.run()
     except BaseException as stop:
-        if start.capture is not None and os.getpid() == order.launcher_pid:
+        if start.capture is not None and os.getpid() == own_pid:
             start.capture.close(reason=failure_reason(stop), error=stop.__cause__ or stop)
         raise
-    if os.getpid() != order.launcher_pid:
+    if os.getpid() != own_pid:
         return 0  # a process that the script has forked, which ends as the script does
     verdict = None if start.capture is None else start.capture.close()
     # The other ranks have done their part: were they to fail first, torchrun would end rank 0 before it can say why.
@@ -226,7 +234,7 @@ def _record(order: Order, script: Script, quantization: Quantization | None) -> 
     if verdict is None:
         verdict = _without_capture(start, has_left=has_left, required=options.min_iterations)
     if verdict is not None:
-        _tell(verdict, backend=backend, url=order.given_url)
+        _tell(verdict, backend=backend, url=given_url)
     return 0
 
 

@@ -15,7 +15,7 @@ OWNER = "RANKTAPE_OWNER_PID"
 """Variable that names it; the processes that it starts find it in their environment and stand aside."""
 
 LAUNCHED = "RANKTAPE_LAUNCHED"
-"""Variable in which the launcher says what it records, to ranks that its script starts: JSON."""
+"""Variable in which the launcher says which process it is; what it records is in those of the settings."""
 
 HEAD_START_SECONDS = 3.0
 """How long the other ranks leave the word to rank 0.

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 from torch.distributed.run import get_args_parser as torch_parser
 
-from ranktape.capture.settings.config import given_settings, resolve
+from ranktape.capture.settings.config import given_settings, resolve, variables_of
 from ranktape.capture.settings.options import SETTINGS, CaptureOptions, CaptureSettings
 from ranktape.launch.options import capture_arguments, capture_options
 from ranktape.launch.runner import main
@@ -73,6 +73,14 @@ def test_a_setting_goes_to_words_and_back(setting: Any) -> None:
     settings = CaptureOptions(**given_settings(given), **needed)
     if setting.name == "max_iterations":
         assert settings.max_iterations == 1000
+    # What the launcher sets for the ranks that its script starts says the same.
+    variables = {**variables_of(needed), **variables_of(received), "RANKTAPE_CAPTURE": "run"}
+    found = resolve({}, environment=variables)
+    assert found is not None
+    if setting.takes_several:
+        assert [len(one.rules if setting.name == "select" else one.triggers) for one in (settings, found[1])] == [2, 2]
+    else:
+        assert found == ("run", settings)
     assert settings == dataclasses.replace(CaptureOptions(**needed), **{setting.name: getattr(settings, setting.name)})
 
 

@@ -66,9 +66,9 @@ class SiteTrigger:
 
 
 def read_site_triggers(values: Any) -> tuple[SiteTrigger, ...]:
-    """The limits that the option gives."""
+    """The limits that the option gives, with semicolons between those of one text."""
     given: Sequence[Any] = values if isinstance(values, list | tuple) else [values]
-    return tuple(_read(str(text)) for text in given if is_given(text))
+    return tuple(_read(rule) for text in given if is_given(text) for rule in str(text).split(";"))
 
 
 def _read(text: str) -> SiteTrigger:

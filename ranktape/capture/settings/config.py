@@ -89,6 +89,18 @@ def given_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     return {one.name: _in_python(one, values[one.name]) for one in SETTINGS if is_given(values.get(one.name))}
 
 
+def variables_of(values: Mapping[str, Any]) -> dict[str, str]:
+    """The variables that say the same as parsed values of a command line; empty ones for other names of a setting."""
+    found: dict[str, str] = {}
+    for one in SETTINGS:
+        value = values.get(one.name)
+        if is_given(value) and value is not False:
+            several: Any = value if one.takes_several and not isinstance(value, str) else (value,)
+            found |= dict.fromkeys((PREFIX + alias.upper() for alias in one.aliases), "")
+            found[PREFIX + one.name.upper()] = "true" if value is True else "; ".join(map(str, several))
+    return found
+
+
 def _in_python(setting: Setting, value: Any) -> Any:
     """A setting's value in Python's form, as a command line, a file or the environment has it."""
     if setting.name == "storage_options" and isinstance(value, str):
@@ -175,7 +187,8 @@ def _alone(setting: Setting, value: Any, *, label: str) -> Any:
     """A value in Python's form, checked by itself, so that the message can say where it was given."""
     try:
         read = _in_python(setting, value)
-        CaptureOptions(**{setting.name: read})
+        # A limit alone is refused: it is one of a flight recorder.
+        CaptureOptions(**{setting.name: read, **({"record_last": 1} if setting.name == "trigger" else {})})
     except UsageError as error:
         raise type(error)(f"{label}: {error}") from error
     return read
