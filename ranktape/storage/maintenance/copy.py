@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import uuid
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,15 +156,11 @@ def list_run(source: Backend) -> tuple[list[Item], list[str]]:
 
 def _list_attempt(source: Backend, attempt: str) -> tuple[list[Item], list[str]]:
     """Those of an attempt; of one that is not closed, what was not committed when one looked first is not copied."""
-    committed: set[str] | None = None
+    committed: set[AttemptKey | None] | None = None
     if not source.exists(layout.document_key(layout.verdict_path(attempt))):
         # It may be recorded just now: what is committed in an earlier listing has all its parts in a later one.
-        committed = {
-            f"{group}/{key}"
-            for group in ("iterations", "commits")
-            for key in source.list_keys(f"{attempt}/{group}")
-            if key.endswith(layout.DOCUMENT)
-        }
+        listed = {group: source.list_keys(f"{attempt}/{group}") for group in ("iterations", "commits")}
+        committed = {layout.parse_key(f"{group}/{key}") for group, keys in listed.items() for key in keys}
     items = []
     left_out = []
     for info in source.list_objects(attempt):
@@ -171,7 +168,7 @@ def _list_attempt(source: Backend, attempt: str) -> tuple[list[Item], list[str]]
         found = layout.parse_key(info.key) or AttemptKey(KeyKind.MEMBER)
         # No key may leave the folder where it is copied to.
         is_odd = any(part in {"", ".", ".."} or "\0" in part or "\\" in part for part in info.key.split("/"))
-        if is_odd or (committed is not None and not _is_committed(info.key, found, committed)):
+        if is_odd or (committed is not None and not _is_committed(found, committed)):
             left_out.append(key)
             continue
         iteration = (attempt, found.iteration) if found.iteration >= 0 else None
@@ -179,17 +176,16 @@ def _list_attempt(source: Backend, attempt: str) -> tuple[list[Item], list[str]]
     return items, left_out
 
 
-def _is_committed(key: str, found: AttemptKey, committed: set[str]) -> bool:
+def _is_committed(found: AttemptKey, committed: Collection[AttemptKey | None]) -> bool:
     match found.kind:
         case KeyKind.VERDICT:
             return False
         case KeyKind.MARKER | KeyKind.OPENED | KeyKind.ITERATION_COMMIT:
-            return key in committed
+            return found in committed
         case KeyKind.ITERATION_CATALOGUE:
-            return layout.document_key(layout.iteration_path("", found.iteration))[1:] in committed
+            return AttemptKey(KeyKind.ITERATION_COMMIT, found.iteration) in committed
         case KeyKind.MEMBER | KeyKind.RANK_COMMIT if found.iteration >= 0:
-            marker = layout.marker_path("", found.iteration, found.rank, layout.Mark.COMMITTED)
-            return layout.document_key(marker)[1:] in committed
+            return AttemptKey(KeyKind.MARKER, found.iteration, found.rank, layout.Mark.COMMITTED) in committed
     return True
 
 

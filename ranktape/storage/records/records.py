@@ -7,7 +7,7 @@ import math
 import operator
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -208,20 +208,18 @@ class Records(Sequence[Record]):
 
     def parts(self) -> list[SourcePart]:
         """Runs of records of one source: where they are in the selection, and themselves."""
+        return self._split(lambda numbers: np.split(np.arange(len(self)), np.flatnonzero(np.diff(numbers)) + 1))
+
+    def by_source(self) -> list[SourcePart]:
+        """All records of each source: their places, and themselves."""
+        return self._split(lambda numbers: [np.flatnonzero(numbers == number) for number in np.unique(numbers)])
+
+    def _split(self, split: Callable[[np.ndarray[Any, Any]], Iterable[np.ndarray[Any, Any]]]) -> list[SourcePart]:
         kinds = self._kinds()
         if len(set(kinds)) == 1:
             return [SourcePart(self._listings[0].source, np.arange(len(self)), self)]
         numbers = np.array(kinds)[self._numbers(self._rows)]
-        firsts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(self)] if len(self) else []
-        return [self._part(np.arange(first, last), int(numbers[first])) for first, last in itertools.pairwise(firsts)]
-
-    def by_source(self) -> list[SourcePart]:
-        """All records of each source: their places, and themselves."""
-        kinds = self._kinds()
-        if len(set(kinds)) == 1:
-            return self.parts()
-        numbers = np.array(kinds)[self._numbers(self._rows)]
-        return [self._part(np.flatnonzero(numbers == number), number) for number in np.unique(numbers).tolist()]
+        return [self._part(places, int(numbers[places[0]])) for places in split(numbers) if len(places)]
 
     def _kinds(self) -> list[int]:
         """For each listing the number of its source."""
