@@ -1,4 +1,4 @@
-"""Does the fast way to the values of a quantised tensor give the bits of the slow one?"""
+"""Do the compiled loops quantise as operations of torch do, bit for bit?"""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ranktape.analyze import quantize
-from ranktape.analyze.numerics.quantization import operand
+from ranktape.analyze.numerics.quantization import kernels, quantizer
+from ranktape.analyze.numerics.quantization.encoded import Quantized
 from ranktape.analyze.numerics.quantization.operand import quantized_values
 from ranktape.analyze.numerics.quantization.schemes import SCHEMES, ScaleRule
 
@@ -46,7 +47,11 @@ FAST: list[tuple[str, dict[str, Any]]] = [
     ("mxfp4", {"rounding": "away", "scale_offset": -3, "scale_bits": 4}),
     ("mxfp4", {"scale_offset": 200}),
     ("nvfp4", {"scale_offset": 2}),
-    ("fp8_e4m3", {"saturate": False}),
+    *((name, {"saturate": False}) for name in ("fp8_e4m3", "fp8_e5m2", "hif8", "bf16", "mxfp8_e5m2")),
+    ("fp8_e5m2", {"saturate": False, "seed": 7}),
+    ("hif8", {"rounding": "hybrid", "scaling": "tensor"}),
+    ("hif8", {"rounding": "hybrid", "scaling": "block", "scale_rule": "floor"}),
+    *((name, {}) for name in ("fp16", "fp32")),
     *((name, {"four_over_six": True}) for name in SCHEMES if SCHEMES[name].has_tensor_scale),
     ("nvfp4", {"four_over_six": True, "seed": 7, "block_size": 7}),
     ("fp4_e2m1", {"scaling": "block", "scale_format": "ue5m3", "four_over_six": True}),
@@ -64,13 +69,31 @@ FAST_TILES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def _by_operations(x: torch.Tensor, scheme: str, **options: Any) -> Quantized:
+    """What `quantize` gives on other devices."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantizer, "is_compiled", lambda *_, **__: False)
+        return quantize(x, scheme, warn=False, **options)
+
+
 def _assert_fast(x: torch.Tensor, scheme: str, **options: Any) -> None:
-    found = quantized_values(x, scheme, **options)
-    expected = quantize(x, scheme, warn=False, **options).values.to(x.dtype)
-    assert found.dtype is x.dtype
+    expected, found = _by_operations(x, scheme, **options), quantize(x, scheme, warn=False, **options)
+    assert found.losses == expected.losses
+    assert found.tensor_scale == expected.tensor_scale
+    for name in ("values", "scales", "scale_values", "stored_codes"):
+        _assert_same(getattr(found, name), getattr(expected, name))
+    values = quantized_values(x, scheme, **options)
+    assert values.dtype is x.dtype
+    _assert_same(values, expected.values.to(x.dtype))
+
+
+def _assert_same(found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
+    if found is None or expected is None:
+        assert found is expected
+        return
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     is_number = ~expected.isnan().numpy()
-    np.testing.assert_array_equal(*(np.signbit(one.float().numpy())[is_number] for one in (found, expected)))
+    np.testing.assert_array_equal(*(np.signbit(one.double().numpy())[is_number] for one in (found, expected)))
 
 
 def _name(case: tuple[str, dict[str, Any]]) -> str:
@@ -80,7 +103,7 @@ def _name(case: tuple[str, dict[str, Any]]) -> str:
 @pytest.fixture
 def many_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several pieces of every tensor, and several threads for them."""
-    monkeypatch.setattr(operand, "PIECE_SIZE", 200)
+    monkeypatch.setattr(kernels, "PIECE_SIZE", 200)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
@@ -88,7 +111,7 @@ def many_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("many_pieces")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", FAST, ids=_name)
 def test_the_fast_way_to_the_values_gives_the_bits_of_the_slow_one(
     case: tuple[str, dict[str, Any]], dtype: torch.dtype
@@ -99,6 +122,14 @@ def test_the_fast_way_to_the_values_gives_the_bits_of_the_slow_one(
         for view in (numbers, numbers.transpose(0, 2), numbers[2:3], numbers[5:], numbers[5:] * 1e-30, numbers[:0]):
             if "rotation" not in options or view.shape[axis] % options["rotation"] == 0:
                 _assert_fast(view, scheme, axis=axis, **options)
+
+
+@pytest.mark.usefixtures("many_pieces")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_hybrid_rounding_of_unscaled_numbers_looks_at_their_own_bits(dtype: torch.dtype) -> None:
+    numbers = _every_size().to(dtype)
+    for saturate in (True, False):
+        _assert_fast(numbers, "hif8", rounding="hybrid", saturate=saturate)
 
 
 @pytest.mark.usefixtures("many_pieces")

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ranktape.analyze import quantize
 from ranktape.analyze.numerics.formats import FORMATS, codes_of, decode, round_to
-from ranktape.analyze.numerics.quantization import quantizer
+from ranktape.analyze.numerics.quantization import kernels
 from ranktape.analyze.numerics.quantization.encoded import Quantized
 from ranktape.analyze.numerics.quantization.rotation import rotated, rotation_signs
 from ranktape.analyze.numerics.quantization.schemes import SCHEMES
@@ -493,7 +493,7 @@ def test_memory_beyond_the_result_does_not_grow_with_the_tensor() -> None:
         for block_size in (2, 32, 4096):
             with LargestWide() as largest:
                 found = quantize(view, "mxfp8_e4m3", axis=axis, warn=False, block_size=block_size)
-            assert largest.num_elements <= max(quantizer.PIECE_SIZE, found.scales.size)
+            assert largest.num_elements <= max(kernels.PIECE_SIZE, found.scales.size)
 
 
 @pytest.mark.parametrize(

@@ -148,17 +148,6 @@ def round_magnitudes(
     return xp.where(magnitudes >= element.overflow_start_of(Rounding.AWAY), 2 * bounded, found)
 
 
-def above_of(magnitudes: Any, below: Any, *, element: Format) -> tuple[Any, Any]:
-    """The values above float64 magnitudes that round down to `below`, and the part of the step that these have passed.
-
-    What is beyond the largest value has passed nothing.
-    """
-    bounded = namespace(magnitudes).clip(magnitudes, None, element.maximum)
-    step = _steps(bounded, element)[0] * 2.0**-52
-    passed = (bounded - below) / step
-    return below + (passed > 0) * step, passed
-
-
 def _steps(bounded: Any, element: Format) -> tuple[Any, Any]:
     """2**52 steps of the format around magnitudes, and the exponent fields, in their place, that they follow from.
 

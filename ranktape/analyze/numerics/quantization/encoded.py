@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from ranktape.analyze.numerics.formats import Format, codes_of
+from ranktape.analyze.numerics.formats.values import NARROW_BITS, narrow_codes
 from ranktape.analyze.numerics.quantization.schemes import Scaling, Scheme
 from ranktape.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 MEDIUM_RATIO = 0.001
 """Above this part of all elements, the severity of a loss is medium, and underflow is warned of."""
@@ -100,6 +107,30 @@ class Losses:
 
     def _ratio(self, count: int) -> float:
         return count / self.num_elements if self.num_elements else 0.0
+
+
+LOSSES = tuple(field.name for field in fields(Losses))[1:]
+"""What is counted of elements, in order."""
+
+
+def code_dtype(element: Format) -> torch.dtype:
+    """What codes are stored in."""
+    import torch
+
+    return {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}[max(NARROW_BITS, element.num_bits)]
+
+
+def element_codes(elements: torch.Tensor, element: Format, *, has_nan: bool = True) -> torch.Tensor:
+    """The codes of numbers of the format; of NaN, if there may be any, that of 0 where it has none."""
+    import torch
+
+    if element.num_bits <= NARROW_BITS:
+        codes: torch.Tensor = narrow_codes(elements, target=element)
+        return codes
+    bits = elements.to(getattr(torch, str(element.dtype))).view({16: torch.int16, 32: torch.int32}[element.num_bits])
+    if has_nan:  # each device has its own idea of the bits
+        bits = bits.masked_fill(elements.isnan(), int(codes_of(np.nan, target=element)))
+    return bits.view(code_dtype(element))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

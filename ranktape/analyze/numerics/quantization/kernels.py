@@ -1,31 +1,43 @@
-"""The loop that quantises on a CPU where values alone are asked, in a fraction of the time of operations of torch.
+"""Quantises on a CPU by compiled loops, in a fraction of the time of operations of torch and with the same bits.
 
-Values are float32 or bfloat16 numbers, and so are results. Narrow elements that round to even are scaled, rounded and
-scaled back in float32, which is exact: the scales of MX are powers of two, and all others are defined so. Rounding adds
-a power of two and takes it away again. What rounds otherwise does it in float64.
+Numbers that are float32 or bfloat16 and round to narrow elements, ties to even, are scaled, rounded and scaled back in
+float32, which is exact: the scales of MX are powers of two, and all others are defined so. Rounding adds a power of two
+and takes it away again. Everything else is rounded in float64.
 """
 
 # Shapes: R = rows, C = columns, G = groups of rows, K = groups of columns.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.numerics.formats import Rounding
+from ranktape.analyze.numerics.formats import Coding, Rounding
 from ranktape.analyze.numerics.formats.kernels import RANDOM, RoundingConstants, constants_of, draw, round_block
-from ranktape.analyze.numerics.formats.values import NARROW_BITS, state_of
+from ranktape.analyze.numerics.formats.values import NARROW_BITS, code_table, state_of
 from ranktape.analyze.numerics.kernels import compiled
+from ranktape.analyze.numerics.pieces import array_of, each
+from ranktape.analyze.numerics.quantization.encoded import LOSSES, code_dtype, element_codes
 from ranktape.analyze.numerics.quantization.plan import QuantizePlan
-from ranktape.analyze.numerics.quantization.scales import is_divided
+from ranktape.analyze.numerics.quantization.scales import GroupScales, ScaleGroups, factors_of, is_divided
+from ranktape.analyze.numerics.quantization.schemes import Scaling
+from ranktape.storage.format.dtypes import HALF_NBYTES
+
+if TYPE_CHECKING:
+    import torch
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
 """The bits of a float32 without its sign."""
 
 INFINITY = np.int32(0x7F800000)
 """The bits of an infinite float32."""
+
+WIDE_MAGNITUDE, WIDE_INFINITY, WIDE_NBYTES = np.int64((1 << 63) - 1), np.int64(0x7FF << 52), 8
+"""The same of float64, and its size."""
 
 FRACTION_BITS, ONE_FIELD = 23, 127
 """Of a float32: the bits below its exponent field, and the exponent field of 1.0."""
@@ -57,24 +69,32 @@ class Wide(NamedTuple):
     """As of `Narrow`."""
 
 
-def rounding_of(plan: QuantizePlan) -> tuple[Narrow | None, Wide | None, int | None]:
-    """What `quantize_rows` takes of a plan: one of the two ways to round, and a number where elements are divided.
+class Ends(NamedTuple):
+    """By what scaled magnitudes are counted, and what becomes of those beyond the elements."""
 
-    For what is None no code is compiled.
-    """
+    min_normal: float
+    """Smallest normal element."""
+    overflow_start: float
+    """From here on magnitudes overflow."""
+    beyond: float
+    """What those become: the largest element, infinity or NaN."""
+    is_float32: bool
+    """As of `Wide`."""
+
+
+def _rounding_of(plan: QuantizePlan, *, is_float64: bool) -> tuple[Narrow | None, Wide | None]:
+    """One of the two ways to round; for what is None no code is compiled."""
     element = plan.scheme.element
     zero = np.float32(-0.0 if element.has_negative_zero else 0.0)
-    divides = 1 if is_divided(plan) else None
-    if plan.rounding is not Rounding.EVEN or element.taper or element.num_bits > NARROW_BITS:
-        wide = Wide(constants_of(element, plan.rounding), state_of(plan.seed), plan.scale_rule is None, zero)
-        return None, wide, divides
+    if is_float64 or plan.rounding is not Rounding.EVEN or element.taper or element.num_bits > NARROW_BITS:
+        return None, Wide(constants_of(element, plan.rounding), state_of(plan.seed), plan.scale_rule is None, zero)
     narrow = Narrow(
         lowest_field=np.int32((element.emin + ONE_FIELD) << FRACTION_BITS),
         anchor_step=np.int32((FRACTION_BITS - element.mantissa_bits) << FRACTION_BITS),
         limit=np.float32(element.maximum).view(np.int32),
         zero=zero,
     )
-    return narrow, None, divides
+    return narrow, None
 
 
 @compiled
@@ -93,39 +113,67 @@ def _narrow(number: np.int32, before: np.float32, after: np.float32, how: Narrow
 
 
 @compiled
-def _wide_row(  # noqa: PLR0917 - numba knows no keyword-only arguments
-    numbers: NDArray[Any],
-    results: NDArray[Any],
-    before: NDArray[np.float32],
-    after: NDArray[np.float32],
-    scratch_2C: NDArray[np.float64],
-    place: int,
-    how: Wide,
+def _quantize_rows(  # noqa: PLR0917 - numba knows no keyword-only arguments
+    numbers_RC: NDArray[Any],
+    results_RC: NDArray[Any],
+    group_R: NDArray[np.int64],
+    before_GK: NDArray[np.float32],
+    after_GK: NDArray[np.float32],
+    run: int,
+    narrow: Narrow,
     divides: int | None,
 ) -> None:
-    """What `quantize_rows` does with a row, by what rounds in float64; each step is a loop of vector instructions."""
-    from_bits, to_bits = 8 * (4 - numbers.itemsize), 8 * (4 - results.itemsize)
-    kind = results.dtype.type
-    scaled, rounded = scratch_2C[0, : numbers.size], scratch_2C[1, : numbers.size]
-    for index in range(numbers.size):
-        magnitude = abs(np.int32(np.int32(numbers[index]) << from_bits).view(np.float32))
-        value, factor = np.float64(magnitude), np.float64(before[index])
-        quotient = value * factor if divides is None else np.divide(value, factor)
-        scaled[index] = np.float64(np.float32(quotient)) if how.is_float32 else quotient
-    if how.element.kind == RANDOM:
-        draw(scaled, how.element, how.state, place, rounded)
-    else:
-        round_block(scaled, how.element, rounded)
-    for index in range(numbers.size):
-        number = np.int32(np.int32(numbers[index]) << from_bits).view(np.float32)
-        signed = np.float32(np.copysign(np.float32(rounded[index]), number) + how.zero)
-        result = np.float32(signed * after[index])
-        is_number = number == number  # noqa: PLR0124 - NaN is not itself
-        results[index] = kind(np.float32(result if is_number else np.nan).view(np.int32) >> to_bits)
+    """Write what numbers become: each divided by, or times, the first factor of its group, rounded, times the second.
+
+    Numbers and results are patterns: of float32 as int32, of bfloat16 as uint16. Groups are those of the row, and
+    within it of `run` neighbours each. NaN stays NaN, and so does a group whose second factor is.
+    """
+    num_columns, kind = numbers_RC.shape[1], results_RC.dtype.type
+    from_bits, to_bits = 8 * (4 - numbers_RC.itemsize), 8 * (4 - results_RC.itemsize)
+    for row in range(numbers_RC.shape[0]):
+        numbers_C, results_C = numbers_RC[row], results_RC[row]
+        before_K, after_K = before_GK[group_R[row]], after_GK[group_R[row]]
+        if run == 1:
+            for index in range(num_columns):
+                number = np.int32(np.int32(numbers_C[index]) << from_bits)
+                found = _narrow(number, before_K[index], after_K[index], narrow, divides)
+                results_C[index] = kind(found >> to_bits)
+        else:
+            for start in range(0, num_columns, run):
+                numbers, results = numbers_C[start : start + run], results_C[start : start + run]
+                before, after = before_K[start // run], after_K[start // run]
+                for index in range(numbers.size):
+                    number = np.int32(np.int32(numbers[index]) << from_bits)
+                    results[index] = kind(_narrow(number, before, after, narrow, divides) >> to_bits)
 
 
 @compiled
-def quantize_rows(  # noqa: PLR0917 - as above
+def _spread(factors_K: NDArray[np.float32], run: int, spread_C: NDArray[np.float64]) -> None:
+    """Write the factor of each number of a row."""
+    if run == 1:
+        spread_C[:] = factors_K
+    else:
+        for start in range(0, spread_C.size, run):
+            spread_C[start : start + run] = factors_K[start // run]
+
+
+@compiled
+def _scale(
+    numbers_C: NDArray[Any],
+    before_C: NDArray[np.float64],
+    is_float32: bool,  # noqa: FBT001 - as above
+    divides: int | None,
+    scaled_C: NDArray[np.float64],
+) -> None:
+    """Write the magnitudes of a row, divided by factors or times them."""
+    for index in range(numbers_C.size):
+        magnitude, factor = abs(np.float64(numbers_C[index])), before_C[index]
+        scaled = magnitude * factor if divides is None else np.divide(magnitude, factor)
+        scaled_C[index] = np.float64(np.float32(scaled)) if is_float32 else scaled
+
+
+@compiled
+def _quantize_wide_rows(  # noqa: PLR0917 - as above
     numbers_RC: NDArray[Any],
     results_RC: NDArray[Any],
     group_R: NDArray[np.int64],
@@ -133,91 +181,337 @@ def quantize_rows(  # noqa: PLR0917 - as above
     after_GK: NDArray[np.float32],
     run: int,
     first_place: int,
-    narrow: Narrow | None,
-    wide: Wide | None,
+    wide: Wide,
     divides: int | None,
 ) -> None:
-    """Write what numbers become: each divided by, or times, the first factor of its group, rounded, times the second.
+    """The same in float64, of numbers and results that are float32 or float64.
 
-    Numbers and results are patterns: of float32 as int32, of bfloat16 as uint16. Groups are those of the row, and
-    within it of `run` neighbours each. `first_place` is the index of the first number in C order of the tensor. NaN
-    stays NaN, and so does a group whose second factor is.
+    `first_place` is the index of the first number in C order of the tensor. Each step is a loop of vector instructions.
     """
     num_columns, kind = numbers_RC.shape[1], results_RC.dtype.type
-    from_bits, to_bits = 8 * (4 - numbers_RC.itemsize), 8 * (4 - results_RC.itemsize)
-    spread_2C = np.empty((2, num_columns), dtype=np.float32)
-    scratch_2C = np.empty((2, num_columns))
+    scratch_4C = np.empty((4, num_columns))
+    before_C, after_C, scaled_C, rounded_C = scratch_4C[0], scratch_4C[1], scratch_4C[2], scratch_4C[3]
     for row in range(numbers_RC.shape[0]):
         numbers_C, results_C = numbers_RC[row], results_RC[row]
-        before_K, after_K = before_GK[group_R[row]], after_GK[group_R[row]]
-        if wide is not None:
-            if run == 1:
-                spread_2C[0, :], spread_2C[1, :] = before_K, after_K
-            else:
-                for start in range(0, num_columns, run):
-                    spread_2C[0, start : start + run] = before_K[start // run]
-                    spread_2C[1, start : start + run] = after_K[start // run]
-            place = first_place + row * num_columns
-            _wide_row(numbers_C, results_C, spread_2C[0], spread_2C[1], scratch_2C, place, wide, divides)
-        if narrow is not None:
-            if run == 1:
-                for index in range(num_columns):
-                    number = np.int32(np.int32(numbers_C[index]) << from_bits)
-                    found = _narrow(number, before_K[index], after_K[index], narrow, divides)
-                    results_C[index] = kind(found >> to_bits)
-            else:
-                for start in range(0, num_columns, run):
-                    numbers, results = numbers_C[start : start + run], results_C[start : start + run]
-                    before, after = before_K[start // run], after_K[start // run]
-                    for index in range(numbers.size):
-                        number = np.int32(np.int32(numbers[index]) << from_bits)
-                        results[index] = kind(_narrow(number, before, after, narrow, divides) >> to_bits)
+        _spread(before_GK[group_R[row]], run, before_C)
+        _spread(after_GK[group_R[row]], run, after_C)
+        _scale(numbers_C, before_C, wide.is_float32, divides, scaled_C)
+        if wide.element.kind == RANDOM:
+            draw(scaled_C, wide.element, wide.state, first_place + row * num_columns, rounded_C)
+        else:
+            round_block(scaled_C, wide.element, rounded_C)
+        for index in range(num_columns):
+            signed = np.copysign(rounded_C[index], np.float64(numbers_C[index])) + np.float64(wide.zero)
+            is_number = scaled_C[index] >= 0
+            results_C[index] = kind(signed * after_C[index] if is_number else np.nan)
 
 
 @compiled
-def find_largest(
+def _encode_rows(  # noqa: PLR0917 - as above
+    numbers_RC: NDArray[Any],
+    elements_RC: NDArray[np.float32],
+    values_RC: NDArray[Any],
+    codes_RC: NDArray[np.uint8] | None,
+    table: NDArray[np.uint8],
+    group_R: NDArray[np.int64],
+    before_GK: NDArray[np.float32],
+    after_GK: NDArray[np.float32],
+    run: int,
+    ends: Ends,
+    divides: int | None,
+    counts: NDArray[np.int64],
+) -> None:
+    """Write the values and codes of what numbers were rounded to, and add to the counts of `Losses`.
+
+    In blocks that are NaN as a whole, elements become 0, which is what codes then stand for. `table` has the code of
+    each pattern of bfloat16.
+    """
+    num_columns, kind = numbers_RC.shape[1], values_RC.dtype.type
+    scratch_3C = np.empty((3, num_columns))
+    before_C, after_C, scaled_C = scratch_3C[0], scratch_3C[1], scratch_3C[2]
+    underflow, flushed, overflow = np.int64(0), np.int64(0), np.int64(0)
+    spoiled, nan, inf = np.int64(0), np.int64(0), np.int64(0)
+    for row in range(numbers_RC.shape[0]):
+        numbers_C, elements_C, values_C = numbers_RC[row], elements_RC[row], values_RC[row]
+        _spread(before_GK[group_R[row]], run, before_C)
+        _spread(after_GK[group_R[row]], run, after_C)
+        _scale(numbers_C, before_C, ends.is_float32, divides, scaled_C)
+        for index in range(num_columns):
+            magnitude, scaled = abs(np.float64(numbers_C[index])), scaled_C[index]
+            is_finite, is_scaled = magnitude < np.inf, scaled >= 0
+            is_counted = is_finite & is_scaled & (magnitude > 0)
+            underflow += is_counted & (scaled < ends.min_normal)
+            flushed += is_counted & (elements_C[index] == 0)
+            overflow += is_counted & (scaled >= ends.overflow_start)
+            spoiled += is_finite & (not is_scaled)
+            nan += not magnitude <= np.inf
+            inf += magnitude == np.inf
+        for index in range(num_columns):
+            beyond = np.copysign(ends.beyond, np.float64(numbers_C[index]))
+            element = beyond if scaled_C[index] >= ends.overflow_start else np.float64(elements_C[index])
+            value = element * after_C[index]
+            values_C[index] = kind(value)
+            elements_C[index] = np.float32(element if after_C[index] == after_C[index] else 0.0)
+        if codes_RC is not None:
+            codes_C = codes_RC[row]
+            for index in range(num_columns):
+                codes_C[index] = table[np.uint32(np.float32(elements_C[index]).view(np.uint32) >> 16)]
+    counts[0], counts[1], counts[2] = underflow, flushed, overflow
+    counts[3], counts[4], counts[5] = spoiled, nan, inf
+
+
+@compiled
+def _find_largest(  # noqa: PLR0917 - as above
     numbers_RC: NDArray[Any],
     group_R: NDArray[np.int64],
     run: int,
-    end: np.int32,
-    largest_GK: NDArray[np.int32],
+    top: np.int32 | np.int64,
+    end: np.int32 | np.int64,
+    largest_GK: NDArray[Any],
 ) -> None:
     """Raise the patterns of the largest magnitudes of groups to those of their numbers whose patterns are below `end`.
 
-    Patterns of magnitudes are in the order of the magnitudes: an infinity ends what is finite, and NaN is beyond it.
+    Patterns of magnitudes, which are those below `top`, are in the order of the magnitudes: an infinity ends what is
+    finite, and NaN is beyond it.
     """
-    from_bits = 8 * (4 - numbers_RC.itemsize)
+    kind, from_bits = largest_GK.dtype.type, 8 * (largest_GK.itemsize - numbers_RC.itemsize)
     for row in range(numbers_RC.shape[0]):
         numbers_C, largest_K = numbers_RC[row], largest_GK[group_R[row]]
         if run == 1:
             for index in range(numbers_C.size):
-                magnitude = np.int32(np.int32(np.int32(numbers_C[index]) << from_bits) & MAGNITUDE)
-                largest_K[index] = max(largest_K[index], magnitude if magnitude < end else np.int32(0))
+                magnitude = kind(kind(kind(numbers_C[index]) << from_bits) & top)
+                largest_K[index] = max(largest_K[index], magnitude if magnitude < end else kind(0))
         else:
             for start in range(0, numbers_C.size, run):
-                numbers, largest = numbers_C[start : start + run], np.int32(0)
+                numbers, largest = numbers_C[start : start + run], kind(0)
                 for index in range(numbers.size):
-                    magnitude = np.int32(np.int32(np.int32(numbers[index]) << from_bits) & MAGNITUDE)
-                    largest = max(largest, magnitude if magnitude < end else np.int32(0))
+                    magnitude = kind(kind(kind(numbers[index]) << from_bits) & top)
+                    largest = max(largest, magnitude if magnitude < end else kind(0))
                 largest_K[start // run] = max(largest_K[start // run], largest)
 
 
 @compiled
-def add_squared_errors(
+def _add_squared_errors(
     numbers_RC: NDArray[Any],
-    results_RC: NDArray[np.int32],
+    results_RC: NDArray[Any],
     group_R: NDArray[np.int64],
     run: int,
     errors_GK: NDArray[np.float64],
 ) -> None:
     """Add the squared errors of results to those of their groups, of each row one after the other."""
-    from_bits = 8 * (4 - numbers_RC.itemsize)
     for row in range(numbers_RC.shape[0]):
         errors_K = errors_GK[group_R[row]]
         for start in range(0, numbers_RC.shape[1], run):
             total = 0.0
             for index in range(start, min(start + run, numbers_RC.shape[1])):
-                number = np.int32(np.int32(numbers_RC[row, index]) << from_bits).view(np.float32)
-                error = np.float64(np.int32(results_RC[row, index]).view(np.float32)) - np.float64(number)
+                error = np.float64(results_RC[row, index]) - np.float64(numbers_RC[row, index])
                 total += error * error
             errors_K[start // run] += total
+
+
+def is_compiled(x: torch.Tensor, *, plan: QuantizePlan) -> bool:
+    """Whether the compiled loops know a tensor, its elements, how they round."""
+    import torch
+
+    element, rounding = plan.scheme.element, plan.rounding
+    if x.device.type != "cpu" or not x.numel() or element.coding is Coding.TABLE:
+        return False
+    is_known = rounding in {Rounding.EVEN, Rounding.AWAY, Rounding.FLOOR}
+    if rounding is Rounding.HYBRID:  # looks at the bits of float32
+        has_bits = x.dtype is torch.float32 or (
+            plan.scheme.scaling is not Scaling.NONE and x.dtype.itemsize < WIDE_NBYTES
+        )
+        return has_bits and plan.saturate
+    # What chance, or further bits, decide beyond the largest element, the loops do not know.
+    return is_known or plan.saturate or not element.has_overflow_code
+
+
+Result = TypeVar("Result")
+
+PIECE_SIZE = 1 << 17
+"""Elements that a thread takes at a time: they stay in a core's cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """A contiguous tensor on a CPU as a matrix, for the compiled loops, which work in the threads of torch."""
+
+    groups: ScaleGroups
+    """The tensor and its groups."""
+    numbers_RC: NDArray[Any]
+    """Its patterns."""
+    num_groups: int
+    """Rows of the factors."""
+    group_R: NDArray[np.int64]
+    """By row, the row of the factors of its groups."""
+    run: int
+    """Neighbours in a row that share a factor."""
+    unit: int
+    """Rows whose groups no other row has."""
+
+    @classmethod
+    def of(cls, x: torch.Tensor, *, plan: QuantizePlan) -> Rows:
+        """The rows of a tensor that has elements and at least one dimension."""
+        import torch
+
+        is_known = x.dtype in {torch.bfloat16, torch.float32, torch.float64}
+        groups = ScaleGroups.of((x if is_known else x.to(torch.float32)).contiguous(), plan=plan)
+        outer, along, inner = groups.x_OLI.shape
+        scaling, height = plan.scheme.scaling, plan.scheme.block_rows
+        num_rows, columns = (outer * along, inner) if inner > 1 else (outer, along)
+        place, run, unit = np.arange(num_rows), columns, 1
+        if scaling is Scaling.BLOCK and inner > 1:
+            group, run, unit = place // along * groups.num_runs + place % along // groups.length, 1, along
+        elif scaling is Scaling.BLOCK:
+            unit, run = groups.shape[-2] if height > 1 else 1, groups.length
+            group = place // unit * -(-unit // height) + place % unit // height
+        elif scaling is Scaling.CHANNEL:
+            group, run = (place % along, columns) if inner > 1 else (0 * place, 1)
+        else:
+            group = 0 * place
+        array = array_of(groups.x_OLI)
+        kind = {2: np.uint16, 4: np.int32, 8: np.int64}[array.itemsize]
+        numbers_RC = array.view(kind).reshape(num_rows, columns)
+        num_groups = int(group.max()) + 1
+        return cls(groups=groups, numbers_RC=numbers_RC, num_groups=num_groups, group_R=group, run=run, unit=unit)
+
+    @property
+    def saturates(self) -> bool:
+        """Whether what is beyond the largest element becomes the largest element."""
+        return self.groups.plan.saturate or not self.groups.plan.scheme.element.has_overflow_code
+
+    def _numbers(self, part: slice) -> NDArray[Any]:
+        """The numbers of some rows, as float32 or float64."""
+        own, is_half = self.numbers_RC[part], self.numbers_RC.itemsize == HALF_NBYTES
+        numbers = np.left_shift(own, 16, dtype=np.uint32).view(np.float32) if is_half else own.view(f"f{own.itemsize}")
+        numbers.flags.writeable = False  # one variant of each loop
+        return numbers
+
+    def _of_groups(self, values: torch.Tensor) -> NDArray[Any]:
+        return values.view(self.num_groups, -1).numpy()
+
+    def _each(self, work: Callable[[slice], Result], *, unit: int = 1) -> list[Result]:
+        import torch
+
+        num_rows, columns = self.numbers_RC.shape
+        step = max(1, PIECE_SIZE // (columns * unit)) * unit
+        parts = [slice(start, start + step) for start in range(0, num_rows, step)]
+        return each(work, parts, threads=torch.get_num_threads())
+
+    def _round(
+        self, part: slice, results_RC: NDArray[Any], before_GK: NDArray[np.float32], after_GK: NDArray[np.float32]
+    ) -> None:
+        """Write the values of some rows with these factors, as float32, float64 or patterns of bfloat16."""
+        plan, numbers_RC, group_R = self.groups.plan, self.numbers_RC[part], self.group_R[part]
+        narrow, wide = _rounding_of(plan, is_float64=numbers_RC.itemsize == WIDE_NBYTES)
+        divides = 1 if is_divided(plan) else None
+        is_half = results_RC.itemsize == HALF_NBYTES
+        if narrow is not None:
+            bits_RC = results_RC if is_half else results_RC.view(np.int32)
+            _quantize_rows(numbers_RC, bits_RC, group_R, before_GK, after_GK, self.run, narrow, divides)
+        elif wide is not None:
+            place = part.start * numbers_RC.shape[1]
+            own_RC = np.empty(results_RC.shape, dtype=np.float32) if is_half else results_RC
+            numbers = self._numbers(part)
+            _quantize_wide_rows(numbers, own_RC, group_R, before_GK, after_GK, self.run, place, wide, divides)
+            if is_half:
+                results_RC[...] = own_RC.view(np.uint32) >> 16
+
+    def quantized(self, before: torch.Tensor, after: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+        """The values with factors in `scale_shape`, in the shape of the tensor: bfloat16 that hold all, or wider."""
+        import torch
+
+        values = torch.empty(self.groups.shape, dtype=dtype)
+        results_RC = (values.view(torch.uint16) if dtype is torch.bfloat16 else values).numpy()
+        results_RC = results_RC.reshape(self.numbers_RC.shape)
+        factors = [self._of_groups(one.to(torch.float32)) for one in (before, after)]
+        self._each(lambda part: self._round(part, results_RC[part], *factors))
+        return values
+
+    def encoded(self, before: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """The values with factors in `scale_shape`, the codes, and the counts of `Losses` in their order."""
+        import torch
+
+        plan, element, shape_RC = self.groups.plan, self.groups.plan.scheme.element, self.numbers_RC.shape
+        values = torch.empty(self.groups.shape, dtype=self.groups.value_dtype)
+        codes = torch.empty(self.groups.shape, dtype=code_dtype(element))
+        values_RC, codes_RC = values.numpy().reshape(shape_RC), codes.numpy().reshape(shape_RC)
+        is_narrow, divides = element.num_bits <= NARROW_BITS, 1 if is_divided(plan) else None
+        table = code_table(element.name) if is_narrow else np.zeros(0, dtype=np.uint8)
+        before_GK, after_GK = (self._of_groups(one.to(torch.float32)) for one in (before, after))
+        ones_GK = np.ones_like(after_GK)
+        ends = Ends(
+            min_normal=element.min_normal,
+            overflow_start=element.overflow_start_of(plan.rounding),
+            beyond=element.overflow_value(saturate=plan.saturate),
+            is_float32=plan.scale_rule is None,
+        )
+
+        def work(part: slice) -> NDArray[np.int64]:
+            elements_RC = np.empty(values_RC[part].shape, dtype=np.float32)
+            self._round(part, elements_RC, before_GK, ones_GK)
+            counts, own_RC = np.zeros(len(LOSSES), dtype=np.int64), codes_RC[part] if is_narrow else None
+            factors = self.group_R[part], before_GK, after_GK, self.run
+            _encode_rows(
+                self._numbers(part), elements_RC, values_RC[part], own_RC, table, *factors, ends, divides, counts
+            )
+            if not is_narrow:
+                has_nan = bool(counts[LOSSES.index("nan")])
+                codes_RC[part] = element_codes(torch.from_numpy(elements_RC), element, has_nan=has_nan).numpy()
+            return counts
+
+        return values, codes, np.sum(self._each(work), axis=0).tolist()
+
+    def scales(self) -> GroupScales | None:
+        """Those of all groups; see `ScaleGroups.scales`."""
+        return self.groups.scales(largest=self._largest, errors_of=self._squared_errors)
+
+    def _largest(self) -> tuple[torch.Tensor, float]:
+        """The largest magnitudes of groups, and the largest finite one of all, as `ScaleGroups.scales` takes them."""
+        import torch
+
+        scheme = self.groups.plan.scheme
+        is_block, num_columns = scheme.scaling is Scaling.BLOCK, self.numbers_RC.shape[1]
+        shape = self.num_groups, -(-num_columns // self.run)
+        is_wide = self.numbers_RC.itemsize == WIDE_NBYTES
+        top, infinity = (WIDE_MAGNITUDE, WIDE_INFINITY) if is_wide else (MAGNITUDE, INFINITY)
+        # NaN of any pattern is below this end, and so is no block without it finite.
+        found_GK = self._raised(shape, self.group_R, self.run, top, top if is_block else infinity)
+        of_all = 0.0
+        if scheme.has_tensor_scale:
+            most = found_GK.max()
+            if most >= infinity:
+                most = self._raised((1, 1), 0 * self.group_R, num_columns, top, infinity)[0, 0]
+            of_all = float(most.view(f"f{most.itemsize}"))
+        found = torch.from_numpy(found_GK.view(f"f{found_GK.itemsize}")).to(torch.float64)
+        return found.view(self.groups.scale_shape or (1,)), of_all
+
+    def _raised(self, shape: tuple[int, int], group_R: NDArray[np.int64], run: int, top: Any, end: Any) -> NDArray[Any]:
+        """The patterns of the largest magnitudes below an end; of few groups those of each part apart."""
+        is_shared = group_R is not self.group_R or self.groups.plan.scheme.scaling is not Scaling.BLOCK
+        found_GK = np.zeros(shape, dtype=top.dtype)
+
+        def work(part: slice) -> NDArray[Any]:
+            own_GK = np.zeros(shape, dtype=top.dtype) if is_shared else found_GK
+            _find_largest(self.numbers_RC[part], group_R[part], run, top, end, own_GK)
+            return own_GK
+
+        for own_GK in self._each(work, unit=self.unit):
+            if is_shared:
+                np.maximum(found_GK, own_GK, out=found_GK)
+        return found_GK
+
+    def _squared_errors(self, scales: GroupScales) -> torch.Tensor:
+        """What the squared errors of the values of each group add up to, in `scale_shape`."""
+        import torch
+
+        values = self.quantized(*factors_of(scales, plan=self.groups.plan), dtype=self.groups.value_dtype)
+        results_RC = values.numpy().reshape(self.numbers_RC.shape)
+        errors = torch.zeros_like(scales.values)
+        errors_GK = self._of_groups(errors)
+
+        def work(part: slice) -> None:
+            _add_squared_errors(self._numbers(part), results_RC[part], self.group_R[part], self.run, errors_GK)
+
+        self._each(work, unit=self.unit)
+        return errors

@@ -11,22 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
-import numpy as np
-
-from ranktape.analyze.numerics.formats import FORMATS, Coding, Rounding
-from ranktape.analyze.numerics.pieces import array_of, check_readable, each
-from ranktape.analyze.numerics.quantization.kernels import (
-    INFINITY,
-    MAGNITUDE,
-    add_squared_errors,
-    find_largest,
-    quantize_rows,
-    rounding_of,
-)
+from ranktape.analyze.numerics.formats import FORMATS
+from ranktape.analyze.numerics.pieces import check_readable
 from ranktape.analyze.numerics.quantization.plan import (
     OperandOptions,
     QuantizeOptions,
@@ -35,17 +25,14 @@ from ranktape.analyze.numerics.quantization.plan import (
     plan_of,
     recipe_plan,
 )
-from ranktape.analyze.numerics.quantization.quantizer import ScaleGroups, quantize_planned
+from ranktape.analyze.numerics.quantization.quantizer import ScaledTensor
 from ranktape.analyze.numerics.quantization.rotation import rotated
-from ranktape.analyze.numerics.quantization.scales import GroupScales, factors_of
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.numerics.recipes.recipe import OPERANDS, ProductRecipe
 from ranktape.errors import UsageError
-from ranktape.storage.format.dtypes import HALF_NBYTES
 
 if TYPE_CHECKING:
     import torch
-    from numpy.typing import NDArray
 
 
 def quantized_values(x: torch.Tensor, scheme: str, **options: Unpack[QuantizeOptions]) -> torch.Tensor:
@@ -151,196 +138,29 @@ def _values_and_factor(
     """
     import torch
 
-    is_plain = x.device.type == "cpu" and x.layout is torch.strided and x.is_floating_point() and x.numel() > 0
-    if is_plain and x.dtype is not torch.float64 and _is_compiled(plan):
-        return _compiled_values(x.detach(), plan=plan, is_apart=is_apart)
-    slow = quantize_planned(x, plan=plan, is_apart=is_apart)
-    if not is_apart:
-        return slow.values, 1.0
-    factor: float | torch.Tensor = 1.0 if slow.tensor_scale is None else slow.tensor_scale
-    if plan.scheme.scaling is Scaling.TENSOR:
-        factor = float(slow.scale_values)
-    elif plan.scheme.scaling is Scaling.CHANNEL:
-        factor = slow.scale_values.to(torch.float32)
-    return slow.values, factor
+    scaled = ScaledTensor.of(x, plan=plan, is_apart=is_apart)
+    is_wanted = (is_apart or x.dtype is torch.bfloat16) and x.dtype is not torch.float64 and not plan.rotation
+    is_bf16 = is_wanted and scaled.rows is not None and _gives_bf16(scaled, is_apart=is_apart)
+    return scaled.values(torch.bfloat16 if is_bf16 else scaled.groups.value_dtype), scaled.factor
 
 
-def _is_compiled(plan: QuantizePlan) -> bool:
-    """Whether the compiled loop knows the elements of a plan, how they round and what becomes of those beyond them."""
-    element = plan.scheme.element
-    has_end = plan.saturate or not element.has_overflow_code
-    return has_end and plan.rounding is not Rounding.HYBRID and element.coding is not Coding.TABLE
-
-
-def _compiled_values(
-    x: torch.Tensor, *, plan: QuantizePlan, is_apart: bool
-) -> tuple[torch.Tensor, float | torch.Tensor]:
-    """The same by the compiled loop, of a tensor on a CPU that has elements and is not float64."""
-    import torch
-
-    scheme, shape = plan.scheme, x.shape
-    given = (x if x.dtype in {torch.float32, torch.bfloat16} else x.to(torch.float32)).contiguous()
-    given = given.view(shape or (1,))
-    if plan.rotation:
-        given = rotated(given, axis=plan.axis, size=plan.rotation, seed=plan.rotation_seed)
-    rows = _Rows.of(ScaleGroups.of(given, plan=plan))
-    scales = rows.groups.scales(largest=rows.largest, errors_of=rows.squared_errors)
-    before = after = torch.ones(1, dtype=torch.float64)
-    factor: float | torch.Tensor = 1.0
-    if scales is not None:
-        before, after = factors_of(scales, plan=plan)
-        if is_apart and scheme.scaling is Scaling.BLOCK:
-            after = scales.values
-            factor = 1.0 if scales.tensor is None else scales.tensor.scale
-        elif is_apart:
-            factor = scales.values.to(torch.float32) if scheme.scaling is Scaling.CHANNEL else float(scales.values)
-            after = torch.ones_like(after)
-    is_wanted = (is_apart or x.dtype is torch.bfloat16) and not plan.rotation
-    is_bf16 = is_wanted and _gives_bf16(scales, after, plan=plan, is_apart=is_apart)
-    values = rows.quantized(before, after, dtype=torch.bfloat16 if is_bf16 else torch.float32)
-    if plan.rotation:
-        values = rotated(values, axis=plan.axis, size=plan.rotation, seed=plan.rotation_seed, is_back=True)
-    return values.view(shape), factor
-
-
-def _gives_bf16(scales: GroupScales | None, after: torch.Tensor, *, plan: QuantizePlan, is_apart: bool) -> bool:
-    """Whether elements times these factors are numbers of bfloat16, whatever the elements are."""
-    element, scheme, narrow = plan.scheme.element, plan.scheme, FORMATS["bf16"]
+def _gives_bf16(scaled: ScaledTensor, *, is_apart: bool) -> bool:
+    """Whether values are numbers of bfloat16, whatever the elements are."""
+    scheme, scales, narrow = scaled.groups.plan.scheme, scaled.scales, FORMATS["bf16"]
+    element = scheme.element
     if element.mantissa_bits > narrow.mantissa_bits or element.exponent_bits > narrow.exponent_bits:
         return False
     if scales is None or scheme.scaling is not Scaling.BLOCK:
         return scales is None or is_apart
     if scheme.has_power_scales:
+        least = narrow.min_subnormal / element.min_subnormal
+        if scaled.after.amin() >= least:
+            return True
         # Blocks of zeros have the lowest scale that there is, and no bits to lose.
         has_bits = (scales.largest > 0) & scales.largest.isfinite()
-        return bool((after * element.min_subnormal >= narrow.min_subnormal).logical_or_(~has_bits).all())
+        return bool((scaled.after >= least).logical_or_(~has_bits).all())
     bits = element.mantissa_bits + 1 + (0 if scheme.scale is None else scheme.scale.mantissa_bits + 1)
     return (scales.tensor is None or is_apart) and bits <= narrow.mantissa_bits + 1
-
-
-Result = TypeVar("Result")
-
-PIECE_SIZE = 1 << 17
-"""Elements that a thread takes at a time: they stay in a core's cache."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Rows:
-    """A contiguous tensor on a CPU as a matrix, for the compiled loops, which work in the threads of torch."""
-
-    groups: ScaleGroups
-    """The tensor and its groups."""
-    numbers_RC: NDArray[Any]
-    """Its patterns."""
-    num_groups: int
-    """Rows of the factors."""
-    group_R: NDArray[np.int64]
-    """By row, the row of the factors of its groups."""
-    run: int
-    """Neighbours in a row that share a factor."""
-    unit: int
-    """Rows whose groups no other row has."""
-
-    @classmethod
-    def of(cls, groups: ScaleGroups) -> _Rows:
-        """The rows of a tensor."""
-        outer, along, inner = groups.x_OLI.shape
-        scaling, height = groups.plan.scheme.scaling, groups.plan.scheme.block_rows
-        num_rows, columns = (outer * along, inner) if inner > 1 else (outer, along)
-        place, run, unit = np.arange(num_rows), columns, 1
-        if scaling is Scaling.BLOCK and inner > 1:
-            group, run, unit = place // along * groups.num_runs + place % along // groups.length, 1, along
-        elif scaling is Scaling.BLOCK:
-            unit, run = groups.shape[-2] if height > 1 else 1, groups.length
-            group = place // unit * -(-unit // height) + place % unit // height
-        elif scaling is Scaling.CHANNEL:
-            group, run = (place % along, columns) if inner > 1 else (0 * place, 1)
-        else:
-            group = 0 * place
-        numbers_RC = _patterns(groups.x_OLI).reshape(num_rows, columns)
-        num_groups = int(group.max()) + 1
-        return cls(groups=groups, numbers_RC=numbers_RC, num_groups=num_groups, group_R=group, run=run, unit=unit)
-
-    def _of_groups(self, values: torch.Tensor) -> NDArray[Any]:
-        return values.view(self.num_groups, -1).numpy()
-
-    def _each(self, work: Callable[[slice], Result], *, unit: int = 1) -> list[Result]:
-        num_rows, columns = self.numbers_RC.shape
-        step = max(1, PIECE_SIZE // (columns * unit)) * unit
-        parts = [slice(start, start + step) for start in range(0, num_rows, step)]
-        import torch
-
-        return each(work, parts, threads=torch.get_num_threads())
-
-    def quantized(self, before: torch.Tensor, after: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-        """The values with factors in `scale_shape`, in float32 or bfloat16, in the shape of the tensor."""
-        import torch
-
-        values = torch.empty(self.groups.shape, dtype=dtype)
-        bits = torch.uint16 if dtype is torch.bfloat16 else torch.int32
-        results_RC = values.view(bits).numpy().reshape(self.numbers_RC.shape)
-        factors = [self._of_groups(one.to(torch.float32)) for one in (before, after)]
-        narrow, wide, divides = rounding_of(self.groups.plan)
-
-        def work(part: slice) -> None:
-            own = self.numbers_RC[part], results_RC[part], self.group_R[part], factors[0], factors[1]
-            quantize_rows(*own, self.run, part.start * self.numbers_RC.shape[1], narrow, wide, divides)
-
-        self._each(work)
-        return values
-
-    def largest(self) -> tuple[torch.Tensor, float]:
-        """The largest magnitudes of groups, and the largest finite one of all, as `ScaleGroups.scales` takes them."""
-        import torch
-
-        scheme = self.groups.plan.scheme
-        is_block, num_columns = scheme.scaling is Scaling.BLOCK, self.numbers_RC.shape[1]
-        shape = self.num_groups, -(-num_columns // self.run)
-        # NaN of any pattern is below this end, and so is no block without it finite.
-        end = MAGNITUDE if is_block else INFINITY
-        found_GK = self._raised(shape, self.group_R, self.run, end)
-        of_all = 0.0
-        if scheme.has_tensor_scale:
-            most = np.int32(found_GK.max())
-            if most >= INFINITY:
-                most = self._raised((1, 1), 0 * self.group_R, num_columns, INFINITY)[0, 0]
-            of_all = float(most.view(np.float32))
-        found = torch.from_numpy(found_GK.view(np.float32)).to(torch.float64)
-        return found.view(self.groups.scale_shape or (1,)), of_all
-
-    def _raised(self, shape: tuple[int, int], group_R: NDArray[np.int64], run: int, end: np.int32) -> NDArray[np.int32]:
-        """The patterns of the largest magnitudes below an end; of few groups those of each part apart."""
-        is_shared = group_R is not self.group_R or self.groups.plan.scheme.scaling is not Scaling.BLOCK
-        found_GK = np.zeros(shape, dtype=np.int32)
-
-        def work(part: slice) -> NDArray[np.int32]:
-            own_GK = np.zeros(shape, dtype=np.int32) if is_shared else found_GK
-            find_largest(self.numbers_RC[part], group_R[part], run, end, own_GK)
-            return own_GK
-
-        for own_GK in self._each(work, unit=self.unit):
-            np.maximum(found_GK, own_GK, out=found_GK)
-        return found_GK
-
-    def squared_errors(self, scales: GroupScales) -> torch.Tensor:
-        """What the squared errors of the values of each group add up to, in `scale_shape`."""
-        import torch
-
-        values = self.quantized(*factors_of(scales, plan=self.groups.plan), dtype=torch.float32)
-        results_RC = _patterns(values).reshape(self.numbers_RC.shape)
-        errors = torch.zeros_like(scales.values)
-        errors_GK = self._of_groups(errors)
-
-        def work(part: slice) -> None:
-            add_squared_errors(self.numbers_RC[part], results_RC[part], self.group_R[part], self.run, errors_GK)
-
-        self._each(work, unit=self.unit)
-        return errors
-
-
-def _patterns(tensor: torch.Tensor) -> NDArray[Any]:
-    array = array_of(tensor)
-    return array.view(np.uint16 if array.itemsize == HALF_NBYTES else np.int32)
 
 
 SMALL = 1 << 22

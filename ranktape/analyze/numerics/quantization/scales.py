@@ -1,22 +1,37 @@
-"""Gives the scales of groups of elements, NVFP4's two levels among them, as arrays of numpy or tensors of torch."""
+"""Gives the scales of groups of elements, NVFP4's two levels among them, as arrays of numpy or tensors of torch.
+
+The groups are those of a tensor on any device; operations of torch scale and round them in float64, piece by piece.
+"""
+
+# Shapes: O = everything before the axis, L = elements along it, B = groups along it, I = everything after it.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ranktape.analyze.numerics.formats import FORMATS, Rounding
+from ranktape.analyze.numerics.formats import FORMATS, Coding, Rounding
 from ranktape.analyze.numerics.formats.values import (
     NARROW_BITS,
     namespace,
     narrow_codes,
+    nearest_in_table,
     powers_of_two,
     round_magnitudes,
 )
 from ranktape.analyze.numerics.quantization.plan import QuantizePlan
 from ranktape.analyze.numerics.quantization.schemes import ScaleRecipe, Scaling, exact_target, scale_exponents
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_FLOAT32 = FORMATS["fp32"].maximum
 
@@ -97,8 +112,7 @@ def tensor_scale_of(level: float, recipe: ScaleRecipe) -> TensorScale:
 
 def _nearest_float32(number: float) -> float:
     """The nearest float32, the largest one at most."""
-    with np.errstate(over="ignore"):
-        return min(float(np.float32(number)), MAX_FLOAT32)
+    return float(np.float32(min(number, MAX_FLOAT32)))
 
 
 def _shifted(number: float, offset: int) -> float:
@@ -208,3 +222,211 @@ def factors_of(scales: GroupScales, *, plan: QuantizePlan) -> tuple[Any, Any]:
         inverse = _number(_nearest_float32(1.0 / tensor.scale), narrow)
         before = xp.clip(inverse / narrow, None, MAX_FLOAT32)
     return xp.asarray(before, dtype=xp.float64), xp.asarray(after, dtype=xp.float64)
+
+
+Part: TypeAlias = tuple[slice, slice, slice]
+"""A piece of a tensor in three dimensions."""
+
+PIECE_SIZE, DEVICE_PIECE_SIZE = 1 << 17, 1 << 22
+"""Elements of a piece on a CPU, where it stays in a cache, and on other devices, where each operation is a launch."""
+
+_INFINITIES = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF << 52}
+"""The pattern of an infinity: those of larger magnitude are NaN."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScaleGroups:
+    """A tensor in three dimensions, and the groups along the second one whose elements share a scale."""
+
+    x_OLI: torch.Tensor
+    """The elements."""
+    shape: tuple[int, ...]
+    """The tensor's own."""
+    plan: QuantizePlan
+    """How it is quantised."""
+    length: int
+    """Elements of a group along the axis; tiles are such runs in several rows."""
+
+    @classmethod
+    def of(cls, x: torch.Tensor, *, plan: QuantizePlan) -> ScaleGroups:
+        """The groups of a tensor with at least one dimension."""
+        shape = tuple(x.shape)
+        sizes = math.prod(shape[: plan.axis]), shape[plan.axis], math.prod(shape[plan.axis + 1 :])
+        length = min(plan.group_length(shape), max(1, sizes[1]))
+        return cls(x_OLI=x.reshape(sizes), shape=shape, plan=plan, length=length)
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """Of dequantised values: float64 of float64, float32 of every other type."""
+        import torch
+
+        return torch.float64 if self.x_OLI.dtype is torch.float64 else torch.float32
+
+    @property
+    def num_runs(self) -> int:
+        """Groups along the axis; the last one may be shorter."""
+        return -(-self.x_OLI.shape[1] // self.length)
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """The shape of the scales."""
+        axis, scheme = self.plan.axis, self.plan.scheme
+        if scheme.scaling is not Scaling.BLOCK:
+            return (self.shape[axis],) if scheme.scaling is Scaling.CHANNEL else ()
+        found = [*self.shape[:axis], self.num_runs, *self.shape[axis + 1 :]]
+        if scheme.block_rows > 1:
+            found[-2] = -(-found[-2] // scheme.block_rows)
+        return tuple(found)
+
+    def parts(self, unit: int = 1) -> Iterator[Part]:
+        """Pieces that cover the tensor once, with whole runs of `unit` elements along the axis."""
+        outer, along, inner = self.x_OLI.shape
+        size = PIECE_SIZE if self.x_OLI.device.type == "cpu" else DEVICE_PIECE_SIZE
+        columns = max(1, min(inner, size // unit))
+        rows = max(1, size // (columns * unit)) * unit
+        planes = max(1, size // max(1, columns * along)) if columns == inner and rows >= along else 1
+        cuts = zip((outer, along, inner), (planes, rows, columns), strict=True)
+        yield from itertools.product(
+            *([slice(start, min(start + step, end)) for start in range(0, end, step)] for end, step in cuts)
+        )
+
+    def scales(
+        self,
+        *,
+        largest: Callable[[], tuple[torch.Tensor, float]] | None = None,
+        errors_of: Callable[[GroupScales], torch.Tensor] | None = None,
+    ) -> GroupScales | None:
+        """The scales of all groups, in `scale_shape`; None without.
+
+        They follow from the `largest` magnitudes of groups, those of blocks not always finite, and the largest finite
+        one of all, which is looked for where scales have a scale. Of two scales that a block may have, the better one
+        has the smaller of `errors_of`, the squared errors of its values added up one after the other, and those of the
+        rows of a tile.
+        """
+        if self.plan.scheme.scaling is Scaling.NONE:
+            return None
+        magnitudes, of_all = (largest or self._largest)()
+        first = group_scales(magnitudes, plan=self.plan, largest_of_all=of_all)
+        if not self.plan.four_over_six:
+            return first
+        second = group_scales(magnitudes, plan=self.plan, largest_of_all=of_all, stretch=STRETCH)
+        squared_errors = errors_of or self._squared_errors
+        is_better = squared_errors(second) < squared_errors(first)
+        return dataclasses.replace(first, values=second.values.where(is_better, first.values))
+
+    def _largest(self) -> tuple[torch.Tensor, float]:
+        """See `scales`: patterns of magnitudes are in the order of the magnitudes, and compared in less time."""
+        import torch
+
+        scheme, x_OLI = self.plan.scheme, self.x_OLI
+        wide = x_OLI if x_OLI.dtype.itemsize > 1 else x_OLI.to(torch.float32)
+        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[wide.dtype.itemsize]
+        patterns, top = wide.view(kind), torch.iinfo(kind).max
+        infinity = _INFINITIES[str(wide.dtype).removeprefix("torch.")]
+
+        def finite(part: Part) -> torch.Tensor:
+            magnitudes = patterns[part] & top
+            return magnitudes.masked_fill_(magnitudes >= infinity, 0)
+
+        if scheme.scaling is Scaling.BLOCK:
+            found = torch.zeros((x_OLI.shape[0], self.num_runs, x_OLI.shape[2]), dtype=kind, device=x_OLI.device)
+            for part in self.parts(self.length):
+                found[self._runs(part)] = _in_runs(patterns[part] & top, self.length).amax(2)
+        else:
+            dims = (0, 2) if scheme.scaling is Scaling.CHANNEL else (0, 1, 2)
+            found = torch.zeros(self.scale_shape or (1,), dtype=kind, device=x_OLI.device)
+            for part in self.parts():
+                own = found[part[1]] if scheme.scaling is Scaling.CHANNEL else found
+                own.copy_(own.maximum(finite(part).amax(dims)))
+        of_all = 0.0
+        if scheme.has_tensor_scale and found.numel():
+            most = found.amax()
+            if most >= infinity:
+                most = torch.stack([finite(part).amax() for part in self.parts()]).amax()
+            of_all = float(most.view(wide.dtype))
+        return self._in_tiles(found.view(wide.dtype).to(torch.float64), torch.maximum), of_all
+
+    def _runs(self, part: Part) -> Part:
+        """Which groups the elements of a piece are of."""
+        return part[0], slice(part[1].start // self.length, -(-part[1].stop // self.length)), part[2]
+
+    def _squared_errors(self, scales: GroupScales) -> torch.Tensor:
+        """The squared errors of the values of each block with these scales, added up one after the other."""
+        import torch
+
+        factors = tuple(self.in_three(one) for one in factors_of(scales, plan=self.plan))
+        found = torch.zeros_like(self.in_three(scales.values))
+        for part in self.parts(self.length):
+            rounded = self.rounded(part, factors)[1].clamp(max=self.plan.scheme.element.maximum)
+            values = (rounded * self.part_of(factors[1], part)).to(self.value_dtype).to(torch.float64)
+            squares = (values - self.x_OLI[part].to(torch.float64).abs()).square_()
+            # One after the other, as a loop does: a sum adds pairs.
+            found[self._runs(part)] = functools.reduce(operator.add, _in_runs(squares, self.length).unbind(2))
+        return self._in_tiles(found, operator.add)
+
+    def _in_tiles(
+        self, of_runs: torch.Tensor, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """What is known of runs, in `scale_shape`: of those that are the rows of a tile together."""
+        rows = self.plan.scheme.block_rows
+        if rows == 1:
+            return of_runs.view(self.scale_shape)
+        by_rows = _in_runs(of_runs.view(math.prod(self.shape[:-2]), self.shape[-2], self.num_runs), rows)
+        return functools.reduce(combine, by_rows.unbind(2)).view(self.scale_shape)
+
+    def in_three(self, of_groups: torch.Tensor) -> torch.Tensor:
+        """What is known of groups, in `scale_shape`, in three dimensions: of tiles for each of their rows."""
+        if self.plan.scheme.scaling is not Scaling.BLOCK:
+            return of_groups.view(1, -1, 1)
+        rows = self.plan.scheme.block_rows
+        if rows > 1:
+            of_groups = of_groups.repeat_interleave(rows, dim=-2)[..., : self.shape[-2], :]
+        return of_groups.reshape(self.x_OLI.shape[0], self.num_runs, self.x_OLI.shape[2])
+
+    def part_of(self, in_three: torch.Tensor, part: Part) -> torch.Tensor:
+        """Of each element of a piece what is known of its group, or of all at once."""
+        import torch
+
+        if self.plan.scheme.scaling is not Scaling.BLOCK:
+            return in_three if in_three.shape[1] == 1 else in_three[:, part[1]]
+        place = torch.arange(part[1].start, part[1].stop, device=in_three.device) // self.length
+        return in_three[self._runs(part)].index_select(1, place - part[1].start // self.length)
+
+    def rounded(self, part: Part, factors: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The magnitudes of a piece, scaled, and what they are rounded to, were the format without end."""
+        import torch
+
+        plan, element, own = self.plan, self.plan.scheme.element, self.x_OLI[part]
+        exact = own.to(torch.float64)
+        scaled = exact.abs()
+        if factors is not None:
+            before = self.part_of(factors[0], part)
+            scaled = scaled / before if is_divided(plan) else scaled * before
+            if plan.scale_rule is None:  # scales that programs divide by in float32
+                scaled = scaled.to(torch.float32).to(torch.float64)
+        if element.coding is Coding.TABLE:
+            return scaled, nearest_in_table(scaled.copysign(exact), target=element).abs()
+        source = own if factors is None else scaled.copysign(exact).to(torch.float32)
+        places = self._places(part) if plan.rounding is Rounding.STOCHASTIC else None
+        rounded: torch.Tensor = round_magnitudes(
+            scaled, element=element, rounding=plan.rounding, seed=plan.seed, places=places, source=source
+        )
+        return scaled, rounded
+
+    def _places(self, part: Part) -> torch.Tensor:
+        """The indices of the elements of a piece in C order of the tensor."""
+        import torch
+
+        _, along, inner = self.x_OLI.shape
+        outer, place, index = (torch.arange(one.start, one.stop, device=self.x_OLI.device) for one in part)
+        return (outer[:, None, None] * along + place[:, None]) * inner + index
+
+
+def _in_runs(x_OLI: torch.Tensor, length: int) -> torch.Tensor:
+    """The elements by their runs along the second dimension, the last one filled up with zeros."""
+    import torch
+
+    missing = -x_OLI.shape[1] % length
+    filled = torch.nn.functional.pad(x_OLI, (0, 0, 0, missing)) if missing else x_OLI
+    runs: torch.Tensor = filled.unflatten(1, (filled.shape[1] // length, length))
+    return runs

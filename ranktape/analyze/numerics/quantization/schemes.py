@@ -200,9 +200,18 @@ def unbounded_exponents(largest: Any, *, rule: ScaleRule, element: Format) -> An
 
     The magnitudes are finite.
     """
-    half, exponent = namespace(largest).frexp(largest)
-    carried = ((2 * half).view(namespace(largest).int64) + raise_of(rule, element=element)) >> 52
-    return exponent + (carried - (1 << 10) - element.emax)
+    xp = namespace(largest)
+    # Carried into the exponent field; subnormal numbers have none.
+    found = ((largest.view(xp.int64) + raise_of(rule, element=element)) >> 52) - (_ONE_FIELD + element.emax)
+    is_subnormal = largest < _MIN_NORMAL
+    if is_subnormal.any() and (largest[is_subnormal] != 0).any():
+        widened = unbounded_exponents(largest[is_subnormal] * 2.0**64, rule=rule, element=element) - 64
+        found[is_subnormal] = widened
+    return found
+
+
+_ONE_FIELD, _MIN_NORMAL = (1 << 10) - 1, 2.0**-1022
+"""Of float64: the exponent field of 1.0, and the smallest number that is not subnormal."""
 
 
 HIF8_TARGET = 8.0

@@ -5,7 +5,8 @@ grow with the tensor, or from the values of wider types and of groups whose scal
 All arithmetic is float64. Chunks are added up in their order, whatever the number of threads.
 """
 
-# Shapes: L = levels, K = kinds of sums, G = groups that share a scale, E = elements of a group, N = values.
+# Shapes: L = levels, K = kinds of sums, A = lanes, G = groups that share a scale, E = elements of a group, N = values,
+# C = values of a part that stays in a cache.
 
 from __future__ import annotations
 
@@ -20,20 +21,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.formats import Format, Rounding
-from ranktape.analyze.numerics.formats.kernels import constants_of, round_block
-from ranktape.analyze.numerics.formats.values import above_of, powers_of_two
+from ranktape.analyze.numerics.formats.kernels import RANDOM, RoundingConstants, constants_of, passed_of, round_block
+from ranktape.analyze.numerics.formats.values import powers_of_two
 from ranktape.analyze.numerics.histograms.block_counts import NUM_MAGNITUDES
 from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram
 from ranktape.analyze.numerics.histograms.histogram import AnyArray, Histogram, own_limits, pattern_values, scan
-from ranktape.analyze.numerics.kernels import compiled
+from ranktape.analyze.numerics.kernels import compiled, compiled_sums
 from ranktape.analyze.numerics.pieces import RUN, Box, boxes, by_memory, grouped_shape, in_batches, pieces
 from ranktape.analyze.numerics.quantization.plan import QuantizePlan
 from ranktape.analyze.numerics.quantization.scales import factors_of, group_scales, is_divided
 from ranktape.analyze.numerics.quantization.schemes import ScaleRule, Scaling, Scheme
 from ranktape.analyze.numerics.sweeps.options import SweepOptions
 
-CHUNK = 1 << 15
-"""Values whose sums are added up apart, by one thread: what is computed of them stays in a cache."""
+CHUNK, CELLS = 1 << 17, 1 << 14
+"""Values whose sums are added up apart, by one thread; and counts of blocks, each with scales of its own by level."""
 
 SQUARED_SAFELY = 500
 """Up to this exponent, either sign, the sums of squares of a tensor's values are within float64."""
@@ -109,79 +110,170 @@ class PartialSums(NamedTuple):
     num_finite: int
 
 
-LANES = 32
-"""Partial sums of each kind: the compiler adds lane by lane with vectors, in an order that is part of the code."""
+LANES, UNROLLED, BLOCK = 32, 4, 1024
+"""Partial sums of each kind, which the compiler adds lane by lane with vectors, in an order that is part of the code;
+values of a lane that are added to each other first; and values for which all that is computed fits into the first-level
+cache, a multiple of the product of both."""
+
+
+class _How(NamedTuple):
+    """What the kernel knows of a format; a named tuple, because numba takes it apart by name."""
+
+    constants: RoundingConstants
+    """How it rounds."""
+    overflow_start: float
+    """From here on scaled magnitudes overflow."""
+    min_normal: float
+    """Smallest normal value."""
+    is_float32: bool
+    """Whether scaled magnitudes are rounded to float32 before."""
 
 
 @compiled
-def _add_errors(values_RA: Floats, weights_RA: Floats, results_RA: Floats, sums_KA: Floats) -> None:
+def _add_errors(values_N: Floats, weights_N: Floats, results_N: Floats, sums_KA: Floats) -> None:
     """Add what becomes of values to the first five of `SUMS`."""
-    for row in range(values_RA.shape[0]):
+    # In three dimensions the compiler sees that no index is negative, and uses vectors.
+    shape = values_N.size // (UNROLLED * LANES), UNROLLED, LANES
+    x, w, y = values_N.reshape(shape), weights_N.reshape(shape), results_N.reshape(shape)
+    for row in range(shape[0]):
         for lane in range(LANES):
-            value, weight, result = values_RA[row, lane], weights_RA[row, lane], results_RA[row, lane]
-            error = abs(value - result)
-            weighted_error, weighted_result = weight * error, weight * result
-            sums_KA[0, lane] += weighted_error * error
-            sums_KA[1, lane] += weighted_error
-            sums_KA[2, lane] += weighted_result * result
-            sums_KA[3, lane] += weighted_result * value
-            sums_KA[4, lane] = max(sums_KA[4, lane], error)
+            y_0, y_1, y_2, y_3 = y[row, 0, lane], y[row, 1, lane], y[row, 2, lane], y[row, 3, lane]
+            x_0, x_1, x_2, x_3 = x[row, 0, lane], x[row, 1, lane], x[row, 2, lane], x[row, 3, lane]
+            w_0, w_1, w_2, w_3 = w[row, 0, lane], w[row, 1, lane], w[row, 2, lane], w[row, 3, lane]
+            e_0, e_1, e_2, e_3 = abs(x_0 - y_0), abs(x_1 - y_1), abs(x_2 - y_2), abs(x_3 - y_3)
+            a_0, a_1, a_2, a_3 = w_0 * e_0, w_1 * e_1, w_2 * e_2, w_3 * e_3
+            b_0, b_1, b_2, b_3 = w_0 * y_0, w_1 * y_1, w_2 * y_2, w_3 * y_3
+            sums_KA[0, lane] += (a_0 * e_0 + a_1 * e_1) + (a_2 * e_2 + a_3 * e_3)
+            sums_KA[1, lane] += (a_0 + a_1) + (a_2 + a_3)
+            sums_KA[2, lane] += (b_0 * y_0 + b_1 * y_1) + (b_2 * y_2 + b_3 * y_3)
+            sums_KA[3, lane] += (b_0 * x_0 + b_1 * x_1) + (b_2 * x_2 + b_3 * x_3)
+            sums_KA[4, lane] = max(sums_KA[4, lane], e_0, e_1, e_2, e_3)
 
 
-def _in_lanes(values: Floats) -> Floats:
-    missing = -values.size % LANES
+@compiled_sums
+def _count(
+    values_N: Floats,
+    weights_N: Floats,
+    scaled_N: Floats,
+    rounded_N: Floats,
+    how: _How,
+) -> tuple[float, float, float]:
+    """The last three of `SUMS`: whole numbers, which add up to the same in any order."""
+    overflow = underflow = flushed = 0.0
+    for index in range(values_N.size):
+        weight = weights_N[index] if values_N[index] > 0.0 else 0.0
+        overflow += weight if scaled_N[index] >= how.overflow_start else 0.0
+        underflow += weight if scaled_N[index] < how.min_normal else 0.0
+        flushed += weight if rounded_N[index] == 0.0 else 0.0
+    return overflow, underflow, flushed
+
+
+@compiled
+def _spread(factors_G: Floats, size: int, start: int, spread_C: Floats) -> None:
+    """Write the factor of each value from index `start` on, of groups of one size; behind them the last one."""
+    last = factors_G.size - 1
+    if size == 1:
+        for index in range(spread_C.size):
+            spread_C[index] = factors_G[min(start + index, last)]
+    else:
+        index = 0
+        while index < spread_C.size:
+            group = (start + index) // size
+            stop = min((group + 1) * size - start, spread_C.size) if group < last else spread_C.size
+            spread_C[index:stop] = factors_G[min(group, last)]
+            index = stop
+
+
+@compiled
+def _add_levels(  # noqa: PLR0917 - numba knows no keyword-only arguments
+    source_N: Floats,
+    values_N: Floats,
+    weights_N: Floats,
+    before_LG: Floats,
+    after_LG: Floats,
+    size: int,
+    how: _How,
+    divides: int | None,
+    sums_LKA: Floats,
+) -> None:
+    """Add to `SUMS` what becomes of values that occur so often, in groups of one size with such factors by level.
+
+    Scaled magnitudes are those of `source_N`, which are the values before they were shifted. Each step is a loop of
+    vector instructions over values that stay in the first-level cache.
+    """
+    scratch_6C = np.empty((6, BLOCK))
+    for start in range(0, values_N.size, BLOCK):
+        width = min(BLOCK, values_N.size - start)
+        before, after = scratch_6C[0, :width], scratch_6C[1, :width]
+        scaled, rounded = scratch_6C[2, :width], scratch_6C[3, :width]
+        above, rising = scratch_6C[4, :width], scratch_6C[5, :width]
+        source, values = source_N[start : start + width], values_N[start : start + width]
+        weights = weights_N[start : start + width]
+        for level in range(sums_LKA.shape[0]):
+            sums_KA, falling = sums_LKA[level], weights
+            _spread(before_LG[level], size, start, before)
+            _spread(after_LG[level], size, start, after)
+            for index in range(width):
+                quotient = source[index] * before[index] if divides is None else np.divide(source[index], before[index])
+                scaled[index] = np.float64(np.float32(quotient)) if how.is_float32 else quotient
+            round_block(scaled, how.constants, rounded)
+            overflow, underflow, flushed = _count(values, weights, scaled, rounded, how)
+            if how.constants.kind == RANDOM:
+                for index in range(width):
+                    passed, step = passed_of(scaled[index], rounded[index], how.constants)
+                    rising[index] = weights[index] * passed
+                    above[index] = (rounded[index] + (step if passed > 0.0 else 0.0)) * after[index]
+                    # Chance does not make zero of all that rounding down would.
+                    flushed -= rising[index] if rounded[index] == 0.0 else 0.0
+                _add_errors(values, rising, above, sums_KA)
+                for index in range(width):
+                    rising[index] = weights[index] - rising[index]
+                falling = rising
+            sums_KA[5, 0] += overflow
+            sums_KA[6, 0] += underflow
+            sums_KA[7, 0] += flushed
+            for index in range(width):
+                rounded[index] *= after[index]
+            _add_errors(values, falling, rounded, sums_KA)
+
+
+def _filled_up(values: Floats) -> Floats:
+    missing = -values.size % (UNROLLED * LANES)
     flat = values.reshape(-1)
-    return (np.pad(flat, (0, missing)) if missing else flat).reshape(-1, LANES)
+    return np.pad(flat, (0, missing)) if missing else flat
 
 
 def part_of(
     values: Floats,
-    levels: Iterable[tuple[Floats, Floats | float]],
+    levels: Iterable[tuple[Floats | list[float], Floats | list[float]]],
     *,
     element: Format,
     rounding: Rounding,
+    is_divided: bool,
+    is_float32: bool = False,
+    source: Floats | None = None,
     weights: NDArray[np.int64] | None = None,
     num_finite: int | None = None,
 ) -> PartialSums:
     """The sums of finite magnitudes that occur `weights` times each, or once.
 
-    For each level the scaled magnitudes, and what they are multiplied by once they are rounded.
+    For each level two factors of each group, which are rows of the values or all of them: what `source`, the values
+    unless given, is multiplied by or divided by, rounded to float32 or not, and what it is multiplied by once it is
+    rounded.
     """
-    constants, start = constants_of(element, rounding), element.overflow_start_of(rounding)
-    factors = np.ones(values.shape) if weights is None else weights.astype(np.float64)
-    x_RA, w_RA = _in_lanes(values), _in_lanes(factors)
-    is_zero = values == 0
-    zeros = _total(is_zero, weights)
-    rounded, rows = np.empty(values.shape), []
-    for scaled, after in levels:
-        round_block(scaled.reshape(-1), constants, rounded.reshape(-1))
-        counts = [_total(scaled >= start, weights), _total(scaled < element.min_normal, weights) - zeros]
-        flushed, sums_KA = rounded == 0, np.zeros((5, LANES))
-        counts.append(_total(flushed, weights) - zeros)
-        if rounding is Rounding.STOCHASTIC:
-            above, passed = above_of(scaled, rounded, element=element)
-            rising = factors * passed
-            # Chance does not make zero of all that rounding down would.
-            counts[-1] -= float(rising[flushed].sum())
-            _add_errors(x_RA, _in_lanes(rising), _in_lanes(above * after), sums_KA)
-            _add_errors(x_RA, _in_lanes(factors - rising), _in_lanes(rounded * after), sums_KA)
-        else:
-            _add_errors(x_RA, w_RA, _in_lanes(rounded * after), sums_KA)
-        rows.append([*sums_KA[:-1].sum(axis=1).tolist(), float(sums_KA[-1].max()), *counts])
+    how = _How(constants_of(element, rounding), element.overflow_start_of(rounding), element.min_normal, is_float32)
+    factors = np.ones(values.size) if weights is None else weights.astype(np.float64)
+    x_N, w_N = _filled_up(values), _filled_up(factors)
+    source_N = x_N if source is None else _filled_up(source)
+    before_LG, after_LG = (np.array(factors) for factors in zip(*levels, strict=True))
+    sums_LKA, size = np.zeros((len(before_LG) + 1, len(SUMS), LANES)), values.size // before_LG.shape[1]
+    _add_levels(source_N, x_N, w_N, before_LG, after_LG, size, how, 1 if is_divided else None, sums_LKA[:-1])
     # In the same order as the errors: where all values become zero, the errors add up to exactly the values.
-    sums_KA = np.zeros((5, LANES))
-    _add_errors(x_RA, w_RA, np.zeros_like(x_RA), sums_KA)
-    squared, absolute = sums_KA[:2].sum(axis=1).tolist()
-    return PartialSums(
-        np.array(rows).reshape(-1, len(SUMS)),
-        absolute,
-        squared,
-        int(factors.sum()) if num_finite is None else num_finite,
-    )
-
-
-def _total(mask: NDArray[np.bool_], weights: NDArray[np.int64] | None) -> float:
-    return float(np.count_nonzero(mask) if weights is None else weights[mask].sum())
+    _add_errors(x_N, w_N, np.zeros_like(x_N), sums_LKA[-1])
+    sums_LK = sums_LKA.sum(axis=2)
+    sums_LK[:, _LARGEST] = sums_LKA[:, _LARGEST].max(axis=1)
+    squared, absolute = sums_LK[-1, :2].tolist()
+    return PartialSums(sums_LK[:-1], absolute, squared, int(factors.sum()) if num_finite is None else num_finite)
 
 
 def total_of(parts: Iterable[PartialSums], *, largest: float, shift: int = 0) -> Sums:
@@ -242,8 +334,8 @@ class _OneScale(NamedTuple):
     def part(self, magnitudes: Floats, weights: NDArray[np.int64] | None = None) -> PartialSums:
         """The sums of finite magnitudes."""
         values = _shifted(magnitudes, self.shift)
-        levels = ((values / scale, scale) for scale in self.scales)
-        return part_of(values, levels, element=self.element, rounding=self.rounding, weights=weights)
+        levels = [([scale], [scale]) for scale in self.scales]
+        return part_of(values, levels, element=self.element, rounding=self.rounding, is_divided=True, weights=weights)
 
 
 def sums_of_pairs(
@@ -319,12 +411,12 @@ def sums_of_blocks(
     values = pattern_values(histogram.dtype)[magnitudes]
 
     def part(start: int) -> PartialSums:
-        own = slice(start, start + CHUNK)
+        own = slice(start, start + CELLS)
         scales = (np.clip(exponents[own] + offset, -end, end) for offset in offsets.tolist())
-        levels = ((values[own] * powers_of_two(-one), powers_of_two(one)) for one in scales)
-        return part_of(values[own], levels, element=element, rounding=rounding, weights=counts[own])
+        levels = ((powers_of_two(-one), powers_of_two(one)) for one in scales)
+        return part_of(values[own], levels, element=element, rounding=rounding, is_divided=False, weights=counts[own])
 
-    parts = [part(start) for start in range(0, values.size, CHUNK)]
+    parts = [part(start) for start in range(0, values.size, CELLS)]
     zeros = PartialSums(np.zeros((offsets.size, len(SUMS))), 0.0, 0.0, histogram.zero_elements)
     return total_of([*parts, zeros], largest=float(values.max()))
 
@@ -360,15 +452,10 @@ def sums_of_groups(
     )
     plans = [dataclasses.replace(plan, scale_offset=offset) for offset in options.offsets().tolist()]
 
-    def levels(values_GE: Floats, largest_G: Floats) -> Iterator[tuple[Floats, Floats]]:
+    def levels(largest_G: Floats) -> Iterator[tuple[Floats, Floats]]:
         for own in plans:
             before, after = factors_of(group_scales(largest_G, plan=own, largest_of_all=largest), plan=own)
-            scaled = values_GE / before[:, None] if is_divided(own) else values_GE * before[:, None]
-            # Programs divide by scales that are no powers of two in float32.
-            yield (
-                scaled if own.scale_rule is not None else scaled.astype(np.float32).astype(np.float64),
-                np.ldexp(after, -shift)[:, None] if shift else after[:, None],
-            )
+            yield before, np.ldexp(after, -shift) if shift else after
 
     @np.errstate(over="ignore", under="ignore")
     def part(box: Box) -> tuple[PartialSums, Floats]:
@@ -380,8 +467,16 @@ def sums_of_groups(
         is_spoiled_G = ~(largest_G < np.inf)
         kinds = _left_out(values_GE, ~(values_GE < np.inf) if is_channel else is_spoiled_G)
         num_finite = values_GE.size - int(kinds[1] + kinds[2] + kinds[4])
-        of_levels = levels(values_GE, np.where(is_spoiled_G, 0.0, largest_G))
-        own = part_of(_shifted(values_GE, shift), of_levels, element=element, rounding=rounding, num_finite=num_finite)
+        own = part_of(
+            _shifted(values_GE, shift),
+            levels(np.where(is_spoiled_G, 0.0, largest_G)),
+            element=element,
+            rounding=rounding,
+            is_divided=is_divided(plan),
+            is_float32=plan.scale_rule is None,
+            source=values_GE if shift else None,
+            num_finite=num_finite,
+        )
         return own, kinds
 
     rows: list[Floats] = []
