@@ -187,6 +187,16 @@ class Digests:
                 found.append(numbers.astype(np.float64) if dtype is None else numbers_of_patterns(dtype)[numbers])
         return np.concatenate(found)
 
+    def _values_at(self, places: Integers) -> Floats:
+        """Some of `values`; of records of one narrow type without those of all the others."""
+        kind = CODE_KINDS[int(self._kinds[0])]
+        if "values" in self.__dict__ or kind.kind == "f" or (self._kinds != self._kinds[0]).any():
+            return self.values[places]
+        if len(set(self.dtypes)) > 1:
+            return self.values[places]
+        patterns: Integers = np.frombuffer(self.codes, dtype=kind)[places]
+        return numbers_of_patterns(numpy_dtype(self.dtypes[0]))[patterns]
+
     @functools.cached_property
     def code_ends(self) -> Integers:
         """Where in `codes` the numbers of each record begin, and where those of the last end."""
@@ -249,7 +259,7 @@ class Digests:
         low, high = self.starts[:-1].copy(), self.starts[1:].copy()
         while (is_open := low < high).any():
             middle = (low + high) // 2
-            found = self.values[np.where(is_open, middle, 0)]
+            found = self._values_at(np.where(is_open, middle, 0))
             is_before = is_open & (found < numbers if side == "left" else found <= numbers)
             low = np.where(is_before, middle + 1, low)
             high = np.where(is_open & ~is_before, middle, high)
@@ -257,7 +267,7 @@ class Digests:
 
     def count_between(self, low: Floats, high: Floats, *, closed: bool = True) -> Integers:
         """How many numbers of each record lie between two; the ends are among them if `closed`."""
-        if not self.values.size:
+        if not self.sizes.any():
             return np.zeros(len(self), dtype=np.int64)
         first = self.ranks[self.search(low, side="left" if closed else "right")]
         last = self.ranks[self.search(high, side="right" if closed else "left")]
