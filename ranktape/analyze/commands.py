@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ranktape.analyze.console import say
-from ranktape.analyze.options import Selection, say_what_is_left_out
+from ranktape.analyze.options import Selection, field_words, say_what_is_left_out
 from ranktape.analyze.views.plots.table import DEFAULT_RECIPES, FOLDERS, PLOTS, REPLAYED
 from ranktape.errors import UsageError
 
@@ -89,7 +89,7 @@ def plot(
     wanted = list(PLOTS.values()) if all else parse_kinds(kind or ("overflow",))
     if by and all:
         raise UsageError("--by is for the plots that --kind names, and --all has every plot as it is")
-    fields = [field.strip().replace("-", "_") for text in by for field in text.split(",")]
+    fields = field_words(by)
     wanted = [one.grouped_by(fields) for one in wanted] if by else wanted
     names_folder = any(part.strip().rstrip("/") in FOLDERS for text in kind for part in text.split(","))
     is_one = len(wanted) == 1 and not all and not names_folder

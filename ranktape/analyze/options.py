@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -279,9 +280,10 @@ def _output(values: dict[str, Any]) -> Output:
     return Output(form=form, **{name: values.pop(name) for name in ("wide", "sort", "limit", "output", "check")})
 
 
-def _by(values: dict[str, Any]) -> tuple[str, ...]:
-    fields = [field.strip().replace("-", "_") for text in values.pop("by") for field in text.split(",")]
-    return tuple(dict.fromkeys(fields))
+def field_words(texts: Sequence[str]) -> tuple[str, ...]:
+    """The fields in texts with commas between them, each once; `layer-idx` is `layer_idx`, and -1 stays as it is."""
+    named = [field.strip() for text in texts for field in text.split(",")]
+    return tuple(dict.fromkeys(re.sub(r"(?<=[a-z])-(?=[a-z])", "_", field) for field in named))
 
 
 def _engine(values: dict[str, Any]) -> Engine:
@@ -345,7 +347,7 @@ OPTIONS: dict[str, Callable[[Command], Command]] = {
     ),
     "by": _together(
         "by",
-        _by,
+        lambda values: field_words(values.pop("by")),
         click.option("--by", multiple=True, metavar="FIELD", help="One row for each value; repeatable."),
     ),
     "engine": _together(

@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import rich.console
+from click.testing import CliRunner
 
+from ranktape.analyze.cli import cli
 from ranktape.analyze.engine import engine as engine_module
 from ranktape.analyze.engine.engine import (
     BATCH_NBYTES,
@@ -112,6 +114,25 @@ def test_tasks_are_answered_in_their_order() -> None:
 def test_so_many_workers_there_are_not(run: Run, measure: FirstValue, workers: int) -> None:
     with pytest.raises(UsageError, match=rf"workers={workers} is not a number of processes"):
         list(Engine(workers=workers).measure(run.select(), measure))
+
+
+def test_an_engine_that_cannot_work_is_refused_where_every_answer_is_kept(run: Run) -> None:
+    for words in (["overflow", run.url], ["stats", run.url]):
+        assert CliRunner().invoke(cli, words).exit_code == 0
+        result = CliRunner().invoke(cli, [*words, "--scheduler", "nonsense"])
+        assert result.exit_code == 2
+        assert "scheduler 'nonsense' is no address of a Dask scheduler: give tcp://HOST:PORT" in result.stderr
+
+
+def test_a_field_that_is_none_is_named_as_it_was_given(run: Run) -> None:
+    for word in ("-1", "layer-idx=-1"):
+        result = CliRunner().invoke(cli, ["stats", run.url, "--by", word])
+        assert result.exit_code == 2
+        assert f"records have no field '{word.replace('layer-', 'layer_')}'" in result.stderr
+    result = CliRunner().invoke(cli, ["plot", run.url, "--by", "-1"])
+    assert result.stderr.endswith("not by -1\n")
+    by = [CliRunner().invoke(cli, ["stats", run.url, "--json", "--by", word]) for word in ("layer-idx", "layer_idx")]
+    assert by[0].stdout == by[1].stdout
 
 
 def test_batches_have_bounds() -> None:

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from ranktape.analyze.console import passing_line, say
 from ranktape.analyze.engine.cache import Cache, Columns, Found, Keys, Payload, Shelf, record_keys
-from ranktape.analyze.engine.executors import Workers, in_order, no_leaving, workers_of
-from ranktape.errors import RanktapeError, StorageError
+from ranktape.analyze.engine.executors import ADDRESS, Workers, in_order, no_leaving, workers_of
+from ranktape.errors import RanktapeError, StorageError, UsageError
 from ranktape.storage import Record, Records
 from ranktape.storage.places.failures import printable
 
@@ -364,14 +364,24 @@ class Engine:
     show_progress: bool = False
     """Whether a bar on a terminal's stderr shows bytes, rate and the time left."""
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, also where every answer is kept and nothing is left to do.
+
+        Raises:
+            UsageError: `workers` is less than 1, or `scheduler` is no address.
+        """
+        if self.workers < 1:
+            raise UsageError(f"workers={self.workers} is not a number of processes: give 1 or more")
+        if self.scheduler is not None and not ADDRESS.fullmatch(self.scheduler):
+            raise UsageError(f"scheduler {self.scheduler!r} is no address of a Dask scheduler: give tcp://HOST:PORT")
+
     def columns(self, records: Records, measure: Measure) -> Iterator[Columns]:
         """What a measure finds in the records, in their order, some hundred at a time; what is known is not read again.
 
         Raises:
             DataError: a record's bytes are missing or damaged.
             StorageError: the store cannot be read.
-            UsageError: what was kept of a record does not answer the question; or of the engine itself, as
-                `workers_of` says.
+            UsageError: what was kept of a record does not answer the question; Dask is not installed.
             WorkersError: the processes or the cluster cannot be had, or were lost.
         """
         for columns, _ in self._measure(records, measure, raises=True):
@@ -386,7 +396,7 @@ class Engine:
         """The same; in the place of a record that fails the reason, and the rest goes on.
 
         Raises:
-            UsageError: of the engine itself, as `workers_of` says.
+            UsageError: Dask is not installed.
             WorkersError: the processes or the cluster cannot be had, or were lost.
         """
         for columns, errors in self._measure(records, measure, raises=False):

@@ -98,7 +98,7 @@ _HELD_BACK = 32
 _starting = threading.Lock()
 
 _MAX_IN_FLIGHT = 256
-_ADDRESS = re.compile(r"(tcp|tls|ucx|wss?)://[^\s/]+:\d{1,5}|inproc://\S+")
+ADDRESS = re.compile(r"(tcp|tls|ucx|wss?)://[^\s/]+:\d{1,5}|inproc://\S+")
 
 
 class Workers:
@@ -256,8 +256,6 @@ def _connected(address: str) -> Any:
         from distributed import Client
     except ImportError as error:
         raise UsageError(f"--scheduler needs Dask ({error}): pip install 'ranktape[dask]'") from error
-    if not _ADDRESS.fullmatch(address):
-        raise UsageError(f"scheduler {address!r} is no address of a Dask scheduler: give tcp://HOST:PORT")
     # A client that gets no answer, or that of another service, waits beyond its deadline and is not rid of for a while.
     answer: Future[Any] = Future()
     threading.Thread(target=_ask, args=(address, answer), daemon=True).start()
@@ -296,14 +294,7 @@ _clusters: dict[str, Cluster] = {}
 
 
 def workers_of(*, workers: int, scheduler: str | None) -> Workers:
-    """Where the work is done; started when it is first asked for.
-
-    Raises:
-        UsageError: `workers` is less than 1, the address is none, or Dask is not installed.
-        WorkersError: no scheduler answers, or it has no workers.
-    """
-    if workers < 1:
-        raise UsageError(f"workers={workers} is not a number of processes: give 1 or more")
+    """Where the work is done; started when it is first asked for."""
     if scheduler is not None:
         if scheduler not in _clusters:
             _clusters[scheduler] = Cluster(scheduler)
