@@ -6,14 +6,15 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.table import Cells, Coded, Column, Kind, TableRows, number_cells
+from ranktape.analyze.table import Cells, Coded, Column, Kind, Table, TableRows, number_cells
+from ranktape.errors import RanktapeError
 from ranktape.fields import INT_FIELDS, OPTIONAL_INT_FIELDS, SAMPLE, field_names
 from ranktape.storage.format.record_info import is_one_sample
 from ranktape.storage.query.columns import StringColumn, equal_rows
@@ -21,6 +22,7 @@ from ranktape.storage.records.records import SOURCE
 
 if TYPE_CHECKING:
     from ranktape.storage import Records
+
 
 SampleName = int | str
 """The user's identifier, or the index along the dimension of samples where none were given."""
@@ -324,3 +326,43 @@ def layer_places(stacks: Sequence[str], layers: Sequence[int]) -> list[LayerPlac
 def places_of(records: Records) -> list[LayerPlace]:
     """For each of the records where its layer lies."""
     return layer_places(records.column("layer_stack").tolist(), records.column("layer_idx").tolist())
+
+
+SOURCE_COLUMN = Column(name=SOURCE, kind=Kind.TEXT, is_key=True)
+"""Which source a row is of."""
+
+
+def ask_each(records: Records, ask: Callable[[Records], Table], *, title: str) -> Table:
+    """The answers about each source as one table under a title; those of their own are its last notes.
+
+    A column that the answer about one source lacks is missing there.
+
+    Raises:
+        RanktapeError: what `ask` raises; it begins with the name of the source.
+    """
+    tables: dict[str, Table] = {}
+    for part in records.by_source():
+        try:
+            tables[part.name] = ask(part.records)
+        except RanktapeError as error:
+            raise type(error)(f"{part.name}: {error}") from error
+    columns = {column.name: column for table in tables.values() for column in table.columns}
+    notes = {name: table.notes for name, table in tables.items()}
+    shared = [
+        note for note in dict.fromkeys(itertools.chain(*notes.values())) if all(note in own for own in notes.values())
+    ]
+    return Table(
+        title=title,
+        columns=(SOURCE_COLUMN, *columns.values()),
+        rows=tuple(
+            (name, *(row.get(column) for column in columns))
+            for name, table in tables.items()
+            for row in table.records()
+        ),
+        notes=(
+            *shared,
+            *(f"{name}: {note}" for name, own in notes.items() for note in own if note not in shared),
+            *(f"{name}: {table.title}" for name, table in tables.items()),
+        ),
+        worst_first=next(iter(tables.values())).worst_first,
+    )

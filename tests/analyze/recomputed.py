@@ -10,8 +10,8 @@ from typing import Any
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.identity import SampleName
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
-from ranktape.analyze.replays.call_tensors import CALL_FIELDS, Key
 from ranktape.analyze.replays.calls import calls_of, is_attention
+from ranktape.analyze.replays.computable import CALL_FIELDS, Key
 from ranktape.analyze.replays.tasks import (
     CallTask,
     CallTasks,

@@ -18,13 +18,13 @@ from click.testing import CliRunner, Result
 import ranktape.analyze
 import ranktape.analyze.questions.findings
 from ranktape.analyze import View
-from ranktape.analyze.advice.shared import DEFAULT_TARGET_SQNR
 from ranktape.analyze.cli import COMMANDS, cli
 from ranktape.analyze.identity import IDENTITY
 from ranktape.analyze.numerics.formats import Rounding
 from ranktape.analyze.numerics.quantization.schemes import ScaleRule
 from ranktape.analyze.numerics.sweeps.options import SweepMode
 from ranktape.analyze.options import FILTERS
+from ranktape.analyze.questions.advice import DEFAULT_TARGET_SQNR
 from tests.analyze.runs import model_tensors, store
 from tests.terminal import Terminal, answered
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from benchmarks.original_sweep import ORIGINAL_FORMATS, count_beyond, original_sweep, quantize
-from ranktape.analyze.advice.recommendation import Recommendation
 from ranktape.analyze.numerics.formats import FORMATS, Rounding, round_to
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
 from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel, legacy_histogram, legacy_result, to_bfloat16
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array, sweep_formats
+from ranktape.analyze.questions.advice import Recommendation
 from ranktape.errors import UsageError
 
 E4M3 = FORMATS["fp8_e4m3"]

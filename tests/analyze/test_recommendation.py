@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranktape.analyze.advice.recommendation import Position, Range, Recommendation, Variation, range_after, range_before
 from ranktape.analyze.numerics.quantization.encoded import LossSeverity
 from ranktape.analyze.numerics.quantization.quantizer import quantize
 from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep, sweep_array
+from ranktape.analyze.questions.advice import Position, Range, Recommendation, Variation, range_after, range_before
 
 GAUSS = np.random.default_rng(0).standard_normal(20_000).astype(np.float32)
 

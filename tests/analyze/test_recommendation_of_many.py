@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ranktape.analyze.advice.shared import best_format, bits_per_element, common_grid, common_scale
 from ranktape.analyze.numerics.quantization.schemes import parse_scheme
 from ranktape.analyze.numerics.sweeps.metrics import Level
 from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep, sweep_array
+from ranktape.analyze.questions.advice import best_format, bits_per_element, common_grid, common_scale
 from ranktape.errors import UsageError
 
 GAUSS = np.random.default_rng(0).standard_normal(20_000).astype(np.float32)

@@ -13,7 +13,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ranktape.analyze.advice.recommendation import Recommendation
 from ranktape.analyze.console import writing
 from ranktape.analyze.legacy.plots import draw_panels
 from ranktape.analyze.legacy.text import (
@@ -40,6 +39,7 @@ from ranktape.analyze.numerics.quantization.schemes import SCHEMES
 from ranktape.analyze.numerics.sweeps.metrics import METRICS
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep, sweep_array
+from ranktape.analyze.questions.advice import Recommendation
 from ranktape.errors import AccessDeniedError, DataError, NoSpaceError, StorageError
 
 NORMAL = np.random.default_rng(0).standard_normal((64, 128)).astype(ml_dtypes.bfloat16)

@@ -7,11 +7,11 @@ import re
 import numpy as np
 import pytest
 
-from ranktape.analyze.advice.recommendation import Recommendation
 from ranktape.analyze.legacy.plots import PANELS, draw_panels, draw_summary
 from ranktape.analyze.legacy.text import limits_of, results_text, statistics_lines
 from ranktape.analyze.numerics.sweeps.options import SweepOptions
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array
+from ranktape.analyze.questions.advice import Recommendation
 from ranktape.analyze.views.plots.style import plot_bytes
 from tests.analyze.test_plot import readable_texts, texts
 from tests.analyze.test_scaling_outputs import NORMAL, SUBJECT, sweep_of

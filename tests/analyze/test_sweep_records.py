@@ -13,13 +13,13 @@ import pytest
 from click.testing import CliRunner
 
 from ranktape.analyze import sweep
-from ranktape.analyze.advice.shared import common_scale
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.sweep_measure import Asked, Job, sweep_one, sweep_records
 from ranktape.analyze.engine.values import View, read_values
 from ranktape.analyze.numerics.sweeps.options import SweepOptions, resolve
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array, sweep_schemes
+from ranktape.analyze.questions.advice import common_scale
 from ranktape.errors import DataError, RanktapeError, UsageError
 from ranktape.storage import Run, open_run
 from tests.analyze.runs import Tensor, describe_tensor, store

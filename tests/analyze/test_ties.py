@@ -8,11 +8,10 @@ import math
 import numpy as np
 import pytest
 
-from ranktape.analyze.advice.recommendation import Recommendation
-from ranktape.analyze.advice.shared import common_scale
 from ranktape.analyze.numerics.sweeps.metrics import SAME_RATIO, SAME_SQNR, Level, settled
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array
+from ranktape.analyze.questions.advice import Recommendation, common_scale
 from ranktape.errors import UsageError
 
 GAUSS = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)

@@ -14,9 +14,9 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from ranktape.analyze.advice.recommendation import Verdict, is_lossless
 from ranktape.analyze.legacy.text import exponent_text, limits_of, number_of, statistics_lines
 from ranktape.analyze.numerics.sweeps.options import SweepMode
+from ranktape.analyze.questions.advice import Verdict, is_lossless
 from ranktape.analyze.views.palette import BLUE, GREEN, ORANGE, PURPLE, VERMILION
 from ranktape.analyze.views.plots.axes import scale_decades, scale_shares
 from ranktape.analyze.views.plots.style import Page, empty, plain, say

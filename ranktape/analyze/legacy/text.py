@@ -7,7 +7,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ranktape.analyze.advice.recommendation import (
+from ranktape.analyze.numerics.formats import Rounding
+from ranktape.analyze.numerics.quantization.encoded import LossSeverity
+from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level
+from ranktape.analyze.numerics.sweeps.options import SweepMode
+from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
+from ranktape.analyze.questions.advice import (
     Recommendation,
     Verdict,
     best_by,
@@ -16,11 +21,6 @@ from ranktape.analyze.advice.recommendation import (
     range_after,
     range_before,
 )
-from ranktape.analyze.numerics.formats import Rounding
-from ranktape.analyze.numerics.quantization.encoded import LossSeverity
-from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level
-from ranktape.analyze.numerics.sweeps.options import SweepMode
-from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 
 DOUBLE, SINGLE, SHORT = "=" * 80, "-" * 80, "-" * 40
 """Rules between sections, as the legacy tool has them."""

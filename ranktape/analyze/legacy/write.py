@@ -14,7 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from ranktape.analyze.advice.recommendation import Recommendation
 from ranktape.analyze.console import write_whole, writing
 from ranktape.analyze.legacy.text import (
     DOUBLE,
@@ -28,6 +27,7 @@ from ranktape.analyze.legacy.text import (
     subject_lines,
 )
 from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
+from ranktape.analyze.questions.advice import Recommendation
 from ranktape.errors import RanktapeError, StorageError
 
 DEFAULT_OUTPUT_DIR = Path("draw/scaling_analysis")

@@ -6,14 +6,14 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ranktape.analyze.comparison.matching import Matching, match, site_name, twins_of
+from ranktape.analyze.comparison.matching import Matching, Pairing, match, parse_pairs, site_name, twins_of
 from ranktape.analyze.comparison.pair_metrics import PAIR_METRICS, ComparedPair, Judge, distances_of, execution_order
-from ranktape.analyze.comparison.pairing import Pairing, parse_pairs
 from ranktape.analyze.comparison.tensors import PairTasks, compare_pairs
 from ranktape.analyze.engine.engine import Engine, next_step, steps
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import (
     IDENTITY,
+    ask_each,
     group_columns,
     group_row,
     identity_columns,
@@ -23,7 +23,6 @@ from ranktape.analyze.identity import (
 )
 from ranktape.analyze.numerics.differences import Differences
 from ranktape.analyze.numerics.distances import Distances
-from ranktape.analyze.questions.each_source import ask_each
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage import Records

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.identity import IDENTITY, group_columns, group_row, key_column, with_stacks, words
+from ranktape.analyze.identity import IDENTITY, ask_each, group_columns, group_row, key_column, with_stacks, words
 from ranktape.analyze.numerics.attention import ATTENTION_PRODUCTS
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.products import RECORDED
 from ranktape.analyze.numerics.recipes.plan_file import PlannedModule, PrecisionPlan, write_plan
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
 from ranktape.analyze.numerics.recipes.words import RecipeWord, parse_recipes
-from ranktape.analyze.questions.each_source import ask_each
-from ranktape.analyze.replays.call_tensors import CALL_FIELDS
 from ranktape.analyze.replays.calls import LINEAR, RecordedCalls, by_sample, calls_of
+from ranktape.analyze.replays.computable import CALL_FIELDS
 from ranktape.analyze.replays.precision_plan import precision_plan
 from ranktape.analyze.replays.replayed import GROUP_FIELDS, Replayed, ReplayedGroup, replay_found
 from ranktape.analyze.replays.tasks import without_unknown

@@ -8,23 +8,22 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ranktape.analyze.advice.shared import (
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.target import sweepable
+from ranktape.analyze.engine.values import View
+from ranktape.analyze.identity import SOURCE_COLUMN, are_files, group_columns, group_row, identity_columns, with_stacks
+from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
+from ranktape.analyze.numerics.sweeps.metrics import LOSSLESS, Level
+from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
+from ranktape.analyze.numerics.sweeps.sums import scale_of
+from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
+from ranktape.analyze.questions.advice import (
     DEFAULT_TARGET_SQNR,
     CommonScale,
     FormatChoice,
     best_format,
     best_format_of,
 )
-from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.target import sweepable
-from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import are_files, group_columns, group_row, identity_columns, with_stacks
-from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
-from ranktape.analyze.numerics.sweeps.metrics import LOSSLESS, Level
-from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
-from ranktape.analyze.numerics.sweeps.sums import scale_of
-from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
-from ranktape.analyze.questions.each_source import SOURCE_COLUMN
 from ranktape.analyze.questions.swept import (
     BEST_BY,
     COUNTED,

@@ -9,8 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ranktape.analyze.advice.recommendation import best_by, direction_of, keeps_nothing
-from ranktape.analyze.advice.shared import CommonScale, best_sqnr, common_grid, common_scale
 from ranktape.analyze.engine.digests import VERSION as DIGEST_VERSION
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.memo import values_of_records
@@ -23,6 +21,15 @@ from ranktape.analyze.numerics.quantization.schemes import MX_BLOCK_SIZE, Scheme
 from ranktape.analyze.numerics.sweeps.metrics import Level
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve_all
 from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
+from ranktape.analyze.questions.advice import (
+    CommonScale,
+    best_by,
+    best_sqnr,
+    common_grid,
+    common_scale,
+    direction_of,
+    keeps_nothing,
+)
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.fields import SAMPLE
 from ranktape.storage import Records

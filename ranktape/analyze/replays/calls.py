@@ -13,8 +13,16 @@ import numpy as np
 
 from ranktape.analyze.identity import SampleName, sample_names
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
-from ranktape.analyze.replays.call_tensors import CALL_FIELDS, CallTensors, Key, Rows
-from ranktape.analyze.replays.computable import TIE, AttentionTensors, LinearTensors, RecordedTensors
+from ranktape.analyze.replays.computable import (
+    CALL_FIELDS,
+    TIE,
+    AttentionTensors,
+    CallTensors,
+    Key,
+    LinearTensors,
+    RecordedTensors,
+    Rows,
+)
 from ranktape.errors import UsageError
 from ranktape.storage import Records
 from ranktape.storage.format.record_info import WIDE

@@ -13,9 +13,8 @@ from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.recipes.plan_file import HIGH_PRECISION, PlannedModule, PrecisionGap, PrecisionPlan
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
 from ranktape.analyze.numerics.recipes.words import RecipeWord, parse_recipes
-from ranktape.analyze.replays.call_tensors import CALL_FIELDS
 from ranktape.analyze.replays.calls import RecordedCall
-from ranktape.analyze.replays.computable import LinearTensors
+from ranktape.analyze.replays.computable import CALL_FIELDS, LinearTensors
 from ranktape.analyze.replays.replayed import Replayed, ReplayedGroup, replay_calls
 from ranktape.errors import NoRecordsError, UsageError, nearest
 from ranktape.storage import Records

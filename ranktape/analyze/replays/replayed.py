@@ -23,8 +23,8 @@ from ranktape.analyze.identity import NUMBER_FIELDS, are_files
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.products import RECORDED
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
-from ranktape.analyze.replays.call_tensors import CALL_FIELDS
 from ranktape.analyze.replays.calls import LeftOut, RecordedCall, RecordedCalls, calls_of
+from ranktape.analyze.replays.computable import CALL_FIELDS
 from ranktape.analyze.replays.tasks import CallErrors, CallTasks, replay_any
 from ranktape.errors import RanktapeError, UnknownFieldError, UsageError, nearest
 from ranktape.fields import SAMPLE
