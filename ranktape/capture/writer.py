@@ -4,30 +4,32 @@
 loads neither torch nor zarr. It takes slots in order, measures, checksums and stores the tensors in a few
 threads (`storing.py`), and commits an iteration when the trainer said that it ended and all of it is stored
 (`committing.py`). It ends when the trainer has finished or died and everything that was staged is stored. Where it is
-killed, the trainer starts another one, which goes on with what is stored and what is in the ring (`recover.py`).
+killed, the trainer starts another one, which goes on with what is stored and what is in the ring.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pickle
 import select
+import signal
+import struct
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from ranktape.analyze.numerics.histograms.moments import warm_up
 from ranktape.capture.flight.flight import Flight
 from ranktape.capture.flight.held import take_over
-from ranktape.capture.flight.trainer import Trainer
 from ranktape.capture.staging.process import WriterConfig
 from ranktape.capture.staging.ring import RingConsumer
 from ranktape.capture.staging.ring_file import NOTES, Counter, Slot, SlotKind, Words
-from ranktape.capture.writing.committing import Committer
+from ranktape.capture.writing.committing import Committer, Recovery, read_slots, site_of
 from ranktape.capture.writing.coordinator import ASK_SECONDS, Coordinator, max_ask_seconds
-from ranktape.capture.writing.recover import Recovery, read_slots, site_of
 from ranktape.capture.writing.storing import Staged, Storer
 from ranktape.errors import RanktapeError, StorageError
 from ranktape.storage.format.attempt import Attempt, IterationPlan, lost_message, read_attempt, read_plan
@@ -49,6 +51,80 @@ _CONSOLE_SECONDS = 10.0
 
 _OUTAGE_SECONDS = 3.0
 """A store that has not answered for so long is spoken of."""
+
+
+_EXIT_CODE = -1
+"""The last of the fields of /proc/PID/stat: the status that a parent gets from `wait`."""
+
+_INFO = struct.Struct("<QQ11Ii")
+"""What Linux tells of a process behind a descriptor: what of it is known, ..., the status."""
+
+_GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
+_HAS_STATUS = 1 << 3
+
+
+class Trainer:
+    """The process that started this one."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._descriptor: int | None = None
+        self._status: int | None = None
+        try:
+            # Not all systems have it; there it is seen a little later that this process has another parent.
+            self._descriptor = os.pidfd_open(pid)
+        except (AttributeError, OSError):
+            self._descriptor = None
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What can be read from once it has ended."""
+        return () if self._descriptor is None else (self._descriptor,)
+
+    def has_ended(self) -> bool:
+        """Whether it has ended, be it that nobody has asked for its exit code yet."""
+        if self._descriptor is None or not select.select([self._descriptor], [], [], 0)[0]:
+            return False
+        if self._status is None:
+            self._status = self._read_status()
+        return True
+
+    def ending(self) -> str | None:
+        """How it ended, as far as this system tells: `killed by SIGKILL`; None for an exit code of 0."""
+        self.has_ended()
+        status = self._status
+        if status is None or status < 0:
+            return "how it ended is not known"
+        if os.WIFSIGNALED(status):
+            return f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        code = os.waitstatus_to_exitcode(status)
+        return f"exit code {code}" if code else None
+
+    def _read_status(self) -> int:
+        """What its parent gets, or got; -1 where that is not known any more."""
+        waiting = self._read_waiting()
+        return self._read_reaped() if waiting < 0 else waiting
+
+    def _read_reaped(self) -> int:
+        """Of one for whose end its parent has waited; Linux 6.15 remembers it."""
+        assert self._descriptor is not None
+        asked = _INFO.pack(_HAS_STATUS, *[0] * 13)
+        try:
+            known, *_, status = _INFO.unpack(fcntl.ioctl(self._descriptor, _GET_INFO, asked))
+        except OSError:
+            return -1
+        return int(status) if known & _HAS_STATUS else -1
+
+    def _read_waiting(self) -> int:
+        """Of one for whose end nobody has waited yet."""
+        try:
+            text = Path(f"/proc/{self._pid}/stat").read_text()
+            name_end = text.rindex(")")
+            fields = text[name_end + 2 :].split()
+            # A number that is used again by another process is not in this state.
+            return int(fields[_EXIT_CODE]) if fields[0] in {"Z", "X"} else -1
+        except (OSError, ValueError):
+            return -1
 
 
 class Writer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import itertools
 import os
 import platform
 import shlex
@@ -44,87 +45,81 @@ def doctor(url: str | None = None, *, storage_options: Mapping[str, Any] | None 
     compiled kernels and the memory. At URL, where one is given, a small object is written, read and removed. Exits with
     3 when something is lacking that a capture or an analysis needs.
     """
-    return [
-        Examined(name="ranktape", found=__version__),
-        Examined(name="Python", found=f"{platform.python_version()} ({sys.executable})"),
-        Examined(name="platform", found=f"{platform.platform()}, {os.cpu_count()} cores"),
+    import torch
+    import torch.distributed as dist
+
+    from ranktape.analyze.numerics import kernels
+    from ranktape.analyze.numerics.histograms.moments import warm_up
+
+    examined = [
+        _examined("ranktape", __version__),
+        _examined("Python", f"{platform.python_version()} ({sys.executable})"),
+        _examined("platform", f"{platform.platform()}, {os.cpu_count()} cores"),
         *_packages(),
-        *_torch(),
-        _kernels(),
-        Examined(name="memory", found=f"{nbytes_text(available_nbytes())} available"),
-        *([] if url is None else [_store(url, storage_options)]),
     ]
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    gpus = ", ".join(f"{device.name} ({nbytes_text(device.total_memory)})" for device in devices)
+    for name, has, kind, is_needed in (("gloo", "gloo", "CPU", not gpus), ("nccl", "NCCL", "GPU", bool(gpus))):
+        is_there = dist.is_available() and getattr(dist, f"is_{name}_available")()
+        way_out = f"for trainings on {kind}s: a build of torch with {has}"
+        examined.append(_examined(name, "available" * is_there, is_needed=is_needed, way_out=way_out))
+    compiler = (shlex.split(os.environ.get("CXX", "")) or ["g++"])[0]
+    path, absent = shutil.which(compiler) or "", f"no {compiler} on the PATH"
+    way_out = "for torch.compile: apt-get install g++, or set CXX"
+    no_gpu = "for trainings on GPUs: a build of torch for CUDA, and its driver"
+    warm_up()  # loads the compiled kernels of a writer, or compiles them and puts them into the cache
+    stats: Any = kernels.count.stats  # type: ignore[attr-defined]  # numba's, which has no types
+    cache = f"cached in {stats.cache_path}" if stats.cache_path else ""
+    no_cache = "set NUMBA_CACHE_DIR to a folder that can be written"
+    examined += [
+        _examined("GPUs", gpus, is_needed=False, way_out=no_gpu),
+        _examined("C++ compiler", path, absent=absent, is_needed=False, way_out=way_out),
+        _examined("kernels", cache, absent="compiled anew by each process", way_out=no_cache),
+        _examined("memory", f"{nbytes_text(available_nbytes())} available"),
+    ]
+    if url is not None:
+        from ranktape.capture.settings.options import CaptureOptions
+        from ranktape.capture.starting import open_place, try_writing
+
+        there, absent = "an object can be written, read and removed", ""
+        try:
+            try_writing(open_place(url, CaptureOptions(storage_options=storage_options)))
+        except RanktapeError as error:
+            there, absent = "", f"cannot be used: {error}"
+        way_out = "correct what the message names, and try again"
+        examined.append(_examined(shown(url), there, absent=absent, way_out=way_out))
+    return examined
+
+
+def _examined(
+    name: str, there: str, *, absent: str = "not available", is_needed: bool = True, way_out: str = ""
+) -> Examined:
+    """What is there, or `absent` with the way to get it."""
+    return Examined(
+        name=name, found=there or absent, is_lacking=is_needed and not there, way_out="" if there else way_out
+    )
 
 
 def _packages() -> Iterator[Examined]:
     """The packages that the metadata of ranktape requires, with the installed versions."""
     from packaging.requirements import Requirement
 
+    known: set[str] = set()
     needed = [Requirement(text) for text in importlib.metadata.requires("ranktape") or ()]
-    extra_of: dict[str, tuple[Requirement, str]] = {}
-    for extra in EXTRAS:
-        for one in needed:
-            if one.marker is None or one.marker.evaluate({"extra": extra}):
-                extra_of.setdefault(one.name, (one, extra))
-    for name, (needs, extra) in extra_of.items():
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            way_out = f"pip install 'ranktape[{extra}]'" if extra else "pip install ranktape"
-            yield Examined(name=name, found="not installed", is_lacking=not extra, way_out=way_out)
+    for extra, one in itertools.product(EXTRAS, needed):
+        if one.name in known or not (one.marker is None or one.marker.evaluate({"extra": extra})):
             continue
-        if needs.specifier.contains(version, prereleases=True):
-            yield Examined(name=name, found=version)
+        known.add(one.name)
+        try:
+            version = importlib.metadata.version(one.name)
+        except importlib.metadata.PackageNotFoundError:
+            version, absent = "", "not installed"
+            way_out = f"pip install 'ranktape[{extra}]'" if extra else "pip install ranktape"
         else:
-            found = f"{version}, but {needs.specifier} is required"
-            way_out = f"pip install --upgrade '{name}{needs.specifier}'"
-            yield Examined(name=name, found=found, is_lacking=not extra, way_out=way_out)
-
-
-def _torch() -> Iterator[Examined]:
-    """What trainings use of torch: backends of torch.distributed, GPUs, the compiler of torch.compile."""
-    import torch
-    import torch.distributed as dist
-
-    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    gpus = ", ".join(f"{device.name} ({nbytes_text(device.total_memory)})" for device in devices)
-    compiler = (shlex.split(os.environ.get("CXX", "")) or ["g++"])[0]
-    has_gloo, has_nccl = (dist.is_available() and one() for one in (dist.is_gloo_available, dist.is_nccl_available))
-    for name, found, is_needed, way_out in (
-        ("gloo", has_gloo and "available", not gpus, "for trainings on CPUs: a build of torch with gloo"),
-        ("nccl", has_nccl and "available", gpus, "for trainings on GPUs: a build of torch with NCCL"),
-        ("GPUs", gpus, False, "for trainings on GPUs: a build of torch for CUDA, and its driver"),
-        ("C++ compiler", shutil.which(compiler), False, "for torch.compile: apt-get install g++, or set CXX"),
-    ):
-        text = found or (f"no {compiler} on the PATH" if name == "C++ compiler" else "not available")
-        is_lacking = bool(is_needed and not found)
-        yield Examined(name=name, found=text, is_lacking=is_lacking, way_out="" if found else way_out)
-
-
-def _kernels() -> Examined:
-    """The compiled kernels of a writer, which are loaded, or compiled and cached for the next process."""
-    from ranktape.analyze.numerics import kernels
-    from ranktape.analyze.numerics.histograms.moments import warm_up
-
-    warm_up()  # puts the compiled loops in their places
-    stats: Any = kernels.count.stats  # type: ignore[attr-defined]  # numba's, which has no types
-    if stats.cache_path is None:
-        way_out = "set NUMBA_CACHE_DIR to a folder that can be written"
-        return Examined(name="kernels", found="compiled anew by each process", is_lacking=True, way_out=way_out)
-    return Examined(name="kernels", found=f"cached in {stats.cache_path}")
-
-
-def _store(url: str, storage_options: Mapping[str, Any] | None) -> Examined:
-    """Whether a small object can be written to a URL, read and removed again."""
-    from ranktape.capture.settings.options import CaptureOptions
-    from ranktape.capture.starting import open_place, try_writing
-
-    try:
-        try_writing(open_place(url, CaptureOptions(storage_options=storage_options)))
-    except RanktapeError as error:
-        way_out = "correct what the message names, and try again"
-        return Examined(name=shown(url), found=f"cannot be used: {error}", is_lacking=True, way_out=way_out)
-    return Examined(name=shown(url), found="an object can be written, read and removed")
+            absent = f"{version}, but {one.specifier} is required"
+            way_out = f"pip install --upgrade '{one.name}{one.specifier}'"
+        is_good = version and one.specifier.contains(version, prereleases=True)
+        yield _examined(one.name, version if is_good else "", absent=absent, is_needed=not extra, way_out=way_out)
 
 
 @command_of(doctor)

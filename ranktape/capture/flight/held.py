@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.expected import MAX_PLACES
 from ranktape.capture.staging.ring_file import Counter, Slot, SlotKind
+from ranktape.capture.writing.committing import read_slots
 from ranktape.capture.writing.counting import is_taken, reduce_to, staged_record
-from ranktape.capture.writing.recover import read_slots
 from ranktape.storage.format.layout import Mark
 from ranktape.storage.format.record_info import Keep
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from ranktape.capture.flight.rules import Hit
     from ranktape.capture.staging.ring import RingConsumer
-    from ranktape.capture.writing.committing import Committer
-    from ranktape.capture.writing.recover import Recovery
+    from ranktape.capture.writing.committing import Committer, Recovery
     from ranktape.storage.format.record_info import RecordInfo
 
 ROOM_FOR_NEXT = 1.1
