@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -76,16 +76,20 @@ class RunStatus:
             # The ranks that have not committed, each with the reason, and what is wrong with the commit.
             for missing in ["; ".join(filter(None, [status.lacks(max_named=MAX_NAMED), status.problem]))]
         )
-        counted = (COUNTED,) if any(status.num_expected for status in self.iterations) else ()
+        statuses = self.iterations
+        ways = ((status.compiled, f"{status.iteration}") for status in statuses if status.compiled)
+        silent = (
+            (why, site) for status in statuses for sites in status.silent_sites.values() for site, why in sites.items()
+        )
+        ranks = [((why, f"rank {rank}") for rank, why in one.items()) for one in (self.troubles, self.disabled)]
         notes = (
             *_trigger_notes(self.triggers),
-            *counted,
-            *_compiled_notes(self.iterations),
-            *_silent_notes(self.iterations),
-            *_rank_notes(self.troubles),
-            *_rank_notes(self.disabled),
+            *((COUNTED,) if any(status.num_expected for status in statuses) else ()),
+            *_notes("compiled code was recorded {reason} (iterations {named})", ways),
+            *_notes("not recorded ({reason}): {named}", silent),
+            *(note for pairs in ranks for note in _notes("{reason} ({named})", pairs)),
+            verdict_line(self.verdict),
         )
-        notes += (verdict_line(self.verdict),)
         return Table(title=printable(self.run), columns=COLUMNS, rows=rows, notes=notes)
 
     def to_json(self) -> dict[str, Any]:
@@ -232,10 +236,9 @@ def _tensors_text(status: IterationStatus) -> str:
     return f"{status.num_recorded} of {status.num_expected}"
 
 
-def _rank_notes(reasons: Mapping[int, str]) -> tuple[str, ...]:
-    """What befell ranks, one line for each thing."""
-    ranks = by_reason((reason, f"rank {rank}") for rank, reason in reasons.items())
-    return tuple(printable(f"{reason} ({named})") for reason, named in ranks.items())
+def _notes(words: str, pairs: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """A line for each reason, the first of each pair, with what has it."""
+    return tuple(printable(words.format(reason=reason, named=named)) for reason, named in by_reason(pairs).items())
 
 
 def _trigger_notes(triggers: Sequence[Trigger]) -> tuple[str, ...]:
@@ -246,16 +249,3 @@ def _trigger_notes(triggers: Sequence[Trigger]) -> tuple[str, ...]:
     shown_ones = [printable(f"{trigger.kind}: {trigger.message()}") for trigger in events[:MAX_NAMED]]
     rest = len(events) - len(shown_ones)
     return (*shown_ones, *([f"and {rest} more trigger{'s' * (rest > 1)}"] if rest else []))
-
-
-def _compiled_notes(statuses: Sequence[IterationStatus]) -> tuple[str, ...]:
-    """How compiled code was recorded, one line for each way."""
-    ways = by_reason((status.compiled, f"{status.iteration}") for status in statuses if status.compiled)
-    return tuple(printable(f"compiled code was recorded {way} (iterations {named})") for way, named in ways.items())
-
-
-def _silent_notes(statuses: Sequence[IterationStatus]) -> tuple[str, ...]:
-    """The tensors that were expected and not recorded, one line for each reason."""
-    sites = (pair for status in statuses for sites in status.silent_sites.values() for pair in sites.items())
-    named = by_reason((reason, site) for site, reason in sites)
-    return tuple(printable(f"not recorded ({reason}): {names}") for reason, names in named.items())

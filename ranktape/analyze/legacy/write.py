@@ -158,12 +158,9 @@ class TensorReport:
         self._show, self._is_finished = show, False
         make_folder(folder)
         with writing(self.files.log, **_LOG):
-            self._file = self.files.log.open("w", encoding="utf-8", errors="backslashreplace", buffering=1)
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._close)
-            self._log(DOUBLE, "MXFP SCALING TEST", DOUBLE, f"Start: {start.isoformat(timespec='milliseconds')}")
-            self._log(*subject_lines(subject), f"Sweeping: {scheme}")
-            stack.pop_all()
+            self.files.log.write_bytes(b"")
+        self._log(DOUBLE, "MXFP SCALING TEST", DOUBLE, f"Start: {start.isoformat(timespec='milliseconds')}")
+        self._log(*subject_lines(subject), f"Sweeping: {scheme}")
 
     def __enter__(self) -> Self:
         return self
@@ -175,7 +172,6 @@ class TensorReport:
             # Where the log itself cannot be written, the console has the reason.
             with contextlib.suppress(StorageError):
                 self._log(f"Failed: {error}")
-        self._close()
 
     def say_swept(self, sweep: ScaleSweep) -> None:
         """Say in the log that the sweep has just come to its end."""
@@ -213,10 +209,9 @@ class TensorReport:
         """Add lines, each with the time before it: local, to the millisecond."""
         for text in lines:
             line = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S.%f}"[:-3] + f"  {text}".rstrip()
-            with writing(self.files.log, **_LOG):
-                self._file.write(line + "\n")
+            with (
+                writing(self.files.log, **_LOG),
+                self.files.log.open("a", encoding="utf-8", errors="backslashreplace") as file,
+            ):
+                file.write(line + "\n")
             self._show(line)
-
-    def _close(self) -> None:
-        with writing(self.files.log, **_LOG):
-            self._file.close()

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.flight.held import ROOM_FOR_NEXT, HeldIteration, TensorInFlight, cut_off
-from ranktape.capture.flight.rules import Hit, SiteRules
+from ranktape.capture.flight.rules import Hit, judge
 from ranktape.capture.flight.watch import TriggerWatch
 from ranktape.capture.staging.ring_file import NOTES, Counter, Slot, SlotKind, iteration_of, noted
 from ranktape.capture.writing.coordinator import ENDED
@@ -78,7 +78,7 @@ class Flight:
         self._config, self._ring, self._attempt = config, ring, attempt
         self._storer, self._committer, self._say = storer, committer, say
         self._cadence = config.cadence
-        self._rules = SiteRules(options.triggers)
+        self._triggers = options.triggers
         self._pool = ThreadPoolExecutor(STORE_CONCURRENCY, thread_name_prefix="ranktape-judge")
         self._watch = TriggerWatch(
             storer.backend, attempt=attempt, rank=config.rank, say=say, is_successor=config.attempt is not None
@@ -241,7 +241,7 @@ class Flight:
 
     def _hits(self, slot: Slot) -> list[Hit]:
         array, info = staged_record(slot, rank=self._config.rank, attempt=self._attempt.number)
-        return self._rules.judge(info, lambda: statistics_in(slot, array))
+        return list(judge(self._triggers, info, lambda: statistics_in(slot, array)))
 
     def _wait_for_judged(self) -> None:
         for _, tensor in self._queue:

@@ -26,7 +26,7 @@ from ranktape.storage.query.filters import split_rule
 from ranktape.storage.query.where import Where, parse_where
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from ranktape.storage.format.record_info import RecordInfo
     from ranktape.storage.format.statistics import Statistics
@@ -114,67 +114,33 @@ def site_text(where: Mapping[str, Any]) -> str:
     return f"{name} {where.get('operation')} {where.get('phase')} {where.get('tensor_name')}"
 
 
-def where_of(info: RecordInfo) -> dict[str, Any]:
-    """The fields of a record that say where something was seen."""
-    return {name: getattr(info, name) for name in _WHERE}
+def judge(triggers: Sequence[SiteTrigger], info: RecordInfo, statistics_of: Callable[[], Statistics]) -> Iterator[Hit]:
+    """What a tensor shows; `statistics_of` is asked where a limit is one of its finite values."""
+    where = {name: getattr(info, name) for name in _WHERE}
+    total = max(1, int(np.prod(info.shape, dtype=np.int64)))
+    for kind, tally in ((TriggerKind.NAN, info.overflow.nan), (TriggerKind.INF, info.overflow.inf)):
+        if tally.count:
+            share = f"{tally.count} of {total} values of" if total > 1 else "the"
+            is_what = f"{'are' if total > 1 else 'is'} {'NaN' if kind is TriggerKind.NAN else 'infinite'}"
+            metric = f"overflow.{kind.value}.count"
+            text = f"{share} {site_text(where)} {is_what}"
+            yield Hit(kind=kind, text=text, where=where, metric=metric, value=float(tally.count), rule=kind.value)
+    for trigger in triggers:
+        if trigger.where is not None and not trigger.where.mask(functools.partial(_field, info))[0]:
+            continue
+        values: dict[str, float] = {}
 
+        def metric_of(name: str, /, *, values: dict[str, float] = values) -> Column:
+            found = _of_overflow(info, name) if name in OF_OVERFLOW else getattr(statistics_of(), name)
+            values[name] = np.nan if found is None else float(found)
+            return np.array([values[name]])
 
-class SiteRules:
-    """The rules of a capture for single tensors."""
-
-    def __init__(self, triggers: Sequence[SiteTrigger]) -> None:
-        self._triggers = triggers
-
-    def judge(self, info: RecordInfo, statistics_of: Callable[[], Statistics]) -> list[Hit]:
-        """What a tensor shows; `statistics_of` is asked where a rule is about its finite values."""
-        found = []
-        overflow = info.overflow
-        total = max(1, int(np.prod(info.shape, dtype=np.int64)))
-        for kind, tally in ((TriggerKind.NAN, overflow.nan), (TriggerKind.INF, overflow.inf)):
-            if tally.count:
-                word = "NaN" if kind is TriggerKind.NAN else "infinite"
-                share = f"{tally.count} of {total} values of" if total > 1 else "the"
-                text = f"{share} {site_text(where_of(info))} {'are' if total > 1 else 'is'} {word}"
-                found.append(
-                    Hit(
-                        kind=kind,
-                        text=text,
-                        where=where_of(info),
-                        metric=f"overflow.{kind.value}.count",
-                        value=float(tally.count),
-                        rule=kind.value,
-                    )
-                )
-        for trigger in self._triggers:
-            hit = _beyond(trigger, info, statistics_of)
-            if hit is not None:
-                found.append(hit)
-        return found
-
-
-def _beyond(trigger: SiteTrigger, info: RecordInfo, statistics_of: Callable[[], Statistics]) -> Hit | None:
-    if trigger.where is not None and not trigger.where.mask(functools.partial(_field, info))[0]:
-        return None
-    values: dict[str, float] = {}
-
-    def metric(name: str, /) -> Column:
-        found = _of_overflow(info, name) if name in OF_OVERFLOW else getattr(statistics_of(), name)
-        values[name] = np.nan if found is None else float(found)
-        return np.array([values[name]])
-
-    if not trigger.condition.mask(metric)[0]:
-        return None
-    name = trigger.condition.names[0]
-    value = values[name]
-    shown = ", ".join(f"{name} = {value:.6g}" for name, value in values.items())
-    return Hit(
-        kind=TriggerKind.METRIC,
-        text=f"{site_text(where_of(info))} has {shown} ({trigger.text})",
-        where=where_of(info),
-        metric=name,
-        value=value if np.isfinite(value) else None,
-        rule=trigger.text,
-    )
+        if trigger.condition.mask(metric_of)[0]:
+            first = trigger.condition.names[0]
+            shown = ", ".join(f"{name} = {value:.6g}" for name, value in values.items())
+            text = f"{site_text(where)} has {shown} ({trigger.text})"
+            value = values[first] if np.isfinite(values[first]) else None
+            yield Hit(kind=TriggerKind.METRIC, text=text, where=where, metric=first, value=value, rule=trigger.text)
 
 
 def _of_overflow(info: RecordInfo, name: str) -> Any:
