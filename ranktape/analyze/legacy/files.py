@@ -107,114 +107,6 @@ def given_fields(words: Any, *, stem: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name in _OWN_FIELDS and _OWN_FIELDS[name](value)}
 
 
-def named_fields(file_name: TensorFileName | None, layer: int | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the record that the file's name settles, so that the file need not be opened for them.
-
-    What the name of the output of a layer does not say is what its folder gives for it.
-    """
-    if layer is not None:
-        layer_type = "embedding" if layer < 0 else "hidden"
-        fixed = {"layer_type": layer_type, "layer_idx": layer, "phase": "post", "tensor_name": "output"}
-        return _UNTAGGED | {field: value for field, value in given.items() if field in _UNTAGGED} | fixed
-    if file_name is None:
-        return {}
-    fields: dict[str, Any] = {tag: str(getattr(file_name, tag)) for tag in TAGS[:-1]}
-    numbers = {number: getattr(file_name, number) for number in ("iteration", "rank")}
-    fields |= {number: value for number, value in numbers.items() if value is not None}
-    fields["layer_idx"] = -1 if file_name.layer_idx is None else file_name.layer_idx
-    # A name of theirs that is another one of ours may stand in a file of ours, which says so inside.
-    if recorded_tensor_name(file_name) == file_name.tensor_name:
-        fields["tensor_name"] = file_name.tensor_name
-    return fields
-
-
-def described_fields(
-    header: TensorFile,
-    *,
-    path: Path,
-    file_name: TensorFileName | None,
-    layer: int | None,
-    said: Any,
-    given: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Every field of the record but those that take its values, `overflow` and `checksum`, and `call`.
-
-    `metadata` comes as JSON text. With `record_checksum` comes what our export says of the values, "" if nothing.
-    """
-    known = header.metadata if isinstance(header.metadata, Mapping) else {}
-    own = known.get(RECORD_KEY)
-    stem = "".join(character if character.isprintable() else "?" for character in path.stem)
-    fields: dict[str, Any] = {
-        "microbatch": 0,
-        "sample_dim": None,
-        "sample_ids": None,
-        "batch_size": None,
-        "module": "",
-        "layer_stack": "",
-        "layout": "",
-        "compute_dtype": header.dtype,
-        "placement": None,
-        "mode": Mode.TRAIN.value,
-        "metadata": _rest(known, file_name, header, said),
-        "counter": 0 if file_name is None else file_name.counter,
-        "timestamp": 0.0 if file_name is None else name_seconds(file_name),
-        "record_checksum": "",
-        "quant_type": _QUANT_TYPES.get(header.dtype, header.dtype),
-        "tensor_name": stem[:MAX_TERM_LENGTH] or "tensor",
-        **_UNTAGGED,
-        # What no record can hold of what the legacy tool embedded is left out.
-        **{name: known[name] for name in (*TAGS, *NUMBERS) if name in known and _OWN_FIELDS[name](known[name])},
-        **({} if file_name is None else {"tensor_name": recorded_tensor_name(file_name)}),
-    }
-    named = None if file_name is None else file_name.sample_idx
-    sample_idx = known.get("sample_idx") if named is None else named
-    if is_one := _is_number(sample_idx):
-        fields["sample_ids"] = [sample_idx]
-    fields |= _samples_of(known, header, layer, is_one=is_one, tensor_name=fields["tensor_name"])
-    if isinstance(own, Mapping):
-        fields |= _own_fields(own, header, place=path)
-    elif given:
-        rest = (given.get("metadata") or {}) | (fields["metadata"] or {}) or None
-        fields |= _own_fields(given, header, place=path) | {"metadata": rest}
-    fields["metadata"] = json.dumps(fields["metadata"], separators=(",", ":"))
-    return fields | {"dtype": header.dtype, "shape": header.shape, "nbytes": header.nbytes}
-
-
-def _rest(
-    embedded: Mapping[str, Any], file_name: TensorFileName | None, header: TensorFile, said: Any
-) -> dict[str, Any] | None:
-    """What a file of somebody else says beyond the fields; the record's `metadata`."""
-    rest = {key: value for key, value in embedded.items() if key not in _SAID_ELSEWHERE}
-    if header.tensor_info is not None:
-        rest["tensor_info"] = header.tensor_info
-    if file_name is not None and file_name.group_idx is not None:
-        rest["group_idx"] = file_name.group_idx
-    if said is not None:
-        rest["folder"] = said
-    return rest or None
-
-
-def _samples_of(
-    embedded: Mapping[str, Any], header: TensorFile, layer: int | None, *, is_one: bool, tensor_name: str
-) -> dict[str, Any]:
-    """Where the samples of a tensor of somebody else are, and how many its batch has, as far as its shape shows it.
-
-    Outputs of layers count them first. Of others the batch size is what the tool was told, else the smaller one of the
-    two first dimensions of three or more: batches came first or second there, and the other one counts tokens or heads.
-    """
-    shape = header.shape
-    if layer is not None:
-        is_known = len(shape) == len(_HIDDEN_LAYOUT)
-        return {"sample_dim": 0, "batch_size": shape[0], "layout": _HIDDEN_LAYOUT} if is_known else {}
-    if is_parameter(tensor_name):
-        return {}
-    size = embedded.get("batch_size")
-    if not _is_number(size):
-        return {"batch_size": min(shape[:2])} if len(shape) >= len(_HIDDEN_LAYOUT) else {}
-    dim = next((dim for dim in range(min(2, len(shape) - 1)) if shape[dim] == size), None)
-    return {"sample_dim": None if is_one else dim, "batch_size": size}
-
-
 def _is_number(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MAX_NUMBER
 
@@ -289,13 +181,14 @@ class SourceFile:
         """Where it is."""
         self.file_name = file_name
         """What its name says, if it is one of a single tensor."""
-        self.named = named_fields(file_name, layer, fields or {})
-        """The fields of the record that need not be looked up in the file."""
         self.call = 0
         """How many tensors of the same fields were written before it."""
         self.site = path.name
         """What the record says of where it is: the name, or where that is not plain ASCII what stands for it."""
-        self._layer, self._said, self._given = layer, said, fields or {}
+        self._layer, self._said = layer, said
+        self._given: Mapping[str, Any] = fields or {}
+        self.named = self._named()
+        """The fields of the record that need not be looked up in the file."""
         self._is_first_enough = is_first_enough
         self._header: TensorFile | None = None
         self._fields: dict[str, Any] | None = None
@@ -309,12 +202,13 @@ class SourceFile:
         return self.named[name] if name in self.named else self.fields()[name]
 
     def fields(self) -> dict[str, Any]:
-        """Every field of the record that takes no values."""
+        """Every field of the record that takes no values.
+
+        `metadata` comes as JSON text. With `record_checksum` comes what our export says of the values, "" if nothing.
+        """
         if self._fields is None:
             header = read_header(self.path, is_first_enough=self._is_first_enough)
-            described = described_fields(
-                header, path=self.path, file_name=self.file_name, layer=self._layer, said=self._said, given=self._given
-            )
+            described = self._described(header)
             # Many files say the same at length.
             self._header = dataclasses.replace(header, metadata=None, tensor_info=None)
             self._fields = {"call": self.call} | described | self.named
@@ -330,8 +224,7 @@ class SourceFile:
         """What the values do at the limits of their dtype, and their checksum."""
         if self._measured is None:
             with _large if self.fields()["nbytes"] > _LARGE_NBYTES else nullcontext():
-                self.values_measured()
-        assert self._measured is not None
+                return self.values_measured()[1:]
         return self._measured
 
     def values_measured(self) -> tuple[Any, Overflow, str]:
@@ -343,6 +236,77 @@ class SourceFile:
         if self._measured is None or self._measured[1] != found:
             self._measured = measure(values, sample_dim=self.fields()["sample_dim"]), found
         return values, *self._measured
+
+    def _named(self) -> dict[str, Any]:
+        """What the name settles; what that of the output of a layer does not say is what its folder gives for it."""
+        named, layer = self.file_name, self._layer
+        if layer is not None:
+            layer_type = "embedding" if layer < 0 else "hidden"
+            fixed = {"layer_type": layer_type, "layer_idx": layer, "phase": "post", "tensor_name": "output"}
+            return _UNTAGGED | {field: value for field, value in self._given.items() if field in _UNTAGGED} | fixed
+        if named is None:
+            return {}
+        fields: dict[str, Any] = {tag: str(getattr(named, tag)) for tag in TAGS[:-1]}
+        numbers = {number: getattr(named, number) for number in ("iteration", "rank")}
+        fields |= {number: value for number, value in numbers.items() if value is not None}
+        fields["layer_idx"] = -1 if named.layer_idx is None else named.layer_idx
+        # A name of theirs that is another one of ours may stand in a file of ours, which says so inside.
+        if recorded_tensor_name(named) == named.tensor_name:
+            fields["tensor_name"] = named.tensor_name
+        return fields
+
+    def _described(self, header: TensorFile) -> dict[str, Any]:
+        known = header.metadata if isinstance(header.metadata, Mapping) else {}
+        own, named = known.get(RECORD_KEY), self.file_name
+        stem = "".join(character if character.isprintable() else "?" for character in self.path.stem)
+        # What somebody else's file says beyond the fields.
+        rest = {key: value for key, value in known.items() if key not in _SAID_ELSEWHERE}
+        more = {"tensor_info": header.tensor_info, "group_idx": named and named.group_idx, "folder": self._said}
+        rest |= {key: value for key, value in more.items() if value is not None}
+        fields: dict[str, Any] = {
+            **dict.fromkeys(("sample_dim", "sample_ids", "batch_size", "placement")),
+            **dict.fromkeys(("module", "layer_stack", "layout", "record_checksum"), ""),
+            "microbatch": 0,
+            "compute_dtype": header.dtype,
+            "mode": Mode.TRAIN.value,
+            "metadata": rest or None,
+            "counter": 0 if named is None else named.counter,
+            "timestamp": 0.0 if named is None else name_seconds(named),
+            "quant_type": _QUANT_TYPES.get(header.dtype, header.dtype),
+            "tensor_name": stem[:MAX_TERM_LENGTH] or "tensor",
+            **_UNTAGGED,
+            # What no record can hold of what the legacy tool embedded is left out.
+            **{name: known[name] for name in (*TAGS, *NUMBERS) if name in known and _OWN_FIELDS[name](known[name])},
+            **({} if named is None else {"tensor_name": recorded_tensor_name(named)}),
+        }
+        sample_idx = known.get("sample_idx") if named is None or named.sample_idx is None else named.sample_idx
+        if is_one := _is_number(sample_idx):
+            fields["sample_ids"] = [sample_idx]
+        fields |= self._samples(header.shape, known.get("batch_size"), is_one=is_one, tensor_name=fields["tensor_name"])
+        if isinstance(own, Mapping):
+            fields |= _own_fields(own, header, place=self.path)
+        elif self._given:
+            rest = (self._given.get("metadata") or {}) | rest
+            fields |= _own_fields(self._given, header, place=self.path) | {"metadata": rest or None}
+        fields["metadata"] = json.dumps(fields["metadata"], separators=(",", ":"))
+        return fields | {"dtype": header.dtype, "shape": header.shape, "nbytes": header.nbytes}
+
+    def _samples(self, shape: tuple[int, ...], size: Any, *, is_one: bool, tensor_name: str) -> dict[str, Any]:
+        """Where the samples of a tensor of somebody else are, and how many its batch has, as far as its shape shows it.
+
+        Outputs of layers count them first. Of others the batch size is what the tool was told, else the smaller one of
+        the two first dimensions of three or more: batches came first or second there, and the other one counts tokens
+        or heads.
+        """
+        if self._layer is not None:
+            is_known = len(shape) == len(_HIDDEN_LAYOUT)
+            return {"sample_dim": 0, "batch_size": shape[0], "layout": _HIDDEN_LAYOUT} if is_known else {}
+        if is_parameter(tensor_name):
+            return {}
+        if not _is_number(size):
+            return {"batch_size": min(shape[:2])} if len(shape) >= len(_HIDDEN_LAYOUT) else {}
+        dim = next((dim for dim in range(min(2, len(shape) - 1)) if shape[dim] == size), None)
+        return {"sample_dim": None if is_one else dim, "batch_size": size}
 
 
 class FileTable:
