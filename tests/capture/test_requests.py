@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
-from ranktape.capture.settings.options import CaptureOptions
-from ranktape.capture.writing.coordinator import ENDED, Requests
+import pytest
+
 from ranktape.storage.format.attempt import Asked, IterationPlan
 from ranktape.storage.format.documents import write_group
 from ranktape.storage.format.layout import Mark, control_path
@@ -41,19 +42,18 @@ def test_iterations_that_a_rank_learned_of_too_late_are_made_up_for(tmp_path: Pa
 
 def test_each_time_that_a_rank_learned_too_late_the_notice_is_longer(tmp_path: Path) -> None:
     watched = Watched(tmp_path / "run", planned=(0,), target=1)
-    requests = Requests(
-        watched.backend,
-        attempt=watched.attempt,
-        options=CaptureOptions(),
-        first_unknown=lambda num_late: 10 << num_late,
-        announce=lambda _: None,
-        store_held=lambda _: ENDED,
-    )
+    watched.kill()
+    coordinator, watched.step = watched.coordinator, 1000
+    # A hundred steps in each of the last ten seconds.
+    coordinator._started = coordinator._lately = time.monotonic() - 10, 0
     asked = Asked(name="mine", iterations=(10,), num_iterations=1)
-    plan = IterationPlan(iterations=(0, 10), is_done=False, asked=(asked,))
+    coordinator._plan = IterationPlan(iterations=(0, 10), is_done=False, asked=(asked,))
     for _ in range(2):
-        plan = requests.replace(plan, settled=plan.iterations, complete={0})
-    assert plan.asked[0].iterations == (10, 20, 40)
+        coordinator._refused = set(coordinator._plan.iterations)
+        coordinator._replace_lost()
+    _, second, third = coordinator._plan.asked[0].iterations
+    assert second > 1000 + 400
+    assert third - 1000 == pytest.approx(2 * (second - 1000), rel=0.2)
     watched.close()
 
 
