@@ -5,25 +5,24 @@ array, and added up once at the end: the same arrays give the same metrics to th
 Where squares would be beyond float64, or vanish, elements are divided by a power of two first.
 """
 
+# Shapes: R = rows, C = columns, B = blocks or rows that are added up apart, M = sums.
+
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.numerics.difference_kernels import (
-    SQUARES,
-    SUMS,
-    add_up,
-    degrees,
-    differing_elements,
-    largest_ulp,
-)
-from ranktape.analyze.numerics.kernels import BLOCK
+from ranktape.analyze.numerics.kernels import BLOCK, compiled, compiled_sums
+from ranktape.storage.format.dtypes import dtype_name, dtype_row
+
+Floats: TypeAlias = NDArray[np.float64]
 
 PIECE = 1 << 17
 """Elements that are widened to float64 at once: both pieces stay in a processor's cache."""
@@ -149,10 +148,10 @@ class _DifferenceTotals:
             piece = slice(block * BLOCK, (block + 1) * BLOCK)
             self._largest = float(largest[block])
             self._largest_at = self._num_elements + block * BLOCK + _place(wide_a[piece], wide_b[piece])
-        is_differing = differing_elements(a, b, wide_a=wide_a, wide_b=wide_b)
+        is_differing = _differing_elements(a, b, wide_a=wide_a, wide_b=wide_b)
         num_differing = int(np.count_nonzero(is_differing))
         is_finite = None if sums_BM[:, 0].sum() == a.size else np.isfinite(wide_a) & np.isfinite(wide_b)
-        ulp = largest_ulp(a, b, is_finite=is_finite) if num_differing else 0
+        ulp = _largest_ulp(a, b, is_finite=is_finite) if num_differing else 0
         self._ulp = ulp if self._ulp is None or ulp is None else max(self._ulp, ulp)
         self._num_differing += num_differing
         self._num_elements += a.size
@@ -164,7 +163,7 @@ class _DifferenceTotals:
         exponents = np.concatenate(self._exponents)
         top = int(exponents.max(initial=_LOWEST))
         own_BM = np.concatenate(self._sums)
-        sums_BM = np.ldexp(own_BM, (exponents - top)[:, np.newaxis] * degrees())
+        sums_BM = np.ldexp(own_BM, (exponents - top)[:, np.newaxis] * _degrees())
         with np.errstate(over="ignore", invalid="ignore"):
             total = dict(zip(SUMS, sums_BM.sum(axis=0).tolist(), strict=True))
             moments = _moments(dict(zip(SUMS, sums_BM.T, strict=True)), total)
@@ -196,10 +195,9 @@ class _DifferenceTotals:
         )
 
 
-def _sums_of(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[np.float64], int]:
+def _sums_of(a: NDArray[Any], b: NDArray[Any]) -> tuple[Floats, int]:
     """What the elements of each block add up to, and the exponent of the power of two that they were divided by."""
-    sums_BM = np.zeros((-(-a.size // BLOCK), len(SUMS)))
-    add_up(a, b, sums_BM)
+    sums_BM = _block_sums(a, b)
     squares = sums_BM[:, SQUARES]
     if ((squares > _SMALL_SQUARE) & (squares < 1 / _SMALL_SQUARE)).all():
         return sums_BM, 0
@@ -211,14 +209,25 @@ def _sums_of(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[np.float64], int
     if abs(exponent) <= _SAFE_EXPONENT:
         return sums_BM, 0
     half = -exponent // 2
-    scaled_BM = np.zeros(sums_BM.shape)
     with np.errstate(all="ignore"):
-        scaled_a, scaled_b = (one * math.ldexp(1.0, half) * math.ldexp(1.0, -exponent - half) for one in (a, b))
-    add_up(scaled_a, scaled_b, scaled_BM)
+        scaled_BM = _block_sums(*(one * math.ldexp(1.0, half) * math.ldexp(1.0, -exponent - half) for one in (a, b)))
     # Scaling may make NaN of complex infinities, and zeros of what is far below the largest.
-    is_count = degrees() == 0
+    is_count = _degrees() == 0
     scaled_BM[:, is_count] = sums_BM[:, is_count]
     return scaled_BM, exponent
+
+
+def _block_sums(a: NDArray[Any], b: NDArray[Any]) -> Floats:
+    whole = a.size // BLOCK
+    sums_BM, kept_2C = np.zeros((-(-a.size // BLOCK), len(SUMS))), np.zeros((2, BLOCK), dtype=a.dtype)
+    for blocks, length, own_BM in (
+        (slice(whole * BLOCK), BLOCK, sums_BM[:whole]),
+        (slice(whole * BLOCK, None), a.size % BLOCK, sums_BM[whole:]),
+    ):
+        if len(own_BM):
+            a_RC, b_RC = (one[blocks].reshape(-1, length) for one in (a, b))
+            add_up(a_RC, b_RC, None, None, kept_2C, own_BM)
+    return sums_BM
 
 
 def _unscaled(value: float, exponent: int) -> float:
@@ -291,3 +300,246 @@ def cosine_of(product: float, square_a: float, square_b: float, *, is_equal: boo
 def _known(value: float) -> float | None:
     """A metric; None where sums of the largest float64 left nothing of it."""
     return None if math.isnan(value) else value
+
+
+def _differing_elements(
+    a: NDArray[Any], b: NDArray[Any], *, wide_a: NDArray[Any], wide_b: NDArray[Any]
+) -> NDArray[np.bool_]:
+    """Which elements of two flat arrays have other bits; two NaN have not, whatever their payload.
+
+    Arrays of different dtypes are looked at as they are in float64 or complex128: `wide_a` and `wide_b`.
+    """
+    one, other = (a, b) if a.dtype == b.dtype else (wide_a, wide_b)
+    # Complex elements have 8 or 16 bytes: two words of one float each.
+    is_complex = one.dtype.kind == "c"
+    raw, others = (array.view(f"u{array.dtype.itemsize // (1 + is_complex)}") for array in (one, other))
+    is_differing: NDArray[np.bool_] = np.asarray(raw != others)
+    if is_complex:
+        is_differing = is_differing[::2] | is_differing[1::2]
+    if is_differing.any():
+        is_differing &= ~(np.isnan(wide_a) & np.isnan(wide_b))
+    return is_differing
+
+
+def _largest_ulp(a: NDArray[Any], b: NDArray[Any], *, is_finite: NDArray[np.bool_] | None) -> int | None:
+    """The most steps from one representable number to the next that lie between elements of two flat arrays.
+
+    Zeros of both signs are one number. Of complex elements both parts count. None where the arrays are not of one
+    floating point dtype.
+
+    Args:
+        a: The one.
+        b: The other.
+        is_finite: Which elements are looked at: those that are finite in both; None for all.
+    """
+    row = dtype_row(dtype_name(a.dtype))
+    if a.dtype != b.dtype or not (row.is_floating or row.is_complex):
+        return None
+    one, other = (a, b) if is_finite is None else (a[is_finite], b[is_finite])
+    if not one.size:
+        return 0
+    if row.is_complex:
+        part = f"f{row.itemsize // 2}"
+        one, other = one.view(part), other.view(part)
+    if row.numpy_dtype == ml_dtypes.float8_e8m0fnu:
+        return int(np.abs(one.view(np.uint8).astype(np.int32) - other.view(np.uint8)).max())
+    keys = [_keys(array) for array in (one, other)]
+    if keys[0].dtype == np.int64:
+        # The difference of two 64-bit keys may need 65 bits; as unsigned ones it fits.
+        return int((np.maximum(*keys).view(np.uint64) - np.minimum(*keys).view(np.uint64)).max())
+    return int(np.abs(keys[0] - keys[1]).max())
+
+
+def _keys(array: NDArray[Any]) -> NDArray[Any]:
+    """Whole numbers in the order of the values, one apart where no other number lies between them."""
+    num_bits = int(ml_dtypes.finfo(array.dtype).bits)  # type: ignore[no-untyped-call]
+    patterns = array.view(f"i{array.dtype.itemsize}")
+    # The 4- and 6-bit types fill a byte each: their sign is not its first bit.
+    padding = 8 * array.dtype.itemsize - num_bits
+    signed = (patterns << padding >> padding if padding else patterns).astype(_WIDER[array.dtype.itemsize])
+    magnitudes = signed & ((1 << num_bits - 1) - 1)
+    # All ones where the sign is set: a number minus itself, without a branch.
+    signs = signed >> 8 * signed.dtype.itemsize - 1
+    keys: NDArray[Any] = (magnitudes ^ signs) - signs
+    return keys
+
+
+_WIDER = {1: np.int32, 2: np.int32, 4: np.int64, 8: np.int64}
+"""The type in which keys of so many bytes can be subtracted."""
+
+
+SUMS = (
+    "finite",
+    "finite_a",
+    "largest",
+    "square_a",
+    "square_b",
+    "product",
+    "square_difference",
+    "difference",
+    "absolute",
+    "real_a",
+    "imaginary_a",
+    "real_b",
+    "imaginary_b",
+    "row_variance",
+    "relative",
+    "largest_relative",
+    "zeros",
+    "moment_a",
+    "moment_b",
+    "moment_ab",
+    "nan_both",
+    "nan_one",
+    "infinite_alike",
+    "infinite_apart",
+)
+"""What `add_up` adds up, in its order: of elements finite in both arrays, but for `finite_a` and the last four.
+
+`largest` and `largest_relative` are maxima, the rest are sums. `difference` is b minus a, and `row_variance` the square
+of its sum over a row, less the squares that are in it. `relative` is over elements that are not 0 in the first array,
+`zeros` counts the others. The moments are of differences from the means of the row.
+"""
+
+SQUARES = [SUMS.index(name) for name in ("square_a", "square_b")]
+
+_LARGEST, _LARGEST_RELATIVE = SUMS.index("largest"), SUMS.index("largest_relative")
+
+
+@functools.cache
+def _degrees() -> NDArray[np.int64]:
+    """By which power of a factor each of `SUMS` grows, if all elements are multiplied by it."""
+    linear = {"absolute", "largest", "difference", "real_a", "imaginary_a", "real_b", "imaginary_b"}
+    quadratic = {name for name in SUMS if name.startswith(("square", "product", "moment", "row"))}
+    return np.array([1 if name in linear else 2 if name in quadratic else 0 for name in SUMS])
+
+
+@compiled
+def _second(b_RC: NDArray[Any], rest_RC: NDArray[np.uint16] | None, row: int, index: int) -> Any:
+    """An element of the second array, with its rest where there is one: both are patterns of bfloat16 then."""
+    if rest_RC is None:
+        return b_RC[row, index] + 0.0
+    high = np.uint32(np.uint32(b_RC[row, index]) << 16).view(np.float32)
+    return np.float64(high) + np.float64(np.uint32(np.uint32(rest_RC[row, index]) << 16).view(np.float32))
+
+
+@compiled_sums
+def _add_row(
+    a_RC: NDArray[Any], b_RC: NDArray[Any], rest_RC: NDArray[np.uint16] | None, row: int, columns_2C: Floats | None
+) -> tuple[float, ...]:
+    """The sums from `largest` to `difference` over a row, and to `imaginary_b` where its errors are not written.
+
+    The fifth is infinite or NaN where an element is.
+    """
+    largest = square_a = square_b = product = square_difference = difference = 0.0
+    absolute = real_a = imaginary_a = real_b = imaginary_b = 0.0
+    for index in range(a_RC.shape[1]):
+        x, y = a_RC[row, index] + 0.0, _second(b_RC, rest_RC, row, index)
+        error = y - x
+        size = abs(error)
+        largest = max(largest, size)
+        square_a += x.real * x.real + x.imag * x.imag
+        square_b += y.real * y.real + y.imag * y.imag
+        product += x.real * y.real + x.imag * y.imag
+        square_difference += size * size
+        if columns_2C is not None:
+            columns_2C[1, index] = error
+            difference += error
+        else:
+            absolute += size
+            real_a, imaginary_a = real_a + x.real, imaginary_a + x.imag
+            real_b, imaginary_b = real_b + y.real, imaginary_b + y.imag
+    first = largest, square_a, square_b, product, square_difference, difference
+    return (*first, absolute, real_a, imaginary_a, real_b, imaginary_b)
+
+
+@compiled_sums
+def _add_relations(a_RC: NDArray[Any], b_RC: NDArray[Any], row: int, sums: Floats) -> None:
+    """Write the sums from `relative` to `moment_ab` of a row of finite elements, of which the others are known."""
+    relative = largest_relative = zeros = moment_a = moment_b = moment_ab = 0.0
+    count = max(1.0, sums[0])
+    mean_a, mean_ia, mean_b, mean_ib = sums[9] / count, sums[10] / count, sums[11] / count, sums[12] / count
+    for index in range(a_RC.shape[1]):
+        x, y = a_RC[row, index], b_RC[row, index]
+        magnitude = abs(x)
+        is_zero = magnitude == 0
+        ratio = 0.0 if is_zero else np.divide(abs(x - y), magnitude)
+        relative += ratio
+        largest_relative = max(largest_relative, ratio)
+        zeros += 1.0 if is_zero else 0.0
+        u, v, w, z = x.real - mean_a, x.imag - mean_ia, y.real - mean_b, y.imag - mean_ib
+        moment_a += u * u + v * v
+        moment_b += w * w + z * z
+        moment_ab += u * w + v * z
+    sums[14], sums[15], sums[16] = relative, largest_relative, zeros
+    sums[17], sums[18], sums[19] = moment_a, moment_b, moment_ab
+
+
+@compiled
+def _leave_out(  # noqa: PLR0917 - numba knows no keyword-only arguments
+    a_RC: NDArray[Any],
+    b_RC: NDArray[Any],
+    rest_RC: NDArray[np.uint16] | None,
+    row: int,
+    columns_2C: Floats | None,
+    kept_2C: NDArray[Any],
+    sums: Floats,
+) -> int:
+    """Write the elements of a row that are finite in both arrays, and add to the counts; gives how many are written.
+
+    In their places with zeros between them where errors are asked for, and else one after the other.
+    """
+    compared = 0
+    for index in range(a_RC.shape[1]):
+        x, y = a_RC[row, index] + 0.0, _second(b_RC, rest_RC, row, index)
+        is_compared = abs(x) < np.inf and abs(y) < np.inf
+        is_nan_a, is_nan_b = np.isnan(x), np.isnan(y)
+        place = index if columns_2C is not None else compared
+        kept_2C[0, place], kept_2C[1, place] = (x, y) if is_compared else (0.0 * kept_2C[0, 0], 0.0 * kept_2C[0, 0])
+        compared += int(is_compared)
+        sums[1] += 1.0 if abs(x) < np.inf else 0.0
+        if is_nan_a or is_nan_b:
+            sums[20 if is_nan_a and is_nan_b else 21] += 1.0
+        elif not is_compared:
+            sums[22 if x == y else 23] += 1.0
+    sums[0] += compared
+    return a_RC.shape[1] if columns_2C is not None else compared
+
+
+@compiled
+def add_up(  # noqa: PLR0917 - as above
+    a_RC: NDArray[Any],
+    b_RC: NDArray[Any],
+    rest_RC: NDArray[np.uint16] | None,
+    columns_2C: Floats | None,
+    kept_2C: NDArray[Any],
+    sums_BM: Floats,
+) -> None:
+    """Add to `SUMS` what sets the rows of two matrices apart, of each row or of all together.
+
+    Float64 or complex128 matrices; or with `columns_2C`, to whose first row errors are added, matrices of float32, and
+    no sums from `absolute` to `imaginary_b`, or of relations and moments. Its second row and `kept_2C` are memory for a
+    row. All is zero before.
+    """
+    for row in range(a_RC.shape[0]):
+        sums = sums_BM[row if sums_BM.shape[0] == a_RC.shape[0] else 0]
+        found = _add_row(a_RC, b_RC, rest_RC, row, columns_2C)
+        is_finite, size = found[4] < np.inf, a_RC.shape[1]
+        if is_finite:
+            sums[0] += a_RC.shape[1]
+            sums[1] += a_RC.shape[1]
+        else:
+            # Few rows have such elements: all others are added up without looking at each.
+            size = _leave_out(a_RC, b_RC, rest_RC, row, columns_2C, kept_2C, sums)
+            found = _add_row(kept_2C[:1, :size], kept_2C[1:, :size], None, 0, columns_2C)
+        sums[2] = max(sums[2], found[0])
+        for place in range(1, len(found)):
+            sums[2 + place] += found[place]
+        if columns_2C is not None:
+            sums[13] += found[5] * found[5] - found[4]
+            for column in range(columns_2C.shape[1]):
+                columns_2C[0, column] += columns_2C[1, column]
+        elif is_finite:
+            _add_relations(a_RC, b_RC, row, sums)
+        else:
+            _add_relations(kept_2C[:1, :size], kept_2C[1:, :size], 0, sums)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from ranktape.analyze.numerics.differences import cosine_of, decibels
-from ranktape.analyze.numerics.error_kernels import add_errors
+from ranktape.analyze.numerics.differences import SUMS, add_up, cosine_of, decibels
 from ranktape.analyze.numerics.pieces import array_of, each, frozen, tensor_or_array
 from ranktape.errors import UsageError
 
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
     Floats: TypeAlias = NDArray[np.float64]
 
-# Shapes: R = rows, C = columns, P = reference and result, N = parts, M = sums.
+# Shapes: C = columns, N = parts, M = sums.
 
 
 PART = 1 << 18
@@ -160,23 +158,42 @@ def error_sums(
     more = None if rest is None else _patterns(rest)
     step = max(1, PART // max(1, want.shape[1]), -(-want.shape[0] // MAX_PARTS))
     starts = range(0, want.shape[0], step)
-    columns_NC = np.zeros((len(starts), want.shape[1]))
-    sums_NM = np.zeros((len(starts), len(ErrorSums.__slots__)))
+    columns_N2C, sums_NM = np.zeros((len(starts), 2, want.shape[1])), np.zeros((len(starts), len(SUMS)))
 
     def add(number: int) -> None:
         part = slice(starts[number], starts[number] + step)
-        own = None if more is None else more[part]
-        add_errors(want[part], got[part], own, columns_NC[number], sums_NM[number])
+        own, kept_2C = None if more is None else more[part], np.zeros((2, want.shape[1]))
+        add_up(want[part], got[part], own, columns_N2C[number], kept_2C, sums_NM[number : number + 1])
 
     each(add, range(len(starts)), threads=None)
-    return _together(sums_NM, columns=columns_NC.sum(axis=0))
+    return _together(sums_NM[:, _PLACES], num_elements=want.size, columns=columns_N2C[:, 0].sum(axis=0))
 
 
-def _together(parts: ArrayLike, *, columns: NDArray[np.float64]) -> ErrorSums:
-    """Those of one result, whose parts have what rows add to the variance in the place of the deviation."""
-    sums = ErrorSums.pooled(parts)
-    variance = max(sums.error_deviation + float(columns @ columns), sums.error_squared)
-    return dataclasses.replace(sums, error_deviation=math.sqrt(variance))
+_PLACES = [
+    SUMS.index(name)
+    for name in (
+        *("finite", "finite_a", "square_a", "square_b", "product", "square_difference", "difference", "row_variance"),
+        "largest",
+    )
+]
+"""What is added up for the fields of `ErrorSums` behind the first one, in their order."""
+
+
+def _together(parts: ArrayLike, *, num_elements: int, columns: NDArray[np.float64]) -> ErrorSums:
+    """Those of one result, from `_PLACES` of its parts."""
+    table = np.asarray(parts, dtype=np.float64).reshape(-1, len(_PLACES))
+    sums, largest = table.sum(axis=0), float(table[:, -1].max(initial=0.0))
+    compared, num_finite, *squares, error, variance, _ = sums.tolist()
+    deviation = math.sqrt(max(variance + float(columns @ columns), squares[-1]))
+    return ErrorSums(
+        **dict(
+            zip(
+                ErrorSums.__slots__,
+                [num_elements, compared, num_finite - compared, *squares, error, deviation, largest],
+                strict=True,
+            )
+        )
+    )
 
 
 def _rows(array: Any) -> NDArray[np.float32]:
@@ -204,11 +221,11 @@ def _device_sums(reference: Any, result: Any) -> ErrorSums:
     parts = [one.detach().reshape(shape).split(num_rows) for one in (reference, result.to(reference.device))]
     columns = torch.zeros(shape[1], dtype=torch.float64, device=reference.device)
     sums = [_part_sums(want, got, columns).tolist() for want, got in zip(*parts, strict=True)]
-    return _together(sums, columns=columns.cpu().numpy())
+    return _together(sums, num_elements=reference.numel(), columns=columns.cpu().numpy())
 
 
 def _part_sums(want: torch.Tensor, got: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """What `add_errors` does, with operations of torch."""
+    """`_PLACES` of a part, by operations of torch."""
     import torch
 
     x, y = want.to(torch.float32).to(torch.float64), got.to(torch.float32).to(torch.float64)
@@ -219,7 +236,7 @@ def _part_sums(want: torch.Tensor, got: torch.Tensor, columns: torch.Tensor) -> 
     errors, count = y - x, is_finite.sum()
     columns += errors.sum(0)
     squared, largest = (errors * errors).sum(), errors.abs().amax() if want.numel() else errors.sum()
-    counts = torch.tensor(want.numel(), device=x.device), count, num_finite - count
+    counts = count, num_finite
     sums = (x * x).sum(), (y * y).sum(), (x * y).sum(), squared, errors.sum()
     variance = errors.sum(1).square().sum() - squared
     return torch.stack([one.to(torch.float64) for one in (*counts, *sums, variance, largest)])

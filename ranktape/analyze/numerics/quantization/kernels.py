@@ -333,7 +333,7 @@ PIECE_SIZE = 1 << 17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows:
+class CompiledRows:
     """A contiguous tensor on a CPU as a matrix, for the compiled loops, which work in the threads of torch."""
 
     groups: ScaleGroups
@@ -341,16 +341,16 @@ class Rows:
     numbers_RC: NDArray[Any]
     """Its patterns."""
     num_groups: int
-    """Rows of the factors."""
+    """CompiledRows of the factors."""
     group_R: NDArray[np.int64]
     """By row, the row of the factors of its groups."""
     run: int
     """Neighbours in a row that share a factor."""
     unit: int
-    """Rows whose groups no other row has."""
+    """CompiledRows whose groups no other row has."""
 
     @classmethod
-    def of(cls, x: torch.Tensor, *, plan: QuantizePlan) -> Rows:
+    def of(cls, x: torch.Tensor, *, plan: QuantizePlan) -> CompiledRows:
         """The rows of a tensor that has elements and at least one dimension."""
         import torch
 

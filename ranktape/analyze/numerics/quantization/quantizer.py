@@ -24,7 +24,7 @@ from ranktape.analyze.numerics.quantization.encoded import (
     code_dtype,
     element_codes,
 )
-from ranktape.analyze.numerics.quantization.kernels import Rows, is_compiled
+from ranktape.analyze.numerics.quantization.kernels import CompiledRows, is_compiled
 from ranktape.analyze.numerics.quantization.plan import QuantizeOptions, QuantizePlan, plan_of
 from ranktape.analyze.numerics.quantization.rotation import rotated
 from ranktape.analyze.numerics.quantization.scales import GroupScales, ScaleGroups, factors_of, stored_scales
@@ -127,7 +127,7 @@ class ScaledTensor:
     """Of the tensor."""
     groups: ScaleGroups
     """Its elements in groups."""
-    rows: Rows | None
+    rows: CompiledRows | None
     """The same for the compiled loops; None where they do not know it."""
     scales: GroupScales | None
     """None without."""
@@ -150,7 +150,7 @@ class ScaledTensor:
         given = x.detach().reshape(tuple(x.shape) or (1,))
         if plan.rotation:
             given = rotated(given, axis=plan.axis, size=plan.rotation, seed=plan.rotation_seed)
-        rows = Rows.of(given, plan=plan) if is_compiled(given, plan=plan) else None
+        rows = CompiledRows.of(given, plan=plan) if is_compiled(given, plan=plan) else None
         groups = ScaleGroups.of(given, plan=plan) if rows is None else rows.groups
         scales = groups.scales() if rows is None else rows.scales()
         after, factor = torch.ones(1, dtype=torch.float64, device=x.device), 1.0
@@ -189,7 +189,7 @@ class ScaledTensor:
 def _by_operations(
     groups: ScaleGroups, factors: tuple[torch.Tensor, torch.Tensor] | None, after: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """The same as `Rows.encoded`, on any device and by any rounding."""
+    """The same as `CompiledRows.encoded`, on any device and by any rounding."""
     import torch
 
     plan, element, x_OLI = groups.plan, groups.plan.scheme.element, groups.x_OLI
