@@ -69,6 +69,17 @@ def test_a_layer(run: Run) -> None:
     assert found[0]["binades"] == pytest.approx(np.log2(100), abs=1)
 
 
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_a_layer_of_three(odd: int, tmp_path: Path) -> None:
+    # The other two are compared with it as well, and are not what is odd.
+    arrays = [np.random.default_rng(layer).standard_normal((16, 16)).astype(np.float32) for layer in range(3)]
+    arrays[odd] *= 3000
+    tensors = [describe_tensor(array, layer_idx=layer, counter=layer) for layer, array in enumerate(arrays)]
+    found = rows(store(tmp_path / "run", tensors), "layer_differs")
+    assert [row["layer_idx"] for row in found] == [odd]
+    assert found[0]["binades"] == pytest.approx(np.log2(3000), abs=1)
+
+
 def test_a_sample(run: Run) -> None:
     found = rows(run, "sample_outlier")
     assert [(row["layer_idx"], row["ranks"], row["sample"]) for row in found] == [(0, [1], "2")]

@@ -290,9 +290,18 @@ def _from_neighbours(values: Floats) -> Floats:
     below, above = values - _before(values), values - _before(values[::-1])[::-1]
     nearer = np.where(np.abs(below) <= np.abs(above), below, above)
     apart = np.where(below * above > 0, nearer, 0.0)
-    apart[0] = values[0] - np.median(values[1 : 1 + limit.NUM_EDGE_NEIGHBOURS])
-    apart[-1] = values[-1] - np.median(values[:-1][-limit.NUM_EDGE_NEIGHBOURS :])
+    apart[0] = _nearer_middle(values[0] - values[1 : 1 + limit.NUM_EDGE_NEIGHBOURS])
+    apart[-1] = _nearer_middle(values[-1] - values[:-1][-limit.NUM_EDGE_NEIGHBOURS :])
     return apart
+
+
+def _nearer_middle(values: Floats) -> float:
+    """The median; of two values in the middle the one nearer to 0, and 0 if it lies between them.
+
+    Of three layers one that is far off would else move what the other two are compared with by half of that.
+    """
+    low, high = np.sort(values)[[(values.size - 1) // 2, values.size // 2]].tolist()
+    return 0.0 if low * high < 0 else min(low, high, key=abs)
 
 
 def _before(values: Floats) -> Floats:
