@@ -42,9 +42,7 @@ LONGEST = (
     "tests/capture/test_parallel.py",
     "tests/capture/test_compiled_support.py",
     "tests/capture/test_compiled_toggles.py",
-    "tests/docs/test_replay_page.py",
     "tests/capture/test_compiled_ranks.py",
-    "tests/docs/test_quick_starts.py",
     "tests/faults/test_damage.py",
 )
 """The modules whose exhaustive tests take a minute or more, the longest first: `make test-all` begins with them."""

@@ -13,7 +13,7 @@ from ranktape.analyze.numerics.sweeps.options import SweepOptions
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array
 from ranktape.analyze.questions.advice import Recommendation
 from ranktape.analyze.views.plots.style import plot_bytes
-from tests.analyze.test_plot import readable_texts, texts
+from tests.analyze.test_plots import readable_texts, texts
 from tests.analyze.test_scaling_outputs import NORMAL, SUBJECT, sweep_of
 from tests.exhaustive import sampled
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from ranktape.storage import open_run
 from tests.exhaustive import exhaustive, exhaustive_but
-from tests.launch.processes import errors, own_lines, python
+from tests.launch.processes import Ended, errors, own_lines, python
 from tests.launch.test_autoload import RUN, run_script
-from tests.launch.test_runner import write_script
+from tests.launch.test_runner import LAUNCH, write_script
 
 
 @pytest.mark.parametrize(
@@ -181,3 +182,86 @@ def test_a_frozen_tree_is_asked_once_for_a_forward_and_begins_when_it_learns(tmp
     assert run.iterations == [0]
     assert len(run.select(tensor_name="grad_weight")) == 2**6
     assert len(run.select(tensor_name="weight")) == 2**7
+
+
+COMPILED = """
+    import contextlib
+    import sys
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from ranktape.capture import Capture
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query = nn.Linear(16, 16)
+
+        def forward(self, hidden):
+            heads = self.query(hidden).view(2, 4, 2, 8).transpose(1, 2)
+            attended = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+            return hidden + attended.transpose(1, 2).reshape(hidden.shape)
+
+    def train():
+        from torch._dynamo.utils import counters
+
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        torch.manual_seed(0)
+        ran = []
+
+        def backend(graph, inputs):
+            def run(*args):
+                ran.append(graph)
+                return graph(*args)
+            return run
+
+        model = torch.compile(nn.Sequential(Block(), Block()), backend=backend, fullgraph=True)
+        model = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        runs = []
+        for step in range(4):
+            ran.clear()
+            loss = model(torch.randn(2, 4, 16)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            runs.append(len(ran))
+        print(*runs)
+        print(counters["stats"]["unique_graphs"], dict(counters["graph_break"]), dict(counters["recompiles"]))
+        print(loss.item().hex())
+        dist.destroy_process_group()
+
+    with Capture("run", every=2, min_iterations=2) if "capture" in sys.argv else contextlib.nullcontext():
+        train()
+"""
+"""A training with DDP that is one graph; how often compiled code ran in each step, and what dynamo has counted."""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """The compiled training without us."""
+    folder = tmp_path_factory.mktemp("plain")
+    (folder / "train.py").write_text(textwrap.dedent(COMPILED))
+    return python("train.py", cwd=folder)
+
+
+@pytest.mark.parametrize("door", ["launcher", "variable", "Capture"])
+@exhaustive_but("launcher", reason="one door is in make test")
+def test_a_compiled_training_has_the_same_graphs_and_runs_eagerly_only_where_it_is_captured(
+    door: str, tmp_path: Path, plain: Ended
+) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(COMPILED))
+    if door == "launcher":
+        options = ("--capture", "run", "--every", "2", "--min-iterations", "2")
+        ended = python(*LAUNCH, *options, "train.py", cwd=tmp_path)
+    elif door == "variable":
+        environment = {"RANKTAPE_CAPTURE": "run", "RANKTAPE_EVERY": "2", "RANKTAPE_MIN_ITERATIONS": "2"}
+        ended = python("train.py", cwd=tmp_path, env=environment)
+    else:
+        ended = python("train.py", "capture", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    runs, counts, loss = plain.stdout.splitlines()
+    assert (runs, counts) == ("1 1 1 1", "1 {} {}")
+    assert ended.stdout.splitlines() == ["0 1 0 1", counts, loss]
+    assert open_run(tmp_path / "run").iterations == [0, 2]
+    assert any("runs eagerly in captured iterations" in line for line in own_lines(ended)), ended.stderr

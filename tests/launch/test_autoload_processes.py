@@ -226,33 +226,6 @@ def test_the_launcher_records_ranks_that_the_script_starts(method: str, min_iter
         assert "2 of 9 guaranteed iterations are stored complete" in error
 
 
-ACCELERATE = """
-    import accelerate
-    import torch
-
-    def train():
-        accelerator = accelerate.Accelerator(cpu=True)
-        model = torch.nn.Linear(3, 3)
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for _ in range(2):
-            accelerator.backward(model(torch.ones(2, 3)).sum())
-            optimizer.step()
-
-    if __name__ == "__main__":
-        accelerate.debug_launcher(train, num_processes=2)
-"""
-
-
-@pytest.mark.distributed
-@exhaustive("make test has other scripts that start ranks")
-def test_the_launcher_records_the_ranks_of_accelerates_launcher(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    (tmp_path / "train.py").write_text(textwrap.dedent(ACCELERATE))
-    ended = python(*LAUNCH, "--capture", "run", "--min-iterations", "2", "train.py", cwd=tmp_path)
-    assert (ended.returncode, errors(ended)) == (0, []), ended.stderr
-    assert "run holds 2 iterations of 2 ranks" in own_lines(ended)[-1]
-
-
 @pytest.mark.distributed
 @exhaustive("make test has failing ranks in tests/launch/test_autoload.py")
 def test_a_rank_that_fails_is_not_held_up_by_the_others(tmp_path: Path) -> None:

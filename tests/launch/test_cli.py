@@ -1,8 +1,9 @@
-"""Does every command answer for itself, quickly, and with the right exit code?"""
+"""Do commands, help and errors of the command line say what they should, and is hostile text escaped?"""
 
 from __future__ import annotations
 
 import inspect
+import json
 import shlex
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from ranktape.analyze.options import FILTERS, flag_of
 from ranktape.capture.settings.options import SETTINGS
 from ranktape.launch.cli import COMMANDS, cli
 from ranktape.storage import open_run
+from ranktape.storage.format.layout import Mark
 from tests.launch.processes import python
 from tests.storage.whole_run import whole_run
 
@@ -285,3 +287,50 @@ def test_a_number_that_is_too_small_is_refused(words: str, least: float, tmp_pat
     assert result.exit_code == 2
     assert f"{words.split()[1]} " in result.output
     assert f"is not allowed: give {least} or more" in result.output
+
+
+EVIL = "\x1b]0;owned\x07"
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a terminal's commands in the names of objects and in what documents say."""
+    path = tmp_path_factory.mktemp("printed") / "run"
+    _, attempt, writers = whole_run(str(path), iterations=(0,), close=False)
+    writers[0].mark(7, mark=Mark.FAILED, attributes={"reason": EVIL})
+    writers[0].close(reason=EVIL)
+    for place in (path, path / attempt.path, path / attempt.path / "rank_00000" / "iter_00000000"):
+        (place / f"{EVIL}.partial").write_text("x")
+        (place / EVIL).write_text("x")
+    (path.parent / EVIL).mkdir()
+    (path.parent / EVIL / "zarr.json").write_text('"ranktape"')
+    return path
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check", "RUN"],
+        ["check", "RUN", "--deep", "--json"],
+        ["repair", "RUN", "--dry-run", "--min-age", "0"],
+        ["status", "RUN"],
+        ["runs", "PLACE"],
+        ["cp", "RUN", "TARGET"],
+        ["cp", "RUN", "TARGET", "--json"],
+        ["analyze", "ls", "RUN"],
+        ["export", "RUN", "FOLDER"],
+        ["import", "PLACE", "IMPORTED"],
+    ],
+    ids=" ".join,
+)
+def test_what_a_stranger_wrote_does_not_command_the_terminal(hostile: Path, tmp_path: Path, words: list[str]) -> None:
+    places = {"RUN": hostile, "PLACE": hostile.parent} | {
+        name: tmp_path / name for name in ("TARGET", "FOLDER", "IMPORTED")
+    }
+    answer = CliRunner().invoke(cli, [str(places.get(word, word)) for word in words])
+    assert answer.exception is None or isinstance(answer.exception, SystemExit), answer.exception
+    assert not {letter for letter in answer.output if not letter.isprintable()} - {"\n"}, answer.output
+    if "--json" in words:
+        json.loads(answer.stdout)
+    if words[0] in {"check", "repair", "runs", "status"}:
+        assert "owned" in answer.output

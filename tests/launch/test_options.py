@@ -131,7 +131,7 @@ def test_a_wrong_option_is_named_with_what_is_allowed(words: list[str], match: s
         (["--capture", "run", "-m", "nowhere.train"], 2, "no module named 'nowhere'"),
         (["--capture", "run"], 2, "Missing argument 'SCRIPT'"),
         (["train.py"], 2, "Missing option '--capture': give the URL of the run, set RANKTAPE_CAPTURE"),
-        (["--capture", "run", "--min-iteratons", "2", "train.py"], 2, "No such option '--min-iteratons'. (Did you"),
+        (["--capture", "run", "--min-iteratons", "2", "train.py"], 2, "No such option '--min-iteratons'. Did you"),
         (["--capture", "run", "--resume", "--overwrite", "train.py"], 2, "exclude each other"),
         (["--capture", "file.txt/run", "train.py"], 1, "file.txt/run"),
         (["--capture", "/proc/run", "train.py"], 1, "/proc/run"),

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import textwrap
+import time
+import types
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+from examples.export_plan import torchao_text, transformer_engine_text
 from ranktape.analyze import quantize
+from ranktape.analyze.numerics.recipes.plan_file import parse_plan
+from ranktape.errors import UsageError
+from ranktape.launch.quantizing_attention import replace_names, table_of
 from ranktape.storage import open_run
 from tests.exhaustive import exhaustive, exhaustive_but
-from tests.launch.processes import Ended, errors, python, torchrun
+from tests.launch.processes import CHECKOUT, Ended, errors, python, torchrun
 
 LAUNCH = ("-m", "ranktape.launch")
 
@@ -284,3 +297,144 @@ def test_a_wrong_variable_ends_the_training(folder: Path) -> None:
     assert ended.returncode == 2
     assert "recipe 'mxfp9' is not known: did you mean mxfp8?" in ended.stderr
     assert "loss" not in ended.stdout
+
+
+CODE = "from torch.nn.functional import scaled_dot_product_attention as attend\n"
+
+
+def marker() -> None:
+    """Takes the function's place."""
+
+
+ATTEND: Any = F.scaled_dot_product_attention
+TABLE = table_of([(ATTEND, marker)])
+BACK = table_of([(marker, ATTEND)])
+
+
+@pytest.mark.parametrize("has_file", [True, False], ids=["a file", "no file"])
+@pytest.mark.parametrize("name", ["sched", "mine"])
+def test_a_module_of_the_users_is_searched_whatever_it_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, name: str, has_file: bool
+) -> None:
+    module = types.ModuleType(name)
+    if has_file:
+        module.__file__ = str(tmp_path / f"{name}.py")
+    exec(CODE, module.__dict__)  # noqa: S102  (as notebooks and test runners make modules)
+    monkeypatch.setitem(sys.modules, name, module)
+    replace_names(TABLE)
+    try:
+        assert module.attend is marker
+    finally:
+        replace_names(BACK)
+    assert module.attend is ATTEND
+
+
+def test_the_standard_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import calendar
+
+    # With a file, built in, and frozen.
+    alone = [calendar, time, sys.modules["_frozen_importlib"]]
+    for module in alone:
+        monkeypatch.setattr(module, "attend", ATTEND, raising=False)
+    replace_names(TABLE)
+    try:
+        assert vars(F)["scaled_dot_product_attention"] is marker
+        assert not any(vars(module)["attend"] is marker for module in alone)
+    finally:
+        replace_names(BACK)
+
+
+SCRIPT = CHECKOUT / "examples" / "export_plan.py"
+
+PLAN = """
+modules:
+  "layers.*.up": mxfp8
+  layers.0.up: int8_token
+  layers.0.down: mxfp4
+  head: {recipe: bf16, why: no recipe holds the target}
+"""
+
+EXPECTED = {
+    "layers.0.up": "int8_token",
+    "layers.0.down": "mxfp4",
+    "layers.1.up": "mxfp8",
+    "layers.1.down": None,
+    "head": "bf16",
+}
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [{name: nn.Linear(64, 64, dtype=torch.bfloat16) for name in ("up", "down")} for _ in range(2)]
+        self.layers = nn.ModuleList(nn.ModuleDict(layer) for layer in layers)
+        self.head = nn.Linear(64, 64, dtype=torch.bfloat16)
+
+
+def _run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def _export(tmp_path: Path, text: str, *words: str) -> Path:
+    plan, output = tmp_path / "plan.yaml", tmp_path / "output"
+    plan.write_text(text, encoding="utf-8")
+    done = _run(plan, output, *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{output}: the recipes of 4 modules\n"
+    return output
+
+
+@exhaustive("make test quantises by our own layers")
+def test_torchao_quantises_a_model_as_the_plan_says(tmp_path: Path) -> None:
+    quantization, config = pytest.importorskip("torchao.quantization"), pytest.importorskip("torchao.core.config")
+    output = _export(tmp_path, PLAN, "--form", "torchao")
+    model = _Model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchao's own
+        read = config.config_from_dict(json.loads(output.read_text(encoding="utf-8")))
+        quantization.quantize_(model, read, filter_fn=None)
+    found: dict[str, Any] = {}
+    for name in EXPECTED:
+        weight = model.get_submodule(name).weight
+        found[name] = type(weight.data).__name__, getattr(weight, "elem_dtype", None)
+    assert found == {
+        "layers.0.up": ("Int8Tensor", None),
+        "layers.0.down": ("MXTensor", torch.float4_e2m1fn_x2),
+        "layers.1.up": ("MXTensor", torch.float8_e4m3fn),
+        "layers.1.down": ("Tensor", None),
+        "head": ("Tensor", None),
+    }
+
+
+def test_megatron_core_finds_the_recipe_of_each_module(tmp_path: Path) -> None:
+    quant_config = pytest.importorskip("megatron.core.quantization.quant_config")
+    text = PLAN.replace("int8_token", "fp8_tensor").replace("mxfp4", "nvfp4")
+    output = _export(tmp_path, text)
+    recipes = quant_config.RecipeConfig.from_yaml_file(str(output))
+    found = {}
+    for name in EXPECTED:
+        matched = recipes.match(quant_config.MatchContext(module_path=name, layer_number=None))
+        found[name] = matched and matched.config["training_recipe"]
+        assert matched is None or matched.config["transformer_engine_config_type"] == "TEQuantizationParams"
+    anywhere = {"override_nonquantized_autocast": True}
+    assert found == {
+        "layers.0.up": {"fp8_quantization_recipe": "tensorwise", "fp8_format": "hybrid", **anywhere},
+        "layers.0.down": {"fp4_quantization_recipe": "nvfp4", **anywhere},
+        "layers.1.up": {"fp8_quantization_recipe": "mxfp8", **anywhere},
+        "layers.1.down": None,
+        "head": {},
+    }
+    first = output.read_text(encoding="utf-8").splitlines()[0]
+    assert first.startswith("# Needs in the environment: NVTE_NVFP4_DISABLE_RHT=1 ")
+
+
+def test_what_another_program_does_not_compute_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="TransformerEngine computes nothing like the recipe mxfp4: plan with bf16, "):
+        transformer_engine_text(parse_plan("modules: {head: mxfp4}", place=""))
+    with pytest.raises(UsageError, match="torchao computes nothing like the recipe hif8"):
+        torchao_text(parse_plan("modules: {head: hif8}", place=""))
+    (tmp_path / "plan.yaml").write_text("modules: {head: hif8}", encoding="utf-8")
+    done = _run(tmp_path / "plan.yaml", tmp_path / "te.yaml")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("TransformerEngine computes nothing like the recipe hif8")
