@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import textwrap
-import time
 import types
 import warnings
 from pathlib import Path
@@ -21,7 +20,7 @@ from examples.export_plan import torchao_text, transformer_engine_text
 from ranktape.analyze import quantize
 from ranktape.analyze.numerics.recipes.plan_file import parse_plan
 from ranktape.errors import UsageError
-from ranktape.launch.quantizing_attention import replace_names, table_of
+from ranktape.launch.quantizing_attention import replace_names
 from ranktape.storage import open_run
 from tests.exhaustive import exhaustive, exhaustive_but
 from tests.launch.processes import CHECKOUT, Ended, errors, python, torchrun
@@ -307,8 +306,6 @@ def marker() -> None:
 
 
 ATTEND: Any = F.scaled_dot_product_attention
-TABLE = table_of([(ATTEND, marker)])
-BACK = table_of([(marker, ATTEND)])
 
 
 @pytest.mark.parametrize("has_file", [True, False], ids=["a file", "no file"])
@@ -321,27 +318,12 @@ def test_a_module_of_the_users_is_searched_whatever_it_is_called(
         module.__file__ = str(tmp_path / f"{name}.py")
     exec(CODE, module.__dict__)  # noqa: S102  (as notebooks and test runners make modules)
     monkeypatch.setitem(sys.modules, name, module)
-    replace_names(TABLE)
+    replace_names(ATTEND, marker)
     try:
         assert module.attend is marker
     finally:
-        replace_names(BACK)
+        replace_names(marker, ATTEND)
     assert module.attend is ATTEND
-
-
-def test_the_standard_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    import calendar
-
-    # With a file, built in, and frozen.
-    alone = [calendar, time, sys.modules["_frozen_importlib"]]
-    for module in alone:
-        monkeypatch.setattr(module, "attend", ATTEND, raising=False)
-    replace_names(TABLE)
-    try:
-        assert vars(F)["scaled_dot_product_attention"] is marker
-        assert not any(vars(module)["attend"] is marker for module in alone)
-    finally:
-        replace_names(BACK)
 
 
 SCRIPT = CHECKOUT / "examples" / "export_plan.py"
