@@ -28,7 +28,7 @@ from ranktape.capture.flight.held import take_over
 from ranktape.capture.staging.process import WriterConfig
 from ranktape.capture.staging.ring import RingConsumer
 from ranktape.capture.staging.ring_file import NOTES, Counter, Slot, SlotKind, Words
-from ranktape.capture.writing.committing import Committer, Recovery, read_slots, site_of
+from ranktape.capture.writing.committing import Committer, read_slots, site_of
 from ranktape.capture.writing.coordinator import ASK_SECONDS, Coordinator, max_ask_seconds
 from ranktape.capture.writing.storing import Staged, Storer
 from ranktape.errors import RanktapeError, StorageError
@@ -264,13 +264,6 @@ class Writer:
 
     def _take_over(self) -> None:
         """Go on with what a writer that was killed left: tensors in the ring, and some in the store."""
-        storer = self._storer
-        self._recovery = Recovery(
-            storer.backend if self._flight is None else storer.retrying,
-            attempt=self._attempt,
-            rank=self._config.rank,
-            rank_writer=storer.rank_writer,
-        )
         if self._flight is not None:
             if self._config.gives_all_up:
                 self._give_up_ring()
@@ -284,7 +277,7 @@ class Writer:
         for iteration, left in lefts.items():
             is_given_up = self._config.gives_all_up or (self._config.gives_up and iteration == at_work)
             if left.is_over and not is_given_up:
-                self._committer.recover(self._recovery, iteration, left)
+                self._committer.recover(iteration, left)
                 continue
             if left.is_over:
                 mark = Mark.FAILED if left.skip is None else Mark.SKIPPED
@@ -302,7 +295,6 @@ class Writer:
         with self._storer.trying():
             return take_over(
                 self._ring,
-                recovery=self._recovery,
                 committer=self._committer,
                 ends=self._config.unsettled,
                 given_up=self._given_up if self._config.gives_up else None,
@@ -324,7 +316,7 @@ class Writer:
         stored: set[str] = set()
         try:
             with self._storer.trying():
-                stored = self._recovery.adopt(iteration)
+                stored = self._committer.adopt(iteration)
         except RanktapeError as error:
             self._storer.fail(staged, str(error))
         staged.num_tensors += len(stored)

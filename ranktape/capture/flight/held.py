@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ranktape.capture.flight.rules import Hit
     from ranktape.capture.staging.ring import RingConsumer
-    from ranktape.capture.writing.committing import Committer, Recovery
+    from ranktape.capture.writing.committing import Committer
     from ranktape.storage.format.record_info import RecordInfo
 
 ROOM_FOR_NEXT = 1.1
@@ -141,7 +141,6 @@ class HeldIteration:
 def take_over(
     ring: RingConsumer,
     *,
-    recovery: Recovery,
     committer: Committer,
     ends: Sequence[tuple[int, int, dict[str, Any]]],
     given_up: str | None = None,
@@ -150,13 +149,12 @@ def take_over(
 
     Args:
         ring: Of which nothing is taken yet.
-        recovery: Puts in order what it had stored.
-        committer: Settles it.
+        committer: Settles what it had stored.
         ends: Slots that ended an iteration, and may be free already: end, kind and header of each.
         given_up: Why the iteration is given up that was being judged or stored; None where none is.
     """
     judging = ring.counter(Counter.JUDGING) - 1
-    stored = recovery.uncommitted()
+    stored = committer.uncommitted()
     lefts = read_slots(ring, ends=ends)
     at_work = {judging} if judging >= 0 else {min(stored & lefts.keys(), default=-1)}
     held: list[Slot] = []
@@ -166,7 +164,7 @@ def take_over(
         if given_up is not None and is_given_up and iteration in stored:
             committer.mark(iteration, Mark.FAILED, given_up)
         if left.is_over and iteration in stored and not is_given_up:
-            committer.recover(recovery, iteration, left)
+            committer.recover(iteration, left)
         elif is_given_up or (left.is_over and not has_end):
             for slot in (*left.words, *left.tensors):  # or its values were being given up
                 ring.free(slot)

@@ -26,7 +26,7 @@ from ranktape.capture.writing.storing import Staged, Storer
 from ranktape.errors import CaptureError, DataError, RanktapeError, StorageError
 from ranktape.storage.format import layout
 from ranktape.storage.format.arrays import parse_array, read_stored
-from ranktape.storage.format.attempt import Attempt, check_attempt
+from ranktape.storage.format.attempt import check_attempt
 from ranktape.storage.format.catalogue import CatalogueEntry
 from ranktape.storage.format.commit import mark_committed
 from ranktape.storage.format.documents import (
@@ -41,7 +41,6 @@ from ranktape.storage.format.progress import open_iteration
 from ranktape.storage.format.record_info import RecordInfo
 from ranktape.storage.maintenance.copy import SPILLED_KEY
 from ranktape.storage.places.backend import Backend
-from ranktape.storage.recording.writer import RankWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +75,8 @@ class Committer:
         self._rank_writer = storer.rank_writer
         self._ring = storer.ring
         self._backend = storer.backend
+        # Asked once, but for a flight recorder, of which each iteration that it held may be wanted.
+        self._left_backend: Backend = storer.backend if storer.config.options.record_last is None else storer.retrying
         self._spill = storer.spill
         self._attempt = storer.attempt
         self._rank = storer.config.rank
@@ -107,9 +108,9 @@ class Committer:
         """Say of an iteration, when all before it are settled, that it is not recorded."""
         self._submit(self._mark, _OwedMark(iteration=iteration, mark=mark, reason=reason))
 
-    def recover(self, recovery: Recovery, iteration: int, left: Left) -> None:
+    def recover(self, iteration: int, left: Left) -> None:
         """Settle an iteration that had ended when the writer before this one was killed, and free its slots."""
-        self._submit(self._recover, recovery, iteration, left)
+        self._submit(self._recover, iteration, left)
 
     def close(self) -> None:
         """Wait for all that was asked for, and try once more to write what is owed."""
@@ -167,21 +168,104 @@ class Committer:
                 )
             )
 
-    def _recover(self, recovery: Recovery, iteration: int, left: Left) -> None:
+    def _recover(self, iteration: int, left: Left) -> None:
         try:
             with self._storer.trying():
-                recovery.settle(iteration, left)
+                is_committed, reason = self._settle_left(iteration, left)
         except RanktapeError as error:
             self._rank_writer.abandon(iteration)
             self._mark(_OwedMark(iteration=iteration, mark=Mark.FAILED, reason=str(error)))
         else:
-            if (reason := recovery.failed.get(iteration)) is not None:
+            if reason is not None:
                 self._say(problem=f"iteration {iteration} is not stored by rank {self._rank}: {reason}")
-            self.num_committed += iteration in recovery.committed
+            self.num_committed += is_committed
             self._had_word(iteration)
         finally:
             for slot in (*left.words, *left.tensors):
                 self._ring.free(slot)
+
+    def uncommitted(self) -> set[int]:
+        """Iterations of which something is stored."""
+        return layout.iterations_named(self._left_backend.list_names(layout.rank_path(self._attempt.path, self._rank)))
+
+    def adopt(self, iteration: int) -> set[str]:
+        """Take over what is stored of an iteration and whole; the sites of its tensors."""
+        group = layout.rank_iteration_path(self._attempt.path, self._rank, iteration)
+        suffix = f"/{layout.DOCUMENT}"
+        names = [key.removesuffix(suffix) for key in self._left_backend.list_keys(group) if key.endswith(suffix)]
+        sites: set[str] = set()
+        # Stacks first: a tensor that was given up as values, and whose values are there all the same, may be in one as
+        # a histogram.
+        for name in sorted(names, key=lambda name: (not name.startswith("stack_"), name)):
+            if name == layout.CATALOGUE:
+                continue
+            key = layout.document_key(f"{group}/{name}")
+            document = read_document(self._left_backend, f"{group}/{name}", max_nbytes=MAX_COMMIT_NBYTES) or b""
+            try:
+                member = decode_document(document, place=f"{self._left_backend.url}/{key}", key=key)
+                entries = _entries_of(name, member)
+                if member["node_type"] == "array":
+                    read_stored(
+                        self._left_backend, parse_array(member, path=f"{group}/{name}", place=f"{group}/{name}")
+                    )
+                self._rank_writer.adopt(iteration, name=name, entries=entries)
+            except StorageError:
+                raise
+            except (RanktapeError, KeyError, TypeError):
+                # It was being written: the ring still has it, or it is counted as lost.
+                self._left_backend.delete(f"{group}/{name}")
+                continue
+            sites |= {entry.site for entry in entries}
+        return sites
+
+    def _settle_left(self, iteration: int, left: Left) -> tuple[bool, str | None]:
+        """Commit an iteration, or say why it is lost; whether it is committed, and why not.
+
+        Nothing is done where the rank has had its word on it.
+        """
+        attempt, backend = self._attempt.path, self._left_backend
+        for mark in Mark:
+            if read_attributes(backend, layout.marker_path(attempt, iteration, self._rank, mark)) is not None:
+                return False, None
+        if self._rank == self._attempt.launch.first_rank:
+            open_iteration(backend, attempt=self._attempt, iteration=iteration)
+        group = layout.rank_iteration_path(attempt, self._rank, iteration)
+        commit = read_document(backend, group, max_nbytes=MAX_COMMIT_NBYTES)
+        if commit is not None:
+            mark_committed(backend, attempt, self._rank, iteration, commit=commit)
+            return True, None
+        if left.skip is not None:
+            self._rank_writer.mark(iteration, mark=Mark.SKIPPED, attributes={"reason": left.skip})
+            return False, None
+        try:
+            self._commit_left(iteration, left)
+        except (CaptureError, DataError, KeyError, TypeError, ValueError) as error:
+            is_ours = isinstance(error, RanktapeError)
+            reason = str(error) if is_ours else f"what the ring says of it is damaged: {error!r}"
+            self._rank_writer.abandon(iteration)
+            self._rank_writer.mark(iteration, mark=Mark.FAILED, attributes={"reason": reason})
+            return False, reason
+        return True, None
+
+    def _commit_left(self, iteration: int, left: Left) -> None:
+        """Commit an iteration."""
+        if left.end is None:
+            raise CaptureError(f"the processes of rank {self._rank} were ended in the middle of the iteration")
+        header = left.end
+        stored = self.adopt(iteration)
+        missing = [slot for slot in left.tensors if site_of(slot) not in stored]
+        num_lost = sum(slot.kind is SlotKind.LOST for slot in left.notes)
+        num_found, num_tensors = len(stored) + len(missing) + num_lost, int(header["num_tensors"])
+        if num_found != num_tensors:
+            raise CaptureError(
+                f"{num_tensors - num_found} of {num_tensors} tensors are neither stored nor in the ring: they were on "
+                f"their way when the processes of rank {self._rank} were ended"
+            )
+        for slot in missing:
+            array, info = staged_record(slot, rank=self._rank, attempt=self._attempt.number)
+            kept, kept_info = reduce_to(slot.header.get("keep", ""), array, info=info) or (array, info)
+            self._rank_writer.write(kept, info=kept_info)
+        self._rank_writer.commit(iteration, **expectations(header, notes=left.notes))
 
     def _mark(self, word: _OwedMark) -> None:
         self._say(problem=f"iteration {word.iteration} is not stored by rank {self._rank}: {word.reason}")
@@ -282,99 +366,6 @@ def read_slots(ring: RingConsumer, *, ends: Iterable[tuple[int, int, Mapping[str
             one.words.append(slot)
             one.learn(slot.kind, slot.header)
     return left
-
-
-class Recovery:
-    """One rank's share of an attempt, being put in order."""
-
-    def __init__(self, backend: Backend, *, attempt: Attempt, rank: int, rank_writer: RankWriter) -> None:
-        self._backend = backend
-        self._attempt = attempt
-        self._rank = rank
-        self._rank_writer = rank_writer
-        self.committed: list[int] = []
-        """Iterations that the rank has committed."""
-        self.failed: dict[int, str] = {}
-        """For each iteration that is lost: why."""
-
-    def uncommitted(self) -> set[int]:
-        """Iterations of which something is stored."""
-        return layout.iterations_named(self._backend.list_names(layout.rank_path(self._attempt.path, self._rank)))
-
-    def settle(self, iteration: int, left: Left) -> None:
-        """Commit an iteration, or say why it is lost; nothing where the rank has had its word on it."""
-        attempt = self._attempt.path
-        for mark in Mark:
-            if read_attributes(self._backend, layout.marker_path(attempt, iteration, self._rank, mark)) is not None:
-                return
-        if self._rank == self._attempt.launch.first_rank:
-            open_iteration(self._backend, attempt=self._attempt, iteration=iteration)
-        group = layout.rank_iteration_path(attempt, self._rank, iteration)
-        commit = read_document(self._backend, group, max_nbytes=MAX_COMMIT_NBYTES)
-        if commit is not None:
-            mark_committed(self._backend, attempt, self._rank, iteration, commit=commit)
-            self.committed.append(iteration)
-            return
-        if left.skip is not None:
-            self._rank_writer.mark(iteration, mark=Mark.SKIPPED, attributes={"reason": left.skip})
-            return
-        try:
-            self._commit(iteration, left)
-            self.committed.append(iteration)
-        except (CaptureError, DataError, KeyError, TypeError, ValueError) as error:
-            is_ours = isinstance(error, RanktapeError)
-            reason = str(error) if is_ours else f"what the ring says of it is damaged: {error!r}"
-            self._rank_writer.abandon(iteration)
-            self._rank_writer.mark(iteration, mark=Mark.FAILED, attributes={"reason": reason})
-            self.failed[iteration] = reason
-
-    def _commit(self, iteration: int, left: Left) -> None:
-        """Commit an iteration."""
-        if left.end is None:
-            raise CaptureError(f"the processes of rank {self._rank} were ended in the middle of the iteration")
-        header = left.end
-        stored = self.adopt(iteration)
-        missing = [slot for slot in left.tensors if site_of(slot) not in stored]
-        num_lost = sum(slot.kind is SlotKind.LOST for slot in left.notes)
-        num_found, num_tensors = len(stored) + len(missing) + num_lost, int(header["num_tensors"])
-        if num_found != num_tensors:
-            raise CaptureError(
-                f"{num_tensors - num_found} of {num_tensors} tensors are neither stored nor in the ring: they were on "
-                f"their way when the processes of rank {self._rank} were ended"
-            )
-        for slot in missing:
-            array, info = staged_record(slot, rank=self._rank, attempt=self._attempt.number)
-            kept, kept_info = reduce_to(slot.header.get("keep", ""), array, info=info) or (array, info)
-            self._rank_writer.write(kept, info=kept_info)
-        self._rank_writer.commit(iteration, **expectations(header, notes=left.notes))
-
-    def adopt(self, iteration: int) -> set[str]:
-        """Take over what is stored of an iteration and whole; the sites of its tensors."""
-        group = layout.rank_iteration_path(self._attempt.path, self._rank, iteration)
-        suffix = f"/{layout.DOCUMENT}"
-        names = [key.removesuffix(suffix) for key in self._backend.list_keys(group) if key.endswith(suffix)]
-        sites: set[str] = set()
-        # Stacks first: a tensor that was given up as values, and whose values are there all the same, may be in one as
-        # a histogram.
-        for name in sorted(names, key=lambda name: (not name.startswith("stack_"), name)):
-            if name == layout.CATALOGUE:
-                continue
-            key = layout.document_key(f"{group}/{name}")
-            document = read_document(self._backend, f"{group}/{name}", max_nbytes=MAX_COMMIT_NBYTES) or b""
-            try:
-                member = decode_document(document, place=f"{self._backend.url}/{key}", key=key)
-                entries = _entries_of(name, member)
-                if member["node_type"] == "array":
-                    read_stored(self._backend, parse_array(member, path=f"{group}/{name}", place=f"{group}/{name}"))
-                self._rank_writer.adopt(iteration, name=name, entries=entries)
-            except StorageError:
-                raise
-            except (RanktapeError, KeyError, TypeError):
-                # It was being written: the ring still has it, or it is counted as lost.
-                self._backend.delete(f"{group}/{name}")
-                continue
-            sites |= {entry.site for entry in entries}
-        return sites
 
 
 def _entries_of(name: str, member: Mapping[str, Any]) -> list[CatalogueEntry]:
