@@ -45,20 +45,12 @@ class TensorInFlight:
     """What stands for its values, once they were given up."""
 
     @property
-    def module(self) -> str:
+    def site(self) -> tuple[str, str]:
         """Of which module it is, and what: `layers.0.up`, `output`."""
-        return str(self._name("module"))
-
-    @property
-    def tensor_name(self) -> str:
-        """What it is there."""
-        return str(self._name("tensor_name"))
-
-    def _name(self, name: str) -> Any:
         if self.slot is not None:
-            return self.slot.header[name]
+            return self.slot.header["module"], self.slot.header["tensor_name"]
         assert self.reduced is not None
-        return getattr(self.reduced[1], name)
+        return self.reduced[1].module, self.reduced[1].tensor_name
 
     def reduce(self, ring: RingConsumer, *, rank: int, attempt: int, room_nbytes: int) -> int:
         """Keep a histogram, or statistics, in the place of the values; the bytes that takes."""
@@ -181,7 +173,7 @@ def cut_off(held: HeldIteration, *, like: Mapping[str, Any], reason: str) -> dic
         like: What was said at the end of one before it; empty where none had ended.
         reason: Why it did not.
     """
-    came = {(one.module, one.tensor_name) for one in held.tensors}
+    came = {one.site for one in held.tensors}
     missing: dict[str, list[str]] = {}
     num_expected = 0
     lines: Sequence[str] = like.get("expected", ())

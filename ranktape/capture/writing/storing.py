@@ -155,8 +155,8 @@ class Storer:
 
     def relieve(self) -> None:
         """Write the small tensors that are held, where they are in the way of the training."""
-        is_full = self.ring.pending_nbytes > self.ring.capacity // 2
-        if is_full or self._is_waited_for:
+        is_waited_for = self.ring.counter(Counter.WAITING) == 1 and not self.trainer_is_gone
+        if is_waited_for or self.ring.pending_nbytes > self.ring.capacity // 2:
             self._start_flush()
 
     def store(self, slot: Slot, staged: Staged) -> None:
@@ -231,10 +231,6 @@ class Storer:
         self._pool.shutdown(cancel_futures=True)
         self._flushes.shutdown(cancel_futures=True)
 
-    @property
-    def _is_waited_for(self) -> bool:
-        return self.ring.counter(Counter.WAITING) == 1 and not self.trainer_is_gone
-
     def _run(self, staged: Staged, work: Callable[[], None]) -> bool:
         """Whether the work was begun: nothing is done for an iteration that has failed."""
         with self._lock:
@@ -283,13 +279,6 @@ class Storer:
         with self.trying(staged):
             self.rank_writer.write(kept, info=info, on_release=partial(self._let_go, kept.nbytes, slot))
 
-    def _take_room(self, nbytes: int) -> bool:
-        """Take so much memory for what is held; whether it was there."""
-        with self._room_lock:
-            is_there = nbytes <= self._room_nbytes
-            self._room_nbytes -= nbytes if is_there else 0
-            return is_there
-
     def _let_go(self, nbytes: int, slot: Slot | None) -> None:
         with self._room_lock:
             self._room_nbytes += nbytes
@@ -298,7 +287,11 @@ class Storer:
 
     def _make_room(self, nbytes: int, staged: Staged) -> None:
         """Take so much of the budget for what is held."""
-        while not self._take_room(nbytes):
+        while True:
+            with self._room_lock:
+                if nbytes <= self._room_nbytes:
+                    self._room_nbytes -= nbytes
+                    return
             self._start_flush()
             if staged.has_failed() or self._is_over():
                 raise CaptureError(staged.failure or _TOO_LATE)
