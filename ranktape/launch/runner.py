@@ -185,9 +185,9 @@ def _run(
     folder = os.getcwd()  # noqa: PTH109  (a text)
     # What the script starts may be in another folder.
     place = absolute(folder, url)
-    variables |= variables_of(values) | {LAUNCHED: str(os.getpid()), "TENSOR_SAVE_DIR": place}
-    if given_url or os.environ.get("RANKTAPE_CAPTURE") or not legacy_environment()[0]:
-        variables["RANKTAPE_CAPTURE"] = place
+    variables |= variables_of(values) | {LAUNCHED: str(os.getpid())}
+    is_named = given_url or os.environ.get("RANKTAPE_CAPTURE") or not legacy_environment()[0]
+    variables["RANKTAPE_CAPTURE" if is_named else "TENSOR_SAVE_DIR"] = place
     if config := values.get("capture_config") or os.environ.get("RANKTAPE_CAPTURE_CONFIG"):
         variables["RANKTAPE_CAPTURE_CONFIG"] = absolute(folder, Path(config).expanduser())
     if options.spill_dir:

@@ -235,6 +235,17 @@ def test_a_program_that_only_saves_by_hand_is_recorded_where_a_capture_was_asked
     ]
 
 
+def test_what_the_launcher_was_asked_for_is_no_setting_of_a_capture_of_the_script_s_own(tmp_path: Path) -> None:
+    (tmp_path / "saves.py").write_text(NUMBERED)
+    variables = {"TENSOR_SAVE_ENABLED": "true", "TENSOR_SAVE_DIR": "mine", "TENSOR_SAVER_ITERATION": "7"}
+    # A flight recorder cannot save by hand.
+    words = ("-m", "ranktape.launch", "--capture", "run", "--record-last", "2", "saves.py")
+    ended = python(*words, cwd=tmp_path, env=variables)
+    assert ended.stdout.split()[0] == "True", ended.stderr
+    assert open_run(tmp_path / "mine").iterations[0] == 7
+    assert not (tmp_path / "run").exists()
+
+
 SAVES_AND_TRAINS = f"""
 {GIVEN}
 import os, sys
