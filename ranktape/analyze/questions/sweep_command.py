@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +21,10 @@ from ranktape.analyze.console import say
 from ranktape.analyze.engine.engine import Engine, progress
 from ranktape.analyze.engine.memo import KeptAnswer
 from ranktape.analyze.engine.sweep_measure import Job
+from ranktape.analyze.engine.target import is_sweepable, sweepable
 from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.identity import sample_names, with_stacks
+from ranktape.analyze.legacy.open import RecordSource
 from ranktape.analyze.legacy.text import DOUBLE, Subject
 from ranktape.analyze.legacy.write import (
     DEFAULT_OUTPUT_DIR,
@@ -27,10 +32,10 @@ from ranktape.analyze.legacy.write import (
     OutputOptions,
     TensorReport,
     make_folder,
+    titles_of,
 )
 from ranktape.analyze.numerics.sweeps.options import SweepOptions
-from ranktape.analyze.options import Output, Selection
-from ranktape.analyze.questions.listed_tensors import ListedTensor, is_file, list_tensors, selections_of
+from ranktape.analyze.options import Output, Selection, say_what_is_left_out
 from ranktape.analyze.questions.sweep import check_shape, table_of
 from ranktape.analyze.questions.swept import (
     KEPT_VERSION,
@@ -40,9 +45,11 @@ from ranktape.analyze.questions.swept import (
     num_readings,
     parse_jobs,
     sweep_selection,
+    with_samples,
 )
+from ranktape.analyze.sources import Sources, short_names
 from ranktape.analyze.table import Column, Kind, Table
-from ranktape.errors import DataError, RanktapeError, UsageError, WorkersError
+from ranktape.errors import DataError, NoRecordsError, RanktapeError, RunNotFoundError, UsageError, WorkersError
 from ranktape.fields import SAMPLE
 from ranktape.storage import Records
 from ranktape.storage.places.failures import printable
@@ -124,193 +131,309 @@ def sweep(
     outputs = None
     if output_dir is not None or not has_table:
         outputs = OutputOptions(output_dir=output_dir or DEFAULT_OUTPUT_DIR, with_plots=not no_plots)
-    tensors = list_tensors(selections, by=by)
-    jobs, left_out = answerable(jobs, keeps={tensor.keep for tensor in tensors})
+    tensors = _listed(selections, by=by)
+    selected = list({id(one.records): one.records for one in tensors if one.records is not None}.values())
+    keeps = {keep for records in selected for keep in set(records.column("keep").tolist())}
+    jobs, left_out = answerable(jobs, keeps=keeps)
     if left_out:
         say(left_out, err=True)
-    fields = with_stacks(by, *selections_of(tensors))
-    shape: dict[str, Any] = {"by": fields, "with_levels": levels, "target_sqnr": target_sqnr}
-    run = _SweepOfAll(tensors, jobs, view=view or View.COMPUTE, outputs=outputs, has_table=has_table, engine=engine)
-    table = run.table(shape)
-    run.show_summary()
+    fields, look = with_stacks(by, *selected), view or View.COMPUTE
+    # What goes to stdout is the answer: with a table, the log is not it.
+    failures = _Failures(len(tensors), show=functools.partial(say, err=has_table))
+    make = functools.partial(
+        _sweep_all,
+        *(tensors, jobs, failures),
+        view=look,
+        shape={"by": fields, "with_levels": levels, "target_sqnr": target_sqnr},
+        outputs=outputs,
+        has_table=has_table,
+        engine=engine,
+    )
+    if engine.use_cache and fields and not outputs and selected:
+        about = [repr((jobs, look, target_sqnr, fields)), *(_keys_of(records, fields) for records in selected)]
+        table = _kept_or_made(selected, about, make, failures)
+    else:
+        table = make()
     try:
         if table is not None:
             output.write(table)
     finally:
-        run.raise_failures()
+        failures.raise_all(is_alone=outputs is None and len(tensors) == 1)
 
 
-class _SweepOfAll:
-    """The sweeps of all tensors; whatever the user can cause to go wrong with one of them ends that one alone."""
+def _keys_of(records: Records, fields: Sequence[str]) -> str:
+    """What tells the groups of records: the values of the fields that they are made by."""
+    return repr([sample_names(records) if one == SAMPLE else records.column(one).tolist() for one in fields])
 
-    def __init__(
-        self,
-        tensors: Sequence[ListedTensor],
-        jobs: Sequence[Job],
-        *,
-        view: View,
-        outputs: OutputOptions | None,
-        has_table: bool,
-        engine: Engine,
-    ) -> None:
-        self._tensors, self._jobs, self._view, self._outputs = tensors, jobs, view, outputs
-        self._has_table, self._engine = has_table, engine
-        # What goes to stdout is the answer: with a table, the log is not it.
-        self._show = functools.partial(say, err=has_table)
-        self._sweeps: Callable[..., Iterator[list[Swept] | RanktapeError]] = sweep_selection
-        self._ahead: dict[int, Iterator[list[Swept] | RanktapeError]] = {}
-        self._names = FolderNames()
-        self.swept: list[Swept] = []
-        """Of the tensors that could be swept, in order."""
-        self.failures: dict[str, list[tuple[ListedTensor, RanktapeError]]] = {}
-        """The others, by the reason in words that are the same for all tensors that failed for it."""
 
-    def table(self, shape: dict[str, Any]) -> Table | None:
-        """Sweep every tensor, and make the table that is asked for; one of groups that was kept is not made again."""
-        by, selected = shape["by"], selections_of(self._tensors)
-        about = [repr((self._jobs, self._view, shape["target_sqnr"], by)), *map(repr, _keys_of(selected, by))]
-        is_asked = self._engine.use_cache and by and not self._outputs and selected
-        kept = KeptAnswer(selected, about, name=f"sweep_groups_v{KEPT_VERSION}") if is_asked else None
-        if kept is not None and (found := kept.find()) is not None:
-            columns = tuple(Column(**{**one, "kind": Kind(one["kind"])}) for one in found["columns"])
-            return Table(title=found["title"], columns=columns, rows=found["rows"], notes=tuple(found["notes"]))
-        # One bar is enough.
-        quiet = dataclasses.replace(self._engine, show_progress=False)
-        is_kept = not (shape["with_levels"] or by or self._outputs) and can_be_kept(self._jobs)
-        engine = self._engine if is_kept else quiet
-        options: dict[str, Any] = {"jobs": self._jobs, "view": self._view, "by": by, "is_kept": is_kept}
-        self._sweeps = functools.partial(sweep_selection, **options, engine=engine)
-        num_steps = len(self._tensors) * num_readings(self._jobs, by=by)
-        table = None
-        with progress(0 if self._outputs or is_kept else num_steps, description="sweeping") as on_record:
-            self._sweep(on_record=on_record)
-            if self._has_table and self.swept:
-                table = table_of(self.swept, view=self._view, **shape, engine=quiet, on_record=on_record)
-        if kept is not None and table is not None and not self.failures:
-            words = [dataclasses.asdict(column) for column in table.columns]
-            kept.keep({"title": table.title, "columns": words, "rows": list(table.rows), "notes": table.notes})
-        return table
+def _kept_or_made(
+    selected: Sequence[Records], about: Sequence[str], make: Callable[[], Table | None], failures: _Failures
+) -> Table | None:
+    """The table of groups that was kept; else the one that is made, and kept where no tensor failed."""
+    kept = KeptAnswer(selected, about, name=f"sweep_groups_v{KEPT_VERSION}")
+    if (known := kept.find()) is not None:
+        columns = tuple(Column(**{**one, "kind": Kind(one["kind"])}) for one in known["columns"])
+        return Table(title=known["title"], columns=columns, rows=known["rows"], notes=tuple(known["notes"]))
+    table = make()
+    if table is not None and not failures.alike:
+        columns_of = [dataclasses.asdict(column) for column in table.columns]
+        kept.keep({"title": table.title, "columns": columns_of, "rows": list(table.rows), "notes": table.notes})
+    return table
 
-    def raise_failures(self) -> None:
-        """Say what could not be swept.
 
-        Raises:
-            DataError: some tensor could not be; of a single one its own error is raised.
-        """
-        if self.failures and self._outputs is None and len(self._tensors) == 1:
-            raise next(iter(self.failures.values()))[0][1]
-        if reasons := self.reasons():
-            rest = len(reasons) - MAX_NAMED_FAILURES
-            named = "; ".join(reasons[:MAX_NAMED_FAILURES]) + (f"; and for {rest} more reasons" if rest > 0 else "")
-            num_failed = sum(map(len, self.failures.values()))
-            raise DataError(f"{num_failed} of {len(self._tensors)} tensors could not be swept: {named}")
-
-    def _sweep(self, *, on_record: Callable[[], object]) -> None:
-        """Sweep every tensor; with outputs, one after the other, and every line is shown."""
-        tensors, outputs, show = self._tensors, self._outputs, self._show
-        if outputs is not None:
-            make_folder(outputs.output_dir)
-            show(f"Processing {len(tensors)} tensor(s)...")
-            show(DOUBLE)
-        for number, tensor in enumerate(tensors, start=1):
-            if outputs is None:
-                found = self._take(tensor)
+def _sweep_all(
+    tensors: Sequence[ListedTensor],
+    jobs: Sequence[Job],
+    failures: _Failures,
+    *,
+    view: View,
+    shape: dict[str, Any],
+    outputs: OutputOptions | None,
+    has_table: bool,
+    engine: Engine,
+) -> Table | None:
+    """Sweep every tensor, and make the table that is asked for."""
+    by = shape["by"]
+    is_kept = not (shape["with_levels"] or by or outputs) and can_be_kept(jobs)
+    # One bar is enough.
+    quiet = dataclasses.replace(engine, show_progress=False)
+    asking = engine if is_kept else quiet
+    ask = functools.partial(sweep_selection, jobs=jobs, view=view, by=by, is_kept=is_kept, engine=asking)
+    found = _swept(tensors, ask)
+    if outputs is not None:
+        found = _with_files(tensors, ask, jobs=jobs, view=view, outputs=outputs, show=failures.show)
+    num_steps = 0 if outputs or is_kept else len(tensors) * num_readings(jobs, by=by)
+    swept: list[Swept] = []
+    table = None
+    with progress(num_steps, description="sweeping") as on_record:
+        for tensor, one in zip(tensors, found, strict=True):
+            if isinstance(one, RanktapeError):
+                failures.add(tensor, one, is_shown=outputs is not None)
             else:
-                show(f"\n[{number}/{len(tensors)}] Processing: {printable(tensor.title)}\n{'-' * 60}")
-                try:
-                    found = self._write(tensor, outputs)
-                except WorkersError:
-                    raise  # no tensor's fault
-                except RanktapeError as error:
-                    found = error
-            if isinstance(found, RanktapeError):
-                reason = str(found)
-                if tensor.records is not None and tensor.error is None:
-                    with contextlib.suppress(RanktapeError):
-                        reason = reason.replace(repr(tensor.records[tensor.index]), "")
-                alike = self.failures.setdefault(reason.replace(tensor.title, ""), [])
-                alike.append((tensor, found))
-                if outputs is not None or (len(alike) == 1 and len(tensors) > 1):
-                    show(f"Failed to process: {printable(tensor.title)}: {found}")
-            else:
-                self.swept += found
-                if outputs is not None:
-                    show(f"Successfully processed: {printable(tensor.title)}")
+                swept += one
             on_record()
+        if has_table and swept:
+            table = table_of(swept, view=view, **shape, engine=quiet, on_record=on_record)
+    if outputs is not None:
+        failures.show_summary(num_swept=len(swept))
+    return table
 
-    def show_summary(self) -> None:
-        """Say how many tensors could be swept, and which could not, where files are written."""
-        if self._outputs is None:
-            return
-        num_swept, num_failed = len(self.swept), sum(map(len, self.failures.values()))
-        counts = {"Total tensors": num_swept + num_failed, "Successful": num_swept, "Failed": num_failed}
-        lines = ["", DOUBLE, "FINAL SUMMARY", DOUBLE, *(f"{what}: {count}" for what, count in counts.items())]
-        lines += [f"  {reason}" for reason in self.reasons()] or ["All tests completed successfully!"]
-        self._show("\n".join(lines))
+
+_Asked = Callable[..., Iterator[list[Swept] | RanktapeError]]
+
+
+def _swept(tensors: Sequence[ListedTensor], ask: _Asked) -> Iterator[list[Swept] | RanktapeError]:
+    """The sweeps of each tensor, or of its samples where these are asked for; those of a selection side by side."""
+    for _, group in itertools.groupby(tensors, key=lambda tensor: id(tensor.records)):
+        first, *rest = group
+        if first.records is not None:
+            yield from ask(first.records, source=first.source)
+        else:
+            yield from (one.error for one in (first, *rest) if one.error is not None)
+
+
+def _with_files(
+    tensors: Sequence[ListedTensor],
+    ask: _Asked,
+    *,
+    jobs: Sequence[Job],
+    view: View,
+    outputs: OutputOptions,
+    show: Callable[[str], object],
+) -> Iterator[list[Swept] | RanktapeError]:
+    """The same, one tensor after the other; files about each are written, and every line is shown."""
+    names = FolderNames()
+    make_folder(outputs.output_dir)
+    show(f"Processing {len(tensors)} tensor(s)...")
+    show(DOUBLE)
+    for number, tensor in enumerate(tensors, start=1):
+        show(f"\n[{number}/{len(tensors)}] Processing: {printable(tensor.title)}\n{'-' * 60}")
+        start = datetime.now().astimezone()
+        if tensor.records is None:
+            assert tensor.error is not None
+            yield tensor.error
+            continue
+        try:
+            record = tensor.records[tensor.index]
+            subject = Subject(
+                name=printable(tensor.title),
+                source=printable(tensor.source),
+                dtype=record.dtype,
+                judged_as=viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=view),
+                shape=record.shape,
+            )
+            about: dict[str, Any] = {"subject": subject, "folder_name": names.take(tensor.folder_name)}
+            about |= {"options": outputs, "start": start, "show": show}
+            with contextlib.ExitStack() as stack:
+                reports = [stack.enter_context(TensorReport(job.scheme.name, **about)) for job in jobs]
+                swept = next(ask(tensor.records[tensor.index : tensor.index + 1], source=tensor.source))
+                if isinstance(swept, RanktapeError):
+                    raise swept
+                for report, sweep in zip(reports, swept[0].sweeps, strict=True):
+                    report.say_swept(sweep)
+                for report, sweep in zip(reports, swept[0].sweeps, strict=True):
+                    report.finish(sweep)
+        except WorkersError:
+            raise  # no tensor's fault
+        except RanktapeError as error:
+            yield error
+        else:
+            show(f"Successfully processed: {printable(tensor.title)}")
+            yield [dataclasses.replace(one, records=tensor.records, index=tensor.index) for one in swept]
+
+
+class _Failures:
+    """The tensors that could not be swept, by the reason in words that are the same for all that failed for it."""
+
+    def __init__(self, num_tensors: int, *, show: Callable[[str], object]) -> None:
+        self.show = show
+        """Shows a line."""
+        self.alike: dict[str, list[tuple[ListedTensor, RanktapeError]]] = {}
+        """By reason."""
+        self._num_tensors = num_tensors
+
+    def add(self, tensor: ListedTensor, error: RanktapeError, *, is_shown: bool) -> None:
+        """Note one, and show it; unless `is_shown`, of several that failed for one reason the first."""
+        reason = str(error)
+        if tensor.records is not None:
+            with contextlib.suppress(RanktapeError):
+                reason = reason.replace(repr(tensor.records[tensor.index]), "")
+        alike = self.alike.setdefault(reason.replace(tensor.title, ""), [])
+        alike.append((tensor, error))
+        if is_shown or (len(alike) == 1 and self._num_tensors > 1):
+            self.show(f"Failed to process: {printable(tensor.title)}: {error}")
 
     def reasons(self) -> list[str]:
-        """One line for each reason of failures: the tensor that failed for it, or the first of them and how many."""
+        """One line for each reason: the tensor that failed for it, or the first of them and how many."""
         return [
             f"{f'{len(alike)} tensors, the first of which is ' if len(alike) > 1 else ''}"
             f"{printable(alike[0][0].title)}: {alike[0][1]}"
-            for alike in self.failures.values()
+            for alike in self.alike.values()
         ]
 
-    def _take(self, tensor: ListedTensor) -> list[Swept] | RanktapeError:
-        """The sweeps of the next tensor of its selection, or of its samples where these are asked for."""
-        if tensor.error is not None:
-            return tensor.error
-        assert tensor.records is not None
-        if self._outputs is None:
-            sweeps = self._ahead.get(id(tensor.records)) or self._sweeps(tensor.records, source=tensor.source)
-            self._ahead[id(tensor.records)] = sweeps
-        else:
-            sweeps = self._sweeps(tensor.records[tensor.index : tensor.index + 1], source=tensor.source)
-        found = next(sweeps)
-        if isinstance(found, RanktapeError):
-            return found
-        return [dataclasses.replace(one, records=tensor.records, index=tensor.index) for one in found]
+    def show_summary(self, *, num_swept: int) -> None:
+        """Say how many tensors could be swept, and which could not."""
+        num_failed = sum(map(len, self.alike.values()))
+        counts = {"Total tensors": num_swept + num_failed, "Successful": num_swept, "Failed": num_failed}
+        lines = ["", DOUBLE, "FINAL SUMMARY", DOUBLE, *(f"{what}: {count}" for what, count in counts.items())]
+        lines += [f"  {reason}" for reason in self.reasons()] or ["All tests completed successfully!"]
+        self.show("\n".join(lines))
 
-    def _write(self, tensor: ListedTensor, outputs: OutputOptions) -> list[Swept] | RanktapeError:
-        """The sweeps of a tensor, about which files are written."""
-        start = datetime.now().astimezone()
-        if tensor.error is not None:
-            return tensor.error
-        assert tensor.records is not None
-        record = tensor.records[tensor.index]
-        folder_name = self._names.take(tensor.folder_name)
-        subject = Subject(
-            name=printable(tensor.title),
-            source=printable(tensor.source),
-            dtype=record.dtype,
-            judged_as=viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=self._view),
-            shape=record.shape,
+    def raise_all(self, *, is_alone: bool) -> None:
+        """Say what could not be swept.
+
+        Raises:
+            DataError: some tensor could not be; where `is_alone`, its own error is raised.
+        """
+        if self.alike and is_alone:
+            raise next(iter(self.alike.values()))[0][1]
+        if reasons := self.reasons():
+            rest = len(reasons) - MAX_NAMED_FAILURES
+            named = "; ".join(reasons[:MAX_NAMED_FAILURES]) + (f"; and for {rest} more reasons" if rest > 0 else "")
+            num_failed = sum(map(len, self.alike.values()))
+            raise DataError(f"{num_failed} of {self._num_tensors} tensors could not be swept: {named}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedTensor:
+    """One tensor that is to be swept, or the reason why it cannot be."""
+
+    title: str
+    """What people call it."""
+    source: str
+    """The source that it is of, by its short name; as it was given where it cannot be read."""
+    folder_name: str = ""
+    """What its directory is called, as far as a file system allows."""
+    records: Records | None = None
+    """A selection that holds its record."""
+    index: int = 0
+    """Where in that selection."""
+    path: Path | None = None
+    """Where the file is that it is, if it is one."""
+    error: RanktapeError | None = None
+    """Why there is no record."""
+
+
+def _listed(selections: Sequence[Selection], *, by: Sequence[str]) -> list[ListedTensor]:
+    """Every tensor of the sources; a source or a file that cannot be read is one that failed.
+
+    Of several sources those in which nothing matches the filters are named on stderr, and left out. So are records of
+    integers and bool.
+    """
+    tensors: list[ListedTensor] = []
+    unmatched: list[RanktapeError] = []
+    for selection, called in zip(selections, short_names([one.run for one in selections]), strict=True):
+        source, unreadable = None, dict[str, str]()
+        try:
+            if is_file(selection.run) and not Path(selection.run).exists():
+                raise RunNotFoundError(f"there is no file at {printable(selection.run)}: check the path")
+            source = selection.source()
+            say_what_is_left_out(source, with_unreadable=selection.skip_unreadable)
+            # The files of a folder that failed already, unless they are to be left out.
+            unreadable = {} if selection.skip_unreadable else getattr(source, "unreadable", {})
+            for name, why in unreadable.items():
+                tensors.append(ListedTensor(title=name, source=selection.run, error=DataError(why)))
+            tensors += _tensors(selection, source, name=called, by=by)
+        except RanktapeError as error:
+            if source is not None and isinstance(error, UsageError):
+                raise
+            is_empty = source is not None and isinstance(error, NoRecordsError)
+            if is_empty and source is not None and source.iterations:
+                unmatched.append(error)
+            elif not (is_empty and unreadable):
+                tensors.append(ListedTensor(title=selection.run, source=selection.run, error=error))
+    if unmatched and not tensors:
+        raise unmatched[0]
+    for reason in unmatched:
+        say(f"left out: {reason}", err=True)
+    # Files of one name have folders before it in their titles.
+    titles = iter(titles_of([tensor.path for tensor in tensors if tensor.path is not None]))
+    return [tensor if tensor.path is None else dataclasses.replace(tensor, title=next(titles)) for tensor in tensors]
+
+
+def is_file(source: str) -> bool:
+    """Whether a source is one file, or a `.pt` file that is not there; everything else may be of many tensors."""
+    try:
+        return "://" not in source and (
+            Path(source).is_file() or (source.endswith(".pt") and not Path(source).is_dir())
         )
-        with contextlib.ExitStack() as stack:
-            reports = [
-                stack.enter_context(
-                    TensorReport(
-                        job.scheme.name,
-                        subject=subject,
-                        folder_name=folder_name,
-                        options=outputs,
-                        start=start,
-                        show=self._show,
-                    )
-                )
-                for job in self._jobs
-            ]
-            swept = self._take(tensor)
-            if isinstance(swept, RanktapeError):
-                raise swept
-            for report, sweep in zip(reports, swept[0].sweeps, strict=True):
-                report.say_swept(sweep)
-            for report, sweep in zip(reports, swept[0].sweeps, strict=True):
-                report.finish(sweep)
-        return swept
+    except (OSError, ValueError):  # no file system has such a path: opening it says so
+        return False
 
 
-def _keys_of(selected: Sequence[Records], by: Sequence[str]) -> Iterator[Any]:
-    """What tells the groups of records: the values of the fields that they are made by."""
-    for records in selected:
-        yield [sample_names(records) if field == SAMPLE else records.column(field).tolist() for field in by]
+def _tensors(selection: Selection, source: RecordSource, *, name: str, by: Sequence[str]) -> list[ListedTensor]:
+    """One for each record of the selection, in its order; `name` is what the source is called beside the others."""
+    chosen = selection.chosen(Sources({name: source}))
+    for field in by:
+        if field != SAMPLE:
+            chosen.column(field)  # refuses what is no field before anything is read
+    others = Counter(dtype for dtype in chosen.column("dtype").tolist() if not is_sweepable(dtype))
+    members = sweepable(chosen)
+    counts = ", ".join(f"{count} of {dtype}" for dtype, count in sorted(others.items()))
+    what = f"records of integers or bool, for which no scale is sought: {counts}"
+    if not len(members):
+        raise NoRecordsError(f"{printable(selection.run)} has only {what}")
+    if others:
+        say(f"left out: {what}", err=True)
+    if SAMPLE in by:
+        members, left_out = with_samples(members)
+        if left_out:
+            say(left_out, err=True)
+    paths = {file.site: file.path for file in getattr(source, "files", ())}
+    columns = (members.column(name).tolist() for name in ("site", "attempt", "iteration", "rank"))
+    tensors = []
+    for index, (site, attempt, iteration, rank) in enumerate(zip(*columns, strict=True)):
+        path = paths.get(site)
+        # No two records of a run are called the same.
+        title = f"{f'attempt{attempt}_' if attempt else ''}iter{iteration:03d}_rank{rank:02d}_{site}"
+        tensors.append(
+            ListedTensor(
+                title=title if path is None else path.name,
+                source=name,
+                folder_name=title if path is None else path.stem,
+                path=path,
+                records=members,
+                index=index,
+            )
+        )
+    return tensors
