@@ -306,9 +306,10 @@ def _coarse(known: Digests) -> NDArray[np.float64]:
     # A magnitude occurs with two signs at most: they are told apart where that decides.
     is_open = ((num_distinct >= _MIN_COARSE) & (num_distinct < 2 * _MIN_COARSE - 1))[owners]
     pairs = np.stack([owners[is_open].astype(np.float64), magnitudes[is_coarse][is_open]])
-    num_distinct -= np.bincount(owners[is_open], minlength=len(known))
-    found = np.unique(pairs, axis=1)[0].astype(np.int64)
-    num_distinct += np.bincount(found, minlength=len(known))
+    pairs = pairs[:, np.lexsort(pairs[::-1])]
+    with np.errstate(invalid="ignore"):
+        is_again = ~np.any(np.diff(pairs, axis=1, prepend=math.nan) != 0, axis=0)
+    num_distinct -= np.bincount(pairs[0, is_again].astype(np.int64), minlength=len(known))
     return np.where(num_distinct >= _MIN_COARSE, counts, 0.0)
 
 

@@ -11,6 +11,7 @@ document says so: zarr gives zeros for what is missing, in any size that a docum
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from typing import IO, Any, TypeAlias
 
 import google_crc32c
+import msgspec
 import numpy as np
 
 from ranktape.errors import DataError, RunFormatError, UsageError
@@ -411,14 +413,25 @@ def parse_array(document: Mapping[str, Any], *, path: str, place: str) -> Stored
     )
 
 
-def open_stored(backend: Backend, path: str) -> StoredArray:
-    """What the document of the array at a path says."""
+def open_stored(backend: Backend, path: str, *, without_records: bool = False) -> StoredArray:
+    """What the document of the array at a path says; of the records in a stack nothing if `without_records`."""
     key = document_key(path)
     place = f"{backend.url}/{key}"
     data = read_document(backend, path, max_nbytes=MAX_COMMIT_NBYTES)
     if data is None:
         raise DataError(f"{place} is committed, but missing: {_ASK}")
-    return parse_array(decode_document(data, place=place, key=key), path=path, place=place)
+    document = decode_document(data, place=place, key=key, wanted=_without_captures(data) if without_records else None)
+    return parse_array(document, path=path, place=place)
+
+
+def _without_captures(data: bytes) -> bytes:
+    """The text of an array's document without its records: to parse these takes longer than to read their values."""
+    # Whoever parses all of it says what is wrong.
+    with contextlib.suppress(msgspec.DecodeError, RecursionError, KeyError):
+        named = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        if "captures" in msgspec.json.decode(named["attributes"], type=dict[str, msgspec.Raw]):
+            return msgspec.json.encode({**named, "attributes": {"captures": []}})
+    return data
 
 
 def read_stored(

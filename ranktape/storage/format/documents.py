@@ -157,10 +157,13 @@ def _strict_json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode()
 
 
-def decode_document(data: bytes, *, place: str, key: str | None = None) -> dict[str, Any]:
-    """The document in JSON text; compared with its checksum, where it has one and the key is given."""
+def decode_document(data: bytes, *, place: str, key: str | None = None, wanted: bytes | None = None) -> dict[str, Any]:
+    """The document in JSON text; compared with its checksum, where it has one and the key is given.
+
+    `wanted` is the part of the text that is parsed; all of it unless given.
+    """
     try:
-        document = parse_json(data)
+        document = parse_json(data if wanted is None else wanted)
     except ValueError as error:
         raise RunFormatError(
             f"{place} is not JSON that can be read ({error}): the store is damaged or is not a run"

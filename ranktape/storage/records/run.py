@@ -241,7 +241,7 @@ class RunReader:
 
     def _open(self, path: str) -> StoredArray:
         # What the document of a stack says of each record is in the catalogue, too, and would fill the memory.
-        return dataclasses.replace(open_stored(self.backend, path), attributes={})
+        return dataclasses.replace(open_stored(self.backend, path, without_records=True), attributes={})
 
     def _opened(self, record: Record) -> StoredArray:
         """What the document of a record's array says, if it is the one that the catalogue names."""
