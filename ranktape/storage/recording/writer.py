@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ranktape.errors import CaptureError, DataError, RunLostError, StorageError
 from ranktape.storage.format import layout
@@ -69,8 +69,7 @@ STORE_CONCURRENCY = 8
 """Stacks, and tensors with an object of their own, that a rank sends at the same time, where nobody says otherwise."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldTensor:
+class HeldTensor(NamedTuple):
     """A small tensor that waits."""
 
     array: np.ndarray[Any, Any]
