@@ -198,7 +198,8 @@ class Writer:
             on_word=self._coordinator.note_commit if self._coordinator is not None else lambda _: None,
             num_committed=self._words["num_committed"],
         )
-        self._flight = self._start_flight()
+        if options.record_last is not None:
+            self._flight = Flight(self._storer, committer=self._committer, say=self._say)
         self._say(
             state="ready",
             attempt=attempt.path,
@@ -214,18 +215,6 @@ class Writer:
     def _store_held(self, by: str) -> int | str:
         assert self._flight is not None, "only asked of a flight recorder"
         return self._flight.ask(by) or self._ring.counter(Counter.STEP)
-
-    def _start_flight(self) -> Flight | None:
-        if self._config.options.record_last is None:
-            return None
-        return Flight(
-            self._config,
-            ring=self._ring,
-            attempt=self._attempt,
-            storer=self._storer,
-            committer=self._committer,
-            say=self._say,
-        )
 
     def _find_attempt(self, backend: Backend) -> Attempt:
         config, options = self._config, self._config.options

@@ -98,15 +98,17 @@ def trigger(
             )
         _check_layer_types(backend, attempt, request.settings)
         name = write_request(backend, attempt=attempt, request=request)
-        reply = ControlReply(
-            run=shown(place), request=name, is_answered=False, iterations=[], num_ranks=attempt.launch.world_size
-        )
-        if no_wait:
-            return reply
-        answer = _wait(backend, attempt, name, seconds=timeout_seconds)
-    if answer.refusal:
+        answer = None if no_wait else _wait(backend, attempt, name, seconds=timeout_seconds)
+    if answer is not None and answer.refusal:
         raise CaptureError(f"the training refuses: {answer.refusal}")
-    return dataclasses.replace(reply, is_answered=True, iterations=list(answer.iterations), is_held=answer.is_held)
+    return ControlReply(
+        run=shown(place),
+        request=name,
+        is_answered=answer is not None,
+        iterations=[] if answer is None else list(answer.iterations),
+        num_ranks=attempt.launch.world_size,
+        is_held=answer is not None and answer.is_held,
+    )
 
 
 def _wait(backend: Backend, attempt: Attempt, name: str, *, seconds: float) -> Answer:

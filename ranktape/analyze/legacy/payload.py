@@ -72,14 +72,9 @@ class TensorFile:
     """Whether the tensor may be the first of several things."""
 
     @property
-    def num_elements(self) -> int:
-        """Of the tensor."""
-        return math.prod(self.shape)
-
-    @property
     def nbytes(self) -> int:
         """Of its values, without gaps."""
-        return self.num_elements * dtype_row(self.dtype).itemsize
+        return math.prod(self.shape) * dtype_row(self.dtype).itemsize
 
 
 def read_header(path: Path, *, is_first_enough: bool = False) -> TensorFile:

@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from ranktape.analyze.legacy.text import exponent_text, limits_of, number_of, statistics_lines
+from ranktape.analyze.legacy.text import MODE_WORDS, exponent_text, limits_of, number_of, statistics_lines
 from ranktape.analyze.numerics.sweeps.options import SweepMode
 from ranktape.analyze.questions.advice import Verdict, is_lossless
 from ranktape.analyze.views.palette import BLUE, GREEN, ORANGE, PURPLE, VERMILION
@@ -253,13 +253,9 @@ _LIMIT_COLORS = {"largest": VERMILION, "normal": PURPLE, "flush": ORANGE, "rule"
 
 def _page(sweep: ScaleSweep, name: str, num_rows: int, num_columns: int, **grid: Any) -> Page:
     """Empty panels under the name of the tensor, with what the marks mean below."""
-    size = sweep.scheme.block_size
-    what = {
-        SweepMode.MX: f"scales of blocks of {size}",
-        SweepMode.TENSOR: "one scale for the tensor",
-        SweepMode.CHANNEL: "one scale for each channel",
-        SweepMode.LEGACY: "one scale for the tensor, in bfloat16 arithmetic",
-    }[sweep.mode]
+    what = MODE_WORDS[sweep.mode].partition(", ")[0]
+    if sweep.mode is SweepMode.MX:
+        what += f" of {sweep.scheme.block_size}"
     counts = f"{number_of(sweep.num_elements, 'element')}, {number_of(len(sweep.levels), 'level')}"
     title = plain(name, max_letters=MAX_NAME_LETTERS)
     page = Page(num_rows, num_columns, title=title, subtitle=f"{sweep.scheme.name}, {what}: {counts}", **grid)

@@ -35,7 +35,7 @@ MODE_WORDS = {
     SweepMode.MX: "scales of blocks, a whole offset is added to the exponent of each",
     SweepMode.TENSOR: "one scale for the tensor",
     SweepMode.CHANNEL: "one scale for each channel, an offset is added to the exponent of each",
-    SweepMode.LEGACY: "one scale for the tensor, in the bfloat16 arithmetic of the older tool",
+    SweepMode.LEGACY: "one scale for the tensor in bfloat16 arithmetic, that of the older tool",
 }
 """What a mode is, in one line."""
 

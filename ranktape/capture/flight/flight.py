@@ -30,11 +30,8 @@ from ranktape.storage.format.live import MAX_STORED, MAX_TEXT, Trigger, TriggerK
 from ranktape.storage.recording.writer import STORE_CONCURRENCY
 
 if TYPE_CHECKING:
-    from ranktape.capture.staging.process import WriterConfig
-    from ranktape.capture.staging.ring import RingConsumer
     from ranktape.capture.writing.committing import Committer
     from ranktape.capture.writing.storing import Storer
-    from ranktape.storage.format.attempt import Attempt
 
 _AFTER = 1
 """Iterations of the cadence that are stored after the one in which something happened."""
@@ -61,27 +58,18 @@ _QUIET_SECONDS = 2.0
 class Flight:
     """What is held, and what becomes of it; one thread, the writer's own, calls it."""
 
-    def __init__(
-        self,
-        config: WriterConfig,
-        *,
-        ring: RingConsumer,
-        attempt: Attempt,
-        storer: Storer,
-        committer: Committer,
-        say: Callable[..., None],
-    ) -> None:
+    def __init__(self, storer: Storer, *, committer: Committer, say: Callable[..., None]) -> None:
         """Hold nothing yet, and watch for triggers."""
-        options = config.options
+        config, options = storer.config, storer.config.options
         assert options.record_last is not None
         self._before = options.record_last
-        self._config, self._ring, self._attempt = config, ring, attempt
+        self._config, self._ring, self._attempt = config, storer.ring, storer.attempt
         self._storer, self._committer, self._say = storer, committer, say
         self._cadence = config.cadence
         self._triggers = options.triggers
         self._pool = ThreadPoolExecutor(STORE_CONCURRENCY, thread_name_prefix="ranktape-judge")
         self._watch = TriggerWatch(
-            storer.backend, attempt=attempt, rank=config.rank, say=say, is_successor=config.attempt is not None
+            storer.backend, attempt=storer.attempt, rank=config.rank, say=say, is_successor=config.attempt is not None
         )
         self._held: dict[int, HeldIteration] = {}
         self._queue: deque[tuple[HeldIteration, TensorInFlight]] = deque()
@@ -102,7 +90,7 @@ class Flight:
         self._has_failed = False
         self._iteration_nbytes = 0
         self._elsewhere = 0
-        self._num_signals = ring.counter(Counter.SIGNALS)
+        self._num_signals = storer.ring.counter(Counter.SIGNALS)
         self._asked: deque[str] = deque()
         self._may_ask = True
         self._asking = threading.Lock()
