@@ -269,8 +269,8 @@ def table(trainings: Sequence[Training]) -> str:
     """The trainings of one model and learning rate as Markdown, with how well the predictions order the losses."""
     base = next(one for one in trainings if one.name == "bf16")
     lines = [
-        "| training | bits | worst dB | its product | mean dB | loss - bf16 | standard error | held-out loss |",
-        "|---|---|---|---|---|---|---|---|",
+        "| training | bits | worst, mean dB | loss - bf16 | held-out | worst product |",
+        "|---|---|---|---|---|---|",
     ]
     quantised: list[tuple[float, float, float]] = []
     for one in sorted(trainings, key=lambda one: -(one.worst_sqnr or math.inf)):
@@ -278,11 +278,10 @@ def table(trainings: Sequence[Training]) -> str:
         apart = [own - other for own, other in pairs]
         mean = statistics.fmean(apart)
         error = statistics.stdev(apart) / len(apart) ** 0.5
-        worst, average = ("" if one is None else f"{one:.1f}" for one in (one.worst_sqnr, one.mean_sqnr))
-        figures = f"{mean:+.3f} | {error:.3f}" if one is not base else "0 | "
+        forecast = "" if one.worst_sqnr is None else f"{one.worst_sqnr:.1f}, {one.mean_sqnr:.1f}"
+        loss = "0" if one is base else f"{mean:+.3f} \N{PLUS-MINUS SIGN} {error:.3f}"
         lines.append(
-            f"| {one.name} | {one.bits:.3g} | {worst} | {one.worst_product} | {average} | {figures} "
-            f"| {one.held_out:.3f} |"
+            f"| {one.name} | {one.bits:.3g} | {forecast} | {loss} | {one.held_out:.3f} | {one.worst_product} |"
         )
         if one.worst_sqnr is not None and one.mean_sqnr is not None:
             quantised.append((one.worst_sqnr, one.mean_sqnr, mean))
