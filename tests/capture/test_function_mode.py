@@ -131,6 +131,46 @@ def test_batched_products_are_those_with_a_parameter_alone(tmp_path: Path) -> No
     assert torch.equal(torch.bmm(values["input"], values["weight"]), values["output"])
 
 
+class Bare(nn.Module):
+    """Multiplies with its parameter, by a function in a checkpoint or without one."""
+
+    def __init__(self, own: nn.Parameter, run: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.own, self.run = own, run
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.run(F.linear, hidden, self.own)
+
+
+class Sharing(nn.Module):
+    """Two layers that have the same parameter."""
+
+    def __init__(self, run: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.before, own = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.layers = nn.ModuleList(Bare(own, run) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.layers[0](self.before(hidden)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [lambda function, *operands: function(*operands), functools.partial(checkpoint, use_reentrant=True)],
+    ids=["plain", "reentrant checkpoint"],
+)
+def test_a_parameter_that_modules_share_is_recorded_under_the_one_that_computes(
+    run: Callable[..., torch.Tensor], tmp_path: Path
+) -> None:
+    trained = train_twice(Task(make=lambda: Sharing(run)), tmp_path / "run")
+    assert trained.is_equal
+    names = {"input", "weight", "output", "grad_output", "grad_input", "grad_weight"}
+    for module in ("layers.0.own", "layers.1.own"):
+        records = trained.run.select(iteration=0, module=module)
+        assert sorted(records.column("tensor_name")) == sorted(names), module
+    verify_run(trained.run)
+
+
 class ByHand(torch.autograd.Function):
     """A product, or an attention, whose gradients a backward of its own computes."""
 

@@ -245,7 +245,10 @@ class Owners:
         self.met.clear()
 
     def add(self, frame: Frame) -> None:
-        """Know a module's own parameters; of one that several have, the first is the owner, of each kind of layer."""
+        """Know a module's own parameters.
+
+        Of one that several modules have, the owner is the one that is running, else the first, of each kind of layer.
+        """
         self.frames[frame.module] = frame
         self._addresses = None
         role = role_of(type(frame.module))
@@ -273,9 +276,9 @@ class Owners:
     def _lookup(self, weight: torch.Tensor, frame: Frame | None, *, kind: str) -> _Owned | None:
         found = self._owners.get((id(weight), kind)) or self._owners.get((id(weight), ANY_KIND))
         if found is not None and found[0] is weight:
-            return found
+            return self._of_running(found, frame)
         if in_backward() and (found := self._at_address(weight, kind=kind)) is not None:
-            return found
+            return self._of_running(found, frame)
         if frame is None:
             return None
         for module in (frame.module, *frame.module.children()):
@@ -283,6 +286,14 @@ class Owners:
                 if parameter is weight:
                     return weight, self.frames.get(module, frame), name
         return None
+
+    def _of_running(self, owned: _Owned, frame: Frame | None) -> _Owned:
+        """The parameter as the module that is running has it, if that does."""
+        if frame is None or frame.module is owned[1].module:
+            return owned
+        names = (name for name, parameter in parameters_of(frame.module).items() if parameter is owned[0])
+        name = next(names, None)
+        return owned if name is None else (owned[0], self.frames.get(frame.module, frame), name)
 
     def _at_address(self, weight: torch.Tensor, *, kind: str) -> _Owned | None:
         """The owner of a parameter that a recomputation has detached: a reentrant checkpoint does that to arguments."""
