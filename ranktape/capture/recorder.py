@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
@@ -24,12 +25,26 @@ from ranktape.capture.source import DIFFERENTIABLE, NO_TAGS, Source, Tags, Tenso
 from ranktape.capture.stager import Stager
 from ranktape.capture.staging.ring import NoRoomError, RingProducer
 from ranktape.capture.staging.ring_file import SlotKind
-from ranktape.capture.tensors.parts import PlainPart, UnrecordableError, take_apart
+from ranktape.capture.tensors.parts import PLAIN, PlainPart, UnrecordableError, take_apart
+from ranktape.capture.torch_private import is_transformed_tensor
 from ranktape.errors import CaptureError, RanktapeError
 from ranktape.storage.format.record_info import Keep, Mode, Operation
 
 MAX_PASSES = 4096
 """Forward passes of one iteration after which nobody will end it any more."""
+
+
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    # A forked process has the hooks too, and must not write into its parent's ring.
+    for recorder in list(_recorders):
+        recorder.tally = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class Recorder:
@@ -65,6 +80,7 @@ class Recorder:
             ring, takes_statistics=options.record_last is not None, timeout_seconds=options.block_timeout_seconds
         )
         self._is_reduced = False
+        _recorders.add(self)
 
     def begin(
         self, iteration: int, *, is_staged: bool, selecting: Selecting | None = None, is_reduced: bool = False
@@ -73,6 +89,8 @@ class Recorder:
 
         `is_reduced` where there is no room for values, but for what they add up to.
         """
+        if os.getpid() != self._owner:
+            return
         self._selecting = selecting or self._usual
         self._stager.begin()
         self._is_reduced = is_reduced
@@ -114,28 +132,27 @@ class Recorder:
     ) -> bool:
         """As `record`, where a site is known already and its guard stands around the call."""
         tally = self.tally
-        # A forked process has the hooks too, and must not write into its parent's ring.
-        if tally is None or site.is_disabled or os.getpid() != self._owner:
+        if tally is None or site.is_disabled:
             return False
         is_late = call.iteration != tally.iteration
         if is_late or is_transformed():
             late = f"it belongs to iteration {call.iteration}, and came after that had ended"
             self.refuse(site.source, site.role, late if is_late else TRANSFORMED, call=None if is_late else call)
             return False
-        try:
-            parts = take_apart(tensor, placement=placement)
-            self._stager.check(parts[0].tensor)
-        except UnrecordableError as error:
-            self.refuse(site.source, site.role, str(error), call=call)
-            return False
         if self.tracker.num_unended > MAX_PASSES:
             raise CaptureError(f"{MAX_PASSES} forward passes went by in one iteration: {self.explain_endless()}")
-        own = site.distinct(call)
-        selected = []
-        for part in parts:
-            form = self._form(site, part, own, tags)
-            if form is not None:
-                selected.append((part.tensor, form))
+        if (known := self._known_form(site, tensor, call, tags, placement)) is not None:
+            own, selected = site.distinct(call), [(tensor, known)]
+        else:
+            try:
+                parts = take_apart(tensor, placement=placement)
+                self._stager.check(parts[0].tensor)
+            except UnrecordableError as error:
+                self.refuse(site.source, site.role, str(error), call=call)
+                return False
+            own = site.distinct(call)
+            forms = [(part.tensor, self._form(site, part, own, tags)) for part in parts]
+            selected = [(whole, form) for whole, form in forms if form is not None]
         if not selected:
             self.num_left_out += 1
             self.expected.excuse(site.source, site.role, call)
@@ -152,7 +169,7 @@ class Recorder:
     def record_found_inf(self, found_inf: torch.Tensor) -> None:
         """Say that the running iteration has a step that is skipped where the number is not 0; nothing waits for it."""
         tally = self.tally
-        if tally is None or not tally.is_staged or os.getpid() != self._owner:
+        if tally is None or not tally.is_staged:
             return
         with self._guard, contextlib.suppress(UnrecordableError):
             self._stager.check(found_inf)
@@ -224,12 +241,15 @@ class Recorder:
         """
         site = self.expected.site(source, role)
         tensor.register_hook(Hook(partial(self._on_grad, site, call, part, placement, on_grad, tags)))
-        self.await_grad(source, role, call)
+        self._await(site, call)
 
     def await_grad(self, source: Source, role: TensorRole, call: Call) -> None:
         """Say that a gradient will come of a call."""
-        if call.mode is Mode.TRAIN and self.wants(source, role, call):
-            self.expected.site(source, role).hooked.add(call.key)
+        self._await(self.expected.site(source, role), call)
+
+    def _await(self, site: Site, call: Call) -> None:
+        if call.mode is Mode.TRAIN and self.wants(site.source, site.role, call):
+            site.hooked.add(call.key)
 
     def take_grad(
         self,
@@ -309,6 +329,18 @@ class Recorder:
             where = f" at {name}" if name else ""
             raise StrictCaptureError(f"the capture failed{where}: {text} (it is strict)") from error
 
+    def _known_form(
+        self, site: Site, tensor: torch.Tensor, call: Call, tags: Tags, placement: str | None
+    ) -> RecordForm | None:
+        """The form of a plain tensor of the host that was met before, where all tensors are taken."""
+        if type(tensor) not in PLAIN or not tensor.is_cpu or tensor.is_nested or self._selecting.of_all is None:
+            return None
+        if tensor.layout is not torch.strided or is_transformed_tensor(tensor):
+            return None
+        return site.forms.get(
+            (self._selecting.of_all, tensor.dtype, tensor.shape, "", placement, call.kind, tags.quant_type)
+        )
+
     def _form(self, site: Site, part: PlainPart, call: Call, tags: Tags) -> RecordForm | None:
         """The form in which a part is recorded; None where the selection leaves it out."""
         tensor, selecting = part.tensor, self._selecting
@@ -330,10 +362,8 @@ class Recorder:
             tensor.shape,
             part.suffix,
             part.placement,
-            call.compute_dtype,
-            call.batch_size,
-            call.mode,
-            tags.quant_type or call.quantised_to,
+            call.kind,
+            tags.quant_type,
         )
         form = site.forms.get(key)
         if form is not None:
@@ -365,8 +395,8 @@ class Recorder:
 
     def _header(self, form: RecordForm, call: Call, tags: Tags, *, more: str = "") -> bytes:
         counter, self._counter = self._counter, self._counter + 1
-        sample_ids = ids_at(form.places, tags.sample_ids or (call.sample_ids if form.sample_dim is not None else None))
-        ids = "null" if sample_ids is None else json.dumps(sample_ids)
+        given = tags.sample_ids or (call.sample_ids if form.sample_dim is not None else None)
+        ids = "null" if given is None and form.places is None else json.dumps(ids_at(form.places, given))
         return (
             f'{form.header},"iteration":{call.iteration},"microbatch":{call.microbatch},"call":{call.index},'
             f'"counter":{counter},"timestamp":{time.time()!r},"sample_ids":{ids},'

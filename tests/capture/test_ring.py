@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -21,7 +22,7 @@ def make(capacity_nbytes: int) -> tuple[RingProducer, RingConsumer]:
 def put(producer: RingProducer, index: int, payload: bytes) -> None:
     header = b'{"index":%d}' % index
     if index % 2:
-        producer.put_whole(SlotKind.TENSOR, header, payload, timeout_seconds=10)
+        producer.put_copy(SlotKind.TENSOR, header, payload, len(payload), timeout_seconds=10)
         return
     slot = producer.reserve(SlotKind.TENSOR, header, len(payload), timeout_seconds=10)
     slot.payload[:] = payload
@@ -67,7 +68,7 @@ def test_a_slot_is_published_only_after_those_before_it() -> None:
     first = producer.reserve(SlotKind.TENSOR, b"{}", 8, timeout_seconds=1)
     second = producer.reserve(SlotKind.TENSOR, b"{}", 8, timeout_seconds=1)
     producer.publish(second)
-    producer.put_whole(SlotKind.TENSOR, b"{}", b"third", timeout_seconds=1)
+    producer.put_copy(SlotKind.TENSOR, b"{}", b"third", 5, timeout_seconds=1)
     assert consumer.take() is None
     producer.publish(first)
     taken = [consumer.take() for _ in range(4)]
@@ -153,15 +154,30 @@ def test_waking_never_blocks() -> None:
     assert consumer.take() is not None
 
 
-def test_a_sleeping_consumer_is_woken_and_a_busy_one_is_left_alone() -> None:
+def end(producer: RingProducer) -> None:
+    producer.put(SlotKind.END, {"iteration": 0}, timeout_seconds=1)
+
+
+def fill(producer: RingProducer) -> None:
+    put(producer, 2, bytes(1 << 15))
+
+
+@pytest.mark.parametrize("wake", [end, fill])
+def test_a_sleeping_consumer_is_woken_by_an_end_or_a_filling_ring_and_a_busy_one_is_left_alone(
+    wake: Callable[[RingProducer], None],
+) -> None:
     producer, consumer = make(1 << 16)
     put(producer, 0, b"x")
     began = time.monotonic()
     consumer.sleep(producer.wake_read, seconds=60)  # a slot is waiting: no sleep
-    assert consumer.take() is not None
-    threading.Timer(0.1, lambda: put(producer, 1, b"x")).start()
+    consumer.free(consumer.take())  # type: ignore[arg-type]
+    timers = [threading.Timer(0.1, put, [producer, 1, b"x"]), threading.Timer(0.3, wake, [producer])]
+    for timer in timers:
+        timer.start()
     consumer.sleep(producer.wake_read, seconds=60)
-    assert consumer.take() is not None
+    for timer in timers:
+        timer.join()
+    assert [consumer.take() is not None for _ in range(3)] == [True, True, False]
     assert time.monotonic() - began < 30
     assert os.read(producer.wake_read, 100) == b"\0"
 

@@ -134,7 +134,10 @@ class FunctionMode(TorchFunctionMode):
     @property
     def is_active(self) -> bool:
         """Whether calls on this thread come here; not while one of them is handled."""
-        return any(mode_at(place) is self for place in range(num_modes()))
+        for place in range(num_modes()):  # noqa: SIM110  (each module asks: a generator takes twice the time)
+            if mode_at(place) is self:
+                return True
+        return False
 
     def _put_in(self) -> None:
         above = [pop_mode() for _ in range(num_modes())]

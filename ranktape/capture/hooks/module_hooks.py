@@ -184,7 +184,7 @@ class ModuleHooks:
             return kwargs
         is_returned = port.name in self._returned
         # An embedding with `max_norm` writes to its weight before it computes with it.
-        is_written = getattr(module, "max_norm", None) is not None
+        is_written = _attribute(module, "max_norm") is not None
         if is_written:
             entry.written = weight, port
         elif not in_backward():
@@ -197,7 +197,7 @@ class ModuleHooks:
         if isinstance(given, torch.Tensor) and type(given) in PLAIN and not is_cached_by_autocast(given):
             return {**kwargs, attribute: self._taking.alias(port, call, given)}
         # A sparse gradient cannot pass through an alias, and what writes to an alias takes its hooks out of the graph.
-        can_alias = type(weight) in PLAIN and not getattr(module, "sparse", False) and not is_written
+        can_alias = type(weight) in PLAIN and not _attribute(module, "sparse") and not is_written
         if can_alias:
             # Taken by F.linear, if that is what computes the product.
             entry.awaited.append((weight, port))
@@ -359,6 +359,11 @@ def is_hidden(module: nn.Module, attribute: str) -> bool:
 def _own(module: nn.Module, attribute: str) -> torch.Tensor | None:
     """The parameter that a module has; not by `getattr`, which would compute one that is parametrized."""
     return parameters_of(module).get(attribute)
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    """An attribute of a module, None without; `getattr` alone is slow where a module has none of that name."""
+    return getattr(module, name, None) if name in vars(module) or hasattr(type(module), name) else None
 
 
 def _in_call(module: nn.Module, attribute: str) -> torch.Tensor | None:

@@ -58,9 +58,13 @@ class Call:
     key: tuple[Mode, int, int] = field(init=False, repr=False, compare=False)
     """Mode, microbatch and index: what it is counted by among the calls of its module in the iteration."""
 
+    kind: tuple[str, int | None, Mode, str] = field(init=False, repr=False, compare=False)
+    """What of it decides on the form of a record: computed in, samples, mode and quantised to."""
+
     def __post_init__(self) -> None:
         """Made once, and not for each of its tensors."""
         object.__setattr__(self, "key", (self.mode, self.microbatch, self.index))
+        object.__setattr__(self, "kind", (self.compute_dtype, self.batch_size, self.mode, self.quantised_to))
 
     @property
     def quant_type(self) -> str:

@@ -8,6 +8,7 @@ trainer; what a killed writer has not freed is that of the next one.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -43,6 +44,14 @@ _ENDS_OF_HELD = 64
 
 _STALL_SECONDS = 3.0
 """Longest wait for a writer that holds what comes and frees nothing: its store may be dead."""
+
+_SHARE_THAT_WAKES = 4
+"""The writer is woken once one in so many bytes of the ring is pending."""
+
+_URGENT = frozenset({SlotKind.END, SlotKind.SKIP})
+"""What the writer is woken for, unless it only holds what comes."""
+
+_PUBLISHED, _ASLEEP = int(Counter.PUBLISHED), int(Counter.ASLEEP)
 
 LONG_WAIT_SECONDS = 5.0
 """A wait for room of this length is reported."""
@@ -104,26 +113,34 @@ class RingProducer(RingFile):
             self._find_room(total, payload_nbytes=payload_nbytes, timeout_seconds=timeout_seconds)
             return self._append(kind, header, header_nbytes=header_nbytes, payload_nbytes=payload_nbytes, nbytes=total)
 
-    def put_whole(self, kind: SlotKind, header: bytes, payload: bytes, *, timeout_seconds: float) -> None:
-        """Publish a slot of which everything is there already.
+    def put_copy(
+        self, kind: SlotKind, header: bytes, payload: bytes | int, nbytes: int, *, timeout_seconds: float
+    ) -> None:
+        """Publish a slot with a copy of bytes, or of what lies at an address: `reserve` to `publish` in one.
+
+        No other thread can reserve meanwhile: for small tensors.
 
         Raises:
             CaptureError: as `reserve`.
         """
-        size = PREFIX_NBYTES + len(header)
-        head = (_PREFIX.pack(kind, len(header), len(payload)) + header).ljust(aligned(size) if payload else size, b"\0")
-        total = aligned(size) + aligned(len(payload))
+        header_nbytes = aligned(PREFIX_NBYTES + len(header))
+        total = header_nbytes + aligned(nbytes)
         with self._reserve_lock:
-            self._find_room(total, payload_nbytes=len(payload), timeout_seconds=timeout_seconds)
-            whole = head + payload
-            self.slots(self._reserved % self.capacity, len(whole))[:] = whole
+            start = self._reserved % self.capacity
+            if self._reserved + total > self._limit or start + total > self.capacity:
+                self._find_room(total, payload_nbytes=nbytes, timeout_seconds=timeout_seconds)
+                start = self._reserved % self.capacity
+            self.slots(start, PREFIX_NBYTES + len(header))[:] = _PREFIX.pack(kind, len(header), nbytes) + header
+            if nbytes:
+                ctypes.memmove(self._address + start + header_nbytes, payload, nbytes)
             end = self._reserved = self._reserved + total
             with self._publish_lock:
                 if self._slots:  # of another thread, which publishes this one too, once its own is filled
                     self._slots.append(Slot(kind=kind, header={}, payload=self.view[:0], end=end, is_done=True))
                     return
-                self.set_counter(Counter.PUBLISHED, end)
-        self._wake_where_due()
+                self._counters[_PUBLISHED] = end
+        if self._counters[_ASLEEP]:
+            self._wake_where_due(kind)
 
     def publish(self, slot: Slot) -> None:
         """Give a filled slot to the writer, once all slots before it are filled too."""
@@ -135,7 +152,8 @@ class RingProducer(RingFile):
             if published is None:
                 return
             self.set_counter(Counter.PUBLISHED, published)
-        self._wake_where_due()
+        if self.counter(Counter.ASLEEP):
+            self._wake_where_due(slot.kind)
 
     def cancel(self, slot: Slot) -> None:
         """Give a slot that could not be filled back: the writer passes over it."""
@@ -271,9 +289,11 @@ class RingProducer(RingFile):
         self._slots.append(slot)  # in one step: who publishes meanwhile takes from the other end
         return slot
 
-    def _wake_where_due(self) -> None:
-        # A writer that is busy looks again before it sleeps. Should the two miss each other, it looks by itself soon.
-        if self.counter(Counter.ASLEEP) and not (self.is_patient and self.pending_nbytes < self.capacity // 4):
+    def _wake_where_due(self, kind: SlotKind) -> None:
+        # A writer that is busy looks again before it sleeps, and now and then by itself. What an iteration brings may
+        # wait for its end, as long as there is room: to wake the writer costs more than to stage a tensor.
+        is_urgent = kind in _URGENT and not self.is_patient
+        if is_urgent or self.pending_nbytes > self.capacity // _SHARE_THAT_WAKES:
             self._wake()
 
     def _wake(self) -> None:

@@ -27,7 +27,8 @@ from ranktape.capture.torch_private import (
 )
 from ranktape.storage.format.dtypes import DTYPES
 
-_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+PLAIN = frozenset({torch.Tensor, nn.Parameter})
+"""Types of tensors that are one part."""
 
 SUFFIXES = {
     "qdata": "_codes",
@@ -76,7 +77,7 @@ def take_apart(tensor: torch.Tensor, *, placement: str | None = None) -> list[Pl
     Raises:
         UnrecordableError: it has none.
     """
-    if type(tensor) in _PLAIN and not is_transformed_tensor(tensor):
+    if type(tensor) in PLAIN and not is_transformed_tensor(tensor):
         return [_plain(tensor, suffix="", placement=placement)]
     return list(_apart(tensor, suffix="", placement=placement))
 
@@ -139,7 +140,7 @@ def _is_wide(tensor: torch.Tensor, inner: Sequence[torch.Tensor]) -> bool:
 def _has_dispatch(tensor: torch.Tensor) -> bool:
     """Whether operations on it are its class's business: then its own storage may hold nothing."""
     dispatch = type(tensor).__torch_dispatch__
-    return dispatch is not NO_DISPATCH and type(tensor) not in _PLAIN
+    return dispatch is not NO_DISPATCH and type(tensor) not in PLAIN
 
 
 def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,7 +155,7 @@ def _plain(tensor: torch.Tensor, *, suffix: str, placement: str | None) -> Plain
         raise UnrecordableError(
             f"it is on {tensor.device} with layout {tensor.layout}, and only dense tensors with values can be recorded"
         )
-    values = tensor if type(tensor) in _PLAIN else _as_plain(tensor)
+    values = tensor if type(tensor) in PLAIN else _as_plain(tensor)
     if dtype_name(values.dtype) not in DTYPES:
         if values.dtype.is_floating_point and values.dtype.itemsize == 1:
             # Two 4-bit floats in a byte, for which torch has a dtype and stores do not.

@@ -37,12 +37,16 @@ class Compression(enum.StrEnum):
 class Operation(enum.StrEnum):
     """The direction of the pass that the tensor belongs to."""
 
+    __hash__ = str.__hash__  # that of enums is a function of Python, and tables of the training thread ask it
+
     FORWARD = "forward"
     BACKWARD = "backward"
 
 
 class Mode(enum.StrEnum):
     """Which kind of pass a tensor was seen in."""
+
+    __hash__ = str.__hash__  # that of enums is a function of Python, and tables of the training thread ask it
 
     TRAIN = "train"
     """The module was in training mode, and gradients were wanted."""
