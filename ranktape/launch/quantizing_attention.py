@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ranktape.analyze.numerics.quantization.quantized_attention import quantized_attention
-from ranktape.analyze.numerics.quantization.quantized_product import Draws, as_written
+from ranktape.analyze.numerics.quantization.quantized_product import Draws, as_written, quantized_attention
 from ranktape.capture.hooks.hook import Around, replace
 from ranktape.capture.roles.known import ATTENTION, HUGGING_FACE_ATTENTION
 from ranktape.capture.roles.table import Argument, FunctionRole, ports_of

@@ -21,8 +21,7 @@ from ranktape.analyze.numerics.attention import (
     replay_attention,
 )
 from ranktape.analyze.numerics.error_sums import error_sums
-from ranktape.analyze.numerics.quantization.quantized_attention import quantized_attention
-from ranktape.analyze.numerics.quantization.quantized_product import Draws
+from ranktape.analyze.numerics.quantization.quantized_product import Draws, quantized_attention
 from ranktape.analyze.numerics.quantization.quantizer import quantize
 from ranktape.analyze.numerics.recipes.recipe import OperandRecipe, Recipe, products_of
 from ranktape.analyze.numerics.recipes.words import parse_recipe

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.numerics.bins import NARROW_FORMATS
+from ranktape.analyze.numerics.distributions import NARROW_FORMATS
 from ranktape.analyze.numerics.formats import FORMATS, round_to
 from ranktape.analyze.questions.distribution import Look, distribution
 from ranktape.capture.writing.counting import reduce_to

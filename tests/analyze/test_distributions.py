@@ -14,17 +14,18 @@ import scipy.spatial.distance  # type: ignore[import-untyped]  # it has no types
 import scipy.stats  # type: ignore[import-untyped]  # it has no types
 
 from ranktape.analyze.engine.digests import digests, merge_digests
-from ranktape.analyze.numerics.bins import (
+from ranktape.analyze.numerics.digest import KEPT_CELLS, MAX_RANK_ERROR, Digest
+from ranktape.analyze.numerics.distributions import (
     NARROW_FORMATS,
     aligned_exponent,
     binades,
     count_between,
+    distance,
+    fit_normal,
     held_by,
     linear_bins,
     log2_bins,
 )
-from ranktape.analyze.numerics.digest import KEPT_CELLS, MAX_RANK_ERROR, Digest
-from ranktape.analyze.numerics.distances import distance, fit_normal
 from ranktape.analyze.numerics.formats import FORMATS, round_to
 from ranktape.analyze.numerics.histograms.moments import statistics_of
 from tests.analyze.every_tensor import COMPLEX, REAL, Array, digest_of_array, every, filled, numbers_of, stored

@@ -65,7 +65,7 @@ TRAIN = """
         compute = lambda x: model(x, labels=x).loss
     if kind == "quantised":
         from ranktape.analyze import fake_quantize
-        from ranktape.analyze.numerics.quantization.quantized_attention import quantized_attention
+        from ranktape.analyze.numerics.quantization.quantized_product import quantized_attention
         from ranktape.analyze.numerics.quantization.quantized_product import Draws
         from ranktape.analyze.numerics.recipes.words import parse_recipe
         fake_quantize(model, recipe="mxfp4")

@@ -16,7 +16,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.numerics.differences import Differences
 from ranktape.analyze.numerics.digest import Digest
-from ranktape.analyze.numerics.distances import Distances, distance
+from ranktape.analyze.numerics.distributions import Distances, distance
 from ranktape.analyze.table import Column, Kind
 from ranktape.errors import UsageError
 from ranktape.storage import Records

@@ -22,7 +22,7 @@ from ranktape.analyze.identity import (
     with_stacks,
 )
 from ranktape.analyze.numerics.differences import Differences
-from ranktape.analyze.numerics.distances import Distances
+from ranktape.analyze.numerics.distributions import Distances
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage import Records

@@ -20,18 +20,18 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.numbers import group_digests
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import group_records, words
-from ranktape.analyze.numerics.bins import (
+from ranktape.analyze.numerics.digest import Digest, finite
+from ranktape.analyze.numerics.distributions import (
     NARROW_FORMATS,
     Bins,
     HeldRange,
     aligned_exponent,
     binades,
+    fit_normal,
     held_by,
     linear_bins,
     log2_bins,
 )
-from ranktape.analyze.numerics.digest import Digest, finite
-from ranktape.analyze.numerics.distances import fit_normal
 from ranktape.analyze.numerics.formats import Format, parse_format
 from ranktape.analyze.questions.stats import how_seen
 from ranktape.analyze.table import Column, Kind, Table

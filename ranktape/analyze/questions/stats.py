@@ -30,7 +30,7 @@ from ranktape.analyze.identity import (
     words,
 )
 from ranktape.analyze.numerics.digest import SAMPLE_METRICS, Digest, exponents_of
-from ranktape.analyze.numerics.distances import distance
+from ranktape.analyze.numerics.distributions import distance
 from ranktape.analyze.table import Cells, Coded, Column, Kind, Table, TableRows, number_cells, take_cells
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.fields import SAMPLE

@@ -24,8 +24,8 @@ from ranktape.analyze.engine.metrics import parse_metric
 from ranktape.analyze.engine.numbers import group_digests
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import group_records, words
-from ranktape.analyze.numerics.bins import linear_bins, log2_bins
 from ranktape.analyze.numerics.digest import Digest, finite
+from ranktape.analyze.numerics.distributions import linear_bins, log2_bins
 from ranktape.analyze.questions.trend import course_fields
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.fields import INT_FIELDS

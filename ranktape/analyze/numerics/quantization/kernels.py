@@ -341,13 +341,13 @@ class CompiledRows:
     numbers_RC: NDArray[Any]
     """Its patterns."""
     num_groups: int
-    """CompiledRows of the factors."""
+    """Rows of the factors."""
     group_R: NDArray[np.int64]
     """By row, the row of the factors of its groups."""
     run: int
     """Neighbours in a row that share a factor."""
     unit: int
-    """CompiledRows whose groups no other row has."""
+    """Rows whose groups no other row has."""
 
     @classmethod
     def of(cls, x: torch.Tensor, *, plan: QuantizePlan) -> CompiledRows:

@@ -1,4 +1,4 @@
-"""Computes the products of a linear layer with quantised operands, as functions of torch that have gradients.
+"""Computes linear products and attention with quantised operands, as functions of torch that have gradients.
 
 Imports torch: a file for functions that are called with tensors.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from ranktape.analyze.numerics.attention import ATTENTION_OPERANDS, quantised_one
 from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, quantized_operands, quantized_values
 from ranktape.analyze.numerics.quantization.plan import QuantizeOptions
 from ranktape.analyze.numerics.quantization.schemes import parse_scheme
@@ -235,3 +236,48 @@ class _Product(torch.autograd.Function):
             if ctx.needs_input_grad[4]:
                 grad_bias = grad_TO.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, None, None, grad_bias, None, None
+
+
+_ATTENTION_PRODUCTS = dict(zip(ATTENTION_OPERANDS, ("output", "output", "output", "grad_input"), strict=True))
+"""The products of a linear layer whose recipes the operands of attention follow, and whose draws they share."""
+
+
+@as_written
+def quantized_attention(
+    function: Callable[[Tensor, Tensor, Tensor], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    recipe: Recipe,
+    draws: Draws,
+) -> Tensor:
+    """What `function` gives of a query, key and value as a recipe quantises them; its gradients come from those, too.
+
+    Query and key are quantised along the elements of a head, the value along the keys, as the recipe's `input` of the
+    product `output`; the gradient of the output along the elements of a head, as its `grad_output` of `grad_input`. The
+    probabilities stay as `function` computes them. Nothing is rotated. Under autocast the operands are cast first. NaN,
+    Inf and zeros become what `quantize` makes of them.
+
+    Operands are [..., tokens, elements of a head]; the last dimension of what `function` gives is that, too.
+
+    Raises:
+        UsageError: an operand is sharded (DTensor), or does not hold real floating-point numbers.
+    """
+    if any(hasattr(one, "device_mesh") for one in (query, key, value)):
+        raise UsageError(
+            "the operands of attention are sharded by tensor parallelism (DTensor), and are not quantised: train "
+            "without tensor parallelism, or without --quant-attention"
+        )
+
+    def narrow(name: str, wide: Tensor) -> Tensor:
+        seed = len(ATTENTION_OPERANDS) * draws.next_seed(recipe, product=_ATTENTION_PRODUCTS[name])
+        return quantised_one(name, wide.detach(), recipe, seed=seed + ATTENTION_OPERANDS.index(name))
+
+    def on_gradient(grad: Tensor) -> Tensor:
+        return narrow("grad_output", grad)
+
+    wide = as_computed(query, key, value)
+    operands = [straight_through(one, narrow(name, one)) for name, one in zip(ATTENTION_OPERANDS, wide, strict=False)]
+    output = function(operands[0], operands[1], operands[2])
+    return straight_through(output, output.detach(), on_gradient)

@@ -132,7 +132,7 @@ def group_scales(largest: Any, *, plan: QuantizePlan, largest_of_all: float = 0.
     `largest_of_all` is the largest finite magnitude of the tensor, which the scales of NVFP4 need. Scales that are no
     powers of two are `stretch` times as large as those that make a largest magnitude the largest element.
     """
-    xp, tensor = namespace(largest), None
+    tensor = None
     if plan.scale_rule is not None:
         # What is not finite has some exponent: it is NaN below.
         exponents = scale_exponents(
@@ -150,7 +150,8 @@ def group_scales(largest: Any, *, plan: QuantizePlan, largest_of_all: float = 0.
         values = block_scales(largest, tensor, stretch=stretch)
     else:
         values = exact_scales(largest, plan=plan, stretch=stretch)
-    return GroupScales(values=xp.where(xp.isfinite(largest), values, xp.nan), largest=largest, tensor=tensor)
+    # A number minus itself is 0, and NaN of what is not finite.
+    return GroupScales(values=values + (largest - largest), largest=largest, tensor=tensor)
 
 
 def block_scales(largest: Any, tensor: TensorScale, *, stretch: float = 1.0) -> Any:

@@ -189,30 +189,18 @@ def scale_exponents(
     Groups of nothing but zeros have the lowest exponent there is. The magnitudes are finite. `offset` is added to
     what the rule says; the sum is clamped to what `scale_bits` bits can say: -127 to 127 for 8 of them.
     """
-    end = (1 << (scale_bits - 1)) - 1
-    xp = namespace(largest)
-    found = xp.clip(unbounded_exponents(largest, rule=rule, element=element) + offset, -end, end)
+    end, xp, raised = (1 << (scale_bits - 1)) - 1, namespace(largest), raise_of(rule, element=element)
+    if offset < _ONE_FIELD - end:  # zeros and subnormal numbers, which have no exponent field, are at the lower end
+        fields = (largest.view(xp.int64) + raised) >> 52
+        return xp.clip(fields + (offset - _ONE_FIELD - element.emax), -end, end)
+    half, exponent = xp.frexp(largest)
+    carried = ((2 * half).view(xp.int64) + raised) >> 52
+    found = xp.clip(exponent + (carried + (offset - _ONE_FIELD - 1 - element.emax)), -end, end)
     return xp.where(largest == 0, -end, found)
 
 
-def unbounded_exponents(largest: Any, *, rule: ScaleRule, element: Format) -> Any:
-    """What the rule says of groups with these largest magnitudes, however few bits there are to say it; of 0, anything.
-
-    The magnitudes are finite.
-    """
-    xp = namespace(largest)
-    # Carried into the exponent field; subnormal numbers have none.
-    found = ((largest.view(xp.int64) + raise_of(rule, element=element)) >> 52) - (_ONE_FIELD + element.emax)
-    is_subnormal = largest < _MIN_NORMAL
-    if is_subnormal.any() and (largest[is_subnormal] != 0).any():
-        widened = unbounded_exponents(largest[is_subnormal] * 2.0**64, rule=rule, element=element) - 64
-        found[is_subnormal] = widened
-    return found
-
-
-_ONE_FIELD, _MIN_NORMAL = (1 << 10) - 1, 2.0**-1022
-"""Of float64: the exponent field of 1.0, and the smallest number that is not subnormal."""
-
+_ONE_FIELD = (1 << 10) - 1
+"""The exponent field of the float64 1.0."""
 
 HIF8_TARGET = 8.0
 """What the largest magnitude of a scaled tensor becomes in HiF8, whose values near 8 have all their significand bits.

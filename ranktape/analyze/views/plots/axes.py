@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from ranktape.analyze.numerics.bins import NARROW_FORMATS
+from ranktape.analyze.numerics.distributions import NARROW_FORMATS
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.views.palette import BLUE, SKY
 from ranktape.analyze.views.plots.style import INK, PALE_INK, SMALL_SIZE, empty, key, name, plain

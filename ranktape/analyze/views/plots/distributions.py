@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.lines import Line2D
 
-from ranktape.analyze.numerics.bins import linear_bins
-from ranktape.analyze.numerics.distances import fit_normal
+from ranktape.analyze.numerics.distributions import fit_normal, linear_bins
 from ranktape.analyze.views.palette import GREY
 from ranktape.analyze.views.plots.axes import (
     band_handles,
