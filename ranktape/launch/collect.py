@@ -361,7 +361,13 @@ def _summary(
         loss = None if last is None else dict(losses[tag])[last]
         rows.append((tag, *counts, statistics.median(sqnr.values()) if sqnr else None, *worst, loss))
     notes = [f"SQNR: median over products of linear layers against {first}, first common iteration"]
-    notes += [] if last is None else [f"loss: at step {last}, the last that all have printed"]
+    silent = [tag for tag, points in losses.items() if not points]
+    if last is not None:
+        notes.append(f"loss: at step {last}, the last that all have printed")
+    elif silent:
+        notes.append(f"no loss: {', '.join(silent)} printed no line such as 'step 10 loss 2.345'")
+    else:
+        notes.append("no loss: there is no step at which all have printed one")
     columns = (
         Column(name="quant_type", kind=Kind.TEXT),
         Column(name="iterations", kind=Kind.INTEGER),

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from ranktape.errors import UsageError
-from ranktape.launch.collect import PRODUCTS, TARGET_SQNR, _tail, split_words
+from ranktape.launch.collect import PRODUCTS, TARGET_SQNR, _summary, _tail, split_words
 from ranktape.launch.script import Script
 from ranktape.storage import open_run
 from ranktape.storage.places.urls import open_backend
+from tests.analyze.runs import model_tensors, store
 from tests.analyze.test_report import data_of
 from tests.exhaustive import exhaustive
 from tests.launch.processes import CHECKOUT, Ended, python
@@ -109,6 +110,21 @@ def test_each_precision_is_trained_recorded_and_compared(folder: Path) -> None:
     other = _collect("--quant", "bf16", "--", "train.py", cwd=folder)
     assert other.returncode == 1
     assert "runs holds the trainings of another command (--nproc-per-node 2 train.py ddp)" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("losses", "note"),
+    [
+        ([(0, 2.5), (10, 2.25)], "loss: at step 10, the last that all have printed"),
+        ([], "no loss: mxfp8 printed no line such as 'step 10 loss 2.345'"),
+        ([(5, 2.5)], "no loss: there is no step at which all have printed one"),
+    ],
+)
+def test_where_no_loss_is_shown_a_note_says_why(losses: list[tuple[int, float]], note: str, tmp_path: Path) -> None:
+    records = store(tmp_path / "run", model_tensors()).select()
+    runs = {"bf16": records, "mxfp8": records}
+    table = _summary(runs, {}, {"bf16": [(0, 2.75), (10, 2.0)], "mxfp8": losses})
+    assert [one for one in table.notes if "loss" in one] == [note]
 
 
 @pytest.mark.s3
