@@ -30,7 +30,6 @@ from ranktape.analyze.engine.target import (
     KINDS,
     NAMES,
     LimitsMeasure,
-    Row,
     Target,
     largest_value,
     parse_targets,
@@ -54,7 +53,7 @@ from ranktape.analyze.identity import (
     with_stacks,
 )
 from ranktape.analyze.numerics.histograms.histogram import KINDS as SCANNED
-from ranktape.analyze.numerics.quantization.encoded import HIGH_RATIO, MEDIUM_RATIO, LossSeverity, severity_of
+from ranktape.analyze.numerics.quantization.encoded import HIGH_RATIO, MEDIUM_RATIO, LossSeverity
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.table import (
     Cells,
@@ -294,13 +293,9 @@ def severity_columns(numbers: Counts, target: Target | None) -> list[Cells]:
 
 def _ranks(ratios: NDArray[np.float64], *, medium: float, high: float) -> NDArray[np.int64]:
     """The place of the severity of each ratio in `LossSeverity`; -1 where it is not known."""
-    names = list(LossSeverity)
-    known, codes = np.unique(ratios, return_inverse=True)
-    ranks = [
-        -1 if math.isnan(ratio) else names.index(severity_of(ratio, medium=medium, high=high))
-        for ratio in known.tolist()
-    ]
-    return np.array(ranks, dtype=np.int64)[codes.reshape(-1)]
+    order = [list(LossSeverity).index(one) for one in (LossSeverity.NONE, LossSeverity.MEDIUM, LossSeverity.HIGH)]
+    ranks = np.select([np.isnan(ratios), ratios > high, ratios > medium], [-1, order[2], order[1]], default=order[0])
+    return ranks.astype(np.int64)
 
 
 def _title(targets: Sequence[Target], *, view: View) -> str:
@@ -489,12 +484,6 @@ class Places:
             for field in self.by
         ]
         return [(dict(zip(self.by, key, strict=True)), rows) for key, rows in equal_rows(columns)]
-
-    def together(self, counts: Counts, places: Sequence[int] | NDArray[np.int64]) -> Row:
-        """The counts of several places; a count is not known if that of one is not, extremes are of those known."""
-        chosen = np.asarray(places)
-        columns = together({name: column[chosen] for name, column in counts.items()}, np.zeros(1, dtype=np.int64))
-        return {name: float(column[0]) for name, column in columns.items()}
 
 
 def together(counts: Counts, starts: NDArray[np.int64]) -> Counts:
@@ -728,22 +717,20 @@ def _own_samples(
     view: View,
     engine: Engine | None,
 ) -> Counts:
-    counts = {kind: np.zeros(sum(sizes)) for kind in TALLY_KINDS}
-    starts = np.cumsum([0, *sizes])
+    known = {text: json.loads(text) for text in set(records.column("overflow.per_sample").tolist())}
+    nothing = dict.fromkeys(TALLY_KINDS, math.nan)
+    parts = [known[text] or nothing for text in records.column("overflow.per_sample").tolist()]
     again = digests(others, view=view, engine=engine)
-    known = records.column("overflow.per_sample").tolist()
-    whole = {kind: records.column(f"overflow.{kind}.count").tolist() for kind in TALLY_KINDS}
-    for place, size in enumerate(sizes):
-        part = slice(int(starts[place]), int(starts[place + 1]))
-        own: Any
-        if mask[place]:
-            own = next(again).samples or {}
-        elif size == 1:
-            own = {kind: [column[place]] for kind, column in whole.items()}
-        else:
-            own = json.loads(known[place]) or dict.fromkeys(TALLY_KINDS, math.nan)
-        for kind, column in counts.items():
-            column[part] = own[kind]
+    for place in np.flatnonzero(mask).tolist():
+        parts[place] = next(again).samples or {}
+    counts = {}
+    for kind in TALLY_KINDS:
+        whole = np.where(mask, math.nan, records.column(f"overflow.{kind}.count"))
+        own = [
+            np.broadcast_to(whole[place] if size == 1 and not mask[place] else parts[place][kind], size)
+            for place, size in enumerate(sizes)
+        ]
+        counts[kind] = np.concatenate([np.zeros(0), *own])
     num_samples = np.array(sizes)
     elements = np.repeat(records.column("numel") // np.maximum(num_samples, 1), num_samples).astype(np.float64)
     zeros = np.zeros(elements.size)

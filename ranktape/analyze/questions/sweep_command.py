@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ranktape.analyze.console import say
 from ranktape.analyze.engine.engine import Engine, progress
@@ -24,16 +24,6 @@ from ranktape.analyze.engine.sweep_measure import Job
 from ranktape.analyze.engine.target import is_sweepable, sweepable
 from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.identity import sample_names, with_stacks
-from ranktape.analyze.legacy.open import RecordSource
-from ranktape.analyze.legacy.text import DOUBLE, Subject
-from ranktape.analyze.legacy.write import (
-    DEFAULT_OUTPUT_DIR,
-    FolderNames,
-    OutputOptions,
-    TensorReport,
-    make_folder,
-    titles_of,
-)
 from ranktape.analyze.numerics.sweeps.options import SweepOptions
 from ranktape.analyze.options import Output, Selection, say_what_is_left_out
 from ranktape.analyze.questions.sweep import check_shape, table_of
@@ -53,6 +43,10 @@ from ranktape.errors import DataError, NoRecordsError, RanktapeError, RunNotFoun
 from ranktape.fields import SAMPLE
 from ranktape.storage import Records
 from ranktape.storage.places.failures import printable
+
+if TYPE_CHECKING:
+    from ranktape.analyze.legacy.open import RecordSource
+    from ranktape.analyze.legacy.write import OutputOptions
 
 MAX_NAMED_FAILURES = 4
 """Reasons that the last message names."""
@@ -130,6 +124,8 @@ def sweep(
     has_table = asks_for_table or not (output_dir or all(is_file(selection.run) for selection in selections))
     outputs = None
     if output_dir is not None or not has_table:
+        from ranktape.analyze.legacy.write import DEFAULT_OUTPUT_DIR, OutputOptions
+
         outputs = OutputOptions(output_dir=output_dir or DEFAULT_OUTPUT_DIR, with_plots=not no_plots)
     tensors = _listed(selections, by=by)
     selected = list({id(one.records): one.records for one in tensors if one.records is not None}.values())
@@ -242,6 +238,9 @@ def _with_files(
     show: Callable[[str], object],
 ) -> Iterator[list[Swept] | RanktapeError]:
     """The same, one tensor after the other; files about each are written, and every line is shown."""
+    from ranktape.analyze.legacy.text import DOUBLE, Subject
+    from ranktape.analyze.legacy.write import FolderNames, TensorReport, make_folder
+
     names = FolderNames()
     make_folder(outputs.output_dir)
     show(f"Processing {len(tensors)} tensor(s)...")
@@ -313,6 +312,8 @@ class _Failures:
 
     def show_summary(self, *, num_swept: int) -> None:
         """Say how many tensors could be swept, and which could not."""
+        from ranktape.analyze.legacy.text import DOUBLE
+
         num_failed = sum(map(len, self.alike.values()))
         counts = {"Total tensors": num_swept + num_failed, "Successful": num_swept, "Failed": num_failed}
         lines = ["", DOUBLE, "FINAL SUMMARY", DOUBLE, *(f"{what}: {count}" for what, count in counts.items())]
@@ -386,8 +387,17 @@ def _listed(selections: Sequence[Selection], *, by: Sequence[str]) -> list[Liste
         raise unmatched[0]
     for reason in unmatched:
         say(f"left out: {reason}", err=True)
-    # Files of one name have folders before it in their titles.
-    titles = iter(titles_of([tensor.path for tensor in tensors if tensor.path is not None]))
+    return _with_titles(tensors)
+
+
+def _with_titles(tensors: list[ListedTensor]) -> list[ListedTensor]:
+    """The tensors; files of one name have folders before it in their titles."""
+    paths = [tensor.path for tensor in tensors if tensor.path is not None]
+    if not paths:
+        return tensors
+    from ranktape.analyze.legacy.write import titles_of
+
+    titles = iter(titles_of(paths))
     return [tensor if tensor.path is None else dataclasses.replace(tensor, title=next(titles)) for tensor in tensors]
 
 
