@@ -189,13 +189,18 @@ class Digests:
 
     def _values_at(self, places: Integers) -> Floats:
         """Some of `values`; of records of one narrow type without those of all the others."""
+        if "values" in self.__dict__ or self._patterns is None:
+            return self.values[places]
+        codes, numbers = self._patterns
+        return numbers[codes[places]]
+
+    @functools.cached_property
+    def _patterns(self) -> tuple[Integers, Floats] | None:
+        """The patterns of all records, and the number of each; None where records are not of one narrow type."""
         kind = CODE_KINDS[int(self._kinds[0])]
-        if "values" in self.__dict__ or kind.kind == "f" or (self._kinds != self._kinds[0]).any():
-            return self.values[places]
-        if len(set(self.dtypes)) > 1:
-            return self.values[places]
-        patterns: Integers = np.frombuffer(self.codes, dtype=kind)[places]
-        return numbers_of_patterns(numpy_dtype(self.dtypes[0]))[patterns]
+        if kind.kind == "f" or (self._kinds != self._kinds[0]).any() or len(set(self.dtypes)) > 1:
+            return None
+        return np.frombuffer(self.codes, dtype=kind), numbers_of_patterns(numpy_dtype(self.dtypes[0]))
 
     @functools.cached_property
     def code_ends(self) -> Integers:
@@ -237,7 +242,9 @@ class Digests:
     @functools.cached_property
     def ranks(self) -> Integers:
         """How many numbers come before each of `values`, over all records; and how many there are."""
-        return np.concatenate([[0], np.cumsum(self.counts)])
+        found = np.zeros(self.stored_counts.size + 1, dtype=np.int64)
+        np.cumsum(self.stored_counts, out=found[1:])
+        return found
 
     def tally(self, kind: str) -> Integers:
         """One of `num_elements` and `KINDS`."""
