@@ -41,7 +41,7 @@ def quantize_everything() -> None:
     values = np.random.default_rng(0).normal(size=(64, 64))
     for name in (*FORMATS, "mxfp8", "mxfp4", "mxint8"):
         for rounding in Rounding:
-            for dtype in (np.float32, ml_dtypes.bfloat16):
+            for dtype in (np.float32, np.float64, ml_dtypes.bfloat16):
                 for axis in (0, -1):
                     seed = 0 if rounding in {Rounding.STOCHASTIC, Rounding.HYBRID} else None
                     array = values.astype(dtype)

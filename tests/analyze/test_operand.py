@@ -14,7 +14,7 @@ from ranktape.analyze.numerics.formats import decode
 from ranktape.analyze.numerics.pieces import numbers_of
 from ranktape.analyze.numerics.quantization.encoded import Quantized
 from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, quantized_operand
-from ranktape.analyze.numerics.quantization.rotation import rotated
+from ranktape.analyze.numerics.quantization.quantizer import rotated
 from ranktape.errors import UsageError
 
 EXACT: list[tuple[str, dict[str, Any]]] = [

@@ -16,7 +16,7 @@ from ranktape.analyze import quantize
 from ranktape.analyze.numerics.formats import FORMATS, codes_of, decode, round_to
 from ranktape.analyze.numerics.quantization import kernels
 from ranktape.analyze.numerics.quantization.encoded import Quantized
-from ranktape.analyze.numerics.quantization.rotation import rotated, rotation_signs
+from ranktape.analyze.numerics.quantization.quantizer import rotated, rotation_signs
 from ranktape.analyze.numerics.quantization.schemes import SCHEMES
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array

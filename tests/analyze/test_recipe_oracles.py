@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, quantized_operands
-from ranktape.analyze.numerics.quantization.rotation import rotation_signs
+from ranktape.analyze.numerics.quantization.quantizer import rotation_signs
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
 from ranktape.analyze.numerics.recipes.table import RECIPES
 from tests.analyze.recipe_oracles import (

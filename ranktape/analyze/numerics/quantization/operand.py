@@ -25,8 +25,7 @@ from ranktape.analyze.numerics.quantization.plan import (
     plan_of,
     recipe_plan,
 )
-from ranktape.analyze.numerics.quantization.quantizer import ScaledTensor
-from ranktape.analyze.numerics.quantization.rotation import rotated
+from ranktape.analyze.numerics.quantization.quantizer import ScaledTensor, rotated
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.analyze.numerics.recipes.recipe import OPERANDS, ProductRecipe
 from ranktape.errors import UsageError
