@@ -301,11 +301,8 @@ def test_a_wrong_variable_ends_the_training(folder: Path) -> None:
 CODE = "from torch.nn.functional import scaled_dot_product_attention as attend\n"
 
 
-def marker() -> None:
-    """Takes the function's place."""
-
-
-ATTEND: Any = F.scaled_dot_product_attention
+HELD: tuple[Any] = (F.scaled_dot_product_attention,)
+"""In a tuple, where the search does not find it: a name of this module would be replaced as well."""
 
 
 @pytest.mark.parametrize("has_file", [True, False], ids=["a file", "no file"])
@@ -313,17 +310,21 @@ ATTEND: Any = F.scaled_dot_product_attention
 def test_a_module_of_the_users_is_searched_whatever_it_is_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, name: str, has_file: bool
 ) -> None:
+    def marker() -> None:
+        """Takes the function's place."""
+
     module = types.ModuleType(name)
     if has_file:
         module.__file__ = str(tmp_path / f"{name}.py")
     exec(CODE, module.__dict__)  # noqa: S102  (as notebooks and test runners make modules)
     monkeypatch.setitem(sys.modules, name, module)
-    replace_names(ATTEND, marker)
+    replace_names(HELD[0], marker)
     try:
         assert module.attend is marker
     finally:
-        replace_names(marker, ATTEND)
-    assert module.attend is ATTEND
+        replace_names(marker, HELD[0])
+    assert vars(module)["attend"] is HELD[0]
+    assert vars(F)["scaled_dot_product_attention"] is HELD[0]
 
 
 SCRIPT = CHECKOUT / "examples" / "export_plan.py"
