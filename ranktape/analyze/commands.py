@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,10 +49,16 @@ def parse_kinds(texts: Sequence[str]) -> list[Plot]:
 
 def kinds_text() -> str:
     """The plots by folder, as the end of the help."""
-    lines = [
-        f"{folder}: " + ", ".join(one.name for one in PLOTS.values() if one.folder == folder) for folder in FOLDERS
-    ]
-    return "\n\n".join(["Plots, by the folder that they go to with --all or several kinds:", *lines])
+    lines = ["Plots, by the folder that they go to with --all or several kinds:"]
+    for folder in FOLDERS:
+        names = ", ".join(one.name for one in PLOTS.values() if one.folder == folder)
+        lines += textwrap.wrap(f"{folder}: {names}", _HELP_WIDTH, subsequent_indent="  ")
+    # click leaves what follows this mark as it is.
+    return "\n".join(["\b", *lines])
+
+
+_HELP_WIDTH = 76
+"""Columns of the list of plots: those of help without its indents."""
 
 
 def plot(
@@ -72,13 +79,11 @@ def plot(
     of analysis; a README.txt there says what each plot shows, and why others were left out.
 
     Args:
-        kind (NAME): Which plot: a name below, one with * and ?, or a folder; repeatable. overflow by default.
+        kind (NAME): A name below, a pattern or a folder [overflow].
         all: Every plot that the selection has something for.
-        format (NAME): Low-precision format: fp8_e4m3, fp8_e5m2, fp6_e2m3, fp6_e3m2, fp4_e2m1, int8, hif8, nvfp4, bf16,
-            fp16. fp8_e4m3 by default.
-        recipe (NAME): Recipes of the plots of replay_analysis, which compute products again: names, or files, with
-            commas between them; repeatable. mxfp8,mxfp4,nvfp4 by default; with `all` those plots are left out where
-            none is named.
+        format (NAME): Whose limits count: fp8_e5m2, hif8, nvfp4, bf16, ... [fp8_e4m3].
+        recipe (NAME): Recipes of replay_analysis: names or files; repeatable. With `all` those plots are left out where
+            none is named [mxfp8,mxfp4,nvfp4].
         by (FIELD): Fields whose values make the groups of the plots that --kind names; of a heat map the field of its
             columns; repeatable.
         output (PATH): Where one plot goes, as .png, .svg or .pdf (NAME.png by default), or the folder of several

@@ -168,10 +168,9 @@ def test_a_misspelt_option_is_answered_with_the_nearest(words: str, meant: str) 
     assert result.output.rstrip().endswith(f"Did you mean '{meant}'?")
 
 
-@pytest.mark.parametrize("name", [one for one in QUESTIONS if one != "plot"])
+@pytest.mark.parametrize("name", QUESTIONS)
 def test_help_of_a_question_fits_a_screen(name: str) -> None:
     shown = CliRunner().invoke(cli, ["analyze", name, "--help"], terminal_width=80).output
-    # The plots that 'plot' can draw are listed in its help.
     assert len(shown.splitlines()) <= 50, shown
 
 
