@@ -119,7 +119,8 @@ def test_commands_of_questions_have_the_names_of_their_functions() -> None:
         function = getattr(home, name.replace("-", "_"))
         command = cli.get_command(context, name)
         assert command is not None
-        options = {option for one in command.params for option in (one.opts if isinstance(one, click.Option) else ())}
+        params = command.get_params(context)
+        options = {option for one in params for option in (one.opts if isinstance(one, click.Option) else ())}
         arguments = {one.name for one in command.params if isinstance(one, click.Argument)}
         for parameter in set(inspect.signature(function).parameters) - shared:
             if parameter == "engine":
