@@ -196,7 +196,7 @@ class Replayed:
         )
 
 
-VERSION = 1
+VERSION = 2
 """Version of the sums of errors: one more whenever a recipe or a product computes other numbers."""
 
 _WIDTH = 2 + 2 * len(ErrorSums.__slots__)
