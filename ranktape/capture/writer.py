@@ -317,13 +317,14 @@ class Writer:
         return f"the writer process ended again without storing an iteration ({self._config.deaths[-1]})"
 
     def _serve(self) -> str:
+        self._ring.waits_for_ends = self._flight is None
         while True:
             self._ring.sleep(self._wake_read, *self._trainer.descriptors, seconds=_IDLE_SECONDS)
             _drain(self._wake_read)
             # Look for the end before the slots: what was published before it is taken then.
             is_finished = self._ring.counter(Counter.FINISHED)
             is_orphan = os.getppid() != self._config.trainer_pid or self._trainer.has_ended()
-            while (slot := self._ring.take()) is not None:
+            while (is_finished or is_orphan or self._ring.is_due) and (slot := self._ring.take()) is not None:
                 self._handle(slot)
             if is_finished:
                 self._leave_console()

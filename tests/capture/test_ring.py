@@ -182,6 +182,26 @@ def test_a_sleeping_consumer_is_woken_by_an_end_or_a_filling_ring_and_a_busy_one
     assert os.read(producer.wake_read, 100) == b"\0"
 
 
+def test_a_consumer_that_waits_for_ends_takes_what_has_ended_or_what_nothing_follows() -> None:
+    producer, consumer = make(1 << 16)
+    consumer.waits_for_ends = True
+
+    def is_due() -> bool:
+        return consumer.is_due
+
+    put(producer, 0, b"x")
+    assert not is_due()
+    end(producer)
+    assert is_due()
+    assert [consumer.take() is not None for _ in range(2)] == [True, True]
+    put(producer, 1, b"x")
+    assert not is_due()
+    consumer.sleep(producer.wake_read, seconds=0)  # the end has woken it
+    assert is_due()
+    put(producer, 2, bytes(1 << 15))
+    assert is_due()
+
+
 @pytest.mark.parametrize("payload_nbytes", [1, 64, 100, 20_000])
 @pytest.mark.parametrize("reason", [None, 'it "failed" \\ for a reason', "x" * 1000])
 def test_a_lost_slot_tells_what_it_was_and_why(payload_nbytes: int, reason: str | None) -> None:

@@ -195,6 +195,7 @@ class RingProducer(RingFile):
                 self._ends.popleft()
                 self._num_forgotten += 1
             self._ends.append((slot.end, int(kind), header))
+            self.set_counter(Counter.ENDED, slot.end)
         self.publish(slot)
 
     def signal(self, number: int) -> None:
@@ -324,12 +325,25 @@ class RingConsumer(RingFile):
         self._taken = self.counter(Counter.FREED)
         self._slots: deque[Slot] = deque()
         self._lock = threading.Lock()
+        self.waits_for_ends = False
+        """Whether slots are left until their iteration has ended: a training that is being captured computes faster."""
+        self._is_quiet = False
+        """Whether no slot came while we slept."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether slots are to be taken now: also where the ring fills up, or where no more come."""
+        is_over = self._is_quiet or self.counter(Counter.ENDED) > self._taken
+        is_needed = self.counter(Counter.WAITING) or self.pending_nbytes > self.capacity // _SHARE_THAT_WAKES
+        return bool(not self.waits_for_ends or is_over or is_needed)
 
     def sleep(self, *descriptors: int, seconds: float) -> None:
-        """Wait until the trainer wakes us through the pipe, or the time is over; not at all where slots are waiting."""
+        """Wait until the trainer wakes us through the pipe, or the time is over; not at all where slots are due."""
         self.set_counter(Counter.ASLEEP, 1)
-        if self.counter(Counter.PUBLISHED) == self._taken:
+        published, self._is_quiet = self.counter(Counter.PUBLISHED), False
+        if published == self._taken or not self.is_due:
             select.select(descriptors, [], [], seconds)
+            self._is_quiet = self.counter(Counter.PUBLISHED) == published
         self.set_counter(Counter.ASLEEP, 0)
 
     def take(self, before: int | None = None) -> Slot | None:

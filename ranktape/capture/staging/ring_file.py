@@ -63,6 +63,8 @@ class Counter(IntEnum):
     """The same of the other ranks, as far as the launch's store told of it; by the trainer."""
     JUDGING = 12
     """The oldest iteration that a flight recorder has not judged, plus 1; 0 where it has judged all; by the writer."""
+    ENDED = 13
+    """Bytes of slots ever published up to the last end of an iteration; by the trainer."""
 
 
 _COUNT_BITS = 16
