@@ -66,6 +66,7 @@ FAST_TILES: list[tuple[str, dict[str, Any]]] = [
     ("nvfp4", {"block_size": (16, 4)}),
     ("nvfp4_modelopt", {"block_size": (16, 4), "four_over_six": True}),
     ("nvfp4", {"block_size": (2, 2), "four_over_six": True, "seed": 7}),
+    ("nvfp4", {"block_size": (2**31 - 1, 2**31 - 1), "four_over_six": True}),
 ]
 
 
