@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import json
 import multiprocessing
 import multiprocessing.util
 import os
@@ -24,7 +25,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ranktape.errors import FailedElsewhereError, LateError, RanktapeError, UsageError
 from ranktape.launch.quantizing import arm_quantizer
-from ranktape.launch.worker import HEAD_START_SECONDS, LAUNCHED, OWNER, complain, one_line, report, say, stand_aside
+from ranktape.launch.worker import (
+    HEAD_START_SECONDS,
+    LAUNCHED,
+    LAUNCHED_WITH,
+    OWNER,
+    complain,
+    one_line,
+    report,
+    say,
+    stand_aside,
+)
 
 if TYPE_CHECKING:
     from ranktape.capture.session import Capture
@@ -183,7 +194,7 @@ def _ordered(folder: str) -> Order | None:
     from ranktape.capture.settings.config import resolve, stray_variables
     from ranktape.launch.options import Quantization
 
-    environment = dict(os.environ)
+    environment = {**os.environ, **json.loads(os.environ.get(LAUNCHED_WITH, "{}"))}
     if config := environment.get(_CONFIG):
         environment[_CONFIG] = absolute(folder, Path(config.strip()).expanduser())
     found = resolve({}, environment=environment)

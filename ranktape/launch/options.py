@@ -86,6 +86,7 @@ def _option(setting: Setting, *, default: Any) -> Callable[[AnyCommand], AnyComm
 
 
 QUANT, QUANT_PLAN, QUANT_ATTENTION = "RANKTAPE_QUANT", "RANKTAPE_QUANT_PLAN", "RANKTAPE_QUANT_ATTENTION"
+QUANT_VARIABLES = (QUANT, QUANT_PLAN, QUANT_ATTENTION)
 """The variables that say the same as the options."""
 
 PLANNED = "plan"

@@ -12,6 +12,7 @@ import of torch itself must be set outside of it.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -24,9 +25,9 @@ from ranktape.analyze.group import RanktapeCommand
 from ranktape.capture.settings.setting import FILE_HELP
 from ranktape.errors import MinimumNotMetError, RanktapeError, UsageError
 from ranktape.launch.collect import launcher_words, split_words
-from ranktape.launch.options import Quantization, capture_arguments, capture_options, quant_options
+from ranktape.launch.options import QUANT_VARIABLES, Quantization, capture_arguments, capture_options, quant_options
 from ranktape.launch.script import Script
-from ranktape.launch.worker import LAUNCHED, global_rank, report, restarts, say, stand_aside
+from ranktape.launch.worker import LAUNCHED, LAUNCHED_WITH, global_rank, report, restarts, say, stand_aside
 
 if TYPE_CHECKING:
     from ranktape.capture.settings.options import CaptureOptions
@@ -169,7 +170,8 @@ def _run(
     from ranktape.launch.autostart import absolute, arm_launched
 
     quantization = ask()
-    variables = {} if quantization is None else dict(quantization.words)
+    # Those of the other options are empty: the command line has the first word.
+    variables = {} if quantization is None else {**dict.fromkeys(QUANT_VARIABLES, ""), **quantization.words}
     found = resolve({"capture": given_url, **values})
     if found is None:
         if quantization is None:
@@ -185,13 +187,15 @@ def _run(
     folder = os.getcwd()  # noqa: PTH109  (a text)
     # What the script starts may be in another folder.
     place = absolute(folder, url)
-    variables |= variables_of(values) | {LAUNCHED: str(os.getpid())}
-    is_named = given_url or os.environ.get("RANKTAPE_CAPTURE") or not legacy_environment()[0]
-    variables["RANKTAPE_CAPTURE" if is_named else "TENSOR_SAVE_DIR"] = place
-    if config := values.get("capture_config") or os.environ.get("RANKTAPE_CAPTURE_CONFIG"):
-        variables["RANKTAPE_CAPTURE_CONFIG"] = absolute(folder, Path(config).expanduser())
+    asked = variables_of(values)
+    is_enabled, save_dir, _ = legacy_environment()
+    is_named = given_url or os.environ.get("RANKTAPE_CAPTURE") or not is_enabled or url != save_dir
+    asked["RANKTAPE_CAPTURE" if is_named else "TENSOR_SAVE_DIR"] = place
+    if config := values.get("capture_config") or os.environ.get("RANKTAPE_CAPTURE_CONFIG", "").strip():
+        asked["RANKTAPE_CAPTURE_CONFIG"] = absolute(folder, Path(config).expanduser())
     if options.spill_dir:
-        variables["RANKTAPE_SPILL_DIR"] = absolute(folder, Path(options.spill_dir).expanduser())
+        asked["RANKTAPE_SPILL_DIR"] = absolute(folder, Path(options.spill_dir).expanduser())
+    variables |= {LAUNCHED: str(os.getpid()), LAUNCHED_WITH: json.dumps(asked)}
     return _record(place, options, variables, script, given_url=url)
 
 

@@ -15,7 +15,13 @@ OWNER = "RANKTAPE_OWNER_PID"
 """Variable that names it; the processes that it starts find it in their environment and stand aside."""
 
 LAUNCHED = "RANKTAPE_LAUNCHED"
-"""Variable in which the launcher says which process it is; what it records is in those of the settings."""
+"""Variable in which the launcher says which process it is."""
+
+LAUNCHED_WITH = "RANKTAPE_LAUNCHED_WITH"
+"""Variable in which it says what it records: JSON, by the names of the variables that a user would set for the same.
+
+They are for its own capture alone: one that the script begins, or another launch, has what its user has set.
+"""
 
 HEAD_START_SECONDS = 3.0
 """How long the other ranks leave the word to rank 0.

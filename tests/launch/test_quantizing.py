@@ -284,6 +284,15 @@ def test_what_cannot_be_quantised_is_not_trained(words: tuple[str, ...], kind: s
     assert "loss" not in ended.stdout
 
 
+@pytest.mark.parametrize("variable", ["RANKTAPE_QUANT_PLAN=plan.yaml", "RANKTAPE_QUANT_ATTENTION=1"])
+def test_a_command_line_that_names_a_precision_overrules_all_its_variables(
+    variable: str, folder: Path, losses: dict[str, str]
+) -> None:
+    name, _, value = variable.partition("=")
+    ended = python(*LAUNCH, "--quant", "mxfp4", "train.py", "plain", cwd=folder, env={name: value})
+    assert _loss(ended) == losses["quantised"]
+
+
 def test_tensor_parallelism_is_refused_with_the_way_out(folder: Path) -> None:
     ended = torchrun(*LAUNCH, "--quant", "mxfp8", "train.py", "tp", cwd=folder)
     assert ended.returncode == 1

@@ -445,3 +445,16 @@ def test_a_launch_by_a_file_with_the_last_word_on_the_command_line(tmp_path: Pat
     assert {record.tensor_name for record in run.select(layer_type="linear")} == {"input"}
     assert {record.phase for record in run.select(layer_type="attention")} == {"pre"}
     assert all(not row.silent_sites for row in run.status())
+
+
+def test_a_launch_by_a_script_under_the_launcher_has_the_settings_of_its_user(tmp_path: Path) -> None:
+    again = "subprocess.run([sys.executable, '-m', 'ranktape.launch', '--capture', 'inner', 'train.py'], check=True)"
+    write_script(tmp_path)
+    write_script(tmp_path, name="outer.py", after=f"import subprocess\n{again}")
+    words = ("--capture", "outer", "--start-at", "1", "--every", "2", "--select", "tensor_name=input", "outer.py")
+    ended = python(*LAUNCH, *words, cwd=tmp_path, env={"RANKTAPE_MIN_ITERATIONS": "2", "STEPS": "4"})
+    assert ended.returncode == 0, ended.stderr
+    outer, inner = open_run(tmp_path / "outer"), open_run(tmp_path / "inner")
+    assert (outer.iterations, inner.iterations) == ([1, 3], [0, 1])
+    assert {record.tensor_name for record in outer.select()} == {"input"}
+    assert {record.tensor_name for record in inner.select()} > {"input"}

@@ -40,7 +40,7 @@ PREFIX = "RANKTAPE_"
 OTHER_VARIABLES = frozenset(
     PREFIX + name
     for name in (
-        *("CACHE_DIR", "CAPTURE", "CAPTURE_CONFIG", "LAUNCHED", "OWNER_PID"),
+        *("CACHE_DIR", "CAPTURE", "CAPTURE_CONFIG", "LAUNCHED", "LAUNCHED_WITH", "OWNER_PID"),
         *("QUANT", "QUANT_PLAN", "QUANT_ATTENTION"),
     )
 )
@@ -62,12 +62,11 @@ def resolve(
     Args:
         given: Values as a command line has them, by the settings' names, by `capture` the URL and by `capture_config`
             the file; what is None was not given.
-        environment: The variables; those of the process by default, without those that the launcher has set for the
-            capture that it begins itself.
+        environment: The variables; those of the process by default.
         iteration: The number of the first iteration of a capture in the legacy tools' place: it begins at once, and
             adds to the run that is there, unless something else is set.
     """
-    variables = _own_variables() if environment is None else environment
+    variables = os.environ if environment is None else environment
     said = _from_environment(variables)
     path = given.get(_FILE) or variables.get(PREFIX + _FILE.upper(), "").strip() or None
     values = {**({} if path is None else read_config(path)), **said, **given_settings(given)}
@@ -83,12 +82,6 @@ def resolve(
         adds = not (values.get("resume") or values.get("overwrite"))
         values = {"start": first, "adds": adds, **values, "first_iteration": first}
     return url, CaptureOptions(**values)
-
-
-def _own_variables() -> Mapping[str, str]:
-    if f"{PREFIX}LAUNCHED" not in os.environ:
-        return os.environ
-    return {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
 
 
 def given_settings(values: Mapping[str, Any]) -> dict[str, Any]:
