@@ -134,6 +134,15 @@ def test_hybrid_rounding_of_unscaled_numbers_looks_at_their_own_bits(dtype: torc
 
 
 @pytest.mark.usefixtures("many_pieces")
+@pytest.mark.parametrize("case", FAST, ids=_name)
+def test_the_fast_way_to_a_row_gives_the_bits_of_the_slow_one(case: tuple[str, dict[str, Any]]) -> None:
+    scheme, options = case
+    for row in (_every_size()[0, :, 0], torch.tensor(-0.3)):
+        if "rotation" not in options or row.ndim:
+            _assert_fast(row, scheme, **options)
+
+
+@pytest.mark.usefixtures("many_pieces")
 @pytest.mark.parametrize("case", FAST_TILES, ids=_name)
 def test_the_fast_way_to_tiles_gives_the_bits_of_the_slow_one(case: tuple[str, dict[str, Any]]) -> None:
     scheme, options = case

@@ -266,7 +266,8 @@ class ScaleGroups:
     @property
     def tile_rows(self) -> int:
         """Rows of a tile, as far as the tensor has them: missing ones are filled up."""
-        return min(self.plan.scheme.block_rows, max(1, self.shape[-2]))
+        rows = self.plan.scheme.block_rows
+        return min(rows, max(1, self.shape[-2])) if rows > 1 else 1
 
     @property
     def num_runs(self) -> int:
@@ -375,7 +376,7 @@ class ScaleGroups:
     ) -> torch.Tensor:
         """What is known of runs, in `scale_shape`: of those that are the rows of a tile together."""
         rows = self.tile_rows
-        if self.plan.scheme.block_rows == 1:
+        if rows == 1:
             return of_runs.view(self.scale_shape)
         by_rows = _in_runs(of_runs.view(math.prod(self.shape[:-2]), self.shape[-2], self.num_runs), rows)
         return functools.reduce(combine, by_rows.unbind(2)).view(self.scale_shape)
@@ -384,8 +385,9 @@ class ScaleGroups:
         """What is known of groups, in `scale_shape`, in three dimensions: of tiles for each of their rows."""
         if self.plan.scheme.scaling is not Scaling.BLOCK:
             return of_groups.view(1, -1, 1)
-        if self.plan.scheme.block_rows > 1:
-            of_groups = of_groups.repeat_interleave(self.tile_rows, dim=-2)[..., : self.shape[-2], :]
+        rows = self.tile_rows
+        if rows > 1:
+            of_groups = of_groups.repeat_interleave(rows, dim=-2)[..., : self.shape[-2], :]
         return of_groups.reshape(self.x_OLI.shape[0], self.num_runs, self.x_OLI.shape[2])
 
     def part_of(self, in_three: torch.Tensor, part: Part) -> torch.Tensor:
