@@ -90,7 +90,7 @@ def plan_capture(values: Mapping[str, Any], *, steps: int, quant_type: str) -> d
     from ranktape.capture.settings.config import given_settings
     from ranktape.capture.settings.options import CaptureOptions
 
-    target = values.get("max_iterations") or values.get("min_iterations") or 1
+    target = max(1, values.get("max_iterations") or values.get("min_iterations") or 1)
     # Evenly over the training, and neither its first step nor its last.
     share = steps // (target + 2)
     defaults = {"start": share, "every": max(1, share), "quant_type": quant_type}

@@ -168,6 +168,9 @@ class Quantization:
         cls, quant: str | None, quant_plan: str | None = None, *, attention: bool | None = None
     ) -> Self | None:
         """What the options say; None where they say nothing."""
+        for option, value, what in (("--quant", quant, "recipe"), ("--quant-plan", quant_plan, "file")):
+            if value == "":  # as of a variable of the shell that is not set
+                raise UsageError(f"{option} '' names no {what}: give one, or leave the option out")
         return cls.read({QUANT: quant or "", QUANT_PLAN: quant_plan or "", QUANT_ATTENTION: "1" if attention else ""})
 
     @property

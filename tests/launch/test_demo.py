@@ -55,6 +55,7 @@ def test_the_model_is_causal_and_predicts_every_byte() -> None:
     [
         (["--steps", "10", "--start-at", "10"], "--steps 10 ends before iteration"),
         (["--every", "0"], "--every 0 is not allowed"),
+        (["--min-iterations", "-2"], "--min-iterations -2 is not allowed"),
         (["--dtype", "fp8"], "'fp8' is not one of 'bf16', 'fp32'"),
         (["--quant", "fp8"], "recipe 'fp8' is not known: did you mean fp8_"),
         (["--quant-plan", "missing.yaml"], "missing.yaml cannot be read"),

@@ -171,3 +171,12 @@ def test_a_users_mistake_is_one_line_of_the_launcher(
     assert line.startswith("ranktape: error: ")
     assert match in line
     assert captured.out == ""
+
+
+def test_the_rules_of_many_options_go_through_one_variable() -> None:
+    received, _ = parse(
+        [word for layer in range(300) for word in ("--select", f"module=model.layers.{layer}." + "x" * 80)]
+    )
+    found = resolve({}, environment={**variables_of(received), "RANKTAPE_CAPTURE": "run"})
+    assert found is not None
+    assert [str(rule.texts("module")[0]).split(".")[2] for rule in found[1].rules] == [str(one) for one in range(300)]

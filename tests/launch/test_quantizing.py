@@ -273,6 +273,8 @@ def test_a_plan_names_the_recipe_of_each_layer(folder: Path, losses: dict[str, s
         (("--quant", "mxfp8"), "convolution", "no nn.Linear was quantised"),
         (("--quant", "mxfp8"), "quantised", "are quantised already"),
         (("--quant-plan", "missing.yaml"), "plain", "missing.yaml cannot be read"),
+        (("--quant", ""), "plain", "--quant '' names no recipe: give one, or leave the option out"),
+        (("--quant-plan", ""), "plain", "--quant-plan '' names no file: give one, or leave the option out"),
         (("--quant-attention",), "plain", "--quant-attention quantises by the recipe of --quant, and there is none"),
         (("--quant", "mxfp8", "--quant-attention"), "plain", "no attention was quantised"),
     ],

@@ -47,8 +47,8 @@ CLOSED = {"operation": tuple(map(str, Operation)), "mode": tuple(map(str, Mode))
 
 KEEPS = tuple(map(str, Keep))
 
-MAX_LENGTH = 20_000
-"""Characters of a text."""
+MAX_LENGTH = 100_000
+"""Characters of a text; Linux passes 131,072 in a variable, which holds the rules of all `--select` together."""
 
 _ITEM = re.compile(
     r"""\s*(?:
