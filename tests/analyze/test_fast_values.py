@@ -142,6 +142,16 @@ def test_the_fast_way_to_a_row_gives_the_bits_of_the_slow_one(case: tuple[str, d
             _assert_fast(row, scheme, **options)
 
 
+@pytest.mark.parametrize("scheme", ["mxfp8_e4m3", "nvfp4", "fp8_e4m3"])
+def test_numbers_that_torch_negates_later_are_negated(scheme: str) -> None:
+    negated = torch.randn(4, 40, dtype=torch.complex64).conj().imag
+    assert negated.is_neg()
+    _assert_fast(negated, scheme)
+    _assert_same(
+        quantize(negated, scheme, warn=False).values, quantize(negated.resolve_neg(), scheme, warn=False).values
+    )
+
+
 @pytest.mark.usefixtures("many_pieces")
 @pytest.mark.parametrize("case", FAST_TILES, ids=_name)
 def test_the_fast_way_to_tiles_gives_the_bits_of_the_slow_one(case: tuple[str, dict[str, Any]]) -> None:

@@ -153,7 +153,7 @@ class ScaledTensor:
 
         _check_floats(str(x.dtype).removeprefix("torch."), plan=plan)
         check_readable(x)
-        given = x.detach().reshape(tuple(x.shape) or (1,))
+        given = x.detach().resolve_neg().reshape(tuple(x.shape) or (1,))
         if plan.rotation:
             given = rotated(given, axis=plan.axis, size=plan.rotation, seed=plan.rotation_seed)
         rows = CompiledRows.of(given, plan=plan) if is_compiled(given, plan=plan) else None
