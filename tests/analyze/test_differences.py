@@ -209,3 +209,13 @@ def test_ordinary_numbers_beside_the_largest_and_special_ones() -> None:
     assert found.relative_norm == pytest.approx(1.0)
     assert (found.max_abs, found.max_rel, found.inf_differing) == (1e200, 1.0, 1)
     assert found.mean_rel == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_correlations_are_right_to_the_last_digits(seed: int) -> None:
+    generator, size = np.random.default_rng(seed), 1 << 17
+    a, other = ((1e-6 * generator.standard_normal(size)).astype(ml_dtypes.bfloat16) for _ in range(2))
+    b = (0.3 * a.astype(np.float64) + other.astype(np.float64)).astype(ml_dtypes.bfloat16)
+    x, y = (one.astype(np.longdouble) - one.astype(np.longdouble).mean() for one in (a, b))
+    expected = float((x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum()))
+    assert compare_arrays(a, b).correlation == pytest.approx(expected, abs=1.5e-15, rel=0)

@@ -467,6 +467,9 @@ def _add_relations(a_RC: NDArray[Any], b_RC: NDArray[Any], row: int, sums: Float
         relative += ratio
         largest_relative = max(largest_relative, ratio)
         zeros += 1.0 if is_zero else 0.0
+    # Apart from the maximum, for which the compiler would add one after the other, and round as often.
+    for index in range(a_RC.shape[1]):
+        x, y = a_RC[row, index], b_RC[row, index]
         u, v, w, z = x.real - mean_a, x.imag - mean_ia, y.real - mean_b, y.imag - mean_ib
         moment_a += u * u + v * v
         moment_b += w * w + z * z
