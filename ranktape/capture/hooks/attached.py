@@ -222,7 +222,7 @@ class Attached:
         """
         if self._is_direct and self._functions is not None:
             MODE.stay()
-            if not self._backwards:
+            if MODE.is_active and not self._backwards:  # it is not in a compiled region
                 self._backwards = [
                     Exchanged(function, self._in_backward) for function in (torch.Tensor.backward, torch.autograd.grad)
                 ]

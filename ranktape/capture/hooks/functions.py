@@ -304,7 +304,7 @@ class FunctionHooks:
     def own_codes(self) -> Iterator[CodeType]:
         """What runs in place of the code of functions."""
         yield from (exchanged.own for exchanged in self._exchanged.values())
-        yield from (Wrapped.__call__.__code__, _has_torch_function.__code__)
+        yield from (Handler.__call__.__code__, Wrapped.__call__.__code__, _has_torch_function.__code__)
 
     @contextlib.contextmanager
     def originals(self) -> Iterator[None]:
