@@ -7,11 +7,17 @@ gateway (tests/ceph.py), which is a server that people run.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import boto3
 from botocore.config import Config
-from moto.server import ThreadedMotoServer
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
 BUCKET = "bucket"
 
@@ -49,10 +55,21 @@ class MotoServer(S3Server):
     """moto on a port of its own."""
 
     def __init__(self) -> None:
-        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        self._server.start()
-        host, port = self._server.get_host_and_port()
-        super().__init__(f"http://{host}:{port}", key="test", secret="test")
+        self._moto: WSGIApplication = DomainDispatcherApplication(create_backend_app)
+        self._conditional = threading.Lock()
+        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        super().__init__(f"http://127.0.0.1:{self._server.server_port}", key="test", secret="test")
+
+    def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if "HTTP_IF_NONE_MATCH" not in environ and "HTTP_IF_MATCH" not in environ:
+            return self._moto(environ, start_response)
+        # moto looks and then writes, so that two threads can both create one object. S3 lets one of them win.
+        with self._conditional:
+            return self._moto(environ, start_response)
 
     def stop(self) -> None:
-        self._server.stop()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
