@@ -1,12 +1,12 @@
-"""The key under which each part of a run lies.
+"""The key of each part of a run.
 
 zarr.json                          the run
-lease_000/zarr.json                the launch that records into it, while it does
+lease_000/zarr.json                the launch that is recording into the run
 attempt_000-1f3a9c2e/zarr.json     one start of the worker group; `_ATTEMPT_KEYS` has the keys below it
 
-The end of an attempt's name is drawn by lot when it begins: no key of it is ever a key of another attempt, even
-of one in another run that has since been made at the same place. A late writer can therefore leave debris, but
-change nothing. An attempt without its document is such debris, and readers pass it over.
+The name of an attempt ends in a random token, so that two attempts never share a key, even if the run was deleted
+and another one was created at the same URL. A late writer can therefore leave unused objects, but cannot change
+another attempt. Readers ignore an attempt that has no document.
 """
 
 from __future__ import annotations
@@ -26,42 +26,41 @@ DOCUMENT = "zarr.json"
 """The document of every group and array."""
 
 CATALOGUE = "catalogue"
-"""The name of a rank's catalogue; the names of tensors have commas, and those of stacks begin with `stack_`."""
+"""The name of a rank's catalogue. It cannot be that of a tensor, which has commas, or of a stack (`stack_...`)."""
 
 ANALYSIS = "analysis"
-"""The array at the top of a run below which analysis keeps what it counted: it can be deleted, and is counted again.
+"""The array at the top of a run below which analysis caches digests. It may be deleted: digests are computed again.
 
-An array, because plain Zarr looks for no members below one.
+It is an array because plain Zarr does not look for members below an array.
 """
 
 _MAX_NAME_LENGTH = 200
 
 MAX_KEY_LENGTH = 560
-"""No key of a run is longer, below the run: attempt, rank, iteration, a tensor's name, and what a file is called while
-it is written."""
+"""The longest key below the run: attempt, rank, iteration, a tensor's name, and the suffix of a temporary file."""
 
 ATTEMPT_GROUPS = ("commits", "iterations", "closed", "dropped")
-"""The groups below an attempt, beside those of its ranks."""
+"""The groups below an attempt other than those of its ranks."""
 
 
 class Mark(enum.StrEnum):
-    """What became of one iteration on one rank."""
+    """The outcome of one iteration on one rank."""
 
     COMMITTED = "committed"
     """Everything the rank recorded is stored and committed."""
     SKIPPED = "skipped"
     """The rank could not take the iteration and recorded nothing."""
     FAILED = "failed"
-    """The rank began the iteration and did not end it."""
+    """The rank started the iteration and did not finish it."""
 
 
 class KeyKind(enum.Enum):
-    """What lies at a key of an attempt."""
+    """The kind of object at a key of an attempt."""
 
     ATTEMPT = enum.auto()
     """The attempt's document."""
     GROUP = enum.auto()
-    """That of one of `ATTEMPT_GROUPS`."""
+    """The document of one of `ATTEMPT_GROUPS`."""
     PLAN = enum.auto()
     VERDICT = enum.auto()
     RANK = enum.auto()
@@ -76,38 +75,38 @@ class KeyKind(enum.Enum):
     CLOSED = enum.auto()
     DROPPED = enum.auto()
     TRIGGER_GROUP = enum.auto()
-    """The document of the group of all triggers, which is there from the first one on."""
+    """The document of the group of all triggers; it exists from the first trigger on."""
     TRIGGER = enum.auto()
-    """Something that happened on a rank, for which all ranks store what they hold."""
+    """An event on a rank that makes all ranks store the iterations they hold."""
     CONTROL_GROUP = enum.auto()
-    """The document of the group of all requests, which is there from the first one on."""
+    """The document of the group of all requests; it exists from the first request on."""
     REQUEST = enum.auto()
     ANSWER = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptKey:
-    """What a key of an attempt says."""
+    """The fields of a key of an attempt."""
 
     kind: KeyKind
-    """What lies there."""
+    """The kind of object."""
     iteration: int = -1
-    """Training step; -1 where it is of none."""
+    """Training step; -1 if the key names none."""
     rank: int = -1
-    """Global rank; -1 where it is of none."""
+    """Global rank; -1 if the key names none."""
     mark: Mark | None = None
-    """What became of the iteration on the rank, where a marker lies there."""
+    """The outcome of the iteration on the rank, if the object is a marker."""
 
 
 _ATTEMPT_KEYS = {
     KeyKind.RANK_COMMIT: "{rank}/{iteration}/zarr.json",  # written last
     KeyKind.MEMBER: "{rank}/{iteration}/{member}",  # a large tensor, a stack of small ones, the catalogue
-    KeyKind.MARKER: "commits/{iteration}/{rank}.{mark}/zarr.json",  # one LIST tells all states
+    KeyKind.MARKER: "commits/{iteration}/{rank}.{mark}/zarr.json",  # one LIST gives all states
     KeyKind.OPENED: "commits/{iteration}/zarr.json",
-    KeyKind.ITERATION_COMMIT: "iterations/{iteration}/zarr.json",  # written last, behind its catalogue
+    KeyKind.ITERATION_COMMIT: "iterations/{iteration}/zarr.json",  # written last, after its catalogue
     KeyKind.ITERATION_CATALOGUE: "iterations/{iteration}/c.0",
     KeyKind.CLOSED: "closed/{rank}/zarr.json",  # the rank will commit nothing more
-    KeyKind.DROPPED: "dropped/{iteration}/zarr.json",  # it was complete, and was removed (--keep-last)
+    KeyKind.DROPPED: "dropped/{iteration}/zarr.json",  # it was complete and has been removed (--keep-last)
     KeyKind.TRIGGER: "triggers/{iteration}.{rank}{number}/zarr.json",
     KeyKind.TRIGGER_GROUP: "triggers/zarr.json",
     KeyKind.REQUEST: "control/request_{name}/zarr.json",
@@ -119,12 +118,12 @@ _ATTEMPT_KEYS = {
     KeyKind.VERDICT: "verdict/zarr.json",
     KeyKind.ATTEMPT: "zarr.json",
 }
-"""The keys below an attempt: those that are written are formatted by this table, and those that are read matched."""
+"""The keys below an attempt. Written keys are formatted with this table; keys that are read are matched against it."""
 
 _SPELLED = {"iteration": "iter_{:08d}", "rank": "rank_{:05d}"}
 """How numbers are written in keys."""
 
-# Numbers are spelled in one way, so that one thing has one key, and fit into 64 bits.
+# A number has one spelling, so that an object has one key. All numbers fit into 64 bits.
 _MATCHED = {
     "iteration": r"iter_(?P<iteration>[0-9]{8}|[1-9][0-9]{8,17})",
     "rank": r"rank_(?P<rank>[0-9]{5}|[1-9][0-9]{5,8})",
@@ -144,13 +143,13 @@ _PATTERNS = {
 
 
 def _path(kind: KeyKind, attempt: str, **fields: object) -> str:
-    """The path of the group or array whose document lies at a key of an attempt."""
+    """The path of the group or array whose document has a key of this kind."""
     spelled = {name: _SPELLED.get(name, "{}").format(value) for name, value in fields.items()}
     return f"{attempt}/{_ATTEMPT_KEYS[kind].format_map(spelled).removesuffix(f'/{DOCUMENT}')}"
 
 
 def lease_path(number: int) -> str:
-    """The group that says which launch records into the run."""
+    """The group that names the launch that is recording into the run."""
     return f"lease_{number:03d}"
 
 
@@ -175,7 +174,7 @@ def catalogue_path(attempt: str, rank: int, iteration: int) -> str:
 
 
 def stack_name(number: int, *, dtype: str, shape: Sequence[int], layout: str) -> str | None:
-    """The name of an array of small tensors, below their iteration; None where it would be too long for a name."""
+    """The name of an array of small tensors, relative to their iteration; None if it would be too long."""
     extents = "x".join(str(extent) for extent in shape) or "scalar"
     letters = f"_{layout}" if layout.isascii() and layout.isalnum() else ""
     name = f"stack_{dtype}_{extents}{letters}_{number}"
@@ -188,12 +187,12 @@ def commits_path(attempt: str) -> str:
 
 
 def opened_path(attempt: str, iteration: int) -> str:
-    """The group whose presence says that an iteration was begun."""
+    """The group that exists once an iteration has started."""
     return _path(KeyKind.OPENED, attempt, iteration=iteration)
 
 
 def marker_path(attempt: str, iteration: int, rank: int, mark: Mark) -> str:
-    """The group whose presence is one rank's word on one iteration."""
+    """The group that exists once a rank has reported the outcome of an iteration."""
     return _path(KeyKind.MARKER, attempt, iteration=iteration, rank=rank, mark=mark)
 
 
@@ -203,48 +202,48 @@ def iteration_path(attempt: str, iteration: int) -> str:
 
 
 def closed_path(attempt: str, rank: int) -> str:
-    """The group that says that a rank will commit nothing more."""
+    """The group that exists once a rank will commit nothing more."""
     return _path(KeyKind.CLOSED, attempt, rank=rank)
 
 
 def dropped_path(attempt: str, iteration: int) -> str:
-    """The group that says that a complete iteration was removed on purpose."""
+    """The group that exists once a complete iteration has been removed on purpose."""
     return _path(KeyKind.DROPPED, attempt, iteration=iteration)
 
 
 def triggers_path(attempt: str) -> str:
-    """The group of everything that happened for which the ranks stored what they held."""
+    """The group of all triggers."""
     return _path(KeyKind.TRIGGER_GROUP, attempt)
 
 
 def trigger_path(attempt: str, iteration: int, rank: int, *, number: int = 0) -> str:
-    """The group that says what happened on a rank in an iteration; `number` tells several of them apart."""
+    """The group of one trigger on a rank in an iteration; `number` distinguishes several of them."""
     behind = f".{number}" if number else ""
     return _path(KeyKind.TRIGGER, attempt, iteration=iteration, rank=rank, number=behind)
 
 
 def control_path(attempt: str) -> str:
-    """The group of what was asked of the training while it ran."""
+    """The group of all requests to the running training."""
     return _path(KeyKind.CONTROL_GROUP, attempt)
 
 
 def request_path(attempt: str, name: str) -> str:
-    """The group that says what was asked."""
+    """The group of one request."""
     return _path(KeyKind.REQUEST, attempt, name=name)
 
 
 def answer_path(attempt: str, name: str) -> str:
-    """The group that says what the coordinator answered to a request of that name."""
+    """The group of the coordinator's answer to the request of that name."""
     return _path(KeyKind.ANSWER, attempt, name=name)
 
 
 def plan_path(attempt: str) -> str:
-    """The group that names the iterations to capture, where the options' were not enough."""
+    """The group that names the iterations to capture if they differ from those of the options."""
     return _path(KeyKind.PLAN, attempt)
 
 
 def verdict_path(attempt: str) -> str:
-    """The group that says whether the guaranteed minimum is there."""
+    """The group of the verdict: whether the guaranteed minimum is stored."""
     return _path(KeyKind.VERDICT, attempt)
 
 
@@ -254,7 +253,7 @@ def document_key(path: str) -> str:
 
 
 def parse_key(key: str) -> AttemptKey | None:
-    """What a key below an attempt says; None for one that no writer of ours makes."""
+    """The fields of a key below an attempt; None for a key that ranktape never writes."""
     for kind, pattern in _PATTERNS.items():
         if (match := pattern.fullmatch(key)) is not None:
             found = match.groupdict()
@@ -264,36 +263,36 @@ def parse_key(key: str) -> AttemptKey | None:
 
 
 def is_trigger(name: str) -> bool:
-    """Whether a name in the group of triggers is one's."""
+    """Whether a name in the group of triggers is that of a trigger."""
     found = parse_key(f"triggers/{name}/{DOCUMENT}")
     return found is not None and found.kind is KeyKind.TRIGGER
 
 
 def parse_control(name: str) -> tuple[KeyKind | None, str]:
-    """Of a name in the group of requests, what lies there and the request's name; None and nothing for other names."""
+    """The kind and the request's name for a name in the group of requests; `(None, "")` for other names."""
     found = parse_key(f"control/{name}/{DOCUMENT}")
     return (None, "") if found is None else (found.kind, name.rpartition("_")[2])
 
 
 def parse_attempt(name: str) -> int | None:
-    """The number in the name of an attempt's group; None for other names."""
+    """The number in the name of an attempt's group; None for any other name."""
     match = re.fullmatch(f"attempt_{_NUMBER}(-[0-9a-f]+)?", name)
     return int(match[1]) if match else None
 
 
 def parse_lease(name: str) -> int | None:
-    """The number in the name of a lease's group; None for other names."""
+    """The number in the name of a lease's group; None for any other name."""
     match = re.fullmatch(f"lease_{_NUMBER}", name)
     return int(match[1]) if match else None
 
 
 def is_part_of_run(name: str) -> bool:
-    """Whether a name at the top of a run is one that the layout gives."""
+    """Whether a name at the top of a run belongs to the layout."""
     return name in {DOCUMENT, ANALYSIS} or parse_attempt(name) is not None or parse_lease(name) is not None
 
 
 def iterations_of(keys: Iterable[str]) -> set[int]:
-    """The iterations whose groups have a document at keys such as `iter_00000003/zarr.json`."""
+    """The iterations that have a document among keys such as `iter_00000003/zarr.json`."""
     found = (parse_key(f"iterations/{key}") for key in keys)
     return {one.iteration for one in found if one is not None and one.kind is KeyKind.ITERATION_COMMIT}
 
@@ -310,27 +309,27 @@ def ranks_named(names: Iterable[str]) -> set[int]:
 
 
 MAX_PATH_LENGTH = 400
-"""Characters in a site's path: object stores end keys at 1,024 bytes, and the run's own prefix comes first."""
+"""The longest path of a site, in characters. Object stores limit keys to 1,024 bytes, the run's prefix included."""
 
 _SEGMENT_LENGTH = 200
-"""Characters in one segment of a path: file systems end names at 255 bytes."""
+"""The longest segment of a path, in characters. File systems limit names to 255 bytes."""
 
 _HASH_LENGTH = 32
 _SHORTENED, _CONTINUED = "+", "+/"
-"""Before the hash; and between two segments of a long path. Encoding leaves no `+` in a field: what has one is no
-whole name."""
+"""The marks before the hash and between two segments of a long path. An encoded field has no `+`, so that a name with
+one is known to be shortened or split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSite:
-    """What tells one captured tensor from all others of its rank and iteration."""
+    """The fields that identify a captured tensor within its rank and iteration."""
 
     module: str
-    """Dotted path of the module; empty outside of a module."""
+    """Dotted path of the module; empty outside a module."""
     layer_type: str
     """`attention`, `linear`, or the user's own."""
     layer_idx: int
-    """Global index of the layer; -1 outside of the stack."""
+    """Global index of the layer; -1 outside the stack."""
     operation: str
     """`forward` or `backward`."""
     phase: str
@@ -338,13 +337,13 @@ class TensorSite:
     component: str
     """`FA`, `linear`, `unknown`, or the user's own."""
     quant_type: str
-    """What the run computed in, as tagged."""
+    """The tag that names the precision of the run."""
     tensor_name: str
     """`query`, `input`, `grad_output`, or the user's own."""
     microbatch: int
     """Index of the forward and backward pass within the step."""
     call: int
-    """Index of the call of the site within the microbatch, from 0."""
+    """Index of the site's call within the microbatch, starting at 0."""
     mode: str = Mode.TRAIN.value
     """`train` or `eval`."""
 
@@ -355,17 +354,17 @@ class TensorSite:
 
 
 SITE_FIELDS = tuple(field.name for field in dataclasses.fields(TensorSite))
-"""The fields of a record that name it."""
+"""The fields of a record that form its site."""
 
 
 def site_path(site: TensorSite | RecordInfo) -> str:
-    """The path of a site, or of that of a record, below its iteration's group; no two sites have one.
+    """The path of a site relative to its iteration's group. It is unique to the site.
 
-    Segments are joined by slashes where a name is longer than file systems allow.
+    A name that is longer than file systems allow is split into segments, joined by slashes.
     """
     words = (site.operation, site.phase, site.component, site.quant_type, site.tensor_name)
     begin = _begin_name(site.module, site.layer_type, site.layer_idx, *words)
-    # Training is what is left out.
+    # Only modes other than training are written.
     end = "" if site.mode == Mode.TRAIN else f",{site.mode}"
     name = f"{begin},m{site.microbatch},c{site.call}{end}"
     if len(name) > MAX_PATH_LENGTH:
@@ -375,19 +374,19 @@ def site_path(site: TensorSite | RecordInfo) -> str:
 
 
 def parents_of(path: str) -> list[str]:
-    """The groups between an iteration's and the last segment of a site's path."""
+    """The groups between an iteration's group and the last segment of a site's path."""
     parts = path.split("/")
     return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _begin_name(module: str, layer_type: str, layer_idx: int, *words: str) -> str:
-    """The fields that are the same in every iteration: encoding them takes longer than all else."""
+    """The fields that are the same in every iteration. They are cached because encoding them is slow."""
     name = ",".join([_encode(module), _encode(layer_type), f"L{layer_idx}", *map(_encode, words)])
-    # Zarr reserves names that begin with two underscores; names that begin with a dot are hidden or special.
+    # Zarr reserves names that start with two underscores; names that start with a dot are hidden or special.
     return f"%{ord(name[0]):02X}{name[1:]}" if name[0] in "_." else name
 
 
 def _encode(text: str) -> str:
-    # Lone surrogates reach us in file names and module names; they too must come back.
+    # File names and module names may hold lone surrogates; `surrogatepass` keeps them.
     return quote(text, safe="", encoding="utf-8", errors="surrogatepass")

@@ -1,7 +1,7 @@
-"""How far each iteration of a run is, what is missing, and whether the guaranteed minimum is there.
+"""The state of each iteration of a run, what is missing, and whether the guaranteed minimum is stored.
 
-The coordinator, `status` and every reader look at the same keys through this module. One LIST of the
-markers tells the state of every iteration on every rank.
+The coordinator, `status` and every reader use this module. One LIST of the markers gives the state of every
+iteration on every rank.
 """
 
 from __future__ import annotations
@@ -32,62 +32,62 @@ from ranktape.storage.format.live import count_triggers
 from ranktape.storage.places.backend import Backend
 
 DISABLED = "capture disabled itself"
-"""Begins the last words of a rank that recorded nothing more after a failure inside of the capture."""
+"""The start of the reason that a rank leaves when its capture failed and recorded nothing more."""
 
 
 class IterationState(enum.StrEnum):
-    """How far one iteration is."""
+    """The state of one iteration."""
 
     COMPLETE = "complete"
-    """Every expected rank has committed it, and so has the coordinator: each expected tensor, or the reason why not."""
+    """Every expected rank and the coordinator have committed it: each expected tensor, or why it is missing."""
     PARTIAL = "partial"
-    """Some rank did not commit it, or was cut off in it, and will not complete it."""
+    """A rank did not commit it or was cut off while recording it, and will not complete it."""
     SKIPPED = "skipped"
-    """Some rank could not take it; readers hide it."""
+    """A rank could not record it. Readers hide it."""
     DROPPED = "dropped"
-    """It was complete, and removed to keep the run small (`--keep-last`)."""
+    """It was complete and has been removed to bound the size of the run (`--keep-last`)."""
     OPEN = "open"
     """Ranks may still commit it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationStatus:
-    """What the store says of one iteration of one attempt."""
+    """The status of one iteration of one attempt, as read from the store."""
 
     iteration: int
     """Training step."""
     attempt: int
-    """Start of the worker group that recorded it."""
+    """Number of the worker group's start that recorded it."""
     state: IterationState
-    """How far it is."""
+    """The state."""
     expected_ranks: list[int]
     """The ranks that must commit it."""
     committed_ranks: list[int]
     """The ranks that have committed it."""
     missing: dict[int, str]
-    """For each rank that has not committed it, the first 1,000 of them, or was cut off in it: why, as far as known."""
+    """The reason for each rank that has not committed it (at most 1,000 of them) or was cut off, as far as known."""
     silent_sites: dict[int, dict[str, str]] = field(default_factory=dict)
-    """For each rank that committed: the tensors that were expected and not recorded, each with the reason."""
+    """For each rank that committed it, the expected tensors that were not recorded, each with the reason."""
     num_records: int = 0
-    """Records in the iteration commit; 0 before it."""
+    """Number of records in the iteration commit; 0 before the commit."""
     nbytes: int = 0
-    """Bytes of what was kept of them, before compression."""
+    """Size of the stored records, in bytes, before compression."""
     problem: str = ""
-    """What is wrong with the document of its commit; empty where nothing is."""
+    """What is wrong with the document of its commit; empty if nothing is."""
     num_expected: int | None = None
-    """Tensors that were expected, each counted once on each rank, however many records its microbatches and calls
-    make; None before the iteration commit, and where no capture counted."""
+    """Number of expected tensors. Each counts once per rank, whatever its number of microbatches and calls. None before
+    the iteration commit, and if the recorder does not count."""
     num_recorded: int | None = None
-    """Those of them that were recorded, in all microbatches and calls in which they came."""
+    """Number of expected tensors that were recorded in all microbatches and calls."""
     num_missing: int | None = None
-    """Those of them that were not, or not whole; `silent_sites` has the reasons."""
+    """Number of expected tensors that were not recorded, or only in part; `silent_sites` has the reasons."""
     compiled: str = ""
-    """How compiled code was recorded: inside of its graphs, or why it ran eagerly; empty where none ran."""
+    """How compiled code was recorded: inside its graphs, or why it ran eagerly. Empty if no compiled code ran."""
     step_skipped_ranks: list[int] = field(default_factory=list)
-    """The ranks on which a gradient scaler skipped the step of the optimizer, because a gradient was not finite."""
+    """The ranks on which a gradient scaler skipped the optimizer's step because a gradient was not finite."""
 
     def lacks(self, *, max_named: int) -> str:
-        """What it lacks to be complete, at most so many ranks named; empty where nothing is missing."""
+        """What is missing for it to be complete, with at most `max_named` ranks named; empty if nothing is missing."""
         if self.state in {IterationState.COMPLETE, IterationState.DROPPED}:
             return ""
         if not self.missing:
@@ -100,27 +100,27 @@ class IterationStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunVerdict:
-    """Whether a run holds the iterations it guaranteed."""
+    """Whether a run holds the guaranteed number of iterations."""
 
     met: bool
-    """Whether at least `required` iterations are stored complete, or were until they were removed."""
+    """Whether at least `required` iterations are stored complete, or were before they were removed."""
     required: int
     """The guaranteed minimum."""
     complete: list[int]
     """The iterations that are stored complete, over all attempts."""
     missing: list[str]
-    """What is missing, one line for each iteration that is not complete."""
+    """What is missing: one line for each iteration that is not complete."""
     final: bool
-    """Whether the coordinator has closed the attempt; before that the answer may still change."""
+    """Whether the coordinator has closed the attempt. Before that, the verdict may change."""
     num_dropped: int = 0
-    """Iterations that were stored complete and have been removed since; they count for the minimum."""
+    """Number of iterations that were stored complete and have been removed since. They count for the minimum."""
     ended: str = ""
-    """What has ended the training or the capture, where that was asked for; else empty."""
+    """What ended the training or the capture on request; empty otherwise."""
     num_triggers: int | None = None
-    """Of a flight recorder, which guarantees nothing: the things that happened; None for other captures."""
+    """Number of triggers of a flight recorder, which guarantees no minimum; None for other captures."""
 
     def message(self) -> str:
-        """One line for a person."""
+        """The verdict as one line of text."""
         if self.num_triggers is not None:
             return self._recorder_message(self.num_triggers)
         have = f"{len(self.complete)} of {self.required} guaranteed iterations are stored complete"
@@ -142,12 +142,12 @@ class RunVerdict:
         return stored + (f"; {missing}" if missing else "")
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary for JSON and for Zarr attributes."""
+        """The verdict as a dictionary for JSON and Zarr attributes."""
         return dataclasses.asdict(self)
 
 
 _MAX_NAMED = 4
-"""Items named in one line before the rest is counted."""
+"""The number of items named in one line before the rest is counted."""
 
 
 def judge(
@@ -161,14 +161,14 @@ def judge(
     num_triggers: int | None = None,
     asked: Collection[tuple[int, int]] = (),
 ) -> RunVerdict:
-    """The verdict on a run whose iterations stand as `statuses` say.
+    """The verdict on a run whose iterations have `statuses`.
 
-    `notes` give ranks' last words and `problems` what the coordinator met; both count where the minimum is not met.
-    `num_triggers` is that of a flight recorder.
-    `asked` are attempts and iterations that somebody asked for while the training ran: they count for no minimum.
+    `notes` are the reasons that ranks left and `problems` the coordinator's errors; the verdict names them if the
+    minimum is not met. `num_triggers` is that of a flight recorder. `asked` are pairs of attempt and iteration that
+    were requested while the training ran; they do not count for the minimum.
     """
     complete = sorted({status.iteration for status in statuses if status.state is IterationState.COMPLETE})
-    # They were stored complete, and removed on purpose: nothing that was promised is missing.
+    # They were stored complete and removed on purpose, so that they still count for the minimum.
     dropped = {status.iteration for status in statuses if status.state is IterationState.DROPPED} - {*complete}
     missing = []
     for status in statuses:
@@ -205,34 +205,34 @@ def _listed(iterations: Sequence[int]) -> str:
 
 
 _MAX_REASONS = 1000
-"""Ranks of which is said, for one iteration, why they have not committed it."""
+"""The number of ranks whose reason is read for one iteration."""
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far an attempt is, read off its keys."""
+    """The state of an attempt, as read from its keys."""
 
     attempt: Attempt
     """The attempt."""
     opened: frozenset[int]
-    """Iterations that were begun."""
+    """Iterations that have started."""
     marks: dict[int, dict[int, Mark]]
-    """For each iteration, each rank's word."""
+    """The mark of each rank, by iteration and rank."""
     complete: frozenset[int]
     """Iterations with an iteration commit."""
     closed: frozenset[int]
     """Ranks that will commit nothing more."""
     dropped: frozenset[int] = frozenset()
-    """Iterations that were complete and have been removed."""
+    """Iterations that were complete and were removed."""
 
     def committed_ranks(self, iteration: int) -> list[int]:
-        """The ranks that have committed an iteration, ascending."""
+        """The ranks that have committed an iteration, in ascending order."""
         return sorted(rank for rank, mark in self.marks.get(iteration, {}).items() if mark is Mark.COMMITTED)
 
     def ready(self) -> list[int]:
-        """The iterations that all ranks have committed and that have no iteration commit, ascending."""
+        """The iterations that all ranks have committed and that lack an iteration commit, in ascending order."""
         size = self.attempt.launch.world_size
         settled = self.complete | self.dropped
         return sorted(
@@ -243,15 +243,14 @@ class Progress:
 
 
 def read_progress(backend: Backend, attempt: Attempt, *, known: Progress | None = None) -> Progress:
-    """How far an attempt is; some LISTs, no document is read.
+    """The state of an attempt. It takes a few LIST requests and reads no document.
 
-    What was seen before (`known`) is not looked at again where it is settled: only the markers of iterations are
-    that some rank has not had its word on.
+    `known` is an earlier result. The markers of an iteration that all ranks have marked there are not read again.
     """
-    # Before the markers: a rank that is seen to have closed is seen with every word that it had.
+    # Read before the markers, so that all markers of a rank that has closed are seen.
     closed = [layout.parse_key(f"closed/{key}") for key in backend.list_keys(f"{attempt.path}/closed")]
     opened, marks = _read_marks(backend, attempt, known=known)
-    # In this order: what is removed in between is in the second list.
+    # The order matters: an iteration that is removed between the two requests is in the second list.
     committed = committed_iterations(backend, attempt)
     dropped = dropped_iterations(backend, attempt)
     return Progress(
@@ -276,7 +275,7 @@ def _read_marks(
         size = attempt.launch.world_size
         marks = {iteration: words for iteration, words in known.marks.items() if len(words) == size}
         opened = set(marks)
-        # A name is an iteration's group; what is below it is looked at where it is not settled.
+        # Each name is the group of an iteration. Only groups of unsettled iterations are listed.
         unsettled = sorted(layout.iterations_named(backend.list_names(top)) - set(marks))
         folders = [layout.opened_path(attempt.path, iteration).removeprefix(f"{top}/") for iteration in unsettled]
         keys = [f"{folder}/{key}" for folder in folders for key in backend.list_keys(f"{top}/{folder}")]
@@ -289,7 +288,7 @@ def _read_marks(
 
 
 def open_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> None:
-    """Say that an iteration was begun, so that it is missed if no rank commits it."""
+    """Note that an iteration has started, so that it is reported as missing if no rank commits it."""
     check_attempt(backend, attempt)
     write_group(backend, layout.opened_path(attempt.path, iteration), {"opened": time.time()})
 
@@ -297,7 +296,11 @@ def open_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> Non
 def read_statuses(
     backend: Backend, progress: Progress, *, final: bool, known: Mapping[int, IterationStatus]
 ) -> list[IterationStatus]:
-    """Every iteration that was begun in an attempt, ascending; `final` says that nothing more will come."""
+    """The status of every iteration that has started in an attempt, in ascending order.
+
+    `final` states that no rank will commit anything more. `known` are earlier results; those of complete iterations are
+    returned without reading.
+    """
     iterations = sorted(progress.opened | progress.complete | progress.dropped)
     expected = list(progress.attempt.launch.ranks)
 
@@ -313,12 +316,12 @@ def read_statuses(
 
 @dataclass(frozen=True, slots=True)
 class ProgressCache:
-    """What earlier looks at a run have read of its complete iterations, which do not change."""
+    """The results for complete iterations, which do not change, from earlier calls of `read_verdict`."""
 
     progresses: dict[str, Progress] = field(default_factory=dict)
-    """By the attempt's path, with the words of the ranks on complete iterations alone."""
+    """The state of each attempt by its path, with the marks of complete iterations only."""
     statuses: dict[str, dict[int, IterationStatus]] = field(default_factory=dict)
-    """By the attempt's path and the iteration."""
+    """The status of each iteration, by the path of the attempt and the iteration."""
 
 
 def read_verdict(
@@ -328,10 +331,11 @@ def read_verdict(
     attempts: list[Attempt] | None = None,
     seen: ProgressCache | None = None,
 ) -> tuple[RunVerdict, list[IterationStatus]] | None:
-    """The verdict on a run, with all its iterations; None for a run in which no attempt has begun.
+    """The verdict on a run and the status of all its iterations; None for a run without an attempt.
 
-    With `until`, the path of an attempt, as if none had come after it. `attempts` are those of the run, where they were
-    read already. Who looks again and again passes one `seen`, which is filled: only what is not complete is read again.
+    `until` is the path of an attempt; later attempts are ignored. `attempts` are the attempts of the run if the caller
+    has read them already. A caller that polls passes the same `seen` each time; it is updated, and only iterations that
+    are not complete are read again.
     """
     seen = seen or ProgressCache()
     attempts = read_attempts(backend) if attempts is None else attempts
@@ -340,7 +344,7 @@ def read_verdict(
     if not attempts:
         return None
     last = attempts[-1]
-    # Read first: a rank's last words come before it.
+    # Read first: a rank writes the reason why it closed before the verdict is written.
     closing, damage = _read_or_damage(backend, layout.verdict_path(last.path), _Words)
     final = closing is not None or bool(damage)
     closing = closing or _Words()
@@ -362,18 +366,18 @@ def read_verdict(
         },
         required=last.min_iterations,
         final=final,
-        # Of the first rank that closed; the others' are in the iterations that they did not commit.
+        # Only of the first rank that closed: the reasons of the others are in the iterations that they did not commit.
         notes={rank: _last_words(backend, last.path, rank) for rank in sorted(progresses[-1].closed)[: int(final)]},
         problems={**closing.problems, **({"the verdict": damage} if damage else {})},
         ended=closing.ended,
-        # What guarantees nothing is a flight recorder; its launch may have had several attempts.
+        # A run without a minimum is that of a flight recorder. Its launch may have had several attempts.
         num_triggers=None if last.min_iterations else sum(count_triggers(backend, one) for one in attempts),
     )
     return verdict, statuses
 
 
 def _asked_iterations(backend: Backend, attempt: Attempt) -> Collection[int]:
-    """Those that somebody asked for while the training ran; none where the plan is damaged."""
+    """The iterations that were requested while the training ran; none if the plan is damaged."""
     try:
         plan = read_plan(backend, attempt=attempt)
     except (DataError, RunFormatError):
@@ -384,13 +388,13 @@ def _asked_iterations(backend: Backend, attempt: Attempt) -> Collection[int]:
 def write_verdict(
     backend: Backend, *, attempt: Attempt, problems: Mapping[str, str] | None = None, ended: str = ""
 ) -> RunVerdict:
-    """Close the attempt: the verdict on the run up to it, written to the store.
+    """Close the attempt and write the verdict on the run up to it.
 
     Args:
-        backend: Where the run is.
+        backend: The store of the run.
         attempt: The attempt that ends.
-        problems: What its coordinator met, each with the reason; a verdict that is not met names them.
-        ended: What has ended the training or the capture, where that was asked for.
+        problems: The coordinator's errors. The verdict names them if the minimum is not met.
+        ended: What ended the training or the capture on request.
 
     Raises:
         RunNotFoundError: the run was deleted or replaced.
@@ -410,16 +414,16 @@ def write_verdict(
 
 
 def judge_again(backend: Backend, attempt: Attempt) -> None:
-    """Write the verdict on an attempt anew, as the run stands; what its coordinator met stays in it."""
+    """Write the verdict on an attempt again from the present state of the run. The coordinator's errors are kept."""
     words, damage = _read_or_damage(backend, layout.verdict_path(attempt.path), _Words)
     words = words or _Words(problems={"verdict": "it was damaged, and written again"} if damage else {})
     write_verdict(backend, attempt=attempt, problems=words.problems, ended=words.ended)
 
 
 def finish_ready(backend: Backend, attempt: Attempt, *, problems: dict[int, str] | None = None) -> list[int]:
-    """Write the iteration commits of which only these are missing; the iterations that are complete since then.
+    """Write the missing iteration commits of iterations that all ranks have committed, and return these iterations.
 
-    One that is damaged is noted in `problems`.
+    An iteration with a damaged document is added to `problems`; without `problems`, the error is raised.
     """
     finished = []
     for iteration in read_progress(backend, attempt).ready():
@@ -439,7 +443,7 @@ def _status(
     attempt = progress.attempt
     marks = progress.marks.get(iteration, {})
     committed = progress.committed_ranks(iteration)
-    # Of an iteration that was removed on purpose nothing is missing.
+    # Nothing is missing from an iteration that was removed on purpose.
     absent = set() if iteration in progress.dropped else set(expected).difference(committed)
     named = sorted(absent)[:_MAX_REASONS]
     missing = {rank: _reason(backend, progress, iteration, rank, final=final) for rank in named}
@@ -490,20 +494,20 @@ def _reason(backend: Backend, progress: Progress, iteration: int, rank: int, *, 
 
 
 def read_disabled(backend: Backend, *, attempts: list[Attempt] | None = None) -> dict[int, str]:
-    """The ranks whose capture disabled itself in the last attempt of a run, each with the reason."""
+    """The ranks whose capture disabled itself in the last attempt of a run, with the reason of each."""
     reasons = _read_of_ranks(backend, layout.closed_path, "reason", attempts=attempts)
     return {rank: reason for rank, reason in reasons.items() if reason.startswith(DISABLED)}
 
 
 def read_troubles(backend: Backend, *, attempts: list[Attempt] | None = None) -> dict[int, str]:
-    """The ranks that something befell in the last attempt of a run and that went on, each with what it was."""
+    """The ranks that had an error in the last attempt of a run and continued, with the error of each."""
     return _read_of_ranks(backend, layout.rank_path, "trouble", attempts=attempts)
 
 
 def _read_of_ranks(
     backend: Backend, path_of: Callable[[str, int], str], name: str, *, attempts: list[Attempt] | None
 ) -> dict[int, str]:
-    """What a field says in the documents that some ranks of the last attempt have at a path."""
+    """The value of a field in the documents that ranks of the last attempt have at a path, by rank."""
     attempts = read_attempts(backend) if attempts is None else attempts
     if not attempts:
         return {}
@@ -521,7 +525,7 @@ def _last_words(backend: Backend, attempt: str, rank: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Words:
-    """What ranks say in their own document, in markers and when they close; and a coordinator in the verdict."""
+    """The fields read from the documents of ranks, of markers, of closed ranks, and of the verdict."""
 
     reason: str = ""
     trouble: str = ""
@@ -530,7 +534,7 @@ class _Words:
 
 
 def _read_or_damage(backend: Backend, path: str, kind: type[_T]) -> tuple[_T | None, str]:
-    """The document at a path, and what is wrong with it: the rest of a run is told of without it."""
+    """The document at a path and an empty string, or None and what is wrong: the rest of the run stays readable."""
     try:
         return read_as(backend, path, kind, max_nbytes=MAX_COMMIT_NBYTES), ""
     except (DataError, RunFormatError) as error:
