@@ -374,6 +374,18 @@ LIGHT = {
     "ranktape.analyze.numerics.histograms.moments": ("torch", "zarr"),
     "ranktape.capture.writer": ("torch", "zarr", "click", "matplotlib", "rich"),
     "ranktape.launch.exchange": ("torch", "zarr", "numpy", "numba", "rich"),
+    # What a capture needs when it begins, not where a program imports `Capture`.
+    "ranktape.capture.session": (
+        *("zarr", "numba", "click", "rich", "msgspec", "ml_dtypes", "fsspec", "xarray"),
+        *(
+            "ranktape.analyze",
+            "ranktape.storage.query",
+            "ranktape.storage.recording",
+            "ranktape.storage.format.catalogue",
+        ),
+        *("ranktape.capture.hooks.model", "ranktape.capture.recorder", "ranktape.capture.roles.known"),
+        *("ranktape.capture.settings.rules", "ranktape.capture.passes.clock", "ranktape.capture.starting"),
+    ),
 }
 """By module, what importing it may not import: `--help` is quick, the writer process small, a laptop has no torch."""
 

@@ -18,12 +18,9 @@ from ranktape.capture.hooks.compiled import has_compiled, is_left_compiled, why_
 from ranktape.capture.passes.tracker import Tracker
 from ranktape.capture.rendezvous import Rendezvous, keep_process_groups
 from ranktape.capture.settings.options import CaptureOptions, Policy
-from ranktape.capture.settings.selecting import Selecting
 from ranktape.capture.staging.ring import NoRoomError
 from ranktape.capture.staging.ring_file import Counter, SlotKind
 from ranktape.errors import CaptureError, RanktapeError
-from ranktape.storage.format.live import MAX_TEXT, TriggerKind
-from ranktape.storage.format.progress import DISABLED
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +33,7 @@ if TYPE_CHECKING:
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.rendezvous import StopGate
     from ranktape.capture.settings.cadence import Schedule
+    from ranktape.capture.settings.selecting import Selecting
     from ranktape.capture.sites import IterationTally
     from ranktape.capture.staging.process import WriterProcess
     from ranktape.capture.tensors.master import MasterWeights
@@ -230,6 +228,8 @@ class Iterations:
         if settings is None:
             return None
         with self._recorder.guarded():  # the coordinator has refused what is no selection
+            from ranktape.capture.settings.selecting import Selecting
+
             return Selecting(self.options.asked(settings), rank=self._rendezvous.rank, is_asked=True)
         return None
 
@@ -392,11 +392,13 @@ class Iterations:
         """Whether what is staged is held until something happens."""
         return self.options.record_last is not None
 
-    def _tell_of_trigger(self, kind: TriggerKind, text: str, error: BaseException | None = None) -> None:
-        """Say to the writer that something happened, for which what is held is to be stored."""
+    def _tell_of_trigger(self, kind: str, text: str, error: BaseException | None = None) -> None:
+        """Say to the writer that something happened, for which what is held is to be stored; a kind of trigger."""
         if not self._is_recorder or self._disabled is not None:
             return
-        header = {"iteration": self._iteration, "kind": kind.value, "text": text[:MAX_TEXT]}
+        from ranktape.storage.format.live import MAX_TEXT
+
+        header = {"iteration": self._iteration, "kind": kind, "text": text[:MAX_TEXT]}
         if error is not None and not isinstance(error, SystemExit):
             header["text"] = f"{type(error).__name__}: {error}"[:MAX_TEXT]
             header["traceback"] = "".join(traceback.format_exception(error))[-MAX_TEXT:]
@@ -422,6 +424,8 @@ class Iterations:
         """
         if self._disabled is not None:
             return
+        from ranktape.storage.format.progress import DISABLED
+
         self._disabled = f"{DISABLED} in iteration {self._iteration}: {reason}"
         self._recorder.tally = None
         if self.options.strict:

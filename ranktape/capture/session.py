@@ -17,28 +17,19 @@ from ranktape.capture.console import Console
 from ranktape.capture.flight.training import Peers, Signals
 from ranktape.capture.guard import StrictCaptureError, failure_text
 from ranktape.capture.hooks.compiled import has_compiled
-from ranktape.capture.hooks.model import ModelHooks
 from ranktape.capture.iterations import Iterations
 from ranktape.capture.no_capture import NoCapture
-from ranktape.capture.passes.clock import Clock
 from ranktape.capture.passes.passes import checked_sample_ids
-from ranktape.capture.recorder import Recorder
 from ranktape.capture.rendezvous import Rendezvous, StopGate, find_place
-from ranktape.capture.roles.known import known_layer_types
 from ranktape.capture.settings.cadence import Schedule, ScheduleOfRecorder
 from ranktape.capture.settings.config import given_arguments, options_of, resolve, stray_variables
 from ranktape.capture.settings.options import CaptureOptions, CaptureSettings, check_layer_types
-from ranktape.capture.settings.selecting import Selecting
 from ranktape.capture.settings.setting import MAX_NUMBER
 from ranktape.capture.source import Source, Tags, TensorRole, site_of
 from ranktape.capture.staging.process import WriterProcess, default_host_budget_nbytes
 from ranktape.capture.staging.ring_file import Counter
-from ranktape.capture.starting import open_place, start_writer, verdict_of
-from ranktape.capture.tensors.master import MasterWeights
 from ranktape.errors import CaptureError, UsageError
 from ranktape.storage.format.layout import rank_iteration_path, site_path
-from ranktape.storage.format.live import TriggerKind
-from ranktape.storage.format.progress import RunVerdict
 from ranktape.storage.places.backend import available_nbytes
 
 if TYPE_CHECKING:
@@ -47,6 +38,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from ranktape.storage.format.progress import RunVerdict
 
 ABORT_TIMEOUT_SECONDS = 10.0
 """Longest wait at the end of a training that failed: torchrun kills what lingers for 30 s."""
@@ -135,6 +127,9 @@ class Capture(Iterations):
             Capture.current.close(reason="the training began a capture of its own")
         if Capture.current is not None:
             raise CaptureError(Capture.current.is_in_the_way)
+        # Not at the top, here and below: a program that imports `Capture` loads what a capture needs when one begins.
+        from ranktape.capture.roles.known import known_layer_types
+
         check_layer_types(self.options, known=known_layer_types())
         self._find_place()
         self._make_parts()
@@ -203,7 +198,7 @@ class Capture(Iterations):
 
         Where nothing is held, as all is stored anyway, that is nothing. The training does not wait.
         """
-        self._tell_of_trigger(TriggerKind.USER, why)
+        self._tell_of_trigger("user", why)
 
     def close(self, *, reason: str | None = None, error: BaseException | None = None) -> RunVerdict:
         """End the capture, wait until everything that was staged is stored, and return the verdict.
@@ -224,7 +219,7 @@ class Capture(Iterations):
         is_interrupted = self.is_recording and self._tracker.num_passes > 0
         self._take_off()
         if reason is not None:
-            self._tell_of_trigger(TriggerKind.EXCEPTION, reason, error)
+            self._tell_of_trigger("exception", reason, error)
         # Only now: a device that hangs must not keep the writer from learning why.
         self._recorder.close(
             timeout_seconds=HANG_SECONDS if reason is not None else self.options.finish_timeout_seconds
@@ -318,6 +313,8 @@ class Capture(Iterations):
             UsageError: no other process could write there.
             StorageError: the store cannot be reached.
         """
+        from ranktape.capture.starting import open_place
+
         # Opened once: the program may change its working directory before the end.
         self._backend = open_place(self._url, self.options)
         self._place = find_place()
@@ -328,6 +325,10 @@ class Capture(Iterations):
 
     def _make_parts(self) -> None:
         """The writer's process, the recorder that it is fed by, and what finds tensors in the models."""
+        from ranktape.capture.hooks.model import ModelHooks
+        from ranktape.capture.recorder import Recorder
+        from ranktape.capture.settings.selecting import Selecting
+
         num_ranks = self._place.num_local_ranks
         budget = self.options.host_budget_nbytes or default_host_budget_nbytes(num_local_ranks=num_ranks)
         if self.options.host_budget_nbytes is not None and budget > (available := available_nbytes()):
@@ -353,6 +354,9 @@ class Capture(Iterations):
 
     def _follow(self) -> None:
         """Listen to what ends iterations, and to what the models turn out to be."""
+        from ranktape.capture.passes.clock import Clock
+        from ranktape.capture.tensors.master import MasterWeights
+
         self._clock = Clock(
             self.options,
             on_step=self._on_optimizer_step,
@@ -392,6 +396,8 @@ class Capture(Iterations):
 
     def _start(self) -> tuple[dict[str, Any], Rendezvous]:
         """What the writer says once it is ready, and where the ranks have met."""
+        from ranktape.capture.starting import start_writer
+
         return start_writer(
             self._process,
             url=self._url,
@@ -415,6 +421,8 @@ class Capture(Iterations):
                     self._process.tell_of_given_up(ranks)
 
     def _judge(self, words: Mapping[str, Any], *, waited_seconds: float) -> RunVerdict:
+        from ranktape.capture.starting import verdict_of
+
         return verdict_of(
             words,
             rank=self.rank,
