@@ -1,4 +1,4 @@
-"""Reads and writes the documents of a run, of its attempts and of their plans."""
+"""Reads and writes the documents of a run, its attempts and their plans."""
 
 from __future__ import annotations
 
@@ -31,59 +31,59 @@ from ranktape.storage.places.backend import Backend
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What all ranks of one start of the worker group know in common."""
+    """What all ranks of one start of the worker group share."""
 
     launch_id: str
-    """Tells one launch from all others; the same over its restarts."""
+    """Identifies the launch; the same after a restart."""
     restart: Count
     """Restart count of the worker group."""
     world_size: Annotated[int, Meta(ge=1, le=MAX_WORLD_SIZE)]
     """Number of ranks."""
     first_rank: Annotated[int, Meta(ge=0, le=MAX_WORLD_SIZE)] = 0
-    """The lowest of their numbers."""
+    """The lowest rank."""
 
     @property
     def ranks(self) -> range:
-        """The ranks that belong together: each of them must commit an iteration for it to be complete."""
+        """The ranks that must commit an iteration for it to be complete."""
         return range(self.first_rank, self.first_rank + self.world_size)
 
     def overlaps(self, other: Launch) -> bool:
-        """Whether both have one of the ranks."""
+        """Whether the two launches share a rank."""
         return max(self.ranks.start, other.ranks.start) < min(self.ranks.stop, other.ranks.stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One start of the worker group in a run, as its document says."""
+    """One start of the worker group in a run."""
 
     number: int
-    """Counts the attempts of a run, from 0."""
+    """Number of the attempt in the run, starting at 0."""
     path: str
-    """Its group below the run; no other attempt, here or in a later run at the same place, has the same."""
+    """Its group below the run. No other attempt has the same path, even in a later run at the same URL."""
     launch: Launch
-    """The start it belongs to."""
+    """The start of the worker group."""
     min_iterations: Count
-    """Iterations that the run guarantees, over all attempts."""
+    """Number of iterations that the run guarantees, over all attempts."""
     completed: tuple[Count, ...]
-    """The iterations that earlier attempts had stored complete."""
+    """The iterations that earlier attempts have stored complete."""
     adds: bool = False
-    """Whether what it records stands beside what the run held, instead of in its place."""
+    """Whether its records are added to those of earlier attempts instead of replacing them."""
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary for the attempt's document; its key says the rest."""
+        """The attempt's document as a dictionary, without the fields that its key gives."""
         document = dataclasses.asdict(self)
         return {name: document[name] for name in document if name not in {"number", "path"}}
 
 
 def read_attempts(backend: Backend) -> list[Attempt]:
-    """The attempts of a run by their numbers, ascending; what has no document is passed over."""
+    """The attempts of a run in ascending order. Groups without a document are ignored."""
     attempts = for_each(lambda name: read_attempt(backend, name), backend.list_names(""))
     found = [attempt for attempt in attempts if attempt is not None]
     return sorted(found, key=lambda attempt: (attempt.number, attempt.launch.first_rank, attempt.path))
 
 
 def read_attempt(backend: Backend, path: str) -> Attempt | None:
-    """An attempt as its document says; None where there is no document, and for names that are not of attempts."""
+    """The attempt at a path; None if there is no document or the path is not that of an attempt."""
     number = layout.parse_attempt(path)
     if number is None:
         return None
@@ -91,10 +91,10 @@ def read_attempt(backend: Backend, path: str) -> Attempt | None:
 
 
 def shown_attempts(attempts: Iterable[Attempt]) -> list[Attempt]:
-    """Those of the attempts that hold an iteration, ascending, whose records are shown unless others are asked for.
+    """The attempts whose records of an iteration are shown by default, given those that hold the iteration.
 
-    They are the latest one, or where that one adds to the run, those that it adds to as well. A restart stands in the
-    place of the launch that it continues.
+    These are the latest attempt and, if it adds to the run, those that it adds to. A restart replaces the earlier
+    attempts of its launch.
     """
     shown: dict[tuple[str, int], Attempt] = {}
     for attempt in attempts:
@@ -105,23 +105,23 @@ def shown_attempts(attempts: Iterable[Attempt]) -> list[Attempt]:
 
 
 def is_attempt_there(backend: Backend, attempt: Attempt) -> bool:
-    """Whether the run still is the one in which the attempt began; it may have been deleted or replaced since."""
-    # Not `exists`, which some file systems answer from a listing they remember.
+    """Whether the attempt still exists. The run may have been deleted or replaced since it began."""
+    # Not `exists`, which some file systems answer from a cached listing.
     return backend.get(layout.document_key(attempt.path), max_nbytes=MAX_DOCUMENT_NBYTES) is not None
 
 
 def check_attempt(backend: Backend, attempt: Attempt) -> None:
-    """Make sure, before something is written that counts, that the run still is the attempt's.
+    """Check that the attempt still exists before a document is written that readers trust.
 
     Raises:
-        RunLostError: the run was deleted, or another one is in its place.
+        RunLostError: the run was deleted or replaced.
     """
     if not is_attempt_there(backend, attempt):
         raise RunLostError(lost_message(backend))
 
 
 def lost_message(backend: Backend) -> str:
-    """What is said of a run that is no longer there."""
+    """The error message for a run that was deleted or replaced while it was recorded."""
     return (
         f"the run at {backend.url} was replaced or deleted while it was recorded: nothing more of it can be stored; "
         f"give each launch a URL of its own"
@@ -129,12 +129,12 @@ def lost_message(backend: Backend) -> str:
 
 
 def read_run(backend: Backend) -> bytes | None:
-    """The document of a run; None where there is none."""
+    """The document of a run; None if there is none."""
     return read_document(backend, "")
 
 
 def run_attributes(data: bytes | None, *, place: str) -> dict[str, Any]:
-    """What the document of a run says.
+    """The attributes in the document of a run.
 
     Raises:
         RunNotFoundError: there is no document.
@@ -157,21 +157,21 @@ def run_attributes(data: bytes | None, *, place: str) -> dict[str, Any]:
 
 
 def complete_iterations(backend: Backend, attempt: Attempt) -> list[int]:
-    """The iterations that an attempt has stored complete and not removed since, ascending; two LISTs."""
-    # In this order: what is removed in between is in the second list.
+    """The complete iterations of an attempt in ascending order. It takes two LIST requests."""
+    # The order matters: an iteration that is removed between the two requests is in the second list.
     committed = committed_iterations(backend, attempt)
     return sorted(committed - dropped_iterations(backend, attempt)) if committed else []
 
 
 def whole_iterations(backend: Backend, attempt: Attempt) -> list[int]:
-    """Those of the complete iterations that no rank was cut off in, ascending; one GET for each beside the LISTs."""
+    """The complete iterations that every rank finished, in ascending order. It takes one GET for each iteration."""
     iterations = complete_iterations(backend, attempt)
     are_whole = for_each(lambda iteration: is_whole(backend, attempt, iteration), iterations)
     return [iteration for iteration, is_one in zip(iterations, are_whole, strict=True) if is_one]
 
 
 def is_whole(backend: Backend, attempt: Attempt, iteration: int) -> bool:
-    """Whether no rank was cut off in a complete iteration; damage to its document changes nothing."""
+    """Whether every rank finished a complete iteration. If its document is damaged, the answer is True."""
     try:
         fields = read_attributes(backend, layout.iteration_path(attempt.path, iteration), max_nbytes=MAX_COMMIT_NBYTES)
     except (DataError, RunFormatError):
@@ -180,45 +180,45 @@ def is_whole(backend: Backend, attempt: Attempt, iteration: int) -> bool:
 
 
 def committed_iterations(backend: Backend, attempt: Attempt) -> frozenset[int]:
-    """The iterations of which there is a commit, be it a late one of an iteration that was removed. One LIST."""
+    """The iterations that have a commit, including late commits of removed iterations. It takes one LIST request."""
     return frozenset(layout.iterations_of(backend.list_keys(f"{attempt.path}/iterations")))
 
 
 def dropped_iterations(backend: Backend, attempt: Attempt) -> frozenset[int]:
-    """The iterations that were complete and have been removed; a late commit of one does not count. One LIST."""
+    """The iterations that were complete and have been removed. It takes one LIST request."""
     return frozenset(layout.iterations_of(backend.list_keys(f"{attempt.path}/dropped")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Iterations that somebody asked for while the training ran."""
+    """Iterations that were requested while the training ran."""
 
     name: str
-    """That of the request."""
+    """Name of the request."""
     iterations: tuple[Count, ...]
-    """Those that were named for it, ascending: as many as were asked for, and others for those that failed."""
+    """The iterations that were chosen for it, in ascending order, including replacements for those that failed."""
     num_iterations: Count
-    """How many were asked for."""
+    """Number of requested iterations."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What is selected in them, by the names of the capture's settings; empty for what the capture selects."""
+    """The selection, by the names of the capture's settings; empty for the capture's own selection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationPlan:
-    """The iterations of an attempt."""
+    """The iterations that an attempt captures."""
 
     iterations: tuple[Count, ...]
-    """All that are or were to be captured, ascending."""
+    """All iterations to capture, past and future, in ascending order."""
     is_done: bool
-    """Whether capture ends: enough iterations are complete, or no more can be."""
+    """Whether the capture ends, because enough iterations are complete or no more can be."""
     is_enough: bool = False
-    """Whether it ends because enough iterations are complete."""
+    """Whether the capture ends because enough iterations are complete."""
     asked: tuple[Asked, ...] = ()
-    """Which of them were asked for while the training ran; they guarantee nothing."""
+    """The iterations that were requested while the training ran. They do not count for the minimum."""
 
     @property
     def asked_iterations(self) -> frozenset[int]:
-        """All that were asked for while the training ran."""
+        """All iterations that were requested while the training ran."""
         return frozenset(iteration for one in self.asked for iteration in one.iterations)
 
 
@@ -231,7 +231,7 @@ def write_plan(backend: Backend, *, attempt: Attempt, plan: IterationPlan) -> No
 
 
 def read_plan(backend: Backend, *, attempt: Attempt) -> IterationPlan | None:
-    """The plan that was announced last; None where none was."""
+    """The latest plan of an attempt; None if there is none."""
     path = layout.plan_path(attempt.path)
     attributes = read_attributes(backend, path)
     if attributes is None:

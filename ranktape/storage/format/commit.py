@@ -1,4 +1,4 @@
-"""What each rank committed of an iteration, and how that becomes the iteration's own commit."""
+"""The commits of an iteration: one by each rank, and the iteration commit that merges them."""
 
 from __future__ import annotations
 
@@ -30,64 +30,64 @@ from ranktape.storage.places.backend import Backend
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCommit:
-    """What the document of a rank's commit says of one iteration."""
+    """The document of a rank's commit of one iteration."""
 
     num_records: Count
-    """Its records."""
+    """Number of records."""
     nbytes: Count
-    """Bytes of what is kept of them."""
+    """Size of the stored records, in bytes, before compression."""
     checksum: str | None
-    """Of the document; None where it has none."""
+    """Checksum of the document; None if it has none."""
     silent_sites: dict[str, str] = field(default_factory=dict)
-    """The tensors that were expected and not recorded, each with the reason."""
+    """The expected tensors that were not recorded, each with the reason."""
     catalogue: str = ""
-    """The checksum of the rank's catalogue; empty in runs of early versions."""
+    """Checksum of the rank's catalogue; empty in runs of early versions."""
     num_expected: Count | None = None
-    """Tensors that were expected; None where nobody counted."""
+    """Number of expected tensors; None if the recorder did not count."""
     num_missing: Count | None = None
-    """Those of them that were not recorded."""
+    """Number of expected tensors that were not recorded."""
     compiled: str = ""
-    """How compiled code was recorded; empty where none ran."""
+    """How compiled code was recorded; empty if none ran."""
     step_skipped: bool = False
-    """Whether a gradient scaler skipped the step of the optimizer, because a gradient was not finite."""
+    """Whether a gradient scaler skipped the optimizer's step because a gradient was not finite."""
     cut_off: str = ""
-    """Why the rank did not end the iteration; empty where it did."""
+    """Why the rank did not finish the iteration; empty if it did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationSummary:
-    """What the document of an iteration commit says of it, from the commits of its ranks."""
+    """The document of an iteration commit, which sums up the commits of its ranks."""
 
     num_records: Count = 0
-    """Its records, of all ranks."""
+    """Number of records of all ranks."""
     nbytes: Count = 0
-    """Bytes of what is kept of them."""
+    """Size of the stored records, in bytes, before compression."""
     silent_sites: dict[Count, dict[str, str]] = field(default_factory=dict)
-    """For each rank that has any: the tensors that were expected and not recorded, each with the reason."""
+    """The expected tensors that were not recorded, each with the reason, by rank."""
     num_expected: Count | None = None
-    """Tensors that were expected on all ranks; None where one of them did not count."""
+    """Number of expected tensors on all ranks; None if a rank did not count."""
     num_missing: Count | None = None
-    """Those of them that were not recorded."""
+    """Number of expected tensors that were not recorded."""
     compiled: str = ""
-    """How compiled code was recorded, each way once; empty where none ran."""
+    """The ways in which compiled code was recorded; empty if none ran."""
     step_skipped_ranks: tuple[Count, ...] = ()
-    """The ranks on which a gradient scaler skipped the step of the optimizer."""
+    """The ranks on which a gradient scaler skipped the optimizer's step."""
     cut_off: dict[Count, str] = field(default_factory=dict)
-    """For each rank that did not end the iteration: why."""
+    """The reason for each rank that did not finish the iteration."""
 
     @property
     def num_recorded(self) -> int | None:
-        """Expected tensors that were recorded."""
+        """Number of expected tensors that were recorded; None if it is not known."""
         if self.num_expected is None or self.num_missing is None:
             return None
         return self.num_expected - self.num_missing
 
 
 def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> None:
-    """Write the iteration commit: the merged catalogue of all ranks, then the document that makes it count.
+    """Write the iteration commit: the merged catalogue of all ranks, then the document that makes it valid.
 
-    Two writers of one commit write the same bytes, and the second leaves the first one's document. An iteration that
-    was removed stays removed.
+    Two writers of one commit write the same bytes, and the second one keeps the document of the first. An iteration
+    that was removed stays removed.
     """
     check_attempt(backend, attempt)
     if _is_dropped(backend, attempt, iteration):
@@ -111,7 +111,7 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
     check_attempt(backend, attempt)
     key = layout.document_key(path)
     backend.create(key, encode_document(blob_document(data, attributes=attributes), key=key))
-    # Who removes it says so first and deletes the commit then: it was made before that, or is known for removed now.
+    # A removal writes its mark before it deletes the commit. If the mark is absent here, the deletion is still to come.
     if _is_dropped(backend, attempt, iteration):
         backend.delete(path)
     backend.flush()
@@ -120,11 +120,11 @@ def finish_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> N
 _COUNTS = ("num_expected", "num_missing")
 
 SUMMARY = ("num_records", "nbytes", "silent_sites", *_COUNTS, "compiled", "step_skipped_ranks", "cut_off", "commits")
-"""The attributes of an iteration commit that follow from the commits of its ranks."""
+"""The attributes of an iteration commit that are derived from the commits of its ranks."""
 
 
 def summary_of(commits: Mapping[int, RankCommit]) -> dict[str, Any]:
-    """The attributes of `SUMMARY`, without those that say nothing."""
+    """The attributes of `SUMMARY`, without optional ones that are empty."""
     every = commits.values()
     summary = {
         "num_records": sum(commit.num_records for commit in every),
@@ -143,7 +143,7 @@ def summary_of(commits: Mapping[int, RankCommit]) -> dict[str, Any]:
 
 
 def _is_dropped(backend: Backend, attempt: Attempt, iteration: int) -> bool:
-    # Not `exists`, which some file systems answer from a listing they remember.
+    # Not `exists`, which some file systems answer from a cached listing.
     return read_document(backend, layout.dropped_path(attempt.path, iteration)) is not None
 
 
@@ -157,13 +157,13 @@ def read_commit(backend: Backend, attempt: str, rank: int, iteration: int) -> Ra
 
 
 def parse_commit(data: bytes, *, place: str, key: str) -> RankCommit:
-    """What the document of a rank's commit, which lies under a key, says."""
+    """A rank's commit from the text of its document, whose key is `key`."""
     attributes = {**decode_document(data, place=place, key=key)["attributes"], "checksum": document_checksum(data)}
     return converted(attributes, RankCommit, place=place)
 
 
 def open_rank_catalogue(backend: Backend, attempt: str, rank: int, iteration: int, commit: RankCommit) -> Catalogue:
-    """What a rank's commit of an iteration holds; `attempt` is the attempt's path."""
+    """The catalogue of a rank's commit of an iteration; `attempt` is the attempt's path."""
     path = layout.catalogue_path(attempt, rank, iteration)
     catalogue = Catalogue(open_blob(backend, path), place=f"{backend.url}/{path}", attempt=attempt)
     if catalogue.num_rows != commit.num_records:
@@ -190,7 +190,7 @@ def read_skipped_ranks(backend: Backend, attempt: str, iteration: int) -> tuple[
 
 
 def mark_committed(backend: Backend, attempt: str, rank: int, iteration: int, *, commit: bytes) -> None:
-    """Leave the marker of a commit that is stored, from its document, instead of any other word of the rank."""
+    """Write the marker of a stored commit, given its document, and delete the rank's other markers of the iteration."""
     others = (layout.marker_path(attempt, iteration, rank, mark) for mark in (Mark.FAILED, Mark.SKIPPED))
     backend.delete_keys([layout.document_key(path) for path in others])
     marker = layout.marker_path(attempt, iteration, rank, Mark.COMMITTED)

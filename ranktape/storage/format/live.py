@@ -1,13 +1,13 @@
-"""Writes and reads what is said to and by a training that runs: triggers, requests and their answers.
+"""Reads and writes the documents that a running training exchanges: triggers, requests and answers.
 
-A trigger is something that happened, for which the ranks of a training store the iterations that they hold. It is one
-small document, written by the rank on which the thing happened: ranks need no agreement and no lock, and whoever looks
-at the names knows which iterations are to be stored.
+A trigger is an event that makes all ranks store the iterations that they hold. It is one small document, written by
+the rank on which the event happened. Ranks need no agreement and no lock, because the name of the document gives the
+iteration.
 
-A request is what people ask of a training. It is one document, never changed, and its answer another one, written by
-the coordinator alone. What a request says is read by a training: it is compared with what it may be, and only data.
+A request is a user's request to a running training. It is one document that never changes. Its answer is another
+document, written by the coordinator only. A training validates the request before it uses it.
 
-All of these lie below the attempt, each under a name of its own.
+Each of these documents has a name of its own below the attempt.
 """
 
 from __future__ import annotations
@@ -29,73 +29,73 @@ from ranktape.storage.format.documents import Count, encode_document, for_each, 
 from ranktape.storage.places.backend import Backend
 
 MAX_TEXT = 2000
-"""Characters of a text in a trigger."""
+"""The longest text of a trigger, in characters."""
 
 
 class TriggerKind(enum.StrEnum):
-    """What kind of thing happened."""
+    """The kind of a trigger."""
 
     NAN = "nan"
-    """A recorded tensor held a NaN."""
+    """A recorded tensor contained NaN."""
     INF = "inf"
-    """A recorded tensor held an infinity."""
+    """A recorded tensor contained an infinity."""
     METRIC = "metric"
-    """A metric of a recorded tensor was beyond a limit that was given (`--trigger`)."""
+    """A metric of a recorded tensor exceeded its limit (`--trigger`)."""
     USER = "user"
-    """The program said so (`capture.trigger`)."""
+    """The program called `capture.trigger`."""
     SIGNAL = "signal"
-    """A signal asked for it."""
+    """The process received a signal."""
     EXCEPTION = "exception"
-    """The training ended with an error: an uncaught exception, as of a collective that timed out."""
+    """The training ended with an uncaught exception, such as a collective that timed out."""
     DEATH = "death"
-    """The training process died, without a word."""
+    """The training process died."""
 
 
 _LATE_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
-"""What a launcher sends to the other ranks when one has failed."""
+"""The signals that a launcher sends to the other ranks when one has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trigger:
-    """Something that happened on one rank."""
+    """An event on one rank."""
 
     kind: TriggerKind
-    """What kind of thing it is."""
+    """Kind of the event."""
     iteration: Count
-    """The training step in which it happened."""
+    """Training step in which it happened."""
     rank: Count
-    """The rank on which."""
+    """Rank on which it happened."""
     text: str
-    """What happened, in a sentence: the value and the limit, the exception, the signal."""
+    """Description in one sentence: the value and the limit, the exception, or the signal."""
     where: dict[str, Any] = field(default_factory=dict)
-    """The fields of the record that showed it; empty where no record did."""
+    """The fields of the record that caused it; empty if no record did."""
     metric: str = ""
-    """The metric that was judged; empty where none was."""
+    """The metric that exceeded its limit; empty if there is none."""
     value: float | None = None
-    """That metric; None where there is none, and where it is not finite."""
+    """The value of the metric; None if there is none or it is not finite."""
     signal: str = ""
-    """The signal that ended the process or asked for it; empty where none did, or it is not known."""
+    """The signal that ended the process or requested the trigger; empty if there was none or it is not known."""
     traceback: str = ""
-    """The last frames of the exception; empty where there was none."""
+    """The last frames of the exception; empty if there was none."""
     time: float = 0.0
-    """When it was noticed, in seconds since 1970."""
+    """Time at which it was noticed, in seconds since 1970."""
     attempt: int = 0
     """Number of the attempt."""
     is_stored: bool = True
-    """Whether the iterations around it are stored; not where iterations of many triggers of its kind are."""
+    """Whether the iterations around it are stored; False after `MAX_STORED` triggers of one kind."""
     count: Count = 1
-    """How many triggers of its kind and rank it stands for, this one and later ones."""
+    """Number of triggers of this kind and rank that it stands for: this one and later ones."""
     last_iteration: Count | None = None
-    """The iteration of the last of them; None where it stands for itself alone."""
+    """The iteration of the last of them; None if it stands for itself only."""
 
     def __post_init__(self) -> None:
-        """Refuse what could not be put in order."""
+        """Refuse values by which triggers cannot be sorted."""
         if type(self.where.get("counter", 0)) is not int:
             raise ValueError(f"Expected `int` as `counter` of the record, got {self.where['counter']!r:.60}")
 
     @property
     def order(self) -> tuple[int, int, int, int, float]:
-        """What came first: a value before the crash it led to, a crash before what it did to the other ranks."""
+        """The sort key: a value precedes the crash it led to, and a crash precedes its effect on other ranks."""
         if self.kind is TriggerKind.EXCEPTION:
             rank_of_kind = 2
         elif self.kind is TriggerKind.DEATH:
@@ -105,22 +105,22 @@ class Trigger:
         return self.attempt, self.iteration, rank_of_kind, self.where.get("counter", 0), self.time
 
     def message(self) -> str:
-        """One line for a person."""
+        """The trigger as one line of text."""
         repeated = "" if self.count == 1 else f", and {self.count - 1} more until iteration {self.last_iteration}"
         noted = "" if self.is_stored else "; nothing is stored for it, as this kind of trigger happened too often"
         return f"iteration {self.iteration}, rank {self.rank}: {self.text}{repeated}{noted}"
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary for JSON and for Zarr attributes."""
+        """The trigger as a dictionary for JSON and Zarr attributes."""
         return {**dataclasses.asdict(self), "kind": self.kind.value, "where": dict(self.where)}
 
 
 MAX_STORED = 100
-"""Iterations of triggers of one kind for which all ranks store what they hold; later triggers are counted."""
+"""The number of triggers of one kind for which all ranks store their iterations. Later triggers are only counted."""
 
 
 def write_trigger(backend: Backend, *, attempt: Attempt, trigger: Trigger, number: int = 0) -> None:
-    """Say to all ranks of an attempt what happened; `number` tells those of one rank and iteration apart."""
+    """Write a trigger for all ranks of an attempt; `number` distinguishes those of one rank and iteration."""
     check_attempt(backend, attempt)
     if number == 0:
         write_group(backend, layout.triggers_path(attempt.path), {})
@@ -129,12 +129,12 @@ def write_trigger(backend: Backend, *, attempt: Attempt, trigger: Trigger, numbe
 
 
 def list_triggers(backend: Backend, attempt: Attempt) -> set[str]:
-    """The names of an attempt's triggers; one LIST."""
+    """The names of an attempt's triggers. It takes one LIST request."""
     return {name for name in backend.list_names(layout.triggers_path(attempt.path)) if layout.is_trigger(name)}
 
 
 def count_triggers(backend: Backend, attempt: Attempt) -> int:
-    """How many triggers an attempt had; their documents are read only where one may count several."""
+    """The number of triggers of an attempt. Documents are read only if one of them may stand for several triggers."""
     names = list_triggers(backend, attempt)
     if len(names) <= MAX_STORED:
         return len(names)
@@ -142,14 +142,14 @@ def count_triggers(backend: Backend, attempt: Attempt) -> int:
 
 
 def read_triggers(backend: Backend, attempt: Attempt, names: Collection[str] | None = None) -> list[Trigger]:
-    """An attempt's triggers, or those of these names, what came first before; damaged ones are passed over."""
+    """The triggers of an attempt, or those with the given names, sorted by `order`. Damaged ones are ignored."""
     chosen = sorted(list_triggers(backend, attempt) if names is None else names)
     found = for_each(lambda name: _read_trigger(backend, attempt, name), chosen)
     return sorted((one for one in found if one is not None), key=lambda one: one.order)
 
 
 def merge_repeated(triggers: Iterable[Trigger]) -> list[Trigger]:
-    """One trigger, the first, for those of one rank and kind that say the same, with their count."""
+    """The triggers with repetitions merged: of those of one rank, kind and text, the first with their total count."""
     merged: dict[tuple[Any, ...], Trigger] = {}
     for one in triggers:
         key = one.attempt, one.rank, one.kind, one.metric or one.text, one.is_stored
@@ -168,45 +168,45 @@ def _read_trigger(backend: Backend, attempt: Attempt, name: str) -> Trigger | No
 
 
 MAX_ITERATIONS = 1000
-"""Iterations that one request may ask for."""
+"""The largest number of iterations of one request."""
 
 MAX_SELECTION = 4000
-"""Characters of all texts of a request's selection: every rank is told of it through its ring."""
+"""The longest selection of a request, in characters. Every rank receives it through its ring."""
 
 _MAX_NAME = 200
-"""Characters of the name of who asks."""
+"""The longest name of a requester, in characters."""
 
 _MAX_VALUES = 200
-"""Texts of a selection."""
+"""The largest number of texts of a selection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Iterations that somebody asks a running training to record."""
+    """A request to a running training to record iterations."""
 
     num_iterations: Annotated[int, Meta(ge=1, le=MAX_ITERATIONS)]
-    """How many."""
+    """Number of iterations."""
     settings: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
-    """What to select in them, by the names of the capture's settings; empty for what the capture selects."""
+    """The selection, by the names of the capture's settings; empty for the capture's own selection."""
     by: str = ""
-    """Who asks: user and host."""
+    """The requester: user and host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the coordinator answers."""
+    """The coordinator's answer to a request."""
 
     iterations: tuple[Count, ...] = ()
-    """The iterations that all ranks record; empty where the request is refused."""
+    """The iterations that all ranks record; empty if the request is refused."""
     is_held: bool = False
-    """Whether the iterations around the one that is named are stored, which the ranks of a flight recorder hold."""
+    """Whether a flight recorder answers: the iterations that its ranks hold around the named one are stored."""
     refusal: str = ""
-    """Why the request is refused; empty where it is not."""
+    """Why the request is refused; empty if it is not."""
 
 
 def write_request(backend: Backend, *, attempt: Attempt, request: Request) -> str:
-    """Leave a request for the coordinator of an attempt; the name by which it is answered."""
-    # Names tell which one came first, as far as clocks agree.
+    """Write a request to the coordinator of an attempt, and return its name, which the answer will have."""
+    # Names sort by time, as far as clocks agree.
     name = f"{int(time.time() * 1000):012x}{secrets.token_hex(4)}"
     attributes = {**dataclasses.asdict(request), "by": request.by[:_MAX_NAME], "written": time.time()}
     key = layout.document_key(layout.request_path(attempt.path, name))
@@ -216,7 +216,7 @@ def write_request(backend: Backend, *, attempt: Attempt, request: Request) -> st
 
 
 def list_requests(backend: Backend, attempt: Attempt) -> tuple[list[str], set[str]]:
-    """The names of all requests, the first ones first, and of those that are answered; one LIST."""
+    """The names of all requests in order of time, and of those that are answered. It takes one LIST request."""
     requests, answers = [], set()
     for name in backend.list_names(layout.control_path(attempt.path)):
         kind, token = layout.parse_control(name)
@@ -228,7 +228,7 @@ def list_requests(backend: Backend, attempt: Attempt) -> tuple[list[str], set[st
 
 
 def read_request(backend: Backend, *, attempt: Attempt, name: str) -> Request | None:
-    """A request as its document says; None where there is none."""
+    """The request of that name; None if there is none."""
     path = layout.request_path(attempt.path, name)
     request = read_as(backend, path, Request)
     if request is None:
@@ -240,11 +240,11 @@ def read_request(backend: Backend, *, attempt: Attempt, name: str) -> Request | 
 
 
 def write_answer(backend: Backend, *, attempt: Attempt, name: str, answer: Answer) -> None:
-    """Answer a request."""
+    """Write the answer to a request."""
     attributes = {**dataclasses.asdict(answer), "written": time.time()}
     write_group(backend, layout.answer_path(attempt.path, name), attributes)
 
 
 def read_answer(backend: Backend, *, attempt: Attempt, name: str) -> Answer | None:
-    """What was answered to a request; None where nothing was yet."""
+    """The answer to a request; None if there is none yet."""
     return read_as(backend, layout.answer_path(attempt.path, name), Answer)
