@@ -1,12 +1,12 @@
-"""Turns values into the documents and the objects of Zarr arrays, and these into values again.
+"""Encodes tensors as Zarr arrays (a document and an object each), and decodes them.
 
-A large tensor is one object. Where it has samples, the object is a shard whose inner chunks are single samples, so
-that one sample is one read. Small tensors of one dtype and shape share an array, whose one shard has a tensor in each
-inner chunk. Shards are written by hand as the specification of `sharding_indexed` says: the chunks, then their offsets
-and sizes, then a checksum of those. Bytes that are no tensor (catalogues) lie as an array of bytes in one chunk.
+A large tensor is one object. If it has samples, the object is a shard with one sample in each inner chunk, so that one
+sample is one read. Small tensors of one dtype and shape share an array, a stack, whose shard has one tensor in each
+inner chunk. Shards are written by hand according to the specification of `sharding_indexed`: the chunks, then their
+offsets and sizes, then a checksum of these. Other bytes (catalogues) are stored as an array of bytes in one chunk.
 
-Values are rebuilt from bytes that are there, each chunk compared with its checksum. Nothing is allocated because a
-document says so: zarr gives zeros for what is missing, in any size that a document declares.
+Values are decoded from bytes that exist, and each chunk is compared with its checksum. Sizes in documents are not
+trusted: zarr returns zeros for missing chunks, in any size that a document declares.
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ from ranktape.storage.format.statistics import STATISTICS
 from ranktape.storage.places.backend import Backend, Buffer, RangeFile, expect_memory
 
 MIN_SAMPLE_NBYTES = 1024
-"""Samples smaller than this share one chunk: an entry of the shard's index is 16 bytes, a request costs more."""
+"""The smallest sample with a chunk of its own, in bytes. Smaller ones would spend much on the shard's index."""
 
 _COMBINED_NBYTES = 1 << 18
-"""Of samples smaller than this, reading the bytes again takes less time than combining checksums."""
+"""The smallest sample whose checksums are combined, in bytes. Below this, a second pass over the bytes is faster."""
 
 _SUMMED_NBYTES = 1 << 19
-"""Of values, as many are summed and then written: they fit into the cache of one processor core."""
+"""The number of bytes that are checksummed and then written at a time. They fit into the cache of one core."""
 
 _INDEX_ENTRY_NBYTES = 16
 _CRC_NBYTES = 4
 
 _PIECE_NBYTES = 64 << 20
 _NUM_THREADS = 4
-"""Pieces in flight."""
+"""The number of pieces that are fetched concurrently."""
 
 _AT_ONCE_NBYTES = 4 << 20
-"""Slices are fetched together up to this size: what is looked at next still is in the processor's cache."""
+"""The largest size of slices that are fetched together, in bytes. They stay in the processor's cache."""
 
 _MAX_SPREAD = 4
-"""Slices that are fetched for each that is wanted, where they are fetched together."""
+"""The largest number of slices that are fetched for each wanted one when slices are fetched together."""
 
 WHOLE_NBYTES = 4 << 20
-"""Up to this size bytes are read with one request and compared with their checksum, and in parts above it."""
+"""The largest size that is read with one request and compared with its checksum, in bytes. More is read in parts."""
 
 _AHEAD_NBYTES = 1 << 18
 
@@ -79,26 +79,26 @@ _ASK = "see 'ranktape check'"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedArray:
-    """An array ready to be written: first its object, then its document."""
+    """An array to write: first its object, then its document."""
 
     document: dict[str, Any]
-    """Its `zarr.json`, without the checksum of the text; its other checksums are known once the parts were made."""
+    """Its `zarr.json`, without the checksum of the text. Checksums of values are set when `parts` has been iterated."""
     parts: Iterable[Buffer] | None
-    """What its object holds, to be joined, made anew each time; None for an empty tensor, which has no object."""
+    """The contents of its object in parts, iterable repeatedly; None for an empty tensor, which has no object."""
 
 
 def checksum(values: np.ndarray[Any, Any] | bytes) -> str:
-    """The CRC-32C of bytes, or of values as little-endian bytes in C order, as records and documents carry it."""
+    """The CRC-32C of bytes, or of values as little-endian bytes in C order, in the form of records and documents."""
     return crc_text(_crc(values if isinstance(values, bytes) else _raw(values)))
 
 
 def crc_text(crc: int) -> str:
-    """A CRC-32C as records carry it."""
+    """A CRC-32C in the form of records."""
     return f"crc32c:{crc:08x}"
 
 
 def can_hold(info: RecordInfo, *, shape: Sequence[int], dtype: str) -> bool:
-    """Whether an array of that shape and dtype is what is kept of a record: its values, its statistics, or words."""
+    """Whether the stored part of a record (values, statistics, or a histogram) has that shape and dtype."""
     if info.keep == Keep.STATISTICS:
         return (tuple(shape), dtype) == ((len(STATISTICS),), "float64")
     if info.keep == Keep.HISTOGRAM:
@@ -107,17 +107,16 @@ def can_hold(info: RecordInfo, *, shape: Sequence[int], dtype: str) -> bool:
 
 
 _WORDS = frozenset({"uint32", "uint64"})
-"""The dtypes of words: what these count is left to whoever writes and reads them."""
+"""The dtypes of the words of a histogram, whose meaning is defined by `analyze`."""
 
 
 def encode_array(
     array: np.ndarray[Any, Any], *, info: RecordInfo, compression: Compression = Compression.NONE
 ) -> EncodedArray:
-    """The document and the object of a tensor whose identity is `info`.
+    """The document and the object of a tensor with the metadata `info`.
 
-    The tensor's checksums are taken while the parts of the object are made, and are in the document then: who writes
-    each part as it comes finds it in the processor's cache. No bytes are copied, but those of samples that do not lie
-    together.
+    Checksums are computed while the parts of the object are iterated, and are then set in the document, so that each
+    part is still in the processor's cache when it is written. Only samples that are not contiguous are copied.
     """
     by_sample = _samples_apart(array, info=info)
     inner_chunk = None
@@ -139,7 +138,7 @@ def encode_array(
 
 
 class _TensorParts:
-    """The parts of the object of a tensor; each time they are made, its checksums are put into `attributes`."""
+    """The parts of the object of a tensor. Each iteration sets its checksums in `attributes`."""
 
     def __init__(
         self, array: np.ndarray[Any, Any], *, by_sample: int | None, packing: Compression, attributes: dict[str, Any]
@@ -163,7 +162,7 @@ class _TensorParts:
                         whole = google_crc32c.extend(whole, raw)
 
             crcs = yield from _shard(samples(), packing=packing, itemsize=array.itemsize)
-            # One sample is read without the others: what it must be is said where nobody can exchange it.
+            # A sample is read without the others, so that the document must have its checksum.
             self._attributes["sample_checksums"] = [crc_text(crc) for crc in crcs]
             if is_combined:
                 whole = combine(crcs, part_nbytes=part_nbytes)
@@ -175,10 +174,10 @@ class _TensorParts:
 def encode_stack(
     arrays: Sequence[np.ndarray[Any, Any]], *, infos: Sequence[RecordInfo], compression: Compression = Compression.NONE
 ) -> EncodedArray:
-    """The document and the object of tensors of one dtype, shape and layout, none of them empty.
+    """The document and the object of a stack: nonempty tensors of one dtype, shape and layout.
 
-    `infos` are their identities with their checksums. What all of them share is in the attribute `common`, what
-    tells them apart in `captures`, in their order.
+    `infos` is their metadata, with checksums. Fields that all of them share are in the attribute `common`, the others
+    in `captures`, in the order of the tensors.
     """
     first = infos[0]
     row = DTYPES[dtype_name(arrays[0].dtype)]
@@ -198,19 +197,19 @@ def encode_stack(
 
 
 def _packing(compression: Compression, *, info: RecordInfo) -> Compression:
-    # Most words of a histogram are zero or small: packed it takes a tenth, and no time to speak of.
+    # Most words of a histogram are zero or small, so that compression to a tenth takes little time.
     return Compression.ZSTD if info.keep == Keep.HISTOGRAM else compression
 
 
 def _shared_attributes(infos: Sequence[RecordInfo]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The attributes that all records share, and for each record those of its own."""
+    """The attributes that all records share, and the other attributes of each record."""
     common: dict[str, Any] = {}
     own: dict[str, list[Any]] = {}
     for name, values in zip(FIELDS, zip(*map(fields_of, infos), strict=True), strict=True):
         first = values[0]
         is_shared = values[-1] == first and values.count(first) == len(values)
         if is_shared and name in _FREE_FIELDS and first is not None:
-            # 1, 1.0 and True are equal, and not the same in JSON.
+            # 1, 1.0 and True are equal in Python but differ in JSON.
             is_shared = len({json.dumps(value) for value in values}) == 1
         if is_shared:
             common[name] = attribute_of(first)
@@ -220,14 +219,14 @@ def _shared_attributes(infos: Sequence[RecordInfo]) -> tuple[dict[str, Any], lis
 
 
 _FREE_FIELDS = frozenset({"metadata", "placement", "sample_ids"})
-"""Fields that may hold anything that JSON can."""
+"""The fields that may have any JSON value."""
 
 
 def dimension_names(info: RecordInfo, *, shape: Sequence[int]) -> list[str]:
-    """Names of the dimensions of what is kept of a record, such as `B_4`: the letter of the layout and the extent.
+    """The dimension names of a record's array, such as `B_4`: the letter of the layout and the extent.
 
-    xarray reads the arrays of a group as one dataset, where a name has one extent; the extent is in the
-    name, so that tensors of different shapes may stand side by side.
+    xarray reads the arrays of a group as one dataset, in which a name has one extent. With the extent in the name,
+    tensors of different shapes fit into one group.
     """
     if info.keep != Keep.VALUES:
         labels = ["statistic" if info.keep == Keep.STATISTICS else "word"]
@@ -237,10 +236,10 @@ def dimension_names(info: RecordInfo, *, shape: Sequence[int]) -> list[str]:
 
 
 def check_form(array: np.ndarray[Any, Any], *, info: RecordInfo) -> None:
-    """That an array is what its identity says, and that this can be written; a reader could not read it else.
+    """Check that an array agrees with its metadata, and that the metadata can be written as JSON.
 
     Raises:
-        UsageError: what is said of it has no form in JSON.
+        UsageError: the metadata cannot be written as JSON.
     """
     if array.nbytes != info.nbytes or not can_hold(info, shape=array.shape, dtype=dtype_name(array.dtype)):
         raise DataError(
@@ -260,14 +259,14 @@ def check_form(array: np.ndarray[Any, Any], *, info: RecordInfo) -> None:
 
 
 def crc_of(text: str) -> int:
-    """The number in a checksum as records carry it."""
+    """The number in a checksum in the form of records."""
     return int(text.partition(":")[2], 16)
 
 
 def _shard(
     chunks: Iterable[tuple[np.ndarray[Any, Any], int | None]], *, packing: Compression, itemsize: int
 ) -> Generator[Buffer, None, list[int]]:
-    """The parts of a shard of chunks, each with the checksum of its values, if that is known; returns all of these."""
+    """The parts of a shard of chunks, each with the checksum of its values or None; returns all checksums."""
     crcs: list[int] = []
     index: list[int] = []
     offset = 0
@@ -285,7 +284,7 @@ def _shard(
 def _chunk(
     raw: np.ndarray[Any, Any], *, packing: Compression, itemsize: int, known: int | None = None
 ) -> Generator[Buffer, None, tuple[int, int]]:
-    """The parts of one chunk; returns the checksum of its values, which may be known, and how many bytes it has."""
+    """The parts of one chunk; returns the checksum of its values (`known`, if given) and its size in bytes."""
     if packing is not Compression.NONE:
         packed = pack(raw, packing, itemsize=itemsize)
         yield packed
@@ -313,7 +312,7 @@ def _crc(raw: np.ndarray[Any, Any] | bytes) -> int:
 
 
 def _crc_bytes(raw: bytes) -> bytes:
-    """As the codec `crc32c` has it behind a chunk."""
+    """The checksum that the codec `crc32c` appends to a chunk."""
     return _crc(raw).to_bytes(_CRC_NBYTES, "little")
 
 
@@ -333,37 +332,37 @@ class StoredArray:
     place: str
     """What its object is called in messages."""
     shape: tuple[int, ...]
-    """Of the array, in elements."""
+    """Shape of the array."""
     row: DtypeRow
     """Its dtype."""
     inner_chunk: tuple[int, ...] | None
-    """The chunks of its shard; None where the object is one chunk."""
+    """Shape of the chunks of its shard; None if the object is one chunk."""
     cut_axis: int | None
-    """The axis along which its shard is cut, into slices of one; None where the object is one chunk."""
+    """The axis along which its shard is cut into slices of extent 1; None if the object is one chunk."""
     compression: Compression
-    """How chunks are packed."""
+    """Compression of the chunks."""
     attributes: Mapping[str, Any]
-    """What the document says beside it."""
+    """Attributes of the document."""
     sample_checksums: tuple[str, ...] | None
-    """Of the values of each sample; None where samples have no chunks of their own."""
+    """Checksum of the values of each sample; None if samples have no chunks of their own."""
 
     @property
     def key(self) -> str:
-        """Of the object."""
+        """Key of the object."""
         return f"{self.path}/{chunk_key(len(self.shape))}"
 
     @property
     def num_chunks(self) -> int:
-        """Of the object."""
+        """Number of chunks in the object."""
         return 1 if self.cut_axis is None else self.shape[self.cut_axis]
 
     @property
     def chunk_nbytes(self) -> int:
-        """Values in one chunk, unpacked."""
+        """Size of the values in one chunk, in bytes, before compression."""
         return self.row.itemsize * math.prod(self.shape if self.inner_chunk is None else self.inner_chunk)
 
     def object_nbytes(self) -> int | None:
-        """The exact size of the object; None where chunks are compressed."""
+        """The exact size of the object, in bytes; None if chunks are compressed."""
         if self.compression is not Compression.NONE:
             return None
         chunk = self.chunk_nbytes + _CRC_NBYTES
@@ -371,7 +370,7 @@ class StoredArray:
 
 
 def parse_array(document: Mapping[str, Any], *, path: str, place: str) -> StoredArray:
-    """What the document of an array says, if it is one that is written here."""
+    """The array that a document describes, if it is an array that ranktape writes."""
     try:
         shape = tuple(document["shape"])
         row = DTYPES[document["data_type"]]
@@ -414,7 +413,7 @@ def parse_array(document: Mapping[str, Any], *, path: str, place: str) -> Stored
 
 
 def open_stored(backend: Backend, path: str, *, without_records: bool = False) -> StoredArray:
-    """What the document of the array at a path says; of the records in a stack nothing if `without_records`."""
+    """The array at a path, from its document. With `without_records`, the records of a stack are not parsed."""
     key = document_key(path)
     place = f"{backend.url}/{key}"
     data = read_document(backend, path, max_nbytes=MAX_COMMIT_NBYTES)
@@ -425,8 +424,8 @@ def open_stored(backend: Backend, path: str, *, without_records: bool = False) -
 
 
 def _without_captures(data: bytes) -> bytes:
-    """The text of an array's document without its records: to parse these takes longer than to read their values."""
-    # Whoever parses all of it says what is wrong.
+    """The text of an array's document without its records, whose parsing takes longer than reading their values."""
+    # If the text is damaged, the parser of the whole document reports the error.
     with contextlib.suppress(msgspec.DecodeError, RecursionError, KeyError):
         named = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         if "captures" in msgspec.json.decode(named["attributes"], type=dict[str, msgspec.Raw]):
@@ -437,9 +436,9 @@ def _without_captures(data: bytes) -> bytes:
 def read_stored(
     backend: Backend, stored: StoredArray, *, index: int | None = None, axis: int = 0
 ) -> np.ndarray[Any, Any]:
-    """The values of an array; with `index` those at one place along an axis, without that axis.
+    """The values of an array; with `index`, those at one index along an axis, without that axis.
 
-    One place is two small requests where the chunks are cut along the axis; else the whole is read for it.
+    One index takes two small requests if the chunks are cut along the axis; otherwise the whole array is read.
     """
     if index is not None and axis == stored.cut_axis:
         [(values, _)] = _slices(_ranges(backend, stored), stored, slice(index, index + 1))
@@ -449,7 +448,7 @@ def read_stored(
     elif stored.cut_axis is None:
         nbytes = _expect_size(backend, stored)
         content, _ = _unpack(memoryview(_fetched(backend, stored, nbytes)(0, nbytes)), stored)
-        # Callers may write into what they get, and bytes cannot be written.
+        # A bytearray, because callers may write into the result.
         values = np.frombuffer(bytearray(content), dtype=stored.row.numpy_dtype).reshape(stored.shape)
     else:
         get = _fetched(backend, stored, _expect_size(backend, stored))
@@ -458,9 +457,9 @@ def read_stored(
 
 
 def read_slices(backend: Backend, stored: StoredArray) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
-    """The values of an array that is cut, slice after slice, each without the axis; and the CRC-32C of its values.
+    """The slices of an array along its `cut_axis`, without that axis, each with the CRC-32C of its values.
 
-    No more than one of them is in memory, or a few of small ones. They cannot be written to.
+    At most one slice, or a few small ones, are in memory at a time. They are read-only.
     """
     exact = stored.object_nbytes()
     get = _ranges(backend, stored) if exact is None or exact > _AT_ONCE_NBYTES else _fetched(backend, stored, exact)
@@ -468,16 +467,16 @@ def read_slices(backend: Backend, stored: StoredArray) -> Iterator[tuple[np.ndar
 
 
 def read_rows(backend: Backend, stored: StoredArray, indices: Sequence[int]) -> np.ndarray[Any, Any] | None:
-    """The slices of an array at places of its first axis, fetched together; compared with no checksum.
+    """The slices of an array at some indices of its first axis, fetched together. Checksums are not compared.
 
-    None where the chunks are packed or not cut along that axis, or where most of what lies between is not wanted.
+    None if the chunks are compressed or not cut along that axis, or if the indices are too far apart.
     """
     first, last = min(indices), max(indices)
     is_plain = stored.cut_axis == 0 and stored.compression is Compression.NONE and stored.chunk_nbytes
     if not is_plain or last - first >= _MAX_SPREAD * len(indices):
         return None
     get, step = _ranges(backend, stored), stored.chunk_nbytes + _CRC_NBYTES
-    _read_index(get, stored)  # which says that chunks follow one another
+    _read_index(get, stored)  # checks that the chunks are contiguous
     data = get(first * step, (last + 1 - first) * step)
     rows = np.frombuffer(data, dtype=np.uint8).reshape(-1, step)[np.asarray(indices) - first, : stored.chunk_nbytes]
     values = np.ascontiguousarray(rows).view(stored.row.numpy_dtype)
@@ -487,9 +486,9 @@ def read_rows(backend: Backend, stored: StoredArray, indices: Sequence[int]) -> 
 def read_runs(
     backend: Backend, stored: StoredArray, *, num_elements: int
 ) -> Generator[np.ndarray[Any, Any], None, int]:
-    """The values of an array in one chunk that is not packed, in runs of so many elements in C order.
+    """The values of an array of one uncompressed chunk, in runs of `num_elements` elements in C order.
 
-    What is yielded cannot be written to. What is returned is the CRC-32C of the whole: nothing holds before.
+    The runs are read-only. The CRC-32C of the array is compared after the last run and returned.
     """
     _expect_size(backend, stored)
     step, end = num_elements * stored.row.itemsize, stored.chunk_nbytes
@@ -504,7 +503,7 @@ def read_runs(
 
 
 def fetch_object(backend: Backend, key: str, nbytes: int) -> bytes | None:
-    """An object of that size; a large one in pieces, each of which has a request's time."""
+    """An object of `nbytes` bytes. A large one is fetched in pieces, each with the timeout of a request."""
     if nbytes <= _PIECE_NBYTES:
         return backend.get(key, max_nbytes=nbytes)
     expect_memory(2 * nbytes, place=f"{backend.url}/{key}")
@@ -515,11 +514,11 @@ def fetch_object(backend: Backend, key: str, nbytes: int) -> bytes | None:
 
 
 _Get: TypeAlias = Callable[[int, int], Any]
-"""Gives some bytes of an object, from a place on; a negative one counts from its end."""
+"""Gets some bytes of an object, given the start and the number. A negative start counts from the end."""
 
 
 def _ranges(backend: Backend, stored: StoredArray) -> _Get:
-    """From the store, with one request each time."""
+    """Gets bytes from the store, with one request for each call."""
 
     def get(start: int, nbytes: int) -> bytes:
         data = backend.get_range(stored.key, start, nbytes)
@@ -531,7 +530,7 @@ def _ranges(backend: Backend, stored: StoredArray) -> _Get:
 
 
 def _fetched(backend: Backend, stored: StoredArray, nbytes: int) -> _Get:
-    """From the whole object, of that size, which is in memory."""
+    """Gets bytes from the whole object of `nbytes` bytes, which is fetched once."""
     data = fetch_object(backend, stored.key, nbytes)
     if data is None or len(data) != nbytes:
         raise _wrong_size(stored, None if data is None else len(data), expected=nbytes)
@@ -539,7 +538,7 @@ def _fetched(backend: Backend, stored: StoredArray, nbytes: int) -> _Get:
 
 
 def _expect_size(backend: Backend, stored: StoredArray) -> int:
-    """The size of the object, which is the one that its document leads to."""
+    """The size of the object, after a comparison with the size that its document implies."""
     size, exact = backend.size(stored.key), stored.object_nbytes()
     if size is None or size != (size if exact is None else exact):
         raise _wrong_size(stored, size, expected=exact)
@@ -547,7 +546,7 @@ def _expect_size(backend: Backend, stored: StoredArray) -> int:
 
 
 def _slices(get: _Get, stored: StoredArray, chosen: slice = slice(None)) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
-    """Some slices of an array that is cut, each with the checksum of its values; those of a few MB are got together."""
+    """Slices of an array along its `cut_axis`, each with the checksum of its values. Small ones share a request."""
     assert stored.cut_axis is not None
     shape = (*stored.shape[: stored.cut_axis], *stored.shape[stored.cut_axis + 1 :])
     entries = _read_index(get, stored)[chosen]
@@ -564,7 +563,7 @@ def _slices(get: _Get, stored: StoredArray, chosen: slice = slice(None)) -> Iter
 
 
 def _read_index(get: _Get, stored: StoredArray) -> np.ndarray[Any, Any]:
-    """The offset and the size of each chunk, which follow one another."""
+    """The offset and the size of each chunk. The chunks are contiguous."""
     nbytes = stored.num_chunks * _INDEX_ENTRY_NBYTES + _CRC_NBYTES
     tail = bytes(get(-nbytes, nbytes))
     packed = tail[:-_CRC_NBYTES]
@@ -578,9 +577,9 @@ def _read_index(get: _Get, stored: StoredArray) -> np.ndarray[Any, Any]:
 
 
 def _unpack(chunk: memoryview, stored: StoredArray) -> tuple[memoryview, int]:
-    """The bytes of the values in a chunk, and the checksum of what is stored of them."""
+    """The bytes of the values in a chunk, and the checksum of the chunk."""
     content = chunk[:-_CRC_NBYTES]
-    # The library takes arrays, and no memoryviews.
+    # The library accepts arrays but not memoryviews.
     crc = google_crc32c.value(np.frombuffer(content, dtype=np.uint8)) if len(content) else -1
     if crc != int.from_bytes(chunk[-_CRC_NBYTES:], "little"):
         raise DataError(f"{stored.place} is cut or not what was written: the checksum of a chunk differs; {_ASK}")
@@ -600,7 +599,7 @@ def _wrong_size(stored: StoredArray, size: int | None, *, expected: int | None) 
 
 
 def _cut_axis(shape: Sequence[int], inner: Sequence[int]) -> int:
-    """The one axis along which a shard is cut, into slices of one."""
+    """The axis along which a shard is cut into slices of extent 1."""
     cut = [axis for axis, (extent, chunk) in enumerate(zip(shape, inner, strict=True)) if extent != chunk]
     if len(cut) != 1 or inner[cut[0]] != 1:
         raise ValueError(f"chunks of {list(inner)} in {list(shape)}")
@@ -608,19 +607,19 @@ def _cut_axis(shape: Sequence[int], inner: Sequence[int]) -> int:
 
 
 def blob_key(path: str) -> str:
-    """The key of the object that holds the bytes at a path."""
+    """The key of the object with the bytes at a path."""
     return f"{path}/{chunk_key(1)}"
 
 
 def write_blob(backend: Backend, path: str, data: bytes, *, attributes: Mapping[str, Any]) -> None:
-    """Write bytes, and after them their document."""
+    """Write bytes, then their document."""
     key = document_key(path)
     backend.put(blob_key(path), blob_parts(data))
     backend.put(key, [encode_document(blob_document(data, attributes=attributes), key=key)])
 
 
 def blob_document(data: bytes, *, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The document of the array that holds the bytes."""
+    """The document of an array of these bytes."""
     return array_document(
         shape=[len(data)],
         row=DTYPES["uint8"],
@@ -631,12 +630,12 @@ def blob_document(data: bytes, *, attributes: Mapping[str, Any]) -> dict[str, An
 
 
 def blob_parts(data: bytes) -> list[bytes]:
-    """What the object of that array holds."""
+    """The contents of the object of that array, in parts."""
     return [data, _crc_bytes(data)]
 
 
 def blob_nbytes(document: Mapping[str, Any]) -> int | None:
-    """The size of that object, from the array's document; None where the document is not of such an array."""
+    """The size of that object, in bytes, from the array's document; None if it is the document of another array."""
     match document.get("shape"):
         case [int(length)]:
             return length + _CRC_NBYTES
@@ -644,7 +643,7 @@ def blob_nbytes(document: Mapping[str, Any]) -> int | None:
 
 
 def open_blob(backend: Backend, path: str) -> IO[bytes]:
-    """The bytes at a path, as a file; large ones are read where they are looked into."""
+    """The bytes at a path as a file. If there are many, parts are read on demand."""
     key = blob_key(path)
     place = f"{backend.url}/{key}"
     size = backend.size(key)
@@ -655,7 +654,7 @@ def open_blob(backend: Backend, path: str) -> IO[bytes]:
 
 
 def split_checksum(data: bytes | None, *, place: str) -> bytes:
-    """The bytes in front of their checksum."""
+    """The bytes without the checksum at their end, after it has been compared."""
     if data is None:
         raise DataError(f"{place} is committed, but missing: the run is damaged; see 'ranktape check'")
     content = data[:-_CRC_NBYTES]
@@ -665,7 +664,7 @@ def split_checksum(data: bytes | None, *, place: str) -> bytes:
 
 
 class _Parts(io.BufferedReader):
-    """A large object as a file, of which no more memory is taken than it has bytes."""
+    """A large object as a file. A read takes no more memory than the object has bytes."""
 
     def __init__(self, backend: Backend, key: str, *, size: int) -> None:
         def fill(position: int, target: memoryview) -> int:
@@ -684,7 +683,7 @@ class _Parts(io.BufferedReader):
 
 
 def split(values: np.ndarray[Any, Any], *, sample_dim: int | None) -> Iterator[np.ndarray[Any, Any]]:
-    """The values in runs of `RUN` elements in C order; with samples, some of them, counted by the first dimension."""
+    """The values in runs of `RUN` elements in C order; with samples, in runs of samples along dimension 0."""
     if not values.size:
         return
     if sample_dim is None:
@@ -699,16 +698,16 @@ def split(values: np.ndarray[Any, Any], *, sample_dim: int | None) -> Iterator[n
 
 
 _POLYNOMIAL = 0x82F63B78
-"""Of CRC-32C (Castagnoli), its bits reversed."""
+"""The polynomial of CRC-32C (Castagnoli), with its bits reversed."""
 
 _NUM_BITS = 32
 
 Matrix = tuple[int, ...]
-"""A linear map of checksums: what becomes of each bit."""
+"""A linear map of checksums: the image of each bit."""
 
 
 def combine(crcs: Sequence[int], *, part_nbytes: int) -> int:
-    """The checksum of parts of equal size, one after the other, from theirs; at least one."""
+    """The checksum of concatenated parts of equal size from their checksums, of which there is at least one."""
     zeros = _zeros(part_nbytes)
     whole = crcs[0]
     for crc in crcs[1:]:
@@ -718,7 +717,7 @@ def combine(crcs: Sequence[int], *, part_nbytes: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _zeros(nbytes: int) -> Matrix:
-    """What so many zero bytes behind a message make of its checksum."""
+    """The map from the checksum of a message to that of the message followed by `nbytes` zero bytes."""
     power: Matrix = (_POLYNOMIAL, *(1 << bit for bit in range(_NUM_BITS - 1)))  # one zero bit
     result: Matrix = tuple(1 << bit for bit in range(_NUM_BITS))
     count = 8 * nbytes

@@ -1,10 +1,9 @@
-"""The records of an iteration as columns, which can be filtered without parsing a document for each.
+"""The catalogue: the records of an iteration as columns, which are filtered without parsing a document for each record.
 
-The catalogue of an iteration is an npz archive: one array for each field, strings as codes into a table, which is a
-JSON list. Fields are read from the archive when a question first needs them. Every rank writes one of what it
-recorded; that of the iteration has the rows of all ranks. It is stored as an array of bytes (`arrays.py`), so that
-plain Zarr can read it too. `KINDS` says of each column what it holds; what is stored of a record and what comes back
-follow from it.
+A catalogue is an npz archive with one array for each field. Strings are codes into a table, which is a JSON list. A
+field is read from the archive when it is first needed. Each rank writes the catalogue of its own records; the catalogue
+of the iteration has the rows of all ranks. A catalogue is stored as an array of bytes (`arrays.py`), so that any Zarr
+library can read it. `KINDS` gives the kind of each column.
 """
 
 from __future__ import annotations
@@ -47,26 +46,26 @@ from ranktape.storage.query.columns import Column, ColumnSource, StringColumn, n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueEntry:
-    """One record as a rank committed it."""
+    """One record of a rank's commit."""
 
     site: str
-    """The tensor's path below its iteration."""
+    """Path of the tensor below its iteration."""
     stack: str
-    """The name of the array that holds it with others, below its iteration; empty where it has one of its own."""
+    """Name of the array below its iteration that it shares with other tensors; empty if it has its own array."""
     index: int
-    """Its place in that array; -1 where it has one of its own."""
+    """Index in the shared array; -1 if it has its own array."""
     info: RecordInfo
-    """What is known of it."""
+    """Metadata of the tensor."""
 
 
 class RecordTable(Protocol):
-    """Records as columns: what a selection needs of the place that they come from."""
+    """A source of records as columns."""
 
     num_rows: int
-    """Records."""
+    """Number of records."""
 
     def column(self, name: str) -> Column:
-        """The values of a column of `COLUMNS`, one for each record, in any type that holds them."""
+        """The values of a column of `COLUMNS`, one for each record, in any type that can represent them."""
         ...
 
     def group_of(self, row: int) -> str:
@@ -89,17 +88,17 @@ KINDS = {
     "site": FieldKind.TEXT,
     "stack": FieldKind.TEXT,
 }
-"""What each stored column holds, in the order in which they are stored."""
+"""The kind of each stored column, in the order in which they are stored."""
 
 _DERIVED = {
     **{f"overflow.{kind}.ratio": FieldKind.REAL for kind in TALLY_KINDS},
     "overflow.total": FieldKind.INTEGER,
     "overflow.ratio": FieldKind.REAL,
 }
-"""What the columns hold that follow from others."""
+"""The kind of each column that is computed from other columns."""
 
 COLUMNS = {**KINDS, **_DERIVED}
-"""The names that filters may use, and what is there."""
+"""The kind of each column that filters may use."""
 
 _DTYPES: dict[FieldKind, Any] = {
     FieldKind.INTEGER: np.int64,
@@ -108,16 +107,16 @@ _DTYPES: dict[FieldKind, Any] = {
     FieldKind.OPTIONAL_REAL: np.float64,
     FieldKind.CHECKSUM: np.uint32,
 }
-"""Of columns of numbers; the others are of texts."""
+"""The dtype of each kind of numeric column; the other kinds are text."""
 
 _LOW = {"layer_idx": -1, "index": -1}
-"""The lowest value of a column of whole numbers, where it is not 0."""
+"""The lowest value of each column of integers whose lowest value is not 0."""
 
 _PATHS = {"numel": "info.shape", "index": "index", "site": "site", "stack": "stack"}
-"""Where an entry has what a column holds, if it is not below `info` under the column's name."""
+"""The attribute of an entry for each column that is not the field of `info` with the column's name."""
 
 _values = operator.attrgetter(*(_PATHS.get(name, f"info.{name}") for name in KINDS))
-"""All of an entry's values at once: asking for one after the other takes far longer."""
+"""Gets all values of an entry in one call, which is much faster than one call for each."""
 
 
 def _json(value: Any) -> str:
@@ -130,7 +129,7 @@ def _json_of_tuple(value: tuple[int, ...]) -> str:
 
 
 def _json_of_counts(value: Any) -> str:
-    # The same text as that of `_json`, in a fifth of the time.
+    # Gives the same text as `_json` in a fifth of the time.
     return msgspec.json.encode(value).decode()
 
 
@@ -141,7 +140,7 @@ _STORE = {
     "shape": _json_of_tuple,
     "overflow.per_sample": _json_of_counts,
 }
-"""From a value of an entry to that of a column, by the column's name or its kind; others stay what they are."""
+"""The conversion from an entry's value to a column's, by the name of the column or its kind; identity by default."""
 
 
 def _check_column(name: str, column: np.ndarray[Any, Any]) -> None:
@@ -154,26 +153,26 @@ _DAMAGE = (
     *(EOFError, LookupError, OSError, OverflowError, RuntimeError, TypeError, ValueError),
     *(zipfile.BadZipFile, zlib.error),
 )
-"""What reading an archive that is damaged, or that somebody made up, raises."""
+"""The exceptions that a damaged or forged archive raises when it is read."""
 
 _SPARE_NBYTES = 64 << 20
 _MAX_RATIO = 256
-"""The members of an archive take no more, unpacked, than this many times its bytes and some to spare: each row has a
-time and a checksum, which hardly pack."""
+"""Bounds the decompressed size of an archive: at most `_MAX_RATIO` times its size plus `_SPARE_NBYTES`. Real archives
+stay far below, because each row has a time and a checksum, which hardly compress."""
 
 _PACKING_LEVEL = 1
-"""Of zlib: more takes far longer and gains little."""
+"""The level of zlib. Higher levels take much longer and gain little."""
 
 _MAGIC = np.lib.format.magic(1, 0)
 _HEADER = re.compile(rb"\{'descr': '([<|][iuf][1248])', 'fortran_order': False, 'shape': \((\d{1,18}),\), \} *\n")
-"""Of an npy file of ours, after its length: matching it takes a twentieth of the time that numpy's parser takes."""
+"""The header, after its length, of an npy file of ranktape. A match is twenty times as fast as numpy's parser."""
 
 _CODES, _TABLE = "codes:", "table:"
-"""Before the name of a column of text, of which two arrays are stored."""
+"""The prefixes of the two arrays in which a column of text is stored."""
 
 
 def _pack(columns: Iterable[tuple[str, Column]]) -> bytes:
-    """The npz archive that holds the columns under their names, in the fewest bytes."""
+    """The npz archive of some columns, each in its narrowest dtype."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=_PACKING_LEVEL) as members:
         for name, wide in columns:
@@ -189,7 +188,7 @@ def _pack(columns: Iterable[tuple[str, Column]]) -> bytes:
 
 
 class _Archive:
-    """The arrays in an npz archive; what is not as it is packed here raises one of `_DAMAGE`."""
+    """The arrays of an npz archive. Anything that `_pack` does not write raises one of `_DAMAGE`."""
 
     def __init__(self, file: IO[bytes]) -> None:
         nbytes = file.seek(0, io.SEEK_END)
@@ -202,7 +201,7 @@ class _Archive:
         """A column of numbers."""
         info = self._members.getinfo(f"{name}.npy")
         with self._members.open(info) as packed:
-            # No more than it says: what unpacks to more than that takes no memory for it.
+            # A member that decompresses to more than its stated size takes no more memory.
             data = packed.read(info.file_size)
         if data[: len(_MAGIC)] != _MAGIC:
             raise ValueError(f"format {data[: len(_MAGIC)]!r}")
@@ -226,7 +225,7 @@ class _Archive:
 
 
 def encode_catalogue(entries: Sequence[CatalogueEntry]) -> bytes:
-    """The npz archive that holds the entries as columns, in their order."""
+    """The npz archive of some entries, in their order."""
     found = zip(*map(_values, entries), strict=True) if entries else itertools.repeat(())
     return _pack((name, _column(name, values)) for name, values in zip(KINDS, found, strict=False))
 
@@ -238,16 +237,16 @@ def _column(name: str, values: Sequence[Any]) -> Column:
 
 
 def _stored(name: str, values: Sequence[Any]) -> list[Any]:
-    """What a column holds of values that records have."""
+    """The stored form of the values of a column."""
     store: Any = _STORE.get(name) or _STORE.get(KINDS[name])
     return list(values if store is None else map(store, values))
 
 
 def documented_columns(attributes: Mapping[str, Any], *, name: str) -> dict[str, list[Any]]:
-    """What the document of the array of that name says of its records: the values of every column, None where missing.
+    """The values of every column in the document of the array of that name; None for missing values.
 
     Raises:
-        ArithmeticError, AttributeError, LookupError, TypeError, ValueError: it says what no document does.
+        ArithmeticError, AttributeError, LookupError, TypeError, ValueError: ranktape never writes such a document.
     """
     is_stack = "captures" in attributes
     common, captures = (attributes["common"], attributes["captures"]) if is_stack else ({}, [attributes])
@@ -281,7 +280,7 @@ def _site_path(*fields: Any) -> str:
 
 
 def catalogued_columns(table: RecordTable) -> dict[str, list[Any]]:
-    """The values of every column, None where missing; in the order of the records."""
+    """The values of every column in the order of the records; None for missing values."""
     columns = {name: values_of(table.column(name)) for name in KINDS}
     for name, kind in KINDS.items():
         if kind in {FieldKind.OPTIONAL_INTEGER, FieldKind.OPTIONAL_REAL}:
@@ -290,19 +289,19 @@ def catalogued_columns(table: RecordTable) -> dict[str, list[Any]]:
 
 
 def merge_catalogues(sources: Sequence[ColumnSource]) -> bytes:
-    """The npz archive that holds the rows of all sources, one after the other; no record is parsed for it."""
+    """The npz archive of the rows of all sources, one source after the other. No record is parsed."""
     return _pack((name, concatenate(source(name) for source in sources)) for name in KINDS)
 
 
 class Catalogue:
-    """The records of one iteration as columns; a column is unpacked when it is first asked for."""
+    """The records of one iteration as columns. A column is decompressed when it is first used."""
 
     def __init__(self, file: IO[bytes], *, place: str, attempt: str) -> None:
-        """Read what columns there are.
+        """Open the archive.
 
         Args:
             file: The archive.
-            place: Where it lies, for messages.
+            place: Its URL, for error messages.
             attempt: The path of the attempt that the iteration belongs to.
         """
         self._place = place
@@ -310,7 +309,7 @@ class Catalogue:
         self._columns: dict[str, Column] = {}
         try:
             self._archive = _Archive(file)
-            # The column that every catalogue has: how long it is all others are.
+            # Every catalogue has this column. Its length is that of all others.
             self._columns["iteration"] = iterations = self._checked("iteration")
             self.num_rows = len(iterations)
         except _DAMAGE as error:
@@ -318,20 +317,20 @@ class Catalogue:
 
     @classmethod
     def from_bytes(cls, data: bytes, *, place: str, attempt: str) -> Catalogue:
-        """The catalogue in an archive that is at hand."""
+        """The catalogue in the bytes of an archive."""
         return cls(io.BytesIO(data), place=place, attempt=attempt)
 
     def column(self, name: str) -> Column:
-        """The values of a column of `COLUMNS`, one for each record, in the types that they are stored in.
+        """The values of a column of `COLUMNS`, one for each record, in the dtype in which they are stored.
 
-        These are as small as the values allow (`columns.widened` gives those to compute with).
+        This is the narrowest dtype that represents the values; `columns.widened` gives one for arithmetic.
         """
         if name not in self._columns:
             self._columns[name] = self._load(name, is_parsed=True)
         return self._columns[name]
 
     def load(self, name: str) -> Column:
-        """As `column`, without remembering it, and without a look at what JSON in it says: for who passes it on."""
+        """Like `column`, but without caching and without validating JSON: for a copy to another catalogue."""
         return self._load(name, is_parsed=False)
 
     def _load(self, name: str, *, is_parsed: bool) -> Column:
@@ -378,13 +377,13 @@ class Catalogue:
 
 
 def empty_catalogue() -> Catalogue:
-    """No records, and yet every column of `COLUMNS` in its type."""
+    """A catalogue without records, with every column of `COLUMNS` in its dtype."""
     return Catalogue.from_bytes(encode_catalogue([]), place="of no iteration", attempt="")
 
 
 def concatenate(columns: Iterable[Column]) -> Column:
-    """The rows of several columns of one name, one after the other; strings share one table."""
-    # What was read of a column is let go before the next one is: the texts of many ranks are alike.
+    """The rows of several columns of one name, one column after the other. Strings share one table."""
+    # Each column is released before the next one is read, because many ranks have similar texts.
     codes: dict[str | None, int] = {}
     texts: list[np.ndarray[Any, Any]] = []
     numbers: list[np.ndarray[Any, Any]] = []
@@ -400,11 +399,11 @@ def concatenate(columns: Iterable[Column]) -> Column:
 
 
 _NO_TALLY = ElementTally(count=0, ratio=0.0)
-"""Of most kinds, in most tensors."""
+"""The tally of most kinds in most tensors."""
 
 
 def read_rows(table: RecordTable, rows: np.ndarray[Any, Any], *, place: str) -> Iterator[CatalogueEntry]:
-    """The records in some rows of a catalogue; `place` names it in messages."""
+    """The records in some rows of a catalogue; `place` is its URL for error messages."""
     columns = {name: rows_of(table.column(name), rows) for name in KINDS}
     try:
         check_records(columns.__getitem__)
@@ -422,7 +421,7 @@ def read_rows(table: RecordTable, rows: np.ndarray[Any, Any], *, place: str) -> 
 
 
 def _restored(name: str, column: Column) -> Iterable[Any]:
-    """The values of a column as a record has them."""
+    """The values of a column in the form that a record has."""
     values = values_of(column)
     match KINDS[name]:
         case FieldKind.OPTIONAL_INTEGER:
@@ -437,7 +436,7 @@ def _restored(name: str, column: Column) -> Iterable[Any]:
 
 
 def _all_parsed(name: str, texts: Iterable[str]) -> Iterator[Any]:
-    """What each of several texts says, each different one looked at once."""
+    """The value of each JSON text; equal texts are validated once."""
     known: set[str] = set()
     shapes: dict[str, Any] = {}
     for text in texts:
@@ -446,7 +445,7 @@ def _all_parsed(name: str, texts: Iterable[str]) -> Iterator[Any]:
                 shapes[text] = parse_column(name, text)
             yield shapes[text]
         elif text in known:
-            # Made anew for each record: whoever changes what one of them says changes no other.
+            # Parsed again for each record, so that a change to one record's value does not affect others.
             yield json.loads(text)
         else:
             yield parse_column(name, text)
@@ -458,7 +457,7 @@ def _tally(count: int, size: int) -> ElementTally:
 
 
 def _frozen(cls: Any, values: Mapping[str, Iterable[Any]], number: int) -> list[Any]:
-    """Frozen instances of a class, made field by field: one by one takes several times as long."""
+    """Instances of a frozen dataclass, filled field by field, which is several times faster than one by one."""
     items = [object.__new__(cls) for _ in range(number)]
     for name, column in values.items():
         deque(map(getattr(cls, name).__set__, items, column), maxlen=0)
@@ -471,7 +470,7 @@ WORDS = {
     "keep": frozenset(keep.value for keep in Keep),
     "mode": frozenset(mode.value for mode in Mode),
 }
-"""What may stand in columns of closed vocabularies."""
+"""The allowed values of each column with a closed vocabulary."""
 
 _JSON = {
     "sample_ids": list[int | str],
@@ -479,14 +478,14 @@ _JSON = {
     "metadata": dict[str, Any],
     "overflow.per_sample": dict[str, list[Count]],
 }
-"""What JSON in a column says, where it does not say null."""
+"""The type of the JSON in each column, if it is not null."""
 
 
 def check_numbers(values: np.ndarray[Any, Any], kind: FieldKind, *, low: int = 0, high: int = MAX_INTEGER) -> None:
-    """Make sure that a column holds what a field of that kind can; whole numbers lie between two.
+    """Check that a column has values that a field of that kind can have; integers are from `low` to `high`.
 
     Raises:
-        ValueError: it does not; its dtype or the number is in the text.
+        ValueError: it has others. The message gives the dtype or the number.
     """
     is_whole = kind in {FieldKind.INTEGER, FieldKind.CHECKSUM}
     if values.dtype.kind not in ("iu" if is_whole else "f"):
@@ -494,20 +493,20 @@ def check_numbers(values: np.ndarray[Any, Any], kind: FieldKind, *, low: int = 0
     if is_whole and len(values) and not low <= int(values.min()) <= int(values.max()) <= high:
         raise ValueError(f"numbers from {values.min()} to {values.max()}, allowed are {low} to {high}")
     if kind is FieldKind.OPTIONAL_INTEGER:
-        # As the widest: in 16 bits there is no number to compare with.
+        # float16 cannot represent the limit of the comparison.
         present = values[~np.isnan(values)].astype(np.float64)
         if not ((present >= 0) & (present < 2.0**53) & (present == np.floor(present))).all():
             raise ValueError("numbers that are not whole, or negative, or too large")
 
 
 def check_records(source: ColumnSource) -> None:
-    """Make sure that records in columns say what records can, and that their fields fit together.
+    """Check that the fields of records in columns are valid and consistent.
 
-    Names of sites and stacks are written in ASCII, and none leads upwards. Columns of numbers have been looked at one
-    by one; what is JSON in a column is left to `parse_column`.
+    Names of sites and stacks must be ASCII and must not contain `..`. Numeric columns have been checked one by one;
+    `parse_column` checks JSON.
 
     Raises:
-        ValueError: one does not.
+        ValueError: a record is not valid.
     """
     for name, words in WORDS.items():
         if unknown := used_texts(source, name) - words:
@@ -533,17 +532,17 @@ def _text(source: ColumnSource, name: str) -> StringColumn:
 
 
 def used_texts(source: ColumnSource, name: str) -> set[str]:
-    """The texts that rows of a column have."""
+    """The texts that occur in the rows of a column."""
     column = _text(source, name)
     return {str(column.table[code]) for code in np.unique(column.codes).tolist()}
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def parse_shape(text: str) -> tuple[int, ...]:
-    """The shape of a tensor, from the JSON list in a catalogue.
+    """The shape of a tensor from the JSON list in a catalogue.
 
     Raises:
-        ValueError: no tensor has such a shape.
+        ValueError: no tensor can have the shape.
     """
     shape = parse_json(text)
     if not isinstance(shape, list):
@@ -553,10 +552,10 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def parse_column(name: str, text: str) -> Any:
-    """What JSON in a column of that name says, if a record can say it.
+    """The value of a JSON text in the column of that name.
 
     Raises:
-        TypeError, ValueError: it cannot.
+        TypeError, ValueError: no record can have the value.
     """
     if name == "shape":
         return parse_shape(text)

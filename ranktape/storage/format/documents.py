@@ -1,13 +1,12 @@
-"""Writes and reads the `zarr.json` of groups and arrays, with their checksums, and packs chunks.
+"""Reads and writes the `zarr.json` of groups and arrays, with checksums, and compresses chunks.
 
-Documents are built here and not through `create_array`, which takes 2 ms of Python for each. They follow
-the Zarr v3 specification, so every reader of Zarr walks a run. The first attribute of each is a checksum over
-the document's key and its text (with the checksum's own digits as zeros): a document that was cut, changed or
-put in another one's place is known for it.
+Documents are built here instead of with `create_array`, which takes 2 ms of Python for each. They follow the Zarr v3
+specification, so that any Zarr library can read a run. The first attribute of each document is a checksum of its key
+and its text, with the digits of the checksum as zeros. It reveals a document that was truncated, changed or moved.
 
-Functions of storage that read raise a `DataError` for what is missing or is not what was written, and a
-`RunFormatError` for what no writer of ours says. Whoever writes a run can write its checksums too: what is read is
-compared with what it may be before it is counted with, allocated by or used as an index.
+Functions of `storage` that read raise `DataError` for data that is missing or was changed, and `RunFormatError` for
+data that ranktape never writes. Checksums do not protect against a forged run, so that values are validated before
+they are used as a count, a size or an index.
 """
 
 from __future__ import annotations
@@ -33,40 +32,40 @@ from ranktape.storage.format.record_info import Compression, spelled
 from ranktape.storage.places.backend import Backend
 
 MAX_INTEGER = 2**63 - 1
-"""Of any number in a document or a catalogue."""
+"""The largest number in a document or a catalogue."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
-"""A whole number in a document that is not negative."""
+"""A nonnegative integer in a document."""
 
 MAX_WORLD_SIZE = 1 << 17
-"""Ranks of an attempt: a document that says more is refused, as every rank costs time and memory when it is told of."""
+"""The largest number of ranks of an attempt. It bounds the time and memory that a forged document can cost."""
 
 MAX_DIMENSIONS = 64
-"""Of a tensor: numpy and torch have no more."""
+"""The largest number of dimensions of a tensor, as in numpy and torch."""
 
 MAX_NESTING = 128
-"""Lists and dictionaries inside of one another in a document: Python fails at some hundreds when it copies them."""
+"""The deepest nesting of lists and dictionaries in a document. Python cannot copy values nested hundreds deep."""
 
 MAX_SAID_NESTING = 64
-"""The same in what is said of a tensor, which is written inside of a document."""
+"""The deepest nesting in the metadata of a tensor, which is written as part of a document."""
 
 _NESTED = (dict, list, tuple)
 
 _MANY_NESTED = 1 << 12
-"""Lists and dictionaries of one level among which those are sought that are the same."""
+"""The number of lists and dictionaries in one level above which duplicates are removed."""
 
 SHOWN = 60
-"""Characters of a wrong value that are shown."""
+"""The number of characters of a wrong value that an error message shows."""
 
 
 _MAX_ITEMSIZE = max(row.itemsize for row in DTYPES.values())
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a text in JSON says.
+    """The value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, or nested deeper than `MAX_NESTING`.
+        ValueError: the text is not JSON, or is nested deeper than `MAX_NESTING`.
     """
     try:
         value = json.loads(text)
@@ -79,17 +78,17 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def check_nesting(value: Any, *, limit: int = MAX_NESTING) -> None:
-    """Make sure that a value can be written, copied and shown.
+    """Check that a value is not nested deeper than a limit.
 
     Raises:
-        ValueError: it is nested deeper than the limit.
+        ValueError: it is.
     """
     level = [value] if isinstance(value, _NESTED) else []
     for _ in range(limit):
         inner = (outer.values() if isinstance(outer, dict) else outer for outer in level)
         level = [one for values in inner for one in values if isinstance(one, _NESTED)]
         if len(level) > _MANY_NESTED:
-            # One list may be in many others; JSON that was parsed has none.
+            # One list may be an item of many others, though not in parsed JSON.
             level = list({id(one): one for one in level}.values())
         if not level:
             return
@@ -97,26 +96,26 @@ def check_nesting(value: Any, *, limit: int = MAX_NESTING) -> None:
 
 
 def check_shape(shape: Sequence[Any], *, itemsize: int = _MAX_ITEMSIZE) -> None:
-    """Make sure that a tensor with elements of so many bytes can have a shape.
+    """Check that a shape is possible for a tensor whose elements have `itemsize` bytes.
 
     Raises:
-        ValueError: none can.
+        ValueError: it is not.
     """
     if len(shape) > MAX_DIMENSIONS or not all(type(extent) is int and 0 <= extent <= MAX_INTEGER for extent in shape):
         raise ValueError(f"shape {str(list(shape[:MAX_DIMENSIONS]))[:SHOWN]}")
-    # Also of a tensor without elements: numpy counts its other extents.
+    # numpy also limits the other extents of a tensor without elements.
     if math.prod(max(1, extent) for extent in shape) * itemsize > MAX_INTEGER:
         raise ValueError(f"shape {str(list(shape))[:SHOWN]}, which no memory holds")
 
 
 SCHEMA_VERSION = 1
-"""Of the layout, the documents and the catalogue; readers refuse what is newer."""
+"""The version of the layout, the documents and the catalogue. Readers refuse a newer one."""
 
 SCHEMA_KEY = "ranktape_schema"
-"""The attribute of a run's document that holds the schema version."""
+"""The name of the schema version in a run's document."""
 
 CHECKSUM_KEY = "ranktape_checksum"
-"""The first attribute of every document."""
+"""The name of the checksum, which is the first attribute of every document."""
 
 _ALGORITHM = "crc32c:"
 _BLANK = f"{_ALGORITHM}00000000"
@@ -128,26 +127,26 @@ _ZSTD_CODEC = {"name": "zstd", "configuration": {"level": 1, "checksum": False}}
 
 BLOSC_LEVEL = 1
 BLOSC_BLOCK_NBYTES = 1 << 20
-"""Smaller blocks, which blosc takes by itself, leave a tenth more of bfloat16."""
+"""The block size of blosc. With its default, which is smaller, compressed bfloat16 is a tenth larger."""
 
 
 def encode_document(document: Mapping[str, Any], *, key: str) -> bytes:
-    """A document as JSON text, with its checksum.
+    """A document as JSON text with its checksum.
 
     Args:
-        document: As `group_document` and `array_document` make it.
-        key: Where it will lie, below the run.
+        document: The result of `group_document` or `array_document`.
+        key: The key of the document below the run.
 
     Raises:
-        ValueError: a NaN or an infinity is in it, which JSON cannot hold.
+        ValueError: the document contains a NaN or an infinity, which JSON cannot represent.
     """
     stamped = {**document, "attributes": {CHECKSUM_KEY: _BLANK, **document["attributes"]}}
-    # Of arrays, which grow with what was captured; what is said of a tensor has been looked at (`check_form`).
+    # The faster encoder is for arrays, whose documents are large; their metadata has been checked (`check_form`).
     write = msgspec.json.encode if "shape" in document else _strict_json
     try:
         text = write(stamped)
     except (OverflowError, TypeError, UnicodeEncodeError):
-        # Lone surrogates; and what the faster one does not take, such as a key that is no text.
+        # The text has lone surrogates, or a value that the faster encoder refuses, such as a key that is not a string.
         text = _strict_json(spelled(stamped))
     digits = text.index(_BLANK.encode()) + len(_ALGORITHM)
     return text[:digits] + b"%08x" % _document_crc(text, key=key) + text[digits + 8 :]
@@ -158,9 +157,9 @@ def _strict_json(value: Any) -> bytes:
 
 
 def decode_document(data: bytes, *, place: str, key: str | None = None, wanted: bytes | None = None) -> dict[str, Any]:
-    """The document in JSON text; compared with its checksum, where it has one and the key is given.
+    """The document in a JSON text. If `key` is given, a checksum in the document is compared.
 
-    `wanted` is the part of the text that is parsed; all of it unless given.
+    `wanted` is the part of the text that is parsed; by default all of it.
     """
     try:
         document = parse_json(data if wanted is None else wanted)
@@ -177,7 +176,7 @@ def decode_document(data: bytes, *, place: str, key: str | None = None, wanted: 
 
 
 def is_document_intact(data: bytes, *, key: str) -> bool | None:
-    """Whether the text of a document is the one that was written under the key; None where it has no checksum."""
+    """Whether a document has the text that was written under the key; None if it has no checksum."""
     match = _STAMP.search(data)
     if match is None:
         return None
@@ -187,7 +186,7 @@ def is_document_intact(data: bytes, *, key: str) -> bool | None:
 
 
 def document_checksum(data: bytes) -> str | None:
-    """The checksum that the text of a document carries; None where it has none."""
+    """The checksum in the text of a document; None if it has none."""
     match = _STAMP.search(data)
     return None if match is None else f"{_ALGORITHM}{match[1].decode()}"
 
@@ -210,12 +209,12 @@ def array_document(
     attributes: Mapping[str, Any],
     compression: Compression = Compression.NONE,
 ) -> dict[str, Any]:
-    """The document of an array that lies in one object; with `inner_chunk` the object is a shard of such chunks.
+    """The document of an array that is stored in one object; with `inner_chunk`, the object is a shard of such chunks.
 
-    An extent of zero gives a chunk of one, as Zarr has no empty chunks; such an array has no object.
+    An extent of zero has a chunk of one, because Zarr has no empty chunks. An empty array has no object.
     """
     chunk = [max(1, extent) for extent in shape]
-    # The bytes codec of one-byte types has no endianness.
+    # For types of one byte, the bytes codec has no endianness.
     to_bytes = {"name": "bytes"} if row.itemsize == 1 else _BYTES_CODEC
     packed = {Compression.NONE: [], Compression.ZSTD: [_ZSTD_CODEC], Compression.BLOSC: [_blosc_codec(row.itemsize)]}
     codecs: list[Mapping[str, Any]] = [to_bytes, *packed[compression], _CRC_CODEC]
@@ -248,7 +247,7 @@ def _blosc_codec(itemsize: int) -> dict[str, Any]:
         "configuration": {
             "cname": "zstd",
             "clevel": BLOSC_LEVEL,
-            # Of one byte a shuffle would leave more of them.
+            # A shuffle makes compressed values of one byte larger.
             "shuffle": "bitshuffle" if itemsize > 1 else "noshuffle",
             "typesize": itemsize,
             "blocksize": BLOSC_BLOCK_NBYTES,
@@ -257,12 +256,12 @@ def _blosc_codec(itemsize: int) -> dict[str, Any]:
 
 
 def chunk_key(num_dims: int) -> str:
-    """The key, below an array, of the one object that holds it."""
+    """The key, below an array, of the one object that holds its values."""
     return ".".join(["c", *["0"] * num_dims])
 
 
 MAX_PACKED_NBYTES = 1 << 30
-"""Tensors larger than this are not compressed: readers unpack no more, whoever wrote it."""
+"""The largest tensor that is compressed, in bytes. Readers refuse to decompress more."""
 
 _BLOSC_HEADER_NBYTES = 16
 _BLOSC_ZSTD = 4
@@ -270,7 +269,7 @@ _BLOSC_ZSTD = 4
 
 
 def pack(raw: np.ndarray[Any, Any], compression: Compression, *, itemsize: int) -> bytes:
-    """Bytes as a chunk of a compressed array holds them; `itemsize` is that of the values."""
+    """Bytes in compressed form; `itemsize` is that of the values."""
     from numcodecs import blosc, zstd
 
     if compression is Compression.ZSTD:
@@ -280,10 +279,10 @@ def pack(raw: np.ndarray[Any, Any], compression: Compression, *, itemsize: int) 
 
 
 def unpack(content: memoryview, compression: Compression, *, nbytes: int) -> memoryview:
-    """The bytes that a chunk holds, `nbytes` as its document says.
+    """The bytes of a chunk, which must be `nbytes` bytes when decompressed.
 
     Raises:
-        ValueError: it holds something else.
+        ValueError: the chunk is damaged or has another size.
     """
     if compression is Compression.NONE:
         return content
@@ -291,12 +290,12 @@ def unpack(content: memoryview, compression: Compression, *, nbytes: int) -> mem
 
     if nbytes > MAX_PACKED_NBYTES:
         raise ValueError(f"it says that it unpacks to {nbytes} bytes, at most {MAX_PACKED_NBYTES} are written")
-    # Zeros take no memory before they are written over: a document that lies about the size costs nothing.
+    # Zeros take no memory until they are overwritten, so that a wrong size in a document costs nothing.
     target = np.zeros(nbytes, dtype=np.uint8)
     try:
         if compression is Compression.ZSTD:
             return memoryview(zstd.decompress(content, target)).cast("B")
-        # The library believes what a frame says of its own size, and would read beyond its end.
+        # The library trusts the size in a frame and would read beyond its end.
         if len(content) < _BLOSC_HEADER_NBYTES:
             raise ValueError(f"a blosc frame of {len(content)} bytes")
         unpacked, _, packed = struct.unpack_from("<3I", content, 4)
@@ -309,13 +308,13 @@ def unpack(content: memoryview, compression: Compression, *, nbytes: int) -> mem
 
 
 MAX_DOCUMENT_NBYTES = 16 << 20
-"""Of the document of a run, an attempt and what else is one of a kind."""
+"""The largest document that does not grow with the number of records, in bytes."""
 
 MAX_COMMIT_NBYTES = 128 << 20
-"""Of those that grow with what was captured: arrays, commits, and markers, which name what was not captured."""
+"""The largest document that grows with the number of records (an array, a commit or a marker), in bytes."""
 
 _NUM_REQUESTS = 16
-"""In flight where nobody says otherwise."""
+"""The default number of concurrent requests."""
 
 _Asked = TypeVar("_Asked")
 _Answer = TypeVar("_Answer")
@@ -324,7 +323,7 @@ _Answer = TypeVar("_Answer")
 def for_each(
     answer: Callable[[_Asked], _Answer], asked: Iterable[_Asked], *, at_once: int = _NUM_REQUESTS
 ) -> list[_Answer]:
-    """What a function answers for each of some things, several at once; the first failure ends it."""
+    """The results of a function for each item, computed by several threads. The first error is raised."""
     known = list(asked)
     if len(known) <= 1:
         return [answer(one) for one in known]
@@ -333,7 +332,7 @@ def for_each(
 
 
 def write_group(backend: Backend, path: str, attributes: Mapping[str, Any]) -> bytes:
-    """Write the document of the group at a path, and return it as it was written."""
+    """Write the document of the group at a path, and return its text."""
     key = document_key(path)
     document = encode_document(group_document(attributes), key=key)
     backend.put(key, [document])
@@ -341,7 +340,7 @@ def write_group(backend: Backend, path: str, attributes: Mapping[str, Any]) -> b
 
 
 def read_document(backend: Backend, path: str, *, max_nbytes: int = MAX_DOCUMENT_NBYTES) -> bytes | None:
-    """The text of the document of the group or array at a path; None where there is none."""
+    """The text of the document of the group or array at a path; None if there is none."""
     try:
         return backend.get(document_key(path), max_nbytes=max_nbytes)
     except ObjectTooLargeError as error:
@@ -349,7 +348,7 @@ def read_document(backend: Backend, path: str, *, max_nbytes: int = MAX_DOCUMENT
 
 
 def read_attributes(backend: Backend, path: str, *, max_nbytes: int = MAX_DOCUMENT_NBYTES) -> dict[str, Any] | None:
-    """What the document of the group or array at a path says, by name; None where there is none."""
+    """The attributes of the group or array at a path; None if it has no document."""
     data = read_document(backend, path, max_nbytes=max_nbytes)
     key = document_key(path)
     return None if data is None else dict(decode_document(data, place=f"{backend.url}/{key}", key=key)["attributes"])
@@ -358,21 +357,24 @@ def read_attributes(backend: Backend, path: str, *, max_nbytes: int = MAX_DOCUME
 def read_as(
     backend: Backend, path: str, kind: type[_Answer], /, *, max_nbytes: int = MAX_DOCUMENT_NBYTES, **known: Any
 ) -> _Answer | None:
-    """The same as a dataclass, whose declaration says what each attribute may be; `known` are fields beside them."""
+    """The attributes of the group or array at a path as a dataclass; None if it has no document.
+
+    The dataclass declares the type of each attribute. `known` are further fields.
+    """
     attributes = read_attributes(backend, path, max_nbytes=max_nbytes)
     place = f"{backend.url}/{document_key(path)}"
     return None if attributes is None else converted({**attributes, **known}, kind, place=place)
 
 
 _known: set[type] = set()
-"""The classes that msgspec has looked at: it crashes where a second thread uses one while a first one looks at it."""
+"""The classes that msgspec has analysed. It crashes if a thread uses a class that another thread is analysing."""
 
 _learning: dict[int, threading.Lock] = {}
-"""By process: a forked one could inherit a lock that is held."""
+"""One lock for each process, because a forked process could inherit a lock that is held."""
 
 
 def converted(attributes: Mapping[str, Any], kind: type[_Answer], *, place: str) -> _Answer:
-    """The attributes of a document as a dataclass; those that it does not declare are of other versions."""
+    """The attributes of a document as a dataclass. Attributes that it does not declare are ignored."""
     if kind not in _known:
         with _learning.setdefault(os.getpid(), threading.Lock()):
             msgspec.json.Decoder(kind)

@@ -1,8 +1,7 @@
-"""The element types that a record can hold, and what each library calls them.
+"""The element types of records, one row for each.
 
-One row for each type. The names are torch's, without "torch."; numpy, ml_dtypes, Zarr and tensorstore use
-the same words. The types at the end of the table have no name in torch: stores written by other tools
-hold them, and they can be read.
+The names are torch's, without "torch."; numpy, ml_dtypes, Zarr and tensorstore use the same names. The types at the end
+of the table do not exist in torch. They can be read from stores that other tools wrote.
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ class DtypeRow:
     """One element type."""
 
     name: str
-    """Torch's name without "torch."; the word in records, filters and JSON, and the `data_type` of a Zarr v3 array."""
+    """Torch's name without "torch."; also used in records, filters, JSON, and as `data_type` of a Zarr v3 array."""
     numpy_dtype: np.dtype[Any]
-    """Little-endian; from ml_dtypes where numpy has none."""
+    """The little-endian numpy dtype, from ml_dtypes if numpy has none."""
 
     @property
     def fill_value(self) -> bool | int | float | str | list[float]:
-        """JSON of the element whose bytes are all 0: a zero, except for `float8_e8m0fnu`, which has none."""
+        """The element whose bytes are all 0, as JSON: zero, except for `float8_e8m0fnu`, which has no zero."""
         if self.name == "float8_e8m0fnu":
-            # The bits, as tensorstore 0.1.86 takes numbers for other powers of two here; the value is 2**-127.
+            # The value is 2**-127. It is given as bits because tensorstore 0.1.86 misreads numbers here.
             return "0x00"
         zero = self.numpy_dtype.type(0).item() if not self.is_ml_dtype else 0.0
         return [0.0, 0.0] if self.is_complex else zero
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element; the 6- and 4-bit floats fill a whole byte each."""
+        """Size of one element, in bytes. The 6- and 4-bit floats take one byte."""
         return self.numpy_dtype.itemsize
 
     @property
     def is_floating(self) -> bool:
-        """Whether the values are real floating point numbers; complex ones are not, as in torch."""
+        """Whether the values are real floating point numbers. As in torch, complex numbers are not."""
         return self.is_ml_dtype or self.numpy_dtype.kind == "f"
 
     @property
@@ -60,12 +59,12 @@ class DtypeRow:
     @property
     def is_ml_dtype(self) -> bool:
         """Whether numpy knows the type only through ml_dtypes, and zarr only through `zarr_floats`."""
-        # numpy's mark of a type registered by somebody else; `kind` is "V" for most of them, but "f" for float8_e5m2.
+        # numpy's mark of a type that another library registered. `kind` does not tell: it is "f" for float8_e5m2.
         return self.numpy_dtype.isbuiltin == _REGISTERED
 
 
 HALF_NBYTES = 2
-"""Size of the widest values that are counted by their pattern."""
+"""Size of the widest values that are counted by bit pattern, in bytes."""
 
 _NAMES = (
     *("float64", "float32", "float16", "bfloat16"),
@@ -83,7 +82,7 @@ DTYPES = {
 
 
 def dtype_row(name: str) -> DtypeRow:
-    """The row of `DTYPES` under that name.
+    """The row of `DTYPES` with that name.
 
     Raises:
         UsageError: no row has the name.
@@ -95,7 +94,7 @@ def dtype_row(name: str) -> DtypeRow:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype of a name, little-endian.
+    """The little-endian numpy dtype with that name.
 
     Raises:
         UsageError: no row has the name.
@@ -108,7 +107,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     """The name of a numpy dtype.
 
     Raises:
-        UsageError: the dtype has no row, or holds its bytes in big-endian order.
+        UsageError: the dtype has no row, or is big-endian.
     """
     row = DTYPES.get(dtype.name)
     if row is None:
@@ -122,11 +121,10 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def round_once(values: np.ndarray[Any, Any], *, row: DtypeRow) -> np.ndarray[Any, Any]:
-    """The nearest values of the type, ties to even; NaN stays NaN, and what is too large is what the type makes of it.
+    """The nearest values of the dtype, with ties to even. NaN stays NaN; overflow is that of the dtype.
 
-    ml_dtypes rounds float64 to float32 on the way to its own types, and then again: a number just above the middle of
-    two becomes the middle, and then the even one. What is between two float32 becomes the one with an odd last bit
-    here, which is in the middle of nothing that is shorter.
+    ml_dtypes converts float64 to float32 first, and thus rounds twice: a number just above a tie may become the tie,
+    and then round down. Here the first step rounds to odd, so that it never makes a tie of a shorter dtype.
     """
     if not row.is_ml_dtype or values.dtype != np.float64:
         return values.astype(row.numpy_dtype)
@@ -141,7 +139,7 @@ def round_once(values: np.ndarray[Any, Any], *, row: DtypeRow) -> np.ndarray[Any
 
 
 def to_torch(values: np.ndarray[Any, Any], *, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    """Values as a torch tensor of the type of that name, on the CPU; a copy of them.
+    """A copy of the values as a CPU tensor of the dtype with that name.
 
     Raises:
         UsageError: torch has no such dtype.

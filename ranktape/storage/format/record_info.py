@@ -1,7 +1,6 @@
-"""A record: the words that name one captured tensor, everywhere.
+"""The metadata of a record: the names and values that describe one captured tensor.
 
-The field names and values here are the public vocabulary. They are the same in Python, in Zarr
-attributes, in the catalogue, in command line filters and in JSON.
+They are the public vocabulary: the same in Python, Zarr attributes, the catalogue, command line filters and JSON.
 """
 
 from __future__ import annotations
@@ -17,56 +16,56 @@ from typing import Any
 from ranktape.errors import UsageError
 
 MAX_TERM_LENGTH = 64
-"""Characters in a term of an open vocabulary (`layer_type`, `phase`, ...)."""
+"""The longest term of an open vocabulary (`layer_type`, `phase`, ...), in characters."""
 
 RUN = 1 << 21
-"""Elements of a part of a record without samples; and of samples together, unless a single one has more."""
+"""The number of elements of one part when a record is read in parts. A part has whole samples, at least one."""
 
 
 class Compression(enum.StrEnum):
-    """How the values of a tensor are packed."""
+    """The compression of a tensor's values."""
 
     NONE = "none"
-    """As they are."""
+    """No compression."""
     ZSTD = "zstd"
-    """With Zstandard, level 1: about 80 % of the size of bfloat16."""
+    """Zstandard, level 1: about 80 % of the size of bfloat16."""
     BLOSC = "blosc"
-    """With Zstandard behind a shuffle of bits: about seven tenths, for up to half as much processor time more."""
+    """Zstandard after a bit shuffle: about 70 % of the size of bfloat16, for up to 1.5 times the processor time."""
 
 
 class Operation(enum.StrEnum):
     """The direction of the pass that the tensor belongs to."""
 
-    __hash__ = str.__hash__  # that of enums is a function of Python, and tables of the training thread ask it
+    __hash__ = str.__hash__  # faster on the training thread than the hash of enums, which is written in Python
 
     FORWARD = "forward"
     BACKWARD = "backward"
 
 
 class Mode(enum.StrEnum):
-    """Which kind of pass a tensor was seen in."""
+    """The kind of pass in which a tensor was recorded."""
 
-    __hash__ = str.__hash__  # that of enums is a function of Python, and tables of the training thread ask it
+    __hash__ = str.__hash__  # faster on the training thread than the hash of enums, which is written in Python
 
     TRAIN = "train"
-    """The module was in training mode, and gradients were wanted."""
+    """The module was in training mode and gradients were enabled."""
     EVAL = "eval"
-    """One of them was not so: validation, inference, a forward pass without gradients."""
+    """Validation or inference: the module was in evaluation mode or gradients were disabled."""
 
 
 class Keep(enum.StrEnum):
-    """What is kept of a tensor."""
+    """The part of a tensor that is stored."""
 
     VALUES = "values"
-    """All of its values."""
+    """All values."""
     HISTOGRAM = "histogram"
-    """How often each of the 65,536 bit patterns of a 16-bit value occurs in it; 32- and 64-bit values are rounded to
-    the compute dtype first."""
+    """The count of each of the 65,536 bit patterns of a 16-bit value. Values of 32 and 64 bits are first rounded to the
+    compute dtype."""
     STATISTICS = "statistics"
-    """What its finite values add up to: `ranktape.storage.format.statistics`."""
+    """Sums over the finite values: see `ranktape.storage.format.statistics`."""
 
     def not_kept(self, wanted: Keep) -> str:
-        """What to say where this was kept and something else is wanted: what reads it."""
+        """The error message if this was kept and `wanted` is read."""
         verb, reader = {
             Keep.VALUES: ("were", "read"),
             Keep.HISTOGRAM: ("was", "histogram"),
@@ -83,26 +82,26 @@ RECORDED_NAMES = {
     ("unknown", "input"): "grad_output",
     ("unknown", "output"): "grad_input",
 }
-"""What the tensors that legacy tools save of the backward pass of a linear layer are in our words, by phase and name.
+"""Our tensor name for each tensor that legacy tools save of the backward pass of a linear layer, by phase and name.
 
-They name what goes into that pass `input`, which is the gradient of the output, and what comes out of it `output`. The
-weight before it is the forward's."""
+They call what enters the backward pass `input` (the gradient of the output) and what leaves it `output`. The weight
+of phase `pre` is that of the forward pass."""
 
 
 def recorded_name(tensor_name: str, *, operation: Operation, layer_type: str, component: str, phase: str) -> str:
-    """A tensor's name in our words; `RECORDED_NAMES` for the backward pass of a linear layer, else as it is."""
+    """Our name for a legacy tensor: by `RECORDED_NAMES` in the backward pass of a linear layer, else unchanged."""
     if operation is Operation.BACKWARD and "linear" in {layer_type, component}:
         return RECORDED_NAMES.get((phase, tensor_name), tensor_name)
     return tensor_name
 
 
 def check_term(value: str, *, field: str) -> str:
-    """Return `value` if it can stand in an open vocabulary (`layer_type`, `phase`, `component`, ...).
+    """Return `value` if it is valid in an open vocabulary (`layer_type`, `phase`, `component`, ...).
 
-    Any printable text is allowed; the store escapes what a path cannot hold.
+    Any printable text is allowed; the store escapes characters that a path cannot contain.
 
     Raises:
-        UsageError: empty, too long, not text, or with control characters.
+        UsageError: the value is empty, too long, not a string, or has control characters.
     """
     is_text: Any = isinstance(value, str)  # callers without type checks pass anything
     if not (is_text and 0 < len(value) <= MAX_TERM_LENGTH and value.isprintable()):
@@ -113,36 +112,36 @@ def check_term(value: str, *, field: str) -> str:
 
 
 WIDE = "wide_"
-"""Before the name of an operand: what a layer that quantises its operands has made this one of."""
+"""The prefix of the name of an operand before a layer quantised it."""
 
 
 def is_parameter(tensor_name: str) -> bool:
-    """Whether a tensor of that name is a parameter of the model, or a copy of one: no sample has a part in it."""
+    """Whether a tensor of that name is a parameter of the model or a copy of one, so that it has no samples."""
     return tensor_name.rpartition(".")[2].removeprefix("master_").removeprefix(WIDE) in {"weight", "bias"}
 
 
 def is_one_sample(sample_ids: Any, *, tensor_name: str) -> bool:
-    """Whether a tensor without a dimension of samples is one sample: the only one that is named, and no parameter."""
+    """Whether a tensor without a sample dimension is one sample: it is not a parameter, and one sample id is given."""
     return isinstance(sample_ids, list) and len(sample_ids) == 1 and not is_parameter(tensor_name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementTally:
-    """How many elements are of one kind."""
+    """The number of elements of one kind."""
 
     count: int
-    """Elements."""
+    """Number of elements."""
     ratio: float
-    """`count` over all elements of the tensor; 0 for an empty tensor."""
+    """`count` divided by the number of elements of the tensor; 0 for an empty tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overflow:
-    """What a tensor's values do at the limits of its own dtype.
+    """Counts of a tensor's values at the limits of its dtype, and its extremes.
 
-    NaN counts in `nan` alone; an infinity counts in `inf` and in `upper` or `lower`; integer and
-    boolean dtypes have neither. `minimum`, `maximum` and `absmax` are over the numbers that are not
-    NaN (infinities included) and None where there are none.
+    NaN counts in `nan` only; an infinity counts in `inf` and in `upper` or `lower`. Integer and boolean dtypes have
+    neither. `minimum`, `maximum` and `absmax` ignore NaN, include infinities, and are None if all values are NaN or
+    the tensor is empty.
     """
 
     upper: ElementTally
@@ -164,8 +163,8 @@ class Overflow:
     absmax: float | None
     """Largest magnitude that is not NaN."""
     per_sample: dict[str, list[int]] | None = None
-    """For each of `upper`, `lower`, `underflow`, `nan`, `inf`, `zero`: the count in every sample; None where
-    the tensor has no dimension of samples."""
+    """The counts of `upper`, `lower`, `underflow`, `nan`, `inf` and `zero` in every sample; None if the tensor has no
+    sample dimension."""
 
     @property
     def total(self) -> int:
@@ -178,14 +177,14 @@ class Overflow:
         return self.upper.ratio + self.lower.ratio
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary for JSON; infinities become the strings that JSON lacks."""
+        """The counts as a dictionary for JSON, with infinities as strings."""
         document = self.to_attributes()
         for kind in TALLY_KINDS:
             document[kind]["ratio"] = getattr(self, kind).ratio
         return {**document, "total": self.total, "ratio": self.ratio}
 
     def to_attributes(self) -> dict[str, Any]:
-        """The same for Zarr attributes, without what follows from the rest: ratios and sums."""
+        """The counts as a dictionary for Zarr attributes, without ratios and sums, which follow from the counts."""
         document: dict[str, Any] = {
             kind: {"count": tally.count} for kind, tally in zip(TALLY_KINDS, _tallies(self), strict=True)
         }
@@ -197,7 +196,7 @@ class Overflow:
 
     @classmethod
     def from_json(cls, document: dict[str, Any], *, num_elements: int) -> Overflow:
-        """Rebuild what `to_json` or `to_attributes` wrote of a tensor with so many elements."""
+        """The counts from the result of `to_json` or `to_attributes`, for a tensor of `num_elements` elements."""
         counts = {kind: document[kind]["count"] for kind in TALLY_KINDS}
         parts: dict[str, Any] = {
             kind: ElementTally(count=count, ratio=count / num_elements if num_elements else 0.0)
@@ -213,36 +212,35 @@ TALLY_KINDS = ("upper", "lower", "underflow", "nan", "inf", "zero")
 _tallies = operator.attrgetter(*TALLY_KINDS)
 
 EXTREMES = ("minimum", "maximum", "absmax")
-"""The extreme values that `Overflow` holds."""
+"""The extremes in `Overflow`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordInfo:
-    """Everything that is known of one captured tensor, without its values."""
+    """The metadata of one captured tensor."""
 
     iteration: int
-    """Training step, counted from 0."""
+    """Training step, starting at 0."""
     rank: int
     """Global rank of the process that recorded it."""
     attempt: int
     """Restart count of the worker group."""
     microbatch: int
-    """Index of the forward and backward pass within the step, from 0."""
+    """Index of the forward and backward pass within the step, starting at 0."""
     call: int
-    """Index of the call of the same site within the microbatch, from 0."""
+    """Index of the call of the same site within the microbatch, starting at 0."""
     sample_dim: int | None
-    """The dimension that holds samples; None for weights, for a tensor that is one sample, and where it is not
-    known."""
+    """The dimension of samples; None for weights, for a tensor that is one sample, and if it is not known."""
     sample_ids: list[int | str] | None
-    """The user's identifiers of the samples, in order; None where none were given."""
+    """The user's identifiers of the samples, in order; None if none were given."""
     batch_size: int | None
-    """Samples in the microbatch; None where it is not known."""
+    """Number of samples in the microbatch; None if it is not known."""
     module: str
-    """Dotted path of the module, without the wrappers' prefixes; empty outside of a module."""
+    """Dotted path of the module, without the prefixes of wrappers; empty outside a module."""
     layer_type: str
     """`attention`, `linear`, `embedding`, `hidden`, or the user's own."""
     layer_idx: int
-    """Global index of the layer in the stack; -1 outside of it."""
+    """Global index of the layer in the stack; -1 outside the stack."""
     operation: str
     """`forward` or `backward`."""
     phase: str
@@ -250,57 +248,57 @@ class RecordInfo:
     component: str
     """`FA`, `linear`, `unknown`, or the user's own."""
     quant_type: str
-    """What the run computed in, as tagged: `bf16`, `mxfp8`, or the user's own."""
+    """The tag that names the precision of the run: `bf16`, `mxfp8`, or the user's own."""
     tensor_name: str
-    """`query`, `key`, `value`, `output`, `input`, `weight`, `bias`, `grad_` of each; `wide_input` and `wide_weight`, of
-    which a layer has made its quantised operands; or the user's own."""
+    """`query`, `key`, `value`, `output`, `input`, `weight`, `bias`, or `grad_` of each; `wide_input` and `wide_weight`
+    for operands before a layer quantised them; or the user's own."""
     dtype: str
-    """As seen, in torch's words: `bfloat16`."""
+    """Dtype of the captured tensor, in torch's spelling: `bfloat16`."""
     shape: tuple[int, ...]
-    """As seen, in elements."""
+    """Shape of the captured tensor."""
     layout: str
-    """One letter for each dimension where they are known (`BHTD`), else empty."""
+    """One letter for each dimension (`BHTD`) if they are known, else empty."""
     compute_dtype: str
-    """What the operation computed in; differs from `dtype` under autocast."""
+    """Dtype in which the operation computed; differs from `dtype` under autocast."""
     placement: dict[str, Any] | None
-    """Of a shard: mesh axes, coordinates, placements, global shape, offset; None for whole tensors."""
+    """Mesh axes, coordinates, placements, global shape and offset of a shard; None for a whole tensor."""
     metadata: dict[str, Any] | None
-    """The user's own words about it, as JSON; None where there are none."""
+    """The user's metadata, as JSON; None if there is none."""
     overflow: Overflow
     """Counts at the limits of the dtype."""
     counter: int
-    """Order in which the rank recorded it, from 0."""
+    """Index in the order in which the rank recorded its tensors, starting at 0."""
     timestamp: float
-    """When it was recorded, in seconds since the epoch."""
+    """Time of recording, in seconds since the epoch."""
     nbytes: int
-    """Size of what is kept, in bytes."""
+    """Size of the stored part, in bytes."""
     checksum: str
     """CRC-32C of its raw little-endian bytes in C order: `crc32c:` and eight hexadecimal digits."""
     keep: str = Keep.VALUES.value
-    """What is kept: `values`, their `histogram`, or their `statistics`."""
+    """The stored part: `values`, their `histogram`, or their `statistics`."""
     mode: str = Mode.TRAIN.value
-    """`train`, or `eval`: the kind of pass that it was seen in."""
+    """The kind of pass: `train` or `eval`."""
     layer_stack: str = ""
-    """Dotted path of the list that holds its layer, such as `encoder.block`: of several each counts its own layers;
-    empty outside of any, and where it is not known."""
+    """Dotted path of the list of layers that contains its layer, such as `encoder.block`. Each list has its own layer
+    indices. Empty outside a list, and if it is not known."""
 
     @property
     def num_samples(self) -> int:
-        """Samples that can be told apart: those of `sample_dim`, or the one that the tensor is as a whole; else 0."""
+        """Number of samples: the extent of `sample_dim`, 1 if the whole tensor is one sample, else 0."""
         if self.sample_dim is not None:
             return self.shape[self.sample_dim]
         return int(is_one_sample(self.sample_ids, tensor_name=self.tensor_name))
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary for JSON, field by field."""
+        """The metadata as a dictionary for JSON."""
         return {**self.to_attributes(), "overflow": self.overflow.to_json()}
 
     def to_attributes(self) -> dict[str, Any]:
-        """The same for Zarr attributes, without what follows from other fields."""
+        """The metadata as a dictionary for Zarr attributes, without values that follow from other fields."""
         return dict(zip(FIELDS, map(attribute_of, fields_of(self)), strict=True))
 
     def spelled(self) -> RecordInfo:
-        """The same, with lone surrogates spelled out, as they come with names of files that are no text."""
+        """The metadata with lone surrogates escaped. They occur in file names that are not valid text."""
         if "".join(_texts(self)).isascii() and self.metadata is None and self.sample_ids is None:
             return self
         values = {name: getattr(self, name) for name in (*_TEXTS, "metadata", "sample_ids")}
@@ -308,7 +306,7 @@ class RecordInfo:
         return dataclasses.replace(self, **changed)
 
     def with_checksum(self, checksum: str) -> RecordInfo:
-        """The same with another checksum; `dataclasses.replace` takes longer than a small tensor's share of a write."""
+        """The metadata with another checksum, made faster than by `dataclasses.replace`."""
         clone = object.__new__(RecordInfo)
         for put, value in zip(_SETTERS, fields_of(self), strict=True):
             put(clone, value)
@@ -317,7 +315,7 @@ class RecordInfo:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> RecordInfo:
-        """Rebuild what `to_json` wrote; unknown keys are ignored."""
+        """The metadata from the result of `to_json`. Unknown keys are ignored."""
         values = {field: document[field] for field in FIELDS}
         values["shape"] = tuple(document["shape"])
         num_elements = math.prod(values["shape"])
@@ -333,14 +331,14 @@ fields_of = operator.attrgetter(*FIELDS)
 
 
 def attribute_of(value: Any) -> Any:
-    """The value of a field as Zarr attributes have it."""
+    """The value of a field in the form of Zarr attributes."""
     if isinstance(value, Overflow):
         return value.to_attributes()
     return list(value) if isinstance(value, tuple) else value
 
 
 _SETTERS = tuple(RecordInfo.__dict__[name].__set__ for name in FIELDS)
-"""Of the fields of a frozen instance that is being made."""
+"""The setters of the fields of a frozen instance, in the order of `FIELDS`."""
 
 _CHECKSUM = FIELDS.index("checksum")
 
@@ -350,7 +348,7 @@ _texts = operator.attrgetter(*_TEXTS)
 
 
 def spelled(value: Any) -> Any:
-    r"""What JSON is made of, with `\udcff` spelled out for each lone surrogate: strict readers refuse its escape."""
+    r"""A value for JSON with lone surrogates replaced by text such as `\udcff`: strict readers refuse their escapes."""
     match value:
         case str():
             return value.encode(errors="backslashreplace").decode()
