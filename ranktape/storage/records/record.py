@@ -1,4 +1,4 @@
-"""One captured tensor: its fields, and its values, which are read when they are asked for."""
+"""One captured tensor: its fields, and its values, which are read on demand."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
 
 
 class RecordOrigin(Protocol):
-    """Where records come from: a run, a folder of files, or several of these."""
+    """The source of records: a run, a folder of files, or several of these."""
 
     @property
     def url(self) -> str:
-        """What it is called in messages."""
+        """URL or name of the source, for messages."""
         ...
 
 
 class RecordReader(RecordOrigin, Protocol):
-    """Where the values of records come from: a run, or a folder of files."""
+    """The source of the values of records: a run, or a folder of files."""
 
     def read(self, record: Record, *, sample: int | None) -> np.ndarray[Any, Any]:
-        """What is kept of a record; with `sample` of one sample, without the dimension of samples."""
+        """The stored part of a record; with `sample`, that of one sample without the sample dimension."""
         ...
 
     def parts(self, record: Record) -> Iterator[np.ndarray[Any, Any]]:
-        """The values of a record, a part after the other."""
+        """The values of a record in parts."""
         ...
 
     def siblings(self, record: Record) -> Iterable[Record]:
-        """What all ranks recorded at the place of a record, in its iteration and attempt; itself among it."""
+        """The records of all ranks at the site of a record, in its iteration and attempt, including the record."""
         ...
 
 
@@ -53,36 +53,36 @@ if TYPE_CHECKING:
     _Fields = RecordInfo
 else:
     _Fields = object
-"""What checkers and editors take the attributes of a record from."""
+"""Declares the attributes of a record for type checkers and editors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """Where the values of a record lie."""
+    """The location of the values of a record."""
 
     group: str
     """Path of the group of its rank's iteration, below the run."""
     site: str
-    """Path of the tensor below it, which is also its name."""
+    """Path of the tensor below the group, which is also its name."""
     stack: str
-    """The array below the group that holds it with others; empty where it has one of its own."""
+    """Name of the array below the group that it shares with other tensors; empty if it has its own array."""
     index: int
-    """Its place in that array; -1 where it has one of its own."""
+    """Index in the shared array; -1 if it has its own array."""
 
     @property
     def array_path(self) -> str:
-        """Path, below the run, of the array that holds the values."""
+        """Path, below the run, of the array with the values."""
         return f"{self.group}/{self.stack or self.site}"
 
 
 class Record(_Fields):
-    """One captured tensor; every field of `RecordInfo` is an attribute, and values are read when asked for."""
+    """One captured tensor. Each field of `RecordInfo` is an attribute; values are read on demand."""
 
     def __init__(self, info: RecordInfo, *, location: Location, reader: RecordReader) -> None:
         self.info = info
-        """The identity, as one value."""
+        """The metadata as one object."""
         self.location = location
-        """Where the values lie."""
+        """The location of the values."""
         self._reader = reader
 
     def __getattr__(self, name: str) -> Any:
@@ -107,62 +107,61 @@ class Record(_Fields):
 
     @property
     def reader(self) -> RecordReader:
-        """Where the values come from."""
+        """The source of the values."""
         return self._reader
 
     @property
     def path(self) -> str:
-        """The record's name below the run; the path of its array, where it has one of its own."""
+        """The record's name below the run. If the record has its own array, this is the path of the array."""
         return f"{self.location.group}/{self.location.site}"
 
     def read(self, sample: int | None = None) -> np.ndarray[Any, Any]:
-        """The values as numpy array of the captured dtype (from ml_dtypes where numpy has none).
+        """The values as a numpy array of the captured dtype (from ml_dtypes if numpy has none).
 
-        With `sample` those of one sample, without the dimension of samples: two small requests where samples are
-        of 1 kB and more. Of a tensor that is one sample, sample 0 is all of it. NaN payloads, infinities and signed
-        zeros are those captured.
+        NaN payloads, infinities and signed zeros are those captured. With `sample`, the values of one sample without
+        the sample dimension, which takes two small requests if samples have 1 kB or more. If the whole tensor is one
+        sample, sample 0 is the tensor.
 
         Raises:
-            DataError: bytes are missing, or are not those captured.
-            UsageError: there is no such sample, the tensor has no samples, or its values were not kept.
+            DataError: bytes are missing or were changed.
+            UsageError: the sample does not exist, the tensor has no samples, or its values were not kept.
         """
         self._expect(Keep.VALUES)
         index = None if sample is None else self._checked_sample(sample)
         return self._reader.read(self, sample=None if self.info.sample_dim is None else index)
 
     def parts(self) -> Iterator[np.ndarray[Any, Any]]:
-        """The values in parts, of which no more is in memory at once than a chunk, or a few of small ones.
+        """The values in parts, so that at most one chunk, or a few small ones, are in memory at a time.
 
-        Of a record with samples, one or some of them in each part, whose first dimension counts them; else runs of
-        `record_info.RUN` elements in C order. In which parts the store holds the values makes no difference to a run.
-        What is yielded may not be written to. Whether it is what was captured is said at the latest behind the last
-        part: nothing holds before. Of an empty record there is no part.
+        If the record has samples, a part has one or more of them along its first dimension; otherwise a part is a run
+        of `record_info.RUN` elements in C order, whatever the chunks of the store. Parts are read-only. Checksums are
+        compared at the latest after the last part: do not rely on a part before that. An empty record has no parts.
 
         Raises:
-            DataError: bytes are missing, or are not those captured.
+            DataError: bytes are missing or were changed.
             UsageError: the values were not kept.
         """
         self._expect(Keep.VALUES)
         return self._reader.parts(self)
 
     def histogram(self) -> np.ndarray[Any, Any]:
-        """The words of the histogram, where that was kept: first how often each of the 65,536 bit patterns occurs.
+        """The words of the histogram: first the counts of the 65,536 bit patterns, then counts of values in blocks.
 
-        What follows counts values in blocks; docs/format.md has it word by word.
+        docs/format.md specifies each word.
 
         Raises:
-            DataError: bytes are missing, or are not those written.
-            UsageError: something else was kept.
+            DataError: bytes are missing or were changed.
+            UsageError: the record is not stored as a histogram.
         """
         self._expect(Keep.HISTOGRAM)
         return self._reader.read(self, sample=None)
 
     def statistics(self) -> Statistics:
-        """What the finite values add up to, where the statistics were kept: mean, deviation, extremes and others.
+        """The statistics over the finite values: mean, standard deviation, extremes and others.
 
         Raises:
-            DataError: bytes are missing, or are not those written.
-            UsageError: something else was kept.
+            DataError: bytes are missing or were changed.
+            UsageError: the record is not stored as statistics.
         """
         self._expect(Keep.STATISTICS)
         statistics = Statistics.from_vector(self._reader.read(self, sample=None))
@@ -171,13 +170,13 @@ class Record(_Fields):
         return statistics
 
     def hist(self, *, axes: Axes | None = None) -> Axes:
-        """Draw the share of the values in each binade (power of two of the magnitude); returns the axes.
+        """Draw the share of the values in each binade (power of two of the magnitude), and return the axes.
 
-        Zeros, NaN and infinities are in no bar, and in the title if there are some. Without `axes` a figure of pyplot
-        is made. For a selection of records use `ranktape.analyze.distribution(records).plot()`.
+        Zeros, NaN and infinities are not drawn; the title counts them. Without `axes`, a figure of pyplot is created.
+        For a selection of records use `ranktape.analyze.distribution(records).plot()`.
 
         Raises:
-            DataError: bytes are missing, or are not those captured.
+            DataError: bytes are missing or were changed.
             UsageError: the values were not kept, or are complex.
         """
         import numpy as np
@@ -207,19 +206,19 @@ class Record(_Fields):
         return axes
 
     def tensor(self) -> torch.Tensor:
-        """The values as a torch tensor of the captured dtype, on the CPU.
+        """The values as a CPU tensor of the captured dtype.
 
         Raises:
-            DataError: as `read`.
-            UsageError: torch has no such dtype.
+            DataError: bytes are missing or were changed.
+            UsageError: torch does not have the dtype.
         """
         return to_torch(self.read(), dtype=self.info.dtype, shape=self.info.shape)
 
     def to_xarray(self) -> xarray.DataArray:
-        """The values under the names of their dimensions, those of samples with their identifiers; read when used.
+        """The values with named dimensions and the identifiers of samples as coordinates. They are read on use.
 
-        Dimensions are the letters of `layout`, else `dim0`, `dim1` and so on; that of samples is `sample`. `attrs` are
-        the record's fields. What is taken of one sample reads no more than that sample; `load()` keeps what it read.
+        Dimensions are named by the letters of `layout`, else `dim0`, `dim1` and so on; the sample dimension is
+        `sample`. `attrs` are the record's fields. Indexing one sample reads that sample only; `load()` caches values.
 
         Raises:
             UsageError: xarray is not installed, or the values were not kept.
@@ -232,14 +231,14 @@ class Record(_Fields):
         return record_array(self)
 
     def global_view(self, *, replicas: str = "check") -> GlobalView[Record]:
-        """The tensor over all ranks of which this record is a part, from the parts that all of them recorded.
+        """The tensor over all ranks, assembled from this record and those of the other ranks.
 
-        Copies of one part must be the same bits, unless `replicas` is `"ignore"`: the first of them counts then.
+        Replicas of a shard must have equal bits, unless `replicas` is `"ignore"`: then the first one is used.
 
         Raises:
             DataError: the placement is damaged.
             StorageError: the store cannot be read.
-            UsageError: a folder of files does not say what other ranks recorded.
+            UsageError: the record is from a folder of files, which does not know the other ranks.
         """
         from ranktape.storage.records.assemble import view_of
 

@@ -1,4 +1,4 @@
-"""Selections of records: lazy sequences that filters and expressions narrow."""
+"""Selections of records: lazy sequences that filters and expressions reduce."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 
 SOURCE = "source"
-"""The field that says of which source a record is: the name of its run or folder; none is stored for it."""
+"""The field with the name of a record's run or folder. It is not stored."""
 
 KNOWN_COLUMNS = {**COLUMNS, SOURCE: FieldKind.TEXT}
-"""The names that filters may use, and what is there."""
+"""The kind of each column that filters may use."""
 
 _NUM_THREADS = 16
-"""Catalogues in which a column is looked up at once."""
+"""The number of catalogues from which a column is read concurrently."""
 
 _LISTED = ("iteration", "rank", "microbatch", "module", "operation", "phase", "tensor_name", "dtype", "shape", "nbytes")
-"""Fields that a notebook shows."""
+"""The fields that a notebook shows."""
 
 _OPERANDS = ("query", "key", "value", "input", "weight", "bias", "output")
 
@@ -62,32 +62,32 @@ _OWN_WORDS: Mapping[str, Collection[str]] = {
         for after in ("", "_codes", "_scales")
     ],
 }
-"""By field, the words of a capture. A run may lack them: who asks for one has not misspelt it."""
+"""The values of a capture's vocabulary, by field. A filter for one of them is not a typo, even if the run has none."""
 
 _MAX_NAMED = 8
-"""Values of a field that a message names before the rest is counted."""
+"""The number of values of a field that a message names before the rest is counted."""
 
 _ROWS_AT_ONCE = 1024
-"""Records that are taken from the columns together, where one after the other is asked for."""
+"""The number of records that an iteration makes from the columns at a time."""
 
 
 class LazyTable(RecordTable, RecordReader, Protocol):
-    """A table of which a column takes reading each record's file, and that gives their values, too."""
+    """A table of files, which reads each file for some columns, and which also reads values."""
 
     files: Sequence[Any]
     """The file of each record."""
 
     def narrow(self, rows: np.ndarray[Any, Any], /) -> LazyTable:
-        """The table of some of the rows."""
+        """The table with some of the rows."""
         ...
 
     def cost(self, field: str, /) -> int:
-        """How much is read for the column of a field; filters that cost less are asked first."""
+        """The relative cost of reading the column of a field. Cheaper filters are applied first."""
         ...
 
 
 class _HeldTable:
-    """Some rows of another table, which is not needed any more."""
+    """Some rows of another table, without a reference to it."""
 
     def __init__(self, table: RecordTable, places: np.ndarray[Any, Any]) -> None:
         self.num_rows = len(places)
@@ -95,16 +95,16 @@ class _HeldTable:
         self._groups = [table.group_of(place) for place in places.tolist()]
 
     def column(self, name: str) -> Column:
-        """One of the columns."""
+        """The values of a column."""
         return self._columns[name]
 
     def group_of(self, row: int) -> str:
-        """The path of the group that a record is in."""
+        """The path of the group of a record."""
         return self._groups[row]
 
 
 def _held(column: Column) -> Column:
-    """The same without texts that no row has."""
+    """The column without texts that no row uses."""
     if not isinstance(column, StringColumn):
         return column
     used, codes = np.unique(column.codes, return_inverse=True)
@@ -113,52 +113,52 @@ def _held(column: Column) -> Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """Records of one table: of an iteration of a run, or of a folder of files."""
+    """The records of one table: an iteration of a run, or a folder of files."""
 
     table: RecordTable
     """Their fields as columns."""
     reader: RecordReader
-    """Where their values come from."""
+    """The source of their values."""
     source: str
-    """What their source is called."""
+    """Name of the source."""
     lazy: LazyTable | None = None
-    """The table itself, where a column takes reading each file: it is asked for no more than the rows in use."""
+    """The table, if it reads files for its columns; it is reduced to the rows in use."""
 
     @classmethod
     def of_files(cls, table: LazyTable, *, source: str) -> Listing:
-        """The records of a table that gives the values, too."""
+        """The records of a table that also reads values."""
         return cls(table=table, reader=table, source=source, lazy=table)
 
     def narrow(self, places: np.ndarray[Any, Any]) -> Listing:
-        """The records at some places, where that saves reading; else all of them."""
+        """The records at some positions if this saves reading, else all records."""
         return self if self.lazy is None else Listing.of_files(self.lazy.narrow(places), source=self.source)
 
     def held(self, places: np.ndarray[Any, Any]) -> Listing:
-        """The records at some places, without the others."""
+        """The records at some positions, without a reference to the others."""
         return replace(self, table=_HeldTable(self.table, places)) if self.lazy is None else self.narrow(places)
 
     def column(self, name: str, places: np.ndarray[Any, Any]) -> Column:
-        """A column, of some places."""
+        """The values of a column at some positions."""
         return rows_of(self.table.column(name), places) if self.lazy is None else self.lazy.narrow(places).column(name)
 
 
 @dataclass(frozen=True, slots=True)
 class SourcePart:
-    """Records of one source in a selection."""
+    """The records of one source in a selection."""
 
     name: str
-    """That of the source."""
+    """Name of the source."""
     places: np.ndarray[Any, Any]
-    """Where in the selection they are."""
+    """Positions of the records in the selection."""
     records: Records
-    """Themselves, as a selection of that source alone."""
+    """The records as a selection of their own."""
 
 
 class Records(Sequence[Record]):
     """A selection of records, in the order of iteration, rank and recording; a lazy, immutable sequence."""
 
     def __init__(self, listings: Sequence[Listing], rows: np.ndarray[Any, Any] | None = None) -> None:
-        """Take what all tables list, one after the other; and which of these rows are meant, by default all."""
+        """Select `rows` (by default all) from the concatenated rows of the tables."""
         self._listings = listings
         self._columns: dict[str, Column] = {}
         self._starts = np.cumsum([0, *(listing.table.num_rows for listing in listings)])
@@ -166,12 +166,12 @@ class Records(Sequence[Record]):
 
     @classmethod
     def of(cls, reader: RecordReader, tables: Sequence[RecordTable]) -> Records:
-        """All records of some tables, whose values one reader gives."""
+        """All records of some tables that share a reader."""
         source = source_name(reader.url)
         return cls([Listing(table=table, reader=reader, source=source) for table in tables])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its own rows alone: what is sent to another process is not all that a run lists."""
+        """Keep only the selected rows, so that another process does not receive all records of the run."""
         return self._narrowed(self._rows, narrow=Listing.held).__dict__
 
     def __len__(self) -> int:
@@ -179,19 +179,19 @@ class Records(Sequence[Record]):
 
     @property
     def is_costly(self) -> bool:
-        """Whether looking at a single record reads its values: such records go to other processes as a selection."""
+        """Whether the metadata of a record is read from its file. Such records go to other processes as a selection."""
         return any(listing.lazy is not None for listing in self._listings)
 
     @property
     def files(self) -> Sequence[Any]:
-        """The file of each record, where all of them are files."""
+        """The file of each record; empty unless all records are files."""
         tables = [listing.lazy for listing in self._listings]
         known = [file for table in tables if table is not None for file in table.files]
         return [] if None in tables else [known[row] for row in self._rows.tolist()]
 
     @property
     def reader(self) -> RecordOrigin:
-        """Where their values come from; of several sources no more than what they are called together."""
+        """The source of the values; for several sources, an object with their names only."""
         readers = {id(listing.reader): listing.reader for listing in self._listings}
         if len(readers) == 1:
             return self._listings[0].reader
@@ -199,7 +199,7 @@ class Records(Sequence[Record]):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The names of the sources that records are of, in their order; of one alone the last name of its path."""
+        """The names of the sources, in their order; for a single source, the last part of its path."""
         names = list(dict.fromkeys(listing.source for listing in self._listings))
         if len(names) == 1:
             return (names[0],)
@@ -207,11 +207,11 @@ class Records(Sequence[Record]):
         return tuple(name for name in names if name in used)
 
     def parts(self) -> list[SourcePart]:
-        """Runs of records of one source: where they are in the selection, and themselves."""
+        """Consecutive records of one source, with their positions in the selection."""
         return self._split(lambda numbers: np.split(np.arange(len(self)), np.flatnonzero(np.diff(numbers)) + 1))
 
     def by_source(self) -> list[SourcePart]:
-        """All records of each source: their places, and themselves."""
+        """All records of each source, with their positions in the selection."""
         return self._split(lambda numbers: [np.flatnonzero(numbers == number) for number in np.unique(numbers)])
 
     def _split(self, split: Callable[[np.ndarray[Any, Any]], Iterable[np.ndarray[Any, Any]]]) -> list[SourcePart]:
@@ -222,7 +222,7 @@ class Records(Sequence[Record]):
         return [self._part(places, int(numbers[places[0]])) for places in split(numbers) if len(places)]
 
     def _kinds(self) -> list[int]:
-        """For each listing the number of its source."""
+        """The number of the source of each listing."""
         known: dict[tuple[str, int], int] = {}
         return [known.setdefault((one.source, id(one.reader)), len(known)) for one in self._listings]
 
@@ -236,7 +236,7 @@ class Records(Sequence[Record]):
         return SourcePart(listings[0].source, places, Records(listings, moved).take(range(len(moved))))
 
     def groups(self) -> list[tuple[str, slice]]:
-        """Which records follow one another out of one iteration of one rank: the path of its group, and where."""
+        """Consecutive records of one iteration of one rank: the path of its group, and their slice."""
         numbers = self._numbers(self._rows)
         keys = np.stack([numbers, self.column("rank"), self.column("iteration")])
         starts = [0, *(np.flatnonzero((np.diff(keys) != 0).any(axis=0)) + 1).tolist()] if len(self) else []
@@ -267,23 +267,23 @@ class Records(Sequence[Record]):
             yield from self._read(self._rows[start : start + _ROWS_AT_ONCE])
 
     def _read(self, rows: np.ndarray[Any, Any]) -> Iterator[Record]:
-        # Of each table its own columns: those of all are many times as large.
+        # Columns of each table are used, because those of the whole selection are many times as large.
         for whole, _, places in self._runs(rows):
             listing = whole.narrow(places)
             known = places if listing is whole else np.arange(len(places))
             table, url = listing.table, listing.reader.url
             for place, row in zip(known.tolist(), read_rows(table, known, place=url), strict=True):
                 location = Location(group=table.group_of(place), site=row.site, stack=row.stack, index=row.index)
-                # Of files each with a reader of its own, so that it can be sent to another process without the others.
+                # Each file has its own reader, so that it can be sent to another process without the others.
                 reader = listing.reader if listing.lazy is None else listing.lazy.narrow(np.array([place]))
                 yield Record(row.info, location=location, reader=reader)
 
     def _numbers(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """For each row the index of its listing."""
+        """The index of the listing of each row."""
         return np.searchsorted(self._starts, rows, side="right") - 1
 
     def _runs(self, rows: np.ndarray[Any, Any]) -> Iterator[tuple[Listing, slice, np.ndarray[Any, Any]]]:
-        """Rows that follow one another in one listing: it, where they are among the rows, and their places in it."""
+        """Consecutive rows of one listing: the listing, their slice of `rows`, and their positions in the listing."""
         numbers = self._numbers(rows)
         firsts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(rows)] if len(rows) else []
         for first, last in itertools.pairwise(firsts):
@@ -307,17 +307,17 @@ class Records(Sequence[Record]):
         )
 
     def select(self, **filters: Any) -> Records:
-        """The records whose fields have the values asked for.
+        """The records whose fields have the given values.
 
-        A field takes one value, a list of alternatives, or a text as a command line takes it: `"0-3,7"`, `"10:20:2"`,
-        `"grad_*,output"`. Fields inside of fields are written with two underscores: `overflow__ratio=0`. A selection
-        may be empty. It is an error if a text is no word of a capture and no record of the run has it: it may be
-        misspelt. `where` has no such error.
+        A field takes a value, a list of alternatives, or a text in the syntax of the command line: `"0-3,7"`,
+        `"10:20:2"`, `"grad_*,output"`. Nested fields are written with two underscores: `overflow__ratio=0`. A selection
+        may be empty. A text that is not in a capture's vocabulary and that no record has is an error, because it may be
+        misspelt; `where` does not check this.
 
         Raises:
-            NoRecordsError: a text may be misspelt; says which there are, and the nearest.
-            UnknownFieldError: a filter names no field.
-            UsageError: a field cannot have such a value.
+            NoRecordsError: a text may be misspelt. The message lists the existing values and the nearest one.
+            UnknownFieldError: a filter names a field that records do not have.
+            UsageError: a field cannot have the value.
         """
         chosen = self
         asked = [parse_filter(name.replace("__", "."), value, known=KNOWN_COLUMNS) for name, value in filters.items()]
@@ -337,29 +337,29 @@ class Records(Sequence[Record]):
         return chosen
 
     def fitting(self, asked: Filter) -> Records:
-        """The records that a filter lets pass.
+        """The records that match a filter.
 
         Raises:
-            UsageError: the field cannot have such a value.
+            UsageError: the field cannot have the value.
         """
         return self._take(self._rows[asked.mask(self._source(self._rows), len(self))])
 
     def where(self, expression: str) -> Records:
-        """The records for which an expression holds: `overflow.ratio > 0 and layer_type == 'attention'`.
+        """The records for which an expression is true, such as `overflow.ratio > 0 and layer_type == 'attention'`.
 
         Raises:
-            UnknownFieldError: the expression names no field.
-            UsageError: it is not an expression; the message says where.
+            UnknownFieldError: the expression names a field that records do not have.
+            UsageError: the expression is not valid. The message gives the position of the error.
         """
         parsed = parse_where(expression)
         check_fields(parsed.names, known=KNOWN_COLUMNS)
         return self._take(self._rows[parsed.mask(self._source(self._rows))])
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
-        """One field of all records as an array: numbers (NaN where there is none), or text as objects.
+        """One field of all records as an array: numbers (NaN if missing), or text as objects.
 
         Raises:
-            UnknownFieldError: records have no such field.
+            UnknownFieldError: records do not have the field.
         """
         check_fields([name], known=KNOWN_COLUMNS)
         column = self.stored(name)
@@ -368,33 +368,33 @@ class Records(Sequence[Record]):
         return column
 
     def stored(self, name: str) -> Column:
-        """As `column`, each different text once."""
+        """Like `column`, but text is encoded as codes into a table."""
         return self._source(self._rows)(name)
 
     def take(self, positions: Sequence[int]) -> Records:
-        """The records at those places of the selection, in that order; one may be there twice.
+        """The records at some positions of the selection, in the given order. A position may be repeated.
 
         Raises:
-            IndexError: there is no such place.
+            IndexError: a position is out of range.
         """
         return self._take(self._rows[np.asarray(positions, dtype=np.int64)])
 
     def listed(self) -> tuple[Sequence[Listing], np.ndarray[Any, Any]]:
-        """The tables that list the records, and which rows of these, one table after the other, are meant."""
+        """The tables of the records, and the selected rows of the concatenated tables."""
         return self._listings, self._rows
 
     def unfiltered(self) -> tuple[Records, np.ndarray[Any, Any]]:
-        """All records of the iterations that this selection was made from, and at which places its own are there.
+        """All records of the iterations of this selection, and the positions of the selected ones among them.
 
-        Of files nothing is known beyond the selection.
+        For files, these are the selected records.
         """
         return self._take(np.arange(int(self._starts[-1]))), self._rows
 
     def group_by(self, fields: Sequence[str]) -> list[tuple[dict[str, Any], Records]]:
-        """The records in groups of equal values of the fields, sorted by them; one group of all without fields.
+        """The records in groups of equal values of the fields, sorted by the values; without fields, one group.
 
         Raises:
-            UnknownFieldError: records have no such field.
+            UnknownFieldError: records do not have a field.
         """
         if not fields:
             return [({}, self)]
@@ -405,10 +405,10 @@ class Records(Sequence[Record]):
         ]
 
     def assemble(self, *, replicas: str = "check") -> list[GlobalView[Record]]:
-        """The tensors over all ranks of which the records of this selection are parts; a whole one is one itself.
+        """The tensors over all ranks, assembled from the records of this selection.
 
-        Parts that are not in the selection are missing. Copies of one part must be the same bits when a tensor is
-        read, unless `replicas` is `"ignore"`.
+        Shards outside the selection are missing. Replicas of a shard must have equal bits when a tensor is read, unless
+        `replicas` is `"ignore"`.
 
         Raises:
             DataError: a placement is damaged.
@@ -416,17 +416,17 @@ class Records(Sequence[Record]):
         """
         from ranktape.storage.records.assemble import assemble_records
 
-        # Tensors are put together from parts of one source alone.
+        # A tensor is assembled from shards of one source.
         assembled = (assemble_records(part.records, replicas=replicas) for part in self.by_source())
         return list(itertools.chain.from_iterable(assembled))
 
     def stack(self) -> xarray.DataArray:
-        """The records as one array: over the fields in which they differ, then over the tensors' own dimensions.
+        """The records as one array, with a dimension for each field in which they differ, then the tensors' dimensions.
 
-        Values are read by dask when they are computed with, one record at a time.
+        dask reads the values on use, one record at a time.
 
         Raises:
-            UsageError: dask or xarray is not installed, the records are not of one form, or one is missing.
+            UsageError: dask or xarray is not installed, the records differ in shape or dtype, or one is missing.
         """
         try:
             from ranktape.storage.records.labelled import stack_records
@@ -435,15 +435,15 @@ class Records(Sequence[Record]):
         return stack_records(self)
 
     def to_xarray(self) -> xarray.DataArray:
-        """As `stack`."""
+        """The same as `stack`."""
         return self.stack()
 
     def to_pandas(self) -> pd.DataFrame:
-        """The catalogue as a frame: one row for each record and one column for each field; no value is read.
+        """The metadata as a data frame, with a row for each record and a column for each field. No values are read.
 
-        Whole numbers that may be missing are `Int64`, text is `string`, shapes are lists, placements, samples'
-        identifiers and the user's metadata are JSON. Counts at the limits are columns such as `overflow.nan.count`;
-        of files, the first column is `file`.
+        Integers that may be missing are `Int64` and text is `string`. Shapes are lists. Placements, identifiers of
+        samples and the user's metadata are JSON. Counts at the limits are columns such as `overflow.nan.count`. For
+        files, the first column is `file`.
 
         Raises:
             DataError: a field is damaged.
@@ -455,10 +455,10 @@ class Records(Sequence[Record]):
         return records_frame(self)
 
     def to_arrow(self) -> pa.Table:
-        """The catalogue as an Arrow table: one row for each record and one column for each field; no value is read.
+        """The metadata as an Arrow table, with a row for each record and a column for each field. No values are read.
 
-        Columns and their names are those of `to_pandas`. What is missing is null; shapes are lists of whole numbers,
-        placements, samples' identifiers and the user's metadata are JSON. DuckDB, polars and pandas read it in place.
+        The columns are those of `to_pandas`. Missing values are null and shapes are lists of integers. Placements,
+        identifiers of samples and the user's metadata are JSON. DuckDB, polars and pandas read the table in place.
 
         Raises:
             DataError: a field is damaged.
@@ -473,7 +473,7 @@ class Records(Sequence[Record]):
         if self.is_costly:
             return self._narrowed(rows)
         taken = Records(self._listings, rows)
-        # The columns are those of all tables: selections of one run share them.
+        # Columns are those of whole tables, so that selections of one run share them.
         taken._columns = self._columns
         return taken
 
@@ -483,7 +483,7 @@ class Records(Sequence[Record]):
         *,
         narrow: Callable[[Listing, np.ndarray[Any, Any]], Listing] = Listing.narrow,
     ) -> Records:
-        """Some of the rows, in tables that list no other files."""
+        """The selection of some rows, in tables without other files."""
         listings, moved, start = [], np.empty_like(rows), 0
         numbers = self._numbers(rows)
         for number, listing in enumerate(self._listings):
@@ -512,7 +512,7 @@ class Records(Sequence[Record]):
 
     def _all(self, name: str) -> Column:
         if name not in self._columns:
-            # Each table may have to be asked for it in the store.
+            # Each table may send a request to the store.
             with ThreadPoolExecutor(_NUM_THREADS) as pool:
                 columns = pool.map(lambda listing: listing.table.column(name), self._listings)
                 self._columns[name] = concatenate(columns)
@@ -521,22 +521,22 @@ class Records(Sequence[Record]):
 
 @dataclass(frozen=True, slots=True)
 class _Several:
-    """Several sources, which have no more than a name in common."""
+    """The common name of several sources."""
 
     url: str
 
 
 def source_name(url: str) -> str:
-    """What a run or a folder is called alone: the last name of its path."""
+    """The name of a single run or folder: the last part of its path."""
     path = url if "://" in url else os.path.realpath(url)
     return path.rstrip("/").rpartition("/")[2] or path
 
 
 def unite(sources: Mapping[str, Records]) -> Records:
-    """The records of several selections as one, those of the first before those of the second.
+    """The records of several selections as one selection, in the order of the selections.
 
-    A record keeps all its fields; `source` is the name that its selection has here. Records of different sources are
-    never parts or copies of one tensor.
+    Records keep their fields; `source` is the name of the selection in `sources`. Records of different sources are
+    never shards or replicas of one tensor.
 
     Raises:
         UsageError: there is no selection.
@@ -554,18 +554,18 @@ def unite(sources: Mapping[str, Records]) -> Records:
 
 
 def nothing_matches(records: Records, field: str, text: str, *, name: str = "") -> NoRecordsError:
-    """The error of a filter that leaves none of the records: what their field holds, and what is nearest.
+    """The error for a filter that no record matches: it lists the existing values of the field and the nearest one.
 
     Args:
-        records: Those that were filtered.
-        field: Of which a value was asked for.
-        text: What was asked for.
-        name: What the field is called where it was asked for; its own name if empty.
+        records: The records that were filtered.
+        field: The field of the filter.
+        text: The value of the filter.
+        name: The name of the option or argument; the name of the field if empty.
     """
     counts = Counter(map(_shown, records.column(field).tolist()))
     there = [f"{value} ({count} records)" for value, count in counts.most_common(_MAX_NAMED)]
     rest = len(counts) - len(there)
-    # Numbers that look alike are not alike.
+    # No nearest value is suggested for numbers.
     parts = [part for part in split_texts([text]) if any(map(str.isalpha, part))]
     near = [one for part in parts for one in get_close_matches(part, counts, n=1)]
     hint = f"; did you mean {','.join(near)}?" if near else ""
@@ -576,7 +576,7 @@ def nothing_matches(records: Records, field: str, text: str, *, name: str = "") 
 
 
 def _shown(value: Any) -> str:
-    """A value as a filter takes it: numbers that may be missing are floats in the catalogue, NaN where they are."""
+    """A value in the syntax of filters. Optional integers are floats in the catalogue, with NaN for missing values."""
     if isinstance(value, float):
         return "none" if math.isnan(value) else f"{value:g}"
     return "none" if value is None else str(value)

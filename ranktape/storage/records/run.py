@@ -1,4 +1,4 @@
-"""Opens a run: its complete iterations, how far it is, and its records, whose values are checked when they are read."""
+"""A run opened for reading: its complete iterations, their state, and their records, whose checksums are compared."""
 
 from __future__ import annotations
 
@@ -59,20 +59,20 @@ if TYPE_CHECKING:
 
 
 _NUM_CATALOGUES = 4
-"""Of iterations, that are remembered: who asks for the parts of one tensor asks for those of others."""
+"""The number of iterations whose catalogue is cached while shards of tensors are assembled."""
 
 _NUM_DOCUMENTS = 1024
-"""Documents of arrays that are remembered: many records share one."""
+"""The number of cached documents of arrays. Many records share one."""
 
 
 _RECENT_NBYTES = 64 << 20
-"""Memory for objects that hold many records, one of which after the other is read."""
+"""The size of the cache of objects that contain many records, in bytes."""
 
 _NUM_SEEN = 4096
 
 
 class RecentObjects(ForwardingBackend):
-    """Objects of a backend; one of which a second part is asked for is fetched as a whole, and kept for a while."""
+    """A backend that fetches an object as a whole when a second part of it is requested, and caches it."""
 
     def __init__(self, backend: Backend) -> None:
         self.url, self.is_shared = backend.url, backend.is_shared
@@ -82,11 +82,11 @@ class RecentObjects(ForwardingBackend):
         self._lock = threading.Lock()
 
     def forward(self, work: Callable[[Backend], Result]) -> Result:
-        """What is not a part of an object."""
+        """Do anything but read a part of an object."""
         return work(self._backend)
 
     def get_range(self, key: str, start: int, nbytes: int) -> bytes | None:
-        """Some of them."""
+        """Some bytes of an object."""
         data = self._whole(key, is_new=start < 0)
         if data is None:
             return self._backend.get_range(key, start, nbytes)
@@ -94,7 +94,7 @@ class RecentObjects(ForwardingBackend):
         return data[first : first + nbytes]
 
     def _whole(self, key: str, *, is_new: bool) -> bytes | None:
-        """The object, where it is held; a record begins with the end of its object, where the index is."""
+        """The object if it is cached. Reading a record starts at the end of its object, where the index is."""
         with self._lock:
             if key in self._held:
                 self._held[key] = self._held.pop(key)
@@ -115,7 +115,7 @@ class RecentObjects(ForwardingBackend):
 
 
 class RunReader:
-    """What the records of a run share: its backend, and the documents of arrays."""
+    """Reads the values of a run's records, which share its backend and its cached documents of arrays."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -128,10 +128,10 @@ class RunReader:
         return _shared_reader, (pickle.dumps(self.backend),)
 
     def read(self, record: Record, *, sample: int | None) -> np.ndarray[Any, Any]:
-        """What is kept of a record; with `sample` of one sample, without the dimension of samples.
+        """The stored part of a record; with `sample`, that of one sample without the sample dimension.
 
         Raises:
-            DataError: bytes are missing, or are not those captured.
+            DataError: bytes are missing or were changed.
         """
         info, location = record.info, record.location
         expected = info.checksum
@@ -152,12 +152,12 @@ class RunReader:
     def read_stack(
         self, record: Record, indices: Sequence[int], checksums: Sequence[int]
     ) -> np.ndarray[Any, Any] | None:
-        """What is kept at some places of the stack of a record; the first axis counts them.
+        """The stored part of several records of the stack of `record`, along the first axis.
 
-        None where something is missing, or is not what was captured: `read` says of each record what.
+        None if bytes are missing or were changed; `read` then names the record.
 
         Raises:
-            DataError: the document of the stack is missing, or is not what was written.
+            DataError: the document of the stack is missing or was changed.
         """
         with self._explained(record):
             stored = self._opened(record)
@@ -171,10 +171,10 @@ class RunReader:
         return None
 
     def parts(self, record: Record) -> Iterator[np.ndarray[Any, Any]]:
-        """The values of a record, as `Record.parts` has them.
+        """The values of a record in parts: see `Record.parts`.
 
         Raises:
-            DataError: bytes are missing, or are not those captured.
+            DataError: bytes are missing or were changed.
         """
         info = record.info
         with self._explained(record):
@@ -184,7 +184,7 @@ class RunReader:
         if is_alone and info.sample_dim is not None and info.sample_dim == stored.cut_axis:
             yield from self._samples(record, stored)
         elif is_alone and info.sample_dim is None and is_plain and stored.chunk_nbytes > RUN * stored.row.itemsize:
-            # Compared as a whole, behind the last of them.
+            # The checksum of the whole record is compared after the last part.
             with self._explained(record):
                 crc = yield from read_runs(self.backend, stored, num_elements=RUN)
             self._expect(record, crc_text(crc), info.checksum)
@@ -192,7 +192,7 @@ class RunReader:
             yield from split(self.read(record, sample=None), sample_dim=info.sample_dim)
 
     def _samples(self, record: Record, stored: StoredArray) -> Iterator[np.ndarray[Any, Any]]:
-        """Sample after sample, each compared with its own checksum; and these with that of the record, if they can."""
+        """The samples one by one, each compared with its checksum; the record's is also compared if possible."""
         crcs = []
         slices = read_slices(self.backend, stored)
         for expected in stored.sample_checksums or ():
@@ -206,7 +206,7 @@ class RunReader:
             self._expect(record, crc_text(whole), record.info.checksum)
 
     def siblings(self, record: Record) -> Records:
-        """What all ranks recorded at the place of a record, in its iteration and attempt.
+        """The records of all ranks at the site of a record, in its iteration and attempt.
 
         Raises:
             RunFormatError: the iteration's catalogue is damaged.
@@ -217,7 +217,7 @@ class RunReader:
 
     @contextlib.contextmanager
     def _explained(self, record: Record) -> Iterator[None]:
-        """Says of what is damaged which record it is, and of what is gone that it was removed on purpose."""
+        """Add the name of the record to an error, or that its iteration was removed on purpose."""
         try:
             yield
         except (DataError, RunFormatError) as error:
@@ -232,7 +232,7 @@ class RunReader:
             raise DataError(f"{record!r} is damaged: {error}") from error
 
     def _expect(self, record: Record, actual: str, expected: str) -> None:
-        """That the checksum of what was read is the one that was recorded."""
+        """Raise if the checksum of the values differs from the recorded one."""
         if actual != expected:
             raise DataError(
                 f"{record!r} in {self.url}/{record.location.array_path} is not what was captured: "
@@ -240,11 +240,11 @@ class RunReader:
             )
 
     def _open(self, path: str) -> StoredArray:
-        # What the document of a stack says of each record is in the catalogue, too, and would fill the memory.
+        # The attributes of a stack's records are also in the catalogue, and would take much memory.
         return dataclasses.replace(open_stored(self.backend, path, without_records=True), attributes={})
 
     def _opened(self, record: Record) -> StoredArray:
-        """What the document of a record's array says, if it is the one that the catalogue names."""
+        """The array of a record, after a comparison of its document with the catalogue."""
         info, location = record.info, record.location
         stored = self._stored(location.array_path)
         shape = stored.shape[1:] if location.stack else stored.shape
@@ -261,16 +261,16 @@ class RunReader:
 
 @functools.lru_cache(maxsize=8)
 def _shared_reader(pickled: bytes) -> RunReader:
-    """The reader over a backend that was sent here; one for all records, so that what it remembers serves them all."""
+    """The reader of a backend that was sent to this process. All records share it and its caches."""
     return RunReader(pickle.loads(pickled))  # noqa: S301  # a part of a pickle that is being loaded already
 
 
 _KEPT_RECORDS = 500_000
-"""Records of which a run keeps the columns that were read, beside those that selections hold: some 100 MB."""
+"""The number of records whose columns a run caches, in addition to those of existing selections: about 100 MB."""
 
 
 class _Catalogues:
-    """The catalogues of a run's iterations: those that selections hold, and those that were asked for last."""
+    """The cached catalogues of a run's iterations: those of existing selections and the most recent ones."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -278,12 +278,12 @@ class _Catalogues:
         self._kept: dict[tuple[str, int], Catalogue] = {}
 
     def at(self, places: Sequence[tuple[str, int]]) -> list[Catalogue]:
-        """Those of attempts and iterations, in that order."""
+        """The catalogues of some attempts and iterations, in their order."""
         found = {place: catalogue for place in places if (catalogue := self._held.get(place)) is not None}
         unread = [place for place in places if place not in found]
         found |= zip(unread, for_each(lambda place: open_catalogue(self._backend, *place), unread), strict=True)
         self._held.update(found)
-        # What was asked for last comes last.
+        # The most recent ones come last.
         self._kept = {place: one for place, one in self._kept.items() if place not in found} | found
         room = sum(catalogue.num_rows for catalogue in self._kept.values()) - _KEPT_RECORDS
         while room > 0:
@@ -292,20 +292,20 @@ class _Catalogues:
 
 
 class Run:
-    """A recorded training; shows iterations that all ranks have committed. `refresh` shows what was committed since."""
+    """A recorded training. It shows the iterations that all ranks have committed; `refresh` adds new ones."""
 
     def __init__(self, backend: Backend) -> None:
         """Read the run's document and the names of its commits.
 
         Raises:
             RunNotFoundError: there is no run.
-            RunFormatError: it is not a run, or of another schema.
+            RunFormatError: the URL is not a run, or a run of another schema.
             StorageError: the store cannot be read.
         """
         self._reader = RunReader(backend)
         self._backend = backend
         self.attributes = run_attributes(read_run(backend), place=backend.url)
-        """What the run's document says: schema, options, environment, launch."""
+        """Attributes of the run's document: schema, options, environment, launch."""
         self._attempts_of: dict[int, list[Attempt]] = {}
         self._catalogues = _Catalogues(backend)
         self.refresh()
@@ -326,22 +326,21 @@ class Run:
 
     @property
     def url(self) -> str:
-        """Where the run is, without credentials."""
+        """URL of the run, without credentials."""
         return self._backend.url
 
     @property
     def iterations(self) -> list[int]:
-        """The iterations that can be read, ascending: those that all ranks have committed.
+        """The iterations that can be read, in ascending order: those that all ranks have committed.
 
-        They are complete, but for those of a flight recorder in which a rank was cut off: `status` tells.
+        They are complete, except for those of a flight recorder in which a rank was cut off; see `status`.
         """
         return sorted(self._attempts_of)
 
     def refresh(self) -> list[int]:
-        """Look again which iterations are complete; those that were not when it was looked last, ascending.
+        """Read again which iterations are complete, and return the new ones in ascending order.
 
-        Selections that were made before stay what they are. An iteration that was removed since is not shown any
-        more.
+        Existing selections do not change. Iterations that have been removed are no longer shown.
 
         Raises:
             StorageError: the store cannot be read.
@@ -357,20 +356,20 @@ class Run:
         return sorted(set(self._attempts_of) - known)
 
     def status(self) -> list[IterationStatus]:
-        """Every iteration that was begun, in every attempt: how far it is, what is missing and why."""
+        """The status of every iteration of every attempt: its state, what is missing and why."""
         judged = read_verdict(self._backend)
         return [] if judged is None else judged[1]
 
     def environment(self) -> dict[str, Any]:
-        """What the run was recorded with; `compiled` is how compiled code was, each way once, where any ran."""
+        """The environment of the recording. `compiled` lists how compiled code was recorded, if any ran."""
         compiled = "; ".join(dict.fromkeys(one.compiled for one in self.status() if one.compiled))
         return {**(self.attributes.get("environment") or {}), **({"compiled": compiled} if compiled else {})}
 
     def verdict(self) -> RunVerdict:
-        """Whether the run holds the iterations it guaranteed, as it is now.
+        """Whether the run now holds the guaranteed number of iterations.
 
         Raises:
-            RunNotFoundError: no attempt has begun in the run.
+            RunNotFoundError: the run has no attempt.
         """
         judged = read_verdict(self._backend)
         if judged is None:
@@ -378,28 +377,28 @@ class Run:
         return judged[0]
 
     def disabled(self) -> dict[int, str]:
-        """The ranks that recorded nothing more after a failure inside of the capture, each with the reason."""
+        """The ranks whose capture failed and recorded nothing more, with the reason of each."""
         return read_disabled(self._backend)
 
     def troubles(self) -> dict[int, str]:
-        """The ranks whose writer was killed and that went on with another one, each with when and how."""
+        """The ranks whose writer was killed and replaced, with the time and the cause of each."""
         return read_troubles(self._backend)
 
     def triggers(self) -> list[Trigger]:
-        """What happened, for which a flight recorder stored what it held (`--record-last`); what came first before."""
+        """The triggers of a flight recorder (`--record-last`), sorted by what happened first."""
         attempts = read_attempts(self._backend)
         found = for_each(lambda attempt: read_triggers(self._backend, attempt), attempts)
         return sorted((one for triggers in found for one in triggers), key=lambda one: one.order)
 
     def select(self, **filters: Any) -> Records:
-        """The records whose fields have the values asked for, of the latest attempt of each complete iteration.
+        """The records whose fields have the given values, from the latest attempt of each complete iteration.
 
-        An attempt that adds to the run does not hide what it adds to; `attempt` in the filters makes all count. Values
-        are as in `Records.select`; no array is opened.
+        An attempt that adds to the run does not hide earlier ones. With `attempt` in the filters, all attempts are
+        selected from. For values see `Records.select`. No array is opened.
 
         Raises:
-            UnknownFieldError: a filter names no field.
-            UsageError: a field cannot have such a value.
+            UnknownFieldError: a filter names a field that records do not have.
+            UsageError: a field cannot have the value.
             StorageError: a catalogue cannot be read.
         """
         places = [
@@ -416,16 +415,16 @@ class Run:
 
 
 def open_run(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Run:
-    """The run at a URL: a directory, or any URL that fsspec knows.
+    """The run at a URL: a directory, or any URL that fsspec supports.
 
-    Where zarr has been imported, it knows the run's data types from then on; else call `ranktape.storage.register()`
-    before plain zarr opens a run.
+    If zarr has been imported, the run's data types are registered with it; otherwise call
+    `ranktape.storage.register()` before zarr opens a run.
 
     Raises:
         RunNotFoundError: there is no run.
-        RunFormatError: what is there is not a run, or of another schema.
+        RunFormatError: the URL is not a run, or a run of another schema.
         StorageError: the store cannot be reached or read.
-        UsageError: the URL or the options are not usable.
+        UsageError: the URL or the options are not valid.
     """
     if "zarr" in sys.modules:
         from ranktape.storage.format.zarr_floats import register
