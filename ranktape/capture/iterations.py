@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from ranktape.capture.hooks.compiled import has_compiled, is_left_compiled, why_
 from ranktape.capture.passes.tracker import Tracker
 from ranktape.capture.rendezvous import Rendezvous, keep_process_groups
 from ranktape.capture.settings.options import CaptureOptions, Policy
-from ranktape.capture.staging.ring import NoRoomError
+from ranktape.capture.staging.ring import InterruptedSlotError, NoRoomError
 from ranktape.capture.staging.ring_file import Counter, SlotKind
 from ranktape.errors import CaptureError, RanktapeError
 
@@ -83,6 +84,8 @@ class Iterations:
         self._gate: StopGate | None = None
         self._ended = ""
         self._room = Room()
+        self._untold: deque[dict[str, Any]] = deque()
+        """Words on what happened that the writer has not had yet."""
 
     @property
     def iteration(self) -> int:
@@ -154,6 +157,7 @@ class Iterations:
 
     def _settle(self, iteration: int) -> None:
         """The running iteration has ended, and another one is next."""
+        self._tell_untold()
         if self.is_watching:
             self._end_iteration()
         for passed in self._schedule.between(self._iteration, iteration):
@@ -402,10 +406,20 @@ class Iterations:
         if error is not None and not isinstance(error, SystemExit):
             header["text"] = f"{type(error).__name__}: {error}"[:MAX_TEXT]
             header["traceback"] = "".join(traceback.format_exception(error))[-MAX_TEXT:]
-        try:
-            self._process.ring.put(SlotKind.TRIGGER, header, timeout_seconds=_TRIGGER_SECONDS)
-        except CaptureError as failure:
-            self._console.warn(f"what happened could not be told to the writer: {failure}", is_for_all_ranks=True)
+        self._untold.append(header)
+        self._tell_untold()
+
+    def _tell_untold(self) -> None:
+        """Say what happened; at the next boundary where a signal handler says it in the middle of a tensor."""
+        while self._untold:
+            header = self._untold.popleft()
+            try:
+                self._process.ring.put(SlotKind.TRIGGER, header, timeout_seconds=_TRIGGER_SECONDS)
+            except InterruptedSlotError:
+                self._untold.appendleft(header)
+                return
+            except CaptureError as failure:
+                self._console.warn(f"what happened could not be told to the writer: {failure}", is_for_all_ranks=True)
 
     def _tell(self, kind: SlotKind, header: dict[str, Any]) -> None:
         try:

@@ -220,6 +220,7 @@ class Capture(Iterations):
         self._take_off()
         if reason is not None:
             self._tell_of_trigger("exception", reason, error)
+        self._tell_untold()
         # Only now: a device that hangs must not keep the writer from learning why.
         self._recorder.close(
             timeout_seconds=HANG_SECONDS if reason is not None else self.options.finish_timeout_seconds

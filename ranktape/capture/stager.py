@@ -45,7 +45,7 @@ class Stager:
         self._timeout_seconds = timeout_seconds
         self._device: DeviceStage | None = None
         self._refusal: str | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close what it has interrupted
 
     def begin(self) -> None:
         """An iteration begins."""

@@ -63,18 +63,24 @@ _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
 _HAS_STATUS = 1 << 3
 
 
+_END_SECONDS = 5.0
+"""Longest wait for the threads of a process that ends."""
+
+
 class Trainer:
     """The process that started this one."""
 
     def __init__(self, pid: int) -> None:
+        """Watch it in a thread: whoever waits for its end, as torchrun does, takes away how it ended."""
         self._pid = pid
         self._descriptor: int | None = None
-        self._status: int | None = None
-        try:
-            # Not all systems have it; there it is seen a little later that this process has another parent.
+        self._status = -1
+        # Not all systems have it; there it is seen a little later that this process has another parent.
+        with contextlib.suppress(AttributeError, OSError):
             self._descriptor = os.pidfd_open(pid)
-        except (AttributeError, OSError):
-            self._descriptor = None
+        self._thread = threading.Thread(target=self._watch, name="ranktape-trainer", daemon=True)
+        if self._descriptor is not None:
+            self._thread.start()
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -83,22 +89,25 @@ class Trainer:
 
     def has_ended(self) -> bool:
         """Whether it has ended, be it that nobody has asked for its exit code yet."""
-        if self._descriptor is None or not select.select([self._descriptor], [], [], 0)[0]:
-            return False
-        if self._status is None:
-            self._status = self._read_status()
-        return True
+        return self._descriptor is not None and bool(select.select([self._descriptor], [], [], 0)[0])
 
     def ending(self) -> str | None:
         """How it ended, as far as this system tells: `killed by SIGKILL`; None for an exit code of 0."""
-        self.has_ended()
-        status = self._status
-        if status is None or status < 0:
+        if self._descriptor is not None:
+            # Its children have another parent some time before its last thread is gone.
+            self._thread.join(_END_SECONDS)
+        if self._status < 0:
             return "how it ended is not known"
-        if os.WIFSIGNALED(status):
-            return f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
-        code = os.waitstatus_to_exitcode(status)
+        if os.WIFSIGNALED(self._status):
+            return f"killed by {signal.Signals(os.WTERMSIG(self._status)).name}"
+        code = os.waitstatus_to_exitcode(self._status)
         return f"exit code {code}" if code else None
+
+    def _watch(self) -> None:
+        """Read how it ended as soon as it has."""
+        assert self._descriptor is not None
+        select.select([self._descriptor], [], [])
+        self._status = self._read_status()
 
     def _read_status(self) -> int:
         """What its parent gets, or got; -1 where that is not known any more."""
@@ -490,8 +499,10 @@ def main(arguments: list[str]) -> int:
     """Run the writer on the ring and the pipe whose descriptors are given; the configuration is on stdin."""
     ring_descriptor, wake_read = (int(argument) for argument in arguments)
     config: WriterConfig = pickle.load(sys.stdin.buffer)  # noqa: S301  (the trainer's own words)
+    writer = Writer(config, ring=RingConsumer(ring_descriptor), wake_read=wake_read)
+    # Only now, and of this thread alone: the one that waits for the end of the training must come in time.
     _yield_to_the_training()
-    return Writer(config, ring=RingConsumer(ring_descriptor), wake_read=wake_read).run()
+    return writer.run()
 
 
 if __name__ == "__main__":

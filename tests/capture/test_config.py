@@ -150,6 +150,16 @@ def test_the_environment_can_name_the_file_and_every_setting(tmp_path: Path) -> 
         assert stray_variables({f"RANKTAPE_{alias.upper()}": "" for alias in setting.aliases}) == []
 
 
+def test_semicolons_part_limits_but_for_those_in_quotes() -> None:
+    text = "absmax > 2 where like(module, 'a;b') ; maximum > 3 where module == \"it's; c\""
+    found = resolve({}, environment={"RANKTAPE_CAPTURE": "run", "RANKTAPE_RECORD_LAST": "1", "RANKTAPE_TRIGGER": text})
+    assert found is not None
+    assert [one.text for one in found[1].triggers] == [part.strip() for part in text.split(" ; ")]
+    for wrong in ("absmax > 2 where module == 'a", "absmax > 2;", ";"):
+        with pytest.raises(UsageError, match="--trigger"):
+            CaptureOptions(record_last=1, trigger=wrong)
+
+
 def test_variables_that_nobody_reads_are_named_with_the_nearest() -> None:
     environment = {"RANKTAPE_EVRY": "2", "RANKTAPE_CAPTURE": "x", "PATH": ""}
     assert stray_variables(environment) == [

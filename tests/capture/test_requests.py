@@ -12,6 +12,7 @@ from ranktape.storage.format.attempt import Asked, IterationPlan
 from ranktape.storage.format.documents import write_group
 from ranktape.storage.format.layout import Mark, control_path
 from ranktape.storage.format.live import Answer, Request, read_answer, write_request
+from ranktape.storage.places.local import LocalBackend
 from tests.capture.test_coordinator import Watched
 from tests.waiting import until
 
@@ -54,6 +55,28 @@ def test_each_time_that_a_rank_learned_too_late_the_notice_is_longer(tmp_path: P
     _, second, third = coordinator._plan.asked[0].iterations
     assert second > 1000 + 400
     assert third - 1000 == pytest.approx(2 * (second - 1000), rel=0.2)
+    watched.close()
+
+
+class Slow(LocalBackend):
+    """A store that has just become slow to read."""
+
+    def get(self, key: str, *, max_nbytes: int | None = None) -> bytes | None:
+        time.sleep(0.5)
+        return super().get(key, max_nbytes=max_nbytes)
+
+
+def test_a_store_that_has_become_slow_has_iterations_named_later(tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "run", planned=(0,), target=1)
+    watched.kill()
+    coordinator, watched.step = watched.coordinator, 1000
+    coordinator._started = coordinator._lately = time.monotonic() - 10, 0
+    coordinator._backend = Slow(str(tmp_path / "run"))
+    write_request(watched.backend, attempt=watched.attempt, request=TWO)
+    coordinator._next_look = 0.0
+    coordinator._answer()  # the looks before it were fast
+    # Four seconds of notice at less than a hundred steps a second, and twice what it took to read the request.
+    assert watched.announced().asked[0].iterations[0] > 1000 + 420
     watched.close()
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ranktape.capture import Capture, CaptureOptions, add_arguments
 from ranktape.capture.hooks.hook import MODE
 from ranktape.errors import CaptureError, RunExistsError, StorageError, UsageError
 from ranktape.storage import IterationState, open_run
+from ranktape.storage.format.progress import RunVerdict
 from tests.capture.models import NUM_TENSORS, Net, Training, captured, steps, train
 from tests.waiting import until
 
@@ -349,6 +351,44 @@ def test_a_writer_that_is_killed_again_and_again_does_not_end_the_training(
     assert "the writer process ended 3 times without storing an iteration (killed by SIGKILL" in said
     for record in open_run(tmp_path / "run").select():
         record.read()
+
+
+@contextlib.contextmanager
+def signalled_in_a_copy(capture: Capture, act: Callable[[], Any]) -> Iterator[None]:
+    """Have a signal handler act while this thread is in the middle of the recording of a tensor."""
+    before = signal.signal(signal.SIGUSR2, lambda *_: act())
+    try:
+        with capture._process.ring._reserve_lock:
+            signal.raise_signal(signal.SIGUSR2)
+        yield
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.mark.timeout(60)
+def test_what_a_signal_handler_triggers_in_the_middle_of_a_tensor_is_told_at_the_next_boundary(tmp_path: Path) -> None:
+    model = Net()
+    with (
+        Capture(tmp_path / "run", model=model, record_last=1) as capture,
+        signalled_in_a_copy(capture, lambda: capture.trigger("the node is taken away")),
+    ):
+        steps(model, 1)
+    run = open_run(tmp_path / "run")
+    assert [(one.text, one.iteration) for one in run.triggers()] == [("the node is taken away", 0)]
+    assert run.iterations == [0]
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_handler_may_close_the_capture_in_the_middle_of_a_tensor(tmp_path: Path) -> None:
+    model = Net()
+    verdicts: list[RunVerdict] = []
+    with (
+        Capture(tmp_path / "run", model=model, min_iterations=2) as capture,
+        signalled_in_a_copy(capture, lambda: verdicts.append(capture.close(reason="the node is taken away"))),
+    ):
+        steps(model, 1)
+    assert [verdict.met for verdict in verdicts] == [False]
+    assert open_run(tmp_path / "run").verdict().final
 
 
 def test_settings_that_do_nothing_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

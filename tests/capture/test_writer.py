@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import threading
 from pathlib import Path
 
 import torch
 
 from ranktape.capture import Capture
 from ranktape.capture.staging.process import writer_environment
+from ranktape.capture.writer import Trainer
 from ranktape.storage import open_run
 from tests.capture.light import LightTrainer, tensors
 from tests.waiting import until
@@ -39,6 +43,14 @@ def test_the_first_problem_stays_and_the_others_are_counted(tmp_path: Path) -> N
     assert words["problem"].startswith("iteration 1 is not stored by rank 0: cannot write")
     later = [notice for notice in words["notices"] if notice.startswith("iteration 2 is not stored by rank 0")]
     assert (len(later), words["num_more_problems"]) == (1, 1)
+
+
+def test_how_a_trainer_ended_is_known_though_its_threads_take_their_time_and_its_parent_waits() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        trainer = Trainer(process.pid)
+        threading.Timer(0.3, process.send_signal, [signal.SIGSEGV]).start()
+        threading.Thread(target=process.wait).start()
+        assert trainer.ending() == "killed by SIGSEGV"
 
 
 def test_the_writer_inherits_no_rank_and_no_capture() -> None:

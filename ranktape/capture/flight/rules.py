@@ -9,6 +9,7 @@ A condition that persists triggers once; it re-arms after an iteration in which 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,21 @@ class SiteTrigger:
 def read_site_triggers(values: Any) -> tuple[SiteTrigger, ...]:
     """The limits that the option gives, with semicolons between those of one text."""
     given: Sequence[Any] = values if isinstance(values, list | tuple) else [values]
-    return tuple(_read(rule) for text in given if is_given(text) for rule in str(text).split(";"))
+    return tuple(_read(rule) for text in given if is_given(text) for rule in _split(str(text)))
+
+
+_PART = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^;'"]+|.""", re.DOTALL)
+
+
+def _split(text: str) -> list[str]:
+    """The rules between semicolons; one inside quotes belongs to its text."""
+    rules = [""]
+    for part in _PART.findall(text):
+        if part == ";":
+            rules.append("")
+        else:
+            rules[-1] += part
+    return rules
 
 
 def _read(text: str) -> SiteTrigger:

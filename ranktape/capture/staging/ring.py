@@ -61,6 +61,10 @@ class NoRoomError(CaptureError):
     """The writer freed no room in time, or holds what it cannot free."""
 
 
+class InterruptedSlotError(CaptureError):
+    """A signal handler asks for a slot, and has interrupted its thread in the middle of another one."""
+
+
 class RingProducer(RingFile):
     """The trainer's side: reserve, fill, publish. Safe for several threads."""
 
@@ -91,9 +95,10 @@ class RingProducer(RingFile):
         self._slots: deque[Slot] = deque()
         self._ends: deque[tuple[int, int, dict[str, Any]]] = deque()
         self._num_forgotten = 0
-        # Waiting for room must not keep another thread from publishing what it has filled: two locks.
-        self._reserve_lock = threading.Lock()
-        self._publish_lock = threading.Lock()
+        # Waiting for room must not keep another thread from publishing what it has filled: two locks. They tell whether
+        # this thread holds them; it never takes one twice.
+        self._reserve_lock = threading.RLock()
+        self._publish_lock = threading.RLock()
 
     @property
     def free_nbytes(self) -> int:
@@ -105,8 +110,10 @@ class RingProducer(RingFile):
 
         Raises:
             NoRoomError: no room in time, or no hope of it.
+            InterruptedSlotError: this is a signal handler, which has interrupted its thread in here.
             CaptureError: no room ever, or the writer is gone.
         """
+        self._refuse_handlers()
         header_nbytes = aligned(PREFIX_NBYTES + len(header))
         total = header_nbytes + aligned(payload_nbytes)
         with self._reserve_lock:
@@ -123,6 +130,7 @@ class RingProducer(RingFile):
         Raises:
             CaptureError: as `reserve`.
         """
+        self._refuse_handlers()
         header_nbytes = aligned(PREFIX_NBYTES + len(header))
         total = header_nbytes + aligned(nbytes)
         with self._reserve_lock:
@@ -304,12 +312,25 @@ class RingProducer(RingFile):
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._wake_write, b"\0")
 
+    def _refuse_handlers(self) -> None:
+        if _is_mine(self._reserve_lock) or _is_mine(self._publish_lock):
+            raise InterruptedSlotError("a signal handler has interrupted the recording of a tensor")
+
     def close(self) -> None:
-        """Close the wake-up pipe and the file; nothing can be reserved after it."""
+        """Close the wake-up pipe and the file; nothing can be reserved after it.
+
+        Where a signal handler closes it in the middle of a slot, it stays open: the slot is filled after that.
+        """
+        if self._slots or _is_mine(self._reserve_lock):
+            return
         os.close(self._wake_write)
         os.close(self.wake_read)
         self.on_long_wait = lambda: None
         super().close()
+
+
+def _is_mine(lock: Any) -> bool:
+    return bool(lock._is_owned())  # noqa: SLF001  (`threading` tells it in no other way)
 
 
 class RingConsumer(RingFile):

@@ -131,6 +131,7 @@ class Coordinator:
         self._num_replaced: dict[str, int] = {}
         self._next_look = 0.0
         self._look_seconds = 0.0
+        self._look_began: float | None = None
         self._notices = 0
         self._started = (time.monotonic(), step())
         self._lately = self._started
@@ -242,6 +243,7 @@ class Coordinator:
         now = time.monotonic()
         if now < self._next_look:
             return
+        self._look_began = now
         try:
             reason = refusal or self._lost()
             self._answer_all(refusal=reason)
@@ -249,8 +251,7 @@ class Coordinator:
             self.problems.pop("requests", None)
         except StorageError as error:
             self.problems["requests"] = str(error)
-        ended = time.monotonic()
-        # What a slow store takes is needed again until all ranks know of it.
+        ended, self._look_began = time.monotonic(), None
         self._look_seconds = ended - now
         self._lately = ended, self._step()
         self._next_look = ended + _LOOK_SECONDS
@@ -427,7 +428,9 @@ class Coordinator:
         since = [one for one in (self._started, self._lately) if now - one[0] > _POLL_SECONDS] or [self._started]
         pace = max((step - first) / max(now - began, 1e-3) for began, first in since)
         longest = max_ask_seconds(self._attempt.launch.world_size)
-        seconds = (_LEAST_NOTICE_SECONDS + longest + 2 * self._look_seconds) * float(1 << num_late)
+        # A slow store takes as long again until all ranks know of it: by the last look, and by this one so far.
+        look_seconds = max(self._look_seconds, 0.0 if self._look_began is None else now - self._look_began)
+        seconds = (_LEAST_NOTICE_SECONDS + longest + 2 * look_seconds) * float(1 << num_late)
         return step + math.ceil(pace * seconds) + 1
 
     def _announce(self, plan: IterationPlan) -> None:
