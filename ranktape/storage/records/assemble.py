@@ -1,22 +1,20 @@
-"""Puts a tensor together from the parts that ranks recorded.
+"""Assembles a tensor from the shards that ranks recorded.
 
-The placements of the records say where the parts lie, which of them are copies of one another, and which are to be
-added up. Copies are compared by their checksums and read once. What is missing is an error, never zeros.
+The placements of the records give the position of each shard, which shards are replicas of each other, and which are
+summands. Replicas are compared by their checksums and read once. A missing shard is an error and never zeros.
 
-A placement is a JSON document of a mesh of ranks, the rank's coordinates in it, and one word for each axis:
+A placement is a JSON document with a mesh of ranks, the rank's coordinates in it, and a word for each axis:
 
     {"mesh": {"axes": ["dp", "tp"], "shape": [2, 2], "ranks": [[0, 1], [2, 3]]}, "coordinates": [0, 1],
      "placements": ["replicate", "shard(1)"], "global_shape": [8, 6], "offset": [0, 3], "partial": false}
 
-`replicate`          every coordinate of the axis has the same
-`shard(D)`           dimension D is cut into as many parts as the axis has coordinates, each as long as the first, but
-                     for those at the end
-`strided_shard(D, F)`  dimension D is cut into F parts first, and each of these along the axis: each coordinate has F
-                     pieces (FSDP over tensor parallelism; where another axis then shards the same dimension by F, what
-                     is left of the F pieces is one)
-`partial(OP)`        every coordinate has a part of a sum (or average, minimum, maximum) that is not made yet
+`replicate`          all coordinates of the axis have the same values
+`shard(D)`           dimension D is split into one shard for each coordinate, of equal length except for the last ones
+`strided_shard(D, F)`  dimension D is split into F parts, and each of these along the axis: each coordinate has F pieces
+                     (FSDP over tensor parallelism; if another axis then shards the dimension by F, one piece is left)
+`partial(OP)`        each coordinate has a summand of a pending sum (or average, minimum, maximum)
 
-Nothing is allocated or looped over because a document says so.
+Sizes in documents are validated before memory is allocated for them.
 """
 
 from __future__ import annotations
@@ -44,14 +42,14 @@ if TYPE_CHECKING:
 
 
 MAX_PIECES = 1 << 16
-"""Into which a strided shard is cut: no mesh is as large."""
+"""The largest number of pieces of a strided shard. No mesh is as large."""
 
 _WORD = re.compile(r"(replicate)|(shard)\((\d{1,2})\)|(strided_shard)\((\d{1,2}), ?(\d{1,9})\)|(partial)\((\w{1,16})\)")
 _SHOWN = 60
 
 
 class AxisKind(enum.StrEnum):
-    """What an axis of a mesh does to a tensor."""
+    """The kind of placement along an axis of a mesh."""
 
     REPLICATE = "replicate"
     SHARD = "shard"
@@ -61,20 +59,20 @@ class AxisKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisPlacement:
-    """What one axis of a mesh does to a tensor."""
+    """The placement of a tensor along one axis of a mesh."""
 
     axis: str
-    """Its name."""
+    """Name of the axis."""
     size: int
-    """Coordinates along it."""
+    """Number of coordinates along the axis."""
     kind: AxisKind
-    """What it does."""
+    """Kind of placement."""
     dim: int = -1
-    """The dimension that is sharded; -1 where none is."""
+    """The sharded dimension; -1 if none is."""
     factor: int = 1
-    """Parts that a strided shard is cut into first."""
+    """Number of parts into which a strided shard is split first."""
     operation: str = ""
-    """How partial values are to be put together: `sum`, ...; empty where they are not partial."""
+    """The reduction of partial values, such as `sum`; empty if they are not partial."""
 
     def __str__(self) -> str:
         inner = {
@@ -88,30 +86,30 @@ class AxisPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where the part of a tensor lies that a record holds."""
+    """The placement of a record's shard in the whole tensor."""
 
     axes: tuple[AxisPlacement, ...]
-    """Of the mesh, the slowest first."""
+    """Axes of the mesh, the slowest first."""
     ranks: tuple[int, ...]
-    """The mesh, flat: its last axis is the fastest."""
+    """Ranks of the mesh, flattened: its last axis is the fastest."""
     coordinates: tuple[int, ...]
-    """Of the rank in the mesh."""
+    """Coordinates of the rank in the mesh."""
     global_shape: tuple[int, ...]
-    """Of the whole tensor, in elements."""
+    """Shape of the whole tensor."""
     offset: tuple[int, ...]
-    """Where the part begins; the length of the dimension where it has nothing of it."""
+    """Start of the shard in each dimension; the extent of the dimension if the shard is empty."""
 
     @property
     def is_partial(self) -> bool:
-        """Whether an operation over ranks is not made yet."""
+        """Whether a reduction over ranks is pending."""
         return any(axis.kind is AxisKind.PARTIAL for axis in self.axes)
 
     def fixed(self, *kinds: AxisKind) -> tuple[int | None, ...]:
-        """The coordinates along axes of other kinds than these; None along those."""
+        """The coordinates, with None along axes of these kinds."""
         return tuple(None if axis.kind in kinds else at for axis, at in zip(self.axes, self.coordinates, strict=True))
 
     def spans(self, shape: Sequence[int]) -> list[list[tuple[int, int]]]:
-        """For each dimension the ranges of the whole tensor that a part of that shape has, in its order."""
+        """The ranges of the whole tensor, for each dimension, that a shard of that shape covers, in its order."""
         return [self._spans_of(dim, extent) for dim, extent in enumerate(shape)]
 
     def _spans_of(self, dim: int, extent: int) -> list[tuple[int, int]]:
@@ -134,7 +132,7 @@ class Placement:
 
 
 def _cut(pieces: Sequence[tuple[int, int]], number: int, *, of: int) -> list[tuple[int, int]]:
-    """One of the parts into which torch cuts pieces that lie one after the other; the last ones may be shorter."""
+    """One of the `of` parts into which torch splits consecutive pieces; the last parts may be shorter."""
     length = sum(last - first for first, last in pieces)
     step = -(-length // of)
     start, stop = number * step, min(length, (number + 1) * step)
@@ -148,7 +146,7 @@ def _cut(pieces: Sequence[tuple[int, int]], number: int, *, of: int) -> list[tup
 
 
 def _joined(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same ranges, those that meet as one."""
+    """The ranges, with adjacent ones merged."""
     joined: list[tuple[int, int]] = []
     for first, last in pieces:
         if joined and joined[-1][1] == first:
@@ -159,7 +157,7 @@ def _joined(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def parse_placement(info: RecordInfo) -> Placement | None:
-    """What the placement of a record says; None for a whole tensor."""
+    """The placement of a record; None for a whole tensor."""
     if info.placement is None:
         return None
     try:
@@ -200,7 +198,7 @@ def _parse(document: Mapping[str, Any], info: RecordInfo) -> Placement:
 
 
 def flat_index(coordinates: Sequence[int], sizes: Sequence[int]) -> int:
-    """The place of coordinates in a mesh that is laid flat, the last axis the fastest."""
+    """The index of coordinates in a flattened mesh whose last axis is the fastest."""
     place = 0
     for at, size in zip(coordinates, sizes, strict=True):
         place = place * size + at
@@ -255,11 +253,11 @@ def _integers(values: Any, name: str, *, low: int = 0) -> tuple[int, ...]:
 
 
 class ReadableRecord(Protocol):
-    """A record of which values can be read."""
+    """A record whose values can be read."""
 
     @property
     def info(self) -> RecordInfo:
-        """Its identity."""
+        """Its metadata."""
         ...
 
     def read(self, sample: int | None = None) -> np.ndarray[Any, Any]:
@@ -268,33 +266,33 @@ class ReadableRecord(Protocol):
 
 
 AnyRecord = TypeVar("AnyRecord", bound=ReadableRecord)
-"""The kind of record that a view is made of."""
+"""The kind of record in a view."""
 
 _MAX_CELLS = 1 << 22
-"""Of the grid on which it is seen whether parts cover a tensor: a mesh of many thousand ranks has as many."""
+"""The largest grid on which coverage is checked. A mesh of many thousand ranks has as many cells."""
 
 _MAX_CUT = 16
-"""Dimensions that are cut into parts: a mesh has an axis for each."""
+"""The largest number of sharded dimensions. A mesh has an axis for each."""
 
 _MAX_NAMED = 8
-"""Ranks in a message."""
+"""The number of ranks that a message names."""
 
 REPLICAS = ("check", "ignore")
-"""What is done with copies of one part: they must be equal, bit for bit; or the first of them counts."""
+"""The treatment of replicas: they must have equal bits, or the first one is used."""
 
 Spans = list[list[tuple[int, int]]]
-"""For each dimension the ranges of the whole tensor that a part has."""
+"""The ranges of the whole tensor, for each dimension, that a shard covers."""
 
 
 class Part(NamedTuple, Generic[AnyRecord]):
-    """A record, and where it lies."""
+    """A record and its placement."""
 
     record: AnyRecord
     placement: Placement
 
 
 def _part(record: AnyRecord) -> Part[AnyRecord]:
-    """A record with its placement; a whole tensor is the only part of it."""
+    """A record with its placement. A whole tensor has one shard."""
     info = record.info
     whole = Placement(
         axes=(), ranks=(info.rank,), coordinates=(), global_shape=info.shape, offset=(0,) * len(info.shape)
@@ -303,26 +301,26 @@ def _part(record: AnyRecord) -> Part[AnyRecord]:
 
 
 class GlobalView(Generic[AnyRecord]):
-    """A tensor as it was over all ranks that held parts of it; nothing is read before `read`."""
+    """A tensor over all ranks that had shards of it. No values are read before `read`."""
 
     def __init__(self, parts: Sequence[Part[AnyRecord]], *, replicas: str) -> None:
         self.records: tuple[AnyRecord, ...] = tuple(record for record, _ in parts)
-        """Its parts and their copies, in the order of the selection."""
+        """Its shards and their replicas, in the order of the selection."""
         self._parts = parts
         self._replicas = replicas
         first, placement = parts[0]
         self._axes = placement.axes
         self.dtype: str = first.info.dtype
-        """Of its elements."""
+        """Dtype of the elements."""
         self.shape: tuple[int, ...] = placement.global_shape
-        """Of the whole tensor, in elements."""
+        """Shape of the whole tensor."""
         self.is_partial: bool = placement.is_partial
-        """Whether ranks had summands of it: `read` puts them together as no rank did."""
+        """Whether ranks had summands of it, which `read` reduces."""
         self.placement: str = ", ".join(map(str, placement.axes))
-        """What each axis of the mesh does, as `dp=2 replicate, tp=2 shard(1)`; empty for a tensor of one rank."""
+        """The placement along each axis, such as `dp=2 replicate, tp=2 shard(1)`; empty for a tensor of one rank."""
         known = {record.info.rank for record in self.records}
         self.missing_ranks: tuple[int, ...] = tuple(rank for rank in placement.ranks if rank not in known)
-        """Ranks of its mesh of which there is no record here."""
+        """Ranks of the mesh without a record in the selection."""
 
     def __repr__(self) -> str:
         first = self.records[0].info
@@ -331,7 +329,7 @@ class GlobalView(Generic[AnyRecord]):
         return f"<GlobalView {what} {where} {self.dtype}{list(self.shape)} of {len(self.records)} records>"
 
     def differing_replicas(self) -> list[tuple[int, ...]]:
-        """The ranks that hold copies of one part, for each part whose copies are not the same bits."""
+        """The ranks with replicas of a shard, for each shard whose replicas differ in their bits."""
         return [
             tuple(record.info.rank for record, _ in copies)
             for copies in self._grouped(AxisKind.REPLICATE)
@@ -339,15 +337,15 @@ class GlobalView(Generic[AnyRecord]):
         ]
 
     def read(self) -> np.ndarray[Any, Any]:
-        """The values, as a numpy array of the captured dtype; in memory are the whole and one part.
+        """The values as a numpy array of the captured dtype. Memory is needed for the whole tensor and one shard.
 
-        Summands are added in float64 (whole numbers in int64) in the order of the mesh, and rounded once.
+        Summands are added in float64 (integers in int64) in the order of the mesh, and rounded once.
 
         Raises:
             DataError: bytes are missing or damaged, or placements contradict each other.
-            IncompleteTensorError: a part is missing: a rank, or samples that were left out.
-            ReplicaMismatchError: copies differ, and are not to be ignored.
-            UsageError: of a part the values were not kept, or its summands cannot be put together.
+            IncompleteTensorError: a shard is missing: a rank, or samples that were not recorded.
+            ReplicaMismatchError: replicas differ and are not ignored.
+            UsageError: the values of a shard were not kept, or its summands cannot be reduced.
         """
         if self.records[0].info.placement is None:
             return self.records[0].read()
@@ -357,9 +355,9 @@ class GlobalView(Generic[AnyRecord]):
                 + (f", and those of {len(differing) - 1} more parts" if len(differing) > 1 else "")
                 + ": read each record, or take the first with replicas='ignore'"
             )
-        # Of each part one copy, or its summands.
+        # One replica of each shard, or its summands.
         boxes = [self._summands(box) for box in self._grouped(AxisKind.REPLICATE, AxisKind.PARTIAL)]
-        # The largest first: nothing is allocated for parts that nobody has seen the bytes of.
+        # The largest shard is read first, so that no memory is allocated before bytes have been read.
         boxes = [box for box in boxes if math.prod(box[0].record.info.shape)]
         boxes.sort(key=lambda box: -math.prod(box[0].record.info.shape))
         spans = [box[0].placement.spans(box[0].record.info.shape) for box in boxes]
@@ -373,23 +371,23 @@ class GlobalView(Generic[AnyRecord]):
         return np.empty(self.shape, dtype=dtype_row(self.dtype).numpy_dtype) if whole is None else whole
 
     def tensor(self) -> torch.Tensor:
-        """The same as a torch tensor, on the CPU.
+        """The values as a CPU tensor.
 
         Raises:
-            DataError: as `read`.
-            UsageError: as `read`; or torch has no such dtype.
+            DataError: see `read`.
+            UsageError: see `read`; also if torch does not have the dtype.
         """
         return to_torch(self.read(), dtype=self.dtype, shape=self.shape)
 
     def _grouped(self, *kinds: AxisKind) -> list[list[Part[AnyRecord]]]:
-        """The parts that differ in their coordinates along axes of these kinds alone."""
+        """Groups of shards whose coordinates differ only along axes of these kinds."""
         groups: dict[tuple[int | None, ...], list[Part[AnyRecord]]] = {}
         for part in self._parts:
             groups.setdefault(part.placement.fixed(*kinds), []).append(part)
         return list(groups.values())
 
     def _summands(self, box: Sequence[Part[AnyRecord]]) -> list[Part[AnyRecord]]:
-        """Of each summand of a part one copy, in the order of the mesh; one where it is no sum."""
+        """One replica of each summand of a shard, in the order of the mesh; a single one if nothing is partial."""
         copies: dict[tuple[int | None, ...], Part[AnyRecord]] = {}
         for part in box:
             copies.setdefault(part.placement.fixed(AxisKind.REPLICATE), part)
@@ -407,7 +405,7 @@ class GlobalView(Generic[AnyRecord]):
         return chosen
 
     def _check_cover(self, spans: Sequence[Spans]) -> None:
-        """That the parts are the whole tensor, and lie nowhere over each other."""
+        """Check that the shards cover the whole tensor and do not overlap."""
         num_there = sum(math.prod(sum(last - first for first, last in pieces) for pieces in box) for box in spans)
         num_wanted = math.prod(self.shape)
         if num_there < num_wanted:
@@ -435,18 +433,18 @@ class GlobalView(Generic[AnyRecord]):
         row = dtype_row(self.dtype)
         wide = np.complex128 if row.is_complex else np.float64 if row.is_floating else np.int64
         arrays = (record.read().astype(wide) for record, _ in summands)
-        # Infinities of both signs are NaN, and what is too large is infinite, as where the sum is made.
+        # Infinities of opposite signs give NaN, and overflow gives infinity, as in the reduction on the ranks.
         with np.errstate(over="ignore", invalid="ignore"):
             total = functools.reduce(_OPERATIONS[operation], arrays)
             return round_once(total / len(summands) if operation == "avg" else total, row=row)
 
 
 _OPERATIONS: dict[str, Any] = {"sum": np.add, "avg": np.add, "max": np.maximum, "min": np.minimum}
-"""By the word of a partial placement."""
+"""The reduction for the operation of a partial placement."""
 
 
 def assemble_records(records: Iterable[AnyRecord], *, replicas: str = "check") -> list[GlobalView[AnyRecord]]:
-    """The tensors of which records are parts, in the order of their first ones.
+    """The tensors assembled from records, in the order of their first records.
 
     Raises:
         UsageError: `replicas` is neither "check" nor "ignore".
@@ -459,7 +457,7 @@ def assemble_records(records: Iterable[AnyRecord], *, replicas: str = "check") -
 
 
 def view_of(record: AnyRecord, *, siblings: Iterable[AnyRecord], replicas: str = "check") -> GlobalView[AnyRecord]:
-    """The tensor of which a record is a part, and its siblings may be others.
+    """The tensor assembled from a record and those of its siblings that belong to it.
 
     Raises:
         UsageError: `replicas` is neither "check" nor "ignore".
@@ -476,7 +474,7 @@ def _check_policy(replicas: str) -> None:
 
 
 def _is_alike(one: ReadableRecord, record: ReadableRecord) -> bool:
-    """Whether the placements are of one mesh and one tensor, whatever else is wrong with the other one's."""
+    """Whether two records have placements of one mesh and one tensor. A damaged placement of the other is allowed."""
     alike = ("mesh", "placements", "global_shape")
     documents = [info.placement or {} for info in (one.info, record.info)]
     left, right = ([json.dumps(document.get(name), sort_keys=True) for name in alike] for document in documents)
@@ -484,14 +482,14 @@ def _is_alike(one: ReadableRecord, record: ReadableRecord) -> bool:
 
 
 def _key(part: Part[Any]) -> Any:
-    """What parts of one tensor have in common."""
+    """The fields that shards of one tensor share."""
     info, placement = part.record.info, part.placement
     site = TensorSite.of(info)
     return info.iteration, info.attempt, site, placement.axes, placement.ranks, placement.global_shape
 
 
 def _put(whole: np.ndarray[Any, Any], values: np.ndarray[Any, Any], spans: Spans) -> None:
-    """Copy a part to its places."""
+    """Copy a shard to its ranges of the whole tensor."""
     moves = []
     for pieces in spans:
         starts = itertools.accumulate((last - first for first, last in pieces), initial=0)
@@ -504,7 +502,7 @@ def _put(whole: np.ndarray[Any, Any], values: np.ndarray[Any, Any], spans: Spans
 
 
 def _is_tiled(spans: Sequence[Spans]) -> bool:
-    """Whether parts that have as many elements as the whole are all of it, each element once."""
+    """Whether shards, which together have as many elements as the whole tensor, cover each element once."""
     if not spans:
         return True
     num_dims = len(spans[0])

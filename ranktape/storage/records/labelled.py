@@ -1,7 +1,7 @@
-"""Records as labelled arrays of xarray, whose values are read when they are used.
+"""Records as labelled arrays of xarray, whose values are read on use.
 
-Each field that tells the records apart is a dimension, before those of the tensors. A chunk is one record; where one
-sample of it is taken, no more than the sample is read. Imports xarray.
+Each field in which the records differ is a dimension, before those of the tensors. A chunk is one record; indexing one
+sample reads that sample only. Imports xarray.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class RecordColumns(Protocol):
     def __iter__(self) -> Iterator[ReadableRecord]: ...
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
-        """One field of all of them."""
+        """One field of all records."""
         ...
 
     @property
     def files(self) -> Sequence[Any]:
-        """The file of each, where all of them are files."""
+        """The file of each record; empty unless all records are files."""
         ...
 
 
@@ -48,31 +48,31 @@ _PLACE = (
     *("layer_idx", "layer_stack", "module", "layer_type", "operation"),
     *("phase", "component", "quant_type", "tensor_name"),
 )
-"""Fields that say what a tensor is; some follow from others."""
+"""The fields that describe a tensor. Some follow from others."""
 
 _IDENTITY = ("iteration", "attempt", "rank", "microbatch", "call", "mode", *_PLACE)
-"""Fields that tell records apart, in the order of dimensions."""
+"""The fields in which records may differ, in the order of dimensions."""
 
 _ALIKE = ("keep", "dtype", "shape", "layout", "sample_dim")
-"""Fields that have one value in records that are stacked."""
+"""The fields that must be equal in stacked records."""
 
 _MAX_NAMED = 4
-"""Of a kind, in a message."""
+"""The number of values of a kind that a message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Dim:
-    """A field that has several values."""
+    """A field with several values."""
 
     name: str
     values: list[Any]
-    """Numbers ascending, texts in the order of their records."""
+    """The values: numbers in ascending order, texts in the order of their records."""
     places: np.ndarray[Any, Any]
-    """For each record the index of its value."""
+    """Index of each record's value."""
 
 
 class RecordGrid:
-    """The records as an array that dask can slice: each slice reads the records that are in it."""
+    """The records as an array that dask can slice. A slice reads only its own records."""
 
     def __init__(self, records: RecordColumns | Sequence[ReadableRecord], positions: np.ndarray[Any, Any]) -> None:
         first = records[0]
@@ -86,7 +86,7 @@ class RecordGrid:
     def __getitem__(self, key: tuple[Any, ...]) -> np.ndarray[Any, Any]:
         for axis, part in enumerate(key):
             if not isinstance(part, int | np.integer | slice):
-                # A list of places: some versions of dask hand one down, beside slices alone.
+                # Some versions of dask pass one list of indices beside slices.
                 whole = self[(*key[:axis], slice(None), *key[axis + 1 :])]
                 return whole[(*(slice(None) for _ in key[:axis]), part)]
         positions = np.asarray(self._positions[key[: self._positions.ndim]])
@@ -97,14 +97,14 @@ class RecordGrid:
         return np.stack(values).reshape(*positions.shape, *values[0].shape)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Records of a selection go to other processes without the catalogues of the run.
+        # Pickle the records without the catalogues of the run.
         return {**self.__dict__, "_records": list(self._records)}
 
     def _read(self, record: ReadableRecord, inner: tuple[Any, ...]) -> np.ndarray[Any, Any]:
         dim = self._sample_dim
         if dim is None:
             return np.asarray(record.read()[inner])
-        # As a range: an array of the places would be as long as a catalogue says.
+        # A range, because the extent in a catalogue is not trusted as the length of an array.
         wanted = range(record.info.shape[dim])[inner[dim]]
         if not isinstance(wanted, range):
             return np.asarray(record.read(sample=wanted)[(*inner[:dim], *inner[dim + 1 :])])
@@ -115,23 +115,23 @@ class RecordGrid:
 
 
 class _LazyRecord(BackendArray):
-    """The values of a record, as xarray asks for parts of a file."""
+    """The values of a record as a lazily read array of xarray."""
 
     def __init__(self, record: ReadableRecord) -> None:
         self._grid = RecordGrid([record], np.zeros((), dtype=np.int64))
         self.dtype, self.shape = self._grid.dtype, self._grid.shape
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
-        # Places and slices alone: what is chosen of them by lists is chosen after the reading.
+        # Only integers and slices reach the reader; lists of indices are applied after reading.
         return indexing.explicit_indexing_adapter(
             key, self.shape, indexing.IndexingSupport.BASIC, self._grid.__getitem__
         )
 
 
 def record_array(record: ReadableRecord) -> xarray.DataArray:
-    """The values under the names of their dimensions; `attrs` are the record's fields, samples have their identifiers.
+    """The values with named dimensions. `attrs` are the record's fields; samples have their identifiers.
 
-    Nothing is read before it is used. One sample is read alone.
+    Values are read on use. Indexing one sample reads that sample only.
     """
     info = record.info
     fields = info.to_json()
@@ -143,12 +143,12 @@ def record_array(record: ReadableRecord) -> xarray.DataArray:
 
 
 def stack_records(records: RecordColumns) -> xarray.DataArray:
-    """The records as one array over the fields in which they differ and the tensors' own dimensions; nothing is read.
+    """The records as one array over the fields in which they differ and the dimensions of the tensors.
 
-    Fields that follow from others are coordinates, those that all share attributes.
+    Fields that follow from others are coordinates; fields that all records share are attributes. No values are read.
 
     Raises:
-        UsageError: dask or xarray is not installed, the records are not of one form, or one is missing.
+        UsageError: dask or xarray is not installed, the records differ in shape or dtype, or one is missing.
     """
     try:
         import dask.array
@@ -193,7 +193,7 @@ def _check_alike(records: RecordColumns) -> None:
 
 def _dim(records: RecordColumns, name: str) -> _Dim:
     column = records.column(name).tolist()
-    # A missing value is NaN, which is not equal to itself.
+    # Missing values are NaN, which is not equal to itself.
     plain = [None if value != value else value for value in column]  # noqa: PLR0124
     values = list(dict.fromkeys(plain))
     if all(isinstance(value, int) for value in values):
@@ -203,14 +203,14 @@ def _dim(records: RecordColumns, name: str) -> _Dim:
 
 
 def _independent(dims: Sequence[_Dim]) -> tuple[list[_Dim], list[tuple[_Dim, _Dim]]]:
-    """The fields that become dimensions; and those that follow from one of them, each with it."""
+    """The fields that become dimensions, and those that follow from one of them, paired with it."""
     kept = list(dims)
     following: list[tuple[_Dim, _Dim]] = []
     for dim in reversed(dims):
         for leading in kept:
             if leading is not dim and _follows(dim, leading):
                 kept.remove(dim)
-                # What followed from this one follows from the one that it follows from.
+                # Fields that followed from this field follow from the one that determines it.
                 following = [(one, leading if its is dim else its) for one, its in following]
                 following.append((dim, leading))
                 break
@@ -224,7 +224,7 @@ def _follows(dim: _Dim, leading: _Dim) -> bool:
 
 
 def _positions(dims: Sequence[_Dim], *, num_records: int) -> np.ndarray[Any, Any]:
-    """For each combination of values the index of its record."""
+    """The index of the record for each combination of values."""
     shape = tuple(len(dim.values) for dim in dims)
     combinations = list(zip(*(dim.places.tolist() for dim in dims), strict=True)) if dims else [()] * num_records
     seen = set(combinations)
@@ -250,7 +250,7 @@ def _words(dims: Sequence[_Dim], combination: Sequence[int]) -> str:
 
 
 def own_names(record: ReadableRecord) -> list[str]:
-    """Names of the tensors' own dimensions: letters of the layout where there are some, none of them twice."""
+    """Distinct names of the tensors' dimensions, by the letters of the layout if there are any."""
     letters = list(record.info.layout)
     if len(letters) != len(record.info.shape) or len(set(letters)) < len(letters):
         letters = [f"dim{dim}" for dim in range(len(record.info.shape))]
@@ -260,7 +260,7 @@ def own_names(record: ReadableRecord) -> list[str]:
 
 
 def labels_of(values: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """The values of a coordinate; those of several kinds, and what is missing, as objects."""
+    """The values of a coordinate, as objects if they are of several types or some are missing."""
     if all(isinstance(value, int) for value in values) or all(isinstance(value, str) for value in values):
         return np.array(values)
     labels = np.empty(len(values), dtype=object)
@@ -269,7 +269,7 @@ def labels_of(values: Sequence[Any]) -> np.ndarray[Any, Any]:
 
 
 def _sample_coordinate(records: RecordColumns, positions: np.ndarray[Any, Any], dims: Sequence[_Dim]) -> dict[str, Any]:
-    """The samples' identifiers: of the dimension where all records have the same, else over the fields that matter."""
+    """The identifiers of samples: along the sample dimension if all records agree, else also along other fields."""
     texts = np.asarray(records.column("sample_ids")[positions], dtype=object)
     dim = records[0].info.sample_dim
     if dim is None or "null" in set(texts.reshape(-1).tolist()):
