@@ -1,8 +1,7 @@
-"""Gives a start of the worker group its place in a run.
+"""Starts an attempt in a run, under a lease that one launch holds at a time.
 
-Rank 0 claims the run, makes it (or continues it) and writes the attempt's document last. Every other rank waits for
-that document: seeing it proves that all ranks write into the same store, and not each into a directory of
-its own node.
+Rank 0 claims the run, creates or continues it, and writes the attempt's document last. Every other rank waits for that
+document. Its presence proves that all ranks write into the same store, and not each into a directory of its own node.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import RetryingBackend
 
 MAX_OBJECT_KEY_NBYTES = 1024
-"""Of a whole key, in every object store."""
+"""The longest key in an object store, in bytes."""
 
 MAX_FILE_PATH_NBYTES = 4096
-"""Of a whole path, on Linux."""
+"""The longest path on Linux, in bytes."""
 
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 2.0
@@ -56,8 +55,8 @@ def claim_run(backend: RetryingBackend, *, launch: Launch, resume: bool, overwri
     """The lease that rank 0 holds from before the attempt begins until its verdict is written.
 
     Raises:
-        RunExistsError: another launch's run, or something that is not a run, is at the URL; or another launch records
-            into the run at this moment.
+        RunExistsError: the URL has another launch's run or something that is not a run, or another launch is recording
+            into the run.
     """
     check_place(backend, resume=resume, overwrite=overwrite, launch_id=launch.launch_id)
     return Lease(backend, launch=launch)
@@ -73,16 +72,16 @@ def begin_attempt(
     overwrite: bool,
     add: bool = False,
 ) -> Attempt:
-    """The new attempt, written by its first rank; makes the run where there is none.
+    """Start and return a new attempt, called by its first rank. The run is created if it does not exist.
 
-    A run of the same launch is continued without being asked, so that a restart by torchrun resumes. Overwriting
-    deletes what belongs to the run, and leaves what else lies beside it. What a late writer of a deleted run left
-    is passed over. Whoever records holds the lease of `claim_run`, but for what adds to the run (`add`): that is shown
-    beside what the run held, and counted for itself; of others it continues only the attempts of its own launch.
+    A run of the same launch is always continued, so that a restart by torchrun resumes. Overwriting deletes the objects
+    of the run and leaves others beside it. Objects that a late writer of a deleted run left are ignored. The caller
+    holds the lease of `claim_run`, unless it adds to the run (`add`): the new records are then shown beside the
+    existing ones and counted on their own, and only attempts of the same launch are continued.
 
     Raises:
-        RunExistsError: another launch's run, or something that is not a run, is at the URL.
-        UsageError: the URL is so long that the store takes no keys below it.
+        RunExistsError: the URL has another launch's run or something that is not a run.
+        UsageError: the URL is too long for keys below it.
     """
     data = check_place(backend, resume=resume or add, overwrite=overwrite, launch_id=launch.launch_id)
     is_anothers = data is not None and run_attributes(data, place=backend.url).get("launch_id") != launch.launch_id
@@ -97,12 +96,12 @@ def begin_attempt(
             raise RunExistsError(f"another launch made a run at {backend.url} just now: choose another URL")
     earlier = read_attempts(backend)
     for one in earlier:
-        # What its coordinator did not live to write.
+        # Commits that the coordinator could not write before it died.
         finish_ready(backend, one)
     place = (launch.launch_id, launch.first_rank)
     continued = [one for one in earlier if not add or (one.launch.launch_id, one.launch.first_rank) == place]
     completed = sorted({iteration for one in continued for iteration in _planned_iterations(backend, one)})
-    # Ranks that record each for itself, at the same time, have one number.
+    # Ranks that record independently at the same time share a number.
     before = [one.number for one in earlier if not (add and one.adds) or one.launch.overlaps(launch)]
     number = max(before, default=-1) + 1
     attempt = Attempt(
@@ -120,24 +119,24 @@ def begin_attempt(
 
 
 def _planned_iterations(backend: Backend, attempt: Attempt) -> set[int]:
-    """The whole iterations of an attempt, without those that somebody asked for while it ran."""
+    """The iterations that every rank of an attempt finished, without those requested while it ran."""
     plan = read_plan(backend, attempt=attempt)
     return set(whole_iterations(backend, attempt)) - (set() if plan is None else plan.asked_iterations)
 
 
 def check_place(backend: Backend, *, resume: bool, overwrite: bool, launch_id: str | None = None) -> bytes | None:
-    """Make sure, before anything is written, that a launch may record into a place; the document of the run there.
+    """Check, before anything is written, that a launch may record at a URL; the document of the run there, if any.
 
-    Without `launch_id` it is a new launch. A run that has ended, and into which nothing was stored, is free to use.
+    Without `launch_id`, the launch is a new one. A run that has ended and in which nothing was stored may be replaced.
 
     Raises:
-        RunExistsError: another launch's run, or something that is not a run, is at the URL.
-        UsageError: the URL is so long that the store takes no keys below it.
+        RunExistsError: the URL has another launch's run or something that is not a run.
+        UsageError: the URL is too long for keys below it.
     """
     _check_length(backend)
     data = read_run(backend)
     for name in backend.list_names("") if data is None else []:
-        # Attempts that lost their documents are no reason.
+        # Attempts without a document do not count.
         is_attempt = layout.parse_attempt(name) is not None
         if not layout.is_part_of_run(name) or (is_attempt and backend.exists(layout.document_key(name))):
             raise RunExistsError(f"{backend.url} is not empty and holds no run (there is {name!r}): choose another URL")
@@ -151,7 +150,7 @@ def check_place(backend: Backend, *, resume: bool, overwrite: bool, launch_id: s
 
 
 def _has_ended_empty(backend: Backend) -> bool:
-    # One that is damaged, or of another version, is refused like any other.
+    # A damaged run or one of another version is refused like any other.
     with contextlib.suppress(RanktapeError):
         judged = read_verdict(backend)
         return judged is not None and judged[0].final and not any(status.committed_ranks for status in judged[1])
@@ -172,10 +171,10 @@ def _check_length(backend: Backend) -> None:
 
 
 def join_attempt(backend: Backend, *, launch: Launch, timeout_seconds: float) -> Attempt:
-    """The attempt that rank 0 began for this launch, waited for by every other rank.
+    """The attempt that rank 0 started for this launch. Every other rank calls this and waits for it.
 
     Raises:
-        CaptureError: it did not appear in time; rank 0 failed, or this rank sees another store.
+        CaptureError: it did not appear in time: rank 0 failed, or this rank uses another store.
     """
     deadline = time.monotonic() + timeout_seconds
     pause = _FIRST_PAUSE_SECONDS
@@ -188,31 +187,31 @@ def join_attempt(backend: Backend, *, launch: Launch, timeout_seconds: float) ->
                 f"this rank does not see in {backend.url} the run that rank 0 began {timeout_seconds:g} s ago: "
                 f"give a URL that all nodes share"
             )
-        # A thousand ranks look; by chance, so that they do not all look at once.
+        # Random, so that a thousand ranks do not send their requests at the same time.
         time.sleep(random.uniform(pause / 2, pause))  # noqa: S311  # no secret
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
 def delete_parts(backend: Backend) -> None:
-    """Delete what the layout names at the top of a run and nothing else. Whoever does it holds the lease."""
+    """Delete the objects at the top of a run that belong to the layout, and no others. The caller holds the lease."""
     attempts = [name for name in backend.list_names("") if layout.parse_attempt(name) is not None]
-    # The documents first: writers that are still at work see by them that the run is gone, and stop.
+    # Documents are deleted first: writers that are still running notice their absence and stop.
     for name in attempts:
         backend.delete(layout.document_key(name))
     for name in [*attempts, layout.ANALYSIS]:
         backend.delete(name)
-    # And this last: where the deletion is interrupted, it is still a run that can be overwritten.
+    # The run's document is deleted last, so that an interrupted deletion leaves a run that can be overwritten.
     backend.delete(layout.document_key(""))
 
 
 RENEW_SECONDS = 5.0
-"""How often a holder writes its lease anew."""
+"""The interval at which a holder renews its lease, in seconds."""
 
 EXPIRY_SECONDS = 20.0
-"""A lease that has not changed for so long has no holder any more."""
+"""The time after which an unchanged lease has expired, in seconds."""
 
 ENDING_SECONDS = 45.0
-"""Longest wait for a holder whose training has failed."""
+"""The longest wait for a holder whose training has failed, in seconds."""
 
 _REPLACED = (
     "this launch was replaced: another launch continues the run, as this one had not reached the store for more than "
@@ -224,7 +223,7 @@ _LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Holder:
-    """What the document of a lease says."""
+    """The document of a lease."""
 
     launch_id: str = ""
     host: str = ""
@@ -234,19 +233,19 @@ class _Holder:
 
 
 class Lease:
-    """A lease on a run, held until `release` or the end of a `with` block."""
+    """The right to record into a run, held until `release` or the end of a `with` block."""
 
     def __init__(self, backend: RetryingBackend, *, launch: Launch) -> None:
-        """Get the lease. That of an earlier start of the same launch is taken over at once.
+        """Acquire the lease. The lease of an earlier start of the same launch is taken over at once.
 
         Raises:
-            RunExistsError: another launch records into the run, or gets the lease at the same time.
+            RunExistsError: another launch is recording into the run, or acquires the lease at the same time.
         """
         self._backend = backend
         self._launch_id = launch.launch_id
         self._is_ending = False
         self.lost: str | None = None
-        """Why the launch must not go on: another one has taken over the run."""
+        """The reason why the launch must stop, if another one has taken over the run."""
         known = self._without_holders()
         self._number = max(known, default=-1) + 1
         key = layout.document_key(layout.lease_path(self._number))
@@ -261,14 +260,14 @@ class Lease:
         self._thread.start()
 
     def announce_end(self) -> None:
-        """Say, once, that the training has failed: who wants the lease may wait for it."""
+        """Announce, once, that the training has failed, so that a successor may wait for the lease."""
         if not self._is_ending:
             self._is_ending = True
-            with contextlib.suppress(StorageError):  # the next renewal says so
+            with contextlib.suppress(StorageError):  # the next renewal announces it
                 write_group(self._backend, layout.lease_path(self._number), self._attributes())
 
     def release(self) -> None:
-        """Give it back: another launch may have the run at once."""
+        """Release the lease, so that another launch may record at once."""
         self._is_over.set()
         self._thread.join()
         self._remove({self._number})
@@ -280,15 +279,15 @@ class Lease:
         self.release()
 
     def _without_holders(self) -> set[int]:
-        """The leases that are there, once those of other launches have been seen not to change.
+        """The numbers of the existing leases, after those of other launches have been unchanged until they expired.
 
-        A holder whose training has failed, and that stores what is left, is waited for.
+        If a holder's training has failed and it still stores records, this waits for it.
         """
         first: dict[int, _Holder | None] | None = None
         num_still = -1
         for num_looks in itertools.count():
             leases = {number: self._read(number) for number in _numbers(self._backend)}
-            # One without a document is being written, or half of it was removed: a directory comes before its file.
+            # A lease without a document is being written or deleted: a directory exists before its file.
             others = {number: said for number, said in leases.items() if not self._is_own(said)}
             first = others if first is None else first
             changed = {number for number, said in others.items() if said != first.get(number)}
@@ -296,18 +295,18 @@ class Lease:
             if changed and not (is_ending and num_looks * _LOOK_SECONDS < ENDING_SECONDS):
                 raise self._refusal(max(changed))
             first, num_still = (others, 0) if changed else (first, num_still + 1)
-            # Looks are counted, and not seconds: while this machine stalls, a holder on it renews nothing either.
+            # Polls are counted instead of seconds: if this machine stalls, so does a holder on it.
             if not others or num_still * _LOOK_SECONDS > EXPIRY_SECONDS:
                 return set(leases)
             time.sleep(_LOOK_SECONDS)
         raise AssertionError("there is no last look")
 
     def look(self, attempt: Attempt) -> str | None:
-        """Find out whether another launch has taken over the run since this one's attempt began; returns `lost`.
+        """Check whether another launch has taken over the run since this attempt began, and return `lost`.
 
-        It may have ended by now, and its lease be gone.
+        The other launch may have ended and released its lease.
         """
-        # Where the store does not answer, the writers say so.
+        # If the store does not answer, the writers report it.
         with contextlib.suppress(StorageError):
             later = (one for one in read_attempts(self._backend) if one.number > attempt.number and not one.adds)
             if any(one.launch.launch_id != self._launch_id for one in later):
@@ -317,7 +316,7 @@ class Lease:
     def _renew(self) -> None:
         backend = self._backend.with_deadline(timeout_seconds=RENEW_SECONDS)
         while not self._is_over.wait(RENEW_SECONDS):
-            # Where the store does not answer, the writers say so; the lease is written when it answers again.
+            # If the store does not answer, the writers report it. The lease is renewed when the store answers again.
             with contextlib.suppress(StorageError):
                 latest = max(_numbers(backend), default=self._number)
                 if latest > self._number:
@@ -337,7 +336,7 @@ class Lease:
         return holder is not None and holder.launch_id == self._launch_id
 
     def _remove(self, numbers: set[int]) -> None:
-        # One that stays is nobody's, and passed over: a store that is away must not keep the writer.
+        # A lease that cannot be deleted expires. An unreachable store must not block the writer.
         backend = self._backend.with_deadline(timeout_seconds=RENEW_SECONDS)
         with contextlib.suppress(StorageError):
             backend.delete_keys([layout.document_key(layout.lease_path(number)) for number in sorted(numbers)])
@@ -355,6 +354,6 @@ class Lease:
 
 
 def _numbers(backend: RetryingBackend) -> set[int]:
-    """Of the leases that are there."""
+    """The numbers of the existing leases."""
     found = (layout.parse_lease(name) for name in backend.list_names(""))
     return {number for number in found if number is not None}

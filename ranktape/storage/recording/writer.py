@@ -1,12 +1,11 @@
-"""Writes what one rank records: its tensors, and the commit that says that an iteration is whole.
+"""Writes the records of one rank: its tensors, and the commit of each iteration.
 
-Large tensors are written as they come. Small ones of one dtype, shape and layout wait, uncopied, and share an array:
-alone each would cost the store as much as a large one. An iteration exists when its group's document has been
-written after everything else and after a flush; a marker then tells the coordinator. A reader sees the whole
-iteration of a rank, or nothing of it.
+Large tensors are written on arrival. Small ones of one dtype, shape and layout are held without a copy and written
+in one array, because each alone would cost the store as much as a large one. An iteration is committed when its group's
+document is written, after everything else and after a flush; a marker then tells the coordinator. A reader sees the
+whole iteration of a rank or nothing of it.
 
-What the store does not take of an iteration goes into a directory of the host (`SpillDirectory`), with all that follows
-of that iteration.
+If the store fails in an iteration, the rest of the iteration is written to a directory of the host (`SpillDirectory`).
 """
 
 from __future__ import annotations
@@ -54,59 +53,59 @@ if TYPE_CHECKING:
 
 
 STACK_BELOW_NBYTES = 2 << 20
-"""Tensors smaller than this are stacked, where nobody says otherwise."""
+"""The default size below which tensors are stacked, in bytes."""
 
 MAX_STACK_NBYTES = 32 << 20
-"""A stack is written once it is that large."""
+"""The size at which a stack is written, in bytes."""
 
 MAX_STACK_RECORDS = 8192
-"""And once it has that many tensors."""
+"""The number of tensors at which a stack is written."""
 
 MAX_HELD_NBYTES = 64 << 20
-"""All stacks of a writer are written once they are that large together."""
+"""The total size of a writer's stacks at which all of them are written, in bytes."""
 
 STORE_CONCURRENCY = 8
-"""Stacks, and tensors with an object of their own, that a rank sends at the same time, where nobody says otherwise."""
+"""The default number of stacks and large tensors that a rank sends concurrently."""
 
 
 class HeldTensor(NamedTuple):
-    """A small tensor that waits."""
+    """A small tensor that waits to be written."""
 
     array: np.ndarray[Any, Any]
     """Its values."""
     info: RecordInfo
-    """Its identity, with its checksum."""
+    """Its metadata, with the checksum."""
     site: str
     """Its path below the iteration."""
     release: Callable[[], None]
-    """To be called when the values are not needed any more."""
+    """Called when the values are no longer needed."""
 
 
 @dataclass(slots=True)
 class Pending:
-    """What was written of an iteration that is not committed yet, and the small tensors of it that wait."""
+    """The state of an iteration that is not committed yet: written tensors, and small ones that wait."""
 
     taken: set[str] = field(default_factory=set)
-    """The paths of tensors, from before they are written."""
+    """The paths of tensors that are written or being written."""
     entries: list[CatalogueEntry] = field(default_factory=list)
-    """The tensors that are written."""
+    """The written tensors."""
     held: dict[tuple[Any, ...], list[HeldTensor]] = field(default_factory=dict)
-    """The tensors that wait, by what those of one array must have in common."""
+    """The waiting tensors, by the properties that tensors of one array share."""
     held_nbytes: int = 0
-    """Bytes of their values."""
+    """Size of the values of waiting tensors, in bytes."""
     num_stacks: int = 0
-    """Stacks that were begun to be written."""
+    """Number of stacks that are written or being written."""
     num_busy: int = 0
-    """Threads that are writing stacks."""
+    """Number of threads that are writing stacks."""
     failure: Exception | None = None
     """Why a stack could not be written."""
     why_spilled: str | None = None
-    """Why the spill directory takes what is written of it; None where the store does."""
+    """Why the iteration is written to the spill directory; None if it is written to the store."""
 
     def hold(self, item: HeldTensor) -> list[HeldTensor] | None:
-        """Keep a tensor; its stack, when it is full and to be written."""
+        """Add a tensor to its stack; returns the stack if it is full and must be written."""
         info = item.info
-        # The statistics of all tensors are alike, and far smaller than the documents of arrays of their own.
+        # Statistics of all tensors share a stack, because the document of an array is much larger than they are.
         is_alike = info.keep == Keep.STATISTICS
         form = (info.dtype, info.shape, info.layout, item.array.dtype, info.nbytes)
         key = (info.keep,) if is_alike else (info.keep, *form)
@@ -118,7 +117,7 @@ class Pending:
         return self._take(key)
 
     def take_all(self) -> list[list[HeldTensor]]:
-        """All stacks, to be written."""
+        """Remove and return all stacks."""
         return [self._take(key) for key in list(self.held)]
 
     def _take(self, key: tuple[Any, ...]) -> list[HeldTensor]:
@@ -128,26 +127,26 @@ class Pending:
 
 
 _CHECK_SECONDS = 1.0
-"""While tensors are written, it is looked this often whether the run is still there; less often by many ranks."""
+"""The interval at which a writer checks that the run still exists, in seconds. It is longer with many ranks."""
 
 _CHECKS_PER_SECOND = 200
-"""By all ranks together: all of them look at one object."""
+"""The largest rate of these checks of all ranks together, because all of them read one object."""
 
 _PROBE_SECONDS = 5.0
 
 
 class SpillDirectory:
-    """A directory of the host for the iterations that the store does not take.
+    """A directory of the host for iterations that cannot be written to the store.
 
-    Below it, in a folder with the attempt's name, is a run with the keys of the one in the store: the documents of the
-    run and of the attempt, and of each spilled iteration all that the store has not taken. The folder is made when it
-    is needed. Safe for several threads, and for several ranks.
+    In a subdirectory with the attempt's name it has a run with the same keys as the run in the store: the documents of
+    the run and the attempt, and the part of each spilled iteration that is not in the store. The subdirectory is
+    created when it is needed. Safe for several threads and several ranks.
     """
 
     def __init__(self, store: RetryingBackend, *, directory: Path, attempt: Attempt) -> None:
-        """Read from the store what the run in the directory needs."""
+        """Read the documents from the store that the run in the directory needs."""
         self.place = f"{socket.gethostname()}:{directory.absolute()}"
-        """The host and the directory, for people."""
+        """The host and the directory, for messages."""
         self.backend = LocalBackend(str(directory / attempt.path))
         """The run in the directory."""
         run = {**run_attributes(read_run(store), place=store.url), "spilled_from": store.url}
@@ -164,7 +163,7 @@ class SpillDirectory:
             write_group(self.backend, path, attributes)
 
     def reason(self, error: StorageError | None = None) -> str | None:
-        """Why the directory is used: `error`, or why the store still does not answer; None where it does."""
+        """Why the directory is used: `error`, or why the store still does not answer; None if it answers."""
         with self._lock:
             if error is None and self._is_store_down:
                 try:
@@ -178,7 +177,7 @@ class SpillDirectory:
 
 
 class RankWriter:
-    """The writing end of one rank of an attempt; safe for several threads, for one process."""
+    """Writes the records of one rank of an attempt. Safe for several threads of one process."""
 
     def __init__(
         self,
@@ -196,15 +195,15 @@ class RankWriter:
         """Announce the rank in the store.
 
         Args:
-            backend: Where the run is.
-            attempt: The attempt that the rank belongs to.
+            backend: The store of the run.
+            attempt: The attempt of the rank.
             rank: Global rank.
-            environment: Of the process, for the rank's document.
-            trouble: What befell those that wrote for the rank before; for the document, too.
-            compression: How values are packed.
-            stack_below_nbytes: Tensors smaller than this are kept, and written together.
-            store_concurrency: How many stacks are sent at the same time.
-            spill: Where iterations go that the store does not take; without it they fail.
+            environment: Environment of the process, for the rank's document.
+            trouble: The error that ended earlier writers of the rank, for the rank's document.
+            compression: Compression of the values.
+            stack_below_nbytes: Size below which tensors are stacked, in bytes.
+            store_concurrency: Number of stacks that are sent concurrently.
+            spill: The directory for iterations that cannot be written to the store; without it, they fail.
         """
         self._backend = backend
         self._spill = spill
@@ -222,16 +221,16 @@ class RankWriter:
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes of small tensors that are kept and not being written."""
+        """Size of the small tensors that wait to be written, in bytes."""
         with self._changed:
             return sum(pending.held_nbytes for pending in self._open.values())
 
     def holds(self, array: np.ndarray[Any, Any]) -> bool:
-        """Whether a tensor is kept when it is written, to be stored with others."""
+        """Whether `write` holds a tensor, to store it with others."""
         return 0 < array.nbytes < self._stack_below_nbytes
 
     def open(self, iteration: int) -> None:
-        """Say in the store that an iteration was begun."""
+        """Note in the store that an iteration has started."""
         with self._changed:
             pending = self._begun(iteration)
         self._put_through(pending, lambda backend: open_iteration(backend, attempt=self._attempt, iteration=iteration))
@@ -239,15 +238,15 @@ class RankWriter:
     def write(
         self, array: np.ndarray[Any, Any], *, info: RecordInfo, on_release: Callable[[], None] | None = None
     ) -> RecordInfo:
-        """Store one tensor and return its identity with the checksum; it counts once its iteration is committed.
+        """Store one tensor and return its metadata with the checksum. It becomes visible with the iteration's commit.
 
-        A small tensor is kept, not copied, and stored with others later: `on_release` is called, exactly once,
-        when the array is not needed any more, whether it was stored or not.
+        A small tensor is held without a copy and stored with others later. `on_release` is called exactly once, when
+        the array is no longer needed, whether it was stored or not.
 
         Raises:
-            CaptureError: another tensor of the iteration has the same name, or the iteration was committed already;
-                nothing of this one is written.
-            UsageError: its metadata have no form in JSON.
+            CaptureError: another tensor of the iteration has the same name, or the iteration has been committed. The
+                tensor is not written.
+            UsageError: the metadata cannot be written as JSON.
         """
         release = on_release or (lambda: None)
         pending, site = None, ""
@@ -264,7 +263,7 @@ class RankWriter:
         except BaseException:
             if pending is not None:
                 with self._changed:
-                    # Nothing of it counts: its histogram may be written in its place.
+                    # The tensor was not written; its histogram may be written under the same name.
                     pending.taken.discard(site)
             release()
             raise
@@ -275,10 +274,10 @@ class RankWriter:
         return stored
 
     def adopt(self, iteration: int, *, name: str, entries: Sequence[CatalogueEntry]) -> None:
-        """Take what lies below the iteration already, under a name, for something that was written now.
+        """Add the entries of an array that an earlier writer of the rank has stored in the iteration.
 
         Raises:
-            CaptureError: another tensor of the iteration has the name of one of its tensors.
+            CaptureError: another tensor of the iteration has the name of one of them.
         """
         with self._changed:
             pending = self._begun(iteration)
@@ -289,20 +288,20 @@ class RankWriter:
             pending.taken |= {entry.site for entry in entries}
             pending.entries += entries
             if any(entry.stack for entry in entries):
-                # The stacks that come are named by numbers that none has yet.
+                # New stacks get numbers that are not in use.
                 pending.num_stacks = max(pending.num_stacks, int(name.rpartition("_")[2]) + 1)
 
     def flush_stacks(self, iteration: int | None = None) -> None:
-        """Write every small tensor that is kept, or those of one iteration.
+        """Write all small tensors that wait, or those of one iteration.
 
-        One that fails is reported by the commit of its iteration.
+        An error is raised by the commit of the iteration.
         """
         with self._changed:
             chosen = [pending for number, pending in self._open.items() if iteration in {None, number}]
             work = [(pending, held) for pending in chosen for held in pending.take_all()]
             for pending, _ in work:
                 pending.num_busy += 1
-        # Side by side: each of them waits for the store, and by the caller's deadline.
+        # Concurrently, because each waits for the store; with the caller's deadline.
         wait([self._pool.submit(copy_context().run, self._write_stack, pending, held) for pending, held in work])
 
     def commit(
@@ -317,23 +316,23 @@ class RankWriter:
         step_skipped: bool = False,
         cut_off: str = "",
     ) -> str | None:
-        """Make everything written of the iteration durable and visible. Atomic.
+        """Make all records of the iteration durable and visible. Atomic: readers see all of them or none.
 
-        Returns why the iteration is in the spill directory; None where it is in the store.
+        Returns the reason why the iteration is in the spill directory; None if it is in the store.
 
         Args:
             iteration: The training step.
-            expected: The names of the tensors that should have been recorded, by module.
-            silent_sites: Those of them that were not, by module, each with the reason.
-            num_expected: How many tensors of modules should have been, whatever the number of passes and calls; None
-                where nobody counted.
-            num_missing: How many of them were not recorded at all.
-            compiled: How compiled code was recorded; empty where none ran.
-            step_skipped: Whether a gradient scaler skipped the step of the optimizer.
-            cut_off: Why the rank did not end the iteration, which is partial then; empty where it did.
+            expected: The names of the expected tensors, by module.
+            silent_sites: The expected tensors that were not recorded, by module, each with the reason.
+            num_expected: Number of expected tensors, whatever the number of passes and calls; None if the recorder
+                does not count.
+            num_missing: Number of expected tensors that were not recorded.
+            compiled: How compiled code was recorded; empty if none ran.
+            step_skipped: Whether a gradient scaler skipped the optimizer's step.
+            cut_off: Why the rank did not finish the iteration, which is then partial; empty if it did.
 
         Raises:
-            CaptureError: it was committed or given up already.
+            CaptureError: the iteration has been committed or abandoned.
         """
         with self._changed:
             pending = self._begun(iteration)
@@ -374,7 +373,7 @@ class RankWriter:
         self._mark(backend, iteration, mark=layout.Mark.COMMITTED, attributes={"commit": document_checksum(document)})
 
     def _write_catalogue(self, backend: Backend, iteration: int, pending: Pending) -> dict[str, Any]:
-        """Write what was recorded as columns; how many records those are, their bytes, and the catalogue's checksum."""
+        """Write the catalogue; returns the number of records, their size in bytes, and the catalogue's checksum."""
         entries = sorted(pending.entries, key=lambda entry: (entry.info.counter, entry.site))
         number = {"num_records": len(entries)}
         path = layout.catalogue_path(self._attempt.path, self._rank, iteration)
@@ -384,7 +383,7 @@ class RankWriter:
         return {**number, "nbytes": nbytes, "catalogue": checksum(data)}
 
     def abandon(self, iteration: int) -> None:
-        """Give back what is kept of an iteration that will not be committed, and what the spill directory has of it."""
+        """Release the tensors of an iteration that will not be committed, and delete what was spilled of it."""
         with self._changed:
             pending = self._settle(iteration)
             work = pending.take_all()
@@ -395,7 +394,7 @@ class RankWriter:
             self._spill.backend.delete(layout.rank_iteration_path(self._attempt.path, self._rank, iteration))
 
     def mark(self, iteration: int, *, mark: layout.Mark, attributes: Mapping[str, Any]) -> None:
-        """Leave a marker of the rank on an iteration where the coordinator looks."""
+        """Write the rank's marker of an iteration, which the coordinator reads."""
         self._mark(self._backend, iteration, mark=mark, attributes=attributes)
 
     def _mark(self, backend: Backend, iteration: int, *, mark: layout.Mark, attributes: Mapping[str, Any]) -> None:
@@ -403,7 +402,7 @@ class RankWriter:
         write_group(backend, layout.marker_path(self._attempt.path, iteration, self._rank, mark), attributes)
 
     def close(self, *, reason: str) -> None:
-        """Say that the rank will commit nothing more, and why."""
+        """Note in the store that the rank will commit nothing more, and why."""
         words = {"reason": reason, "closed": time.time()}
 
         def close(backend: Backend) -> None:
@@ -413,9 +412,10 @@ class RankWriter:
         self._put_through(Pending(), close)
 
     def _put_through(self, pending: Pending, work: Callable[[Backend], Result]) -> Result:
-        """What `work` makes of the store, or else of the spill directory, where all that follows of it goes as well.
+        """The result of `work` on the store or, if the store fails, on the spill directory.
 
-        `work` may be done twice, and in part.
+        After a failure, the rest of the iteration goes to the spill directory. `work` may run twice, the first time
+        only in part.
         """
         if self._spill is None:
             return work(self._backend)
@@ -431,7 +431,7 @@ class RankWriter:
         return work(self._spill.backend)
 
     def _begun(self, iteration: int) -> Pending:
-        """What there is of an iteration; with the lock held."""
+        """The state of an iteration. The caller must hold the lock."""
         if iteration in self._settled:
             raise CaptureError(
                 f"iteration {iteration} was committed or given up by rank {self._rank} already: record a later one"
@@ -439,7 +439,7 @@ class RankWriter:
         return self._open.setdefault(iteration, Pending())
 
     def _settle(self, iteration: int) -> Pending:
-        """Nothing more is taken of an iteration; with the lock held."""
+        """Refuse further tensors of an iteration, and return its state. The caller holds the lock."""
         self._settled.add(iteration)
         return self._open.pop(iteration, Pending())
 
@@ -455,7 +455,7 @@ class RankWriter:
             return pending
 
     def _check_now_and_then(self, backend: Backend) -> None:
-        """So that a late writer does not fill the place of a run that is gone, at the cost of few requests."""
+        """Check from time to time that the run still exists, so that a late writer does not write to a deleted run."""
         if time.monotonic() < self._next_check:
             return
         self._next_check = time.monotonic() + max(_CHECK_SECONDS, self._attempt.launch.world_size / _CHECKS_PER_SECOND)
@@ -515,7 +515,7 @@ class RankWriter:
             pending.entries += entries
 
     def _write_alone(self, pending: Pending, array: np.ndarray[Any, Any], *, info: RecordInfo, site: str) -> RecordInfo:
-        """Write a tensor as an array of its own; its identity with the checksum."""
+        """Write a tensor as its own array, and return its metadata with the checksum."""
         encoded = encode_array(array, info=info, compression=self._compression)
         group = layout.rank_iteration_path(self._attempt.path, self._rank, info.iteration)
 

@@ -1,7 +1,7 @@
-"""Records as tables: in HTML for notebooks, as a pandas DataFrame, as an Arrow table.
+"""Records as tables: in HTML for notebooks, as a pandas DataFrame, and as an Arrow table.
 
-Types of columns do not depend on what is missing. A run comes from a stranger: in HTML every string of it is escaped,
-and cut where it is long.
+The type of a column does not depend on missing values. Runs are not trusted: in HTML, all strings are escaped, and long
+ones are truncated.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 
 
 MAX_SHOWN_ROWS = 20
-"""Rows of a table that a notebook or an interpreter shows."""
+"""The number of rows that a notebook or an interpreter shows."""
 
 MAX_SHOWN_LETTERS = 200
-"""Letters of one field that are shown."""
+"""The number of characters that are shown of one field."""
 
 _MAX_NAMED = 8
-"""Iterations that are named one by one."""
+"""The number of iterations that are named one by one."""
 
 _LEFT = "text-align: left"
 _RIGHT = "text-align: right"
 
 
 def clipped(text: str, max_letters: int = MAX_SHOWN_LETTERS) -> str:
-    """The text on one line, cut off where it is long."""
+    """The text on one line, truncated to `max_letters` characters."""
     shown = printable(text[: max_letters + 1])
     return shown if len(shown) <= max_letters else shown[: max_letters - 3] + "..."
 
@@ -58,9 +58,9 @@ def html_table(
     notes: Sequence[str] = (),
     is_unfolded: bool = True,
 ) -> str:
-    """A table with lines above it and below; all is text, and is escaped here.
+    """An HTML table with lines of text above and below it. All text is escaped.
 
-    It folds into the first line above it, if there is one.
+    If there is a line above, the table folds into the first one.
     """
 
     def cells(texts: Sequence[str], *, tag: str) -> str:
@@ -79,7 +79,7 @@ def html_table(
 
 
 def spans(iterations: Sequence[int]) -> str:
-    """Iterations as words: each, or of many the first, the last and how many."""
+    """A text that names iterations: each of them, or the first, the last and the number of many."""
     if not iterations:
         return "none"
     if len(iterations) <= _MAX_NAMED:
@@ -88,7 +88,7 @@ def spans(iterations: Sequence[int]) -> str:
 
 
 def fields_html(title: str, fields: dict[str, Any], *, is_unfolded: bool = True) -> str:
-    """A table of named values, which folds into its title; those that are missing or empty are left out."""
+    """An HTML table of named values that folds into its title. Missing and empty values are omitted."""
     known = {name: value for name, value in fields.items() if value is not None and value != ""}
     rows = [
         (clipped(str(name)), clipped(value if isinstance(value, str) else json.dumps(value)))
@@ -101,26 +101,26 @@ _INT64 = np.iinfo(np.int64)
 
 
 class Dtype(enum.StrEnum):
-    """What a column of a frame holds, in pandas' words."""
+    """The dtype of a column of a frame, as named by pandas."""
 
     INTEGER = "Int64"
-    """Whole numbers; a missing one is `pandas.NA`."""
+    """Integers; missing values are `pandas.NA`."""
     FLOAT = "float64"
-    """Real numbers; a missing one is NaN."""
+    """Real numbers; missing values are NaN."""
     TEXT = "string"
-    """Words; a missing one is `pandas.NA`."""
+    """Strings; missing values are `pandas.NA`."""
     OBJECT = "object"
-    """Lists and dictionaries, as they are; a missing one is None."""
+    """Lists and dictionaries; missing values are None."""
 
 
 def data_frame(
     columns: Iterable[tuple[str, Sequence[Any] | np.ndarray[Any, Any], Dtype]], *, attributes: Mapping[str, Any]
 ) -> pd.DataFrame:
-    """A frame of columns, each with its name, its values (None where one is missing) and its type; with attributes.
+    """A data frame with attributes, from columns of a name, values (None if missing) and a dtype.
 
-    Values may be an array of such a type as well: numbers, NaN where one is missing, or texts.
+    Values may also be an array: numbers, with NaN for missing values, or strings.
 
-    A column with a value that its type cannot hold is of objects.
+    A column with a value that its dtype cannot represent has dtype object.
 
     Raises:
         UsageError: pandas is not installed.
@@ -134,7 +134,7 @@ def data_frame(
         if isinstance(values, np.ndarray):
             arrays[name] = values if dtype is Dtype.FLOAT else pd.array(values, dtype=dtype.value)
         elif dtype is Dtype.OBJECT or not all(value is None or _fits(value, dtype) for value in values):
-            # Its type is said: pandas 3 looks for text in objects, and makes None NaN there.
+            # With dtype=object, because pandas 3 would infer strings and turn None into NaN.
             arrays[name] = pd.Series(_objects(values), dtype=object)
         elif dtype is Dtype.FLOAT:
             arrays[name] = np.array([math.nan if value is None else value for value in values], dtype=np.float64)
@@ -158,7 +158,7 @@ def _fits(value: Any, dtype: Dtype) -> bool:
 
 
 def _objects(values: Sequence[Any]) -> np.ndarray[Any, Any]:
-    # One by one: numpy takes lists of one length for a further dimension.
+    # Filled one by one, because numpy takes lists of equal length for another dimension.
     array = np.empty(len(values), dtype=object)
     for place, value in enumerate(values):
         array[place] = value
@@ -166,7 +166,7 @@ def _objects(values: Sequence[Any]) -> np.ndarray[Any, Any]:
 
 
 UNITS = {"nbytes": "bytes", "timestamp": "seconds since the epoch"}
-"""What the numbers of a column count, where its name does not say."""
+"""The units of columns whose names do not give them."""
 
 _DTYPES = {
     FieldKind.INTEGER: Dtype.INTEGER,
@@ -177,11 +177,11 @@ _DTYPES = {
     FieldKind.CHECKSUM: Dtype.TEXT,
     FieldKind.JSON: Dtype.TEXT,
 }
-"""The types of columns; shapes are lists of whole numbers."""
+"""The dtypes of columns. Shapes are lists of integers."""
 
 
 def records_frame(records: RecordColumns) -> pd.DataFrame:
-    """One row for each record, one column for each field; `overflow` is a column for each of its numbers.
+    """A data frame with a row for each record and a column for each field and each number of `overflow`.
 
     Raises:
         UsageError: pandas is not installed.
@@ -190,7 +190,7 @@ def records_frame(records: RecordColumns) -> pd.DataFrame:
 
 
 def records_table(records: RecordColumns) -> pa.Table:
-    """The columns of `records_frame` as an Arrow table; units are metadata of the columns.
+    """The columns of `records_frame` as an Arrow table, with units as metadata of the columns.
 
     Raises:
         UsageError: pyarrow is not installed.
@@ -207,7 +207,7 @@ def records_table(records: RecordColumns) -> pa.Table:
     }
     arrays, fields = [], []
     for name, values, dtype in _columns(records):
-        # A missing number is NaN in the column, which of whole ones is then one of floats.
+        # Missing numbers are NaN, so that optional integers are floats in the column.
         is_missing = name not in COLUMNS or COLUMNS[name] is not FieldKind.REAL
         arrays.append(pa.array(values, from_pandas=is_missing).cast(types[dtype]))
         fields.append(pa.field(name, types[dtype], metadata={"unit": UNITS[name]} if name in UNITS else None))
@@ -215,7 +215,7 @@ def records_table(records: RecordColumns) -> pa.Table:
 
 
 def frame_columns() -> list[str]:
-    """The columns of a frame or a table of records: the fields, `overflow` as one for each of its numbers."""
+    """The columns of a frame or a table of records: the fields, with one column for each number of `overflow`."""
     kinds = [f"overflow.{kind}.{what}" for kind in TALLY_KINDS for what in ("count", "ratio")]
     counts = [*kinds, "overflow.total", "overflow.ratio", *(f"overflow.{name}" for name in EXTREMES)]
     return [name for field in FIELDS for name in (counts if field == "overflow" else [field])]
@@ -237,7 +237,7 @@ def _columns(records: RecordColumns) -> Iterator[tuple[str, Sequence[Any] | np.n
 
 
 def _texts(texts: Sequence[str | None], *, missing: str | None) -> list[str | None]:
-    """The texts as UTF-8 can hold them: half of a character, which a stranger's name may hold, becomes an escape."""
+    """The texts in valid UTF-8: lone surrogates become escapes."""
     known = {
         text: None if text is None or text == missing else text.encode("utf-8", "backslashreplace").decode()
         for text in set(texts)
@@ -247,7 +247,7 @@ def _texts(texts: Sequence[str | None], *, missing: str | None) -> list[str | No
 
 def _shapes(records: RecordColumns, texts: Sequence[str]) -> list[list[int]]:
     try:
-        # Each anew: whoever changes what one row says changes no other.
+        # Parsed for each row, so that a change to one row's value does not affect others.
         return [list(json.loads(text)) for text in texts]
     except (RecursionError, TypeError, ValueError) as error:
         raise RunFormatError(f"the shapes of {records!r} are damaged: {error}: see 'ranktape check'") from error
