@@ -1,24 +1,24 @@
-"""Checks, repairs, copies, prunes and lists runs; `Work` tells how far one of these is."""
+"""Checks, repairs, copies, prunes and lists runs; `Work` reports the progress."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 OnProgress = Callable[[int, int], object]
-"""Called with the pieces of work that are done and all that are known."""
+"""A callback that receives the number of finished items and the number of known items."""
 
 
 class Work:
-    """Pieces of work, of which each that is done is told of."""
+    """Counts items of work and reports each finished one."""
 
     def __init__(self, tell: OnProgress | None, num_known: int = 0) -> None:
         self._tell = tell
         self._num_done = 0
         self.num_known = num_known
-        """All of them, as far as is known by now."""
+        """Number of known items."""
 
     def step(self) -> None:
-        """One more is done."""
+        """Count a finished item."""
         self._num_done += 1
         if self._tell is not None:
             self._tell(self._num_done, self.num_known)

@@ -1,7 +1,7 @@
-"""Checks that everything a run says it holds is there, and is what was written.
+"""Checks that everything that was committed to a run exists and is unchanged.
 
-One listing of each attempt, every document, and with `deep` every byte. What lies there is only read. An attempt
-that no verdict closes may be recorded just now: what is not there yet is a note, what is wrong an error.
+A check takes one listing of each attempt and reads every document and, with `deep`, every byte. It changes nothing. An
+attempt without a verdict may still be recording: objects that are missing there are notes, wrong ones are errors.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from ranktape.storage.maintenance.finding import CheckFinding, CheckReport, Find
 from ranktape.storage.places.backend import Backend, ObjectInfo
 
 _NUM_GROUPS = 4
-"""Rank commits that are looked at side by side."""
+"""The number of rank commits that are checked concurrently."""
 
 _NUM_THREADS = 16
-"""Requests in flight besides."""
+"""The number of concurrent requests."""
 
 _MAX_NAMED = 100
-"""Foreign objects, and ranks that left nothing, that are named before the rest is counted."""
+"""The number of foreign objects or absent ranks that are named before the rest is counted."""
 
 _REMEMBERED = ("commit", "is_enough", SPILLED_KEY)
-"""The attributes of markers and of the plan that are looked at."""
+"""The attributes of markers and of the plan that are checked."""
 
 
 def check_run(backend: Backend, *, deep: bool = False, on_progress: OnProgress | None = None) -> CheckReport:
-    """What is wrong with a run, precisely; nothing is changed.
+    """Find everything that is wrong with a run, without changing it.
 
     Args:
-        backend: Where the run is.
-        deep: Read every byte and compare it with its checksums; without it sizes are compared.
+        backend: The store of the run.
+        deep: Read every byte and compare checksums; without it, sizes are compared.
         on_progress: Called after each rank commit.
 
     Raises:
@@ -88,7 +88,7 @@ def _list_debris(backend: Backend, found: Findings) -> list[ObjectInfo]:
     try:
         return backend.list_debris()
     except StorageError as error:
-        # Many may read a run and not list its uploads, and some servers cannot.
+        # Permission to read a run often excludes listing uploads, and some servers cannot list them.
         if error.is_transient:
             raise
         found.note(FindingKind.UNCHECKED, f"writes that were not ended were not looked for: {error}")
@@ -107,7 +107,7 @@ def _check_run_document(backend: Backend, found: Findings, *, has_attempts: bool
             raise
         found.error(FindingKind.MISSING, "the run's document is missing: nobody can open the run", key=key)
     except (DataError, RunFormatError) as error:
-        # One that is whole, of another version or of something else, is not ours to judge.
+        # An intact document of another version or of something else is not checked.
         if not has_attempts or is_document_intact(data or b"", key=key):
             raise
         found.error(FindingKind.DAMAGED, str(error), key=key)
@@ -133,7 +133,7 @@ def _read_attempts(backend: Backend, names: list[str], found: Findings) -> list[
 
 
 def _check_without_document(backend: Backend, found: Findings, name: str, number: int) -> None:
-    """Of an attempt that readers pass over: debris, unless something in it was committed."""
+    """Check an attempt without a document, which readers ignore: its objects are leftovers, except for commits."""
     objects = backend.list_objects(name)
     keys = [layout.parse_key(info.key) for info in objects]
     commits = {KeyKind.RANK_COMMIT, KeyKind.ITERATION_COMMIT}
@@ -163,7 +163,7 @@ class _AttemptCheck:
         self._is_last = is_last
         self._seen: set[int] = set()
         self._is_enough = False
-        # Read before the listing: what ranks write comes before it.
+        # Read before the listing, because ranks write everything else before the verdict.
         self._verdict_key = layout.document_key(layout.verdict_path(attempt.path))
         self._is_closed = backend.exists(self._verdict_key)
         objects = {f"{attempt.path}/{info.key}": info for info in backend.list_objects(attempt.path)}
@@ -182,9 +182,9 @@ class _AttemptCheck:
         self._stated = {step for step in counted if isinstance(step, int)} if isinstance(counted, list) else set()
 
     def look(self, groups: ThreadPoolExecutor, *, work: Work, earlier: set[int]) -> None:
-        """Everything but the verdict, which needs the other attempts; those of `earlier` ones are counted too."""
+        """Check everything except the verdict, given the complete iterations of `earlier` attempts."""
         view, report = self.view, self._report
-        # What earlier attempts hold need not be complete in this one.
+        # Iterations of earlier attempts need not be complete in this one.
         view.counted = self._stated - earlier
         foreign = "no part of a run"
         self._name(FindingKind.FOREIGN, dict.fromkeys(view.foreign), foreign, f"objects that are {foreign}")
@@ -194,7 +194,7 @@ class _AttemptCheck:
         self._seen = set(due)
         modified = [info.modified for info in view.objects.values()]
         if not self._is_closed:
-            # One time that is not known may be the youngest.
+            # If one time is unknown, so is the latest.
             report.unclosed[view.attempt.path] = max(modified) if modified and all(modified) else 0.0
         report.num_objects += len(view.objects)
         report.nbytes += sum(info.nbytes for info in view.objects.values())
@@ -212,13 +212,13 @@ class _AttemptCheck:
             report.num_partial += is_cut_off and iteration in view.complete
             report.num_records += sum(one.commit.num_records for one in results.values() if one is not None)
             items += check_iteration(view, iteration, results)
-            # A retention may have taken the iteration away while it was looked at.
+            # The iteration may have been removed (`--keep-last`) during the check.
             dropped = layout.document_key(layout.dropped_path(view.attempt.path, iteration))
             if not (view.is_open and items and view.backend.exists(dropped)):
                 report.findings += items
 
     def look_at_verdict(self, complete: set[int], dropped: set[int]) -> None:
-        """Whether the verdict fits the iterations that are complete, or dropped, in this and earlier attempts."""
+        """Check that the verdict agrees with the complete and dropped iterations of this and earlier attempts."""
         found, attempt, verdict, stated = self._found, self.view.attempt, self._verdict, self._stated
         key = self._verdict_key
         mend = Mend.WRITE_VERDICT if self._is_last else None
@@ -232,7 +232,7 @@ class _AttemptCheck:
         elif verdict is not None and "met" not in verdict:
             found.note(FindingKind.UNFINISHED, "the verdict was begun and not ended", key=key, mend=mend)
         elif verdict is not None:
-            # Of an iteration that something is there of, the look at it has said so.
+            # If an iteration has any objects, its own check has reported it.
             if gone := sorted(stated - complete - dropped - self._seen):
                 what = f"the verdict counts iterations {gone}, which are not complete"
                 found.error(FindingKind.MISSING, what, key=key)
@@ -240,20 +240,20 @@ class _AttemptCheck:
             if late and self._is_last:
                 what = f"iterations {late} were committed by all ranks after the verdict"
                 found.note(FindingKind.STALE, what, key=key, mend=mend)
-            # What was removed after the verdict stands in it, what was removed before it counts all the same.
+            # Iterations removed after the verdict are in it; those removed before it also count for the minimum.
             is_met = (len(stated) >= required, len(stated | dropped) >= required)
             if verdict.get("required") != required or verdict["met"] not in is_met:
                 found.error(FindingKind.STALE, "the verdict does not follow from what it counts", key=key, mend=mend)
 
     def _name(self, kind: FindingKind, keys: dict[str, int | None], what: str, rest: str) -> None:
-        """Note what is the same of many keys, each with its rank if it is of one: the first one by one."""
+        """Add one note for each of the first keys, with its rank if it has one, and one for the rest."""
         for key, rank in itertools.islice(keys.items(), _MAX_NAMED):
             self._found.note(kind, what, rank=rank, key=key)
         if len(keys) > _MAX_NAMED:
             self._found.note(kind, f"{len(keys) - _MAX_NAMED} more {rest}")
 
     def _check_documents(self) -> None:
-        """Every document that is not part of a commit; what markers say is kept."""
+        """Check every document that is not part of a commit, and remember the attributes of markers."""
         view = self.view
         jobs = {key: view.leaves.submit(_remembered, view, key, about.kind) for key, about in view.documents.items()}
         for key, job in jobs.items():
@@ -264,7 +264,7 @@ class _AttemptCheck:
                 if about.mark is not Mark.COMMITTED:
                     self._found.error(FindingKind.DAMAGED, str(error), key=key)
                 continue
-            if fields is None:  # gone since it was listed, as a retention does
+            if fields is None:  # removed since it was listed, by `--keep-last` for instance
                 continue
             if about.kind is KeyKind.PLAN:
                 self._is_enough = fields.get("is_enough") is True
@@ -272,7 +272,7 @@ class _AttemptCheck:
                 view.marks[about.iteration, about.rank][about.mark] = fields
 
     def _check_presence(self) -> None:
-        """Documents that an attempt has from its beginning, and those that a closed one has at its end."""
+        """Check the documents that every attempt has, and those that every closed attempt has."""
         view, path = self.view, self.view.attempt.path
         ranks = sorted({rank for _, rank in view.groups} - view.ranks[KeyKind.RANK])
         due: list[tuple[str, str, int | None]] = [(f"{path}/{group}", "group", None) for group in layout.ATTEMPT_GROUPS]
@@ -289,13 +289,13 @@ class _AttemptCheck:
             self._name(FindingKind.UNFINISHED, keys, what, rest)
 
     def _work(self) -> dict[int, list[int]]:
-        """The ranks whose part of each iteration is to be looked at."""
+        """The ranks to check for each iteration."""
         view = self.view
         seen: dict[int, set[int]] = {iteration: set() for iteration in set().union(*view.iterations.values())}
         for iteration, rank in [*view.groups, *view.marks]:
             seen.setdefault(iteration, set()).add(rank)
         for iteration in view.complete:
-            # Of those of which nothing is there it is said, too, of the first of many one by one.
+            # Absent ranks are reported too, the first ones one by one.
             absent = (rank for rank in view.attempt.launch.ranks if rank not in seen[iteration])
             seen[iteration] |= set(itertools.islice(absent, _MAX_NAMED))
         return {iteration: [] if iteration in view.dropped else sorted(seen[iteration]) for iteration in sorted(seen)}
@@ -305,7 +305,7 @@ _DECLARED: dict[KeyKind, type] = {KeyKind.TRIGGER: Trigger, KeyKind.REQUEST: Req
 
 
 def _remembered(view: AttemptView, key: str, kind: KeyKind) -> dict[str, Any] | None:
-    """What is remembered of a document; None where there is none."""
+    """The attributes of a document that are checked later; None if there is no document."""
     document = view.document(key)
     if document is None:
         return None

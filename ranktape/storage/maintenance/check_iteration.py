@@ -1,7 +1,7 @@
-"""Checks one iteration of an attempt: what each rank committed of it, and the commit of the iteration itself.
+"""Checks one iteration of an attempt: the commit of each rank and the commit of the iteration.
 
-Of a rank's commit there are two copies: the catalogue, and the documents of the arrays. The rank's document names the
-catalogue by its checksum, the catalogue names every array, and both must say the same of each record.
+A rank's commit has its metadata twice: in the catalogue and in the documents of the arrays. The rank's document has the
+checksum of the catalogue, the catalogue names every array, and both must agree on each record.
 """
 
 from __future__ import annotations
@@ -50,55 +50,55 @@ from ranktape.storage.places.backend import Backend, MemoryBudget, ObjectInfo
 from ranktape.storage.query.columns import StringColumn, rows_of, values_of
 
 _MAX_NAMED = 3
-"""Damaged tensors of one stack, and ranks, that are named before the rest is counted."""
+"""The number of damaged tensors of a stack, or of ranks, that are named before the rest is counted."""
 
 _MALFORMED = (RunFormatError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What comes of a document whose JSON is not what we write, whoever wrote it."""
+"""The exceptions that a document raises if ranktape did not write its JSON."""
 
 _PARSED_RATIO = 8
-"""A document that was parsed takes so many times the memory of its text."""
+"""The memory of a parsed document, as a multiple of the size of its text."""
 
 _READ_LATER = {KeyKind.VERDICT, KeyKind.ITERATION_COMMIT, KeyKind.ITERATION_CATALOGUE}
-"""The iterations' own when the commits of their ranks have been read."""
+"""The kinds that are checked after the commits of ranks."""
 
 
 @dataclass(slots=True, kw_only=True)
 class AttemptView:
-    """An attempt as its listing shows it, with what is needed to look closer."""
+    """An attempt as listed, and what a check needs to read its objects."""
 
     backend: Backend
     attempt: Attempt
     objects: dict[str, ObjectInfo]
-    """Everything in the attempt, by keys below the run."""
+    """All objects of the attempt, by their keys below the run."""
     is_open: bool
-    """Whether ranks may still be writing: what was not listed may be there all the same."""
+    """Whether ranks may still be writing, so that objects may exist that were not listed."""
     deep: bool
     """Whether every byte is read."""
     leaves: ThreadPoolExecutor
-    """For single requests; what runs in it hands nothing to it."""
+    """The threads for single requests. Their work submits nothing to them."""
     memory: MemoryBudget = field(default_factory=MemoryBudget)
-    """Bytes of objects in memory."""
+    """The budget for objects in memory."""
     groups: dict[tuple[int, int], list[str]] = field(default_factory=dict)
-    """For each iteration and rank the keys in its group."""
+    """The keys in the group of each iteration and rank."""
     marks: dict[tuple[int, int], dict[Mark, dict[str, Any] | None]] = field(default_factory=dict)
-    """For each iteration and rank what its markers say; None for one that is damaged."""
+    """The attributes of the markers of each iteration and rank; None for a damaged marker."""
     iterations: dict[KeyKind, set[int]] = field(
         default_factory=lambda: {KeyKind.OPENED: set(), KeyKind.ITERATION_COMMIT: set(), KeyKind.DROPPED: set()}
     )
-    """Those that were begun, that have a commit of their own, and that were removed on purpose."""
+    """The iterations that have started, that have an iteration commit, and that were removed on purpose."""
     counted: set[int] = field(default_factory=set)
     """Iterations that the verdict counts as complete."""
     finishable: set[int] = field(default_factory=set)
-    """Iterations without a commit of their own, of which all ranks' commits are whole; filled in by the check."""
+    """Iterations without an iteration commit whose rank commits are all intact. The check fills it in."""
     documents: dict[str, AttemptKey] = field(default_factory=dict)
-    """Those that are part of no commit, and not the verdict."""
+    """The documents that are not part of a commit, without the verdict."""
     ranks: dict[KeyKind, set[int]] = field(default_factory=lambda: {KeyKind.RANK: set(), KeyKind.CLOSED: set()})
-    """Those with a document, and those that left a last word."""
+    """The ranks with a document, and the ranks that have closed."""
     foreign: list[str] = field(default_factory=list)
-    """What no writer of ours makes."""
+    """Keys that ranktape never writes."""
 
     def __post_init__(self) -> None:
-        """Sort what was listed."""
+        """Sort the listed keys by their kinds."""
         for key in self.objects:
             found = layout.parse_key(key[len(self.attempt.path) + 1 :])
             if found is None:
@@ -124,15 +124,15 @@ class AttemptView:
         return self.iterations[KeyKind.DROPPED]
 
     def nbytes(self, key: str) -> int | None:
-        """The size of an object; None where there is none."""
+        """The size of an object; None if it does not exist."""
         info = self.objects.get(key)
         if info is not None:
             return info.nbytes
-        # A listing that was made while ranks write may have passed by what came before the rest that it shows.
+        # A listing that is made while ranks write may lack earlier objects.
         return self.backend.size(key) if self.is_open else None
 
     def has_object(self, found: Findings, key: str, *, nbytes: int | None, what: str, **fields: Any) -> bool:
-        """Whether an object has the size that it must have, or any if that is None; otherwise a finding says so."""
+        """Whether an object exists and has the size `nbytes`, if given; otherwise a finding is added."""
         there = self.nbytes(key)
         if there is None:
             found.error(FindingKind.MISSING, f"{what} lost: the object is missing", key=key, **fields)
@@ -144,23 +144,23 @@ class AttemptView:
         return False
 
     def place(self, key: str) -> str:
-        """A key, for messages."""
+        """The URL of a key, for messages."""
         return f"{self.backend.url}/{key}"
 
     def read(self, key: str) -> bytes | None:
-        """The text of a document; None where there is none."""
+        """The text of a document; None if it does not exist."""
         if self.nbytes(key) is None:
             return None
         return read_document(self.backend, key.removesuffix(f"/{DOCUMENT}"), max_nbytes=MAX_COMMIT_NBYTES)
 
     def document(self, key: str) -> dict[str, Any] | None:
-        """The document at a key, compared with its checksum, which it must have; None where there is none."""
+        """The document at a key after its checksum, which is required, has been compared; None if it does not exist."""
         with self.memory.taken(_PARSED_RATIO * (self.nbytes(key) or 0)):
             data = self.read(key)
             return None if data is None else decode_stamped(data, key=key, place=self.place(key))
 
     def expect_document(self, found: Findings, key: str, *, what: str, **fields: Any) -> dict[str, Any] | None:
-        """The same; where it is missing or damaged, a finding says so."""
+        """The document at a key; if it is missing or damaged, a finding is added and the result is None."""
         num_before = len(found.items)
         document = found.read(lambda: self.document(key), key=key, **fields)
         if document is None and len(found.items) == num_before:
@@ -169,7 +169,7 @@ class AttemptView:
 
 
 def decode_stamped(data: bytes, *, key: str, place: str) -> dict[str, Any]:
-    """A document, compared with its checksum, which it must have."""
+    """A document after its checksum, which is required, has been compared."""
     document = decode_document(data, place=place, key=key)
     if document_checksum(data) is None:
         raise DataError(f"{place} is not what was written there: it has lost its checksum")
@@ -178,18 +178,18 @@ def decode_stamped(data: bytes, *, key: str, place: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
-    """What was found out about a rank commit that can be read."""
+    """The result of the check of a readable rank commit."""
 
     commit: RankCommit
-    """What its document says."""
+    """Its document."""
     catalogue: Catalogue | None
-    """Its records; None where they cannot be read."""
+    """Its records; None if they cannot be read."""
     is_whole: bool
-    """Whether nothing of it is lost or wrong."""
+    """Whether the check found no errors."""
 
 
 def check_rank(view: AttemptView, iteration: int, rank: int) -> tuple[list[CheckFinding], RankResult | None]:
-    """What is wrong with one rank's iteration, and what it committed, where it did."""
+    """The findings on one rank's part of an iteration, and its commit; None without a readable commit."""
     check = _RankCheck(view, iteration, rank)
     return check.found.items, check.look()
 
@@ -239,7 +239,7 @@ class _RankCheck:
             what = f"{says}, but the document of the rank's commit is missing"
             found.error(FindingKind.MISSING, what, key=self._key)
         elif keys and (waits := (self._marks.get(Mark.FAILED) or {}).get(SPILLED_KEY)) is not None:
-            # What lies here is a part of it: it must not be removed before the rest is brought.
+            # The objects here are a part of the iteration and must not be removed before the rest is pushed.
             what = f"{len(keys)} objects of an iteration of which the rest waits in {waits} for 'ranktape push'"
             found.note(FindingKind.UNFINISHED, what, **place)
         elif keys:
@@ -269,7 +269,7 @@ class _RankCheck:
                 found.note(FindingKind.UNFINISHED, what, **fields)
 
     def _look_at_catalogue(self, commit: RankCommit) -> Catalogue | None:
-        """The catalogue of the rank; None where it is not the one that was committed."""
+        """The catalogue of the rank; None if it is not the committed one."""
         found, view, path = self.found, self._view, f"{self._group}/{layout.CATALOGUE}"
         document = view.expect_document(found, document_key(path), what="the document of the rank's catalogue is")
         what = "the rank's catalogue is"
@@ -284,7 +284,7 @@ class _RankCheck:
         return None
 
     def _look_at_members(self) -> None:
-        """All arrays that the catalogue names, and what else lies beside them."""
+        """Check all arrays that the catalogue names, and the other objects beside them."""
         found, view, group = self.found, self._view, self._group
         rows: dict[str, list[int]] = {}
         for row, (stack, site) in enumerate(zip(self._columns["stack"], self._columns["site"], strict=True)):
@@ -299,7 +299,7 @@ class _RankCheck:
             items, keys = job.result()
             found.items += items
             expected |= keys
-        # What an array holds whose document is lost is not to be removed.
+        # The values of an array whose document is lost must not be removed.
         lost = tuple(f"{one.key.removesuffix(DOCUMENT)}c" for one in found.items if one.is_error)
         for key in self._keys:
             if key not in expected and not key.startswith(lost):
@@ -307,7 +307,7 @@ class _RankCheck:
                 found.note(FindingKind.DEBRIS, "an object that the commit does not name", key=key, **about)
 
     def _look_at_array(self, name: str, rows: list[int]) -> tuple[list[CheckFinding], set[str]]:
-        """What is wrong with one array of the commit, and the keys that are a part of it."""
+        """The findings on one array of the commit, and the keys of its objects."""
         found, view, columns = self._findings(), self._view, self._columns
         path, key = f"{self._group}/{name}", document_key(f"{self._group}/{name}")
         rows = sorted(rows, key=columns["index"].__getitem__)
@@ -341,7 +341,7 @@ class _RankCheck:
 def read_catalogue(
     view: AttemptView, found: Findings, path: str, document: Mapping[str, Any] | None, *, what: str, expected: str = ""
 ) -> Catalogue | None:
-    """The catalogue at a path, of which every column can be read; None where something is wrong with it."""
+    """The catalogue at a path after every column has been read; None if it is damaged."""
     key, place = blob_key(path), view.place(blob_key(path))
     nbytes = None if document is None else blob_nbytes(document) or -1
     if not view.has_object(found, key, nbytes=nbytes, what=what):
@@ -372,7 +372,7 @@ def _read_values(view: AttemptView, found: Findings, stored: StoredArray, names:
         arrays = values if is_stack else [values]
         reasons = [_differs(array, stated) for array, (_, stated) in zip(arrays, names, strict=True)]
     except (DataError, RunFormatError) as error:
-        # Of a stack some tensors may be whole: one after the other.
+        # Some tensors of a stack may be intact, so that they are read one by one.
         reasons = [_try(view, stored, index, stated) for index, (_, stated) in enumerate(names)] if is_stack else []
         if not any(reasons):
             reasons = [str(error)]
@@ -398,7 +398,7 @@ def _differs(array: np.ndarray[Any, Any], stated: int) -> str:
 
 
 def check_iteration(view: AttemptView, iteration: int, results: Mapping[int, RankResult | None]) -> list[CheckFinding]:
-    """What is wrong with the commit of an iteration, whose ranks' commits are known."""
+    """The findings on the commit of an iteration, given the results for its ranks."""
     found = Findings(attempt=view.attempt.number, iteration=iteration)
     opened = document_key(layout.opened_path(view.attempt.path, iteration))
     is_opened = iteration in view.iterations[KeyKind.OPENED]
@@ -410,7 +410,7 @@ def check_iteration(view: AttemptView, iteration: int, results: Mapping[int, Ran
             found.note(FindingKind.DEBRIS, what, key=key, mend=Mend.FINISH_REMOVAL)
         return found.items
     if has_marks and not is_opened and view.nbytes(opened) is None:
-        # Another process writes it, and may have been lost before it did; no reader needs it.
+        # Another process writes the document and may have died before. No reader needs it.
         what = "ranks have left markers, but the document that says that it was begun is missing"
         found.note(FindingKind.UNFINISHED, what, key=opened)
     ranks = view.attempt.launch.ranks
@@ -430,7 +430,7 @@ def check_iteration(view: AttemptView, iteration: int, results: Mapping[int, Ran
 def _check_missing(
     view: AttemptView, found: Findings, results: Mapping[int, RankResult | None], *, key: str, can_finish: bool
 ) -> None:
-    """Of an iteration without a commit of its own."""
+    """Check an iteration without an iteration commit."""
     mend = Mend.FINISH_ITERATION if can_finish else None
     assert found.iteration is not None
     if can_finish:
@@ -450,14 +450,14 @@ def _check_missing(
 
 
 def _check_complete(view: AttemptView, found: Findings, known: Mapping[int, RankResult] | None, *, key: str) -> None:
-    """The commit of an iteration; `known` are the commits of all ranks, None where not all are there."""
+    """Check the commit of an iteration; `known` are the commits of all ranks, None if one is missing."""
     document = view.expect_document(found, key, what="the iteration commit is")
     if document is None:
         return
     attributes = document.get("attributes", {})
     actual = {} if known is None else summary_of({rank: result.commit for rank, result in known.items()})
     for name in SUMMARY if known is not None else ():
-        # An early version wrote no checksums of commits.
+        # An early version did not write checksums of commits.
         if attributes.get(name) != actual.get(name) and (name != "commits" or name in attributes):
             what = f"{name} of the iteration commit does not match the commits of the ranks"
             found.error(FindingKind.MISMATCH, what, key=key)
@@ -472,7 +472,7 @@ def _check_complete(view: AttemptView, found: Findings, known: Mapping[int, Rank
 
 
 def first_difference(parts: Sequence[RecordTable], whole: RecordTable) -> str:
-    """Where the rows of some catalogues, one after the other, are not those of another; empty where they are."""
+    """Where the concatenated rows of some catalogues differ from those of another; empty if they are equal."""
     num_rows = sum(part.num_rows for part in parts)
     if num_rows != whole.num_rows:
         return f"{whole.num_rows} records instead of {num_rows}"

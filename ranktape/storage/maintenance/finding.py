@@ -1,4 +1,4 @@
-"""Names what a check can find in a run, how bad that is, and how it is mended."""
+"""The findings of a check: their kinds, severities and repairs."""
 
 from __future__ import annotations
 
@@ -15,86 +15,86 @@ Result = TypeVar("Result")
 
 
 class CheckSeverity(enum.StrEnum):
-    """How bad a finding is."""
+    """The severity of a finding."""
 
     ERROR = "error"
-    """Something that was committed is lost or is not what was written."""
+    """Committed data is lost or was changed."""
     NOTE = "note"
-    """Nothing that was committed is touched: debris, what is not finished, what is not ours."""
+    """No committed data is affected: leftovers, unfinished work, foreign objects."""
 
 
 class FindingKind(enum.StrEnum):
-    """What is wrong."""
+    """The kind of a finding."""
 
     MISSING = "missing"
-    """An object that must be there is not."""
+    """A required object does not exist."""
     DAMAGED = "damaged"
-    """An object is not what was written under its key."""
+    """An object differs from what was written under its key."""
     SIZE = "size"
-    """An object has another size than its document says."""
+    """An object does not have the size that its document implies."""
     MISMATCH = "mismatch"
-    """Two objects that say the same thing disagree."""
+    """Two objects with the same information disagree."""
     STALE = "stale"
-    """The plan or the verdict does not fit what is stored."""
+    """The plan or the verdict does not agree with the stored iterations."""
     UNFINISHED = "unfinished"
-    """Something was begun and not ended: it is being recorded, or its processes were lost."""
+    """Work has started and not finished: it is being recorded, or its processes died."""
     DEBRIS = "debris"
-    """A writer that was lost left it behind."""
+    """A leftover of a writer that died."""
     FOREIGN = "foreign"
-    """It is no part of a run."""
+    """An object that is not part of a run."""
     UNCHECKED = "unchecked"
-    """It could not be looked at: the store refuses it, or this machine has too little memory for it."""
+    """An object that could not be checked: the store refuses to read it, or it exceeds the memory of this machine."""
 
 
 class Mend(enum.StrEnum):
-    """What `ranktape repair` does about a finding; in the order in which it is done."""
+    """The repairs of `ranktape repair`, in the order in which they are applied."""
 
     RESTORE_MARKER = "restore the marker"
-    """From the rank commit that it stands for."""
+    """Write the marker of a rank commit."""
     FINISH_ITERATION = "write the iteration commit"
-    """From the rank commits, which are all there."""
+    """Write it from the rank commits, which all exist."""
     FINISH_REMOVAL = "finish the removal"
-    """Of an iteration that a retention began to remove."""
+    """Delete the rest of an iteration whose removal was interrupted."""
     REMOVE_OBJECTS = "remove the objects"
-    """That no commit names."""
+    """Delete objects that no commit names."""
     REMOVE_DEBRIS = "remove the unfinished write"
-    """A partial file or an upload that was not ended."""
+    """Delete a partial file or an unfinished upload."""
     WRITE_VERDICT = "write the verdict again"
-    """As the run stands."""
+    """Write it from the present state of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckFinding:
-    """One thing that a check found."""
+    """One finding of a check."""
 
     kind: FindingKind
-    """What is wrong."""
+    """Kind of the finding."""
     severity: CheckSeverity
-    """How bad it is."""
+    """Severity of the finding."""
     message: str
-    """What was found, in one line."""
+    """Description in one line."""
     attempt: int | None = None
-    """The start of the worker group that it belongs to."""
+    """Number of the attempt; None if it is not about one."""
     iteration: int | None = None
-    """The training step that it belongs to."""
+    """Training step; None if it is not about one."""
     rank: int | None = None
-    """The rank that it belongs to."""
+    """Rank; None if it is not about one."""
     record: str = ""
-    """The path of the tensor below its iteration, where one is concerned."""
+    """Path of the tensor below its iteration; empty if it is not about one."""
     key: str = ""
-    """The object, or the prefix of objects, below the run."""
+    """Key of the object, or prefix of the objects, below the run."""
     mend: Mend | None = None
-    """What `ranktape repair` does about it; None where it can do nothing."""
+    """The repair of `ranktape repair`; None if there is none."""
     modified: float = 0.0
-    """When what it is about was last written, in seconds since the epoch, where it may have to be removed."""
+    """Time of the last write to the object, in seconds since the epoch, if the repair removes it."""
 
     @property
     def is_error(self) -> bool:
-        """Whether something committed is lost or wrong."""
+        """Whether committed data is lost or was changed."""
         return self.severity is CheckSeverity.ERROR
 
     def text(self) -> str:
-        """The finding in one line, fit for a terminal."""
+        """The finding in one line, safe for a terminal."""
         parts = {"attempt": self.attempt, "iteration": self.iteration, "rank": self.rank}
         place = ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
         where = f" ({place})" if place else ""
@@ -111,7 +111,7 @@ class CheckFinding:
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """Findings on one place, as they come; the fields of the place are those of every finding."""
+    """Collects findings that share some fields."""
 
     attempt: int | None = None
     iteration: int | None = None
@@ -119,15 +119,15 @@ class Findings:
     items: list[CheckFinding] = field(default_factory=list)
 
     def error(self, kind: FindingKind, message: str, **fields: Any) -> None:
-        """Add a finding on something committed."""
+        """Add an error about committed data."""
         self._add(CheckSeverity.ERROR, kind, message, fields)
 
     def note(self, kind: FindingKind, message: str, **fields: Any) -> None:
-        """Add a finding on something that is not committed."""
+        """Add a note about something that is not committed."""
         self._add(CheckSeverity.NOTE, kind, message, fields)
 
     def read(self, work: Callable[[], Result], **fields: Any) -> Result | None:
-        """What `work` reads; None where it is damaged or too large, which is added."""
+        """The result of `work`; if it is damaged or too large, a finding is added and the result is None."""
         try:
             return work()
         except (DataError, RunFormatError) as error:
@@ -143,40 +143,40 @@ class Findings:
 
 @dataclass(slots=True, kw_only=True)
 class CheckReport:
-    """What a check found in a run; filled in while it goes on."""
+    """The result of a check, which the check fills in."""
 
     url: str
-    """Where the run is, without credentials."""
+    """URL of the run, without credentials."""
     deep: bool
     """Whether every byte is read."""
     findings: list[CheckFinding] = field(default_factory=list)
-    """By attempt, iteration and rank."""
+    """The findings, by attempt, iteration and rank."""
     num_attempts: int = 0
-    """Attempts that have a document."""
+    """Number of attempts with a document."""
     unclosed: dict[str, float] = field(default_factory=dict)
-    """Those that no verdict closes, by path: when the youngest object was written, in seconds since the epoch.
+    """Time of the latest write to each attempt without a verdict, by path, in seconds since the epoch.
 
-    0.0 where the store does not say.
+    0.0 if the store does not give times.
     """
     num_iterations: int = 0
-    """Iteration commits, over all attempts."""
+    """Number of iteration commits of all attempts."""
     num_partial: int = 0
-    """Those of them in which a rank was cut off."""
+    """Number of iteration commits in which a rank was cut off."""
     num_records: int = 0
-    """Records in rank commits, over all attempts."""
+    """Number of records in rank commits of all attempts."""
     num_objects: int = 0
-    """Objects that belong to attempts."""
+    """Number of objects of attempts."""
     nbytes: int = 0
-    """Bytes of them."""
+    """Size of these objects, in bytes."""
 
     @property
     def errors(self) -> list[CheckFinding]:
-        """What is lost or wrong."""
+        """The findings about committed data."""
         return [finding for finding in self.findings if finding.is_error]
 
     @property
     def notes(self) -> list[CheckFinding]:
-        """What else there is to know."""
+        """The other findings."""
         return [finding for finding in self.findings if not finding.is_error]
 
     def to_json(self) -> dict[str, Any]:

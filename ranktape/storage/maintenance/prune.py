@@ -1,4 +1,4 @@
-"""Removes complete iterations of a run, or all of it, so that no reader takes what is left for the whole."""
+"""Removes complete iterations of a run, or a whole run, so that no reader takes the rest for complete."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from ranktape.storage.recording.start import Lease, delete_parts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneReport:
-    """What a pruning removed, or would remove."""
+    """The result of pruning a run."""
 
     url: str
-    """Where the run is, without credentials."""
+    """URL of the run, without credentials."""
     dry_run: bool
     """Whether nothing was changed."""
     removed: tuple[int, ...]
-    """The iterations that were removed, or would be, ascending."""
+    """The iterations that were removed, or would be, in ascending order."""
     kept: tuple[int, ...]
-    """The complete iterations that stay, ascending."""
+    """The complete iterations that remain, in ascending order."""
 
 
 def prune_run(
@@ -52,19 +52,19 @@ def prune_run(
     dry_run: bool = False,
     on_progress: OnProgress | None = None,
 ) -> PruneReport:
-    """Remove complete iterations, in all attempts; their state is `dropped` then.
+    """Remove complete iterations in all attempts. Their state is then `dropped`.
 
     Args:
-        backend: Where the run is.
-        keep_last: Remove all but so many of the latest ones; iterations that were cut off stay.
-        iteration: Remove these: a filter such as `"10:20:2"`, `"0-3"` or `"0,2"`.
-        dry_run: Change nothing, and say what would be removed.
-        on_progress: Called with the number of iterations removed and of all to be removed.
+        backend: The store of the run.
+        keep_last: Remove all but this number of the latest iterations. Iterations that were cut off remain.
+        iteration: Remove the iterations that match a filter such as `"10:20:2"`, `"0-3"` or `"0,2"`.
+        dry_run: Change nothing and return what would be removed.
+        on_progress: Called with the number of removed iterations and the number of all iterations to remove.
 
     Raises:
-        RunExistsError: a launch records into the run.
+        RunExistsError: a launch is recording into the run.
         RunNotFoundError: there is no run.
-        UsageError: neither or both say what to remove, or no complete iteration fits.
+        UsageError: neither or both of `keep_last` and `iteration` are given, or no complete iteration matches.
     """
     if (keep_last is None) == (iteration is None):
         raise UsageError("say what to remove, in one way: --keep-last N, or --iteration with a filter such as 0-3")
@@ -72,7 +72,7 @@ def prune_run(
     run_attributes(read_run(backend), place=backend.url)
     with contextlib.nullcontext() if dry_run else _lease(backend):
         attempts = read_attempts(backend)
-        # An iteration that was cut off is partial: it counts for nothing, and goes only where it is named.
+        # An iteration that was cut off is partial. It does not count, and is removed only if it is named.
         among = complete_iterations if keep_last is None else whole_iterations
         places = [(attempt, one) for attempt in attempts for one in among(backend, attempt)]
         complete = sorted({one for _, one in places})
@@ -95,10 +95,10 @@ def prune_run(
 
 
 def delete_run(backend: RetryingBackend) -> None:
-    """Delete a run, damaged ones too; what else lies beside its parts stays.
+    """Delete a run, even a damaged one. Objects beside it that are not part of a run remain.
 
     Raises:
-        RunExistsError: a launch records into the run.
+        RunExistsError: a launch is recording into the run.
         RunNotFoundError: there is no run.
     """
     expect_run(backend)
@@ -107,17 +107,17 @@ def delete_run(backend: RetryingBackend) -> None:
 
 
 def expect_run(backend: RetryingBackend) -> None:
-    """Make sure that a run, or what is left of one, is at the place.
+    """Check that the store has a run or the rest of one.
 
     Raises:
-        RunNotFoundError: nothing is.
+        RunNotFoundError: it has neither.
     """
     if not any(layout.parse_attempt(name) is not None for name in backend.list_names("")):
         run_attributes(read_run(backend), place=backend.url)
 
 
 def _chosen(complete: list[int], *, keep_last: int | None, iteration: str | None) -> set[int]:
-    """Those of the complete iterations that are to be removed."""
+    """The complete iterations to remove."""
     if keep_last is not None:
         return set(complete[: max(0, len(complete) - keep_last)])
     wanted = parse_filter("iteration", iteration or "")
@@ -129,12 +129,12 @@ def _chosen(complete: list[int], *, keep_last: int | None, iteration: str | None
 
 
 def _lease(backend: RetryingBackend) -> Lease:
-    """The right to change the run, which no launch that records has at the same time."""
+    """The lease on the run, which no recording launch can hold at the same time."""
     return Lease(backend, launch=Launch(launch_id=f"maintenance-{uuid.uuid4().hex}", restart=0, world_size=1))
 
 
 def drop_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> None:
-    """Remove a complete iteration; its state is `dropped` then. Can be repeated."""
+    """Remove a complete iteration. Its state is then `dropped`. Can be repeated."""
     check_attempt(backend, attempt)
     path = layout.dropped_path(attempt.path, iteration)
     fields = {"dropped": time.time(), "removed": False}
@@ -150,7 +150,7 @@ def drop_iteration(backend: Backend, *, attempt: Attempt, iteration: int) -> Non
 
 
 def finish_drops(backend: Backend, *, attempt: Attempt) -> None:
-    """Remove what is left of the iterations whose removal was interrupted."""
+    """Remove the rest of iterations whose removal was interrupted."""
     for iteration in sorted(dropped_iterations(backend, attempt)):
         fields = read_attributes(backend, layout.dropped_path(attempt.path, iteration))
         if fields is not None and not fields.get("removed"):

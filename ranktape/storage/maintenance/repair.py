@@ -1,7 +1,7 @@
-"""Puts a run in order after processes were lost: removes debris, and finishes what can be finished.
+"""Repairs a run after processes died: removes leftovers and finishes commits.
 
-What `check_run` finds says itself how it is mended; here it is done. Nothing that was committed is ever removed. What
-may still be worked at, by its age, is left alone.
+Each finding of `check_run` names its repair, which is applied here. Committed data is never removed. Objects that may
+still be in use, judged by their age, are not changed.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from ranktape.storage.maintenance.prune import drop_iteration
 from ranktape.storage.places.backend import Backend
 
 MIN_AGE_SECONDS = 3600.0
-"""What was written since may belong to a writer that is still at work."""
+"""The age below which an object may belong to a running writer, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairReport:
-    """What a repair did, or would do."""
+    """The result of a repair."""
 
     url: str
-    """Where the run is, without credentials."""
+    """URL of the run, without credentials."""
     dry_run: bool
     """Whether nothing was changed."""
     done: tuple[CheckFinding, ...]
-    """What was mended, or would be, in order."""
+    """The findings that were repaired, or would be, in order."""
     young: tuple[CheckFinding, ...]
-    """What could be mended, but may still be worked at."""
+    """The findings that were not repaired because a writer may still be running."""
     left: tuple[CheckFinding, ...]
-    """Errors that cannot be mended."""
+    """The errors that cannot be repaired."""
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary for JSON."""
@@ -57,14 +57,14 @@ def repair_run(
     on_done: Callable[[CheckFinding], object] | None = None,
     on_progress: OnProgress | None = None,
 ) -> RepairReport:
-    """Put a run in order.
+    """Repair a run.
 
     Args:
-        backend: Where the run is.
-        dry_run: Change nothing, and say what would be done.
-        min_age_seconds: What is younger is left alone, and so is an attempt without a verdict in which anything is.
-        on_done: Called after each thing that was mended.
-        on_progress: As for `check_run`.
+        backend: The store of the run.
+        dry_run: Change nothing and return what would be done.
+        min_age_seconds: Do not change objects younger than this, or an attempt without a verdict that has such objects.
+        on_done: Called after each repair.
+        on_progress: See `check_run`.
 
     Raises:
         RunNotFoundError: there is no run.
@@ -94,11 +94,11 @@ def repair_run(
 
 
 def _due(report: CheckReport, *, min_age_seconds: float) -> list[CheckFinding]:
-    """What can be mended now, in the order in which it is to be done."""
+    """The findings to repair now, in the order of their repairs."""
     latest = time.time() - min_age_seconds
 
     def is_old(modified: float) -> bool:
-        # Where the store tells no time, only somebody who gives no age can know.
+        # If the store gives no times, nothing is known to be old enough.
         return min_age_seconds == 0 or 0 < modified <= latest
 
     busy = {path for path, modified in report.unclosed.items() if not is_old(modified)}
@@ -114,7 +114,7 @@ def _due(report: CheckReport, *, min_age_seconds: float) -> list[CheckFinding]:
 
 
 def _mend(backend: Backend, finding: CheckFinding, attempts: Mapping[str, Attempt]) -> bool:
-    """Do what the finding asks for; False where it turned out not to be needed."""
+    """Apply the repair of a finding; False if it turned out not to be needed."""
     if finding.mend is Mend.REMOVE_OBJECTS:
         return _remove(backend, finding.key)
     if finding.mend is Mend.REMOVE_DEBRIS:
@@ -144,7 +144,7 @@ def _remove(backend: Backend, key: str) -> bool:
     if not key.endswith("/"):
         backend.delete_keys([key])
     elif read_document(backend, key.rstrip("/"), max_nbytes=MAX_COMMIT_NBYTES) is not None:
-        # It has been committed since it was looked at.
+        # The iteration has been committed since the check.
         return False
     else:
         backend.delete(key.rstrip("/"))

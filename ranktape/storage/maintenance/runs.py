@@ -1,4 +1,4 @@
-"""Lists the runs below a place, and says how each of them is."""
+"""Lists the runs below a URL, with the state of each."""
 
 from __future__ import annotations
 
@@ -21,72 +21,72 @@ from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
 
 MAX_DEPTH = 4
-"""Levels of names that are looked through where nothing else is said."""
+"""The default number of levels below the URL that are searched."""
 
 MAX_PLACES = 10_000
-"""Names that are looked at before the question counts as asked in the wrong place."""
+"""The number of names after which the search ends with an error."""
 
 MAX_NAMED = 6
-"""Runs that an error names."""
+"""The number of runs that an error names."""
 
 _LAST_SECOND = 253_402_300_800
-"""The end of the year 9999: a stranger's document may say anything."""
+"""The end of the year 9999, which bounds times in documents that are not trusted."""
 
 
 class RunState(enum.StrEnum):
-    """How a run is, in one word."""
+    """The state of a run."""
 
     MET = "met"
     """It is closed, and the guaranteed minimum is stored complete."""
     UNMET = "unmet"
-    """It is closed, and the guaranteed minimum is not there."""
+    """It is closed, and the guaranteed minimum is not stored complete."""
     OPEN = "open"
-    """No attempt has closed it: it is being recorded, or its processes were lost."""
+    """It is not closed: it is being recorded, or its processes died."""
     EMPTY = "empty"
-    """No attempt has begun in it."""
+    """It has no attempt."""
     UNREADABLE = "unreadable"
-    """It cannot be read; the message says why."""
+    """It cannot be read; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """One run, as a list of runs shows it."""
+    """One run in a list of runs."""
 
     path: str
-    """Where it is below the place that was asked about; empty for that place itself."""
+    """Path below the searched URL; empty for the run at that URL."""
     url: str
-    """Where it is, without credentials."""
+    """URL of the run, without credentials."""
     state: RunState
-    """How it is."""
+    """State of the run."""
     message: str
-    """The verdict in one line, or why the run cannot be read."""
+    """The verdict in one line, or the reason why the run cannot be read."""
     created: float | None = None
-    """When it was made, in seconds since 1970 UTC; None where its document does not say."""
+    """Time of creation, in seconds since 1970 UTC; None if its document does not give it."""
     num_attempts: int = 0
-    """Starts of the worker group."""
+    """Number of starts of the worker group."""
     world_size: int = 0
-    """Ranks of the latest attempt."""
+    """Number of ranks of the latest attempt."""
     iterations: tuple[int, ...] = ()
-    """The iterations that are stored complete, ascending."""
+    """The iterations that are stored complete, in ascending order."""
     num_records: int = 0
-    """Records in the complete iterations, over all attempts."""
+    """Number of records in the complete iterations of all attempts."""
     nbytes: int = 0
-    """Bytes of their values."""
+    """Size of their values, in bytes."""
 
 
 def find_runs(
     url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, max_depth: int = MAX_DEPTH
 ) -> list[RunSummary]:
-    """The runs at and below a place by their paths; what is inside of a run is not looked through.
+    """The runs at and below a URL, sorted by their paths. Runs are not searched for further runs.
 
     Args:
-        url: A directory, or a URL of a prefix.
-        storage_options: As for `open_run`.
-        max_depth: Levels of names below the place that are looked through.
+        url: A directory, or the URL of a prefix.
+        storage_options: See `open_run`.
+        max_depth: Number of levels below the URL that are searched.
 
     Raises:
-        RunNotFoundError: there is nothing at the place.
-        UsageError: the URL or the options are not usable, the levels are negative, or far too much lies there.
+        RunNotFoundError: there is nothing at the URL.
+        UsageError: the URL or the options are not valid, `max_depth` is negative, or there are too many names.
     """
     expect_least(0, depth=max_depth)
     backend = open_backend(url, storage_options=storage_options)
@@ -111,14 +111,14 @@ def find_runs(
 
 @contextlib.contextmanager
 def suggest_nearest(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Around what opens a run: where there is none, the error names what is similar beside it, else the runs there."""
+    """A context that adds to a `RunNotFoundError` the run with the most similar name beside the URL, or all runs."""
     try:
         yield
     except RunNotFoundError as error:
         parent, slash, name = str(url).rstrip("/").rpartition("/")
         near: list[str] = []
         beside = parent or slash or "."
-        with contextlib.suppress(RanktapeError):  # the question was another one
+        with contextlib.suppress(RanktapeError):  # the first error is the one to report
             names = open_backend(beside, storage_options=storage_options).list_names("")
             near = difflib.get_close_matches(name, [other for other in names if other != name], n=1)
             near = near or [one.path for one in find_runs(beside, storage_options=storage_options, max_depth=1)]
@@ -127,7 +127,7 @@ def suggest_nearest(url: str | os.PathLike[str], *, storage_options: Mapping[str
 
 
 def summarize(backend: Backend, *, path: str = "") -> RunSummary:
-    """The run that the backend holds.
+    """The summary of the run in a backend.
 
     Raises:
         RunNotFoundError: there is no run.
@@ -160,7 +160,7 @@ def summarize(backend: Backend, *, path: str = "") -> RunSummary:
 def _look(
     backend: Backend, place: str, *, url: str, storage_options: Mapping[str, Any] | None
 ) -> tuple[RunSummary | None, list[str]]:
-    """The run at a place below the backend, or the places below it where there is no run."""
+    """The run at a path below the backend, or the paths below it if there is no run."""
     where = f"{backend.url}/{place}".rstrip("/")
     names: list[str] | None = None
     try:
@@ -168,7 +168,7 @@ def _look(
         if data is None or b"ranktape" not in data:
             names = backend.list_names(place)
             if not any(layout.parse_attempt(name) is not None for name in names):
-                # A group of somebody else's Zarr is nothing of ours, and neither is what lies inside of it.
+                # A foreign Zarr group is not searched.
                 return None, [f"{place}/{name}" if place else name for name in names if data is None]
             raise RunFormatError(f"{where} has attempts, but no document of a run: see 'ranktape check'")
         run_attributes(data, place=where)
@@ -176,14 +176,14 @@ def _look(
     except RanktapeError as error:
         if not place and names is None and not isinstance(error, DataError | RunFormatError):
             raise
-        # Whether this is a run may not be known; that it cannot be read must be.
+        # It may not be a run, but the error must be reported.
         return RunSummary(path=place, url=where, state=RunState.UNREADABLE, message=str(error)), []
 
 
 def _join(url: str, place: str) -> str:
-    """The URL of a place below another."""
+    """The URL of a path below another URL."""
     if not place:
         return url
-    # Of the URLs that we open, those of files are percent-encoded, and no others.
+    # Only URLs of files are percent-encoded.
     is_file = url.partition("://")[0].lower() in {"file", "local"}
     return f"{url.rstrip('/')}/{quote(place) if is_file else place}"
