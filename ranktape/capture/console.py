@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ranktape.storage.places.backend import nbytes_text
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ranktape.capture.hooks.coverage import Coverage
     from ranktape.capture.settings.options import CaptureOptions
     from ranktape.capture.sites import IterationTally
+    from ranktape.capture.source import Source
 
 
 def write_line(text: str) -> None:
@@ -109,6 +110,7 @@ class Console:
         self,
         tally: IterationTally,
         *,
+        sources: Collection[Source],
         iterations: Sequence[int],
         min_iterations: int,
         record_last: int | None,
@@ -117,8 +119,11 @@ class Console:
         coverage: Coverage | None,
         silent: Sequence[str],
     ) -> None:
-        """What is captured and what it costs, once the first iteration has shown it; and what `silent` says of gaps."""
-        kinds = Counter(source.layer_type for source in tally.sources)
+        """What is captured of which sources, and what it costs, once the first iteration has shown it.
+
+        `silent` says of gaps.
+        """
+        kinds = Counter(source.layer_type for source in sources)
         layers = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         kept = "".join(f", {count} as {keep}" for keep, count in sorted(tally.kept.items()) if keep != "values")
         stored = kept and f", of which {nbytes_text(tally.stored_nbytes)} are stored"

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ranktape.capture.guard import Guard, OnFailure
 from ranktape.capture.source import Source, TensorRole, source_name
 from ranktape.storage.format.record_info import Mode, Operation
 
@@ -58,18 +57,16 @@ Calls = set[tuple[Mode, int, int]]
 class Site:
     """One tensor of one source, from when it is first met to the end of the run: all that a hook needs, found once."""
 
-    __slots__ = ("excused", "forms", "guard", "hooked", "is_disabled", "refused", "role", "seen", "source", "taken")
+    __slots__ = ("excused", "forms", "hooked", "is_disabled", "refused", "role", "seen", "source", "taken")
 
-    def __init__(self, source: Source, role: TensorRole, *, guard: Guard, is_disabled: bool) -> None:
+    def __init__(self, source: Source, role: TensorRole, *, is_disabled: bool) -> None:
         self.source = source
         self.role = role
-        self.guard = guard
-        """Contains what goes wrong with it."""
         self.is_disabled = is_disabled
         self.forms: dict[Any, RecordForm] = {}
         """Forms in which it was recorded, by all that tells one from another."""
-        self.taken: dict[tuple[Mode, int], set[int]] = {}
-        """In this iteration: by mode and microbatch the numbers of those that came."""
+        self.taken: Calls = set()
+        """In this iteration: the calls under which tensors of it were recorded, each its own."""
         self.hooked: Calls = set()
         """In this iteration: the calls that have a gradient hook."""
         self.seen: Calls = set()
@@ -91,32 +88,27 @@ class Site:
 
     def begin(self) -> None:
         """An iteration begins."""
-        for indices in list(self.taken.values()):
-            indices.clear()
+        self.taken.clear()
         self.hooked.clear()
         self.seen.clear()
         self.refused = self.excused = None
 
     def distinct(self, call: Call) -> Call:
         """A call of its own for a tensor: two backward passes over one graph bring each gradient twice."""
-        place = call.mode, call.microbatch
-        indices = self.taken.get(place)
-        if indices is None:
-            indices = self.taken.setdefault(place, set())
-        index = call.index
-        while index in indices:
-            index += 1
-        indices.add(index)
-        return call if index == call.index else dataclasses.replace(call, index=index)
+        if call.key in self.taken:
+            index = call.index + 1
+            while (call.mode, call.microbatch, index) in self.taken:
+                index += 1
+            call = dataclasses.replace(call, index=index)
+        self.taken.add(call.key)
+        return call
 
 
 class _Watched:
     """One source: its sites, and what the iteration has shown of it."""
 
-    def __init__(self, source: Source, guard: Guard) -> None:
+    def __init__(self, source: Source) -> None:
         self.source = source
-        self.guard = guard
-        """Contains what goes wrong with it as a whole."""
         self.sites: dict[TensorRole, Site] = {}
         self.disabled: dict[TensorRole | None, str] = {}
         """The error for which nothing more is recorded of a role; of None for all of it."""
@@ -212,16 +204,10 @@ class _Watched:
         return NO_BACKWARD if self.has_gradients or any(site.hooked for site in sites) else WITHOUT_GRADIENTS
 
 
-def _raise(error: Exception, source: Source | None, role: TensorRole | None) -> None:  # noqa: ARG001  (as `OnFailure`)
-    raise error
-
-
 class Expected:
     """The sites of an iteration: expected, seen, refused; and those that are disabled for good."""
 
-    def __init__(self, on_failure: OnFailure = _raise) -> None:
-        """Know of none; `on_failure` is what the guards of sites and sources do."""
-        self._on_failure = on_failure
+    def __init__(self) -> None:
         self._sources: dict[Source, _Watched] = {}
         self._num_forms = 0
 
@@ -242,8 +228,7 @@ class Expected:
         watched = self._sources.get(source) or self._of(source)
         site = watched.sites.get(role)
         if site is None:
-            guard = Guard(self._on_failure, source, role)
-            new = Site(source, role, guard=guard, is_disabled=watched.is_disabled(role))
+            new = Site(source, role, is_disabled=watched.is_disabled(role))
             site = watched.sites.setdefault(role, new)  # another thread may have met it, too
         return site
 
@@ -259,11 +244,6 @@ class Expected:
             site.forms.clear()
         site.forms[key] = form
         return form
-
-    def guard(self, source: Source) -> Guard:
-        """Contains what goes wrong with a source as a whole."""
-        watched = self._sources.get(source)
-        return Guard(self._on_failure, source) if watched is None else watched.guard
 
     def attach(self, source: Source, roles: Iterable[TensorRole]) -> None:
         """Hooks were put on a module; they will show these roles when it runs with gradients."""
@@ -300,6 +280,10 @@ class Expected:
     def ran(self) -> set[Source]:
         """The sources that ran in a pass that is recorded, whatever was selected of them."""
         return {source for source, watched in self._sources.copy().items() if watched.is_called}
+
+    def seen(self) -> list[Source]:
+        """The sources of which a tensor was taken."""
+        return [one.source for one in list(self._sources.values()) if any(site.seen for site in one.sites.values())]
 
     def refuse(self, source: Source, role: TensorRole, reason: str) -> None:
         """The tensor is not recorded, or not whole, and why."""
@@ -369,7 +353,7 @@ class Expected:
     def _of(self, source: Source) -> _Watched:
         watched = self._sources.get(source)
         if watched is None:
-            watched = self._sources.setdefault(source, _Watched(source, Guard(self._on_failure, source)))
+            watched = self._sources.setdefault(source, _Watched(source))
         return watched
 
 

@@ -303,6 +303,7 @@ class Iterations:
                 return
             self._console.show_matched(
                 tally,
+                sources=self._recorder.expected.seen(),
                 iterations=self._schedule.iterations,
                 min_iterations=self.options.guaranteed_iterations,
                 record_last=self.options.record_last,

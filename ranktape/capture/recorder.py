@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,17 +23,23 @@ from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.selecting import Selecting, find_unmatched
 from ranktape.capture.sites import IterationTally, RecordForm, form_of, ids_at, narrow
 from ranktape.capture.source import DIFFERENTIABLE, NO_TAGS, Source, Tags, TensorRole, site_name, source_name
-from ranktape.capture.stager import Stager
+from ranktape.capture.staging.device import DeviceStage, Reduction, driver_of
 from ranktape.capture.staging.ring import NoRoomError, RingProducer
-from ranktape.capture.staging.ring_file import SlotKind
-from ranktape.capture.tensors.parts import PLAIN, PlainPart, UnrecordableError, take_apart
-from ranktape.capture.torch_private import is_transformed_tensor
+from ranktape.capture.staging.ring_file import Slot, SlotKind
+from ranktape.capture.tensors.parts import PlainPart, UnrecordableError, is_plain, take_apart
+from ranktape.capture.torch_private import transform_level
+from ranktape.capture.writing.counting import device_nbytes
 from ranktape.errors import CaptureError, RanktapeError
 from ranktape.storage.format.record_info import Keep, Mode, Operation
+
+if TYPE_CHECKING:
+    from ranktape.capture.tensors.taking import StatisticsTaker
 
 MAX_PASSES = 4096
 """Forward passes of one iteration after which nobody will end it any more."""
 
+CAPTURING = "a graph is being captured on its device: what it computes has no values yet"
+"""Why nothing is copied meanwhile."""
 
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
@@ -70,15 +77,24 @@ class Recorder:
         self._may_train = Mode.TRAIN in options.wanted_modes
         self._owner = os.getpid()
         self._counter = 0
-        self.expected = Expected(self._fail)
+        self.expected = Expected()
         self.explain_endless: Callable[[], str] = lambda: "call capture.step() after each iteration"
         """Says why no iteration ends, and the way out."""
         self.tally: IterationTally | None = None
         self.num_left_out = 0
+        self._ring = ring
+        self._timeout_seconds = options.block_timeout_seconds
+        self._taker: StatisticsTaker | None = None
         # A capture that stores what it stages leaves the counting to its writer: it has a moment to do so.
-        self._stager = Stager(
-            ring, takes_statistics=options.record_last is not None, timeout_seconds=options.block_timeout_seconds
-        )
+        if options.record_last is not None:
+            # Imports numba, which a capture of values does without.
+            from ranktape.capture.tensors.taking import StatisticsTaker
+
+            self._taker = StatisticsTaker()
+        self._device: DeviceStage | None = None
+        self._refusal: str | None = None
+        """Why there is no `_device`."""
+        self._lock = threading.RLock()  # a signal handler may close what it has interrupted
         self._is_reduced = False
         _recorders.add(self)
 
@@ -92,7 +108,8 @@ class Recorder:
         if os.getpid() != self._owner:
             return
         self._selecting = selecting or self._usual
-        self._stager.begin()
+        if self._taker is not None:
+            self._taker.begin()
         self._is_reduced = is_reduced
         self.tally = IterationTally(iteration=iteration, is_staged=is_staged)
         self.num_left_out = 0
@@ -122,49 +139,58 @@ class Recorder:
         That is all that happens on the training thread. Raises nothing unless the capture is strict: what goes wrong
         is reported, and the training goes on.
         """
-        site = self.expected.site(source, role)
-        with site.guard:
-            return self._take(site, tensor, call=call, tags=tags, placement=placement)
+        try:
+            return self._take(self.expected.site(source, role), tensor, call, placement, tags)
+        except Exception as error:  # noqa: BLE001  (a guard)
+            self._fail(error, source, role)
         return False
 
-    def _take(
-        self, site: Site, tensor: torch.Tensor, *, call: Call, tags: Tags = NO_TAGS, placement: str | None = None
-    ) -> bool:
-        """As `record`, where a site is known already and its guard stands around the call."""
-        tally = self.tally
+    def _take(self, site: Site, tensor: torch.Tensor, call: Call, placement: str | None, tags: Tags) -> bool:
+        """As `record`, of a site that was looked up."""
+        tally, rule = self.tally, self._selecting.of_all
         if tally is None or site.is_disabled:
             return False
         is_late = call.iteration != tally.iteration
-        if is_late or is_transformed():
+        if is_late or transform_level() is not None:
             late = f"it belongs to iteration {call.iteration}, and came after that had ended"
             self.refuse(site.source, site.role, late if is_late else TRANSFORMED, call=None if is_late else call)
             return False
         if self.tracker.num_unended > MAX_PASSES:
             raise CaptureError(f"{MAX_PASSES} forward passes went by in one iteration: {self.explain_endless()}")
-        if (known := self._known_form(site, tensor, call, tags, placement)) is not None:
-            own, selected = site.distinct(call), [(tensor, known)]
+        form = None
+        if rule is not None and tensor.is_cpu and is_plain(tensor):
+            # Where all tensors are taken, one that is like an earlier one has its form.
+            form = site.forms.get((rule, tensor.dtype, tensor.shape, "", placement, call.kind, tags.quant_type))
+        parts = [] if form is not None else self._parts(site, tensor, call, placement)
+        if parts is None:
+            return False
+        own = site.distinct(call)
+        if form is not None:
+            selected = [(tensor, form)]
         else:
-            try:
-                parts = take_apart(tensor, placement=placement)
-                self._stager.check(parts[0].tensor)
-            except UnrecordableError as error:
-                self.refuse(site.source, site.role, str(error), call=call)
-                return False
-            own = site.distinct(call)
             forms = [(part.tensor, self._form(site, part, own, tags)) for part in parts]
             selected = [(whole, form) for whole, form in forms if form is not None]
-        if not selected:
-            self.num_left_out += 1
-            self.expected.excuse(site.source, site.role, call)
-            return False
+            if not selected:
+                self.num_left_out += 1
+                self.expected.excuse(site.source, site.role, call)
+                return False
         for whole, form in selected:
             if tally.is_staged:
                 self._stage(whole, form, own, tags)
             # Only now: what failed is neither counted nor seen.
             tally.count(form)
         site.seen.add(call.key)
-        tally.sources.add(site.source)
         return tally.is_staged
+
+    def _parts(self, site: Site, tensor: torch.Tensor, call: Call, placement: str | None) -> list[PlainPart] | None:
+        """The parts of a tensor that are recorded; None where it is refused."""
+        try:
+            parts = take_apart(tensor, placement=placement)
+            self._check_device(parts[0].tensor)
+        except UnrecordableError as error:
+            self.refuse(site.source, site.role, str(error), call=call)
+            return None
+        return parts
 
     def record_found_inf(self, found_inf: torch.Tensor) -> None:
         """Say that the running iteration has a step that is skipped where the number is not 0; nothing waits for it."""
@@ -172,12 +198,12 @@ class Recorder:
         if tally is None or not tally.is_staged:
             return
         with self._guard, contextlib.suppress(UnrecordableError):
-            self._stager.check(found_inf)
+            self._check_device(found_inf)
             if found_inf.is_cpu:
                 tally.step_skipped |= bool(found_inf)
                 return
             header = json.dumps({"iteration": tally.iteration}).encode()
-            self._stager.put_values(found_inf, header, nbytes=found_inf.nbytes, kind=SlotKind.FOUND_INF)
+            self._put_off_device(found_inf, header, nbytes=found_inf.nbytes, kind=SlotKind.FOUND_INF)
 
     def guarded(self, source: Source | None = None, role: TensorRole | None = None) -> Guard:
         """A context in which what goes wrong is reported, and the training goes on.
@@ -185,9 +211,7 @@ class Recorder:
         With a source, it disables that source for the rest of the run, or one role of it: the others go on. Without
         one, or where it is the ring's or the writer's failure, nothing more is recorded.
         """
-        if source is None:
-            return self._guard
-        return self.expected.guard(source) if role is None else self.expected.site(source, role).guard
+        return self._guard if source is None else Guard(self._fail, source, role)
 
     def attach(self, source: Source, roles: Iterable[TensorRole]) -> None:
         """Say that hooks were put on a module, and which roles they will show when it runs with gradients."""
@@ -260,10 +284,9 @@ class Recorder:
         call: Call,
         part: Callable[[torch.Tensor], torch.Tensor] | None = None,
         placement: str | None = None,
-        on_grad: Callable[[Call], None] | None = None,
     ) -> None:
         """Take a gradient that has come, as `record_grad` would."""
-        self._on_grad(self.expected.site(source, role), call, part, placement, on_grad, NO_TAGS, grad)
+        self._on_grad(self.expected.site(source, role), call, part, placement, None, NO_TAGS, grad)
 
     def _on_grad(  # noqa: PLR0917  (bound to each gradient, on the training thread)
         self,
@@ -276,13 +299,15 @@ class Recorder:
         grad: torch.Tensor,
     ) -> None:
         self.tracker.note_backward()
-        with site.guard:
+        try:
             if on_grad is not None:
                 on_grad(call)
-            if self.tracker.is_adding_weights and call.index in site.taken.get((call.mode, call.microbatch), ()):
+            if self.tracker.is_adding_weights and call.key in site.taken:
                 return  # it came with the gradients of the inputs
             own = DIFFERENTIABLE if torch.is_grad_enabled() else tags
-            self._take(site, grad if part is None else part(grad), call=call, placement=placement, tags=own)
+            self._take(site, grad if part is None else part(grad), call, placement, own)
+        except Exception as error:  # noqa: BLE001  (a guard)
+            self._fail(error, site.source, site.role)
 
     def wants(self, source: Source, role: TensorRole, call: Call) -> bool:
         """Whether a tensor of that source, role and call may be taken in this iteration, before it is seen."""
@@ -297,7 +322,10 @@ class Recorder:
 
     def close(self, *, timeout_seconds: float) -> None:
         """Nothing more is recorded; wait for what is on its way from a device."""
-        self._stager.close(timeout_seconds=timeout_seconds)
+        with self._lock:
+            if self._device is not None:
+                self._device.close(timeout_seconds=timeout_seconds)
+            self._device, self._refusal = None, "the capture has ended"
 
     def refuse(self, source: Source, role: TensorRole, reason: str, *, call: Call | None = None) -> None:
         """Say of a tensor of the running iteration, or of one call in it, that it is not recorded, and why."""
@@ -308,11 +336,13 @@ class Recorder:
 
     def next_index(self, source: Source, role: TensorRole) -> int:
         """How many tensors of that source and role came before in the microbatch; for those without a call."""
-        taken = self.expected.site(source, role).taken
-        return len(taken.get((self.tracker.mode, self.tracker.microbatch), ()))
+        place = self.tracker.mode, self.tracker.microbatch
+        return sum(key[:2] == place for key in self.expected.site(source, role).taken)
 
     def _fail(self, error: Exception, source: Source | None = None, role: TensorRole | None = None) -> None:
         """Disable what failed, or end the training with it where that was asked for."""
+        if isinstance(error, StrictCaptureError):
+            raise error
         text = failure_text(error)
         if isinstance(error, NoRoomError) and self.options.record_last is not None:
             if self.tally is not None and self.tally.is_staged:
@@ -328,18 +358,6 @@ class Recorder:
         if self.options.strict:
             where = f" at {name}" if name else ""
             raise StrictCaptureError(f"the capture failed{where}: {text} (it is strict)") from error
-
-    def _known_form(
-        self, site: Site, tensor: torch.Tensor, call: Call, tags: Tags, placement: str | None
-    ) -> RecordForm | None:
-        """The form of a plain tensor of the host that was met before, where all tensors are taken."""
-        if type(tensor) not in PLAIN or not tensor.is_cpu or tensor.is_nested or self._selecting.of_all is None:
-            return None
-        if tensor.layout is not torch.strided or is_transformed_tensor(tensor):
-            return None
-        return site.forms.get(
-            (self._selecting.of_all, tensor.dtype, tensor.shape, "", placement, call.kind, tags.quant_type)
-        )
 
     def _form(self, site: Site, part: PlainPart, call: Call, tags: Tags) -> RecordForm | None:
         """The form in which a part is recorded; None where the selection leaves it out."""
@@ -386,12 +404,102 @@ class Recorder:
         tensor = whole
         if form.places is not None and form.sample_dim is not None:
             tensor = narrow(whole, form.places, sample_dim=form.sample_dim)
-        is_taken = self._stager.takes(tensor, is_reduced=self._is_reduced or form.keep == Keep.STATISTICS)
-        header = self._header(form, call, tags, more=f',"taken":"{is_taken}"' if is_taken else "")
-        if is_taken:
-            self._stager.put_statistics(tensor, header, sample_dim=form.sample_dim)
+        is_reduced = self._is_reduced or form.keep == Keep.STATISTICS
+        if not tensor.is_cpu:
+            self._stage_off_device(tensor, form, call, tags, is_reduced=is_reduced)
+        elif is_reduced and self._taker is not None:
+            taken = self._taker.take(tensor, sample_dim=form.sample_dim)
+            self._put(self._header(form, call, tags, more=',"taken":"host"'), taken, len(taken))
+        elif (address := _address(tensor)) or not form.nbytes:
+            self._put(self._header(form, call, tags), address, form.nbytes)
         else:
-            self._stager.put_values(tensor, header, nbytes=form.nbytes)
+            self._fill(self._header(form, call, tags), form.nbytes, partial(_copy, tensor))
+
+    def _put(self, header: bytes, payload: int | bytes, nbytes: int) -> None:
+        """Publish a copy of bytes, or of what lies at an address."""
+        try:
+            self._ring.put_copy(SlotKind.TENSOR, header, payload, nbytes, timeout_seconds=self._timeout_seconds)
+        except Exception as error:
+            raise _of_ring(error) from error
+
+    def _fill(
+        self, header: bytes, nbytes: int, fill: Callable[[Slot], bool], *, kind: SlotKind = SlotKind.TENSOR
+    ) -> None:
+        """Reserve a slot and have it filled; it is published here where `fill` says that it is filled."""
+        try:
+            slot = self._ring.reserve(kind, header, nbytes, timeout_seconds=self._timeout_seconds)
+        except Exception as error:
+            raise _of_ring(error) from error
+        try:
+            is_filled = fill(slot)
+        except BaseException:
+            # A slot that is never published would hold up all that come after it.
+            self._ring.cancel(slot)
+            raise
+        if is_filled:
+            self._ring.publish(slot)
+
+    def _stage_off_device(
+        self, tensor: torch.Tensor, form: RecordForm, call: Call, tags: Tags, *, is_reduced: bool
+    ) -> None:
+        """Copy the values off their device, or what they add up to there.
+
+        A flight recorder takes the latter also where the values would leave little room in the ring.
+        """
+        spare_nbytes = self._ring.free_nbytes // 2 - self._ring.capacity // 8
+        if is_reduced or (self._taker is not None and tensor.nbytes > spare_nbytes):
+            from ranktape.capture.tensors.taking import is_summable, take_on_device
+
+            if is_summable(tensor):
+                dim = form.sample_dim
+                nbytes = device_nbytes(1 if dim is None else tensor.shape[dim])
+                header = self._header(form, call, tags, more=',"taken":"device"')
+                self._put_off_device(tensor, header, nbytes=nbytes, reduce=partial(take_on_device, sample_dim=dim))
+                return
+        self._put_off_device(tensor, self._header(form, call, tags), nbytes=form.nbytes)
+
+    def _put_off_device(
+        self,
+        tensor: torch.Tensor,
+        header: bytes,
+        *,
+        nbytes: int,
+        reduce: Reduction | None = None,
+        kind: SlotKind = SlotKind.TENSOR,
+    ) -> None:
+        device = self._device
+        assert device is not None, "only called after `_check_device`"
+
+        def fill(slot: Slot) -> bool:
+            if nbytes:
+                device.copy(tensor, slot, reduce=reduce)  # publishes the slot when the copy has arrived
+            return not nbytes
+
+        self._fill(header, nbytes, fill, kind=kind)
+
+    def _check_device(self, tensor: torch.Tensor) -> None:
+        """Pass a tensor that can be copied off its device now; asked before anything is allocated for it.
+
+        Raises:
+            UnrecordableError: it cannot.
+        """
+        if tensor.is_cpu:
+            return
+        kind = tensor.device.type
+        try:
+            if driver_of(tensor.device).is_capturing(tensor.device):
+                raise UnrecordableError(CAPTURING)
+        except (RuntimeError, AttributeError) as error:
+            raise UnrecordableError(f"torch has no streams for {kind}: {failure_text(error)}") from error
+        with self._lock:
+            if self._device is None and self._refusal is None:
+                try:
+                    self._device = DeviceStage(self._ring, device=tensor.device, timeout_seconds=self._timeout_seconds)
+                except RuntimeError as error:
+                    self._refusal = f"no pinned memory for copies off {kind}: {failure_text(error)}"
+        reason = self._refusal if self._device is None else self._device.failure
+        if reason is not None:
+            raise UnrecordableError(reason)
 
     def _header(self, form: RecordForm, call: Call, tags: Tags, *, more: str = "") -> bytes:
         counter, self._counter = self._counter, self._counter + 1
@@ -402,3 +510,26 @@ class Recorder:
             f'"counter":{counter},"timestamp":{time.time()!r},"sample_ids":{ids},'
             f'"metadata":{tags.metadata}{more}}}'
         ).encode()
+
+
+def _of_ring(error: Exception) -> RanktapeError:
+    """A failure of the ring: all sites share it, and it is not that of the site that met it."""
+    return error if isinstance(error, RanktapeError) else CaptureError(f"the ring failed: {failure_text(error)}")
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where the values of a tensor lie in its order of dimensions; 0 where they do not."""
+    # Zeros that autograd makes without memory have no address.
+    return tensor.data_ptr() if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()) else 0
+
+
+def _copy(tensor: torch.Tensor, slot: Slot) -> bool:
+    """Fill a slot with the values of a tensor of the host in any layout: it is filled now."""
+    source = tensor.detach() if tensor.requires_grad else tensor
+    dtype = source.dtype
+    if dtype.itemsize == 1:
+        # Copying between 8-bit floats is not implemented for every layout; their bytes are.
+        dtype = torch.uint8
+        source = source.view(dtype)
+    torch.frombuffer(slot.payload, dtype=dtype).view_as(source).copy_(source)
+    return True

@@ -196,8 +196,6 @@ class IterationTally:
     """Whether the program has saved some of them by itself."""
     step_skipped: bool = False
     """Whether a gradient scaler skipped the step of the optimizer."""
-    sources: set[Source] = field(default_factory=set)
-    """What they came from."""
 
     def count(self, form: RecordForm) -> None:
         """One more tensor, of that form."""

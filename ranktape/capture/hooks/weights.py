@@ -22,7 +22,8 @@ from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.passes.passes import Call, Frame, in_backward
 from ranktape.capture.roles.known import role_of
 from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole
-from ranktape.capture.torch_private import base_of, is_transformed_tensor, parameters_of, storage_id, version_of
+from ranktape.capture.tensors.parts import PLAIN, is_plain
+from ranktape.capture.torch_private import base_of, parameters_of, storage_id, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,10 +32,6 @@ if TYPE_CHECKING:
 
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.roles.table import FunctionRole, Port
-
-
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Types of weights whose alias is as good as they are, and that have an address."""
 
 
 def has_same_values(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -51,28 +48,20 @@ def has_same_values(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return storage_id(tensor) == storage_id(other)
 
 
-def _has_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is plain, dense and outside of function transforms: its values lie in its storage."""
-    kind = type(tensor)
-    if tensor.layout is not torch.strided or kind not in PLAIN:
-        return False
-    return kind is torch.nn.Parameter or not is_transformed_tensor(tensor)
-
-
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What tells the values of a tensor from those of all others, as long as its storage, or the tensor, lives.
 
     Of a plain tensor this is which part of which storage it is, and how often it was written to. The storage, not its
     address: FSDP frees the memory of a weight and allocates it again, and `parameter.data = other` counts no write.
     """
-    if not _has_storage(tensor):
+    if not is_plain(tensor):
         return -id(tensor), version_of(tensor)
     return storage_id(tensor), version_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _reference(tensor: torch.Tensor) -> Any:
     """A weak reference to the storage, or to the tensor; that of a storage keeps its address from reuse."""
-    return StorageWeakRef(tensor.untyped_storage()) if _has_storage(tensor) else weakref.ref(tensor)
+    return StorageWeakRef(tensor.untyped_storage()) if is_plain(tensor) else weakref.ref(tensor)
 
 
 @dataclass(slots=True)

@@ -22,7 +22,9 @@ from typing import Any
 import numpy as np
 
 from ranktape.capture.staging.ring_file import (
+    ALIGNMENT,
     PREFIX_NBYTES,
+    SLOTS,
     Counter,
     RingFile,
     Slot,
@@ -48,6 +50,9 @@ _STALL_SECONDS = 3.0
 _SHARE_THAT_WAKES = 4
 """The writer is woken once one in so many bytes of the ring is pending."""
 
+_LOCKED_NBYTES = 1 << 20
+"""A copy of at most so many bytes is made while other threads cannot reserve room."""
+
 _URGENT = frozenset({SlotKind.END, SlotKind.SKIP})
 """What the writer is woken for, unless it only holds what comes."""
 
@@ -59,6 +64,9 @@ LONG_WAIT_SECONDS = 5.0
 
 class NoRoomError(CaptureError):
     """The writer freed no room in time, or holds what it cannot free."""
+
+
+_INTERRUPTED = "a signal handler has interrupted the recording of a tensor"
 
 
 class InterruptedSlotError(CaptureError):
@@ -95,10 +103,12 @@ class RingProducer(RingFile):
         self._slots: deque[Slot] = deque()
         self._ends: deque[tuple[int, int, dict[str, Any]]] = deque()
         self._num_forgotten = 0
-        # Waiting for room must not keep another thread from publishing what it has filled: two locks. They tell whether
-        # this thread holds them; it never takes one twice.
-        self._reserve_lock = threading.RLock()
-        self._publish_lock = threading.RLock()
+        # Waiting for room must not keep another thread from publishing what it has filled: two locks. A thread that
+        # holds one asks for no slot but in a signal handler; `threading` does not say in public who holds a lock.
+        reserve, publish = (threading.RLock() for _ in range(2))
+        self._reserve_lock, self._publish_lock = reserve, publish
+        self._is_reserving: Callable[[], bool] = reserve._is_owned  # type: ignore[attr-defined]  # noqa: SLF001
+        self._is_publishing: Callable[[], bool] = publish._is_owned  # type: ignore[attr-defined]  # noqa: SLF001
 
     @property
     def free_nbytes(self) -> int:
@@ -113,7 +123,8 @@ class RingProducer(RingFile):
             InterruptedSlotError: this is a signal handler, which has interrupted its thread in here.
             CaptureError: no room ever, or the writer is gone.
         """
-        self._refuse_handlers()
+        if self._is_reserving() or self._is_publishing():
+            raise InterruptedSlotError(_INTERRUPTED)
         header_nbytes = aligned(PREFIX_NBYTES + len(header))
         total = header_nbytes + aligned(payload_nbytes)
         with self._reserve_lock:
@@ -125,20 +136,25 @@ class RingProducer(RingFile):
     ) -> None:
         """Publish a slot with a copy of bytes, or of what lies at an address: `reserve` to `publish` in one.
 
-        No other thread can reserve meanwhile: for small tensors.
-
         Raises:
             CaptureError: as `reserve`.
         """
-        self._refuse_handlers()
-        header_nbytes = aligned(PREFIX_NBYTES + len(header))
-        total = header_nbytes + aligned(nbytes)
+        if nbytes > _LOCKED_NBYTES:  # meanwhile other threads can reserve
+            slot = self.reserve(kind, header, nbytes, timeout_seconds=timeout_seconds)
+            ctypes.memmove(slot.address, payload, nbytes)
+            self.publish(slot)
+            return
+        if self._is_reserving() or self._is_publishing():
+            raise InterruptedSlotError(_INTERRUPTED)
+        begin = _PREFIX.pack(kind, len(header), nbytes) + header
+        header_nbytes = -(-len(begin) // ALIGNMENT) * ALIGNMENT
+        total = header_nbytes + -(-nbytes // ALIGNMENT) * ALIGNMENT
         with self._reserve_lock:
             start = self._reserved % self.capacity
             if self._reserved + total > self._limit or start + total > self.capacity:
                 self._find_room(total, payload_nbytes=nbytes, timeout_seconds=timeout_seconds)
                 start = self._reserved % self.capacity
-            self.slots(start, PREFIX_NBYTES + len(header))[:] = _PREFIX.pack(kind, len(header), nbytes) + header
+            self.view[SLOTS + start : SLOTS + start + len(begin)] = begin
             if nbytes:
                 ctypes.memmove(self._address + start + header_nbytes, payload, nbytes)
             end = self._reserved = self._reserved + total
@@ -312,25 +328,17 @@ class RingProducer(RingFile):
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._wake_write, b"\0")
 
-    def _refuse_handlers(self) -> None:
-        if _is_mine(self._reserve_lock) or _is_mine(self._publish_lock):
-            raise InterruptedSlotError("a signal handler has interrupted the recording of a tensor")
-
     def close(self) -> None:
         """Close the wake-up pipe and the file; nothing can be reserved after it.
 
         Where a signal handler closes it in the middle of a slot, it stays open: the slot is filled after that.
         """
-        if self._slots or _is_mine(self._reserve_lock):
+        if self._slots or self._is_reserving():
             return
         os.close(self._wake_write)
         os.close(self.wake_read)
         self.on_long_wait = lambda: None
         super().close()
-
-
-def _is_mine(lock: Any) -> bool:
-    return bool(lock._is_owned())  # noqa: SLF001  (`threading` tells it in no other way)
 
 
 class RingConsumer(RingFile):

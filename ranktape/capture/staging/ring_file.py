@@ -29,8 +29,12 @@ PREFIX_NBYTES = 16
 
 _PAGE = 4096
 _WORDS_NBYTES = 256 * _PAGE
-_SLOTS = _PAGE + 2 * _WORDS_NBYTES
-_ALIGNMENT = 64
+SLOTS = _PAGE + 2 * _WORDS_NBYTES
+"""Where the slots begin in the file."""
+
+ALIGNMENT = 64
+"""Slots and payloads begin at multiples of so many bytes."""
+
 _FORMAT = int.from_bytes(b"rtring4\0", "little")
 
 
@@ -142,7 +146,7 @@ class Slot:
 
 def aligned(nbytes: int) -> int:
     """The room that so many bytes take: what comes after them begins at a multiple of 64."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class RingFile:
@@ -157,8 +161,8 @@ class RingFile:
         self.descriptor = descriptor
         self._own, self._other = own, other
         size = os.fstat(descriptor).st_size
-        if size <= _SLOTS:
-            raise CaptureError(f"the file has {size} bytes, and a ring has more than {_SLOTS}")
+        if size <= SLOTS:
+            raise CaptureError(f"the file has {size} bytes, and a ring has more than {SLOTS}")
         # The first touch of a page costs the training thread twenty times the copy: touch all of them now.
         flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
         try:
@@ -170,7 +174,7 @@ class RingFile:
             ) from error
         self.view = memoryview(self._map)
         self._counters = self.view[:_PAGE].cast("Q")
-        self.capacity = size - _SLOTS
+        self.capacity = size - SLOTS
         if self.counter(Counter.FORMAT) != _FORMAT:
             self._unmap()
             raise CaptureError("the file is not a ring, or one of another version of ranktape")
@@ -190,7 +194,7 @@ class RingFile:
 
     def slots(self, offset: int, nbytes: int) -> memoryview:
         """The bytes of the slots from an offset on."""
-        return self.view[_SLOTS + offset : _SLOTS + offset + nbytes]
+        return self.view[SLOTS + offset : SLOTS + offset + nbytes]
 
     def say(self, words: dict[str, Any], place: Words | None = None) -> None:
         """Replace our words, or those at a place; a reader meets the old or the new ones, or knows that it did not."""
@@ -235,7 +239,7 @@ def create_ring_file(capacity_nbytes: int) -> int:
     """
     try:
         descriptor = unnamed_file("ranktape-ring")
-        os.ftruncate(descriptor, _SLOTS + aligned(capacity_nbytes))
+        os.ftruncate(descriptor, SLOTS + aligned(capacity_nbytes))
     except OSError as error:
         raise CaptureError(
             f"cannot make a ring of {capacity_nbytes} bytes in memory ({error}): lower --host-budget-nbytes"

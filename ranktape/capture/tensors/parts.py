@@ -69,6 +69,12 @@ class UnrecordableError(Exception):
     """The tensor cannot be recorded; the text says why."""
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one part as it is: of torch's own class, dense, and outside of function transforms."""
+    is_dense = type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+    return is_dense and not is_transformed_tensor(tensor)
+
+
 def take_apart(tensor: torch.Tensor, *, placement: str | None = None) -> list[PlainPart]:
     """The parts of the tensor that are recorded.
 
