@@ -287,8 +287,10 @@ def field_words(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def _engine(values: dict[str, Any]) -> Engine:
-    from ranktape.analyze.engine.engine import Engine
+    from ranktape.analyze.engine.engine import Engine, keep_freed_memory
 
+    # An answer about many records is made of large pieces, one after the other.
+    keep_freed_memory()
     workers, scheduler, no_cache = (values.pop(name) for name in ("workers", "scheduler", "no_cache"))
     return Engine(workers=workers, scheduler=scheduler, use_cache=not no_cache, show_progress=True)
 

@@ -689,24 +689,24 @@ def _rows_text(names: Sequence[str], rows: TableRows) -> str:
     """
     parts = [_Texts(np.zeros(len(rows), dtype=np.int64), ["\n    {"])]
     for place, (name, cells) in enumerate(zip(names, rows.columns, strict=True)):
-        key = f"{',' if place else ''}\n      {json.dumps(name)}: "
-        own = _texts(cells)
-        own = _Texts(own.codes, [key + text for text in own.texts])
+        own = _texts(cells, key=f"{',' if place else ''}\n      {json.dumps(name)}: ")
         together = parts[-1].together(own)
         parts[-1:] = [parts[-1], own] if together is None else [together]
-    columns = [np.array(one.texts, dtype=object)[one.codes].tolist() for one in parts]
+    columns = [
+        one.texts if one.codes is None else np.array(one.texts, dtype=object)[one.codes].tolist() for one in parts
+    ]
     return "\n    },".join(map("".join, zip(*columns, strict=True))) + "\n    }"
 
 
 class _Texts(NamedTuple):
-    """Texts of rows, each different one written once."""
+    """Texts of rows: `texts[codes]`, or one for each row where `codes` is None."""
 
-    codes: NDArray[np.int64]
+    codes: NDArray[np.int64] | None
     texts: list[str]
 
     def together(self, other: _Texts) -> _Texts | None:
         """The texts of both columns, one behind the other; None where there are too many different ones."""
-        if len(self.texts) > _MAX_TEXTS or len(other.texts) > _MAX_TEXTS:
+        if self.codes is None or other.codes is None or max(len(self.texts), len(other.texts)) > _MAX_TEXTS:
             return None
         if len(other.texts) == 1:
             return _Texts(self.codes, [text + other.texts[0] for text in self.texts])
@@ -717,39 +717,61 @@ class _Texts(NamedTuple):
         return _Texts(codes.reshape(-1), [self.texts[first] + other.texts[second] for first, second in pairs])
 
 
-def _texts(cells: Cells) -> _Texts:
-    """The JSON of each value of a column."""
+def _texts(cells: Cells, *, key: str) -> _Texts:
+    """The key and the JSON of each value of a column."""
     if isinstance(cells, Coded):
         used, codes = np.unique(cells.codes, return_inverse=True)
-        return _Texts(codes.reshape(-1), [_json(cells.table[code]) for code in used.tolist()])
+        return _Texts(codes.reshape(-1), [key + _json(cells.table[code]) for code in used.tolist()])
     if isinstance(cells, np.ndarray) and cells.dtype.kind in "iuf":
         # Both zeros are equal, and are written otherwise.
         bits = cells if cells.dtype.kind != "f" else cells.astype(np.float64, copy=False).view(np.int64)
         if np.unique(bits[: 2 * _MAX_TEXTS]).size <= _MAX_TEXTS:
             known, codes = np.unique(bits, return_inverse=True)
-            numbers = known if bits is cells else known.view(np.float64)
-            return _Texts(codes.reshape(-1), _number_texts(values_of(numbers)))
-        return _Texts(np.arange(len(cells)), _number_texts(values_of(cells)))
+            return _Texts(codes.reshape(-1), _number_texts(known if bits is cells else known.view(np.float64), key=key))
+        return _Texts(None, _number_texts(cells, key=key))
     values = values_of(cells)
     kinds = set(map(type, values))
     if kinds <= {int, float, bool, type(None)}:
-        return _Texts(np.arange(len(values)), _number_texts(values))
+        # One call is far faster than one for each value.
+        texts = json.dumps(values)[1:-1].split(", ")
+        return _Texts(None, [key + _NOT_JSON.get(text, text) for text in texts])
     known_texts: dict[Any, int] = {}
     names = values if kinds == {str} else [*map(repr, values)]
     codes = np.fromiter((known_texts.setdefault(name, len(known_texts)) for name in names), np.int64, len(values))
     firsts = np.unique(codes, return_index=True)[1].tolist()
-    return _Texts(codes, [_json(values[first]) for first in firsts])
+    return _Texts(codes, [key + _json(values[first]) for first in firsts])
 
 
 _NOT_JSON = {"NaN": '"nan"', "Infinity": '"inf"', "-Infinity": '"-inf"'}
 """What `json_value` makes of what JSON has no numbers for."""
 
+_EXPONENTS = {f"e-{digit},": f"e-0{digit}," for digit in "6789"} | {f"e{digit}": f"e+{digit}" for digit in "123456789"}
+"""Exponents as msgspec writes them, and as json does."""
 
-def _number_texts(values: Sequence[float | bool | None]) -> list[str]:
-    """The JSON of each of several numbers, by what json has in C."""
-    text = json.dumps(values)[1:-1]
-    texts = text.split(", ")
-    return [_NOT_JSON.get(one, one) for one in texts] if "N" in text or "I" in text else texts
+_PLAIN_IN_MSGSPEC = (1e-5, 1e-4)
+"""Between these msgspec writes no exponent, and json does."""
+
+
+def _number_texts(values: NDArray[Any], *, key: str) -> list[str]:
+    """The key and the JSON of each of several numbers, as json writes them; NaN is a missing value.
+
+    msgspec finds the same digits in a fifth of the time; its exponents are written otherwise.
+    """
+    from msgspec.json import encode
+
+    text = encode(values.tolist()).decode()[1:-1] + ","
+    if "e" in text:
+        for theirs, ours in _EXPONENTS.items():
+            text = text.replace(theirs, ours)
+    texts = (key + text[:-1].replace(",", "\0" + key)).split("\0")
+    if values.dtype.kind == "f":
+        magnitudes = np.abs(values)
+        first, last = _PLAIN_IN_MSGSPEC
+        for place in np.flatnonzero((magnitudes >= first) & (magnitudes < last)).tolist():
+            texts[place] = key + repr(float(values[place]))
+        for place in np.flatnonzero(np.isinf(values)).tolist():
+            texts[place] = key + _json(float(values[place]))
+    return texts
 
 
 def _json(value: Any) -> str:

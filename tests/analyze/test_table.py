@@ -294,3 +294,12 @@ def test_columns_of_arrays_are_as_those_of_values() -> None:
     assert table.to_text() == plain.to_text()
     assert table.sorted_by("c").rows == plain.sorted_by("c").rows
     assert table.check("b < 5").rows == plain.check("b < 5").rows
+
+
+def test_floats_are_written_as_the_library_writes_them() -> None:
+    powers = 10.0 ** np.arange(-330, 309)
+    rng = np.random.default_rng(0)
+    drawn = rng.standard_normal(2000) * 10.0 ** rng.integers(-25, 25, 2000)
+    values = np.concatenate([powers, -powers / 3, drawn, [math.inf, -math.inf, math.nan, -0.0, 5e-324, 1e-4]])
+    table = Table(title="", columns=(Column(name="a", kind=Kind.FLOAT),), rows=TableRows([values]))
+    assert "".join(table.json_parts()) == json.dumps(table.to_json(), indent=2, allow_nan=False) + "\n"
