@@ -1,6 +1,6 @@
-"""The mistakes that ranktape reports, each with the exit code with which it ends a command.
+"""The errors of ranktape, each with the exit code of a command that ends with it.
 
-All are `RanktapeError`s: what a user can cause or must know, never shown with a traceback.
+All are subclasses of `RanktapeError`. Commands show their message without a traceback.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import ClassVar
 
 
 def nearest(name: str, known: Collection[str], *, otherwise: str = "use one of", cutoff: float = 0.5) -> str:
-    """The way out where a name is not known: those that begin with it or contain it, else the nearest one, else all."""
+    """Advice for an unknown name: the names that start with it or contain it, else the nearest one, else all names."""
     import difflib
 
     longer = [one for one in known if name in one] if len(name) > 1 else []
@@ -21,10 +21,10 @@ def nearest(name: str, known: Collection[str], *, otherwise: str = "use one of",
 
 
 def expect_least(least: float, **values: float | None) -> None:
-    """Refuse numbers that are too small, by the names of their options; None was not given.
+    """Check that numbers, given by the names of their options, are not below a limit. None is allowed.
 
     Raises:
-        UsageError: one is, or is NaN.
+        UsageError: a number is too small or NaN.
     """
     for name, value in values.items():
         if value is not None and not value >= least:
@@ -32,14 +32,14 @@ def expect_least(least: float, **values: float | None) -> None:
 
 
 class RanktapeError(Exception):
-    """A mistake or a state that the user can mend; its text says how."""
+    """An error that the user can resolve. The message says how."""
 
     exit_code: ClassVar[int] = 1
-    """What a command ends with when it meets this error."""
+    """The exit code of a command that ends with this error."""
 
 
 class UsageError(RanktapeError):
-    """An option, a field or a value is not one of those allowed."""
+    """An option, a field or a value is not allowed."""
 
     exit_code: ClassVar[int] = 2
 
@@ -53,36 +53,36 @@ class RunNotFoundError(RanktapeError):
 
 
 class RunExistsError(RanktapeError):
-    """There is a run at the URL already, and it belongs to another launch."""
+    """The URL already has a run of another launch."""
 
 
 class RunFormatError(RanktapeError):
-    """What is stored is not a run, or is of a schema that this version does not read."""
+    """The store does not have a run, or has a run of a schema that this version cannot read."""
 
 
 class StorageError(RanktapeError):
     """The store cannot be reached, read or written."""
 
     is_transient: ClassVar[bool] = False
-    """Whether the same request may succeed later with nothing changed."""
+    """Whether the same request may succeed later."""
 
 
 class UnreachableError(StorageError):
-    """The store does not answer, or says that it cannot just now."""
+    """The store does not answer, or is temporarily unavailable."""
 
     is_transient: ClassVar[bool] = True
 
 
 class NoSpaceError(StorageError):
-    """The store is full, or a quota is used up."""
+    """The store is full, or a quota is exceeded."""
 
 
 class AccessDeniedError(StorageError):
-    """The store refuses us: credentials, permissions, or a read-only file system."""
+    """The store denies access because of credentials, permissions, or a read-only file system."""
 
 
 class NoBucketError(StorageError):
-    """The bucket or container that the URL names is not there."""
+    """The bucket or container of the URL does not exist."""
 
 
 class RunLostError(StorageError):
@@ -90,50 +90,50 @@ class RunLostError(StorageError):
 
 
 class ObjectTooLargeError(StorageError):
-    """An object is larger than what it is read as may be."""
+    """An object is larger than the limit for its kind."""
 
 
 class DataError(RanktapeError):
-    """The bytes of a committed record are missing, short or damaged."""
+    """The bytes of a committed record are missing, truncated or damaged."""
 
 
 class IncompleteTensorError(DataError):
-    """A tensor that several ranks held cannot be put together: a part of it is not there."""
+    """A tensor cannot be assembled because a shard is missing."""
 
 
 class ReplicaMismatchError(DataError):
-    """Ranks that held copies of one tensor recorded different values."""
+    """Replicas of a tensor have different values."""
 
 
 class NoRecordsError(RanktapeError):
-    """A selection holds no records."""
+    """A selection has no records."""
 
 
 class WorkersError(RanktapeError):
-    """The processes or the cluster that were to do the work of a question cannot be had, or were lost."""
+    """The worker processes or the cluster of an analysis cannot be started, or died."""
 
 
 class CaptureError(RanktapeError):
-    """Capture cannot start, or cannot record what was asked for."""
+    """A capture cannot start, or cannot record what was requested."""
 
 
 class FailedElsewhereError(CaptureError):
-    """Another rank cannot start its capture, and says why itself."""
+    """Another rank cannot start its capture, and reports the reason itself."""
 
 
 class LateError(CaptureError):
-    """Capture did not start, as a rank or a writer was not ready in time; the training has no fault."""
+    """A capture did not start because a rank or a writer was not ready in time. The training is not at fault."""
 
 
 class LateElsewhereError(FailedElsewhereError, LateError):
-    """Capture did not start, as a rank was not ready in time; another one says so itself."""
+    """A capture did not start because a rank was not ready in time, which another rank reports."""
 
 
 class MinimumNotMetError(RanktapeError):
-    """The run ended with fewer complete iterations than it had guaranteed."""
+    """The run ended with fewer complete iterations than guaranteed."""
 
 
 class CheckFoundError(RanktapeError):
-    """A check ran to its end and found something."""
+    """A check finished and found something."""
 
     exit_code: ClassVar[int] = 3

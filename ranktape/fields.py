@@ -1,4 +1,4 @@
-"""The fields of a record, in one table: columns, filters, options of commands and frames follow from it."""
+"""The table of a record's fields, which defines columns, filters, options of commands, and frames."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import KW_ONLY, dataclass
 
 
 class FieldKind(enum.Enum):
-    """What a field holds."""
+    """The kind of a field's values."""
 
     INTEGER = enum.auto()
-    """A whole number."""
+    """An integer."""
     OPTIONAL_INTEGER = enum.auto()
-    """A whole number, or nothing; NaN in a column of numbers."""
+    """An integer or None, which is NaN in a column."""
     REAL = enum.auto()
     """A number."""
     OPTIONAL_REAL = enum.auto()
-    """A number, or nothing; NaN in a column of numbers."""
+    """A number or None, which is NaN in a column."""
     TEXT = enum.auto()
-    """Words."""
+    """A string."""
     JSON = enum.auto()
-    """A list or a dictionary; its JSON in a column of texts."""
+    """A list or a dictionary, which is a JSON text in a column."""
     CHECKSUM = enum.auto()
-    """`crc32c:` and eight digits; the number in a column."""
+    """`crc32c:` and eight hexadecimal digits, which is a number in a column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +31,16 @@ class RecordField:
     """One field of a record."""
 
     name: str
-    """The word for it in Python, in documents, in filters and on the command line."""
+    """Name in Python, in documents, in filters and on the command line."""
     kind: FieldKind
-    """What it holds."""
+    """Kind of the values."""
     help: str = ""
-    """Of the option that filters by it; empty where `--where` alone does."""
+    """Help of the option that filters by it; empty if only `--where` can."""
     _: KW_ONLY
     is_identity: bool = True
-    """Whether it tells a record from others; tables show it in this order."""
+    """Whether it distinguishes records. Tables show such fields, in this order."""
     is_early: bool = True
-    """Whether it is known when a tensor is captured, so that a capture can choose by it."""
+    """Whether it is known when a tensor is captured, so that a capture can select by it."""
 
 
 RECORD_FIELDS = (
@@ -79,11 +79,11 @@ RECORD_FIELDS = (
     RecordField("nbytes", FieldKind.INTEGER, is_identity=False),
     RecordField("checksum", FieldKind.CHECKSUM, is_identity=False, is_early=False),
 )
-"""All fields but `overflow`, whose counts have columns of their own."""
+"""All fields except `overflow`, whose counts have their own columns."""
 
 
 def field_names(chosen: Callable[[RecordField], bool]) -> tuple[str, ...]:
-    """The names of the fields that are chosen, in the order of the table."""
+    """The names of the fields that satisfy a predicate, in the order of the table."""
     return tuple(field.name for field in RECORD_FIELDS if chosen(field))
 
 
@@ -91,7 +91,7 @@ INT_FIELDS, OPTIONAL_INT_FIELDS, STRING_FIELDS, JSON_FIELDS = (
     field_names(lambda field, kind=kind: field.kind is kind)  # type: ignore[misc]  # the kind of this turn
     for kind in (FieldKind.INTEGER, FieldKind.OPTIONAL_INTEGER, FieldKind.TEXT, FieldKind.JSON)
 )
-"""The names of the fields of some kinds."""
+"""The names of the fields of each kind."""
 
 SAMPLE = "sample"
-"""The dimension of samples, and their name among the fields that records are grouped by."""
+"""The name of the sample dimension, also when records are grouped by it."""

@@ -1,4 +1,4 @@
-"""Reads YAML and TOML as data: small, nothing in it run, and nothing in it stands for something larger than itself."""
+"""Reads YAML and TOML files safely: bounded in size and depth, without aliases, tags or code."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import yaml
 from ranktape.errors import UsageError
 
 MAX_NBYTES = 1 << 16
-"""Bytes of a file that a person writes."""
+"""The largest file, in bytes."""
 
 MAX_DEPTH = 8
-"""Lists and mappings within one another."""
+"""The deepest nesting of lists and mappings."""
 
 _MAX_DOTS = 100
-"""Dots in one word of TOML."""
+"""The largest number of dots in a TOML key."""
 
 
 def read_text(path: Path, *, option: str, wanted: str, holds: str, max_nbytes: int = MAX_NBYTES) -> str:
@@ -29,20 +29,20 @@ def read_text(path: Path, *, option: str, wanted: str, holds: str, max_nbytes: i
     Args:
         path: The file.
         option: The option that names it.
-        wanted: What is to be given instead of something else, such as `a .yaml file`.
-        holds: What it should list, such as `rules`.
-        max_nbytes: Bytes that it may have.
+        wanted: The expected file for error messages, such as `a .yaml file`.
+        holds: The expected contents for error messages, such as `rules`.
+        max_nbytes: The largest size, in bytes.
 
     Raises:
-        UsageError: it cannot be read, is too large, or is no text; the message names the file.
+        UsageError: the file cannot be read, is too large, or is not text. The message names the file.
     """
     try:
-        # A pipe or a device would be waited for, or never end.
+        # A pipe or a device could block or never end.
         if not stat.S_ISREG(path.stat().st_mode):
             raise UsageError(f"{option} {path} is not a file: give {wanted}")
         with path.open("rb") as file:
             data = file.read(max_nbytes + 1)
-    except (OSError, ValueError) as error:  # the latter for a name with a zero in it
+    except (OSError, ValueError) as error:  # ValueError for a NUL in the name
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"{option} {path} cannot be read ({reason}): give {wanted}") from error
     if len(data) > max_nbytes:
@@ -54,10 +54,10 @@ def read_text(path: Path, *, option: str, wanted: str, holds: str, max_nbytes: i
 
 
 def parse_yaml(text: str, *, place: str) -> Any:
-    """What a text in YAML 1.2 says; `place` is what messages call it.
+    """The value of a YAML 1.2 text; `place` is its name in messages.
 
     Raises:
-        UsageError: it is not YAML, or has aliases, tags, names given twice, or too many levels.
+        UsageError: the text is not YAML, or has aliases, tags, duplicate keys, or too deep nesting.
     """
     try:
         return _value(_Loader(text).get_single_node())
@@ -71,13 +71,13 @@ def parse_yaml(text: str, *, place: str) -> Any:
 
 
 def parse_toml(text: str, *, place: str) -> dict[str, Any]:
-    """What a text in TOML says; `place` is what messages call it.
+    """The value of a TOML text; `place` is its name in messages.
 
     Raises:
-        UsageError: it is not TOML, or has too many levels.
+        UsageError: the text is not TOML, or has too deep nesting.
     """
     try:
-        # The time that a dotted name takes grows with the square of its parts.
+        # Parsing a dotted key takes time quadratic in the number of its parts.
         if any(part.count(".") > _MAX_DOTS for part in re.split(r"[=,{\[\n]", text)):
             raise RecursionError
         words = tomllib.loads(text)
@@ -102,13 +102,13 @@ def _line(text: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes the nodes of a text, bounded; what they stand for is read by `_value`."""
+    """Composes the nodes of a text within bounds. `_value` converts them."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012  (PyYAML declares it so)
     _depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """A node; neither an alias, by which a small file becomes a large one, nor tagged, nor too deep."""
+        """A node. Aliases, which can expand a small file, tags and too deep nesting are refused."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         start = event.start_mark
         if isinstance(event, yaml.AliasEvent):
@@ -134,20 +134,20 @@ _SCALARS: tuple[tuple[str, Callable[[str], Any]], ...] = (
     (r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", float),
     (r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", lambda text: float(text.replace(".", ""))),
 )
-"""The plain values of YAML 1.2's core schema, and what they mean.
+"""The plain scalars of YAML 1.2's core schema, and their conversions.
 
-YAML 1.1 takes 10:20:2 for a number to the base of sixty, and `no` for false.
+In YAML 1.1, 10:20:2 would be a number in base 60 and `no` would be false.
 """
 
 
 def _value(node: Any) -> Any:
-    """What a node stands for; nothing where there is none."""
+    """The value of a node; None without a node."""
     if node is None:
         return None
     if isinstance(node, yaml.SequenceNode):
         return [_value(one) for one in node.value]
     if isinstance(node, yaml.ScalarNode):
-        if node.style is not None:  # in quotes, or a block of text
+        if node.style is not None:  # quoted, or a block
             return node.value
         meanings = (meaning for form, meaning in _SCALARS if re.fullmatch(form, node.value))
         return next(meanings, str)(node.value)

@@ -1,13 +1,13 @@
-"""Copies a run to another place, where it is a run only when it is whole, and brings spilled iterations to the store.
+"""Copies a run to another URL, and pushes spilled iterations to the store.
 
-Object by object, in the order in which a run is written: values, rank commits, markers, iteration commits, the
-attempts' documents, and last that of the run. A copy that was interrupted goes on where it stopped; every object
-that is written, or that was there, is read back and compared.
+Objects are copied in the order in which a run is written: values, rank commits, markers, iteration commits, documents
+of attempts, and last the run's document, so that the copy is a run only when it is complete. An interrupted copy can be
+continued. Every object that is written, or that exists already, is read back and compared.
 
-A spill directory has, for each attempt, a run with the keys of the one in the store (`SpillDirectory`), which holds
-what the store had not taken. For each rank and iteration, `push_spill` copies the objects that the store lacks, reads
-every array of the iteration back, and then writes the commit and the marker. Only after that the iteration is removed
-from the directory, its commit last: a push that was interrupted can be repeated.
+A spill directory has, for each attempt, a run with the same keys as the run in the store (`SpillDirectory`), with the
+objects that the store lacks. For each rank and iteration, `push_spill` copies these objects, reads back every array of
+the iteration, and then writes the commit and the marker. After that it removes the iteration from the directory, its
+commit last, so that an interrupted push can be repeated.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ranktape.storage.records.records import Records
 from ranktape.storage.records.run import Run
 
 _NUM_THREADS = 16
-"""Objects in flight."""
+"""The number of objects that are copied concurrently."""
 
 _STAGES: dict[KeyKind | None, int] = {
     **dict.fromkeys((KeyKind.RANK, KeyKind.MEMBER, KeyKind.ITERATION_CATALOGUE), 0),
@@ -50,45 +50,45 @@ _STAGES: dict[KeyKind | None, int] = {
     KeyKind.ATTEMPT: 5,
     None: 6,
 }
-"""When each kind of object is copied: all of one number before the next begins. None is the run's document."""
+"""The stage of each kind of object. A stage starts after the one before has finished. None is the run's document."""
 
 _CLOSING = 4
-"""The stage of the others, which close an attempt."""
+"""The stage of all other kinds, which close an attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One object to be copied."""
+    """One object to copy."""
 
     key: str
-    """Below the run."""
+    """Key below the run."""
     nbytes: int
-    """Its size when it was listed."""
+    """Size in the listing, in bytes."""
     kind: KeyKind | None
-    """What it is; None for the run's document."""
+    """Kind of the object; None for the run's document."""
     iteration: tuple[str, int] | None = None
-    """The attempt's path and the iteration that it is a part of, if it is."""
+    """Path of the attempt and number of the iteration of which it is a part; None if it is not part of an iteration."""
 
     @property
     def stage(self) -> int:
-        """When it is copied; everything of one stage is there before the next begins."""
+        """The stage in which it is copied."""
         return _STAGES.get(self.kind, _CLOSING)
 
 
 @dataclass(slots=True, kw_only=True)
 class CopyReport:
-    """What a copy did."""
+    """The result of a copy."""
 
     num_copied: int = 0
-    """Objects written."""
+    """Number of objects written."""
     nbytes_copied: int = 0
-    """Bytes written."""
+    """Number of bytes written."""
     num_present: int = 0
-    """Objects that were there already, and equal."""
+    """Number of objects that existed already and were equal."""
     nbytes_present: int = 0
-    """Bytes of them."""
+    """Size of these objects, in bytes."""
     left_out: list[str] = field(default_factory=list)
-    """Keys that are no part of the run, or of an iteration that was not committed or was removed meanwhile."""
+    """Keys that are not part of the run, or part of an iteration that was not committed or was removed meanwhile."""
 
 
 def copy_run(
@@ -98,18 +98,18 @@ def copy_run(
     verify: bool = True,
     on_progress: OnProgress | None = None,
 ) -> CopyReport:
-    """Copy a run; what is being recorded is copied as far as it is committed, and the next copy brings the rest.
+    """Copy a run. Of a run that is being recorded, committed iterations are copied; a later copy adds the rest.
 
     Args:
-        source: Where the run is.
-        target: Where its copy is to be: nothing, or an earlier copy of the same run.
-        verify: Read back what was written, and compare what is there already; without it sizes are trusted.
-        on_progress: Called after each object with the number of objects done and of all.
+        source: The store of the run.
+        target: The store of the copy, which is empty or has an earlier copy of the run.
+        verify: Read back written objects and compare existing ones; without it, only sizes are compared.
+        on_progress: Called after each object with the number of finished objects and the number of all objects.
 
     Raises:
         RunNotFoundError: there is no run at the source.
-        RunExistsError: something else is at the target.
-        UsageError: one place lies in the other.
+        RunExistsError: there is something else at the target.
+        UsageError: one URL is below the other.
     """
     document = read_run(source)
     run_attributes(document, place=source.url)
@@ -137,14 +137,14 @@ def copy_run(
 
 
 def list_run(source: Backend) -> tuple[list[Item], list[str]]:
-    """The objects that are a run, and the keys beside them that are not copied."""
+    """The objects of a run, and the other keys, which are not copied."""
     items = []
     left_out = []
     for name in source.list_names(""):
         if name == layout.DOCUMENT:
             items.append(Item(key=name, nbytes=source.size(name) or 0, kind=None))
         elif name == layout.ANALYSIS or layout.parse_lease(name) is not None:
-            continue  # what analysis has counted is counted again, and nobody records into the copy
+            continue  # digests are computed again, and the copy needs no lease
         elif layout.parse_attempt(name) is None or not source.exists(layout.document_key(name)):
             left_out.append(name)
         else:
@@ -155,10 +155,10 @@ def list_run(source: Backend) -> tuple[list[Item], list[str]]:
 
 
 def _list_attempt(source: Backend, attempt: str) -> tuple[list[Item], list[str]]:
-    """Those of an attempt; of one that is not closed, what was not committed when one looked first is not copied."""
+    """The objects of an attempt. If it is not closed, only iterations that are committed at first are copied."""
     committed: set[AttemptKey | None] | None = None
     if not source.exists(layout.document_key(layout.verdict_path(attempt))):
-        # It may be recorded just now: what is committed in an earlier listing has all its parts in a later one.
+        # The attempt may be recording: a commit in an earlier listing has all its parts in a later one.
         listed = {group: source.list_keys(f"{attempt}/{group}") for group in ("iterations", "commits")}
         committed = {layout.parse_key(f"{group}/{key}") for group, keys in listed.items() for key in keys}
     items = []
@@ -166,7 +166,7 @@ def _list_attempt(source: Backend, attempt: str) -> tuple[list[Item], list[str]]
     for info in source.list_objects(attempt):
         key = f"{attempt}/{info.key}"
         found = layout.parse_key(info.key) or AttemptKey(KeyKind.MEMBER)
-        # No key may leave the folder where it is copied to.
+        # No key may lead out of the target directory.
         is_odd = any(part in {"", ".", ".."} or "\0" in part or "\\" in part for part in info.key.split("/"))
         if is_odd or (committed is not None and not _is_committed(found, committed)):
             left_out.append(key)
@@ -205,7 +205,7 @@ def _check_target(source: Backend, target: Backend, *, document: bytes | None) -
 
 
 class _RunCopy:
-    """One copy on its way."""
+    """A copy in progress."""
 
     def __init__(self, source: Backend, target: Backend, *, verify: bool) -> None:
         self._source, self._target = source, target
@@ -214,11 +214,11 @@ class _RunCopy:
         self._memory = MemoryBudget()
 
     def copy_item(self, item: Item) -> bool | None:
-        """Have one object at the target, equal to the source's: whether it was not yet; None where it is left out."""
+        """Make the target's object equal to the source's. True if it was written, None if it is left out."""
         source, target, key = self._source, self._target, item.key
         is_left_out = item.iteration in self._removed
         if item.kind is KeyKind.DROPPED and item.iteration is not None:
-            # What a retention removed at the source since an earlier copy stays complete in that copy.
+            # An iteration that was removed from the source after an earlier copy stays complete in the copy.
             is_left_out = target.exists(layout.document_key(layout.iteration_path(*item.iteration)))
         if is_left_out:
             return None
@@ -227,7 +227,7 @@ class _RunCopy:
         with self._memory.taken(2 * item.nbytes):
             data = source.get(key)
             if data is None:
-                # A retention removes whole iterations, their commit first: the rest of this one is not copied either.
+                # The iteration is being removed, its commit first, so that the rest is not copied either.
                 if item.iteration is None:
                     raise DataError(f"{source.url}/{key} was removed while the run was copied: copy it again")
                 self._removed.add(item.iteration)
@@ -243,26 +243,26 @@ class _RunCopy:
 
 
 def is_equal(backend: Backend, key: str, data: bytes) -> bool:
-    """Whether an object is there and holds these bytes."""
+    """Whether an object exists and has these bytes."""
     return backend.size(key) == len(data) and backend.get(key) == data
 
 
 LEFT_OUT = "(other records)"
-"""Stands for what was left out where a commit says what it does not hold."""
+"""The name of omitted records in the commits of a copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionReport:
-    """What a copy of some records did."""
+    """The result of a copy of selected records."""
 
     num_records: int
-    """Records copied."""
+    """Number of copied records."""
     nbytes: int
-    """Bytes of what is kept of them."""
+    """Size of the copied records, in bytes, before compression."""
     num_left_out: int
-    """Other records of the iterations that were copied."""
+    """Number of other records in the copied iterations."""
     iterations: tuple[int, ...]
-    """The iterations that were copied, ascending; of others nothing is in the copy."""
+    """The copied iterations, in ascending order."""
 
 
 def copy_records(
@@ -274,22 +274,22 @@ def copy_records(
     filters: str,
     on_progress: OnProgress | None = None,
 ) -> SelectionReport:
-    """Copy records of a run into a new run of one attempt, with the ranks and iterations that they had.
+    """Copy selected records of a run into a new run with one attempt. Ranks and iterations do not change.
 
-    An iteration of the copy is complete when all records of it that were selected are there; each rank's commit says
-    how many others the source has, and the filters. Values are compared with their checksums when they are read.
+    An iteration of the copy is complete if all its selected records are copied. The commit of each rank has the number
+    of omitted records and the filters. Checksums of the values are compared.
 
     Args:
-        source: Where the run is.
-        target: Where the copy is to be: nothing may be there.
+        source: The store of the run.
+        target: The store of the copy, which must be empty.
         run: The run.
-        records: A selection of it.
-        filters: What selected them, as text, for the commits.
-        on_progress: Called with the number of records copied and of all.
+        records: A selection of its records.
+        filters: The filters of the selection as text, for the commits.
+        on_progress: Called with the number of copied records and the number of all selected records.
 
     Raises:
-        NoRecordsError: there is none.
-        RunExistsError: something is at the target.
+        NoRecordsError: the selection is empty.
+        RunExistsError: the target is not empty.
     """
     if not len(records):
         raise NoRecordsError(f"no record of {run.url} fits {filters}: nothing is copied")
@@ -324,53 +324,53 @@ def copy_records(
 
 
 SPILLED_KEY = "spilled"
-"""The attribute of a rank's marker that says where the iteration waits; what the store has of it is still needed."""
+"""The attribute of a rank's marker with the place of a spilled iteration. Its objects in the store are still needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spill:
-    """What one rank of an attempt left in a directory."""
+    """The objects of one rank of an attempt in a spill directory."""
 
     folder: Path
-    """The run in the directory."""
+    """Path of the run in the directory."""
     url: str
-    """The run that it belongs to, without credentials."""
+    """URL of the run in the store, without credentials."""
     attempt: str
-    """The attempt's path."""
+    """Path of the attempt below the run."""
     rank: int
     """Global rank."""
 
 
 @dataclass(slots=True)
 class PushReport:
-    """What became of a spill."""
+    """The result of pushing a spill."""
 
     iterations: list[int] = field(default_factory=list)
-    """Those of which the rank's commit is in the store now."""
+    """Iterations whose rank commit is now in the store."""
     finished: list[int] = field(default_factory=list)
-    """Those that are complete, with all ranks, since then."""
+    """Iterations that became complete on all ranks."""
     num_objects: int = 0
-    """Objects written to the store."""
+    """Number of objects written to the store."""
     nbytes: int = 0
-    """Their bytes."""
+    """Size of these objects, in bytes."""
     uncommitted: list[int] = field(default_factory=list)
-    """Iterations that the rank never committed, and will not: nothing of them is pushed."""
+    """Iterations that the rank did not commit before it closed. They are not pushed."""
     unfinished: list[int] = field(default_factory=list)
-    """Iterations that the rank may still commit: they stay here."""
+    """Iterations that the rank may still commit. They stay in the directory."""
     problems: dict[int, str] = field(default_factory=dict)
-    """For each iteration that stays here: why."""
+    """The reason for each iteration that stays in the directory because of an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Origin:
-    """What the document of a run in a spill directory says beside the run's own."""
+    """The attributes that the run's document in a spill directory has in addition."""
 
     spilled_from: str
     """The URL of the run in the store."""
 
 
 def find_spills(directory: Path) -> list[Spill]:
-    """What lies in a spill directory, by attempt and rank."""
+    """The spills in a directory, by attempt and rank."""
     spills = []
     for folder in sorted(path for path in directory.iterdir() if layout.parse_attempt(path.name) is not None):
         backend = LocalBackend(str(folder))
@@ -379,18 +379,18 @@ def find_spills(directory: Path) -> list[Spill]:
             raise StorageError(f"{folder} has no {layout.DOCUMENT} of a run: remove it, or give another folder")
         url, found = origin.spilled_from, map(layout.parse_key, backend.list_keys(folder.name))
         ranks = {key.rank for key in found if key is not None and key.rank >= 0}
-        # Without a rank, that iterations were begun is all that the store did not take.
+        # Without a rank, the only objects that the store lacks are those that note the start of iterations.
         spills += [Spill(folder=folder, url=url, attempt=folder.name, rank=rank) for rank in sorted(ranks) or [0]]
     return spills
 
 
 def push_spill(spill: Spill, target: Backend, *, keep: bool) -> PushReport:
-    """Bring what a rank left to the store, and remove it here unless it is to be kept.
+    """Push a rank's spill to the store, and remove it from the directory.
 
     Args:
-        spill: What to bring.
-        target: The run.
-        keep: Leave everything here, too.
+        spill: The spill.
+        target: The store of the run.
+        keep: Do not remove it from the directory.
     """
     attempt = read_attempt(target, spill.attempt)
     if attempt is None:
@@ -403,7 +403,7 @@ def push_spill(spill: Spill, target: Backend, *, keep: bool) -> PushReport:
 
 
 class _Push:
-    """One spill on its way."""
+    """A push in progress."""
 
     def __init__(self, spill: Spill, target: Backend, *, attempt: Attempt, keep: bool) -> None:
         self._spill, self._keep = spill, keep
@@ -412,7 +412,7 @@ class _Push:
         self.report = PushReport()
 
     def push(self) -> None:
-        """Push each iteration, then what belongs to none, finish the iterations, and judge the run again."""
+        """Push each iteration, then the other objects, write iteration commits, and update the verdict."""
         rank = self._spill.rank
         for iteration in sorted({found.iteration for found in self._keys().values() if found.rank == rank} - {-1}):
             self._push_iteration(iteration)
@@ -426,7 +426,7 @@ class _Push:
                 self._copy(key)
         if not self._keep:
             is_staying = any(found.rank == rank for key, found in self._keys().items() if key not in others)
-            # Of a rank of which something stays it must be known here that it has closed.
+            # If iterations stay, so does the document that the rank has closed.
             due = [key for key, found in others.items() if found.kind is KeyKind.OPENED or not is_staying]
             self._source.delete_keys(due)
         self.report.finished = finish_ready(self._target, self._attempt, problems=self.report.problems)
@@ -434,17 +434,17 @@ class _Push:
             judge_again(self._target, self._attempt)
         if not self._keep and not self._keys().keys() - {document_key(self._attempt.path)}:
             self._source.delete_keys([document_key(self._attempt.path), document_key("")])
-            with contextlib.suppress(OSError):  # another rank has spilled meanwhile
+            with contextlib.suppress(OSError):  # another rank has spilled in the meantime
                 self._spill.folder.rmdir()
 
     def _keys(self) -> dict[str, layout.AttemptKey]:
-        """The keys of the attempt that lie here, with what they say."""
+        """The parsed keys of the attempt in the directory."""
         attempt = self._attempt.path
         parsed = ((f"{attempt}/{key}", layout.parse_key(key)) for key in self._source.list_keys(attempt))
         return {key: found for key, found in parsed if found is not None}
 
     def _push_iteration(self, iteration: int) -> None:
-        """Push one iteration; a damaged one stays here, and is named in the report."""
+        """Push one iteration. A damaged one stays in the directory and is named in the report."""
         attempt, rank, report = self._attempt.path, self._spill.rank, self.report
         group = layout.rank_iteration_path(attempt, rank, iteration)
         commit = read_document(self._source, group, max_nbytes=MAX_COMMIT_NBYTES)
@@ -474,7 +474,7 @@ class _Push:
 
     def _push_committed(self, iteration: int, *, group: str, commit: bytes) -> None:
         key = document_key(group)
-        # Compared with its checksum before anything is brought.
+        # Checksums are compared before anything is pushed.
         said = parse_commit(commit, place=f"{self._source.url}/{key}", key=key)
         values = [f"{group}/{name}" for name in self._source.list_keys(group) if name != layout.DOCUMENT]
         for_each(self._copy, values)
@@ -488,7 +488,7 @@ class _Push:
         mark_committed(self._target, self._attempt.path, self._spill.rank, iteration, commit=commit)
 
     def _copy(self, key: str) -> None:
-        """Write one object to the store, where that does not have it."""
+        """Write one object to the store if the store lacks it."""
         data = self._source.get(key)
         assert data is not None, key
         if not is_equal(self._target, key, data):

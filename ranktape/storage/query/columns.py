@@ -1,10 +1,10 @@
-"""Finds the rows of a column that hold what is asked for.
+"""Columns of records, and the rows of a column that match a condition.
 
-A column is an array with one element for each row: numbers, where NaN stands for a missing value, or text. Text
-comes as codes into a table, so that a question is asked once for each different text and not once for each row,
-or as an array of strings, where None stands for a missing value.
+A column has one element for each row: numbers, with NaN for missing values, or text. Text is stored as codes into a
+table, so that a condition is evaluated once for each distinct text, or as an array of strings, with None for missing
+values.
 
-Missing values are equal to nothing, neither below nor above anything, and different from everything.
+A missing value compares as not equal to everything, and neither below nor above anything.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from ranktape.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StringColumn:
-    """A column of text, each different text written once."""
+    """A column of text as codes into a table of distinct texts."""
 
     codes: np.ndarray[Any, Any]
-    """For each row the index of its text in `table`."""
+    """Index into `table` for each row."""
     table: Sequence[str | None]
-    """The texts; None where the value is missing."""
+    """The distinct texts; None for missing values."""
 
     @classmethod
     def of(cls, values: Iterable[str | None]) -> StringColumn:
-        """The column that holds one text for each row."""
+        """A column from one text for each row."""
         texts = list(values)
-        if texts and texts.count(texts[0]) == len(texts):  # as most are, in a tenth of the time
+        if texts and texts.count(texts[0]) == len(texts):  # a common case, ten times as fast
             return cls(codes=np.zeros(len(texts), dtype=np.uint32), table=texts[:1])
         codes: dict[str | None, int] = {}
         rows = [codes.setdefault(text, len(codes)) for text in texts]
         return cls(codes=np.array(rows, dtype=np.uint32), table=list(codes))
 
     def __len__(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.codes)
 
 
@@ -50,16 +50,16 @@ Column: TypeAlias = np.ndarray[Any, Any] | StringColumn
 """One value for each row."""
 
 Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
-"""For each row whether it is meant."""
+"""Whether each row is selected."""
 
 Number: TypeAlias = int | float
 
 _WIDE_DTYPES: dict[str, type[np.generic]] = {"i": np.int64, "f": np.float64}
-"""By the kind of a dtype."""
+"""The dtype for arithmetic, by the kind of the stored dtype."""
 
 
 class ColumnSource(Protocol):
-    """Gives the column of a name; `Catalogue.column` is one."""
+    """A function from a name to a column, such as `Catalogue.column`."""
 
     def __call__(self, name: str, /) -> Column:
         """The column, with one element for each row."""
@@ -74,32 +74,32 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-"""How two values are compared, by the sign that is written."""
+"""The comparison functions, by operator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberRange:
-    """Numbers from one to another, both included; every so manieth one where there is a step."""
+    """The numbers from `first` to `last`, both included, in steps of `step`."""
 
     first: Number | None = None
-    """The lowest; None for no lower limit."""
+    """The lowest number; None for no lower limit."""
     last: Number | None = None
-    """The highest; None for no upper limit."""
+    """The highest number; None for no upper limit."""
     step: int = 1
-    """Only `first`, `first` + `step`, ... are meant; counted from 0 where there is no `first`; 1 means everything
-    in between, fractions too."""
+    """The range has `first`, `first` + `step`, and so on, starting at 0 if `first` is None. With 1, it also has all
+    fractions in between."""
 
 
 def narrowed(column: Column) -> Column:
-    """The same values in the fewest bytes: most integers are small, and most floats were 16-bit values.
+    """The column in the narrowest dtype: most integers are small, and most floats were 16-bit values.
 
-    Unsigned integers, NaN and infinities stay what they are.
+    Values do not change, including NaN and infinities. Unsigned integers keep their dtype.
     """
     if isinstance(column, StringColumn):
         dtype = np.min_scalar_type(max(0, len(column.table) - 1))
         return StringColumn(codes=column.codes.astype(dtype, copy=False), table=column.table)
     if column.dtype.kind == "i" and len(column):
-        # The type that holds ~x holds x, if it is negative.
+        # A dtype that can represent ~x can represent a negative x.
         low, high = int(column.min()), int(column.max())
         return column.astype(np.min_scalar_type(min(low, ~high, -1)), copy=False)
     if column.dtype == np.float64:
@@ -110,38 +110,38 @@ def narrowed(column: Column) -> Column:
 
 
 def widened(column: Column) -> Column:
-    """The same values in the types that are computed with: 64 bits for signed integers and floats."""
+    """The column in a dtype for arithmetic: 64 bits for signed integers and floats."""
     if isinstance(column, StringColumn) or column.dtype.kind not in _WIDE_DTYPES:
         return column
     return column.astype(_WIDE_DTYPES[column.dtype.kind], copy=False)
 
 
 def rows_of(column: Column, rows: np.ndarray[Any, Any]) -> Column:
-    """Some rows of a column, in the types that are computed with."""
+    """Some rows of a column, in a dtype for arithmetic."""
     if isinstance(column, StringColumn):
         return StringColumn(codes=column.codes[rows], table=column.table)
     return widened(column[rows])
 
 
 def values_of(column: Column) -> list[Any]:
-    """The values of all rows as Python's own."""
+    """The values of all rows as Python objects."""
     if isinstance(column, StringColumn):
         return [column.table[code] for code in column.codes.tolist()]
     return list(column.tolist())
 
 
 def is_text(column: Column) -> bool:
-    """Whether the column holds text; otherwise it holds numbers."""
+    """Whether the column has text; otherwise it has numbers."""
     return isinstance(column, StringColumn) or column.dtype.kind in "OUT"
 
 
 def encode(column: Column) -> StringColumn:
-    """The column of text as codes; missing ones keep a code of their own."""
+    """A column of text as codes. Missing values have their own code."""
     return column if isinstance(column, StringColumn) else StringColumn.of(column.tolist())
 
 
 def matching(column: StringColumn, predicate: Callable[[str], bool]) -> Mask:
-    """The rows whose text the predicate accepts; it is asked once for each text, and never for a missing one."""
+    """The rows whose text satisfies a predicate, which is called once for each distinct text; never missing values."""
     accepted = np.array([text is not None and predicate(text) for text in column.table], dtype=np.bool_)
     return _as_mask(accepted[column.codes])
 
@@ -156,12 +156,12 @@ def missing(column: Column) -> Mask:
 
 
 def compare(column: Column, sign: str, value: str | Number, *, name: str) -> Mask:
-    """The rows whose value compares so with one value; `sign` is one of `COMPARISONS`.
+    """The rows for which a comparison with one value is true; `sign` is a key of `COMPARISONS`.
 
-    NaN and missing rows are different from everything, and nothing else. Texts are ordered by code point.
+    For NaN and missing values only `!=` is true. Text is ordered by code point.
 
     Raises:
-        UsageError: text against a number.
+        UsageError: text is compared with a number.
     """
     numbers = _numbers(column, [value], name=name)
     if numbers is not None:
@@ -171,10 +171,10 @@ def compare(column: Column, sign: str, value: str | Number, *, name: str) -> Mas
 
 
 def compare_columns(left: Column, sign: str, right: Column, *, names: tuple[str, str]) -> Mask:
-    """The rows in which the value of one column compares so with that of another; missing ones as in `compare`.
+    """The rows for which a comparison of two columns is true. For missing values see `compare`.
 
     Raises:
-        UsageError: one column holds text, the other numbers.
+        UsageError: one column has text and the other numbers.
     """
     if is_text(left) != is_text(right):
         kinds = {True: "text", False: "numbers"}
@@ -196,10 +196,10 @@ def compare_columns(left: Column, sign: str, right: Column, *, names: tuple[str,
 
 
 def one_of(column: Column, values: Sequence[str | Number | None], *, name: str) -> Mask:
-    """The rows that hold one of the values; None stands for the missing ones.
+    """The rows whose value is one of `values`; None matches missing values.
 
     Raises:
-        UsageError: text for a column of numbers, or the other way round.
+        UsageError: a value is text and the column has numbers, or the reverse.
     """
     known = [value for value in values if value is not None]
     numbers = _numbers(column, known, name=name)
@@ -208,7 +208,7 @@ def one_of(column: Column, values: Sequence[str | Number | None], *, name: str) 
     else:
         wanted = [_fit(value, numbers) for value in known]
         if numbers.dtype.kind in "iu":
-            # In the column's own type, or numpy would compare large integers as rounded floats.
+            # In the column's dtype, because numpy would otherwise compare large integers as rounded floats.
             limits = np.iinfo(numbers.dtype)
             wanted = [one for one in wanted if isinstance(one, int) and limits.min <= one <= limits.max]
         found = np.isin(numbers, np.array(wanted, dtype=numbers.dtype))
@@ -216,10 +216,10 @@ def one_of(column: Column, values: Sequence[str | Number | None], *, name: str) 
 
 
 def within(column: Column, span: NumberRange, *, name: str) -> Mask:
-    """The rows whose number lies in the span; never the missing ones.
+    """The rows whose number is in a range. Missing values are not.
 
     Raises:
-        UsageError: the column holds text.
+        UsageError: the column has text.
     """
     numbers = _numbers(column, [0], name=name)
     assert numbers is not None
@@ -229,18 +229,18 @@ def within(column: Column, span: NumberRange, *, name: str) -> Mask:
     if span.last is not None:
         found &= numbers <= _fit(span.last, numbers)
     if span.step != 1:
-        # Remainders of both, as the difference could leave the column's type; in 64 bits, which hold any step.
+        # Remainders are compared because a difference could overflow; in 64 bits, which can represent any step.
         wide = numbers.astype(np.int64) if numbers.dtype.kind in "iu" and numbers.dtype.itemsize < _WIDE else numbers
         found &= np.mod(wide, wide.dtype.type(span.step)) == (span.first or 0) % span.step
     return _as_mask(found)
 
 
 _WIDE = 8
-"""Bytes of an integer that any step fits into."""
+"""The size of an integer that can represent any step, in bytes."""
 
 
 def _numbers(column: Column, values: Sequence[str | Number], *, name: str) -> np.ndarray[Any, Any] | None:
-    """The column, if it holds numbers, and the values too; None if all are text. True and false are 1 and 0."""
+    """The column if it and the values are numbers; None if all are text. True and False are 1 and 0."""
     if is_text(column):
         if other := [value for value in values if not isinstance(value, str)]:
             raise UsageError(
@@ -256,17 +256,17 @@ def _numbers(column: Column, values: Sequence[str | Number], *, name: str) -> np
 
 
 def glob(pattern: str) -> Callable[[str], bool]:
-    """Whether a text matches the pattern: `*` any text, `?` one character, `[...]` one of these.
+    """A function that tests whether a text matches a pattern: `*` any text, `?` one character, `[...]` one of these.
 
-    Dots and slashes are characters as any other, case counts, and the pattern itself always matches, so that a
-    name with brackets can be written as it is.
+    Dots and slashes are ordinary characters, and matching is case-sensitive. The text of the pattern always matches
+    itself, so that a name with brackets needs no escape.
     """
     matches = re.compile(fnmatch.translate(pattern)).match
     return lambda text: text == pattern or matches(text) is not None
 
 
 def _fit(value: Any, column: np.ndarray[Any, Any]) -> Number:
-    """The value as numpy compares it with the column without rounding either."""
+    """The value in a type that numpy compares with the column without rounding."""
     if column.dtype.kind in "iu":
         return int(value) if isinstance(value, float) and math.isfinite(value) and value.is_integer() else value
     try:
@@ -280,13 +280,13 @@ def _as_mask(found: Any) -> Mask:
 
 
 Key = tuple[Any, ...]
-"""The values of a group, one for each column; None for a missing one."""
+"""The values of a group, one for each column; None for missing values."""
 
 
 def equal_rows(columns: Sequence[Column | Sequence[Any]]) -> list[tuple[Key, np.ndarray[Any, Any]]]:
-    """For each group of rows with equal values, sorted by these, the values and the rows that hold them, ascending.
+    """The groups of rows with equal values, sorted by the values: the values and the rows in ascending order.
 
-    A missing value (None or NaN) is None, and after all others; text comes after numbers. At least one column.
+    A missing value (None or NaN) is None and sorts last; text sorts after numbers. At least one column is required.
     """
     known = [_coded(column) for column in columns]
     codes = np.zeros(len(known[0][0]), dtype=np.int64)

@@ -1,21 +1,20 @@
-"""Reads filters: `rank="0-3"`, `module="layers.*.attn"`, `--iteration 10:20:2`.
+"""Parses filters such as `rank="0-3"`, `module="layers.*.attn"` or `--iteration 10:20:2`.
 
-A filter is a field and what it may hold:
+A filter is a field and its allowed values:
 
-    a number, a text, None      that value; None is a missing one
-    a list, tuple or set        any of what it holds
-    "0-3"                       for fields of numbers: 0, 1, 2 and 3, both ends included
-    "10:20:2"                   for fields of numbers: as Python's slices, 10, 12, ... below 20; ":20" and "10:" too
-    "0,2,5-7"                   for fields of numbers: any of these
-    range(4), slice(10, 20)     as in Python; what is left out has no limit
-    "layers.*.attn"             for fields of text: `*` any text, `?` one character, `[...]` one of these; dots are
-                                ordinary characters, and a text with brackets also matches itself
-    "grad_*,output"             for fields of text: any of these; a comma in brackets separates nothing, and a text
-                                with commas also matches itself
+    a number, a string, None    this value; None is a missing value
+    a list, tuple or set        any of its items
+    "0-3"                       numeric fields: 0, 1, 2 and 3, both ends included
+    "10:20:2"                   numeric fields: as Python's slices, 10, 12, ... below 20; also ":20" and "10:"
+    "0,2,5-7"                   numeric fields: any of these
+    range(4), slice(10, 20)     as in Python; a missing bound is no limit
+    "layers.*.attn"             text fields: `*` any text, `?` one character, `[...]` one of these; dots are ordinary
+                                characters, and a string with brackets also matches itself
+    "grad_*,output"             text fields: any of these; a comma in brackets does not separate, and a string with
+                                commas also matches itself
 
-A text means the same on the command line, in a file and in Python, alone or in a list. Negative numbers are meant as
-they stand (layer_idx -1 is outside of the stack), never counted from the end. The grammar of whole expressions is in
-`ranktape.storage.query.where`.
+A string has the same meaning on the command line, in a file and in Python, alone or in a list. Negative numbers are not
+counted from the end: layer_idx -1 is outside the stack. `ranktape.storage.query.where` has the grammar of expressions.
 """
 
 from __future__ import annotations
@@ -35,31 +34,31 @@ from ranktape.storage.query import columns
 from ranktape.storage.query.columns import ColumnSource, Mask, Number, NumberRange, StringColumn
 
 MAX_TEXT_LENGTH = 10_000
-"""Characters of one alternative."""
+"""The longest alternative, in characters."""
 
 Alternative: TypeAlias = "str | Number | NumberRange | None"
-"""One thing that a field may hold."""
+"""One allowed value, or a range of values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """A field, and what it may hold."""
+    """A field and its allowed values."""
 
     field: str
-    """Its name, with dots."""
+    """Dotted name of the field."""
     alternatives: tuple[Alternative, ...]
-    """Any of these as they were given; a text is read once it is known what the field holds."""
+    """The alternatives as they were given. A string is parsed when the kind of the field is known."""
 
     @property
     def parts(self) -> tuple[Alternative, ...]:
-        """The alternatives, each part of a text between commas for itself."""
+        """The alternatives, with strings split at commas."""
         return split_texts(self.alternatives)
 
     def mask(self, source: ColumnSource, num_rows: int) -> Mask:
-        """The rows of the field's column that hold one of the alternatives; none of them if there are none.
+        """The rows whose value is one of the alternatives; no rows without alternatives.
 
         Raises:
-            UsageError: an alternative that fields of this kind cannot hold.
+            UsageError: the field cannot have an alternative.
         """
         column = source(self.field)
         assert len(column) == num_rows, f"column {self.field} has {len(column)} rows, not {num_rows}"
@@ -92,13 +91,13 @@ _EXPECTED = "give a number, a range such as 0-3 or 10:20:2, a list such as 0,2,5
 
 
 def parse_filter(field: str, value: Any, *, known: Collection[str] | None = None) -> Filter:
-    """The filter that a value means, or several alternatives, in the forms of this module.
+    """Parse a filter from a value or several alternatives, in the syntax of this module.
 
-    A NaN is a missing value, as None is. An empty list selects nothing.
+    NaN is a missing value, like None. An empty list selects nothing.
 
     Raises:
-        UnknownFieldError: the field is not among those known.
-        UsageError: a value that no field can hold.
+        UnknownFieldError: the field is not one of `known`.
+        UsageError: no field can have the value.
     """
     if known is not None:
         check_fields([field], known=known)
@@ -108,7 +107,7 @@ def parse_filter(field: str, value: Any, *, known: Collection[str] | None = None
 
 
 def split_texts(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Alternatives of which each text may hold several, with commas between them; not those inside of brackets."""
+    """The alternatives, with strings split at commas outside brackets."""
     return tuple(part for value in values for part in (_split(value) if isinstance(value, str) else (value,)))
 
 
@@ -118,10 +117,10 @@ def _split(text: str) -> tuple[str, ...]:
 
 
 def check_fields(names: Iterable[str], *, known: Collection[str]) -> None:
-    """Let names pass that are fields.
+    """Check that names are fields.
 
     Raises:
-        UnknownFieldError: one is not; says which fields have names like it.
+        UnknownFieldError: a name is not. The message lists fields with similar names.
     """
     for name in names:
         if name not in known:
@@ -187,10 +186,10 @@ _WORDS = re.compile(
 
 
 def split_rule(text: str) -> tuple[str, str | None]:
-    """The condition, and what selects the records that it is about; None for all of them.
+    """Split a rule into its condition and the expression that selects its records; None for all records.
 
     Raises:
-        UsageError: there are several selections.
+        UsageError: the rule has several selections.
     """
     places = [found for found in _WORDS.finditer(text) if found["where"]]
     if len(places) > 1:

@@ -1,6 +1,6 @@
 """Reads expressions such as `layer_type == 'attention' and overflow.ratio > 0`, and evaluates them over columns.
 
-The syntax is Python's, of which this is known:
+The syntax is a subset of Python's:
 
     field == 1, field != 'a'        also < <= > >= and chains, 0 <= layer_idx < 4; either side may be a field
     field in [0, 'a', None]         also `not in`
@@ -8,20 +8,20 @@ The syntax is Python's, of which this is known:
     like(field, 'layers.*.attn')    `*` any text, `?` one character, `[...]` one of these; dots are ordinary characters
     and, or, not, ( )
 
-A field is a name with dots, `overflow.upper.count`; texts and numbers are Python's, and `inf` is one. True and False
-are 1 and 0; true, false and none may be written small. A missing value (None or NaN) is different from everything,
-equal to nothing but None, and neither below nor above anything.
+A field is a dotted name such as `overflow.upper.count`. Strings and numbers are written as in Python; `inf` is a
+number. True and False are 1 and 0, and may be written in lower case, as may None. A missing value (None or NaN) is
+equal to None only, not equal to everything else, and neither below nor above anything.
 
-An expression is evaluated over any columns of equal length: a mapping from names to numpy arrays (of numbers, or of
-texts as objects) or a function that gives the column of a name.
+An expression is evaluated over columns of equal length: a mapping from names to numpy arrays (of numbers, or of strings
+as objects), or a function from a name to a column.
 
     where = parse_where("absmax > 448 or like(module, '*.mlp')")
     where.names                                                     # ('absmax', 'module')
     where.mask({"absmax": np.array([1.0, 500.0]), "module": np.array(["a.mlp", None], dtype=object)})
-    where.truth(columns)                                            # 1, 0 or -1: 0 where a missing value decides
+    where.truth(columns)                                            # 1, -1, or 0 if the result is unknown
 
-`check_fields(where.names, known=columns)` names the columns that are nearest to one that does not exist. The
-expression is data: `ast.parse` reads it, each node is checked, and nothing of it is ever run.
+`check_fields(where.names, known=columns)` raises for a column that does not exist, with the nearest names. Expressions
+are parsed by `ast.parse` and each node is checked. They are never executed.
 """
 
 from __future__ import annotations
@@ -45,46 +45,46 @@ if TYPE_CHECKING:
 
 
 MAX_LENGTH = 10_000
-"""Characters of an expression."""
+"""The longest expression, in characters."""
 
 MAX_DEPTH = 50
-"""Levels of `and`, `or` and `not` in one another."""
+"""The deepest nesting of `and`, `or` and `not`."""
 
 Literal: TypeAlias = "str | Number | None"
-"""A value that stands in the expression itself."""
+"""A constant in an expression."""
 
 Columns: TypeAlias = "ColumnSource | Mapping[str, Column]"
-"""The columns that an expression is evaluated over."""
+"""The columns over which an expression is evaluated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """A value that stands in a column; its name has dots."""
+    """The value of a column, given by its dotted name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Test:
-    """A field against a value, another field, a list or a pattern."""
+    """A comparison of a field with a value, another field, a list or a pattern."""
 
     field: str
     """The first field."""
     sign: str
-    """A comparison such as `==`, `in` or `like`."""
+    """The operator, such as `==`, `in` or `like`."""
     other: Field | Literal | tuple[Literal, ...]
-    """What the field is compared with; a tuple for `in`, a text for `like`."""
+    """The second operand: a tuple for `in`, a string for `like`."""
 
     @property
     def names(self) -> list[str]:
-        """The fields that are asked for."""
+        """The fields of the comparison."""
         return [self.field, *([self.other.name] if isinstance(self.other, Field) else [])]
 
     def mask(self, column_of: ColumnSource) -> Mask:
-        """The rows that pass.
+        """The rows for which the comparison is true.
 
         Raises:
-            UsageError: a field that holds text meets a number, or the other way round.
+            UsageError: text is compared with a number.
         """
         name, other = self.field, self.other
         column = column_of(name)
@@ -102,7 +102,7 @@ class Test:
         return columns.compare(column, self.sign, other, name=name)
 
     def truth(self, column_of: ColumnSource) -> NDArray[np.int8]:
-        """For each row 1 where it passes, -1 where it does not, 0 where a value is missing that is not asked for."""
+        """1 for each row for which the comparison is true, -1 if it is false, 0 if a missing value decides."""
         found = _signed(self.mask(column_of))
         if self.other is not None and not (isinstance(self.other, tuple) and None in self.other):
             for name in self.names:
@@ -111,48 +111,48 @@ class Test:
 
 
 Truth: TypeAlias = "Callable[[Test], NDArray[Any]]"
-"""Gives for each row 1 where a test is passed, -1 where it is not, 0 where nobody can tell; or a mask."""
+"""A function that gives 1, -1 or 0 for each row if a test is true, false or unknown; or a mask."""
 
 Condition: TypeAlias = Callable[[Truth], "NDArray[Any]"]
-"""What an expression makes of the truth of its tests (Kleene, 1938); of masks it makes a mask."""
+"""A function from the truth of tests (or masks) to that of the expression in three-valued logic (Kleene, 1938)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """An expression that has been read."""
+    """A parsed expression."""
 
     text: str
-    """As it was written."""
+    """The text of the expression."""
     names: tuple[str, ...]
-    """The fields it asks for, each once, in their order."""
+    """The names of its fields, without duplicates, in order."""
     condition: Condition
-    """What it means."""
+    """The compiled expression."""
 
     def __reduce__(self) -> tuple[Callable[[str], Where], tuple[str]]:
         return parse_where, (self.text,)
 
     def mask(self, source: Columns) -> Mask:
-        """The rows for which the expression holds.
+        """The rows for which the expression is true.
 
         Raises:
-            UsageError: a field that holds text meets a number, or the other way round.
+            UsageError: text is compared with a number.
         """
         column_of = _lookup(source)
         return self.condition(lambda test: test.mask(column_of))
 
     def truth(self, source: Columns) -> NDArray[np.int8]:
-        """For each row 1 where the expression holds, -1 where it does not, 0 where that depends on a missing value.
+        """1 for each row for which the expression is true, -1 if it is false, 0 if a missing value decides.
 
-        `a < 1 or b < 1` holds where `a` is 0, whether there is a `b` or not; a comparison with None is never unknown.
+        `a < 1 or b < 1` is true if `a` is 0, even if `b` is missing. A comparison with None is never unknown.
 
         Raises:
-            UsageError: a field that holds text meets a number, or the other way round.
+            UsageError: text is compared with a number.
         """
         column_of = _lookup(source)
         return self.condition(lambda test: test.truth(column_of))
 
     def can_hold(self, source: Columns, *, known: Collection[str], num_rows: int) -> Mask:
-        """The rows for which it can hold, where only these fields are known; `source` has their columns."""
+        """The rows for which the expression may be true, given only the `known` fields and their columns."""
         column_of = _lookup(source)
 
         def truth(test: Test) -> NDArray[np.int8]:
@@ -188,10 +188,10 @@ def _signed(mask: Mask) -> NDArray[np.int8]:
 
 
 def parse_where(text: str) -> Where:
-    """The meaning of an expression in the language of this module.
+    """Parse an expression.
 
     Raises:
-        UsageError: the text is none; says where, and what was expected there.
+        UsageError: the expression is not valid. The message gives the position and what was expected.
     """
     if len(text) > MAX_LENGTH:
         raise UsageError(f"the expression has {len(text)} characters: give at most {MAX_LENGTH}")
@@ -201,10 +201,10 @@ def parse_where(text: str) -> Where:
 
 
 _CONTEXT = 40
-"""Characters shown on either side of a mistake."""
+"""The number of characters that a message shows on either side of an error."""
 
 _MAX_FOUND = 20
-"""Characters shown of what stands there."""
+"""The number of characters that a message shows of the unexpected text."""
 
 _MAX_NUMBER = 10**40
 
@@ -230,16 +230,16 @@ _MENDED = {
     r"!(?!=)|\bNOT\b": "not",
     r"\bIN\b": "in",
 }
-"""What people write, and what it is called here."""
+"""Common mistakes, and the right spelling."""
 
 
 class _Reader:
-    """Makes conditions of nodes of Python's syntax tree, and refuses every other node."""
+    """Compiles the supported nodes of Python's syntax tree, and refuses all others."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._bare = _QUOTED.sub(lambda match: "_" * len(match[0]), text)
-        # A line break separates as a space does, but for those in quotes.
+        # Line breaks outside quotes become spaces.
         self._spaced = "".join(
             " " if bare.isspace() else char for bare, char in zip(self._bare, text, strict=True)
         ).lstrip(" ")
@@ -247,16 +247,16 @@ class _Reader:
         self.names: dict[str, None] = {}
 
     def parse(self) -> ast.expr:
-        """The tree of the text."""
+        """Parse the text into a tree."""
         try:
             with warnings.catch_warnings():
-                # Of a backslash before a letter that it says nothing about Python warns, and keeps it in the text.
+                # Python only warns about an unknown escape in a string.
                 warnings.simplefilter("error")
                 return ast.parse(self._spaced, mode="eval").body
         except SyntaxError as error:
-            # What Python adds in a second sentence, or in parentheses, is about programs.
+            # Further sentences and parentheses in Python's message are about programs.
             what = re.split(r"\. | \(", error.msg)[0] or "invalid syntax"
-            # The end of the text has the offset 0.
+            # Offset 0 means the end of the text.
             start = self._indent + error.offset - 1 if error.offset else len(self._text)
             raise self._error(what, start) from error
         except (ValueError, RecursionError, MemoryError) as error:
@@ -264,7 +264,7 @@ class _Reader:
             raise self._error(what, 0) from error
 
     def condition(self, node: ast.expr, *, depth: int) -> Condition:
-        """What a node that is true or false means."""
+        """Compile a node of the expression."""
         if depth > MAX_DEPTH:
             raise self._expected(f"at most {MAX_DEPTH} levels of and, or and not", node)
         if isinstance(node, ast.BoolOp):
@@ -336,14 +336,14 @@ class _Reader:
         return Field(name=name)
 
     def _expected(self, expected: str, node: ast.expr) -> UsageError:
-        # Python counts bytes.
+        # Python counts columns in bytes.
         start = len(self._spaced.encode()[: node.col_offset].decode())
         return self._error(
             f"expected {expected}", start + self._indent, found=ast.get_source_segment(self._spaced, node)
         )
 
     def _error(self, what: str, start: int, *, found: str | None = None) -> UsageError:
-        """What is wrong at a character, and what is written there instead."""
+        """The error at a position, with the text found there."""
         found = found or re.split(r"(?<=\w)\b|\s", self._text[start:], maxsplit=1)[0]
         shown = repr(found[:_MAX_FOUND]) if found else "the end"
         hint = next((f" (write {word})" for written, word in _MENDED.items() if re.search(written, self._bare)), "")
