@@ -1,1 +1,1 @@
-"""Where a run can lie: a local directory, an object store, or any file system of fsspec."""
+"""The stores of runs: a local directory, an object store, or any file system of fsspec."""

@@ -1,8 +1,8 @@
-"""The protocol of a place that holds a run, the deadlines of requests to it, and the memory that they may take.
+"""The protocol of a store, the deadlines of its requests, and the memory that they may take.
 
-`Backend` is the whole of it: a few verbs over keys. Its implementations are a local directory (`local.py`), and S3 and
-any other file system of fsspec (`remote.py`); everything above uses only this protocol. `open_backend` (`urls.py`)
-gives one that tries again what may succeed later.
+`Backend` is a protocol of a few operations on keys. It is implemented by a local directory (`local.py`), and by S3 and
+any other file system of fsspec (`remote.py`). All other code uses the protocol only. `open_backend` (`urls.py`) returns
+a backend that retries transient errors.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 
 def available_nbytes(*, root: Path = Path("/")) -> int:
-    """Bytes of memory that can still be taken, on the machine and in each memory cgroup that holds this process.
+    """The memory that is available on the machine and in each memory cgroup of this process, in bytes.
 
-    Page cache that the kernel can drop (`inactive_file`) counts as available. `root` is where `/proc` and `/sys` are.
+    Page cache that the kernel can drop (`inactive_file`) counts as available. `root` is the parent of `/proc` and
+    `/sys`.
     """
     amounts = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     lines = _read(root / "proc/meminfo").splitlines()
@@ -61,7 +62,7 @@ _VERSION_1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "tot
 
 @functools.cache
 def _memory_cgroups(root: Path) -> list[tuple[Path, _CgroupFiles]]:
-    """The cgroups that limit this process, the innermost first: its own and those around it."""
+    """The cgroups that limit this process, from its own to the outermost one."""
     found = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -71,17 +72,17 @@ def _memory_cgroups(root: Path) -> list[tuple[Path, _CgroupFiles]]:
             top, names = root / "sys/fs/cgroup/memory", _VERSION_1
         else:
             continue
-        # A container that sees only its own part of the tree has its limits at the top, whatever the path says.
+        # A container that sees only its own part of the tree has its limits at the root, whatever the path.
         inner = PurePosixPath(path.removeprefix("/"))
         found += [(top / part, names) for part in (inner, *inner.parents) if ".." not in part.parts]
     return found
 
 
 def expect_memory(nbytes: int, *, place: str) -> None:
-    """Make sure, before it is taken, that there is memory for so many bytes of what lies at a place.
+    """Check that there is memory for an object before it is read; `place` is its URL.
 
     Raises:
-        ObjectTooLargeError: there is not.
+        ObjectTooLargeError: there is not enough memory.
     """
     left = available_nbytes()
     if nbytes > left:
@@ -92,11 +93,11 @@ def expect_memory(nbytes: int, *, place: str) -> None:
 
 
 BUDGET_NBYTES = 256 << 20
-"""Bytes of objects held in memory at once; one that is larger is held alone."""
+"""The default budget for objects in memory, in bytes."""
 
 
 class MemoryBudget:
-    """Bytes that several threads may hold together; one that needs more than all of them holds them alone."""
+    """A number of bytes that several threads share. A thread that needs more than the budget waits to be alone."""
 
     def __init__(self, nbytes: int = BUDGET_NBYTES) -> None:
         self._nbytes = nbytes
@@ -105,7 +106,7 @@ class MemoryBudget:
 
     @contextmanager
     def taken(self, nbytes: int) -> Iterator[None]:
-        """Hold so many bytes; waits for others to give theirs back."""
+        """Take some bytes of the budget, after waiting until they are available."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_taken or self._num_taken + nbytes <= self._nbytes)
             self._num_taken += nbytes
@@ -120,12 +121,12 @@ class MemoryBudget:
 def _read(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # not on this system; the machine's count stands
+    except OSError:  # not on this system
         return ""
 
 
 def nbytes_text(nbytes: float) -> str:
-    """A size for people, in units of 1,000 bytes: `1.5 MB`."""
+    """A size as text in decimal units, such as `1.5 MB`."""
     size = float(nbytes)
     for unit in ("B", "kB", "MB", "GB"):
         if abs(size) < 1000:  # noqa: PLR2004  (decimal units)
@@ -138,106 +139,105 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 Buffer: TypeAlias = "bytes | memoryview | np.ndarray[Any, Any]"
-"""Bytes to write; an array is contiguous."""
+"""Bytes to write. An array must be contiguous."""
 
 
 def byte_view(part: Buffer) -> memoryview:
-    """The bytes of a part, without copying them."""
+    """The bytes of a part, without a copy."""
     view: memoryview = memoryview(part)  # type: ignore[arg-type]  # numpy's arrays are buffers; their stubs say 3.12+
     return view.cast("B")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """What a listing tells of an object, or of debris: a partial file, an upload that nobody completed."""
+    """An object in a listing, or a leftover: a partial file or an unfinished upload."""
 
     key: str
-    """Relative to the prefix that was listed; of debris it names it to `remove_debris`, and holds the key to write."""
+    """Key relative to the listed prefix. For a leftover, a name for `remove_debris` that contains the intended key."""
     nbytes: int
-    """Its size; of debris 0 where the store does not say."""
+    """Size in bytes; 0 for a leftover whose size the store does not give."""
     modified: float
-    """When it was written by the store's clock, in seconds since the epoch; 0.0 where the store does not say."""
+    """Time of the write by the store's clock, in seconds since the epoch; 0.0 if the store does not give it."""
 
 
 class Backend(Protocol):
-    """A place that holds a run, addressed by keys relative to the run's root.
+    """The store of a run, addressed by keys relative to the run's root.
 
-    Every verb, and so every function that is given a backend, raises a `StorageError`, with the place and the way out
-    in its text, when the place cannot be reached, read or written: `UnreachableError` where trying again may help,
-    otherwise one that names why.
+    Every method, and every function that takes a backend, raises a `StorageError` with the URL and advice if the store
+    cannot be reached, read or written: `UnreachableError` if a retry may help, otherwise one that names the reason.
     Safe for several threads, and in a forked child.
     """
 
     url: str
-    """Where the run is, without credentials."""
+    """URL of the run, without credentials."""
     is_shared: bool
-    """Whether other processes see what is written; without it a run can be read, but not be recorded into."""
+    """Whether other processes see written objects. Otherwise, runs can be read but not recorded."""
 
     def put(self, key: str, parts: Iterable[Buffer]) -> None:
-        """Write an object of the joined parts. Atomic: readers see the whole of it or what was there before.
+        """Write an object from parts. Atomic: readers see the whole object or the previous one.
 
-        Parts may be made while they are written; each try asks for them anew.
+        Parts may be created while they are written. Each retry iterates them again.
         """
         ...
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write an object if there is none, atomically; False if there was another one."""
+        """Write an object if it does not exist, atomically; False if it exists."""
         ...
 
     def get(self, key: str, *, max_nbytes: int | None = None) -> bytes | None:
-        """The bytes of an object; None where there is none.
+        """The bytes of an object; None if it does not exist.
 
         Raises:
-            ObjectTooLargeError: it is larger than `max_nbytes`; no more than that was held in memory.
+            ObjectTooLargeError: it is larger than `max_nbytes`. No more than that is read into memory.
         """
         ...
 
     def get_range(self, key: str, start: int, nbytes: int) -> bytes | None:
-        """Some bytes of an object, clipped to what it has; a negative `start` counts from its end.
+        """Some bytes of an object, clipped to its size; None if it does not exist.
 
-        None where there is no object.
+        A negative `start` counts from the end.
         """
         ...
 
     def size(self, key: str) -> int | None:
-        """The bytes that an object has; None where there is none."""
+        """The size of an object, in bytes; None if it does not exist."""
         ...
 
     def exists(self, key: str) -> bool:
-        """Whether there is an object."""
+        """Whether an object exists."""
         return self.size(key) is not None
 
     def list_keys(self, prefix: str) -> list[str]:
-        """The keys of all objects below a prefix, relative to it, sorted; none where nothing is there."""
+        """The keys of all objects below a prefix, relative to it, sorted; empty if there are none."""
         return [info.key for info in self.list_objects(prefix)]
 
     def list_objects(self, prefix: str) -> list[ObjectInfo]:
-        """All objects below a prefix with size and time, sorted by key; none where nothing is there."""
+        """All objects below a prefix with size and time, sorted by key; empty if there are none."""
         ...
 
     def list_names(self, prefix: str) -> list[str]:
-        """The first segments of all keys below a prefix, sorted; none where nothing is there."""
+        """The first segments of all keys below a prefix, sorted; empty if there are none."""
         ...
 
     def delete(self, prefix: str) -> None:
-        """Remove an object, or every object below a prefix; nothing happens where none is."""
+        """Delete an object, or every object below a prefix, if there are any."""
         folder = f"{prefix}/" if prefix else ""
         self.delete_keys([*([prefix] if prefix else []), *(folder + key for key in self.list_keys(prefix))])
 
     def delete_keys(self, keys: Sequence[str]) -> None:
-        """Remove many objects at once; those that are not there are passed over."""
+        """Delete many objects. Those that do not exist are ignored."""
         ...
 
     def list_debris(self) -> list[ObjectInfo]:
-        """What writers left unfinished, sorted by key; a writer that still works at it is not told apart."""
+        """Unfinished writes, sorted by key. Those of running writers are included."""
         return []
 
     def remove_debris(self, debris: Sequence[ObjectInfo]) -> None:
-        """Remove what `list_debris` found; what is gone already is passed over."""
+        """Delete results of `list_debris`. Those that no longer exist are ignored."""
         assert not debris, "none was listed"
 
     def flush(self) -> None:
-        """Make everything that was written survive a loss of power; object stores answer a PUT when it does."""
+        """Make all writes survive a loss of power. Object stores do this before they answer a PUT."""
         return  # not abstract
 
 
@@ -251,10 +251,10 @@ def _forwarded(verb: Callable[Concatenate[Any, Params], Result]) -> Callable[Con
 
 
 class ForwardingBackend(Backend):
-    """A backend over another one: what is not said otherwise goes through `forward`."""
+    """A backend on top of another one, to which all methods are forwarded by `forward`."""
 
     def forward(self, work: Callable[[Any], Result]) -> Result:
-        """What `work` makes of the backend below."""
+        """The result of `work` on the wrapped backend."""
         raise NotImplementedError
 
     put = _forwarded(Backend.put)
@@ -274,14 +274,14 @@ class ForwardingBackend(Backend):
 
 
 def range_within(size: int, start: int, nbytes: int) -> tuple[int, int]:
-    """Where a range that may count from the end begins and stops in an object of `size` bytes."""
+    """The start and stop of a range, which may count from the end, in an object of `size` bytes."""
     begin = max(size + start, 0) if start < 0 else min(start, size)
     stop = min(begin + nbytes, size)
     return begin, stop
 
 
 def too_large(place: str, max_nbytes: int) -> ObjectTooLargeError:
-    """The error for an object that is larger than what it is read as may be."""
+    """The error for an object that is larger than the limit for its kind."""
     return ObjectTooLargeError(
         f"{printable(place)} is larger than {max_nbytes:,} bytes, the most that is read of it here: it was not written "
         f"by ranktape, is damaged, or has to be read on a larger machine"
@@ -289,7 +289,7 @@ def too_large(place: str, max_nbytes: int) -> ObjectTooLargeError:
 
 
 def is_text(name: str) -> bool:
-    """Whether a name is text; what the operating system knows as bytes that are none comes with lone surrogates."""
+    """Whether a name is valid text. Python represents other file names with lone surrogates."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -298,10 +298,10 @@ def is_text(name: str) -> bool:
 
 
 def refuse_escape(url: str, key: str) -> None:
-    """Raise for a key that could name something outside the run, or that no store can hold.
+    """Refuse a key that could name an object outside the run, or that stores do not allow.
 
     Raises:
-        StorageError: it is absolute, goes upwards, holds a NUL, or is no text.
+        StorageError: the key is absolute, contains `..` or NUL, or is not valid text.
     """
     is_out = key.startswith("/") or "\0" in key or ".." in key.split("/")
     if is_out or not is_text(key):
@@ -312,19 +312,19 @@ def refuse_escape(url: str, key: str) -> None:
 
 
 def without_credentials(url: str) -> str:
-    """The URL without a user name, password or query, fit to be shown and stored."""
+    """The URL without user name, password and query, to be shown and stored."""
     protocol, separator, rest = url.partition("://")
     rest = rest.partition("?")[0].partition("#")[0]
     host, slash, path = rest.partition("/")
     _, colon, port = host.partition(":")
     if colon and "@" not in host and "@" in path and not port.isdigit():
-        # A password with a slash in it: what looks like the path goes on with it.
+        # The password contains a slash, so that it continues in what looks like the path.
         host, slash, path = rest.rpartition("@")[2].partition("/")
     return f"{protocol.lower()}{separator}{host.rpartition('@')[2]}{slash}{path}"
 
 
 class RangeFile(io.RawIOBase):
-    """Bytes that lie elsewhere, as a file: `fill` writes those from a position on into a buffer, and says how many."""
+    """A file over bytes in a store. `fill` writes those from a position into a buffer and returns their number."""
 
     def __init__(self, nbytes: int, fill: Callable[[int, memoryview], int]) -> None:
         self._nbytes = nbytes
@@ -332,11 +332,11 @@ class RangeFile(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
-        """It is."""
+        """True."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """True."""
         return True
 
     def tell(self) -> int:
@@ -344,13 +344,13 @@ class RangeFile(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a position."""
+        """Set the position."""
         origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
         self._position = max(0, origin + offset)
         return self._position
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
-        """Fill a buffer, as far as there are bytes."""
+        """Fill a buffer with the next bytes, and return their number."""
         target = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._position)]
         done = self._fill(self._position, target) if target.nbytes else 0
         self._position += done
@@ -358,21 +358,21 @@ class RangeFile(io.RawIOBase):
 
 
 REQUEST_SECONDS = 30.0
-"""What a request may take when nobody said anything."""
+"""The default timeout of a request, in seconds."""
 
 _SHORTEST_SECONDS = 0.05
-"""A request that is begun at the deadline still gets a moment, so that it fails by its own words."""
+"""The shortest timeout of a request, in seconds, so that a request at the deadline fails with its own error."""
 
 
 class Deadline:
-    """By when the requests of a call must end."""
+    """The time by which the requests of a call must end."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self.restart()
 
     def restart(self) -> None:
-        """Count from now."""
+        """Start the time again."""
         self.until = time.monotonic() + self._seconds
 
 
@@ -381,7 +381,7 @@ _current: ContextVar[Deadline | None] = ContextVar("ranktape_deadline", default=
 
 @contextlib.contextmanager
 def ended_by(deadline: Deadline) -> Iterator[None]:
-    """Requests that this thread makes in the block end by the deadline."""
+    """A context in which the requests of this thread end by a deadline."""
     token = _current.set(deadline)
     try:
         yield
@@ -390,13 +390,13 @@ def ended_by(deadline: Deadline) -> Iterator[None]:
 
 
 def seconds_left() -> float:
-    """How long a request that begins now may take; never 0."""
+    """The timeout of a request that starts now, in seconds; never 0."""
     deadline = _current.get()
     return REQUEST_SECONDS if deadline is None else max(deadline.until - time.monotonic(), _SHORTEST_SECONDS)
 
 
 def answered() -> None:
-    """One of the many requests of a call was answered: the next has the whole time again."""
+    """Note that one of several requests of a call was answered, so that the next one has the full time."""
     deadline = _current.get()
     if deadline is not None:
         deadline.restart()

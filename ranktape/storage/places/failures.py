@@ -1,7 +1,7 @@
-"""Translates the errors of file systems and clients into ours, without the secrets in them.
+"""Translates errors of file systems and clients into `StorageError`s, and removes secrets from them.
 
-Clients say the same thing in many ways: errno, a class, an HTTP status, a code in an XML document. They also repeat
-what they were given: keys, tokens, signed queries. `store_error` knows both.
+Clients report an error by errno, class, HTTP status, or code in an XML document. Their messages may contain keys,
+tokens and signed queries. `store_error` handles both.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 from ranktape.errors import AccessDeniedError, NoBucketError, NoSpaceError, StorageError, UnreachableError
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
-"""What a file system answers that has no room."""
+"""The errors of a full file system."""
 
 REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
-"""What one answers that lets nobody write there."""
+"""The errors of a file system that denies access."""
 
 _PASSING = {
     getattr(errno, name)
     for name in (
-        # A file or a directory that another client replaced, a disk or a server that is away for a moment: what NFS
-        # and Lustre answer while they recover.
+        # Replaced files, and disks and servers that are temporarily unavailable: errors of NFS and Lustre while they
+        # recover.
         *("ESTALE", "EIO", "ENOTCONN", "ESHUTDOWN", "EREMOTEIO", "ENOLCK"),
         *("ETIMEDOUT", "ECONNREFUSED", "ECONNRESET", "ECONNABORTED", "EHOSTUNREACH", "EHOSTDOWN", "ENETUNREACH"),
         *("ENETDOWN", "EPIPE", "EAGAIN", "EBUSY", "EINTR"),
@@ -35,7 +35,7 @@ _FULL_CODES = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "NoS
 _PASSING_CODES = {
     *("SlowDown", "RequestTimeout", "ServiceUnavailable", "InternalError", "Throttling", "ThrottlingException"),
     *("TooManyRequests", "RequestLimitExceeded", "BandwidthLimitExceeded", "OperationAborted"),
-    # A request that waited too long in a queue of ours is signed again when it is tried again.
+    # A request that waited too long in our queue is signed again on a retry.
     *("RequestTimeTooSkewed", "ConditionalRequestConflict"),
 }
 _NO_BUCKET_CODES = {"NoSuchBucket", "ContainerNotFound"}
@@ -53,7 +53,7 @@ _PASSING_CLASSES = {
 }
 _LASTING_CLASSES = {"SSLError", "SSLCertVerificationError", "ProxyConnectionError", "ClientConnectorCertificateError"}
 _NO_ANSWER_CLASS = "HttpProcessingError"
-"""What aiohttp calls an answer that it cannot read, a cut one too; the status in it, 400, no server has given."""
+"""aiohttp's error for an unreadable or truncated answer. Its status 400 does not come from the server."""
 
 _HTTP_ERROR = 400
 _HTTP_REFUSED = {401, 403}
@@ -63,12 +63,12 @@ _HTTP_SERVER_ERROR = 500
 _HTTP_NOT_IMPLEMENTED = 501
 
 _MAX_DETAIL = 300
-"""Characters of a client's own words; some clients repeat whole documents."""
+"""The number of characters of a client's message that are shown. Some clients repeat whole documents."""
 
 _SECRET_NAME = re.compile(r"key|secret|token|passw|sas|credential|connection_string|signature|auth", re.IGNORECASE)
 _SECRET_VARIABLE = re.compile(r"(AWS|AZURE|GOOGLE|GCP|GCS|FSSPEC)_.*(SECRET|TOKEN|PASSW|KEY|SAS|CONNECTION_STRING).*")
 _SHORT_SECRET = 8
-"""Shorter values are taken out only where they stand as a word: else a key `a` would take all letters a away."""
+"""The length below which a secret is removed only as a whole word: a key `a` must not remove every letter a."""
 
 _SIGNED = [
     (re.compile(r"(://)[^/@\s'\"]*@"), r"\1***@"),
@@ -89,26 +89,26 @@ _SIGNED = [
 
 
 def printable(text: str) -> str:
-    """The text with escapes for what a terminal would take as commands; a run may come from a stranger."""
+    """The text with control characters escaped, because names in a run are not trusted."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 class Redactor:
-    """Takes secrets out of text: those of the storage options and of the environment, and what looks like one."""
+    """Removes secrets from text: those of the storage options and the environment, and what looks like a signature."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
         values = {value for value in _secret_values(storage_options, is_secret=False) if value}
         values |= {value for name, value in os.environ.items() if value and _SECRET_VARIABLE.search(name)}
         userinfo = url.partition("://")[2].partition("/")[0].rpartition("@")[0]
         values |= {part for part in (userinfo, *userinfo.split(":")) if part}
-        # The longest first: one secret may be a part of another.
+        # The longest first, because one secret may be a part of another.
         patterns = [_pattern(value) for value in sorted(values, key=len, reverse=True)]
         self._values = re.compile("|".join(patterns)) if patterns else None
 
     def __call__(self, text: str) -> str:
-        """The text with `***` for each secret."""
+        """The text with each secret replaced by `***`."""
         for pattern, replacement in _SIGNED:
             text = pattern.sub(replacement, text)
         return self._values.sub("***", text) if self._values else text
@@ -131,7 +131,7 @@ def _pattern(value: str) -> str:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and what it came from, the latest first."""
+    """An error and its causes, the latest first."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -141,7 +141,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def store_error(error: BaseException, *, verb: str, place: str, redact: Redactor) -> StorageError:
-    """The error to raise for one of a client."""
+    """The error to raise for an error of a client."""
     kind, way_out = _kind(error)
     detail = redact(" ".join(_text(error).split()))
     if len(detail) > _MAX_DETAIL:
@@ -158,7 +158,7 @@ def _text(error: BaseException) -> str:
 
 
 def _kind(error: BaseException) -> tuple[type[StorageError], str]:
-    """The class of our error, and the way out."""
+    """The class of our error, and the advice in its message."""
     status, code = answer_of(error)
     is_answer = status is not None or bool(code)
     status = status or 0
@@ -196,7 +196,7 @@ def _kind(error: BaseException) -> tuple[type[StorageError], str]:
 
 
 def answer_of(error: BaseException) -> tuple[int | None, str]:
-    """The HTTP status and the server's code, where an error or what it came from carries them or tells them."""
+    """The HTTP status and the server's code of an error or its causes; None and empty if there are none."""
     for link in chain(error):
         if any(kind.__name__ == _NO_ANSWER_CLASS for kind in type(link).__mro__):
             continue
@@ -212,7 +212,7 @@ def answer_of(error: BaseException) -> tuple[int | None, str]:
 
 
 def local_error(error: OSError, *, verb: str, place: str) -> StorageError:
-    """The error to raise for one of the operating system."""
+    """The error to raise for an error of the operating system."""
     kind, _ = _kind(error)
     way_out = {
         UnreachableError: "check the disk or the file server, then try again, or choose another URL",

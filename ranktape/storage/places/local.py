@@ -1,16 +1,15 @@
-"""Keeps a run in a local directory.
+"""A store in a local directory.
 
-Objects are files. A file is written under another name beside its place and renamed, so that nobody sees
-half of it; `os.link` creates it only if it is not there. No event loop is involved, so writing works until the last
-line of a process. NFS and Lustre answer some requests twice or with `ESTALE`:
-a rename that was done counts as done whatever was answered, and `RetryingBackend` tries the others again.
+Objects are files. A file is written under a temporary name in its directory and renamed, so that readers never see a
+part of it; `os.link` creates it only if it does not exist. No event loop is involved, so that writing works until the
+end of a process. NFS and Lustre answer some requests twice or with `ESTALE`: a rename that took place is a success
+whatever the answer, and `RetryingBackend` retries other requests.
 
-Only plain files are objects: links to files are not followed, links to folders are not listed, nothing is deleted
-through one, and pipes and devices are not read, for they never end.
+Only regular files are objects. Links to files are not followed, links to directories are not listed, nothing is deleted
+through a link, and pipes and devices, which may never end, are not read.
 
-Not in our hands: a hard-mounted NFS whose server is away holds the process inside the system call, beyond any deadline
-of ours; and a client may believe for as long as its attribute cache lasts (`acdirmax`, a minute) that a file of another
-host is not there yet.
+Two cases are beyond control: a hard-mounted NFS without its server blocks the process in the system call, beyond any
+deadline; and a client may not see a new file of another host until its attribute cache expires (`acdirmax`, a minute).
 """
 
 from __future__ import annotations
@@ -44,34 +43,34 @@ from ranktape.storage.places.backend import (
 from ranktape.storage.places.failures import local_error, printable
 
 PARTIAL_SUFFIX = ".partial"
-"""Ends the names of files that are being written; a crash can leave them behind, and readers pass them over."""
+"""The suffix of files that are being written. A crash can leave them behind; readers ignore them."""
 
 _FOLDER_TRIES = 10
-"""How often a folder is made for a file before its absence is an error."""
+"""The number of attempts to create the directory of a file."""
 
 _MAX_UNFLUSHED = 1 << 16
-"""More files than this are not remembered: everything is flushed. A capture writes fewer in an iteration."""
+"""The number of unflushed files above which whole file systems are flushed. An iteration writes fewer files."""
 
 _FLUSH_THREADS = 8
-"""Files flushed at once: a journal takes them together."""
+"""The number of files that are flushed concurrently, so that the journal combines them."""
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
-"""What a file system answers that has no hard links."""
+"""The errors of a file system without hard links."""
 
 _NO_RENAMES = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
-"""What one answers that cannot rename without replacing."""
+"""The errors of a file system that cannot rename without replacing."""
 
 _MAX_PARTS = 1024
-"""Buffers in one `writev`: IOV_MAX on Linux."""
+"""The largest number of buffers of one `writev`: IOV_MAX on Linux."""
 
 _TOGETHER_NBYTES = 1 << 19
-"""Parts are written together up to this size."""
+"""The size up to which parts are written together, in bytes."""
 
 _EARLY_NBYTES = 1 << 20
-"""From this size on files go to the disk while others are written."""
+"""The size from which the flush of a file starts right after its write, in bytes."""
 
 _REMOVALS = 30
-"""Tries to remove a directory before its writers count as unstoppable."""
+"""The number of attempts to delete a directory into which others still write."""
 
 _REMOVAL_SECONDS = 0.1
 
@@ -81,20 +80,20 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 class LocalBackend(Backend):
-    """A run in a directory; the `Backend` over plain files."""
+    """The `Backend` over the files of a directory."""
 
     def __init__(self, path: str) -> None:
-        """A `~` at the beginning is the home directory.
+        """Use a directory. A leading `~` is the home directory.
 
         Raises:
-            UsageError: no directory can have such a path.
+            UsageError: no directory can have the path.
         """
         self.url = _absolute(path)
         self.is_shared = True
         self._root = Path(self.url)
         self._folder = self.url.rstrip("/") + "/"
         self._serial = itertools.count()
-        # Without a lock: a forked process could inherit it locked.
+        # Without a lock, because a forked process could inherit it in the locked state.
         self._unflushed: deque[str] = deque()
         self._flushing: dict[int, threading.RLock] = {}
 
@@ -102,20 +101,20 @@ class LocalBackend(Backend):
         return LocalBackend, (self.url,)
 
     def put(self, key: str, parts: Iterable[Buffer]) -> None:
-        """Write a file of the joined parts, atomically."""
+        """Write a file from parts, atomically."""
         path = self._path(key)
         with self._translated("write", key), self._partial(path, parts) as (partial, inode):
             try:
                 os.rename(partial, path)  # noqa: PTH104  # making a `Path` takes longer than the renaming
             except OSError:
-                # A file server that lost its answer is asked again, and says that there is nothing to rename.
+                # If the answer of a file server was lost, the repeated request finds nothing to rename.
                 status = _status_of(path)
                 if status is None or status.st_ino != inode:
                     raise
                 Path(partial).unlink(missing_ok=True)
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write a file if there is none, atomically; False if there was one."""
+        """Write a file if it does not exist, atomically; False if it exists."""
         path = self._path(key)
         with self._translated("write", key), self._partial(path, [data]) as (partial, _):
             try:
@@ -131,7 +130,7 @@ class LocalBackend(Backend):
             return True
 
     def get(self, key: str, *, max_nbytes: int | None = None) -> bytes | None:
-        """The bytes of a file; None where there is none."""
+        """The bytes of a file; None if it does not exist."""
 
         def whole(size: int) -> tuple[int, int]:
             if max_nbytes is not None and size > max_nbytes:
@@ -141,11 +140,11 @@ class LocalBackend(Backend):
         return self._read(key, whole)
 
     def get_range(self, key: str, start: int, nbytes: int) -> bytes | None:
-        """Some bytes of a file, clipped to what it has; None where there is none."""
+        """Some bytes of a file, clipped to its size; None if it does not exist."""
         return self._read(key, lambda size: range_within(size, start, nbytes))
 
     def size(self, key: str) -> int | None:
-        """The bytes that a file has; None where there is none."""
+        """The size of a file, in bytes; None if it does not exist."""
         with self._translated("read", key):
             status = _status_of(self._path(key))
             return status.st_size if status else None
@@ -167,9 +166,9 @@ class LocalBackend(Backend):
             return sorted(name for name in names if is_text(name) and not name.endswith(PARTIAL_SUFFIX))
 
     def delete(self, prefix: str) -> None:
-        """Remove a directory with everything in it, or the contents of the root."""
+        """Delete a directory with its contents, or the contents of the root."""
         with self._translated("delete", prefix):
-            # The root itself stays: it may be a mount, or a directory that the user made with care.
+            # The root itself remains, because it may be a mount or a directory with special permissions.
             paths = [self._within(prefix)] if prefix else [self._root / name for name in _names(self._root)]
             for path in paths:
                 if path.is_dir() and not path.is_symlink():
@@ -178,29 +177,29 @@ class LocalBackend(Backend):
                     path.unlink(missing_ok=True)
 
     def delete_keys(self, keys: Sequence[str]) -> None:
-        """Remove many files, and the directories that nothing is left in."""
+        """Delete many files, and directories that become empty."""
         for key in keys:
             with self._translated("delete", key):
                 self._unlink(self._within(key))
 
     def list_debris(self) -> list[ObjectInfo]:
-        """Partial files, of crashed writers and of those still at it."""
+        """Partial files, including those of running writers."""
         with self._translated("list", ""):
             return list(self._list("", are_partial=True))
 
     def remove_debris(self, debris: Sequence[ObjectInfo]) -> None:
-        """Remove partial files, and the directories that nothing is left in."""
+        """Delete partial files, and directories that become empty."""
         self.delete_keys([one.key for one in debris if one.key.endswith(PARTIAL_SUFFIX)])
 
     def flush(self) -> None:
-        """Flush the files that this backend has written since the last time, and their directories, to the disk.
+        """Flush the files that this backend has written since the last flush, and their directories, to the disk.
 
-        Not whole file systems, unless the files are very many: that would wait for whatever others have written.
+        Whole file systems, which may have much data of others, are flushed only if there are very many files.
         """
-        # What another thread is flushing must be on the disk, too. Each process has a lock of its own.
+        # Files that another thread is flushing must also be on the disk. Each process has its own lock.
         with self._flushing.setdefault(os.getpid(), threading.RLock()):
             are_all_known, paths = len(self._unflushed) <= _MAX_UNFLUSHED, set[str]()
-            with contextlib.suppress(IndexError):  # until it is empty
+            with contextlib.suppress(IndexError):  # the deque is empty
                 while True:
                     paths.add(self._unflushed.popleft())
             try:
@@ -214,7 +213,7 @@ class LocalBackend(Backend):
                 raise
 
     def _folders_of(self, paths: Iterable[str]) -> set[str]:
-        """The directories that files lie in, up to the one that holds the run."""
+        """The directories of files, up to the parent of the run."""
         folders = {str(self._root.parent)}
         for path in paths:
             folder = path
@@ -223,19 +222,19 @@ class LocalBackend(Backend):
         return folders
 
     def _path(self, key: str) -> str:
-        """Where a key lies; keys come from what others have stored, too, and must not lead out of the run."""
+        """The path of a key. Keys may come from documents, which are not trusted, and must not lead out of the run."""
         refuse_escape(self.url, key)
         return self._folder + key
 
     def _within(self, key: str) -> Path:
-        """The same of what is to be deleted: nothing is, through a link that leads out of the run."""
+        """The path of a key to delete. Nothing is deleted through a link that leads out of the run."""
         path = Path(self._path(key))
         if not path.parent.resolve().is_relative_to(self._root.resolve()):
             raise _not_plain(str(path.parent), stat.S_IFLNK)
         return path
 
     def _read(self, key: str, choose: Callable[[int], tuple[int, int]]) -> bytes | None:
-        """The part of a plain file that is chosen by its size."""
+        """The range of a regular file that `choose` gives for its size."""
         with self._translated("read", key):
             try:
                 descriptor = _open_plain(self._path(key))
@@ -247,9 +246,9 @@ class LocalBackend(Backend):
                 os.close(descriptor)
 
     def _files(self, prefix: str) -> Iterator[str]:
-        """The paths of all plain files below a directory, relative to it, partial ones too.
+        """The paths of all regular files below a directory, relative to it, including partial ones.
 
-        Names that are no text are no keys, and links are not followed.
+        Names that are not valid text are not keys. Links are not followed.
         """
         top = Path(self._path(prefix))
         folders = [""]
@@ -264,7 +263,7 @@ class LocalBackend(Backend):
             yield from (f"{folder}{entry.name}" for entry in found if entry.is_file(follow_symlinks=False))
 
     def _list(self, prefix: str, *, are_partial: bool) -> Iterator[ObjectInfo]:
-        """The files below a directory that are partial, or are not, sorted; those that went away are left out."""
+        """The files below a directory, either partial or complete ones, sorted. Deleted ones are omitted."""
         for path in sorted(self._files(prefix)):
             if path.endswith(PARTIAL_SUFFIX) is are_partial:
                 status = _status_of(self._root / prefix / path)
@@ -280,12 +279,12 @@ class LocalBackend(Backend):
             try:
                 folder.rmdir()
             except OSError:
-                return  # it still holds something, or is gone already
+                return  # it is not empty, or does not exist
 
     @contextlib.contextmanager
     def _partial(self, path: str, parts: Iterable[Buffer]) -> Iterator[tuple[str, int]]:
-        """A file of the joined parts beside a path, and its inode; gone if what follows fails."""
-        # The name's length must not grow with the last one of the path, which may be as long as names can be.
+        """A temporary file with the parts, in the directory of a path, and its inode; deleted if the block fails."""
+        # The length of the name must not depend on that of the file, which may be as long as names can be.
         name = f"{os.getpid()}-{threading.get_ident()}-{next(self._serial)}{PARTIAL_SUFFIX}"
         partial = f"{path.rpartition('/')[0]}/{name}"
         descriptor = _open_new(partial)
@@ -294,7 +293,7 @@ class LocalBackend(Backend):
                 _write_all(descriptor, parts)
                 status = os.fstat(descriptor)
                 if status.st_size >= _EARLY_NBYTES and hasattr(_library(), "sync_file_range"):
-                    # On its way to the disk before `flush` waits for it. Not every file system can: no failure.
+                    # Start writing to the disk before `flush` waits for it. Not every file system supports this.
                     whole = ctypes.c_int64(0), ctypes.c_int64(0)
                     _library().sync_file_range(descriptor, *whole, _SYNC_FILE_RANGE_WRITE)
             finally:
@@ -315,14 +314,14 @@ class LocalBackend(Backend):
 
 
 def _rename_new(source: str, target: str) -> bool:
-    """As `create`, where the file system has no hard links; Python's own rename replaces what is there."""
+    """Rename without replacing, for file systems without hard links. Python's own rename replaces."""
     number = errno.ENOSYS
     if hasattr(_library(), "renameat2"):
         names = os.fsencode(source), os.fsencode(target)
         if _library().renameat2(_AT_CWD, names[0], _AT_CWD, names[1], _RENAME_NOREPLACE) == 0:
             return True
         number = ctypes.get_errno()
-    # Where the answer was lost, and it was asked again, what was renamed is gone, and there.
+    # If the answer was lost and the request repeated, the source is gone and the target exists.
     if number == errno.EEXIST or (number == errno.ENOENT and Path(target).exists()):
         return False
     error = OSError(number, os.strerror(number))
@@ -335,19 +334,19 @@ def _rename_new(source: str, target: str) -> bool:
 
 
 def _absolute(path: str) -> str:
-    """The whole path of a directory; a `~` at the beginning is the home directory."""
+    """The absolute path of a directory. A leading `~` is the home directory."""
     try:
         full = str(Path(path).expanduser().absolute())
         os.fsencode(full)
         if "\0" in full:
             raise ValueError("it holds a NUL")
-    except (ValueError, RuntimeError, OSError) as error:  # no such text, no such user, no current directory
+    except (ValueError, RuntimeError, OSError) as error:  # NUL in the path, unknown user, no current directory
         raise UsageError(f"{path!r} cannot be the path of a directory ({error}): give another one") from error
     return full
 
 
 def _not_plain(place: str, mode: int) -> StorageError:
-    """The error for what is neither a file nor a directory, or a directory in the place of a file."""
+    """The error for a path that is not a regular file."""
     if stat.S_ISLNK(mode):
         return StorageError(
             f"{printable(place)} is a symbolic link, which is not followed inside of a run, since it can lead "
@@ -367,7 +366,7 @@ def _names(folder: str | Path) -> list[str]:
 
 
 def _status_of(path: str | Path) -> os.stat_result | None:
-    """What a plain file is; None where it is none, or went away meanwhile."""
+    """The status of a regular file; None if it does not exist or is not a regular file."""
     try:
         status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -376,9 +375,9 @@ def _status_of(path: str | Path) -> os.stat_result | None:
 
 
 def _open_plain(path: str) -> int:
-    """A descriptor to read a plain file with."""
+    """Open a regular file for reading."""
     try:
-        # Without O_NONBLOCK, to open a pipe is to wait for whoever writes into it.
+        # Without O_NONBLOCK, opening a pipe would wait for its writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -392,7 +391,7 @@ def _open_plain(path: str) -> int:
 
 
 def _read_all(descriptor: int, begin: int, stop: int) -> bytes:
-    """The bytes of a file from one place to another, fewer where it ends before."""
+    """The bytes of a file from `begin` to `stop`; fewer if the file is shorter."""
     parts = []
     while begin < stop:
         part = os.pread(descriptor, stop - begin, begin)
@@ -404,7 +403,7 @@ def _read_all(descriptor: int, begin: int, stop: int) -> bytes:
 
 
 def _remove_tree(path: Path) -> None:
-    """Remove a directory, in which a writer that has not noticed yet may still be making files."""
+    """Delete a directory in which a writer may still create files."""
     for _ in range(_REMOVALS - 1):
         try:
             shutil.rmtree(path)
@@ -418,7 +417,7 @@ def _remove_tree(path: Path) -> None:
 
 
 def _write_all(descriptor: int, parts: Iterable[Buffer]) -> None:
-    """Write all bytes of the parts, large ones as soon as they are made, small ones together."""
+    """Write all parts: large ones as soon as they are created, small ones together."""
     views: list[memoryview] = []
     nbytes = 0
     for view in map(byte_view, parts):
@@ -445,18 +444,18 @@ def _library() -> ctypes.CDLL:
 
 
 def _flush(paths: Collection[str], *, folders: Collection[str]) -> None:
-    """Bring files to the disk, several at once, and then the entries of their directories."""
+    """Flush files to the disk, several concurrently, and then their directories."""
     for places, work in ((paths, os.fdatasync), (folders, os.fsync)):
         flush = functools.partial(_flush_one, work=work)
         try:
             with ThreadPoolExecutor(_FLUSH_THREADS) as pool:
                 list(pool.map(flush, places))
-        except RuntimeError:  # no thread can be started in the last lines of a process
+        except RuntimeError:  # no thread can be started at the end of a process
             list(map(flush, places))
 
 
 def _flush_one(path: str, *, work: Callable[[int], object]) -> None:
-    """Flush a file that is still there, or the entries of a directory, where the file system knows how and we may."""
+    """Flush a file or a directory, if it still exists and the file system supports and permits it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -471,12 +470,12 @@ def _flush_one(path: str, *, work: Callable[[int], object]) -> None:
 
 
 def _open_new(path: str) -> int:
-    """A descriptor of a file that is made, with its folder where that is not there."""
+    """Create and open a file, and its directory if it does not exist."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     for _ in range(_FOLDER_TRIES):
         with contextlib.suppress(FileNotFoundError):
             return os.open(path, flags, 0o666)
-        # Who removes the last file of a folder removes the folder, perhaps between these two.
+        # Another process that deletes the last file of the directory may delete the directory between these two steps.
         with contextlib.suppress(FileNotFoundError, FileExistsError):
             os.makedirs(path.rpartition("/")[0], exist_ok=True)  # noqa: PTH103  # as above
     return os.open(path, flags, 0o666)
