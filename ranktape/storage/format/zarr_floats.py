@@ -1,10 +1,10 @@
-"""Teaches zarr the small floats: bfloat16 and the 8-, 6- and 4-bit ones.
+"""Zarr data types for small floats: bfloat16 and the 8-, 6- and 4-bit floats.
 
-One class of Zarr v3 data type for each row of `ranktape.storage.format.dtypes` that numpy knows only through
-ml_dtypes, under the name that tensorstore reads. Importing this module imports zarr and registers the types.
+There is a class for each row of `ranktape.storage.format.dtypes` whose numpy dtype is from ml_dtypes, with the name
+that tensorstore uses. Importing this module imports zarr and registers the types.
 
-Fill values in JSON follow Zarr v3: a number, "NaN", "Infinity", "-Infinity", or the bits as "0x7fc1". What
-tensorstore writes is read; what is written names every bit pattern, because a NaN has many.
+Fill values in JSON follow Zarr v3: a number, "NaN", "Infinity", "-Infinity", or the bits as "0x7fc1". Values written by
+tensorstore can be read. Written values preserve every bit pattern, because NaN has many.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self, overlo
 
 import numpy as np
 
-# First the whole of zarr: where another thread is in the middle of importing it, this waits for its end.
+# Import all of zarr first, which waits if another thread is importing it.
 import zarr
 import zarr.errors
 from zarr.core.dtype import common as zarr_common
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
     from zarr.core.common import JSON, ZarrFormat
     from zarr.core.dtype.wrapper import TBaseDType
 
-# It is in zarr.errors from zarr 3.3 on, and the old place then warns when it is asked.
+# From zarr 3.3 on it is in zarr.errors, and the old name warns.
 _NotThisTypeError: type[ValueError] = (
     getattr(zarr.errors, "DataTypeValidationError", None) or zarr_common.DataTypeValidationError
 )
 
 _CONSTANTS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""The values that Zarr v3 spells as strings."""
+"""The values that Zarr v3 writes as strings."""
 
 
 _WITHOUT_ZERO = "float8_e8m0fnu"
-"""The type of scales, whose values are powers of two and one NaN."""
+"""The type of scales. Its values are powers of two and one NaN."""
 
 
 class SmallFloat(ZDType[np.dtype[Any], Any], HasItemSize):
-    """A Zarr v3 data type over one of the floats of ml_dtypes."""
+    """A Zarr v3 data type for a float of ml_dtypes."""
 
     _zarr_v3_name: ClassVar[str]
     dtype_cls: ClassVar[Any]
 
     @classmethod
     def from_native_dtype(cls, dtype: TBaseDType) -> Self:
-        """The data type of arrays of that numpy dtype; zarr asks every class in turn."""
+        """The data type for a numpy dtype. zarr calls this on every class in turn."""
         if cls._check_native_dtype(dtype):
             return cls()
         raise _NotThisTypeError(f"numpy dtype {dtype} is not {cls._zarr_v3_name}")
@@ -76,7 +76,7 @@ class SmallFloat(ZDType[np.dtype[Any], Any], HasItemSize):
     def to_json(self, zarr_format: Literal[3]) -> DTypeSpec_V3: ...
 
     def to_json(self, zarr_format: ZarrFormat) -> DTypeSpec_V2 | DTypeSpec_V3:
-        """The name, as it stands in a `zarr.json`.
+        """The name in a `zarr.json`.
 
         Raises:
             UsageError: `zarr_format` is 2.
@@ -87,7 +87,7 @@ class SmallFloat(ZDType[np.dtype[Any], Any], HasItemSize):
 
     @property
     def item_size(self) -> int:
-        """Bytes of one element."""
+        """Size of one element, in bytes."""
         return self.to_native_dtype().itemsize
 
     def _check_scalar(self, data: object) -> bool:
@@ -98,15 +98,15 @@ class SmallFloat(ZDType[np.dtype[Any], Any], HasItemSize):
         return True
 
     def cast_scalar(self, data: object) -> Any:
-        """The nearest value of the type; also from the strings of Zarr v3.
+        """The nearest value of the type, from a number or a string of Zarr v3.
 
-        A NaN keeps its bits when it is of the type already. Zero becomes the code 0 in `float8_e8m0fnu`, which
-        has no zero, as in tensorstore; a number beyond the largest becomes it in the 6- and 4-bit floats.
+        A NaN of the type keeps its bits. As in tensorstore, zero becomes code 0 in `float8_e8m0fnu`, which has no zero.
+        The 6- and 4-bit floats saturate.
 
         Raises:
-            TypeError: not a number.
-            ValueError: a number without a neighbour in the type: an infinity or a NaN where it has none, a negative
-                one where it has no sign, one beyond its largest; or bits that do not fit.
+            TypeError: the argument is not a number.
+            ValueError: the type cannot represent it: an infinity, a NaN, a negative number or an overflow in a type
+                that lacks these, or bits that do not fit.
         """
         native = self.to_native_dtype()
         if isinstance(data, np.generic | np.ndarray) and data.dtype == native and data.ndim == 0:
@@ -139,7 +139,7 @@ class SmallFloat(ZDType[np.dtype[Any], Any], HasItemSize):
 
     @property
     def _num_bits(self) -> int:
-        # The 6- and 4-bit floats lie in the low bits of a byte; ml_dtypes does not say what the others would mean.
+        # The 6- and 4-bit floats use the low bits of a byte; the high bits are undefined.
         return int(self._zarr_v3_name.partition("_")[0].removeprefix("b").removeprefix("float"))
 
     def _refusal(self, data: object) -> str:
@@ -153,21 +153,21 @@ class SmallFloat(ZDType[np.dtype[Any], Any], HasItemSize):
         return np.zeros((), dtype=self.to_native_dtype())[()]
 
     def from_json_scalar(self, data: JSON, *, zarr_format: ZarrFormat) -> Any:  # noqa: ARG002 - zarr's signature
-        """A fill value as it was read from a `zarr.json`; refuses what `cast_scalar` refuses."""
+        """A fill value from a `zarr.json`, with the errors of `cast_scalar`."""
         return self.cast_scalar(data)
 
     def to_json_scalar(self, data: object, *, zarr_format: ZarrFormat) -> JSON:  # noqa: ARG002 - zarr's signature
-        """A fill value for a `zarr.json`, from which every bit comes back."""
+        """A fill value for a `zarr.json` that preserves every bit."""
         scalar = self.cast_scalar(data)
         bits = self._bits(scalar)
         number = float(scalar)
         for text, constant in _CONSTANTS.items():
-            # A NaN has many bits, and the string stands for one of them.
+            # The string "NaN" is only one of the bit patterns of NaN.
             if (number == constant or (math.isnan(number) and text == "NaN")) and self._bits(
                 self._nearest(constant)
             ) == bits:
                 return text
-        # tensorstore 0.1.86 takes numbers of this type for others 2**64 times as large.
+        # tensorstore 0.1.86 reads numbers of this type as 2**64 times too large.
         if math.isfinite(number) and self._zarr_v3_name != _WITHOUT_ZERO:
             return number
         return f"0x{bits:0{2 * self.item_size}x}"
@@ -176,13 +176,13 @@ class SmallFloat(ZDType[np.dtype[Any], Any], HasItemSize):
         return int.from_bytes(np.asarray(scalar).tobytes(), "little")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What dask sends to its workers: the classes are made from a table, so that pickle cannot import them."""
+        """Pickle by name, because the classes are created from a table and cannot be imported."""
         return data_type, (self._zarr_v3_name,)
 
 
 def _make(name: str) -> type[SmallFloat]:
     native = DTYPES[name].numpy_dtype
-    # The bytes codec writes its endianness only for types that have one.
+    # The bytes codec writes the endianness only for types that have one.
     bases = (SmallFloat, HasEndianness) if native.itemsize > 1 else (SmallFloat,)
     namespace = {
         "__doc__": f"Zarr v3's {name}.",
@@ -194,14 +194,14 @@ def _make(name: str) -> type[SmallFloat]:
 
 
 DATA_TYPES: dict[str, type[SmallFloat]] = {row.name: _make(row.name) for row in DTYPES.values() if row.is_ml_dtype}
-"""The classes by the name they have in a `zarr.json`."""
+"""The classes by their names in a `zarr.json`."""
 
 
 def register() -> None:
-    """Register the small floats with zarr, so that plain `zarr.open` reads them; doing it again changes nothing.
+    """Register the small floats with zarr, so that `zarr.open` can read them. Repeated calls have no effect.
 
-    A type that somebody else has registered under the same name, such as a later zarr, is kept. `open_run` calls this
-    where zarr has been imported, and readers that use zarr do, too; who uses zarr alone calls it once before.
+    A type that is already registered under the same name, by a later version of zarr for instance, is kept. `open_run`
+    calls this if zarr has been imported. If you open runs with zarr only, call it once before.
     """
     for name, its_type in DATA_TYPES.items():
         if name not in data_type_registry.contents:
@@ -212,5 +212,5 @@ register()
 
 
 def data_type(name: str) -> SmallFloat:
-    """The data type of that name, as zarr's functions take it."""
+    """The data type of that name, for zarr's functions."""
     return DATA_TYPES[name]()

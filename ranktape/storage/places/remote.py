@@ -1,13 +1,13 @@
-"""Keeps a run in any file system of fsspec, and in S3 through s3fs.
+"""Stores in any file system of fsspec, and in S3 through s3fs.
 
-In a file system, objects are its files: as atomic as it makes them. Reads never trust a cached listing, and every
-request ends by the caller's deadline where the file system has an event loop.
+In a file system, objects are files, and writes are as atomic as the file system makes them. Reads do not use cached
+listings. If the file system has an event loop, every request ends by the caller's deadline.
 
-In S3, `call_s3` of s3fs sends each request: one request for each verb, no HEAD before a GET. s3fs takes credentials
-from the storage options, the environment and AWS's files. A PUT is atomic; it is conditional (`If-None-Match: *`) where
-an object must not be replaced. Bodies are sent from the memory of the caller.
+In S3, `call_s3` of s3fs sends each request: one request for each method, without a HEAD before a GET. s3fs takes
+credentials from the storage options, the environment and AWS's files. A PUT is atomic, and conditional
+(`If-None-Match: *`) if an object must not be replaced. Bodies are sent from the memory of the caller.
 
-A forked process gets a file system of its own: connections do not survive a fork.
+A forked process gets its own file system, because connections do not survive a fork.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ Result = TypeVar("Result")
 _HTTP_RANGE_NOT_SATISFIABLE = 416
 
 _NO_OBJECT = {"", "NoSuchKey", "BlobNotFound"}
-"""Codes of an answer that says that an object is not there; any other, such as a missing bucket, is a failure."""
+"""The error codes for an object that does not exist. Any other, such as a missing bucket, is a failure."""
 
 
 class RemoteBackend(Backend):
-    """A run behind a URL; the `Backend` over fsspec.
+    """The `Backend` over a file system of fsspec.
 
-    Methods with an underscore make the requests, of whole paths, and raise what the client raises: `FileNotFoundError`
-    where an object is not there.
+    Methods with an underscore send requests with absolute paths and raise the errors of the client, such as
+    `FileNotFoundError` for an object that does not exist.
     """
 
     def __init__(self, url: str, *, storage_options: Mapping[str, Any]) -> None:
@@ -76,20 +76,20 @@ class RemoteBackend(Backend):
             )
 
     def put(self, key: str, parts: Iterable[Buffer]) -> None:
-        """Write an object of the joined parts."""
+        """Write an object from parts."""
         views = [view for view in (byte_view(part) for part in parts) if view.nbytes]
         try:
             self._call("write", key, lambda: self._put(self._path(key), views))
         finally:
-            # A request that timed out must not send what is written to this memory later.
+            # A request that timed out must not send what is later written to this memory.
             views.clear()
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write an object if there is none; False if there was one."""
+        """Write an object if it does not exist; False if it exists."""
         return self._call("write", key, lambda: self._create(self._path(key), data))
 
     def get(self, key: str, *, max_nbytes: int | None = None) -> bytes | None:
-        """The bytes of an object; None where there is none."""
+        """The bytes of an object; None if it does not exist."""
 
         def check(nbytes: int) -> None:
             if max_nbytes is not None and nbytes > max_nbytes:
@@ -98,7 +98,7 @@ class RemoteBackend(Backend):
         return self._call("read", key, lambda: _found(lambda: self._get(self._path(key), check)))
 
     def get_range(self, key: str, start: int, nbytes: int) -> bytes | None:
-        """Some bytes of an object, clipped to what it has; None where there is none."""
+        """Some bytes of an object, clipped to its size; None if it does not exist."""
         if nbytes <= 0:
             return b"" if self.exists(key) else None
 
@@ -113,13 +113,13 @@ class RemoteBackend(Backend):
         return self._call("read", key, lambda: _found(work))
 
     def size(self, key: str) -> int | None:
-        """The bytes that an object has; None where there is none."""
+        """The size of an object, in bytes; None if it does not exist."""
 
         def work() -> int | None:
             try:
                 return self._size(self._path(key))
             except FileNotFoundError:
-                # An answer without a body does not say what is missing; a listing says it of the bucket.
+                # An answer without a body does not tell whether the bucket is missing; a listing does.
                 next(iter(self._list(self._path(key))), None)
                 return None
 
@@ -148,11 +148,11 @@ class RemoteBackend(Backend):
         return self._call("list", prefix, lambda: _found(work)) or []
 
     def delete(self, prefix: str) -> None:
-        """Remove every object below a prefix."""
+        """Delete every object below a prefix."""
         self._call("delete", prefix, lambda: self._remove("rm", self._path(prefix), recursive=True))
 
     def delete_keys(self, keys: Sequence[str]) -> None:
-        """Remove many objects, as many in a request as the store takes."""
+        """Delete many objects, with as many in one request as the store allows."""
         if keys:
             self._call("delete", keys[0], lambda: self._delete([self._path(key) for key in keys]))
 
@@ -167,7 +167,7 @@ class RemoteBackend(Backend):
         return f"{self._root}{key}".rstrip("/")
 
     def _call(self, verb: str, key: str, work: Callable[[], Result]) -> Result:
-        """What `work` returns."""
+        """The result of `work`, with errors translated."""
         try:
             return work()
         except StorageError:
@@ -177,13 +177,13 @@ class RemoteBackend(Backend):
             failure = store_error(error, verb=verb, place=place, redact=self._redact)
             texts = (text for link in chain(error) for text in (str(link), repr(link.args)))
             cause = error if all(self._redact(text) == text for text in texts) else None
-        # Raised out here, a cause that repeats a secret is not even the context of what the user is shown.
+        # Raised outside the handler, so that a cause with a secret is not the context of the user's error.
         raise failure from cause
 
     def _put(self, path: str, views: list[memoryview]) -> None:
-        # The file system takes one piece of memory: the copies of all threads together are bounded.
+        # The file system needs one contiguous buffer. The copies of all threads share a budget.
         with self._copies.taken(sum(view.nbytes for view in views)):
-            answered()  # the time in which others held it is not the request's
+            answered()  # the wait for the budget does not count
             self._run("pipe_file", path, b"".join(views))
 
     def _create(self, path: str, data: bytes) -> bool:
@@ -194,7 +194,7 @@ class RemoteBackend(Backend):
         return True
 
     def _get(self, path: str, check: Callable[[int], None]) -> bytes:
-        """The bytes, once `check` has raised nothing for their number."""
+        """The bytes of an object, after `check` has accepted their number."""
         check(self._size(path) or 0)
         return bytes(self._run("cat_file", path))
 
@@ -214,13 +214,13 @@ class RemoteBackend(Backend):
         return int(info["size"]) if info["type"] == "file" else None
 
     def _list(self, path: str) -> Iterator[tuple[str, int, float]]:
-        """All paths below one, each with size and time."""
+        """All paths below a path, each with size and time."""
         self._file_system().invalidate_cache()
         for name, info in self._run("find", path, detail=True).items():
             yield str(name), int(info.get("size") or 0), _modified(info)
 
     def _list_level(self, path: str) -> list[str]:
-        """The objects and the folders right below a path."""
+        """The objects and directories directly below a path."""
         self._file_system().invalidate_cache()
         return [str(name) for name in self._run("ls", path, detail=False)]
 
@@ -233,10 +233,10 @@ class RemoteBackend(Backend):
             self._run(method, path, **options)
 
     def _run(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """What a method of the file system returns, waited for no longer than the caller's deadline."""
+        """The result of a method of the file system, which ends by the caller's deadline."""
         file_system = self._file_system()
         if isinstance(file_system, AsyncFileSystem):
-            # The names with an underscore are fsspec's documented interface for callers with an event loop.
+            # Methods with an underscore are fsspec's documented asynchronous interface.
             coroutine = getattr(file_system, f"_{method}")
             return sync(file_system.loop, coroutine, *arguments, timeout=seconds_left(), **options)
         return getattr(file_system, method)(*arguments, **options)
@@ -247,7 +247,7 @@ class RemoteBackend(Backend):
         return self._fs
 
     def _open(self) -> Exception | None:
-        """Make the file system; why it cannot be made, if so."""
+        """Create the file system, and return the error if this fails."""
         try:
             self._fs, root = url_to_fs(self._address, **self._options)
         except Exception as error:  # noqa: BLE001  # what a file system's constructor raises is its own affair
@@ -257,12 +257,12 @@ class RemoteBackend(Backend):
         return None
 
     def _set_root(self, root: str) -> None:
-        """`root` is what all paths begin with; it ends with a slash."""
+        """Set the prefix of all paths, which ends with a slash."""
         self._root = root
 
 
 def _found(work: Callable[[], Result]) -> Result | None:
-    """What `work` returns; None where it finds no object."""
+    """The result of `work`; None if the object does not exist."""
     try:
         return work()
     except FileNotFoundError as error:
@@ -282,24 +282,24 @@ def _modified(info: Mapping[str, Any]) -> float:
 
 
 PART_NBYTES = 64 * 2**20
-"""An object of more than twice this size is sent in parts of this size."""
+"""The size of the parts in which an object of more than twice this size is sent, in bytes."""
 
 _JOINED_NBYTES = 2**20
-"""Up to this size an object is sent as one piece of memory; of a larger one no copy is made."""
+"""The size up to which an object is copied into one buffer, in bytes."""
 
 _DELETE_AT_ONCE = 1000
-"""Keys in one request: S3's limit."""
+"""S3's limit of keys in one request."""
 
 _CONFIG: dict[str, Any] = {
-    # Of silence, not of the whole request: that has the caller's deadline.
+    # Timeouts of inactivity. The whole request has the caller's deadline.
     "connect_timeout": 5,
     "read_timeout": 15,
     "max_pool_connections": 64,
-    # Every object of ours carries a CRC-32C inside, so a second sum over the body is spent CPU; and servers that are
-    # not AWS answer ranges with sums of the whole.
+    # Objects contain a CRC-32C already, and servers other than AWS answer range requests with checksums of the whole
+    # object.
     "request_checksum_calculation": "when_required",
     "response_checksum_validation": "when_required",
-    # `RetryingBackend` alone retries.
+    # Only `RetryingBackend` retries.
     "retries": {"mode": "standard", "total_max_attempts": 1},
 }
 
@@ -309,10 +309,10 @@ _open_clients: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictiona
 
 
 def _keep_inherited() -> None:
-    """In a forked process: never let go of the parent's clients, not even at its end.
+    """Keep a reference to the parent's clients in a forked process until it ends.
 
-    The kernel's list of what an event loop waits for is shared with the parent. Closing a connection here would take
-    it off that list, and the parent would wait for an answer that it is not told of.
+    The epoll instance of an event loop is shared with the parent. Closing a connection in the child would remove it
+    from the instance, and the parent would miss the answer.
     """
     for client in list(_open_clients.values()):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
@@ -322,7 +322,7 @@ os.register_at_fork(after_in_child=_keep_inherited)
 
 
 class S3Backend(RemoteBackend):
-    """A run in a bucket; the `Backend` over S3."""
+    """The `Backend` over a bucket of S3."""
 
     def __init__(self, url: str, *, storage_options: Mapping[str, Any]) -> None:
         config = {**_CONFIG, **(storage_options.get("config_kwargs") or {})}
@@ -332,7 +332,7 @@ class S3Backend(RemoteBackend):
     delete = Backend.delete
 
     def list_debris(self) -> list[ObjectInfo]:
-        """Multipart uploads that were begun and neither completed nor aborted."""
+        """Multipart uploads that were neither completed nor aborted."""
         found = self._call("list", "", lambda: list(self._uploads()))
         return sorted(found, key=lambda one: one.key)
 
@@ -344,12 +344,12 @@ class S3Backend(RemoteBackend):
     def _open(self) -> Exception | None:
         failure = super()._open()
         if failure is None:
-            self._fs.retries = 1  # as _CONFIG: it is an instance of our own
+            self._fs.retries = 1  # as in _CONFIG; the instance is not shared
             _open_clients[id(self._fs)] = self._fs
         return failure
 
     def _set_root(self, root: str) -> None:
-        # From the argument alone: several threads of a forked process may do it at once.
+        # Uses only the argument, because several threads of a forked process may run this at the same time.
         self._bucket, _, self._root = root.partition("/")
 
     def _put(self, path: str, views: list[memoryview]) -> None:
@@ -434,13 +434,13 @@ class S3Backend(RemoteBackend):
             token = {"ContinuationToken": page["NextContinuationToken"]}
 
     def _ask(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """The answer to one request, which ends by the caller's deadline."""
+        """The answer to one request, by the caller's deadline."""
         client = self._file_system()
         answer: dict[str, Any] = client.call_s3(method, Bucket=self._bucket, timeout=seconds_left(), **arguments)
         return answer
 
     def _read(self, path: str, check: Callable[[int], None] | None, **arguments: Any) -> tuple[bytes, bool]:
-        """The bytes of an object, and whether they are the whole of it."""
+        """The bytes of an object, and whether they are the whole object."""
         answer = self._ask("get_object", Key=path, **arguments)
         body, loop = answer["Body"], self._file_system().loop
         try:
@@ -463,7 +463,7 @@ class S3Backend(RemoteBackend):
                 answered()
             self._ask("complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload={"Parts": parts})
         except BaseException as error:
-            # The store charges for the parts until the upload is aborted; where this fails too, `repair` finds them.
+            # The store charges for parts until the upload is aborted. If this fails too, `repair` finds them.
             try:
                 self._ask("abort_multipart_upload", Key=key, UploadId=upload)
             except Exception as failure:  # noqa: BLE001  # as many classes as there are clients

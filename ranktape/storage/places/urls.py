@@ -1,8 +1,8 @@
-"""Opens the backend that a URL names, and tries its requests again until a deadline.
+"""Opens the backend of a URL, which retries requests until a deadline.
 
-A request that failed for a reason that may pass (`StorageError.is_transient`) is made again after a pause that grows
-and is drawn by chance, so that a thousand ranks do not come back in step. All verbs may be repeated: writing the same
-object twice is writing it once, and where `create` finds an object, what lies there tells whose it is.
+A request with a transient error (`StorageError.is_transient`) is repeated after a growing random pause, so that a
+thousand ranks do not retry at the same time. All methods can be repeated: writing the same object twice has the effect
+of one write, and if `create` finds an object, its contents tell who wrote it.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from ranktape.storage.places.backend import (
 )
 
 TIMEOUT_SECONDS = 30.0
-"""How long a call goes on when nobody said anything."""
+"""The default deadline of a call, in seconds."""
 
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 5.0
 _GROWTH = 2.0
 
 _LARGE_NBYTES = 64 << 20
-"""Of a range: before more is asked for at once, the memory that is left is looked at."""
+"""The size of a range from which the available memory is checked, in bytes."""
 
 _LOOK_SECONDS = 0.25
-"""How often `give_up` is asked during a pause."""
+"""The interval at which `give_up` is called during a pause, in seconds."""
 
 
 class RetryingBackend(ForwardingBackend):
-    """A backend that tries again what may succeed later, until a deadline."""
+    """A backend that retries transient errors until a deadline."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class RetryingBackend(ForwardingBackend):
         self.url = backend.url
         self.is_shared = backend.is_shared
         self.failing_since: float | None = None
-        """When the first of the failures came that no success has followed yet, by `time.monotonic`."""
+        """Time of the first failure since the last success, by `time.monotonic`; None if there is none."""
         self._backend = backend
         self._timeout_seconds = timeout_seconds
         self._give_up = give_up
@@ -65,7 +65,7 @@ class RetryingBackend(ForwardingBackend):
     def with_deadline(
         self, *, timeout_seconds: float | None = None, give_up: Callable[[], bool] | None = None
     ) -> RetryingBackend:
-        """The same place with another deadline; it stops trying when `give_up` says so."""
+        """The same store with another deadline. It stops retrying when `give_up` returns True."""
         return RetryingBackend(
             self._backend,
             timeout_seconds=self._timeout_seconds if timeout_seconds is None else timeout_seconds,
@@ -73,23 +73,23 @@ class RetryingBackend(ForwardingBackend):
         )
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write an object if there is none; False if there was another one."""
-        # An earlier try, of ours or of the client's, may have been done although its answer did not arrive.
+        """Write an object if it does not exist; False if another one exists."""
+        # An earlier attempt, here or in the client, may have succeeded although its answer was lost.
         return self.forward(lambda backend: backend.create(key, data) or backend.get(key) == data)
 
     def get(self, key: str, *, max_nbytes: int | None = None) -> bytes | None:
-        """The bytes of an object; None where there is none. Never more than there is memory for."""
+        """The bytes of an object; None if it does not exist. Objects larger than the available memory are refused."""
         most = available_nbytes() if max_nbytes is None else max_nbytes
         return self.forward(lambda backend: backend.get(key, max_nbytes=most))
 
     def get_range(self, key: str, start: int, nbytes: int) -> bytes | None:
-        """Some bytes of an object, clipped to what it has; None where there is none."""
+        """Some bytes of an object, clipped to its size; None if it does not exist."""
         if nbytes > _LARGE_NBYTES:
             expect_memory(min(nbytes, self.size(key) or 0), place=f"{self.url}/{key}")
         return self.forward(lambda backend: backend.get_range(key, start, nbytes))
 
     def forward(self, work: Callable[[Backend], Result]) -> Result:
-        """What `work` makes of the backend below, tried until it succeeds, may not pass, or the deadline is over."""
+        """The result of `work` on the wrapped backend, retried until success, a lasting error, or the deadline."""
         deadline = Deadline(self._timeout_seconds)
         begin = time.monotonic()
         pause = _FIRST_PAUSE_SECONDS
@@ -114,7 +114,7 @@ class RetryingBackend(ForwardingBackend):
         raise AssertionError("there is no last try")
 
     def _waited(self, wake: float) -> bool:
-        """Wait for the end of a pause; False where the caller gives up."""
+        """Wait for the end of a pause; False if the caller gives up."""
         while self._give_up is None or not self._give_up():
             left = wake - time.monotonic()
             if left <= 0:
@@ -131,7 +131,7 @@ _TEXT_OPTIONS = {
     "s3a": {"key", "secret", "token", "username", "password", "profile"},
     "az": {"account_name", "account_key", "sas_token", "connection_string"},
 }
-"""By protocol; `endpoint_url` is text for all of them."""
+"""The options that must be strings, by protocol; `endpoint_url` must be one for all protocols."""
 _OBJECT_OPTIONS = ("client_kwargs", "config_kwargs")
 _FLAG_OPTIONS = {"s3": {"anon", "use_ssl"}, "s3a": {"anon", "use_ssl"}}
 
@@ -142,14 +142,14 @@ def open_backend(
     storage_options: Mapping[str, Any] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> RetryingBackend:
-    """The backend for a URL; a plain path and `file://` are local directories. Nothing is created.
+    """The backend for a URL. Paths and `file://` URLs are local directories. Nothing is created.
 
-    A `file://` URL is percent-decoded, a plain path is taken as it is. The storage options are fsspec's. What fails
-    for a reason that may pass is tried again until `timeout_seconds` are over.
+    A `file://` URL is percent-decoded; a path is not. The storage options are fsspec's. Transient errors are retried
+    for `timeout_seconds`.
 
     Raises:
-        UsageError: the URL is empty or mistyped, its protocol is not one that fsspec knows, it holds credentials or a
-            query, or it names a file of another host; or a storage option is not what it must be.
+        UsageError: the URL is empty or mistyped, fsspec does not know its protocol, it has credentials or a query, it
+            names a file of another host, or a storage option is not valid.
     """
     text = os.fspath(url)
     if not text:
@@ -178,7 +178,7 @@ def open_backend(
 
 
 def _check_options(protocol: str, options: Any) -> None:
-    """Of the options that are known: that they are what clients take for granted. Their values are never shown."""
+    """Check the types of known options, which clients take for granted. Values are never shown."""
     if not isinstance(options, Mapping):
         raise UsageError(f"the storage options are a {type(options).__name__}: give a mapping such as {{'anon': True}}")
     texts = {"endpoint_url", *_TEXT_OPTIONS.get(protocol, ())}
@@ -205,7 +205,7 @@ def _wrong_option(name: str, value: object, allowed: str) -> UsageError:
 
 
 def _refuse_credentials(url: str) -> None:
-    """Of a URL: that nothing in it is secret, for it is shown, stored and typed into shells."""
+    """Refuse a URL with secrets, because URLs are shown, stored and kept in shell histories."""
     protocol, _, rest = url.partition("://")
     address, _, path = without_credentials(url).partition("://")[2].partition("/")
     has_user = protocol.lower() in _S3_PROTOCOLS and not rest.startswith(f"{address}/{path}".rstrip("/"))
@@ -218,7 +218,7 @@ def _refuse_credentials(url: str) -> None:
 
 
 def _refuse_single_slash(text: str) -> None:
-    """Of a plain path: that it is not a URL with a slash too few, which would become a directory."""
+    """Refuse a path that is a URL with a missing slash, which would become a directory."""
     match = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):(/.*)", text)
     if match is None:
         return
@@ -235,7 +235,7 @@ def _refuse_single_slash(text: str) -> None:
 
 
 def _local_path(url: str, rest: str) -> str:
-    """The path that a URL of a file names; `rest` is what follows its `://`."""
+    """The path in a `file://` URL; `rest` is the part after `://`."""
     host, slash, path = rest.partition("/")
     if not slash or host not in {"", "localhost"}:
         raise UsageError(
@@ -246,10 +246,10 @@ def _local_path(url: str, rest: str) -> str:
 
 
 def parse_storage_options(text: str) -> dict[str, Any]:
-    """The storage options that a command line has as JSON.
+    """Parse storage options given as JSON on the command line.
 
     Raises:
-        UsageError: it is not a JSON object.
+        UsageError: the text is not a JSON object.
     """
     options: Any = None
     reason = ""
@@ -258,7 +258,7 @@ def parse_storage_options(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         reason = str(error)
     if reason:
-        # Raised out here, the parser's error, which has the whole text, is not even the context of this one.
+        # Raised outside the handler, so that the parser's error with the whole text is not the context of this one.
         raise UsageError(f"--storage-options is not JSON ({reason}): give an object such as '{{\"anon\": true}}'")
     if not isinstance(options, dict):
         kind = type(options).__name__
