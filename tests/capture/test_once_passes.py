@@ -480,3 +480,21 @@ def test_where_only_forward_is_called_and_no_model_is_given_that_is_the_reason(t
         criterion(model.forward(hidden), hidden).backward()
         with pytest.raises(CaptureError, match=r"model\.forward\(x\); call model\(x\), or give the model"):
             optimizer.step()
+
+
+def test_a_forward_in_a_hook_of_a_gradient_is_not_taken_for_a_recomputation(model: Net, tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def penalty(_: torch.Tensor) -> None:
+        with torch.enable_grad():
+            model(hidden=torch.ones(3, WIDTH)).sum().backward()
+
+    with Capture(tmp_path / "run", model=model, min_iterations=1):
+        output = model(hidden=batch(4))
+        output.register_hook(penalty)
+        output.square().mean().backward()
+        optimizer.step()
+    records = open_run(tmp_path / "run").select(layer_type="linear")
+    assert {one.call for one in records} == {0}
+    assert {one.shape[0] for one in records.select(tensor_name=("input", "output", "grad_output"))} == {4}
+    verify_run(open_run(tmp_path / "run"))

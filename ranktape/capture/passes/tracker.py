@@ -1,8 +1,9 @@
 """Follows which pass, which microbatch and which module the training is in.
 
 One fact carries it all: `current_graph_task_id()` is -1 exactly when no backward pass is running.
-A forward hook that fires while one runs belongs to a recomputation (activation checkpointing): its values
-were recorded before, but under a reentrant checkpoint only its gradients' hooks will fire.
+A forward hook that fires while one runs belongs to a recomputation (activation checkpointing), unless a hook of a
+gradient called the module: its values were recorded before, but under a reentrant checkpoint only its gradients' hooks
+will fire.
 
 What a thread is in is kept for each thread: autograd has threads of its own.
 """
@@ -30,6 +31,7 @@ from ranktape.capture.passes.passes import (
     calls_itself,
     dtype_name,
     in_backward,
+    in_nested_backward,
     is_on_stack,
     is_transformed,
 )
@@ -96,11 +98,18 @@ class Tracker:
         """Whether what runs now on this thread is recorded; in a recomputation: whether its first pass was."""
         thread = self._thread
         self._drop_ended(thread)
-        if thread.repeated is not None:
-            return thread.repeated.is_recorded
-        if in_backward():
-            return self._unfollowed.is_recorded
-        return thread.running is not None and thread.running.is_recorded
+        if thread.repeated is None and in_backward():
+            # Where no checkpoint announced a recomputation, it runs in the backward of an `autograd.Function`. What
+            # runs in a hook of a gradient is none.
+            return self._unfollowed.is_recorded and in_nested_backward()
+        return self.is_in_recorded_pass
+
+    @property
+    def is_in_recorded_pass(self) -> bool:
+        """Whether the pass is recorded that is running on this thread, or whose gradients are computed on it."""
+        thread = self._thread
+        running = thread.repeated or (self._unfollowed if in_backward() else thread.running)
+        return running is not None and running.is_recorded
 
     @property
     def microbatch(self) -> int:
