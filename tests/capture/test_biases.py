@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 from ranktape.capture import Capture
+from ranktape.capture.hooks.weights import CACHED
 from ranktape.storage import Record, Run, open_run
 from tests.capture.models import captured
 from tests.capture.verify import verify_run
@@ -169,3 +171,47 @@ def test_a_bias_of_another_type_than_its_weight_is_no_obstacle_under_autocast(tm
     with torch.autocast("cpu", dtype=torch.bfloat16):
         run = capture(nn.Sequential(model), tmp_path / "run")
     assert {"bias", "grad_bias", "grad_weight"} <= set(run.select().column("tensor_name"))
+
+
+class BothWays(nn.Module):
+    """Multiplies with one parameter as it is, and transposed, perhaps in a checkpoint."""
+
+    def __init__(self, *, is_checkpointed: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8, bias=False)
+        self.shared = nn.Parameter(torch.randn(8, 8))
+        self._is_checkpointed = is_checkpointed
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.first(x)
+        return checkpoint(self._both, hidden, use_reentrant=True) if self._is_checkpointed else self._both(hidden)
+
+    def _both(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(F.linear(hidden, self.shared)) @ self.shared
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_the_gradient_of_several_calls_says_that_it_is_their_sum(
+    tmp_path: Path, *, is_checkpointed: bool, is_autocast: bool
+) -> None:
+    torch.manual_seed(0)
+    model = BothWays(is_checkpointed=is_checkpointed)
+    with Capture(tmp_path / "run", advance_on="step") as capturing:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast):
+            loss = model(torch.randn(4, 8)).float().square().mean()
+        loss.backward()
+        capturing.step()
+    run = open_run(tmp_path / "run")
+    gradients = run.select(module="shared", tensor_name="grad_weight")
+    assert model.shared.grad is not None
+    if is_autocast:
+        [gradient] = gradients
+        assert gradient.metadata == {"summed": True}
+        assert torch.equal(gradient.tensor(), model.shared.grad)
+        [(place, reason)] = run.status()[0].silent_sites[0].items()
+        assert (place, reason) == ("shared backward post grad_weight", CACHED)
+    else:
+        assert [(one.metadata, one.layout) for one in gradients] == [(None, "IO"), (None, "OI")]
+    assert run.select(module="first", tensor_name="grad_weight")[0].metadata is None
+    verify_run(run.select(module="first"))

@@ -338,7 +338,7 @@ class LinearTensors(RecordedTensors):
         row = rows["grad_weight"][0]
         if self.metadata(row, "accumulated"):
             return "grad_weight is accumulated over microbatches"
-        if num_gradients < num_calls:
+        if num_gradients < num_calls or self.metadata(row, "summed"):
             return "grad_weight is that of several calls together"
         # See `capture.hooks.weights`: then the gradient is seen on the weight itself.
         weight = rows["weight"][0] if "weight" in rows else row

@@ -339,7 +339,7 @@ class Taking:
                     self.recorder.refuse(self.source, port.grad, CACHED, call=call)
                 else:
                     take = functools.partial(self.record_grad_now, port)
-                    self.watch.leaves.watch(self.source, port, value, take=take)
+                    self.watch.leaves.watch(self.source, port, value, call=call, take=take)
             return value
         alias = value.view_as(value)
         for port in wanted:
@@ -389,11 +389,11 @@ class Taking:
                 self.recorder, self.source, port.value, tensor, call=call, placement=place, tags=tags
             )
 
-    def record_grad_now(self, port: Port, grad: torch.Tensor, call: Call) -> None:
+    def record_grad_now(self, port: Port, grad: torch.Tensor, call: Call, tags: Tags) -> None:
         """Record a gradient that is there."""
         placement = None if self.placement is None else self.placement(port.grad.tensor_name, grad)
-        tags = DIFFERENTIABLE if torch.is_grad_enabled() else NO_TAGS
-        self.recorder.record(self.source, port.grad, grad, call=call, placement=placement, tags=tags)
+        own = DIFFERENTIABLE if torch.is_grad_enabled() else tags
+        self.recorder.record(self.source, port.grad, grad, call=call, placement=placement, tags=own)
 
     def grad(
         self,

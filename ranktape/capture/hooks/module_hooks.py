@@ -42,7 +42,7 @@ from ranktape.capture.hooks.weights import Owner, is_cached_by_autocast
 from ranktape.capture.passes.passes import Arguments, Call, in_backward, is_traced
 from ranktape.capture.roles.known import MULTIHEAD, PRODUCTS, class_of, quantising
 from ranktape.capture.roles.table import ModuleRole, Port, ports_of, resolved
-from ranktape.capture.source import NO_TAGS, Source, TensorRole
+from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole
 from ranktape.capture.tensors.parts import PLAIN
 from ranktape.capture.tensors.placement import is_dtensor
 from ranktape.capture.torch_private import parameters_of, version_of
@@ -203,7 +203,7 @@ class ModuleHooks:
             # Taken by F.linear, if that is what computes the product.
             entry.awaited.append((weight, port))
         else:
-            self._watch_leaf(module, weight, port)
+            self._watch_leaf(module, weight, port, call)
         return kwargs
 
     def _refuse_scales(self, module: nn.Module) -> None:
@@ -237,7 +237,7 @@ class ModuleHooks:
             if entry.call is None:
                 return
             for weight, port in entry.awaited:
-                self._watch_leaf(module, weight, port)
+                self._watch_leaf(module, weight, port, entry.call)
             if entry.written is not None and not in_backward():
                 weight, port = entry.written
                 self._taking.record(port, weight, entry.call)
@@ -271,17 +271,17 @@ class ModuleHooks:
         for attribute, own in self._ports.parameters:
             self._take_parameter(entry, module, attribute, own, kwargs)
 
-    def _watch_leaf(self, module: nn.Module, weight: torch.Tensor, port: Port) -> None:
+    def _watch_leaf(self, module: nn.Module, weight: torch.Tensor, port: Port, call: Call) -> None:
         """See the gradient of a weight on the weight itself."""
 
-        def take(grad: torch.Tensor, call: Call) -> None:
+        def take(grad: torch.Tensor, call: Call, tags: Tags) -> None:
             own = None if self._role.accumulated is None else self._role.accumulated(module, weight)
             if own is not None:
                 self._recorder.record(self.source, port.grad, own, call=call, tags=ACCUMULATED)
             else:
-                self._taking.record_grad_now(port, grad, call)
+                self._taking.record_grad_now(port, grad, call, tags)
 
-        self._leaves.watch(self.source, port, weight, take=take)
+        self._leaves.watch(self.source, port, weight, call=call, take=take)
 
 
 def computes_itself(module: nn.Module, base: type) -> bool:

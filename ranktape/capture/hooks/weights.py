@@ -12,6 +12,7 @@ seen on the weight itself: what one graph adds up, under the last call of the ba
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,6 @@ from ranktape.capture.tensors.parts import PLAIN, is_plain
 from ranktape.capture.torch_private import base_of, parameters_of, storage_id, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import nn
 
     from ranktape.capture.recorder import Recorder
@@ -142,20 +141,34 @@ def is_cached_by_autocast(tensor: torch.Tensor) -> bool:
     return is_on and torch.is_autocast_cache_enabled()
 
 
+SUMMED = Tags(metadata='{"summed": true}')
+"""Of the gradient of a weight that several calls used: what they add up to."""
+
+Take = Callable[[torch.Tensor, Call, Tags], None]
+"""Records a gradient of a weight as that of a call."""
+
+
 class Leaves:
     """The hooks on weights and biases for one iteration."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._calls: dict[tuple[Source, str], Call] = {}
-        self._handles: dict[Source, dict[str, Any]] = {}
+        self._handles: dict[Source, dict[str, tuple[Port, Any]]] = {}
+        self._uses: dict[tuple[Source, str], set[Any]] = {}
+        """The calls of which a gradient will come that is seen on a weight, by mode, microbatch and index."""
 
-    def watch(
-        self, source: Source, port: Port, weight: torch.Tensor, *, take: Callable[[torch.Tensor, Call], None]
-    ) -> None:
-        """See the gradient of a weight on the weight itself; `take` gets it, and the call that it is of."""
+    def watch(self, source: Source, port: Port, weight: torch.Tensor, *, call: Call, take: Take) -> None:
+        """See the gradient of a weight on the weight itself, of all calls together.
+
+        `take` gets it, and the call that it is recorded of.
+        """
         handles = self._handles.setdefault(source, {})
+        uses = self._uses.setdefault((source, port.name), set())
+        uses.add(call.key)
         if port.name in handles:
+            if handles[port.name][0] != port:  # it multiplies in another orientation
+                self._recorder.refuse(source, port.grad, CACHED, call=call)
             return
 
         def hook(grad: torch.Tensor) -> None:
@@ -163,11 +176,12 @@ class Leaves:
                 # The hook of a leaf knows no call: the gradient of this product's output came just before.
                 call = self._calls.pop((source, port.name), None)
                 if call is not None:
-                    take(grad, call)
-                elif self._recorder.tracker.is_active:
+                    num_uses = sum(key[:2] == call.key[:2] for key in uses)  # of its microbatch
+                    take(grad, call, SUMMED if num_uses > 1 else NO_TAGS)
+                elif self._recorder.tracker.is_in_recorded_pass:
                     self._recorder.refuse(source, port.grad, "no gradient of the output came before it")
 
-        handles[port.name] = weight.register_hook(Hook(hook))
+        handles[port.name] = port, weight.register_hook(Hook(hook))
 
     def on_grad_output(self, source: Source) -> Callable[[Call], None] | None:
         """What is to be called with the gradient of the output; None where no weight of that source is watched."""
@@ -179,10 +193,11 @@ class Leaves:
     def remove(self) -> None:
         """Detach everything."""
         for handles in self._handles.values():
-            for handle in handles.values():
+            for _, handle in handles.values():
                 handle.remove()
         self._handles.clear()
         self._calls.clear()
+        self._uses.clear()
 
 
 @dataclass(frozen=True, slots=True)
