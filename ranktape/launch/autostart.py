@@ -51,6 +51,30 @@ class Order(NamedTuple):
     given_url: str
     options: CaptureOptions
 
+    @classmethod
+    def of(cls, url: str, options: CaptureOptions, *, folder: str, tag: str | None = None) -> Order:
+        """What was asked for in a folder, of a training that computes in the precision of a tag."""
+        if options.spill_dir:
+            options = dataclasses.replace(options, spill_dir=absolute(folder, Path(options.spill_dir).expanduser()))
+        if options.quant_type is None and tag is not None:
+            options = dataclasses.replace(options, quant_type=tag)
+        return cls(absolute(folder, url), url, options)
+
+    def to_json(self) -> str:
+        """As `LAUNCHED_WITH` has it: files and variables are read once, by the launcher."""
+        values = ((one, getattr(self.options, one.name)) for one in dataclasses.fields(self.options))
+        settings = {one.name: value for one, value in values if value != one.default}
+        return json.dumps([self.url, self.given_url, settings], default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> Order:
+        """The inverse of `to_json`."""
+        from ranktape.capture.settings.config import given_settings
+        from ranktape.capture.settings.options import CaptureOptions
+
+        url, given_url, settings = json.loads(text)
+        return cls(url, given_url, CaptureOptions(**{**settings, **given_settings(settings)}))
+
 
 _start: AutoStart | None = None
 """What waits for the training of this process."""
@@ -190,26 +214,23 @@ class AutoStart:
 
 
 def _ordered(folder: str) -> Order | None:
-    """What the environment asks to record, with paths from a folder; None for nothing."""
+    """What the launcher or the environment asks to record, with paths from a folder; None for nothing."""
     from ranktape.capture.settings.config import resolve, stray_variables
     from ranktape.launch.options import Quantization
 
-    environment = {**os.environ, **json.loads(os.environ.get(LAUNCHED_WITH, "{}"))}
+    if order := os.environ.get(LAUNCHED_WITH):
+        return Order.from_json(order)
+    environment = dict(os.environ)
     if config := environment.get(_CONFIG):
         environment[_CONFIG] = absolute(folder, Path(config.strip()).expanduser())
     found = resolve({}, environment=environment)
     if found is None:
         return None
-    url, options = found
-    if options.quant_type is None and (quantization := Quantization.read(environment, folder=Path(folder))):
-        options = dataclasses.replace(options, quant_type=quantization.tag)
+    quantization = Quantization.read(environment, folder=Path(folder))
     # Of a command line a typing error is refused, too; here nobody watches while an expensive training records less.
-    if LAUNCHED not in environment and (stray := stray_variables()):
+    if stray := stray_variables():
         raise UsageError(stray[0])
-    if options.spill_dir:
-        spill_dir = absolute(folder, Path(options.spill_dir).expanduser())
-        options = dataclasses.replace(options, spill_dir=spill_dir)
-    return Order(absolute(folder, url), url, options)
+    return Order.of(*found, folder=folder, tag=None if quantization is None else quantization.tag)
 
 
 def absolute(folder: str, path: str | os.PathLike[str]) -> str:

@@ -12,7 +12,6 @@ import of torch itself must be set outside of it.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +29,7 @@ from ranktape.launch.script import Script
 from ranktape.launch.worker import LAUNCHED, LAUNCHED_WITH, global_rank, report, restarts, say, stand_aside
 
 if TYPE_CHECKING:
-    from ranktape.capture.settings.options import CaptureOptions
-    from ranktape.launch.autostart import AutoStart
+    from ranktape.launch.autostart import AutoStart, Order
     from ranktape.storage import RunVerdict
     from ranktape.storage.format.attempt import Attempt
     from ranktape.storage.places.backend import Backend
@@ -166,8 +164,8 @@ def _run(
     # Before the heavy imports, so that a folder called `zarr` in the working directory is not taken for the package.
     script.enter()
 
-    from ranktape.capture.settings.config import legacy_environment, resolve, variables_of
-    from ranktape.launch.autostart import absolute, arm_launched
+    from ranktape.capture.settings.config import resolve
+    from ranktape.launch.autostart import Order, arm_launched
 
     quantization = ask()
     # Those of the other options are empty: the command line has the first word.
@@ -183,23 +181,12 @@ def _run(
         arm_launched(variables)
         script.run()
         return 0
-    url, options = found
     folder = os.getcwd()  # noqa: PTH109  (a text)
-    # What the script starts may be in another folder.
-    place = absolute(folder, url)
-    asked = variables_of(values)
-    is_enabled, save_dir, _ = legacy_environment()
-    is_named = given_url or os.environ.get("RANKTAPE_CAPTURE") or not is_enabled or url != save_dir
-    asked["RANKTAPE_CAPTURE" if is_named else "TENSOR_SAVE_DIR"] = place
-    if config := values.get("capture_config") or os.environ.get("RANKTAPE_CAPTURE_CONFIG", "").strip():
-        asked["RANKTAPE_CAPTURE_CONFIG"] = absolute(folder, Path(config).expanduser())
-    if options.spill_dir:
-        asked["RANKTAPE_SPILL_DIR"] = absolute(folder, Path(options.spill_dir).expanduser())
-    variables |= {LAUNCHED: str(os.getpid()), LAUNCHED_WITH: json.dumps(asked)}
-    return _record(place, options, variables, script, given_url=url)
+    order = Order.of(*found, folder=folder, tag=None if quantization is None else quantization.tag)
+    return _record(order, {**variables, LAUNCHED: str(os.getpid()), LAUNCHED_WITH: order.to_json()}, script)
 
 
-def _record(url: str, options: CaptureOptions, variables: Mapping[str, str], script: Script, *, given_url: str) -> int:
+def _record(order: Order, variables: Mapping[str, str], script: Script) -> int:
     from ranktape.capture.rendezvous import end_of_process
     from ranktape.capture.roles.known import known_layer_types
     from ranktape.capture.settings.options import check_layer_types
@@ -208,9 +195,9 @@ def _record(url: str, options: CaptureOptions, variables: Mapping[str, str], scr
     from ranktape.storage.format.attempt import read_attempts
     from ranktape.storage.format.progress import read_verdict
 
-    own_pid = os.getpid()
+    own_pid, options = os.getpid(), order.options
     check_layer_types(options, known=known_layer_types())
-    backend = open_place(url, options)
+    backend = open_place(order.url, options)
     rank, (num_restarts, _) = global_rank(), restarts()
     # A restart by torchrun finds the run of the first start.
     earlier: list[Attempt] = []
@@ -238,7 +225,7 @@ def _record(url: str, options: CaptureOptions, variables: Mapping[str, str], scr
     if verdict is None:
         verdict = _without_capture(start, has_left=has_left, required=options.min_iterations)
     if verdict is not None:
-        _tell(verdict, backend=backend, url=given_url)
+        _tell(verdict, backend=backend, url=order.given_url)
     return 0
 
 

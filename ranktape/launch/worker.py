@@ -18,9 +18,9 @@ LAUNCHED = "RANKTAPE_LAUNCHED"
 """Variable in which the launcher says which process it is."""
 
 LAUNCHED_WITH = "RANKTAPE_LAUNCHED_WITH"
-"""Variable in which it says what it records: JSON, by the names of the variables that a user would set for the same.
+"""Variable in which it says what it records (`autostart.Order`), once all files and variables are read.
 
-They are for its own capture alone: one that the script begins, or another launch, has what its user has set.
+It is for its own capture alone: one that the script begins, or another launch, has what its user has set.
 """
 
 HEAD_START_SECONDS = 3.0

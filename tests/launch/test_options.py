@@ -12,8 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 from torch.distributed.run import get_args_parser as torch_parser
 
-from ranktape.capture.settings.config import given_settings, resolve, variables_of
+from ranktape.capture.settings.config import given_settings, resolve
 from ranktape.capture.settings.options import SETTINGS, CaptureOptions, CaptureSettings
+from ranktape.launch.autostart import Order
 from ranktape.launch.options import capture_arguments, capture_options
 from ranktape.launch.runner import main
 from ranktape.launch.worker import OWNER
@@ -74,13 +75,9 @@ def test_a_setting_goes_to_words_and_back(setting: Any) -> None:
     if setting.name == "max_iterations":
         assert settings.max_iterations == 1000
     # What the launcher sets for the ranks that its script starts says the same.
-    variables = {**variables_of(needed), **variables_of(received), "RANKTAPE_CAPTURE": "run"}
-    found = resolve({}, environment=variables)
-    assert found is not None
-    if setting.takes_several:
-        assert [len(one.rules if setting.name == "select" else one.triggers) for one in (settings, found[1])] == [2, 2]
-    else:
-        assert found == ("run", settings)
+    order = Order.of("run", settings, folder="/here")
+    found = Order.from_json(order.to_json())
+    assert (found, found.url) == (order, "/here/run")
     assert settings == dataclasses.replace(CaptureOptions(**needed), **{setting.name: getattr(settings, setting.name)})
 
 
@@ -177,6 +174,7 @@ def test_the_rules_of_many_options_go_through_one_variable() -> None:
     received, _ = parse(
         [word for layer in range(300) for word in ("--select", f"module=model.layers.{layer}." + "x" * 80)]
     )
-    found = resolve({}, environment={**variables_of(received), "RANKTAPE_CAPTURE": "run"})
-    assert found is not None
-    assert [str(rule.texts("module")[0]).split(".")[2] for rule in found[1].rules] == [str(one) for one in range(300)]
+    text = Order.of("run", CaptureOptions(**given_settings(received)), folder="/").to_json()
+    assert len(text) < 1 << 17, "Linux passes no more in a variable"
+    rules = Order.from_json(text).options.rules
+    assert [str(rule.texts("module")[0]).split(".")[2] for rule in rules] == [str(one) for one in range(300)]

@@ -89,18 +89,6 @@ def given_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     return {one.name: _in_python(one, values[one.name]) for one in SETTINGS if is_given(values.get(one.name))}
 
 
-def variables_of(values: Mapping[str, Any]) -> dict[str, str]:
-    """The variables that say the same as parsed values of a command line; empty ones for other names of a setting."""
-    found: dict[str, str] = {}
-    for one in SETTINGS:
-        value = values.get(one.name)
-        if is_given(value) and value is not False:
-            several: Any = value if one.takes_several and not isinstance(value, str) else (value,)
-            found |= dict.fromkeys((PREFIX + alias.upper() for alias in one.aliases), "")
-            found[PREFIX + one.name.upper()] = "true" if value is True else "; ".join(map(str, several))
-    return found
-
-
 def _in_python(setting: Setting, value: Any) -> Any:
     """A setting's value in Python's form, as a command line, a file or the environment has it."""
     if setting.name == "storage_options" and isinstance(value, str):
