@@ -32,7 +32,7 @@ from ranktape.analyze.legacy import export_records
 from ranktape.analyze.table import Kind
 from ranktape.fields import FieldKind
 from ranktape.launch.control import ControlReply
-from ranktape.launch.machine import Examined
+from ranktape.launch.maintain import Examined
 from ranktape.storage import open_run
 from ranktape.storage.format.live import Trigger
 from ranktape.storage.format.progress import IterationStatus, RunVerdict

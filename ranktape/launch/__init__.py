@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from ranktape.launch.exchange import export as export
     from ranktape.launch.exchange import import_files as import_files
     from ranktape.launch.exchange import push as push
-    from ranktape.launch.machine import doctor as doctor
     from ranktape.launch.maintain import check as check
+    from ranktape.launch.maintain import doctor as doctor
     from ranktape.launch.maintain import prune as prune
     from ranktape.launch.maintain import repair as repair
     from ranktape.launch.maintain import rm as rm

@@ -24,7 +24,7 @@ COMMANDS = {
     "rm": "ranktape.launch.maintain:rm_command",
     "export": "ranktape.launch.exchange:export_command",
     "import": "ranktape.launch.exchange:import_command",
-    "doctor": "ranktape.launch.machine:command",
+    "doctor": "ranktape.launch.maintain:doctor_command",
     "analyze": "ranktape.analyze.cli:cli",
 }
 """Where each command is."""

@@ -1,17 +1,27 @@
-"""Gives the commands that look after runs, each with its function: `runs`, `check`, `repair`, `prune` and `rm`."""
+"""Gives the commands that look after runs and machines, each with its function: `runs` to `rm`, and `doctor`."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import importlib.metadata
+import itertools
+import os
+import platform
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from ranktape._version import __version__
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import RanktapeError
 from ranktape.launch.place import CommandAnswer, command_of, count_text, open_backend_of, shown
 from ranktape.storage.maintenance import OnProgress
-from ranktape.storage.places.backend import nbytes_text
+from ranktape.storage.places.backend import available_nbytes, nbytes_text
+from ranktape.storage.places.failures import printable
 
 if TYPE_CHECKING:
     from ranktape.storage.maintenance.finding import CheckFinding, CheckReport
@@ -241,3 +251,125 @@ def _described(backend: Backend) -> str:
         return f"{backend.url}, which cannot be read ({error})"
     complete = count_text(len(run.iterations), "complete iteration")
     return f"{backend.url} ({complete}, {count_text(run.num_records, 'record')}, {nbytes_text(run.nbytes)})"
+
+
+EXTRAS = ("", "dask", "notebook", "tensorboard", "parquet")
+"""The extras that users install; the others are for developers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """One thing that was examined."""
+
+    name: str
+    """What it is."""
+    found: str
+    """What is there, in words."""
+    is_lacking: bool = False
+    """Whether a capture or an analysis needs more than this."""
+    way_out: str = ""
+    """How to get what is missing, and what needs it; empty where nothing is missing."""
+
+
+def doctor(url: str | None = None, *, storage_options: Mapping[str, Any] | None = None) -> list[Examined]:
+    """Show what this machine has of what ranktape needs, and how to get what is missing.
+
+    Checks versions of Python and packages, backends of torch.distributed, GPUs, the C++ compiler of torch.compile, the
+    compiled kernels and the memory. At URL, where one is given, a small object is written, read and removed. Exits with
+    3 when something is lacking that a capture or an analysis needs.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from ranktape.analyze.numerics import kernels
+    from ranktape.analyze.numerics.histograms.moments import warm_up
+
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    gpus = ", ".join(f"{device.name} ({nbytes_text(device.total_memory)})" for device in devices)
+    compiler = (shlex.split(os.environ.get("CXX", "")) or ["g++"])[0]
+    warm_up()  # loads the compiled kernels of a writer, or compiles them and puts them into the cache
+    cache = kernels.count.stats.cache_path  # type: ignore[attr-defined]  # numba's, which has no types
+    has_gloo, has_nccl = (dist.is_available() and has() for has in (dist.is_gloo_available, dist.is_nccl_available))
+    of_gpus, build = "for trainings on GPUs: a build of torch", "for trainings on CPUs: a build of torch with gloo"
+    examined = [
+        Examined("ranktape", __version__),
+        Examined("Python", f"{platform.python_version()} ({sys.executable})"),
+        Examined("platform", f"{platform.platform()}, {os.cpu_count()} cores"),
+        *_packages(),
+        _needed("gloo", has_gloo and "available", way_out=build, is_needed=not gpus),
+        _needed("nccl", has_nccl and "available", way_out=f"{of_gpus} with NCCL", is_needed=bool(gpus)),
+        _needed("GPUs", gpus, way_out=f"{of_gpus} for CUDA, and its driver", is_needed=False),
+        _needed(
+            "C++ compiler",
+            shutil.which(compiler),
+            absent=f"no {compiler} on the PATH",
+            way_out="for torch.compile: apt-get install g++, or set CXX",
+            is_needed=False,
+        ),
+        _needed(
+            "kernels",
+            cache and f"cached in {cache}",
+            absent="compiled anew by each process",
+            way_out="set NUMBA_CACHE_DIR to a folder that can be written",
+        ),
+        Examined("memory", f"{nbytes_text(available_nbytes())} available"),
+    ]
+    return examined if url is None else [*examined, _place(url, storage_options)]
+
+
+def _needed(name: str, there: Any, *, way_out: str, absent: str = "not available", is_needed: bool = True) -> Examined:
+    """What is there, or `absent` with the way to get it."""
+    return Examined(name, there) if there else Examined(name, absent, is_needed, way_out)
+
+
+def _packages() -> Iterator[Examined]:
+    """The packages that the metadata of ranktape requires, with the installed versions."""
+    from packaging.requirements import Requirement
+
+    known: set[str] = set()
+    needed = [Requirement(text) for text in importlib.metadata.requires("ranktape") or ()]
+    for extra, one in itertools.product(EXTRAS, needed):
+        if one.name in known or not (one.marker is None or one.marker.evaluate({"extra": extra})):
+            continue
+        known.add(one.name)
+        try:
+            version = importlib.metadata.version(one.name)
+        except importlib.metadata.PackageNotFoundError:
+            way_out = f"pip install 'ranktape[{extra}]'" if extra else "pip install ranktape"
+            yield Examined(one.name, "not installed", not extra, way_out)
+            continue
+        is_good, absent = (
+            one.specifier.contains(version, prereleases=True),
+            f"{version}, but {one.specifier} is required",
+        )
+        way_out = f"pip install --upgrade '{one.name}{one.specifier}'"
+        yield _needed(one.name, is_good and version, absent=absent, way_out=way_out, is_needed=not extra)
+
+
+def _place(url: str, storage_options: Mapping[str, Any] | None) -> Examined:
+    """Whether an object can be written there."""
+    from ranktape.capture.settings.options import CaptureOptions
+    from ranktape.capture.starting import open_place, try_writing
+
+    try:
+        try_writing(open_place(url, CaptureOptions(storage_options=storage_options)))
+    except RanktapeError as error:
+        way_out = "correct what the message names, and try again"
+        return Examined(shown(url), f"cannot be used: {error}", is_lacking=True, way_out=way_out)
+    return Examined(shown(url), "an object can be written, read and removed")
+
+
+@command_of(doctor)
+def doctor_command(found: Sequence[Examined], given: Mapping[str, Any]) -> CommandAnswer:  # noqa: ARG001 - its signature
+    """One line for each thing, with the way to get it where it is missing, and the verdict last."""
+    lacking = [one.name for one in found if one.is_lacking]
+    width = max(len(one.name) for one in found if "://" not in one.name)
+    lines = [
+        f"{'lacking' if one.is_lacking else 'optional' if one.way_out else 'good':<8}  {one.name:<{width}}  {one.found}"
+        + (f" ({one.way_out})" if one.way_out else "")
+        for one in found
+    ]
+    verdict = "nothing is lacking" if not lacking else f"{count_text(len(lacking), 'thing')} lacking"
+    document = {"findings": [dataclasses.asdict(one) for one in found], "lacking": lacking}
+    problem = f"{', '.join(map(printable, lacking))}: see above how to get it" if lacking else None
+    return CommandAnswer(text="\n".join([*map(printable, lines), verdict]), document=document, problem=problem)
