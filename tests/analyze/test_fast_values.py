@@ -152,6 +152,14 @@ def test_numbers_that_torch_negates_later_are_negated(scheme: str) -> None:
     )
 
 
+@pytest.mark.parametrize("scheme", ["mxfp8_e4m3", "nvfp4", "fp8_e4m3"])
+def test_nan_of_every_pattern_is_nan(scheme: str) -> None:
+    for dtype, kind in ((torch.bfloat16, torch.int16), (torch.float32, torch.int32), (torch.float64, torch.int64)):
+        numbers = torch.ones(2, 64, dtype=dtype)
+        numbers.view(kind)[0, 3], numbers.view(kind)[1, 3] = torch.iinfo(kind).max, -1
+        _assert_fast(numbers, scheme)
+
+
 @pytest.mark.usefixtures("many_pieces")
 @pytest.mark.parametrize("case", FAST_TILES, ids=_name)
 def test_the_fast_way_to_tiles_gives_the_bits_of_the_slow_one(case: tuple[str, dict[str, Any]]) -> None:

@@ -32,13 +32,19 @@ HALF = 0.5
 EXPONENT_MASK = 0x7FF << 52
 """The exponent field of a float64."""
 
+BF16_SHIFT = 16
+"""Bits that a float32 has beyond those of bfloat16."""
+
 ONE_BITS = ONE_FIELD << 52
 """The bits of the float64 1.0."""
 
-_NUM_BITS = HYBRID_BITS["float32"]
+_NUM_BITS, _NUM_BITS_BF16 = HYBRID_BITS["float32"], HYBRID_BITS["bfloat16"]
 
-EVEN, EVEN_TAPERED, AWAY, FLOOR, RANDOM, HYBRID = range(6)
-"""How to round; `EVEN_TAPERED` is for formats whose significand gets shorter away from 1, the others are for all."""
+EVEN, EVEN_TAPERED, AWAY, FLOOR, RANDOM, HYBRID, HYBRID_BF16 = range(7)
+"""How to round; `EVEN_TAPERED` is for formats whose significand gets shorter away from 1, the others are for all.
+
+Hybrid rounding looks at the bits of magnitudes as float32, or as bfloat16.
+"""
 
 
 class RoundingConstants(NamedTuple):
@@ -61,8 +67,8 @@ class RoundingConstants(NamedTuple):
 
 
 @functools.cache
-def constants_of(target: Format, rounding: Rounding | None = None) -> RoundingConstants:
-    """What the kernels take of a format and a rounding, the format's own unless given.
+def constants_of(target: Format, rounding: Rounding | None = None, *, is_bf16: bool = False) -> RoundingConstants:
+    """What the kernels take of a format and a rounding, the format's own unless given, of numbers of bfloat16 or not.
 
     fp64 has more bits than the kernels can round to.
     """
@@ -72,7 +78,7 @@ def constants_of(target: Format, rounding: Rounding | None = None) -> RoundingCo
         Rounding.AWAY: AWAY,
         Rounding.FLOOR: FLOOR,
         Rounding.STOCHASTIC: RANDOM,
-        Rounding.HYBRID: HYBRID,
+        Rounding.HYBRID: HYBRID_BF16 if is_bf16 else HYBRID,
     }
     taper_1, taper_2, taper_3 = (limit << 52 for limit in (*target.taper, NO_TAPER, NO_TAPER, NO_TAPER)[:3])
     return RoundingConstants(
@@ -160,7 +166,7 @@ def round_hybrid(
 def round_block(scaled: NDArray[np.float64], constants: RoundingConstants, rounded: NDArray[np.float64]) -> None:
     """Write the values of the format that magnitudes round to.
 
-    What chance decides is rounded down; hybrid rounding looks at the bits of the magnitudes as float32.
+    What chance decides is rounded down.
     """
     if constants.kind == EVEN:
         for index in range(scaled.size):
@@ -174,11 +180,14 @@ def round_block(scaled: NDArray[np.float64], constants: RoundingConstants, round
     elif constants.kind == AWAY:
         for index in range(scaled.size):
             rounded[index] = round_away(scaled[index], constants)
-    elif constants.kind == HYBRID:
+    elif constants.kind >= HYBRID:
+        is_float32 = constants.kind == HYBRID
+        num_bits = _NUM_BITS if is_float32 else _NUM_BITS_BF16
         for index in range(scaled.size):
             narrow = np.float32(scaled[index])
-            threshold = narrow.view(np.int32) & ((1 << _NUM_BITS) - 1)
-            rounded[index] = round_hybrid(np.float64(narrow), threshold, _NUM_BITS, constants)
+            bits = np.float32(narrow).view(np.int32)
+            threshold = bits & ((1 << num_bits) - 1) if is_float32 else 2 * ((bits >> BF16_SHIFT) & 1) + 1
+            rounded[index] = round_hybrid(np.float64(narrow), threshold, num_bits, constants)
     else:
         for index in range(scaled.size):
             rounded[index] = round_floor(scaled[index], constants)

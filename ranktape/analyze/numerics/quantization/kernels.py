@@ -17,10 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.formats import Coding, Rounding
-from ranktape.analyze.numerics.formats.kernels import RANDOM, RoundingConstants, constants_of, draw, round_block
+from ranktape.analyze.numerics.formats.kernels import (
+    BF16_SHIFT,
+    RANDOM,
+    RoundingConstants,
+    constants_of,
+    draw,
+    round_block,
+)
 from ranktape.analyze.numerics.formats.values import NARROW_BITS, code_table, state_of
 from ranktape.analyze.numerics.kernels import compiled
-from ranktape.analyze.numerics.pieces import array_of, each
+from ranktape.analyze.numerics.pieces import array_of, each, frozen
 from ranktape.analyze.numerics.quantization.encoded import LOSSES, code_dtype, element_codes
 from ranktape.analyze.numerics.quantization.plan import QuantizePlan
 from ranktape.analyze.numerics.quantization.scales import GroupScales, ScaleGroups, factors_of, is_divided
@@ -36,8 +43,8 @@ MAGNITUDE = np.int32(0x7FFFFFFF)
 INFINITY = np.int32(0x7F800000)
 """The bits of an infinite float32."""
 
-WIDE_MAGNITUDE, WIDE_INFINITY, WIDE_NBYTES = np.int64((1 << 63) - 1), np.int64(0x7FF << 52), 8
-"""The same of float64, and its size."""
+WIDE_NBYTES = 8
+"""Bytes of a float64."""
 
 FRACTION_BITS, ONE_FIELD = 23, 127
 """Of a float32: the bits below its exponent field, and the exponent field of 1.0."""
@@ -82,12 +89,14 @@ class Ends(NamedTuple):
     """As of `Wide`."""
 
 
-def _rounding_of(plan: QuantizePlan, *, is_float64: bool) -> tuple[Narrow | None, Wide | None]:
-    """One of the two ways to round; for what is None no code is compiled."""
+def _rounding_of(plan: QuantizePlan, *, num_bytes: int) -> tuple[Narrow | None, Wide | None]:
+    """One of the two ways to round numbers of that size; for what is None no code is compiled."""
     element = plan.scheme.element
-    zero = np.float32(-0.0 if element.has_negative_zero else 0.0)
-    if is_float64 or plan.rounding is not Rounding.EVEN or element.taper or element.num_bits > NARROW_BITS:
-        return None, Wide(constants_of(element, plan.rounding), state_of(plan.seed), plan.scale_rule is None, zero)
+    zero, is_wide = np.float32(-0.0 if element.has_negative_zero else 0.0), num_bytes == WIDE_NBYTES
+    if is_wide or plan.rounding is not Rounding.EVEN or element.taper or element.num_bits > NARROW_BITS:
+        has_own_bits = num_bytes == HALF_NBYTES and plan.scheme.scaling is Scaling.NONE
+        constants = constants_of(element, plan.rounding, is_bf16=has_own_bits)
+        return None, Wide(constants, state_of(plan.seed), plan.scale_rule is None, zero)
     narrow = Narrow(
         lowest_field=np.int32((element.emin + ONE_FIELD) << FRACTION_BITS),
         anchor_step=np.int32((FRACTION_BITS - element.mantissa_bits) << FRACTION_BITS),
@@ -98,9 +107,24 @@ def _rounding_of(plan: QuantizePlan, *, is_float64: bool) -> tuple[Narrow | None
 
 
 @compiled
-def _narrow(number: np.int32, before: np.float32, after: np.float32, how: Narrow, divides: int | None) -> np.int32:
-    value = np.int32(number).view(np.float32)
-    scaled = value * before if divides is None else np.divide(value, before)
+def _number(numbers_C: NDArray[Any], index: int, is_pattern: int | None) -> Any:
+    """A number of a row, which is one of floats, or of patterns of bfloat16: for what is None no code is compiled."""
+    if is_pattern is None:
+        return numbers_C[index]
+    return np.uint32(np.uint32(numbers_C[index]) << BF16_SHIFT).view(np.float32)
+
+
+@compiled
+def _stored(value: float | np.floating[Any], results_C: NDArray[Any], is_pattern: int | None) -> Any:
+    """A number as a row of results holds it: bfloat16 loses no bits."""
+    if is_pattern is None:
+        return results_C.dtype.type(value)
+    return np.float32(value).view(np.uint32) >> BF16_SHIFT
+
+
+@compiled
+def _narrow(value: np.float32, before: np.float32, after: np.float32, how: Narrow, divides: int | None) -> np.float32:
+    scaled = np.float32(value * before if divides is None else np.divide(value, before))
     bits = np.float32(scaled).view(np.int32)
     magnitude = np.int32(bits & MAGNITUDE)
     bounded = np.int32(min(magnitude, how.limit))
@@ -108,8 +132,7 @@ def _narrow(number: np.int32, before: np.float32, after: np.float32, how: Narrow
     anchor = np.int32(max(how.lowest_field, np.int32(bounded & INFINITY)) + how.anchor_step).view(np.float32)
     rounded = np.float32(np.float32(np.int32(bounded).view(np.float32) + anchor) - anchor).view(np.int32)
     signed = np.int32(rounded | np.int32(bits & ~MAGNITUDE)).view(np.float32)
-    result = np.float32(np.float32(signed + how.zero) * after).view(np.int32)
-    return result if magnitude <= INFINITY else bits
+    return np.float32(np.float32(signed + how.zero) * after) if magnitude <= INFINITY else scaled
 
 
 @compiled
@@ -122,29 +145,29 @@ def _quantize_rows(  # noqa: PLR0917 - numba knows no keyword-only arguments
     run: int,
     narrow: Narrow,
     divides: int | None,
+    is_pattern: int | None,
+    gives_patterns: int | None,
 ) -> None:
-    """Write what numbers become: each divided by, or times, the first factor of its group, rounded, times the second.
+    """Write what float32 numbers become: each divided by, or times, the first factor of its group, rounded, and scaled.
 
-    Numbers and results are patterns: of float32 as int32, of bfloat16 as uint16. Groups are those of the row, and
-    within it of `run` neighbours each. NaN stays NaN, and so does a group whose second factor is.
+    That is, times the second factor. Groups are those of the row, and within it of `run` neighbours each. NaN stays
+    NaN, and so does a group whose second factor is.
     """
-    num_columns, kind = numbers_RC.shape[1], results_RC.dtype.type
-    from_bits, to_bits = 8 * (4 - numbers_RC.itemsize), 8 * (4 - results_RC.itemsize)
     for row in range(numbers_RC.shape[0]):
         numbers_C, results_C = numbers_RC[row], results_RC[row]
         before_K, after_K = before_GK[group_R[row]], after_GK[group_R[row]]
         if run == 1:
-            for index in range(num_columns):
-                number = np.int32(np.int32(numbers_C[index]) << from_bits)
-                found = _narrow(number, before_K[index], after_K[index], narrow, divides)
-                results_C[index] = kind(found >> to_bits)
+            for index in range(numbers_C.size):
+                value = _number(numbers_C, index, is_pattern)
+                found = _narrow(value, before_K[index], after_K[index], narrow, divides)
+                results_C[index] = _stored(found, results_C, gives_patterns)
         else:
-            for start in range(0, num_columns, run):
+            for start in range(0, numbers_C.size, run):
                 numbers, results = numbers_C[start : start + run], results_C[start : start + run]
                 before, after = before_K[start // run], after_K[start // run]
                 for index in range(numbers.size):
-                    number = np.int32(np.int32(numbers[index]) << from_bits)
-                    results[index] = kind(_narrow(number, before, after, narrow, divides) >> to_bits)
+                    found = _narrow(_number(numbers, index, is_pattern), before, after, narrow, divides)
+                    results[index] = _stored(found, results, gives_patterns)
 
 
 @compiled
@@ -158,8 +181,9 @@ def _spread(factors_K: NDArray[np.float32], run: int, spread_C: NDArray[np.float
 
 
 @compiled
-def _scale(
+def _scale(  # noqa: PLR0917 - as above
     numbers_C: NDArray[Any],
+    is_pattern: int | None,
     before_C: NDArray[np.float64],
     is_float32: bool,  # noqa: FBT001 - as above
     divides: int | None,
@@ -167,7 +191,7 @@ def _scale(
 ) -> None:
     """Write the magnitudes of a row, divided by factors or times them."""
     for index in range(numbers_C.size):
-        magnitude, factor = abs(np.float64(numbers_C[index])), before_C[index]
+        magnitude, factor = abs(np.float64(_number(numbers_C, index, is_pattern))), before_C[index]
         scaled = magnitude * factor if divides is None else np.divide(magnitude, factor)
         scaled_C[index] = np.float64(np.float32(scaled)) if is_float32 else scaled
 
@@ -183,27 +207,30 @@ def _quantize_wide_rows(  # noqa: PLR0917 - as above
     first_place: int,
     wide: Wide,
     divides: int | None,
+    is_pattern: int | None,
+    gives_patterns: int | None,
 ) -> None:
-    """The same in float64, of numbers and results that are float32 or float64.
+    """The same in float64, of numbers of any size.
 
     `first_place` is the index of the first number in C order of the tensor. Each step is a loop of vector instructions.
     """
-    num_columns, kind = numbers_RC.shape[1], results_RC.dtype.type
+    num_columns = numbers_RC.shape[1]
     scratch_4C = np.empty((4, num_columns))
     before_C, after_C, scaled_C, rounded_C = scratch_4C[0], scratch_4C[1], scratch_4C[2], scratch_4C[3]
     for row in range(numbers_RC.shape[0]):
         numbers_C, results_C = numbers_RC[row], results_RC[row]
         _spread(before_GK[group_R[row]], run, before_C)
         _spread(after_GK[group_R[row]], run, after_C)
-        _scale(numbers_C, before_C, wide.is_float32, divides, scaled_C)
+        _scale(numbers_C, is_pattern, before_C, wide.is_float32, divides, scaled_C)
         if wide.element.kind == RANDOM:
             draw(scaled_C, wide.element, wide.state, first_place + row * num_columns, rounded_C)
         else:
             round_block(scaled_C, wide.element, rounded_C)
         for index in range(num_columns):
-            signed = np.copysign(rounded_C[index], np.float64(numbers_C[index])) + np.float64(wide.zero)
-            is_number = scaled_C[index] >= 0
-            results_C[index] = kind(signed * after_C[index] if is_number else np.nan)
+            number = np.float64(_number(numbers_C, index, is_pattern))
+            signed = np.copysign(rounded_C[index], number) + np.float64(wide.zero)
+            value = signed * after_C[index] if scaled_C[index] >= 0 else np.nan
+            results_C[index] = _stored(value, results_C, gives_patterns)
 
 
 @compiled
@@ -219,6 +246,7 @@ def _encode_rows(  # noqa: PLR0917 - as above
     run: int,
     ends: Ends,
     divides: int | None,
+    is_pattern: int | None,
     counts: NDArray[np.int64],
 ) -> None:
     """Write the values and codes of what numbers were rounded to, and add to the counts of `Losses`.
@@ -235,9 +263,9 @@ def _encode_rows(  # noqa: PLR0917 - as above
         numbers_C, elements_C, values_C = numbers_RC[row], elements_RC[row], values_RC[row]
         _spread(before_GK[group_R[row]], run, before_C)
         _spread(after_GK[group_R[row]], run, after_C)
-        _scale(numbers_C, before_C, ends.is_float32, divides, scaled_C)
+        _scale(numbers_C, is_pattern, before_C, ends.is_float32, divides, scaled_C)
         for index in range(num_columns):
-            magnitude, scaled = abs(np.float64(numbers_C[index])), scaled_C[index]
+            magnitude, scaled = abs(np.float64(_number(numbers_C, index, is_pattern))), scaled_C[index]
             is_finite, is_scaled = magnitude < np.inf, scaled >= 0
             is_counted = is_finite & is_scaled & (magnitude > 0)
             underflow += is_counted & (scaled < ends.min_normal)
@@ -247,7 +275,7 @@ def _encode_rows(  # noqa: PLR0917 - as above
             nan += not magnitude <= np.inf
             inf += magnitude == np.inf
         for index in range(num_columns):
-            beyond = np.copysign(ends.beyond, np.float64(numbers_C[index]))
+            beyond = np.copysign(ends.beyond, np.float64(_number(numbers_C, index, is_pattern)))
             element = beyond if scaled_C[index] >= ends.overflow_start else np.float64(elements_C[index])
             value = element * after_C[index]
             values_C[index] = kind(value)
@@ -262,49 +290,45 @@ def _encode_rows(  # noqa: PLR0917 - as above
 
 @compiled
 def _find_largest(  # noqa: PLR0917 - as above
-    numbers_RC: NDArray[Any],
-    group_R: NDArray[np.int64],
-    run: int,
-    top: np.int32 | np.int64,
-    end: np.int32 | np.int64,
-    largest_GK: NDArray[Any],
+    patterns_RC: NDArray[Any], group_R: NDArray[np.int64], run: int, top: Any, last: Any, largest_GK: NDArray[Any]
 ) -> None:
-    """Raise the patterns of the largest magnitudes of groups to those of their numbers whose patterns are below `end`.
+    """Raise the patterns of the largest magnitudes of groups to those of their numbers, up to the pattern `last`.
 
-    Patterns of magnitudes, which are those below `top`, are in the order of the magnitudes: an infinity ends what is
-    finite, and NaN is beyond it.
+    Patterns of magnitudes, without the sign by the mask `top`, are in the order of the magnitudes: NaN are beyond
+    infinity, and one of them is `top` itself.
     """
-    kind, from_bits = largest_GK.dtype.type, 8 * (largest_GK.itemsize - numbers_RC.itemsize)
-    for row in range(numbers_RC.shape[0]):
-        numbers_C, largest_K = numbers_RC[row], largest_GK[group_R[row]]
+    kind = largest_GK.dtype.type
+    for row in range(patterns_RC.shape[0]):
+        patterns_C, largest_K = patterns_RC[row], largest_GK[group_R[row]]
         if run == 1:
-            for index in range(numbers_C.size):
-                magnitude = kind(kind(kind(numbers_C[index]) << from_bits) & top)
-                largest_K[index] = max(largest_K[index], magnitude if magnitude < end else kind(0))
+            for index in range(patterns_C.size):
+                magnitude = kind(patterns_C[index] & top)
+                largest_K[index] = max(largest_K[index], magnitude if magnitude <= last else kind(0))
         else:
-            for start in range(0, numbers_C.size, run):
-                numbers, largest = numbers_C[start : start + run], kind(0)
-                for index in range(numbers.size):
-                    magnitude = kind(kind(kind(numbers[index]) << from_bits) & top)
-                    largest = max(largest, magnitude if magnitude < end else kind(0))
+            for start in range(0, patterns_C.size, run):
+                patterns, largest = patterns_C[start : start + run], kind(0)
+                for index in range(patterns.size):
+                    magnitude = kind(patterns[index] & top)
+                    largest = max(largest, magnitude if magnitude <= last else kind(0))
                 largest_K[start // run] = max(largest_K[start // run], largest)
 
 
 @compiled
-def _add_squared_errors(
+def _add_squared_errors(  # noqa: PLR0917 - as above
     numbers_RC: NDArray[Any],
     results_RC: NDArray[Any],
     group_R: NDArray[np.int64],
     run: int,
+    is_pattern: int | None,
     errors_GK: NDArray[np.float64],
 ) -> None:
     """Add the squared errors of results to those of their groups, of each row one after the other."""
     for row in range(numbers_RC.shape[0]):
-        errors_K = errors_GK[group_R[row]]
-        for start in range(0, numbers_RC.shape[1], run):
+        numbers_C, results_C, errors_K = numbers_RC[row], results_RC[row], errors_GK[group_R[row]]
+        for start in range(0, numbers_C.size, run):
             total = 0.0
-            for index in range(start, min(start + run, numbers_RC.shape[1])):
-                error = np.float64(results_RC[row, index]) - np.float64(numbers_RC[row, index])
+            for index in range(start, min(start + run, numbers_C.size)):
+                error = np.float64(results_C[index]) - np.float64(_number(numbers_C, index, is_pattern))
                 total += error * error
             errors_K[start // run] += total
 
@@ -317,13 +341,30 @@ def is_compiled(x: torch.Tensor, *, plan: QuantizePlan) -> bool:
     if x.device.type != "cpu" or not x.numel() or element.coding is Coding.TABLE:
         return False
     is_known = rounding in {Rounding.EVEN, Rounding.AWAY, Rounding.FLOOR}
-    if rounding is Rounding.HYBRID:  # looks at the bits of float32
-        has_bits = x.dtype is torch.float32 or (
-            plan.scheme.scaling is not Scaling.NONE and x.dtype.itemsize < WIDE_NBYTES
+    if rounding is Rounding.HYBRID:  # looks at the bits of float32 or bfloat16
+        has_bits = (
+            x.dtype.itemsize < WIDE_NBYTES
+            if plan.scheme.scaling is not Scaling.NONE
+            else x.dtype in {torch.float32, torch.bfloat16}
         )
         return has_bits and plan.saturate
     # What chance, or further bits, decide beyond the largest element, the loops do not know.
     return is_known or plan.saturate or not element.has_overflow_code
+
+
+_TOP_AND_INFINITY = {
+    HALF_NBYTES: np.array([0x7FFF, 0x7F80], dtype=np.int16),
+    4: np.array([MAGNITUDE, INFINITY]),
+    WIDE_NBYTES: np.array([(1 << 63) - 1, 0x7FF << 52]),
+}
+"""By the size of a number, the bits without the sign, and those of infinity."""
+
+
+def _numbers_of(patterns: NDArray[Any]) -> NDArray[np.float64]:
+    """The numbers of magnitudes, of which those of 16 bits are of bfloat16."""
+    if patterns.itemsize == HALF_NBYTES:
+        return (patterns.astype(np.int32) << BF16_SHIFT).view(np.float32).astype(np.float64)
+    return patterns.view(f"f{patterns.itemsize}").astype(np.float64)
 
 
 Result = TypeVar("Result")
@@ -339,7 +380,7 @@ class CompiledRows:
     groups: ScaleGroups
     """The tensor and its groups."""
     numbers_RC: NDArray[Any]
-    """Its patterns."""
+    """Its numbers; of bfloat16 the patterns."""
     num_groups: int
     """Rows of the factors."""
     group_R: NDArray[np.int64]
@@ -370,22 +411,20 @@ class CompiledRows:
         else:
             group = 0 * place
         array = array_of(groups.x_OLI)
-        kind = {2: np.uint16, 4: np.int32, 8: np.int64}[array.itemsize]
-        numbers_RC = array.view(kind).reshape(num_rows, columns)
+        numbers = array.view(np.uint16) if array.itemsize == HALF_NBYTES else array
+        numbers_RC = frozen(numbers, shape=(num_rows, columns))
         num_groups = int(group.max()) + 1
         return cls(groups=groups, numbers_RC=numbers_RC, num_groups=num_groups, group_R=group, run=run, unit=unit)
+
+    @property
+    def is_pattern(self) -> int | None:
+        """1 where numbers are patterns of bfloat16, None where they are floats."""
+        return 1 if self.numbers_RC.itemsize == HALF_NBYTES else None
 
     @property
     def saturates(self) -> bool:
         """Whether what is beyond the largest element becomes the largest element."""
         return self.groups.plan.saturate or not self.groups.plan.scheme.element.has_overflow_code
-
-    def _numbers(self, part: slice) -> NDArray[Any]:
-        """The numbers of some rows, as float32 or float64."""
-        own, is_half = self.numbers_RC[part], self.numbers_RC.itemsize == HALF_NBYTES
-        numbers = np.left_shift(own, 16, dtype=np.uint32).view(np.float32) if is_half else own.view(f"f{own.itemsize}")
-        numbers.flags.writeable = False  # one variant of each loop
-        return numbers
 
     def _of_groups(self, values: torch.Tensor) -> NDArray[Any]:
         return values.view(self.num_groups, -1).numpy()
@@ -402,20 +441,14 @@ class CompiledRows:
         self, part: slice, results_RC: NDArray[Any], before_GK: NDArray[np.float32], after_GK: NDArray[np.float32]
     ) -> None:
         """Write the values of some rows with these factors, as float32, float64 or patterns of bfloat16."""
-        plan, numbers_RC, group_R = self.groups.plan, self.numbers_RC[part], self.group_R[part]
-        narrow, wide = _rounding_of(plan, is_float64=numbers_RC.itemsize == WIDE_NBYTES)
-        divides = 1 if is_divided(plan) else None
-        is_half = results_RC.itemsize == HALF_NBYTES
+        plan, numbers_RC, run = self.groups.plan, self.numbers_RC[part], self.run
+        narrow, wide = _rounding_of(plan, num_bytes=numbers_RC.itemsize)
+        kinds = 1 if is_divided(plan) else None, self.is_pattern, 1 if results_RC.itemsize == HALF_NBYTES else None
+        factors = self.group_R[part], before_GK, after_GK, run
         if narrow is not None:
-            bits_RC = results_RC if is_half else results_RC.view(np.int32)
-            _quantize_rows(numbers_RC, bits_RC, group_R, before_GK, after_GK, self.run, narrow, divides)
+            _quantize_rows(numbers_RC, results_RC, *factors, narrow, *kinds)
         elif wide is not None:
-            place = part.start * numbers_RC.shape[1]
-            own_RC = np.empty(results_RC.shape, dtype=np.float32) if is_half else results_RC
-            numbers = self._numbers(part)
-            _quantize_wide_rows(numbers, own_RC, group_R, before_GK, after_GK, self.run, place, wide, divides)
-            if is_half:
-                results_RC[...] = own_RC.view(np.uint32) >> 16
+            _quantize_wide_rows(numbers_RC, results_RC, *factors, part.start * numbers_RC.shape[1], wide, *kinds)
 
     def quantized(self, before: torch.Tensor, after: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
         """The values with factors in `scale_shape`, in the shape of the tensor: bfloat16 that hold all, or wider."""
@@ -452,9 +485,8 @@ class CompiledRows:
             self._round(part, elements_RC, before_GK, ones_GK)
             counts, own_RC = np.zeros(len(LOSSES), dtype=np.int64), codes_RC[part] if is_narrow else None
             factors = self.group_R[part], before_GK, after_GK, self.run
-            _encode_rows(
-                self._numbers(part), elements_RC, values_RC[part], own_RC, table, *factors, ends, divides, counts
-            )
+            own = self.numbers_RC[part], elements_RC, values_RC[part], own_RC
+            _encode_rows(*own, table, *factors, ends, divides, self.is_pattern, counts)
             if not is_narrow:
                 has_nan = bool(counts[LOSSES.index("nan")])
                 codes_RC[part] = element_codes(torch.from_numpy(elements_RC), element, has_nan=has_nan).numpy()
@@ -470,30 +502,28 @@ class CompiledRows:
         """The largest magnitudes of groups, and the largest finite one of all, as `ScaleGroups.scales` takes them."""
         import torch
 
-        scheme = self.groups.plan.scheme
-        is_block, num_columns = scheme.scaling is Scaling.BLOCK, self.numbers_RC.shape[1]
-        shape = self.num_groups, -(-num_columns // self.run)
-        is_wide = self.numbers_RC.itemsize == WIDE_NBYTES
-        top, infinity = (WIDE_MAGNITUDE, WIDE_INFINITY) if is_wide else (MAGNITUDE, INFINITY)
-        # NaN of any pattern is below this end, and so is no block without it finite.
-        found_GK = self._raised(shape, self.group_R, self.run, top, top if is_block else infinity)
+        scheme, num_columns = self.groups.plan.scheme, self.numbers_RC.shape[1]
+        top, infinity = _TOP_AND_INFINITY[self.numbers_RC.itemsize]
+        # A block with NaN or an infinity has no scale.
+        last = top if scheme.scaling is Scaling.BLOCK else infinity - 1
+        found = self._raised((self.num_groups, -(-num_columns // self.run)), self.group_R, self.run, last)
         of_all = 0.0
         if scheme.has_tensor_scale:
-            most = found_GK.max()
-            if most >= infinity:
-                most = self._raised((1, 1), 0 * self.group_R, num_columns, top, infinity)[0, 0]
-            of_all = float(most.view(f"f{most.itemsize}"))
-        found = torch.from_numpy(found_GK.view(f"f{found_GK.itemsize}")).to(torch.float64)
-        return found.view(self.groups.scale_shape or (1,)), of_all
+            most = found.max(keepdims=True)
+            if most[0, 0] >= infinity:
+                most = self._raised((1, 1), 0 * self.group_R, num_columns, infinity - 1)
+            of_all = float(_numbers_of(most)[0, 0])
+        return torch.from_numpy(_numbers_of(found)).view(self.groups.scale_shape or (1,)), of_all
 
-    def _raised(self, shape: tuple[int, int], group_R: NDArray[np.int64], run: int, top: Any, end: Any) -> NDArray[Any]:
-        """The patterns of the largest magnitudes below an end; of few groups those of each part apart."""
+    def _raised(self, shape: tuple[int, int], group_R: NDArray[np.int64], run: int, last: Any) -> NDArray[Any]:
+        """The patterns of the largest magnitudes up to the pattern `last`; of few groups those of each part apart."""
         is_shared = group_R is not self.group_R or self.groups.plan.scheme.scaling is not Scaling.BLOCK
-        found_GK = np.zeros(shape, dtype=top.dtype)
+        top = _TOP_AND_INFINITY[self.numbers_RC.itemsize][0]
+        found_GK, patterns_RC = np.zeros(shape, dtype=top.dtype), self.numbers_RC.view(top.dtype)
 
         def work(part: slice) -> NDArray[Any]:
             own_GK = np.zeros(shape, dtype=top.dtype) if is_shared else found_GK
-            _find_largest(self.numbers_RC[part], group_R[part], run, top, end, own_GK)
+            _find_largest(patterns_RC[part], group_R[part], run, top, last, own_GK)
             return own_GK
 
         for own_GK in self._each(work, unit=self.unit):
@@ -511,7 +541,8 @@ class CompiledRows:
         errors_GK = self._of_groups(errors)
 
         def work(part: slice) -> None:
-            _add_squared_errors(self._numbers(part), results_RC[part], self.group_R[part], self.run, errors_GK)
+            own = self.numbers_RC[part], results_RC[part], self.group_R[part]
+            _add_squared_errors(*own, self.run, self.is_pattern, errors_GK)
 
         self._each(work, unit=self.unit)
         return errors
