@@ -119,8 +119,9 @@ def round_magnitudes(
 ) -> Any:
     """The values of the format, were it without end, that float64 magnitudes round to; of NaN, anything.
 
-    Stochastic rounding draws by the indices `places` of the elements in C order; hybrid rounding looks at the bits of
-    `source`, the same numbers as they are stored.
+    To an even significand of a narrow format float32 magnitudes are rounded as exactly. Stochastic rounding draws by
+    the indices `places` of the elements in C order; hybrid rounding looks at the bits of `source`, the same numbers as
+    they are stored.
 
     Raises:
         UsageError: rounding is hybrid, and the source is of a type whose bits it does not know; the seed is no integer.
@@ -128,7 +129,7 @@ def round_magnitudes(
     if element.name == "fp64":
         return magnitudes
     xp = namespace(magnitudes)
-    bounded = xp.clip(magnitudes, None, element.maximum + 2 * float(np.ldexp(1.0, element.unit_exponent(element.emax))))
+    bounded = at_most(magnitudes, element.maximum + 2 * float(np.ldexp(1.0, element.unit_exponent(element.emax))))
     steps, field = _steps(bounded, element)
     nearest = bounded + steps
     nearest -= steps
@@ -151,16 +152,28 @@ def round_magnitudes(
 def _steps(bounded: Any, element: Format) -> tuple[Any, Any]:
     """2**52 steps of the format around magnitudes, and the exponent fields, in their place, that they follow from.
 
-    They leave no bits for a fraction of a step: float64 itself rounds their sum with a magnitude to the nearest step,
-    ties to even, and taking them away again is exact.
+    Around float32 magnitudes 2**23 steps. They leave no bits for a fraction of a step: the addition itself rounds their
+    sum with a magnitude to the nearest step, ties to even, and taking them away again is exact.
     """
     xp = namespace(bounded)
-    lowest = (element.lowest_exponent + _ONE_FIELD) << _FIELD_SHIFT
-    field = xp.clip(bounded.view(xp.int64) & _EXPONENT_MASK, lowest, None)
-    raised = field + ((_FIELD_SHIFT - element.mantissa_bits) << _FIELD_SHIFT)
+    is_wide = bounded.dtype.itemsize == np.dtype(np.float64).itemsize
+    kind, shift, one = (xp.int64, _FIELD_SHIFT, _ONE_FIELD) if is_wide else (xp.int32, 23, 127)
+    bits = bounded.view(kind) & (_EXPONENT_MASK if is_wide else 0xFF << shift)
+    field = at_least(bits, (element.lowest_exponent + one) << shift)
+    raised = field + ((shift - element.mantissa_bits) << shift)
     for limit in element.taper:
-        raised += (xp.abs(field - _ONE_BITS) > limit << _FIELD_SHIFT) * (1 << _FIELD_SHIFT)
-    return raised.view(xp.float64), field
+        raised += (xp.abs(field - (one << shift)) > limit << shift) * (1 << shift)
+    return raised.view(bounded.dtype), field
+
+
+def at_most(x: Any, limit: float) -> Any:
+    """The smaller of each number and the limit, NaN of NaN: in a third of the time that `clip` takes."""
+    return np.minimum(x, limit) if isinstance(x, np.ndarray) else x.clamp(max=limit)
+
+
+def at_least(x: Any, limit: float) -> Any:
+    """The larger of each number and the limit, NaN of NaN."""
+    return np.maximum(x, limit) if isinstance(x, np.ndarray) else x.clamp(min=limit)
 
 
 def powers_of_two(exponents: Any) -> Any:

@@ -21,6 +21,8 @@ import numpy as np
 from ranktape.analyze.numerics.formats import FORMATS, Coding, Rounding
 from ranktape.analyze.numerics.formats.values import (
     NARROW_BITS,
+    at_least,
+    at_most,
     namespace,
     narrow_codes,
     nearest_in_table,
@@ -150,17 +152,17 @@ def group_scales(largest: Any, *, plan: QuantizePlan, largest_of_all: float = 0.
         values = block_scales(largest, tensor, stretch=stretch)
     else:
         values = exact_scales(largest, plan=plan, stretch=stretch)
-    # A number minus itself is 0, and NaN of what is not finite.
-    return GroupScales(values=values + (largest - largest), largest=largest, tensor=tensor)
+    # A number times 0 is 0, and NaN of what is not finite.
+    return GroupScales(values=values + 0.0 * largest, largest=largest, tensor=tensor)
 
 
 def block_scales(largest: Any, tensor: TensorScale, *, stretch: float = 1.0) -> Any:
-    """The e4m3 numbers that are the scales of blocks of NVFP4 with these largest magnitudes, finite ones.
+    """The e4m3 numbers, as float32, that are the scales of blocks of NVFP4 with these largest magnitudes, finite ones.
 
     They ask for `stretch` times what makes that magnitude the largest element. Every step is rounded to float32.
     """
     xp = namespace(largest)
-    narrow = xp.clip(xp.asarray(largest, dtype=xp.float32), None, MAX_FLOAT32)
+    narrow = at_most(xp.asarray(largest, dtype=xp.float32), MAX_FLOAT32)
     if tensor.recipe is ScaleRecipe.TRANSFORMER_ENGINE:
         wanted = narrow * tensor.to_code * stretch
     elif tensor.recipe is ScaleRecipe.MODELOPT:
@@ -168,10 +170,9 @@ def block_scales(largest: Any, tensor: TensorScale, *, stretch: float = 1.0) -> 
         wanted = xp.where(wanted > 0, xp.clip(wanted, _MODELOPT_MIN_CODE, None), 1.0)
     else:
         wanted = narrow / _number(_ELEMENT_MAXIMUM, narrow) / _number(tensor.to_code, narrow)
-        wanted = xp.clip(wanted * stretch, _TORCHAO_MIN_CODE, None)
+        wanted = at_least(wanted * stretch, _TORCHAO_MIN_CODE)
     stored = FORMATS["fp8_e4m3"]
-    bounded = xp.clip(xp.asarray(wanted, dtype=xp.float64), None, stored.maximum)
-    return round_magnitudes(bounded, element=stored, rounding=Rounding.EVEN)
+    return round_magnitudes(at_most(wanted, stored.maximum), element=stored, rounding=Rounding.EVEN)
 
 
 def exact_scales(largest: Any, *, plan: QuantizePlan, stretch: float = 1.0) -> Any:
@@ -179,8 +180,8 @@ def exact_scales(largest: Any, *, plan: QuantizePlan, stretch: float = 1.0) -> A
     xp, stored = namespace(largest), plan.scheme.scale or FORMATS["fp32"]
     nearest = xp.asarray(largest * stretch / _number(exact_target(plan.scheme.element), largest), dtype=xp.float32)
     shifted = xp.asarray(_shifted(xp.asarray(nearest, dtype=xp.float64), plan.scale_offset), dtype=xp.float32)
-    bounded = xp.clip(xp.asarray(shifted, dtype=xp.float64), None, stored.maximum)
-    found = xp.clip(round_magnitudes(bounded, element=stored, rounding=Rounding.EVEN), stored.min_subnormal, None)
+    bounded = at_most(xp.asarray(shifted, dtype=xp.float64), stored.maximum)
+    found = at_least(round_magnitudes(bounded, element=stored, rounding=Rounding.EVEN), stored.min_subnormal)
     return xp.where(largest == 0, 1.0, found)
 
 
@@ -205,7 +206,8 @@ def is_divided(plan: QuantizePlan) -> bool:
 def factors_of(scales: GroupScales, *, plan: QuantizePlan) -> tuple[Any, Any]:
     """What elements are multiplied or divided by before they are rounded, and rounded ones are multiplied by.
 
-    In NVFP4 the quotient, or product, is to be rounded to float32, as it is of all scales that are no powers of two.
+    In NVFP4 they are float32, else float64. There the quotient, or product, is to be rounded to float32, as it is of
+    all scales that are no powers of two.
     Where the scale of a block is 0 both are 0: nothing of it is left. NaN where the scale is.
     """
     values, tensor = scales.values, scales.tensor
@@ -213,7 +215,7 @@ def factors_of(scales: GroupScales, *, plan: QuantizePlan) -> tuple[Any, Any]:
     if tensor is None:
         return 1.0 / values if plan.scale_rule is not None else values, values
     narrow = xp.asarray(values, dtype=xp.float32)
-    after = xp.clip(narrow * tensor.scale, None, MAX_FLOAT32)
+    after = at_most(narrow * tensor.scale, MAX_FLOAT32)
     if tensor.recipe is ScaleRecipe.MODELOPT:
         before = after
     elif tensor.recipe is ScaleRecipe.TRANSFORMER_ENGINE:
@@ -221,8 +223,8 @@ def factors_of(scales: GroupScales, *, plan: QuantizePlan) -> tuple[Any, Any]:
     else:
         # Not a number of Python, which torch would multiply by the reciprocal.
         inverse = _number(_nearest_float32(1.0 / tensor.scale), narrow)
-        before = xp.clip(inverse / narrow, None, MAX_FLOAT32)
-    return xp.asarray(before, dtype=xp.float64), xp.asarray(after, dtype=xp.float64)
+        before = at_most(inverse / narrow, MAX_FLOAT32)
+    return before, after
 
 
 Part: TypeAlias = tuple[slice, slice, slice]

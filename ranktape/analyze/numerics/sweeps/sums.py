@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,9 @@ from ranktape.analyze.numerics.sweeps.options import SweepOptions
 
 CHUNK, CELLS = 1 << 17, 1 << 14
 """Values whose sums are added up apart, by one thread; and counts of blocks, each with scales of its own by level."""
+
+FACTORS = 1 << 14
+"""Factors of groups that are made at a time, for several levels where there are few groups."""
 
 SQUARED_SAFELY = 500
 """Up to this exponent, either sign, the sums of squares of a tensor's values are within float64."""
@@ -130,19 +134,31 @@ class _How(NamedTuple):
 
 
 @compiled
-def _add_errors(values_N: Floats, weights_N: Floats, results_N: Floats, sums_KA: Floats) -> None:
-    """Add what becomes of values to the first five of `SUMS`."""
+def _weighted(number: float, weights: Floats | None, index: int) -> float:
+    return number if weights is None else number * weights[index]
+
+
+@compiled
+def _part(weights_N: Floats | None, start: int, width: int) -> Any:
+    return None if weights_N is None else weights_N[start : start + width]
+
+
+@compiled
+def _add_errors(values_N: Floats, weights_N: Floats | None, results_N: Floats, sums_KA: Floats) -> None:
+    """Add what becomes of values to the first five of `SUMS`; without weights each counts once."""
     # In three dimensions the compiler sees that no index is negative, and uses vectors.
     shape = values_N.size // (UNROLLED * LANES), UNROLLED, LANES
-    x, w, y = values_N.reshape(shape), weights_N.reshape(shape), results_N.reshape(shape)
+    x, y = values_N.reshape(shape), results_N.reshape(shape)
     for row in range(shape[0]):
         for lane in range(LANES):
+            start = row * UNROLLED * LANES + lane
             y_0, y_1, y_2, y_3 = y[row, 0, lane], y[row, 1, lane], y[row, 2, lane], y[row, 3, lane]
             x_0, x_1, x_2, x_3 = x[row, 0, lane], x[row, 1, lane], x[row, 2, lane], x[row, 3, lane]
-            w_0, w_1, w_2, w_3 = w[row, 0, lane], w[row, 1, lane], w[row, 2, lane], w[row, 3, lane]
             e_0, e_1, e_2, e_3 = abs(x_0 - y_0), abs(x_1 - y_1), abs(x_2 - y_2), abs(x_3 - y_3)
-            a_0, a_1, a_2, a_3 = w_0 * e_0, w_1 * e_1, w_2 * e_2, w_3 * e_3
-            b_0, b_1, b_2, b_3 = w_0 * y_0, w_1 * y_1, w_2 * y_2, w_3 * y_3
+            a_0, a_1 = _weighted(e_0, weights_N, start), _weighted(e_1, weights_N, start + LANES)
+            a_2, a_3 = _weighted(e_2, weights_N, start + 2 * LANES), _weighted(e_3, weights_N, start + 3 * LANES)
+            b_0, b_1 = _weighted(y_0, weights_N, start), _weighted(y_1, weights_N, start + LANES)
+            b_2, b_3 = _weighted(y_2, weights_N, start + 2 * LANES), _weighted(y_3, weights_N, start + 3 * LANES)
             sums_KA[0, lane] += (a_0 * e_0 + a_1 * e_1) + (a_2 * e_2 + a_3 * e_3)
             sums_KA[1, lane] += (a_0 + a_1) + (a_2 + a_3)
             sums_KA[2, lane] += (b_0 * y_0 + b_1 * y_1) + (b_2 * y_2 + b_3 * y_3)
@@ -153,7 +169,7 @@ def _add_errors(values_N: Floats, weights_N: Floats, results_N: Floats, sums_KA:
 @compiled_sums
 def _count(
     values_N: Floats,
-    weights_N: Floats,
+    weights_N: Floats | None,
     scaled_N: Floats,
     rounded_N: Floats,
     how: _How,
@@ -161,7 +177,7 @@ def _count(
     """The last three of `SUMS`: whole numbers, which add up to the same in any order."""
     overflow = underflow = flushed = 0.0
     for index in range(values_N.size):
-        weight = weights_N[index] if values_N[index] > 0.0 else 0.0
+        weight = _weighted(1.0, weights_N, index) if values_N[index] > 0.0 else 0.0
         overflow += weight if scaled_N[index] >= how.overflow_start else 0.0
         underflow += weight if scaled_N[index] < how.min_normal else 0.0
         flushed += weight if rounded_N[index] == 0.0 else 0.0
@@ -169,26 +185,30 @@ def _count(
 
 
 @compiled
-def _spread(factors_G: Floats, size: int, start: int, spread_C: Floats) -> None:
-    """Write the factor of each value from index `start` on, of groups of one size; behind them the last one."""
-    last = factors_G.size - 1
+def _scale(  # noqa: PLR0917 - numba knows no keyword-only arguments
+    values_C: Floats, factors_G: Floats, size: int, start: int, divides: int | None, results_C: Floats
+) -> None:
+    """Write values from index `start` on times, or divided by, the factors of their groups; the last one is longer."""
+    index, last = 0, factors_G.size - 1
     if size == 1:
-        for index in range(spread_C.size):
-            spread_C[index] = factors_G[min(start + index, last)]
-    else:
-        index = 0
-        while index < spread_C.size:
-            group = (start + index) // size
-            stop = min((group + 1) * size - start, spread_C.size) if group < last else spread_C.size
-            spread_C[index:stop] = factors_G[min(group, last)]
-            index = stop
+        for place in range(min(values_C.size, last + 1 - start)):
+            value, factor = values_C[place], factors_G[start + place]
+            results_C[place] = value * factor if divides is None else np.divide(value, factor)
+        index = max(0, min(values_C.size, last + 1 - start))
+    while index < values_C.size:
+        group = min((start + index) // size, last)
+        stop = min((group + 1) * size - start, values_C.size) if group < last else values_C.size
+        values, results, factor = values_C[index:stop], results_C[index:stop], factors_G[group]
+        for place in range(values.size):
+            results[place] = values[place] * factor if divides is None else np.divide(values[place], factor)
+        index = stop
 
 
 @compiled
-def _add_levels(  # noqa: PLR0917 - numba knows no keyword-only arguments
+def _add_levels(  # noqa: PLR0917 - as above
     source_N: Floats,
     values_N: Floats,
-    weights_N: Floats,
+    weights_N: Floats | None,
     before_LG: Floats,
     after_LG: Floats,
     size: int,
@@ -196,45 +216,61 @@ def _add_levels(  # noqa: PLR0917 - numba knows no keyword-only arguments
     divides: int | None,
     sums_LKA: Floats,
 ) -> None:
-    """Add to `SUMS` what becomes of values that occur so often, in groups of one size with such factors by level.
+    """Add to `SUMS` what becomes of values that occur so often, or once, in groups of one size with such factors.
 
     Scaled magnitudes are those of `source_N`, which are the values before they were shifted. Each step is a loop of
-    vector instructions over values that stay in the first-level cache.
+    vector instructions over values that stay in the first-level cache. Where chance decides, there are weights.
     """
-    scratch_6C = np.empty((6, BLOCK))
+    scratch_2C = np.empty((2, BLOCK))
     for start in range(0, values_N.size, BLOCK):
         width = min(BLOCK, values_N.size - start)
-        before, after = scratch_6C[0, :width], scratch_6C[1, :width]
-        scaled, rounded = scratch_6C[2, :width], scratch_6C[3, :width]
-        above, rising = scratch_6C[4, :width], scratch_6C[5, :width]
+        scaled, rounded = scratch_2C[0, :width], scratch_2C[1, :width]
         source, values = source_N[start : start + width], values_N[start : start + width]
-        weights = weights_N[start : start + width]
+        weights = _part(weights_N, start, width)
         for level in range(sums_LKA.shape[0]):
-            sums_KA, falling = sums_LKA[level], weights
-            _spread(before_LG[level], size, start, before)
-            _spread(after_LG[level], size, start, after)
-            for index in range(width):
-                quotient = source[index] * before[index] if divides is None else np.divide(source[index], before[index])
-                scaled[index] = np.float64(np.float32(quotient)) if how.is_float32 else quotient
+            sums_KA, after_G = sums_LKA[level], after_LG[level]
+            _scale(source, before_LG[level], size, start, divides, scaled)
+            if how.is_float32:
+                for index in range(width):
+                    scaled[index] = np.float64(np.float32(scaled[index]))
             round_block(scaled, how.constants, rounded)
             overflow, underflow, flushed = _count(values, weights, scaled, rounded, how)
-            if how.constants.kind == RANDOM:
-                for index in range(width):
-                    passed, step = passed_of(scaled[index], rounded[index], how.constants)
-                    rising[index] = weights[index] * passed
-                    above[index] = (rounded[index] + (step if passed > 0.0 else 0.0)) * after[index]
-                    # Chance does not make zero of all that rounding down would.
-                    flushed -= rising[index] if rounded[index] == 0.0 else 0.0
-                _add_errors(values, rising, above, sums_KA)
-                for index in range(width):
-                    rising[index] = weights[index] - rising[index]
-                falling = rising
+            if weights_N is not None and how.constants.kind == RANDOM:
+                flushed = _add_risen(values, weights, scaled, rounded, after_G, size, start, flushed, how, sums_KA)
+            else:
+                _scale(rounded, after_G, size, start, None, rounded)
+                _add_errors(values, weights, rounded, sums_KA)
             sums_KA[5, 0] += overflow
             sums_KA[6, 0] += underflow
             sums_KA[7, 0] += flushed
-            for index in range(width):
-                rounded[index] *= after[index]
-            _add_errors(values, falling, rounded, sums_KA)
+
+
+@compiled
+def _add_risen(  # noqa: PLR0917 - as above
+    values: Floats,
+    weights: Floats,
+    scaled: Floats,
+    rounded: Floats,
+    after_G: Floats,
+    size: int,
+    start: int,
+    flushed: float,
+    how: _How,
+    sums_KA: Floats,
+) -> float:
+    """Add what is to be expected of values of which some go up; how many of those that were `flushed` stay zero."""
+    scratch_3C = np.empty((3, values.size))
+    rising, falling, above = scratch_3C[0], scratch_3C[1], scratch_3C[2]
+    for index in range(values.size):
+        passed, step = passed_of(scaled[index], rounded[index], how.constants)
+        rising[index] = weights[index] * passed
+        falling[index] = weights[index] - rising[index]
+        above[index] = rounded[index] + (step if passed > 0.0 else 0.0)
+        flushed -= rising[index] if rounded[index] == 0.0 else 0.0
+    for results, own in ((above, rising), (rounded, falling)):
+        _scale(results, after_G, size, start, None, results)
+        _add_errors(values, own, results, sums_KA)
+    return flushed
 
 
 def _filled_up(values: Floats) -> Floats:
@@ -262,18 +298,27 @@ def part_of(
     rounded.
     """
     how = _How(constants_of(element, rounding), element.overflow_start_of(rounding), element.min_normal, is_float32)
-    factors = np.ones(values.size) if weights is None else weights.astype(np.float64)
-    x_N, w_N = _filled_up(values), _filled_up(factors)
+    times = np.ones(values.size) if weights is None and how.constants.kind == RANDOM else weights
+    x_N, w_N = _filled_up(values), None if times is None else _filled_up(times.astype(np.float64))
     source_N = x_N if source is None else _filled_up(source)
-    before_LG, after_LG = (np.array(factors) for factors in zip(*levels, strict=True))
-    sums_LKA, size = np.zeros((len(before_LG) + 1, len(SUMS), LANES)), values.size // before_LG.shape[1]
-    _add_levels(source_N, x_N, w_N, before_LG, after_LG, size, how, 1 if is_divided else None, sums_LKA[:-1])
+    remaining, sums = iter(levels), list[Floats]()
+    for first in remaining:
+        # The factors of a few levels at a time stay in a cache.
+        own = [first, *itertools.islice(remaining, FACTORS // len(first[0]))]
+        before_LG, after_LG = (np.array(factors) for factors in zip(*own, strict=True))
+        sums.append(np.zeros((len(own), len(SUMS), LANES)))
+        size = values.size // before_LG.shape[1]
+        _add_levels(source_N, x_N, w_N, before_LG, after_LG, size, how, 1 if is_divided else None, sums[-1])
     # In the same order as the errors: where all values become zero, the errors add up to exactly the values.
-    _add_errors(x_N, w_N, np.zeros_like(x_N), sums_LKA[-1])
+    sums.append(np.zeros((1, len(SUMS), LANES)))
+    _add_errors(x_N, w_N, np.zeros_like(x_N), sums[-1][0])
+    sums_LKA = np.concatenate(sums)
     sums_LK = sums_LKA.sum(axis=2)
     sums_LK[:, _LARGEST] = sums_LKA[:, _LARGEST].max(axis=1)
     squared, absolute = sums_LK[-1, :2].tolist()
-    return PartialSums(sums_LK[:-1], absolute, squared, int(factors.sum()) if num_finite is None else num_finite)
+    if num_finite is None:
+        num_finite = values.size if weights is None else int(weights.sum())
+    return PartialSums(sums_LK[:-1], absolute, squared, num_finite)
 
 
 def total_of(parts: Iterable[PartialSums], *, largest: float, shift: int = 0) -> Sums:
