@@ -399,3 +399,17 @@ def test_what_the_largest_value_becomes_is_what_quantising_makes_of_it(name: str
             warn=False,
         )
         assert (after.minimum if is_negative else after.maximum) == quantized.values[index]
+
+
+@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("better", [-1, 0, 1, 2])
+def test_the_first_of_levels_that_rounding_alone_tells_apart_is_the_best(name: str, better: int) -> None:
+    worst, best = (0.5, 0.25) if METRICS[name].is_error else (0.25, 0.5)
+    figures = [worst, best, best, best, worst]
+    if better >= 0:
+        figures[1 + better] = math.nextafter(best, 0.0 if METRICS[name].is_error else 1.0)
+    several = [level(float(exponent), **{name: figure}) for exponent, figure in enumerate(figures)]
+    found = Recommendation(dataclasses.replace(of(*several), mode=SweepMode.TENSOR)).best[name]
+    assert found.exponent == 1.0
+    better_one = level(9.0, **{name: best * (0.99 if METRICS[name].is_error else 1.01)})
+    assert Recommendation(dataclasses.replace(of(*several, better_one), mode=SweepMode.TENSOR)).best[name] is better_one

@@ -353,11 +353,9 @@ def best_by(sweep: ScaleSweep, name: str) -> Level | None:
 
     Squares beyond float64 are all the same: then their roots, which are not, tell the levels apart.
     """
-    if not sweep.levels:
-        return None
     is_beyond = any(map(is_square_beyond, sweep.levels))
-    metric = METRICS["rmse" if name == "mse" and is_beyond else name]
-    return sweep.settled(max(sweep.levels, key=metric.goodness))
+    found = sweep.best(METRICS["rmse" if name == "mse" and is_beyond else name].goodness)
+    return None if found is None else sweep.settled(found)
 
 
 def _extremes(verdicts: Sequence[Verdict], kind: str) -> tuple[Verdict, Verdict] | None:

@@ -36,7 +36,7 @@ from ranktape.storage import Records
 from ranktape.storage.format.record_info import Keep
 from ranktape.storage.query.columns import equal_rows
 
-KEPT_VERSION = f"3-{DIGEST_VERSION}-{BLOCKS_VERSION}"
+KEPT_VERSION = f"4-{DIGEST_VERSION}-{BLOCKS_VERSION}"
 """Versions of what is kept of sweeps, and of the counts that they follow from."""
 
 COUNTED = ("num_elements", "nan", "inf", "spoiled", "zero")

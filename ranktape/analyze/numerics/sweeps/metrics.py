@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -211,6 +211,18 @@ def _unshifted(value: float, shift: int) -> float:
         return math.ldexp(value, shift)
     except OverflowError:  # squares of float64 values beyond 1e154
         return math.inf
+
+
+TIE = 1e-12
+"""Part of a metric by which levels may differ and be equally good: more than sums in another order change."""
+
+
+def best_level(levels: Sequence[Level], metric: Callable[[Level], float]) -> Level | None:
+    """The level with the largest metric, the first of those that are as good but for `TIE`; None without levels."""
+    found = max(levels, key=metric, default=None)
+    if found is None or not math.isfinite(top := metric(found)):
+        return found
+    return next(level for level in levels if metric(level) >= top - TIE * abs(top))
 
 
 SAME_SQNR = 0.01

@@ -23,7 +23,7 @@ from ranktape.analyze.numerics.histograms.histogram import Histogram, count_valu
 from ranktape.analyze.numerics.pieces import numbers_of
 from ranktape.analyze.numerics.quantization.schemes import Scheme
 from ranktape.analyze.numerics.sweeps.legacy import check_legacy, legacy_histogram, legacy_levels, legacy_note
-from ranktape.analyze.numerics.sweeps.metrics import Level, levels_of, settled
+from ranktape.analyze.numerics.sweeps.metrics import Level, best_level, levels_of, settled
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve_all
 from ranktape.analyze.numerics.sweeps.sums import (
     Population,
@@ -76,8 +76,8 @@ class ScaleSweep(Population):
         return self.options.rounding or self.target.rounding
 
     def best(self, metric: Callable[[Level], float]) -> Level | None:
-        """The level with the largest metric, the first of them on a tie; None without levels."""
-        return max(self.levels, key=metric, default=None)
+        """The level with the largest metric, the first of them on a tie (`metrics.TIE`); None without levels."""
+        return best_level(self.levels, metric)
 
     @property
     def recommended(self) -> Level | None:
