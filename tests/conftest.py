@@ -41,7 +41,6 @@ LONGEST = (
     "tests/docs/test_tutorials.py",
     "tests/capture/test_parallel.py",
     "tests/capture/test_compiled_support.py",
-    "tests/capture/test_compiled_toggles.py",
     "tests/capture/test_compiled_ranks.py",
     "tests/faults/test_damage.py",
 )

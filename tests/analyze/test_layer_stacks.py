@@ -39,8 +39,8 @@ from tests.analyze.report_page import Page
 from tests.analyze.runs import describe_tensor, store
 from tests.analyze.stacked_runs import STACKS, stacked_tensors
 from tests.analyze.test_report import data_of, unpacked
-from tests.capture.two_stacks import STACKS as NAMES
-from tests.capture.two_stacks import capture_two_stacks
+from tests.capture.hugging_face import STACKS as NAMES
+from tests.capture.hugging_face import capture_two_stacks
 from tests.exhaustive import exhaustive
 
 if TYPE_CHECKING:

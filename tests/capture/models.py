@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ranktape.capture import Capture
-from ranktape.storage import Run, open_run
 
 WIDTH = 16
 HEADS = 2
@@ -50,6 +47,23 @@ class Block(nn.Module):
         attended = hidden + self.attention(hidden)
         # In place, right after a captured layer: what was recorded must not change.
         return attended + self.down(input=F.relu_(self.up(attended)))  # type: ignore[no-any-return]
+
+
+class Multihead(nn.Module):
+    """`nn.MultiheadAttention`, of itself or of another sequence, with or without the weights of its attention."""
+
+    def __init__(self, *, needs_weights: bool, is_crossed: bool = False, width: int | None = None) -> None:
+        super().__init__()
+        self.needs_weights = needs_weights
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.memory = nn.Linear(WIDTH, width or WIDTH) if is_crossed else None
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True, kdim=width, vdim=width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        query = self.before(hidden)
+        memory = query if self.memory is None else self.memory(hidden)
+        attended, _ = self.attention(query, memory, memory, need_weights=self.needs_weights)
+        return attended  # type: ignore[no-any-return]
 
 
 class Net(nn.Module):
@@ -114,26 +128,3 @@ def train(training: Training, *, capture: Capture | None = None) -> tuple[list[s
                 losses.append(loss.item().hex())
             optimizer.step()
     return losses, model
-
-
-def steps(
-    model: nn.Module, count: int = 1, *, shape: tuple[int, ...] = (2, 4, WIDTH), optimizers: int = 1
-) -> list[str]:
-    """The exact losses of some steps of any model, in each of which each optimizer steps once."""
-    made = [torch.optim.SGD(model.parameters(), lr=0.01) for _ in range(optimizers)]
-    losses = []
-    for _ in range(count):
-        loss = model(torch.randn(shape)).square().mean()
-        loss.backward()
-        losses.append(loss.item().hex())
-        for optimizer in made:
-            optimizer.step()
-        model.zero_grad()
-    return losses
-
-
-def captured(net: nn.Module, url: Path, count: int = 1, *, shape: tuple[int, ...] = (2, WIDTH), **options: Any) -> Run:
-    """The run of such steps, each of which is guaranteed unless the options say otherwise."""
-    with Capture(url, **{"min_iterations": count, **options}):
-        steps(net, count, shape=shape)
-    return open_run(url)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +20,12 @@ from ranktape.capture.hooks.states import get_layer_hidden_states
 from ranktape.storage import open_run
 from tests.capture.compiled_models import (
     TOKENS,
+    VOCABULARY,
     WIDTH,
     Block,
     Model,
     Step,
+    Trained,
     as_written,
     by_blocks,
     in_place,
@@ -33,7 +36,9 @@ from tests.capture.compiled_models import (
     whole_step,
     with_compiled_autograd,
 )
+from tests.capture.hugging_face import tiny
 from tests.exhaustive import exhaustive, exhaustive_but
+from tests.optional import needs
 
 # dynamo meets deprecated parts of torch itself, and imports them again.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -282,3 +287,182 @@ def test_another_backend_runs_eagerly_and_says_so(tmp_path: Path, capsys: pytest
     assert seen.num_graphs == [1] * 4
     assert "runs eagerly in captured iterations" in capsys.readouterr().err
     assert tensors(tmp_path / "run")
+
+
+NUM_STEPS = 21
+CAPTURED = tuple(range(1, NUM_STEPS, 2))
+"""Every other step: 20 toggles."""
+NUM_LAYERS = 12
+"""More than dynamo compiles of one function before it gives up (8)."""
+
+
+def compilations() -> Counter[str]:
+    """What has been compiled so far: by dynamo, by AOT autograd, and by inductor or taken from its cache."""
+    asked = ("fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass")
+    return Counter(
+        frames=counters["frames"]["ok"],
+        graphs=counters["stats"]["unique_graphs"],
+        autograd=counters["aot_autograd"]["total"],
+        inductor=sum(counters["inductor"][name] for name in asked),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A training, and what was compiled in its steps."""
+
+    trained: Trained
+    steps: list[Counter[str]]
+
+    def compiled_in(self, steps: range | tuple[int, ...]) -> Counter[str]:
+        """What was compiled in some steps together."""
+        return sum((self.steps[step] for step in steps), Counter())
+
+
+def counted(compile_: Callable[[Model], Step], url: Path | None = None, **options: Any) -> Compiled:
+    """A training of some steps, of which every other is captured where there is a URL."""
+    found: list[Counter[str]] = []
+
+    def compile_counting(model: Model) -> Step:
+        step = compile_(model)
+
+        def count(ids: torch.Tensor) -> torch.Tensor:
+            before = compilations()
+            loss = step(ids)
+            found.append(compilations() - before)
+            return loss
+
+        return count
+
+    # A region that is compiled too often raises here, where it would run eagerly.
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        trained = train(compile_counting, url, captured=CAPTURED, **options)
+    return Compiled(trained, found)
+
+
+LAYERS = functools.partial(Model, number=NUM_LAYERS)
+CHANGING = tuple(8 - step // 2 % 4 for step in range(NUM_STEPS))
+"""Tokens of each step; a length that is new comes in a plain step, and in a captured one after it."""
+
+
+@pytest.mark.parametrize(
+    ("compile_", "make", "lengths"),
+    [
+        pytest.param(by_blocks, LAYERS, None, id="each layer"),
+        pytest.param(whole, LAYERS, None, id="whole, fullgraph", marks=_LONG),
+        pytest.param(functools.partial(by_blocks, dynamic=True), LAYERS, CHANGING, id="dynamic, layers", marks=_LONG),
+        pytest.param(functools.partial(whole, dynamic=True), Model, CHANGING, id="dynamic, whole", marks=_LONG),
+        pytest.param(whole, Model, CHANGING, id="lengths that become dynamic", marks=_LONG),
+        pytest.param(functools.partial(whole, mode="reduce-overhead"), Model, None, id="reduce-overhead", marks=_LONG),
+        pytest.param(functools.partial(whole, mode="max-autotune"), Model, None, id="max-autotune", marks=_LONG),
+        pytest.param(functools.partial(by_blocks, mode="max-autotune"), LAYERS, None, id="tuned layers", marks=_LONG),
+    ],
+)
+@exhaustive("make test counts compilations in tests/capture/test_compiled_graphs.py")
+def test_a_capture_that_comes_and_goes_compiles_each_region_once_more(
+    compile_: Callable[[Model], Step], make: Callable[[], Model], lengths: tuple[int, ...] | None, tmp_path: Path
+) -> None:
+    shared: dict[str, Any] = {"make": make, "lengths": lengths or (8,) * NUM_STEPS}
+    plain = counted(compile_, **shared)
+    seen = counted(compile_, tmp_path / "run", **shared)
+    wanted = plain.compiled_in(range(NUM_STEPS))
+    assert wanted["graphs"], "the training is compiled"
+    assert seen.compiled_in(range(0, NUM_STEPS, 2)) == wanted, "plain steps compile what they compile without a capture"
+    assert seen.compiled_in(CAPTURED) <= wanted
+    if lengths is None:
+        assert not seen.compiled_in(range(2, NUM_STEPS)), "all is compiled with the first captured step"
+    assert seen.trained.equals(plain.trained)
+
+
+Tensors = dict[Any, "np.ndarray[Any, Any]"]
+
+
+class Logits(nn.Module):
+    """A language model that gives logits alone."""
+
+    def __init__(self, attention: str, *, name: str = "Llama", is_checkpointed: bool = False, **sizes: Any) -> None:
+        super().__init__()
+        self.inner = tiny(name, attn_implementation=attention, vocab_size=VOCABULARY, **sizes)
+        if is_checkpointed:
+            self.inner.activation_checkpointing_enable()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.inner(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]  # transformers'
+
+
+def whole_logits(model: Any) -> Step:
+    return stepping(model, torch.compile(model, fullgraph=True))
+
+
+def by_layers(model: Any) -> Step:
+    for layer in model.inner.model.layers:
+        layer.compile(fullgraph=True)
+    return stepping(model)
+
+
+@pytest.mark.parametrize(
+    ("attention", "way", "recompute", "dtype"),
+    [
+        ("sdpa", by_layers, "layers", torch.float32),
+        pytest.param("sdpa", whole_logits, "none", torch.bfloat16, marks=_LONG),
+        pytest.param("eager", whole_logits, "layers", torch.float32, marks=_LONG),
+        pytest.param("eager", by_layers, "none", torch.bfloat16, marks=_LONG),
+    ],
+)
+@needs("transformers")
+@pytest.mark.timeout(400)
+@exhaustive("make test compiles a model of its own")
+def test_what_is_recorded_of_hugging_face_and_computed(
+    attention: str, way: Any, recompute: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    make: Any = functools.partial(Logits, attention, is_checkpointed=recompute == "layers")
+    shared: dict[str, Any] = {"make": make, "dtype": dtype}
+    train(as_written, tmp_path / "eager", **shared)
+    plain: Trained = train(way, **shared)
+    seen = train(way, tmp_path / "graph", **shared)
+    assert seen.equals(plain)
+    assert plain.num_graphs == plain.num_graphs[:1] * 4
+    assert seen.num_graphs == [plain.num_graphs[0], *[2 * plain.num_graphs[0]] * 3]
+    eager, graph = tensors(tmp_path / "eager"), tensors(tmp_path / "graph")
+    assert graph.keys() == eager.keys()
+    attended = {key[5] for key in graph if key[1] == "attention"}
+    assert attended == {prefix + name for prefix in ("", "grad_") for name in ("query", "key", "value", "output")}
+    expect_close(graph, eager, tolerance=1e-3 if dtype == torch.float32 else 0.1)
+
+
+def expect_close(graph: Tensors, eager: Tensors, *, tolerance: float) -> None:
+    for key, value in eager.items():
+        limit = tolerance * max(float(np.abs(value).max()), 1e-3)
+        np.testing.assert_allclose(graph[key].astype(np.float64), value.astype(np.float64), rtol=0, atol=limit)
+
+
+def by_layers_with_breaks(model: Any) -> Step:
+    for layer in model.inner.model.layers:
+        layer.compile()
+    return stepping(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        # Its weights of experts are transposed for the product; in float32 that is an operator of transformers.
+        ("Qwen3Moe", torch.float32),
+        pytest.param("Qwen3Moe", torch.bfloat16, marks=_LONG),
+        pytest.param("GptOss", torch.float32, marks=_LONG),
+    ],
+)
+@needs("transformers")
+@pytest.mark.timeout(400)
+@exhaustive("make test compiles a model of its own")
+def test_experts_are_recorded_in_graphs(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    make: Any = functools.partial(Logits, "eager", name=name, num_hidden_layers=1)
+    shared: dict[str, Any] = {"make": make, "dtype": dtype}
+    train(as_written, tmp_path / "eager", **shared)
+    plain = train(by_layers_with_breaks, **shared)
+    seen = train(by_layers_with_breaks, tmp_path / "graph", **shared)
+    assert seen.equals(plain)
+    eager, graph = tensors(tmp_path / "eager"), tensors(tmp_path / "graph")
+    assert graph.keys() == eager.keys()
+    experts = {key for key in graph if "experts" in str(key)}
+    assert {key[5] for key in experts} >= {"weight", "output", "grad_weight", "grad_output"}
+    expect_close(graph, eager, tolerance=1e-3 if dtype == torch.float32 else 0.1)

@@ -3,118 +3,105 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ranktape.capture import Capture
 from ranktape.storage import open_run
-from tests.capture.role_models import BATCH, LENGTH, VOCABULARY, WIDTH, Task, Trained, train_twice
-from tests.capture.verify import verify_run
+from tests.capture.trainings import (
+    BATCH,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Made,
+    Task,
+    Trained,
+    lawful,
+    linear,
+    only,
+    parameter,
+    train_twice,
+)
 
 if TYPE_CHECKING:
     import pytest
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Made):
+    """Known by its name."""
+
+
+class ConvAttention(Made):
+    """Known by its name."""
+
+
+def self_attention() -> Made:
     """Attention as minGPT writes it: products and a softmax."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.attend = nn.Linear(WIDTH, 3 * WIDTH)
+    def run(model: Any, hidden: torch.Tensor) -> Any:
+        query, key, value = model.attend(hidden).chunk(3, dim=-1)
+        return torch.softmax(query @ key.transpose(-2, -1), dim=-1) @ value
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        query, key, value = self.attend(hidden).chunk(3, dim=-1)
-        return torch.softmax(query @ key.transpose(-2, -1), dim=-1) @ value  # type: ignore[no-any-return]
+    return SelfAttention(run, attend=nn.Linear(WIDTH, 3 * WIDTH))
 
 
-class Mixed(nn.Module):
+def multiply(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A product that no hook sees."""
+    return torch.einsum("...i,io->...o", hidden, weight)
+
+
+def mixed() -> Made:
     """A layer with a hand-written attention, and a product with a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = SelfAttention()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.gate = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = torch.einsum("...i,io->...o", self.norm(self.attention(hidden)), self.gate)
-        return product[..., :WIDTH]
+    return Made(
+        lambda layer, hidden: multiply(layer.norm(layer.attention(hidden)), layer.gate)[..., :WIDTH],
+        attention=self_attention(),
+        norm=nn.LayerNorm(WIDTH),
+        gate=parameter(WIDTH, 2 * WIDTH),
+    )
 
 
-class Model(nn.Module):
+def tied() -> Made:
     """Two such layers with an embedding before them, whose weight the output layer has, too."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions = nn.Embedding(LENGTH, WIDTH)
-        self.layers = nn.ModuleList(Mixed() for _ in range(2))
-        self.tied = nn.Embedding(VOCABULARY, WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.tied.weight
+    def run(model: Any, hidden: torch.Tensor) -> Any:
+        return model.head(model.layers(hidden + model.positions(torch.arange(LENGTH))))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = hidden + self.positions(torch.arange(LENGTH))
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.head(hidden)  # type: ignore[no-any-return]
+    words, head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+    head.weight = words.weight
+    return Made(
+        run, positions=nn.Embedding(LENGTH, WIDTH), layers=nn.Sequential(mixed(), mixed()), tied=words, head=head
+    )
 
 
-class ConvAttention(nn.Module):
+def conv_attention() -> Made:
     """Attention as diffusion models write it, with convolutions of width 1."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.attend = nn.Conv1d(WIDTH, 3 * WIDTH, 1)
+    def run(model: Any, hidden: torch.Tensor) -> Any:
+        query, key, value = model.attend(hidden.transpose(-2, -1)).chunk(3, dim=1)
+        return torch.softmax(query.transpose(-2, -1) @ key, dim=-1) @ value.transpose(-2, -1)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        query, key, value = self.attend(hidden.transpose(-2, -1)).chunk(3, dim=1)
-        return torch.softmax(query.transpose(-2, -1) @ key, dim=-1) @ value.transpose(-2, -1)  # type: ignore[no-any-return]
+    return ConvAttention(run, attend=nn.Conv1d(WIDTH, 3 * WIDTH, 1))
 
 
-class Uncalled(nn.Module):
+def uncalled() -> Made:
     """Layers that are called, used without a call, tied to one that is called, and not used at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called, self.used, self.tied, self.unused = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-        self.tied.weight = self.called.weight
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = torch.einsum("...i,io->...o", self.called(hidden), self.used.weight)
-        return product
+    layers = {name: linear(bias=False) for name in ("called", "used", "tied", "unused")}
+    layers["tied"].weight = layers["called"].weight
+    return Made(lambda model, hidden: multiply(model.called(hidden), model.used.weight), **layers)
 
 
-class Parts(nn.Module):
-    """Seven products with parameters, of different sizes, beside a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        for number in range(7):
-            setattr(self, f"part_{chr(ord('a') + number)}", nn.Parameter(torch.randn(WIDTH, WIDTH)))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(hidden)
-        for number in range(7):
-            hidden = torch.einsum("...i,io->...o", hidden, getattr(self, f"part_{chr(ord('a') + number)}"))
-        return hidden
-
-
-class Grouped(nn.Module):
+def grouped() -> Made:
     """Experts in one product, with weights in another dtype, as large trainings compute them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.Linear(WIDTH, WIDTH)
-        self.experts = nn.Parameter(torch.randn(3, WIDTH, WIDTH))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        tokens = self.before(hidden).flatten(0, 1)
+    def run(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+        tokens = model.before(hidden).flatten(0, 1)
         offsets = torch.tensor([4, 4, len(tokens)], dtype=torch.int32)
-        weights = self.experts.bfloat16().transpose(-2, -1)
+        weights = model.experts.bfloat16().transpose(-2, -1)
         return torch._grouped_mm(tokens.bfloat16(), weights, offs=offsets)
+
+    return Made(run, before=linear(), experts=parameter(3, WIDTH, WIDTH))
 
 
 def said_of(trained: Trained) -> dict[str, str]:
@@ -123,20 +110,20 @@ def said_of(trained: Trained) -> dict[str, str]:
 
 
 def test_what_no_hook_sees_is_named_with_its_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trained = train_twice(Task(make=Model), tmp_path / "run")
+    trained = train_twice(Task(make=tied), tmp_path / "run")
     attend, gate, head = 2 * 3 * WIDTH * WIDTH, 2 * 2 * WIDTH * WIDTH, VOCABULARY * WIDTH
     total = attend + gate + head + LENGTH * WIDTH
     said = said_of(trained)
-    assert set(said) == {"layers.*.gate (Mixed)", "layers.*.attention (SelfAttention)"}
-    assert said["layers.*.gate (Mixed)"] == f"no hook sees it: {100 * gate // total} % of the model's weights"
+    assert set(said) == {"layers.*.gate (Made)", "layers.*.attention (SelfAttention)"}
+    assert said["layers.*.gate (Made)"] == f"no hook sees it: {100 * gate // total} % of the model's weights"
     assert "docs/roles.md" in said["layers.*.attention (SelfAttention)"]
     text = capsys.readouterr().err
     assert f"hooks see {100 * (attend + head) // total} % of the model's weights (2 % are left out by" in text
-    assert "warning: not recorded: layers.*.gate (Mixed)" in text
+    assert "warning: not recorded: layers.*.gate (Made)" in text
 
 
 def test_a_layer_that_is_not_called_does_not_count_as_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trained = train_twice(Task(make=Uncalled), tmp_path / "run")
+    trained = train_twice(Task(make=uncalled), tmp_path / "run")
     assert trained.is_equal
     text = capsys.readouterr().err
     assert "hooks see 33 % of the model's weights (33 % are in modules that were not called)" in text
@@ -157,16 +144,16 @@ def test_a_layer_that_is_not_called_does_not_count_as_seen(tmp_path: Path, capsy
 
 
 def test_the_hooks_that_notice_it_go_with_the_iteration(tmp_path: Path) -> None:
-    model = Uncalled()
+    model = uncalled()
     with Capture(tmp_path / "run", model=model, min_iterations=1, advance_on="step") as capture:
         model(torch.randn(BATCH, LENGTH, WIDTH)).sum().backward()
-        assert model.used.weight._backward_hooks
+        assert model.get_parameter("used.weight")._backward_hooks
         capture.step()
         assert not any(one._backward_hooks for one in model.parameters())
 
 
 def test_attention_among_convolutions_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), ConvAttention(), ConvAttention())  # noqa: E731
+    make = lambda: nn.Sequential(linear(), conv_attention(), conv_attention())  # noqa: E731
     trained = train_twice(Task(make=make), tmp_path / "run")
     [(part, reason)] = ((part, reason) for part, reason in said_of(trained).items() if "(ConvAttention)" in part)
     assert part == "* (ConvAttention)"
@@ -175,21 +162,23 @@ def test_attention_among_convolutions_is_named(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_attention_that_did_not_run_is_not_named(tmp_path: Path) -> None:
-    class Idle(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.attention = nn.Linear(WIDTH, WIDTH), ConvAttention()
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return self.first(hidden)  # type: ignore[no-any-return]
-
-    assert not any("ConvAttention" in part for part in said_of(train_twice(Task(make=Idle), tmp_path / "run")))
+    make = lambda: Made(lambda model, hidden: model.first(hidden), first=linear(), attention=conv_attention())  # noqa: E731
+    assert not any("(ConvAttention)" in part for part in said_of(train_twice(Task(make=make), tmp_path / "run")))
 
 
 def test_a_list_of_parts_that_is_cut_says_how_many_more_there_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trained = train_twice(Task(make=Parts), tmp_path / "run")
+    names = [f"part_{letter}" for letter in "abcdefg"]
+
+    def run(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = model.first(hidden)
+        for name in names:
+            hidden = multiply(hidden, getattr(model, name))
+        return hidden
+
+    make = lambda: Made(run, first=linear(bias=False), **{name: parameter() for name in names})  # noqa: E731
+    trained = train_twice(Task(make=make), tmp_path / "run")
     warned = [line for line in capsys.readouterr().err.splitlines() if "warning: not recorded" in line]
     assert len(warned) == 5 + 1
     assert warned[-1] == (
@@ -200,7 +189,7 @@ def test_a_list_of_parts_that_is_cut_says_how_many_more_there_are(
 
 
 def test_of_attention_that_is_seen_or_not_asked_for_nothing_is_said(tmp_path: Path) -> None:
-    model = nn.Sequential(SelfAttention())
+    model = nn.Sequential(self_attention())
     with Capture(tmp_path / "run", model=model, select={"layer_type": ("linear",)}, advance_on="step") as capture:
         model(torch.randn(BATCH, LENGTH, WIDTH)).sum().backward()
         capture.step()
@@ -209,7 +198,7 @@ def test_of_attention_that_is_seen_or_not_asked_for_nothing_is_said(tmp_path: Pa
 
 
 def test_a_model_that_comes_later_counts_from_then_on(tmp_path: Path) -> None:
-    first, second = nn.Linear(WIDTH, WIDTH), nn.Sequential(Grouped(), nn.Bilinear(WIDTH, WIDTH, WIDTH))
+    first, second = linear(), nn.Sequential(grouped(), nn.Bilinear(WIDTH, WIDTH, WIDTH))
     hidden = torch.randn(BATCH, LENGTH, WIDTH)
     with Capture(tmp_path / "run", min_iterations=4, advance_on="step") as capture:
         for iteration in range(4):
@@ -225,9 +214,6 @@ def test_a_model_that_comes_later_counts_from_then_on(tmp_path: Path) -> None:
 
 
 def test_experts_in_another_dtype_are_seen(tmp_path: Path) -> None:
-    trained = train_twice(Task(make=Grouped), tmp_path / "run")
-    assert trained.is_equal
-    assert not said_of(trained)
-    assert verify_run(trained.run)["grouped grad_weight"] == 2
-    [record] = trained.run.select(iteration=0, module="experts", tensor_name="grad_weight")
+    run = lawful(Task(make=grouped), tmp_path / "run").run
+    record = only(run, iteration=0, module="experts", tensor_name="grad_weight")
     assert (record.shape, str(record.dtype), record.layout) == ((3, WIDTH, WIDTH), "bfloat16", "EIO")

@@ -23,7 +23,7 @@ from ranktape.storage.format.attempt import read_attempts
 from ranktape.storage.format.commit import read_commit
 from ranktape.storage.format.record_info import Mode, Operation
 from ranktape.storage.places.urls import open_backend
-from tests.capture.models import captured
+from tests.capture.trainings import Made, captured
 
 WIDTH = 8
 
@@ -41,23 +41,20 @@ def silent(status: IterationStatus) -> dict[str, str]:
     return status.silent_sites.get(0, {})
 
 
-class Experts(nn.Module):
+def experts() -> Made:
     """One expert has all the tokens, one is skipped in the second iteration, and one never runs."""
+    calls: list[int] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = linear()
-        self.experts = nn.ModuleList(linear() for _ in range(3))
-        self.num_calls = 0
+    def run(model: Any, hidden: torch.Tensor) -> Any:
+        calls.append(1)
+        hidden = model.experts[0](model.first(hidden))
+        return model.experts[1](hidden) if len(calls) == 1 else hidden
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.num_calls += 1
-        hidden = self.experts[0](self.first(hidden))
-        return self.experts[1](hidden) if self.num_calls == 1 else hidden
+    return Made(run, first=linear(), experts=nn.ModuleList(linear() for _ in range(3)))
 
 
 def test_a_module_that_was_not_called_is_one_line(tmp_path: Path) -> None:
-    first, second = train(Experts(), tmp_path / "run", steps=2)
+    first, second = train(experts(), tmp_path / "run", steps=2)
     assert silent(first) == {"experts.2": "its module was not called"}
     assert silent(second) == {
         "experts.1": "its module was not called",
@@ -72,30 +69,23 @@ def test_a_module_that_was_not_called_is_one_line(tmp_path: Path) -> None:
         assert read_commit(backend, attempt.path, 0, iteration).num_missing == num_missing
 
 
-class Tangle(nn.Module):
+def tangle() -> Made:
     """Layers that lose their gradients in every way there is."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = linear()
-        self.detached = linear()
-        self.unused = linear()
-        self.watched = linear()
-        self.frozen = linear().requires_grad_(requires_grad=False)
-        self.down = nn.Linear(WIDTH, 2, bias=False)
-        self.up = nn.Linear(2, WIDTH, bias=False)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = self.used(hidden)
-        self.unused(hidden)
+    def run(model: Any, hidden: torch.Tensor) -> Any:
+        hidden = model.used(hidden)
+        model.unused(hidden)
         with torch.no_grad():
-            self.watched(hidden)
-        adapted = self.frozen(hidden) + self.up(self.down(hidden))
-        return adapted + self.detached(hidden).detach()  # type: ignore[no-any-return]
+            model.watched(hidden)
+        return model.frozen(hidden) + model.up(model.down(hidden)) + model.detached(hidden).detach()
+
+    layers = {name: linear() for name in ("used", "detached", "unused", "watched", "frozen")}
+    layers["frozen"].requires_grad_(requires_grad=False)
+    return Made(run, **layers, down=nn.Linear(WIDTH, 2, bias=False), up=nn.Linear(2, WIDTH, bias=False))
 
 
 def test_every_missing_gradient_has_its_reason(tmp_path: Path) -> None:
-    (status,) = train(Tangle(), tmp_path / "run")
+    (status,) = train(tangle(), tmp_path / "run")
     no_backward = "no backward pass reached it"
     without = "it ran without gradients, as under torch.no_grad or in an autograd.Function"
     gradients = "grad_output, grad_input, grad_weight"
@@ -111,30 +101,19 @@ def test_every_missing_gradient_has_its_reason(tmp_path: Path) -> None:
 
 
 def test_a_branch_of_which_one_call_has_no_gradient_is_not_whole(tmp_path: Path) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shared = linear()
+    def run(model: Any, hidden: torch.Tensor) -> Any:
+        model.shared(hidden)
+        return model.shared(hidden)
 
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            self.shared(hidden)
-            return self.shared(hidden)  # type: ignore[no-any-return]
-
-    (status,) = train(Twice(), tmp_path / "run")
+    (status,) = train(Made(run, shared=linear()), tmp_path / "run")
     assert silent(status) == {"shared grad_weight, grad_output": "no backward pass reached 1 of its 2 calls"}
 
 
 def test_what_runs_only_in_evaluation_is_told_from_what_never_runs(tmp_path: Path) -> None:
-    class Headed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head, self.rest = linear(), linear(), linear()
+    def run(model: Any, hidden: torch.Tensor) -> Any:
+        return model.body(hidden) if model.training else model.head(model.body(hidden))
 
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            hidden = self.body(hidden)
-            return hidden if self.training else self.head(hidden)
-
-    model = Headed()
+    model = Made(run, body=linear(), head=linear(), rest=linear())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Capture(tmp_path / "run", model=model):
         model(torch.randn(4, WIDTH)).sum().backward()
@@ -151,7 +130,7 @@ def test_what_runs_only_in_evaluation_is_told_from_what_never_runs(tmp_path: Pat
 
 
 def test_what_was_not_selected_is_not_missing(tmp_path: Path) -> None:
-    (status,) = train(Experts(), tmp_path / "run", select={"tensor_name": ("input",), "module": ("first", "experts.0")})
+    (status,) = train(experts(), tmp_path / "run", select={"tensor_name": ("input",), "module": ("first", "experts.0")})
     assert silent(status) == {}
     assert (status.num_expected, status.num_recorded) == (2, 2)
 
@@ -215,17 +194,15 @@ def test_two_kinds_of_layers_in_one_module_are_told_apart() -> None:
     assert list(expected.end()["silent_sites"]) == ["layers.0 (linear)", "layers.0 (hidden)"]
 
 
-class Mixed(nn.Module):
+def mixed() -> Made:
     """Its layers compute in different dtypes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = linear(bias=True), linear(bias=True)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def run(model: Any, hidden: torch.Tensor) -> Any:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            hidden = self.body(hidden)
-        return self.head(hidden.float())  # type: ignore[no-any-return]
+            hidden = model.body(hidden)
+        return model.head(hidden.float())
+
+    return Made(run, body=linear(bias=True), head=linear(bias=True))
 
 
 @pytest.mark.parametrize(
@@ -239,7 +216,7 @@ class Mixed(nn.Module):
     ],
 )
 def test_gradients_that_are_left_out_by_their_call_are_not_missing(tmp_path: Path, select: dict[str, Any]) -> None:
-    (status,) = train(Mixed(), tmp_path / "run", select=select)
+    (status,) = train(mixed(), tmp_path / "run", select=select)
     assert silent(status) == {}
     assert status.num_records > 0
     assert status.num_missing == 0

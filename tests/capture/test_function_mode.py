@@ -23,28 +23,37 @@ from torch.utils.checkpoint import checkpoint
 from ranktape.capture import Capture, FunctionRole, register_role, unregister_role
 from ranktape.capture.hooks.hook import MODE, Hook
 from ranktape.storage import Run, open_run
-from tests.capture.role_models import BATCH, LENGTH, WIDTH, Multihead, Task, train_twice
-from tests.capture.verify import verify_run
+from tests.capture.models import Multihead
+from tests.capture.trainings import (
+    BATCH,
+    LENGTH,
+    WIDTH,
+    Made,
+    Task,
+    lawful,
+    linear,
+    only,
+    parameter,
+    products,
+    train_twice,
+)
 
 HELD: dict[str, Any] = {"linear": F.linear, "partial": functools.partial(F.linear)}
+NAMES = {"input", "weight", "output", "grad_output", "grad_input", "grad_weight"}
+OWN = ("first", "second", "third", "fourth")
 
 
-class Holding(nn.Module):
+def holding() -> Made:
     """Multiplies by functions that lists, dictionaries, partial functions and local names hold."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.Linear(WIDTH, WIDTH)
-        for name in ("first", "second", "third", "fourth"):
-            self.register_parameter(name, nn.Parameter(torch.randn(WIDTH, WIDTH)))
-        self.functions = [F.linear]
+    def run(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+        from torch.nn.functional import linear as local
 
-    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-        from torch.nn.functional import linear
+        hidden = HELD["linear"](model.before(hidden), model.first)
+        hidden = HELD["partial"](hidden, model.second)
+        return local(model.functions[0](hidden, model.third), model.fourth)
 
-        hidden = HELD["linear"](self.before(hidden), self.first)
-        hidden = HELD["partial"](hidden, self.second)
-        return linear(self.functions[0](hidden, self.third), self.fourth)
+    return Made(run, before=linear(), functions=[F.linear], **{name: parameter() for name in OWN})
 
 
 @pytest.fixture(autouse=True)
@@ -58,117 +67,90 @@ def modules_of(run: Run, **choice: Any) -> set[str]:
     return set(run.select(**choice).column("module"))
 
 
-def test_functions_are_seen_whatever_holds_them(tmp_path: Path) -> None:
-    trained = train_twice(Task(make=Holding), tmp_path / "run")
-    assert trained.is_equal
-    assert modules_of(trained.run) == {"before", "first", "second", "third", "fourth"}
-    assert verify_run(trained.run) == Counter(output=10, grad_weight=10, grad_input=8)
+def rows(hidden: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    return product(hidden.flatten(0, 1)).unflatten(0, (BATCH, LENGTH))  # type: ignore[no-any-return]
 
 
-def by_operator(module: Any, hidden: torch.Tensor) -> torch.Tensor:
-    return hidden @ module.own  # type: ignore[no-any-return]
+PRODUCTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "operator": lambda model, hidden: hidden @ model.own,
+    "method": lambda model, hidden: hidden.matmul(model.own.t()),
+    "mm": lambda model, hidden: rows(hidden, lambda flat: torch.mm(flat, model.own)),
+    "addmm": lambda model, hidden: rows(hidden, lambda flat: torch.addmm(model.bias, flat, model.own)),
+}
 
 
-def by_method(module: Any, hidden: torch.Tensor) -> torch.Tensor:
-    return hidden.matmul(module.own.t())
-
-
-def by_mm(module: Any, hidden: torch.Tensor) -> torch.Tensor:
-    return torch.mm(hidden.flatten(0, 1), module.own).unflatten(0, (BATCH, LENGTH))  # type: ignore[no-any-return]
-
-
-def by_addmm(module: Any, hidden: torch.Tensor) -> torch.Tensor:
-    return torch.addmm(module.bias, hidden.flatten(0, 1), module.own).unflatten(0, (BATCH, LENGTH))  # type: ignore[no-any-return]
-
-
-class Multiplying(nn.Module):
+def multiplying(way: Callable[[Any, torch.Tensor], torch.Tensor]) -> Made:
     """Multiplies with a parameter of its own, in a way, beside a linear layer."""
-
-    def __init__(self, way: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.before = nn.Linear(WIDTH, WIDTH)
-        self.own = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        self.bias = nn.Parameter(torch.randn(WIDTH))
-        self.way = way
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.way(self, self.before(hidden))
+    run = lambda model, hidden: way(model, model.before(hidden))  # noqa: E731
+    return Made(run, before=linear(), own=parameter(), bias=parameter(WIDTH))
 
 
-@pytest.mark.parametrize("way", [by_operator, by_method, by_mm, by_addmm])
-def test_products_with_a_parameter_are_records_of_a_linear_layer(
-    way: Callable[[Any, torch.Tensor], torch.Tensor], tmp_path: Path
-) -> None:
-    trained = train_twice(Task(make=lambda: Multiplying(way)), tmp_path / "run")
-    assert trained.is_equal
-    records = trained.run.select(iteration=0, module="own")
-    names = {"input", "weight", "output", "grad_output", "grad_input", "grad_weight"}
-    assert set(records.column("tensor_name")) == names | ({"bias", "grad_bias"} if way is by_addmm else set())
-    assert set(records.select(tensor_name="weight").column("layout")) == {"IO"}
-    assert verify_run(trained.run) == Counter(output=4, grad_weight=4, grad_input=2)
-    weight = records.select(tensor_name="weight")[0].tensor()
-    assert weight.shape == (WIDTH, WIDTH)
+def shared(run: Callable[..., torch.Tensor]) -> Made:
+    """Two layers that have the same parameter."""
+    own = parameter()
+    layers = nn.ModuleList(Made(lambda layer, hidden: run(F.linear, hidden, layer.own), own=own) for _ in range(2))
+    return Made(
+        lambda model, hidden: model.layers[1](model.layers[0](model.before(hidden))), before=linear(), layers=layers
+    )
 
 
-class Batched(nn.Module):
-    """Multiplies the groups of a batch with a weight of their own each."""
+def recomputing(*, is_reentrant: bool) -> Made:
+    """Has bare products recomputed, by a checkpoint around a function that no module of ours is in."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.Parameter(torch.randn(BATCH, WIDTH, 2 * WIDTH))
+    def run(model: Any, hidden: torch.Tensor) -> Any:
+        twice = lambda given: F.gelu(F.linear(given, model.own) @ model.own)  # noqa: E731
+        return checkpoint(twice, model.before(hidden), use_reentrant=is_reentrant)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        scores = torch.bmm(hidden, hidden.transpose(1, 2))  # of two activations
-        return torch.bmm(scores @ hidden, self.experts)
+    return Made(run, before=linear(), own=parameter())
+
+
+MODELS: dict[str, tuple[Callable[[], Made], dict[str, int], set[str]]] = {
+    "held": (holding, products(5, 4), {"before", *OWN}),
+    **{key: (functools.partial(multiplying, way), products(2, 1), {"before", "own"}) for key, way in PRODUCTS.items()},
+    "shared": (
+        lambda: shared(lambda function, *operands: function(*operands)),
+        products(3, 2),
+        {"before", "layers.0.own", "layers.1.own"},
+    ),
+    "shared, in a reentrant checkpoint": (
+        lambda: shared(functools.partial(checkpoint, use_reentrant=True)),
+        products(3, 2),
+        {"before", "layers.0.own", "layers.1.own"},
+    ),
+    "recomputed by a reentrant checkpoint": (
+        lambda: recomputing(is_reentrant=True), products(3, 2), {"before", "own"},
+    ),
+    "recomputed": (lambda: recomputing(is_reentrant=False), products(3, 2), {"before", "own"}),
+}  # fmt: skip
+"""Models that compute with functions and parameters of their own, their counts, and what is recorded of them."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_products_with_a_parameter_are_records_of_a_linear_layer(name: str, tmp_path: Path) -> None:
+    make, counts, modules = MODELS[name]
+    run = lawful(Task(make=make), tmp_path / "run", counts).run
+    assert modules_of(run) == modules
+    biased = {"bias", "grad_bias"} if name == "addmm" else set()
+    for module in modules - {"before"}:
+        records = run.select(iteration=0, module=module)
+        assert set(records.column("tensor_name")) == NAMES | biased, module
+        if name in PRODUCTS:
+            assert only(records, tensor_name="weight").layout == "IO"
+            assert only(records, tensor_name="weight").shape == (WIDTH, WIDTH)
 
 
 def test_batched_products_are_those_with_a_parameter_alone(tmp_path: Path) -> None:
-    trained = train_twice(Task(make=Batched), tmp_path / "run")
+    def run(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+        scores = torch.bmm(hidden, hidden.transpose(1, 2))  # of two activations
+        return torch.bmm(scores @ hidden, model.experts)
+
+    trained = train_twice(Task(make=lambda: Made(run, experts=parameter(BATCH, WIDTH, 2 * WIDTH))), tmp_path / "run")
     assert trained.is_equal
-    records = trained.run.select(iteration=0)
     assert modules_of(trained.run) == {"experts"}
-    values = {name: records.select(tensor_name=name)[0].tensor() for name in ("input", "weight", "output")}
-    assert torch.equal(torch.bmm(values["input"], values["weight"]), values["output"])
-
-
-class Bare(nn.Module):
-    """Multiplies with its parameter, by a function in a checkpoint or without one."""
-
-    def __init__(self, own: nn.Parameter, run: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.own, self.run = own, run
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.run(F.linear, hidden, self.own)
-
-
-class Sharing(nn.Module):
-    """Two layers that have the same parameter."""
-
-    def __init__(self, run: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.before, own = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH))
-        self.layers = nn.ModuleList(Bare(own, run) for _ in range(2))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.layers[1](self.layers[0](self.before(hidden)))  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(
-    "run",
-    [lambda function, *operands: function(*operands), functools.partial(checkpoint, use_reentrant=True)],
-    ids=["plain", "reentrant checkpoint"],
-)
-def test_a_parameter_that_modules_share_is_recorded_under_the_one_that_computes(
-    run: Callable[..., torch.Tensor], tmp_path: Path
-) -> None:
-    trained = train_twice(Task(make=lambda: Sharing(run)), tmp_path / "run")
-    assert trained.is_equal
-    names = {"input", "weight", "output", "grad_output", "grad_input", "grad_weight"}
-    for module in ("layers.0.own", "layers.1.own"):
-        records = trained.run.select(iteration=0, module=module)
-        assert sorted(records.column("tensor_name")) == sorted(names), module
-    verify_run(trained.run)
+    given, weight, output = (
+        only(trained.run, iteration=0, tensor_name=name).tensor() for name in ("input", "weight", "output")
+    )
+    assert torch.equal(torch.bmm(given, weight), output)
 
 
 class ByHand(torch.autograd.Function):
@@ -188,77 +170,37 @@ class ByHand(torch.autograd.Function):
         return None, *torch.autograd.grad(output, operands, grads[0])
 
 
-class WithinFunction(nn.Module):
-    """Has a bare product and attention within an `autograd.Function`, in which torch follows no gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.Linear(WIDTH, WIDTH)
-        self.own = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        product: Any = ByHand.apply(torch.matmul, self.before(hidden), self.own)  # type: ignore[no-untyped-call]
-        heads = product.unflatten(-1, (4, -1)).transpose(1, 2)
-        return ByHand.apply(F.scaled_dot_product_attention, heads, heads, heads)  # type: ignore[no-any-return, no-untyped-call]
-
-
 def test_the_gradients_of_what_runs_within_an_autograd_function_are_said_to_be_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trained = train_twice(Task(make=WithinFunction), tmp_path / "run")
-    assert trained.is_equal
-    assert set(trained.run.select(module="own").column("tensor_name")) == {"input", "weight", "output"}
+    apply: Any = ByHand.apply
+
+    def run(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+        heads = apply(torch.matmul, model.before(hidden), model.own).unflatten(-1, (4, -1)).transpose(1, 2)
+        return apply(F.scaled_dot_product_attention, heads, heads, heads)  # type: ignore[no-any-return]
+
     reason = "it ran without gradients, as under torch.no_grad or in an autograd.Function"
-    status = trained.run.status()[0]
-    assert status.silent_sites[0] == {
+    silent = {
         "own grad_input, grad_weight, grad_output": reason,
         "attention -1 grad_query, grad_key, grad_value, grad_output": reason,
     }
-    assert status.num_missing == 7
+    task = Task(make=lambda: Made(run, before=linear(), own=parameter()))
+    trained = lawful(task, tmp_path / "run", silent=silent)
+    assert set(trained.run.select(module="own").column("tensor_name")) == {"input", "weight", "output"}
+    assert trained.run.status()[0].num_missing == 7
     assert f"not recorded: own grad_input, grad_weight, grad_output: {reason}" in capsys.readouterr().err
 
 
-class Recomputing(nn.Module):
-    """Has bare products recomputed, by a checkpoint around a function that no module of ours is in."""
-
-    def __init__(self, *, is_reentrant: bool) -> None:
-        super().__init__()
-        self.before = nn.Linear(WIDTH, WIDTH)
-        self.own = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        self.is_reentrant = is_reentrant
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return checkpoint(  # type: ignore[no-any-return]
-            lambda given: F.gelu(F.linear(given, self.own) @ self.own),
-            self.before(hidden),
-            use_reentrant=self.is_reentrant,
-        )
-
-
-@pytest.mark.parametrize("is_reentrant", [True, False])
-def test_bare_products_in_a_recomputation_have_all_their_gradients(tmp_path: Path, *, is_reentrant: bool) -> None:
-    trained = train_twice(Task(make=lambda: Recomputing(is_reentrant=is_reentrant)), tmp_path / "run")
-    assert trained.is_equal
-    assert verify_run(trained.run) == Counter(output=6, grad_weight=6, grad_input=4)
-
-
-class Leading(nn.Module):
+def function_first() -> Made:
     """Begins with a bare product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        self.after = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.after(F.linear(hidden, self.own))  # type: ignore[no-any-return]
+    return Made(lambda model, hidden: model.after(F.linear(hidden, model.own)), own=parameter(), after=linear())
 
 
 def test_models_may_be_called_in_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return (model(batch) + model.forward(batch) + model(batch)).square().mean()  # type: ignore[no-any-return]
 
-    trained = train_twice(Task(make=Leading, loss=loss), tmp_path / "run")
+    trained = train_twice(Task(make=function_first, loss=loss), tmp_path / "run")
     assert trained.is_equal
     outputs = trained.run.select(tensor_name="output")
     counts = Counter(zip(outputs.column("iteration"), outputs.column("module"), strict=True))
@@ -276,24 +218,15 @@ class Doubling(TorchFunctionMode):
         return func(*given, **(kwargs or {}))
 
 
-class Moded(nn.Module):
-    """Enters modes in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.own = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = self.layers[0](hidden)
-        with torch.device("cpu"), Doubling():
-            hidden = F.linear(hidden, self.own)
-            assert isinstance(_get_current_function_mode_stack()[-1], Doubling)
-        return self.layers[1](hidden)  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize("around", ["nothing", "device", "mode"])
 def test_modes_of_the_training_stay_in_place(tmp_path: Path, around: str) -> None:
+    def run(model: Any, hidden: torch.Tensor) -> Any:
+        hidden = model.layers[0](hidden)
+        with torch.device("cpu"), Doubling():
+            hidden = F.linear(hidden, model.own)
+            assert isinstance(_get_current_function_mode_stack()[-1], Doubling)
+        return model.layers[1](hidden)
+
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         contexts: dict[str, Any] = {"device": torch.device("cpu"), "mode": Doubling()}
         if around not in contexts:
@@ -304,18 +237,25 @@ def test_modes_of_the_training_stay_in_place(tmp_path: Path, around: str) -> Non
             assert _get_current_function_mode_stack() == before
             return output.square().mean()  # type: ignore[no-any-return]
 
-    trained = train_twice(Task(make=Moded, loss=loss), tmp_path / "run")
+    def make() -> Made:
+        return Made(run, layers=nn.ModuleList(linear() for _ in range(2)), own=parameter())
+
+    trained = train_twice(Task(make=make, loss=loss), tmp_path / "run")
     assert trained.is_equal
     # What is recorded of a bare product is what was multiplied.
-    record = trained.run.select(iteration=0, module="own", tensor_name="input")[0]
-    before = trained.run.select(iteration=0, module="layers.0", tensor_name="output")[0]
+    record = only(trained.run, iteration=0, module="own", tensor_name="input")
+    before = only(trained.run, iteration=0, module="layers.0", tensor_name="output")
     assert torch.equal(record.tensor(), before.tensor() * (4 if around == "mode" else 2))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("kind", ["device", "default"])
 def test_a_default_device_around_a_direct_forward_is_taken_away(tmp_path: Path, kind: str) -> None:
-    model, batch = Holding(), torch.randn(BATCH, WIDTH)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, batch = holding(), torch.randn(BATCH, WIDTH)
+    optimizer = sgd(model)
     with Capture(tmp_path / "run", min_iterations=2, strict=True):
         for _ in range(2):
             if kind == "device":
@@ -330,21 +270,6 @@ def test_a_default_device_around_a_direct_forward_is_taken_away(tmp_path: Path, 
             optimizer.step()
 
 
-class Taught(nn.Module):
-    """Learns from another model, which is no part of it."""
-
-    def __init__(self, teacher: nn.Module) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.others = [teacher]
-        self.taught: Any = None
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.taught = self.others[0](hidden)
-        return self.layer(hidden)  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize("is_direct", [False, True])
 @pytest.mark.parametrize("num_layers", [0, 2])
 def test_models_beside_the_captured_one_compute_the_same_bits(
@@ -354,42 +279,40 @@ def test_models_beside_the_captured_one_compute_the_same_bits(
     layer = nn.TransformerEncoderLayer(WIDTH, 4, batch_first=True)
     teacher = (nn.TransformerEncoder(layer, num_layers) if num_layers else layer).eval()
     batch = torch.randn(BATCH, 10 * LENGTH, WIDTH)
+    taught = []
+
+    def run(model: Any, hidden: torch.Tensor) -> Any:
+        with torch.no_grad():
+            taught.append(teacher(hidden))
+        return model.layer(hidden)
+
     with torch.no_grad():
         plain = teacher(batch)
-    model = Taught(teacher)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = Made(run, layer=linear())
+    optimizer = sgd(model)
     with Capture(tmp_path / "run", model=model, min_iterations=1, strict=True):
         with torch.no_grad():
             assert torch.equal(teacher(batch), plain)
         (model.forward if is_direct else model)(batch).sum().backward()
-        assert torch.equal(model.taught, plain)
+        assert torch.equal(taught[0], plain)
         optimizer.step()
     assert torch.overrides.has_torch_function is has_torch_function
 
 
 def test_an_iteration_that_ends_in_a_backward_pass_leaves_no_mode(tmp_path: Path) -> None:
-    model = Holding()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.before.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    model = holding()
+    optimizer = sgd(model)
+    model.get_parameter("before.weight").register_post_accumulate_grad_hook(lambda _: optimizer.step())
     with Capture(tmp_path / "run", model=model, min_iterations=1, strict=True):
         for _ in range(2):
             model.forward(torch.randn(BATCH, WIDTH)).sum().backward()
 
 
-class FunctionFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.after = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.after(F.linear(hidden, self.first))  # type: ignore[no-any-return]
-
-
 def test_a_direct_forward_with_steps_in_its_backward_pass_leaves_no_mode_in_idle_iterations(tmp_path: Path) -> None:
-    model, backward = FunctionFirst(), torch.Tensor.backward.__code__
-    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda parameter: optimizers[parameter].step())
+    model, backward = function_first(), torch.Tensor.backward.__code__
+    optimizers = {one: torch.optim.SGD([one], lr=0.1) for one in model.parameters()}
+    for one in model.parameters():
+        one.register_post_accumulate_grad_hook(lambda one: optimizers[one].step())
     seen = []
     with Capture(tmp_path / "run", min_iterations=2, every=3, strict=True) as capture:
         for _ in range(6):
@@ -399,15 +322,13 @@ def test_a_direct_forward_with_steps_in_its_backward_pass_leaves_no_mode_in_idle
     assert torch.Tensor.backward.__code__ is backward
     run = open_run(tmp_path / "run")
     # What comes before the first module was not seen in the first iteration.
-    assert [modules_of(run, iteration=one, tensor_name="grad_weight") for one in (0, 3)] == [
-        {"after"},
-        {"first", "after"},
-    ]
+    assert modules_of(run, iteration=0, tensor_name="grad_weight") == {"after"}
+    assert modules_of(run, iteration=3, tensor_name="grad_weight") == {"own", "after"}
 
 
 def test_a_forward_that_outlasts_the_iteration_leaves_its_thread_no_mode(tmp_path: Path) -> None:
-    model = Holding()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = holding()
+    optimizer = sgd(model)
     is_inside, may_go_on = threading.Event(), threading.Event()
     stacks: list[Any] = []
 
@@ -416,7 +337,7 @@ def test_a_forward_that_outlasts_the_iteration_leaves_its_thread_no_mode(tmp_pat
         may_go_on.wait()
 
     def forward() -> None:
-        handle = model.before.register_forward_hook(wait)
+        handle = model.get_submodule("before").register_forward_hook(wait)
         model(torch.randn(BATCH, WIDTH)).sum().backward()
         handle.remove()
         optimizer.step()
@@ -446,26 +367,19 @@ def test_attention_in_inference_takes_the_way_it_takes_without_a_capture(tmp_pat
 
 
 def test_an_interrupted_forward_leaves_no_mode(tmp_path: Path) -> None:
-    class Interrupted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
-            self.is_interrupted = True
+    def run(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = model.layer(hidden)
+        if model.is_interrupted:
+            raise KeyboardInterrupt
+        return F.linear(hidden, model.layer.weight)
 
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            hidden = self.layer(hidden)
-            if self.is_interrupted:
-                raise KeyboardInterrupt
-            return F.linear(hidden, self.layer.weight)
-
-    model = Interrupted()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batch = torch.randn(BATCH, WIDTH)
+    model = Made(run, layer=linear(), is_interrupted=True)
+    optimizer = sgd(model)
     with Capture(tmp_path / "run", min_iterations=1, strict=True):
         with pytest.raises(KeyboardInterrupt):
-            model(batch)
-        model.is_interrupted = False
-        model(batch).sum().backward()
+            model(torch.randn(BATCH, WIDTH))
+        model.is_interrupted = False  # type: ignore[assignment]  # it is no tensor
+        model(torch.randn(BATCH, WIDTH)).sum().backward()
         optimizer.step()
         assert not _get_current_function_mode_stack()
     assert len(open_run(tmp_path / "run").select(tensor_name="grad_weight")) == 2
@@ -473,7 +387,7 @@ def test_an_interrupted_forward_leaves_no_mode(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["hook", "suspended"])
 def test_a_capture_that_a_signal_ends_while_the_mode_is_off_leaves_no_mode(tmp_path: Path, place: str) -> None:
-    model = Holding()
+    model = holding()
     with Capture(tmp_path / "run", model=model) as capture:
 
         def interrupt(*_: Any) -> None:
@@ -483,44 +397,34 @@ def test_a_capture_that_a_signal_ends_while_the_mode_is_off_leaves_no_mode(tmp_p
                 with MODE.suspended():
                     capture.close()
 
-        model.before.register_forward_hook(interrupt)
+        model.get_submodule("before").register_forward_hook(interrupt)
         model(torch.randn(BATCH, WIDTH))
         assert not _get_current_function_mode_stack()
 
 
 def test_each_thread_has_a_mode_of_its_own(tmp_path: Path) -> None:
-    model = Holding()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = holding()
+    optimizer = sgd(model)
     with Capture(tmp_path / "run", model=model, min_iterations=1, strict=True):
         thread = threading.Thread(target=lambda: model(torch.randn(BATCH, WIDTH)).sum().backward())
         thread.start()
         thread.join()
         optimizer.step()
-    run = open_run(tmp_path / "run")
-    assert modules_of(run, tensor_name="grad_weight") == {"before", "first", "second", "third", "fourth"}
+    assert modules_of(open_run(tmp_path / "run"), tensor_name="grad_weight") == {"before", *OWN}
 
 
-def test_a_function_of_python_is_the_same_function_again(tmp_path: Path) -> None:
-    code = F.multi_head_attention_forward.__code__
-    model = nn.MultiheadAttention(WIDTH, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batch = torch.randn(LENGTH, BATCH, WIDTH)
-    with Capture(tmp_path / "run", model=model, min_iterations=1, strict=True):
-        model(batch, batch, batch)[0].sum().backward()
-        assert F.multi_head_attention_forward.__code__ is not code
-        optimizer.step()
-    assert F.multi_head_attention_forward.__code__ is code
-
-
-def test_a_function_of_python_keeps_its_signature(tmp_path: Path) -> None:
+def test_a_function_of_python_is_the_same_function_again_and_keeps_its_signature(tmp_path: Path) -> None:
     """Callers such as transformers pass `window_size` only to an attention that takes it, as `inspect` says."""
     function = F.multi_head_attention_forward
-    signature, names = inspect.signature(function), set(vars(function))
+    code, signature, names = function.__code__, inspect.signature(function), set(vars(function))
     model = nn.MultiheadAttention(WIDTH, 4)
     batch = torch.randn(LENGTH, BATCH, WIDTH)
     with Capture(tmp_path / "run", model=model, min_iterations=1, strict=True):
         model(batch, batch, batch)[0].sum().backward()
+        assert function.__code__ is not code
         assert inspect.signature(function) == signature
+        sgd(model).step()
+    assert function.__code__ is code
     assert inspect.signature(function) == signature
     assert set(vars(function)) == names
 
@@ -537,7 +441,7 @@ def test_a_function_of_python_can_be_pickled_by_value(tmp_path: Path) -> None:
     register_role(role)
     code, function, batch = attend.__code__, attend, torch.randn(BATCH, LENGTH, WIDTH)
     try:
-        with Capture(tmp_path / "run", model=nn.Linear(WIDTH, WIDTH), min_iterations=1, strict=True):
+        with Capture(tmp_path / "run", model=linear(), min_iterations=1, strict=True):
             assert attend.__code__ is not code
             by_value = FunctionType(function.__code__, {**function.__globals__, "__name__": "__main__"}, "attend")
             pickled = cloudpickle.dumps(by_value)

@@ -6,7 +6,6 @@ Each test stands for a defect that a reviewer once made happen.
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,15 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.nn.utils import weight_norm as old_weight_norm
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from ranktape.capture import Capture
-from ranktape.errors import CaptureError
 from ranktape.storage import open_run
-from tests.capture.models import Net, captured, steps
-from tests.capture.role_models import Task, train_twice
+from tests.capture.models import Net
+from tests.capture.trainings import Task, captured, steps, train_twice
 from tests.capture.verify import verify_run
 from tests.exhaustive import exhaustive
 
@@ -145,27 +142,6 @@ def test_a_training_that_nobody_steps_is_told_so(tmp_path: Path, monkeypatch: py
     assert "call capture.step() after each iteration" in verdict.message()
 
 
-def test_what_has_got_hold_of_the_replacement_can_be_pickled_and_passes_through(tmp_path: Path) -> None:
-    class Holder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.query = nn.Linear(16, 16)
-            self.attend = F.scaled_dot_product_attention
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            query = self.query(hidden)
-            return self.attend(query, query, query)
-
-    assert attend is F.scaled_dot_product_attention
-    with Capture(tmp_path / "run"):
-        model = Holder()
-        steps(model, 2)
-    unpickled = pickle.loads(pickle.dumps(model.attend))  # noqa: S301  (our own function)
-    assert unpickled is F.scaled_dot_product_attention, "a pickle stands for what was replaced"
-    tensor = torch.randn(2, 3, 4)
-    assert torch.equal(model.attend(tensor, tensor, tensor), F.scaled_dot_product_attention(tensor, tensor, tensor))
-
-
 def test_a_pass_that_was_interrupted_leaves_no_trace(tmp_path: Path) -> None:
     class Interrupted(nn.Module):
         def __init__(self) -> None:
@@ -222,15 +198,6 @@ def test_a_second_close_after_an_interrupt_ends_at_once(tmp_path: Path) -> None:
     process.wait()
     assert not verdict.met
     assert "the writer goes on" in verdict.message()
-
-
-def test_silence_of_the_only_rank_is_an_error(tmp_path: Path) -> None:
-    capture = Capture(tmp_path / "run")
-    capture.__enter__()
-    with pytest.raises(CaptureError, match="the training ran no linear or attention layer"):
-        steps(nn.Sequential(nn.LayerNorm(16)), 2)
-    assert Capture.current is capture
-    capture.close()
 
 
 @exhaustive("make test has tokens in the names of attempts")

@@ -16,8 +16,7 @@ from ranktape.capture import Capture, get_layer_hidden_states
 from ranktape.capture.hooks.stacks import embedding_path, numbered, survey
 from ranktape.errors import CaptureError, UsageError
 from ranktape.storage import open_run
-from tests.capture.models import captured
-from tests.capture.role_models import VOCABULARY, WIDTH, Task, train_twice
+from tests.capture.trainings import VOCABULARY, WIDTH, Task, captured, train_twice
 
 NUM_LAYERS = 3
 

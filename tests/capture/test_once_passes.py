@@ -21,7 +21,6 @@ from tests.capture.verify import verify_run
 from tests.exhaustive import exhaustive_but
 
 WIDTH = 8
-GRADS = {"grad_output", "grad_input", "grad_weight"}
 
 
 class Net(nn.Module):
@@ -208,18 +207,6 @@ def test_where_the_second_optimizer_ends_the_iteration_no_gradient_is_late(tmp_p
         records = run.select(iteration=iteration)
         assert len(records.select(tensor_name="grad_output")) == 2 + 2 * 2
         assert len(records.select(tensor_name="grad_weight")) == 2 + 2 * 2
-
-
-def test_an_optimizer_that_never_steps_is_named_at_the_end(tmp_path: Path, model: Net) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    capture = Capture(tmp_path / "run", advance_on="optimizer:1")
-    with capture:
-        model(hidden=batch(2)).sum().backward()
-        optimizer.step()
-    verdict = capture.close()
-    assert not verdict.met
-    assert "optimizer:1, which --advance-on names, never stepped" in verdict.message()
-    assert "optimizer:0 is SGD" in verdict.message()
 
 
 def test_microbatches_keep_their_numbers_and_their_samples(tmp_path: Path, model: Net) -> None:

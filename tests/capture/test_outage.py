@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zarr
 from click.testing import CliRunner
 
+from ranktape.capture import Capture
+from ranktape.errors import StorageError
 from ranktape.launch.exchange import push_command as command
 from ranktape.storage import IterationState, open_run
-from tests.capture.gate import Gate
-from tests.capture.light import LightTrainer, check_arrays, tensors
+from tests.capture.light import Gate, LightTrainer, check_arrays, tensors
+from tests.capture.models import NUM_TENSORS, Training, train
 from tests.exhaustive import exhaustive, exhaustive_but
 from tests.s3 import S3Server
 from tests.waiting import until
@@ -134,3 +137,33 @@ def test_what_spilled_is_named_by_the_verdict_and_pushed(
     assert stored(trainer, s3_server).verdict().met
     for iteration in (0, 1):
         check(trainer, s3_server, iteration)
+
+
+@pytest.mark.s3
+def test_a_training_recorded_into_s3(s3_server: S3Server) -> None:
+    url = s3_server.new_url()
+    options = s3_server.storage_options
+    capture = Capture(url, storage_options=options, min_iterations=2)
+    train(Training(steps=3), capture=capture)
+    assert capture.close().met
+    run = open_run(url, storage_options=options)
+    assert run.iterations == [0, 1]
+    records = run.select()
+    assert len(records) == 2 * NUM_TENSORS
+    for record in records[::7]:
+        record.read()
+    document = s3_server.client().get_object(Bucket="bucket", Key=f"{url.removeprefix('s3://bucket/')}/zarr.json")
+    text = document["Body"].read().decode()
+    assert s3_server.storage_options["endpoint_url"] not in text
+    group = zarr.open_group(url, mode="r", storage_options=options)
+    folder = records[-1].path.rpartition("/")[0]
+    assert folder.endswith("rank_00000/iter_00000001")
+    arrays = dict(group[folder].arrays())  # type: ignore[union-attr]
+    assert sum(array.shape[0] for name, array in arrays.items() if name.startswith("stack_")) == NUM_TENSORS
+
+
+@pytest.mark.s3
+def test_a_bucket_that_is_not_there_is_named_at_the_start(s3_server: S3Server) -> None:
+    capture = Capture("s3://no-such-bucket/run", storage_options=s3_server.storage_options)
+    with pytest.raises(StorageError, match="no-such-bucket"):
+        train(Training(steps=1), capture=capture)

@@ -18,10 +18,16 @@ import torch
 
 from ranktape.capture import Capture
 from ranktape.storage import Record, Run, open_run
-from tests.capture.parallel_models import BATCH, EXPERTS, HEADS, LENGTH, OPTIONS, STEPS, Recipe, train
-from tests.capture.parallel_variants import (
+from tests.capture.parallel_models import (
+    BATCH,
+    EXPERTS,
+    HEADS,
+    LENGTH,
     NOT_COMPARED,
+    OPTIONS,
+    STEPS,
     VARIANTS,
+    Recipe,
     data_rank_of,
     is_autocast,
     kind_of,
@@ -29,6 +35,7 @@ from tests.capture.parallel_variants import (
     num_ranks_of,
     proving,
     started_with,
+    train,
 )
 from tests.capture.verify import verify_run
 from tests.exhaustive import exhaustive_but

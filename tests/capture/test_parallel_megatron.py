@@ -7,8 +7,10 @@ its embedding.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,10 @@ from tests.exhaustive import exhaustive
 from tests.optional import needs
 
 PROGRAM = ROOT / "tests" / "capture" / "programs" / "megatron_model.py"
-VARIANTS = ("alone", "shared", "tp", "sequence", "checkpointed", "ddp")
+FEW = ("alone", "tp")
+"""What `make test` trains."""
+OTHERS = ("shared", "sequence", "checkpointed", "ddp")
+MORE = exhaustive("make test has the model alone and under tensor parallelism")
 NUM_LINEARS = 9
 NUM_LAYERS = 2
 STEPS = 2
@@ -32,14 +37,22 @@ support = pytest.mark.support
 pytestmark = [needs("megatron"), pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
+Folders = Callable[[str], Path]
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the one start that trains all variants."""
-    return torchrun(tmp_path_factory.mktemp("megatron") / "out", VARIANTS, num_ranks=2, program=PROGRAM)
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Gives for a variant the folder of its start; each of the two starts happens once, when it is asked for."""
+
+    @functools.cache
+    def start(variants: tuple[str, ...]) -> Path:
+        return torchrun(tmp_path_factory.mktemp("megatron") / "out", variants, num_ranks=2, program=PROGRAM)
+
+    return lambda variant: start(FEW if variant in FEW else OTHERS)
 
 
-def run_of(trained: Path, variant: str) -> Run:
-    return open_run(trained / f"{variant}.run")
+def run_of(trained: Folders, variant: str) -> Run:
+    return open_run(trained(variant) / f"{variant}.run")
 
 
 @pytest.mark.parametrize(
@@ -57,9 +70,9 @@ def run_of(trained: Path, variant: str) -> Run:
     ],
 )
 @exhaustive("make test has torch's own tensor parallelism")
-def test_the_training_is_the_same_bit_for_bit(variant: str, trained: Path) -> None:
+def test_the_training_is_the_same_bit_for_bit(variant: str, trained: Folders) -> None:
     for rank in range(2):
-        bits = json.loads((trained / f"{variant}.rank{rank}.json").read_text())
+        bits = json.loads((trained(variant) / f"{variant}.rank{rank}.json").read_text())
         assert bits["captured"] == bits["plain"]
         assert bits["num_states"] == 1 + NUM_LAYERS
     run = run_of(trained, variant)
@@ -75,15 +88,18 @@ def test_the_training_is_the_same_bit_for_bit(variant: str, trained: Path) -> No
         ),
         pytest.param(
             "ddp",
-            marks=support(
-                framework="Megatron-core",
-                parallelism="DDP",
-                features=("linear", "attention", "accumulation", "checkpointing"),
-            ),
+            marks=[
+                MORE,
+                support(
+                    framework="Megatron-core",
+                    parallelism="DDP",
+                    features=("linear", "attention", "accumulation", "checkpointing"),
+                ),
+            ],
         ),
     ],
 )
-def test_layers_of_one_rank_compute_what_was_recorded(variant: str, trained: Path) -> None:
+def test_layers_of_one_rank_compute_what_was_recorded(variant: str, trained: Folders) -> None:
     num_passes = 2 * STEPS * MICROBATCHES
     linear = dict.fromkeys(("output", "grad_weight", "grad_input"), num_passes * NUM_LINEARS)
     names = ("output", "grad_query", "grad_key", "grad_value")
@@ -94,7 +110,8 @@ def test_layers_of_one_rank_compute_what_was_recorded(variant: str, trained: Pat
 @pytest.mark.support(
     framework="Megatron-core", parallelism="one process", features=("linear", "attention", "layer outputs")
 )
-def test_layers_embedding_and_shared_weights(trained: Path) -> None:
+@MORE
+def test_layers_embedding_and_shared_weights(trained: Folders) -> None:
     records = run_of(trained, "shared").select(iteration=0, rank=0, microbatch=0)
     counts = verify_run(records)
     assert counts["output"] == counts["grad_input"] == counts["grad_weight"] == NUM_LINEARS
@@ -114,8 +131,8 @@ def test_layers_embedding_and_shared_weights(trained: Path) -> None:
 
 
 @pytest.mark.support(framework="Megatron-core", parallelism="TP", features=("attention", "accumulation"))
-@pytest.mark.parametrize("variant", ["tp", "sequence", "checkpointed"])
-def test_attention_of_two_ranks_computes_what_was_recorded(variant: str, trained: Path) -> None:
+@pytest.mark.parametrize("variant", ["tp", *(pytest.param(name, marks=MORE) for name in ("sequence", "checkpointed"))])
+def test_attention_of_two_ranks_computes_what_was_recorded(variant: str, trained: Folders) -> None:
     """Linear layers on two ranks give sums over ranks, or get gradients that are: those are put together below."""
     names = ("output", "grad_query", "grad_key", "grad_value")
     num_calls = 2 * STEPS * MICROBATCHES * NUM_LAYERS
@@ -125,7 +142,7 @@ def test_attention_of_two_ranks_computes_what_was_recorded(variant: str, trained
 
 @pytest.mark.parametrize("variant", ["tp", "sequence", "checkpointed"])
 @exhaustive("make test has torch's own tensor parallelism")
-def test_products_of_two_ranks_are_what_their_operands_give_together(variant: str, trained: Path) -> None:
+def test_products_of_two_ranks_are_what_their_operands_give_together(variant: str, trained: Folders) -> None:
     run = run_of(trained, variant)
     assert set(recomputed(run)) == {"agrees"}
     fields = ("iteration", "microbatch", "module")
@@ -133,7 +150,7 @@ def test_products_of_two_ranks_are_what_their_operands_give_together(variant: st
     assert len(found) == STEPS * MICROBATCHES * (3 * NUM_LINEARS + 4 * NUM_LAYERS)
 
 
-def check_assembled(trained: Path, variant: str) -> None:
+def check_assembled(trained: Folders, variant: str) -> None:
     alone = run_of(trained, "alone").select(iteration=0, rank=0)
     expected = {key_of(record): record.tensor() for record in alone if record.component != "hidden"}
     found: Counter[object] = Counter()
@@ -154,21 +171,22 @@ def check_assembled(trained: Path, variant: str) -> None:
 @pytest.mark.support(
     framework="Megatron-core", parallelism="TP", features=("linear", "attention", "assembly", "accumulation")
 )
-@pytest.mark.parametrize("variant", ["tp", "sequence"])
-def test_what_two_ranks_recorded_is_what_one_records(variant: str, trained: Path) -> None:
+@pytest.mark.parametrize("variant", ["tp", pytest.param("sequence", marks=MORE)])
+def test_what_two_ranks_recorded_is_what_one_records(variant: str, trained: Folders) -> None:
     check_assembled(trained, variant)
 
 
 @pytest.mark.support(
     framework="Megatron-core", parallelism="TP", features=("linear", "attention", "assembly", "checkpointing")
 )
-def test_what_is_computed_again_is_recorded_once(trained: Path) -> None:
+@MORE
+def test_what_is_computed_again_is_recorded_once(trained: Folders) -> None:
     check_assembled(trained, "checkpointed")
 
 
 @pytest.mark.support(framework="Megatron-core", parallelism="TP", features=("layer outputs",))
-@pytest.mark.parametrize("variant", ["tp", "sequence", "checkpointed"])
-def test_outputs_of_layers_are_those_of_one_rank(variant: str, trained: Path) -> None:
+@pytest.mark.parametrize("variant", ["tp", *(pytest.param(name, marks=MORE) for name in ("sequence", "checkpointed"))])
+def test_outputs_of_layers_are_those_of_one_rank(variant: str, trained: Folders) -> None:
     """Each rank has them all, or a piece of the sequence."""
     alone = run_of(trained, "alone").select(iteration=0, rank=0, component="hidden")
     records = run_of(trained, variant).select(iteration=0, component="hidden")
@@ -185,7 +203,8 @@ def test_outputs_of_layers_are_those_of_one_rank(variant: str, trained: Path) ->
 
 
 @pytest.mark.support(framework="Megatron-core", parallelism="DDP", features=("layer outputs",))
-def test_outputs_of_layers_of_each_data_parallel_rank_are_there(trained: Path) -> None:
+@MORE
+def test_outputs_of_layers_of_each_data_parallel_rank_are_there(trained: Folders) -> None:
     alone = run_of(trained, "alone").select(iteration=0, rank=0, component="hidden")
     records = run_of(trained, "ddp").select(iteration=0, component="hidden")
     own = {key_of(record): record for record in records.select(rank=0)}
@@ -195,7 +214,8 @@ def test_outputs_of_layers_of_each_data_parallel_rank_are_there(trained: Path) -
 
 
 @pytest.mark.support(framework="Megatron-core", parallelism="DDP", features=("assembly",))
-def test_the_optimizer_gets_the_mean_of_what_the_data_parallel_ranks_recorded(trained: Path) -> None:
+@MORE
+def test_the_optimizer_gets_the_mean_of_what_the_data_parallel_ranks_recorded(trained: Folders) -> None:
     records = run_of(trained, "ddp").select(iteration=0)
     for name in ("weight", "master_weight", "reduced_grad_weight", "bias", "master_bias", "reduced_grad_bias"):
         views = records.select(tensor_name=name).assemble()
@@ -210,7 +230,7 @@ def test_the_optimizer_gets_the_mean_of_what_the_data_parallel_ranks_recorded(tr
                 assert_close(view.tensor(), mean, what=view, tolerance=1e-5)
 
 
-def test_weights_are_replicas_over_the_data_parallel_ranks(trained: Path) -> None:
+def test_weights_are_replicas_over_the_data_parallel_ranks(trained: Folders) -> None:
     records = run_of(trained, "alone").select(iteration=0, module="*.linear_fc1", tensor_name="weight")
     assert len(records) == 2 * NUM_LAYERS
     for record in records:
@@ -220,7 +240,7 @@ def test_weights_are_replicas_over_the_data_parallel_ranks(trained: Path) -> Non
         assert record.global_view().differing_replicas() == []
 
 
-def test_a_bias_that_the_layer_returns_is_said_to_be_returned(trained: Path) -> None:
+def test_a_bias_that_the_layer_returns_is_said_to_be_returned(trained: Folders) -> None:
     layer = run_of(trained, "tp").select(iteration=0, rank=1, layer_idx=0)
     found = {record.module.rpartition(".")[2]: record for record in layer.select(tensor_name="bias")}
     words = {name: (record.metadata, *record.placement["placements"]) for name, record in found.items()}  # type: ignore[index]
@@ -236,7 +256,7 @@ def test_a_bias_that_the_layer_returns_is_said_to_be_returned(trained: Path) -> 
     assert set(grads) == {"decoder.layers.0.self_attention.linear_qkv"}
 
 
-def test_the_two_halves_of_a_gated_layer_are_split_each(trained: Path) -> None:
+def test_the_two_halves_of_a_gated_layer_are_split_each(trained: Folders) -> None:
     """Each rank has a piece of the gate and a piece of what is gated."""
     [record] = run_of(trained, "tp").select(
         iteration=0, rank=1, module="decoder.layers.0.mlp.linear_fc1", tensor_name="weight"

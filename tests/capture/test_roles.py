@@ -25,10 +25,24 @@ from ranktape.capture.hooks.calls import tensor_in
 from ranktape.capture.roles.known import quantising, registered_roles, role_of
 from ranktape.errors import UsageError
 from ranktape.storage import open_run
-from tests.capture.role_models import BATCH, LENGTH, WIDTH, Adapted, Bare, Experts, Multihead, Task, train_twice
+from tests.capture.models import Multihead
+from tests.capture.trainings import (
+    BATCH,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Made,
+    Task,
+    attentions,
+    lawful,
+    linear,
+    missing,
+    only,
+    parameter,
+    products,
+    train_twice,
+)
 from tests.capture.verify import recomputed, verify_run
-
-ATTENTION = ("attention output", "attention grad_query", "attention grad_key", "attention grad_value")
 
 
 @pytest.mark.support(framework="PyTorch", parallelism="one process", features=("linear", "attention", "unchanged"))
@@ -40,45 +54,66 @@ def test_multihead_attention_is_seen_with_and_without_its_weights(
     tmp_path: Path, *, needs_weights: bool, is_crossed: bool, width: int | None, num_products: int
 ) -> None:
     task = Task(make=lambda: Multihead(needs_weights=needs_weights, is_crossed=is_crossed, width=width))
-    trained = train_twice(task, tmp_path / "run")
-    assert trained.is_equal
-    counts = verify_run(trained.run)
-    assert [counts[name] for name in ATTENTION] == [2] * 4
+    run = lawful(task, tmp_path / "run").run
+    counts = verify_run(run)
+    assert attentions(2).items() <= counts.items()
     assert counts["output"] == counts["grad_weight"] == 2 * num_products
-    assert not any(any(status.silent_sites.values()) for status in trained.run.status())
-    names = set(trained.run.select(layer_type="linear").column("module"))
     separate = {"attention.q_proj", "attention.k_proj", "attention.v_proj"}
     halves = {"attention.in_proj[0:16]", "attention.in_proj[16:48]"}
-    assert names >= {"attention.out_proj", *(separate if width else halves if is_crossed else {"attention.in_proj"})}
+    names = {"attention.out_proj", *(separate if width else halves if is_crossed else {"attention.in_proj"})}
+    assert names <= set(run.select(layer_type="linear").column("module"))
+
+
+def adapted() -> Made:
+    """A frozen layer with a trained one of low rank beside it, as PEFT's LoRA wraps it."""
+    return Made(
+        lambda layer, hidden: layer.base_layer(hidden) + layer.lora_B(layer.lora_A(hidden)),
+        base_layer=linear().requires_grad_(requires_grad=False),
+        lora_A=nn.Linear(WIDTH, 4, bias=False),
+        lora_B=nn.Linear(4, WIDTH, bias=False),
+    )
 
 
 @pytest.mark.support(framework="PyTorch", parallelism="one process", features=("linear", "unchanged"))
 def test_a_frozen_layer_has_a_grad_input_and_no_grad_weight(tmp_path: Path) -> None:
-    trained = train_twice(Task(make=lambda: nn.Sequential(Adapted(), Adapted())), tmp_path / "run")
-    assert trained.is_equal
-    records = trained.run.select(iteration=0, module="1.base_layer")
-    assert Counter(records.column("tensor_name")) == Counter(
-        ["input", "weight", "bias", "output", "grad_output", "grad_input"]
-    )
-    assert verify_run(trained.run) == Counter(output=12, grad_weight=8, grad_input=8)
-    assert not any(any(status.silent_sites.values()) for status in trained.run.status())
+    counts = {"output": 6, "grad_weight": 4, "grad_input": 4}
+    run = lawful(Task(make=lambda: nn.Sequential(adapted(), adapted())), tmp_path / "run", counts).run
+    names = run.select(iteration=0, module="1.base_layer").column("tensor_name")
+    assert Counter(names) == Counter(["input", "weight", "bias", "output", "grad_output", "grad_input"])
+
+
+def experts() -> Made:
+    """Some experts: one has most tokens, one has none, one is not called; others are slices of one parameter."""
+
+    def run(model: Any, hidden: torch.Tensor) -> Any:
+        tokens = model.before(hidden).flatten(0, 1)
+        groups = (tokens[:4], tokens[4:], tokens[:0])
+        joined = torch.cat([expert(group) for expert, group in zip(model.experts, groups, strict=False)])
+        return F.linear(joined[:7], model.stacked[0]).sum() + F.linear(joined[7:], model.stacked[1]).sum()
+
+    parts = nn.ModuleList(linear(bias=False) for _ in range(4))
+    return Made(run, before=linear(), experts=parts, stacked=parameter(2, WIDTH, WIDTH))
 
 
 @pytest.mark.support(framework="MoE", parallelism="one process", features=("linear", "unchanged"))
 def test_experts_have_the_tokens_that_they_got(tmp_path: Path) -> None:
-    trained = train_twice(Task(make=Experts, loss=lambda model, batch: model(batch)), tmp_path / "run")
-    assert trained.is_equal
-    inputs = {
-        record.module: record.shape[0] for record in trained.run.select(iteration=0, tensor_name="input", module="*s*")
-    }
+    task = Task(make=experts, loss=lambda model, batch: model(batch))
+    silent = {"experts.3": "its module was not called"}
+    run = lawful(task, tmp_path / "run", products(6, 5), silent=silent).run
+    inputs = {one.module: one.shape[0] for one in run.select(iteration=0, tensor_name="input", module="*s*")}
     assert inputs == {"experts.0": 4, "experts.1": 11, "experts.2": 0, "stacked[0]": 7, "stacked[1]": 8}
-    assert verify_run(trained.run) == Counter(output=12, grad_weight=12, grad_input=10)
-    for status in trained.run.status():
-        assert status.silent_sites == {0: {"experts.3": "its module was not called"}}
 
 
 def test_calls_around_hooks_shared_modules_and_tied_weights_each_have_their_share(tmp_path: Path) -> None:
-    trained = train_twice(Task(make=Bare, options={"select": "layer_type=linear,embedding"}), tmp_path / "run")
+    def run(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+        twice = model.again(input=model.first(model.first.forward(hidden)))
+        return F.linear(model.tied(torch.arange(LENGTH)) + twice, model.tied.weight)
+
+    def make() -> Made:
+        first = linear()
+        return Made(run, first=first, again=first, tied=nn.Embedding(VOCABULARY, WIDTH))
+
+    trained = train_twice(Task(make=make, options={"select": "layer_type=linear,embedding"}), tmp_path / "run")
     assert trained.is_equal
     records = trained.run.select(iteration=0)
     assert records.select(module="first", tensor_name="grad_weight").column("call").tolist() == [2, 1, 0]
@@ -87,9 +122,8 @@ def test_calls_around_hooks_shared_modules_and_tied_weights_each_have_their_shar
     counts = verify_run(trained.run)
     assert counts["output"] == counts["grad_weight"] == 2 * 4
     assert counts["embedding grad_weight"] == 2
-    kinds = ("linear", "embedding")
-    tied = [records.select(module="tied", layer_type=kind, tensor_name="grad_weight") for kind in kinds]
-    assert [len(found) for found in tied] == [1, 1]
+    for kind in ("linear", "embedding"):
+        assert len(records.select(module="tied", layer_type=kind, tensor_name="grad_weight")) == 1
 
 
 def helper(query: torch.Tensor, key: torch.Tensor, attend: object = F.scaled_dot_product_attention) -> torch.Tensor:
@@ -125,27 +159,22 @@ def test_a_function_that_is_held_in_an_object_or_a_default_is_found_and_put_back
 def test_one_tensor_as_several_operands_changes_no_bit(tmp_path: Path) -> None:
     """Of a function that is one node of the graph every gradient is there; of one that is not, the reason is."""
 
-    class Same(nn.Module):
-        def __init__(self, num_dims: int) -> None:
-            super().__init__()
-            self.query = nn.Linear(WIDTH, WIDTH)
-            self.num_dims = num_dims
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            query = self.query(hidden)
-            query = query.unsqueeze(1) if self.num_dims == 4 else query
+    def make(num_dims: int) -> Made:
+        def run(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+            query = model.query(hidden)
+            query = query.unsqueeze(1) if num_dims == 4 else query
             for _ in range(3):
-                attended = F.scaled_dot_product_attention(query, query, query)
-                hidden = hidden + attended.reshape(hidden.shape)
+                hidden = hidden + F.scaled_dot_product_attention(query, query, query).reshape(hidden.shape)
             return hidden
 
-    fused = train_twice(Task(make=lambda: Same(4)), tmp_path / "fused")
+        return Made(run, query=linear())
+
+    fused = train_twice(Task(make=lambda: make(4)), tmp_path / "fused")
     assert fused.is_equal
     assert verify_run(fused.run)["attention grad_key"] == 2 * 3
-    composed = train_twice(Task(make=lambda: Same(3)), tmp_path / "composed")
+    composed = train_twice(Task(make=lambda: make(3)), tmp_path / "composed")
     assert composed.is_equal
-    reasons = set(composed.run.status()[0].silent_sites[0].values())
-    assert reasons == {"its tensor is another operand, too: one gradient for both"}
+    assert set(missing(composed.run).values()) == {"its tensor is another operand, too: one gradient for both"}
 
 
 @pytest.fixture
@@ -175,24 +204,19 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 def test_functions_named_as_those_of_flash_attention_are_seen_once(
     tmp_path: Path, flash_attn: types.ModuleType
 ) -> None:
-    class Flash(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.projection = nn.Linear(WIDTH, 3 * WIDTH)
+    def run(model: Any, hidden: torch.Tensor) -> Any:
+        packed = model.projection(hidden).unflatten(-1, (3, 2, WIDTH // 2))
+        attended = flash_attn.flash_attn_func(*packed.unbind(2), causal=True)
+        attended = attended + flash_attn.flash_attn_qkvpacked_func(packed, causal=True)
+        attended = attended + flash_attn.flash_attn_kvpacked_func(packed[:, :, 0], packed[:, :, 1:], causal=True)
+        return attended + flash_attn.flash_attn_varlen_func(*packed[0].unbind(1))
 
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            packed = self.projection(hidden).unflatten(-1, (3, 2, WIDTH // 2))
-            attended = flash_attn.flash_attn_func(*packed.unbind(2), causal=True)
-            attended = attended + flash_attn.flash_attn_qkvpacked_func(packed, causal=True)
-            attended = attended + flash_attn.flash_attn_kvpacked_func(packed[:, :, 0], packed[:, :, 1:], causal=True)
-            return attended + flash_attn.flash_attn_varlen_func(*packed[0].unbind(1))  # type: ignore[no-any-return]
-
-    trained = train_twice(Task(make=Flash), tmp_path / "run")
+    task = Task(make=lambda: Made(run, projection=nn.Linear(WIDTH, 3 * WIDTH)))
+    trained = train_twice(task, tmp_path / "run")
     assert trained.is_equal
     records = trained.run.select(layer_type="attention")
-    counts = verify_run(records.select(call=[0, 1, 2]))
-    assert [counts[name] for name in ATTENTION] == [2 * 3] * 4
-    [query] = records.select(iteration=0, call=1, tensor_name="query")
+    assert verify_run(records.select(call=[0, 1, 2])) == attentions(2 * 3)
+    query = only(records, iteration=0, call=1, tensor_name="query")
     assert (query.layout, query.shape, query.sample_dim) == ("BTHD", (BATCH, LENGTH, 2, WIDTH // 2), 0)
     assert query.metadata == {"is_causal": True}
     ragged = records.select(iteration=0, call=3)
@@ -211,14 +235,10 @@ class Kernel(nn.Module):
         return {"rest": hidden, "out": hidden @ self.kernel.T}
 
 
-class Mine(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.Linear(WIDTH, WIDTH)
-        self.kernel = Kernel()
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.kernel(hidden=self.before(hidden))["out"]  # type: ignore[no-any-return]
+def with_kernel() -> Made:
+    return Made(
+        lambda model, hidden: model.kernel(hidden=model.before(hidden))["out"], before=linear(), kernel=Kernel()
+    )
 
 
 @pytest.fixture
@@ -241,14 +261,11 @@ def test_a_role_of_ones_own_is_recorded_as_all_others(
     ]
     for role in roles:
         register_role(role)
-    trained = train_twice(Task(make=Mine), tmp_path / "run")
-    assert trained.is_equal
-    assert verify_run(trained.run) == Counter(output=4, grad_weight=4, grad_input=2)
+    silent = {"kernel forward pre mask": "its argument 'mask' was not passed"}
+    lawful(Task(make=with_kernel), tmp_path / "run", products(2, 1), silent=silent)
     told = capfd.readouterr().err
     assert "the role for tests.capture.test_roles.Kernal matches no module of the model: the nearest class is" in told
     assert "the role for torch.nn.functional.no_such matches no function that is loaded" in told
-    reasons = trained.run.status()[0].silent_sites[0]
-    assert reasons == {"kernel forward pre mask": "its argument 'mask' was not passed"}
 
 
 def test_a_role_that_is_taken_back_is_that_of_no_module_any_more() -> None:
@@ -266,21 +283,17 @@ def scaled(first: torch.Tensor, second: torch.Tensor, *_window: object, **_optio
 def test_a_function_of_ones_own_is_known_by_places_or_by_names(
     tmp_path: Path, roles: list[ModuleRole | FunctionRole]
 ) -> None:
-    class Calls(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            first = self.before(hidden)
-            return scaled(first, second=first.exp()) + scaled(second=first.exp(), first=first)
+    def run(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+        first = model.before(hidden)
+        return scaled(first, second=first.exp()) + scaled(second=first.exp(), first=first)
 
     role = FunctionRole(
         functions=(f"{__name__}.scaled",), layer_type="product", operands={"left": 0, "right": "second"}
     )
     roles.append(role)
     register_role(role)
-    trained = train_twice(Task(make=Calls, options={"select": "layer_type=product"}), tmp_path / "run", steps=1)
+    task = Task(make=lambda: Made(run, before=linear()), options={"select": "layer_type=product"})
+    trained = train_twice(task, tmp_path / "run", steps=1)
     assert trained.is_equal
     for call in range(2):
         names = sorted(trained.run.select(call=call).column("tensor_name"))
@@ -309,17 +322,12 @@ def test_the_examples_of_the_documentation_give_what_they_say(
 def test_what_a_call_says_of_itself_is_in_the_metadata_of_its_first_operand(
     tmp_path: Path, roles: list[ModuleRole | FunctionRole]
 ) -> None:
-    class Attends(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.projection = nn.Linear(WIDTH, 3 * WIDTH)
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            query, key, value = self.projection(hidden).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
-            mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
-            attended = F.scaled_dot_product_attention(query, key, value, None, 0.0, True)  # noqa: FBT003  (by place)
-            attended = attended + F.scaled_dot_product_attention(query, key, value, mask, scale=0.5)
-            return scaled(attended, 2 * hidden.unflatten(-1, (2, -1)).transpose(1, 2), (1, -1), other=torch.nan)
+    def run(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+        query, key, value = model.projection(hidden).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+        attended = F.scaled_dot_product_attention(query, key, value, None, 0.0, True)  # noqa: FBT003  (by place)
+        attended = attended + F.scaled_dot_product_attention(query, key, value, mask, scale=0.5)
+        return scaled(attended, 2 * hidden.unflatten(-1, (2, -1)).transpose(1, 2), (1, -1), other=torch.nan)
 
     options = {"window": CallOption(position=2, keyword="window"), "other": CallOption(position=None, keyword="other")}
     roles.append(
@@ -328,7 +336,8 @@ def test_what_a_call_says_of_itself_is_in_the_metadata_of_its_first_operand(
         )
     )
     register_role(roles[0])
-    trained = train_twice(Task(make=Attends), tmp_path / "run", steps=1)
+    task = Task(make=lambda: Made(run, projection=nn.Linear(WIDTH, 3 * WIDTH)))
+    trained = train_twice(task, tmp_path / "run", steps=1)
     assert trained.is_equal
     records = trained.run.select(layer_type="attention")
     said = [record.metadata for record in records.select(tensor_name=["query", "left"])]
@@ -385,22 +394,17 @@ def test_the_output_is_found_in_results_of_all_kinds() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # torch advises to compile it
 def test_flex_attention_is_seen_in_inference(tmp_path: Path) -> None:
-    class Flex(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.query = nn.Linear(WIDTH, WIDTH)
+    def run(model: Any, hidden: torch.Tensor) -> Any:
+        query = model.query(hidden).unflatten(-1, (2, -1)).transpose(1, 2)
+        return flex_attention(query, query, query)
 
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            query = self.query(hidden).unflatten(-1, (2, -1)).transpose(1, 2)
-            return flex_attention(query, query, query)
-
-    model = Flex().eval()
+    model = Made(run, query=linear()).eval()
     with torch.no_grad(), Capture(tmp_path / "run", select={"mode": ["eval"]}, advance_on="step") as capture:
         model(torch.randn(BATCH, LENGTH, WIDTH))
         capture.step()
-    run = open_run(tmp_path / "run")
-    assert verify_run(run) == Counter({"output": 1, "attention output": 1})
-    assert set(run.select(layer_type="attention").column("layout")) == {"BHTD"}
+    stored = open_run(tmp_path / "run")
+    assert verify_run(stored) == Counter({"output": 1, "attention output": 1})
+    assert set(stored.select(layer_type="attention").column("layout")) == {"BHTD"}
 
 
 def test_a_role_is_found_by_the_dotted_name_of_a_base() -> None:

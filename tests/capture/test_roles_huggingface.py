@@ -11,8 +11,9 @@ import torch
 from ranktape.capture import Capture, get_layer_hidden_states
 from ranktape.storage import open_run
 from tests.capture.hugging_face import NUM_LAYERS, tiny
-from tests.capture.role_models import BATCH, VOCABULARY, Task, Trained, train_twice
+from tests.capture.trainings import BATCH, VOCABULARY, Task, Trained, train_twice
 from tests.capture.verify import verify_run
+from tests.exhaustive import exhaustive, exhaustive_but
 from tests.optional import needs
 
 LENGTH = 7
@@ -36,6 +37,7 @@ def is_whole(trained: Trained) -> bool:
 
 @pytest.mark.support(framework="HF Llama", parallelism="one process", features=("linear", "attention", "unchanged"))
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@exhaustive_but("sdpa", reason="make test attends eagerly in GPT-2")
 def test_llama_with_grouped_heads(tmp_path: Path, attention: str) -> None:
     sizes = {"attn_implementation": attention, "hidden_size": 32}
     trained = train_twice(task("Llama", sizes=sizes), tmp_path / "run")
@@ -60,6 +62,7 @@ def test_llama_with_grouped_heads(tmp_path: Path, attention: str) -> None:
 
 @pytest.mark.support(framework="HF GPT-2", parallelism="one process", features=("linear", "attention", "unchanged"))
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@exhaustive_but("eager", reason="make test attends by sdpa in Llama")
 def test_gpt2_with_transposed_and_tied_weights(tmp_path: Path, attention: str) -> None:
     trained = train_twice(
         task("GPT2", sizes={"attn_implementation": attention}, select="layer_type=linear,attention,embedding"),
@@ -133,5 +136,6 @@ def test_layer_outputs_of_llama(tmp_path: Path) -> None:
 
 
 @pytest.mark.support(framework="HF GPT-2", parallelism="one process", features=("layer outputs",))
+@exhaustive("make test has those of Llama")
 def test_layer_outputs_of_gpt2(tmp_path: Path) -> None:
     check_layer_outputs("GPT2", tmp_path / "run", embedding="transformer.wte")

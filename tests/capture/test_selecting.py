@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ranktape.capture import Capture
 from ranktape.capture.passes.passes import Call
 from ranktape.capture.settings.cadence import Cadence
 from ranktape.capture.settings.options import CaptureOptions
@@ -22,11 +24,13 @@ from ranktape.capture.settings.selecting import Selecting
 from ranktape.capture.sites import ids_at, keep_samples
 from ranktape.capture.source import Source, TensorRole
 from ranktape.capture.tensors.parts import PlainPart
+from ranktape.storage import Record, Run, open_run
 from ranktape.storage.format.catalogue import Catalogue, CatalogueEntry, encode_catalogue
 from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.record_info import Mode, Operation, RecordInfo
 from ranktape.storage.query.filters import parse_filter
 from ranktape.storage.records.records import Records
+from tests.capture.models import BATCH, WIDTH, Net, Training, train
 from tests.runs import describe
 from tests.strategies import AWKWARD_TERMS
 
@@ -162,7 +166,7 @@ def decide(selecting: Selecting, info: RecordInfo) -> CaptureRule | None:
     )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(data=st.data())
 def test_a_capture_takes_what_a_query_selects(data: st.DataObject) -> None:
     records = data.draw(st.lists(infos(), max_size=12))
@@ -177,7 +181,7 @@ def test_a_capture_takes_what_a_query_selects(data: st.DataObject) -> None:
     assert sorted(decided(records, CaptureOptions(select=[rule]))) == queried(records, filters, where)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(data=st.data())
 def test_the_first_rule_that_fits_decides(data: st.DataObject) -> None:
     records = data.draw(st.lists(infos(), max_size=12))
@@ -298,3 +302,100 @@ def test_the_samples_of_a_shard_are_told_to_the_whole() -> None:
     assert kept[0].placement == '{"global_shape": [2, 8], "offset": [0, 2]}'
     split = part(4, 2, placement='{"global_shape": [8, 2], "offset": [4, 0]}')
     assert sampled("0,2", split, sample_dim=0)[0] is split
+
+
+STEPS = Training(steps=5, microbatches=2, autocast=True)
+RULES: list[str | dict[str, Any]] = [
+    {"layer_type": "attention", "samples": "0:3:2"},
+    {"tensor_name": ["weight", "grad_weight"], "keep": "statistics"},
+    "module=layers.1.* operation=forward microbatch=1 keep=histogram",
+    {"where": "module == 'embed' and microbatch >= 1", "samples": [1]},
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[str]]:
+    """A run of everything, with its losses."""
+    url = tmp_path_factory.mktemp("whole") / "run"
+    losses, _ = train(STEPS, capture=Capture(url, min_iterations=5, start=0))
+    return open_run(url), losses
+
+
+@pytest.fixture(scope="module")
+def chosen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[str]]:
+    """A run of the same training with rules, with its losses."""
+    url = tmp_path_factory.mktemp("chosen") / "run"
+    losses, _ = train(STEPS, capture=Capture(url, min_iterations=5, select=RULES))
+    return open_run(url), losses
+
+
+def name(record: Record) -> tuple[Any, ...]:
+    """What a record is of."""
+    info = record.info
+    place = (info.iteration, info.microbatch, info.call, info.module, info.layer_type)
+    return (*place, info.operation, info.phase, info.tensor_name)
+
+
+def expected(run: Run) -> dict[tuple[Any, ...], tuple[Record, str]]:
+    """By name what the rules take of the whole run, and the word for how."""
+    found = {}
+    for record in run.select():
+        if record.layer_type == "attention":
+            found[name(record)] = (record, "samples")
+        elif record.tensor_name in {"weight", "grad_weight"}:
+            found[name(record)] = (record, "statistics")
+        elif record.module.startswith("layers.1.") and record.operation == "forward" and record.microbatch == 1:
+            found[name(record)] = (record, "histogram")
+        elif record.module == "embed" and record.microbatch >= 1:
+            found[name(record)] = (record, "sample 1")
+    return found
+
+
+def test_what_the_rules_say_is_stored_and_nothing_else(
+    whole: tuple[Run, list[str]], chosen: tuple[Run, list[str]]
+) -> None:
+    assert whole[1] == chosen[1]  # the losses, bit for bit
+    wanted = expected(whole[0])
+    records = {name(record): record for record in chosen[0].select()}
+    assert set(records) == set(wanted)
+    assert chosen[0].iterations == [0, 1, 2, 3, 4]
+    for key, (original, how) in wanted.items():
+        record = records[key]
+        assert record.batch_size == original.batch_size == BATCH
+        if how == "statistics":
+            assert record.keep == "statistics"
+            assert record.statistics().mean == pytest.approx(float(original.read().mean()), abs=1e-6)
+        elif how == "histogram":
+            assert record.keep == "histogram"
+            assert record.histogram()[:65536].sum() == original.read().size
+            assert record.shape == original.shape
+        else:
+            places = [0, 2] if how == "samples" else [1]
+            values = original.read()
+            assert record.keep == "values"
+            assert record.sample_dim == original.sample_dim == 0
+            assert record.sample_ids == places
+            assert np.array_equal(record.read(), values[places])
+            assert np.array_equal(record.read(sample=0), values[places[0]])
+            assert record.nbytes * BATCH == original.nbytes * len(places)
+
+
+def test_nothing_that_was_left_out_is_called_missing(chosen: tuple[Run, list[str]]) -> None:
+    rows = chosen[0].status()
+    assert [row.iteration for row in rows] == [0, 1, 2, 3, 4]
+    assert [(str(row.state), row.silent_sites) for row in rows] == [("complete", {})] * 5
+
+
+def test_samples_carry_the_users_ids(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rule = "module=embed samples=1-2 operation=forward tensor_name=input"
+    with Capture(tmp_path / "run", min_iterations=2, every=3, select=rule) as capture:
+        for step in range(6):
+            capture.set_sample_ids([f"{step}-{index}" for index in range(4)])
+            model(torch.randn(4, 2, WIDTH)).square().mean().backward()
+            optimizer.step()
+    run = open_run(tmp_path / "run")
+    assert [(record.iteration, record.tensor_name) for record in run.select()] == [(0, "input"), (3, "input")]
+    record = run.select(iteration=3)[0]
+    assert (record.sample_ids, record.shape, record.batch_size) == (["3-1", "3-2"], (2, 2, WIDTH), 4)

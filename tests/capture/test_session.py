@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,12 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ranktape.capture import Capture, CaptureOptions, add_arguments
+from ranktape.capture import Capture
+from ranktape.capture.console import Console
 from ranktape.capture.hooks.hook import MODE
 from ranktape.errors import CaptureError, RunExistsError, StorageError, UsageError
 from ranktape.storage import IterationState, open_run
 from ranktape.storage.format.progress import RunVerdict
-from tests.capture.models import NUM_TENSORS, Net, Training, captured, steps, train
+from tests.capture.models import Net, Training, train
+from tests.capture.trainings import captured, steps
 from tests.waiting import until
 
 
@@ -46,12 +48,6 @@ def test_nothing_is_attached_outside_of_captured_iterations(tmp_path: Path) -> N
     assert seen == [(iteration in {2, 4},) * 2 for iteration in range(7)]
     assert num_hooks(model) == 0
     assert F.scaled_dot_product_attention is original
-
-
-def test_a_model_is_found_without_being_given(tmp_path: Path) -> None:
-    records = captured(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), tmp_path / "run").select()
-    assert sorted(set(records.column("module"))) == ["0", "1"]
-    assert set(records.column("layer_idx")) == {0, 1}
 
 
 def test_a_layer_alone_is_a_model(tmp_path: Path) -> None:
@@ -131,47 +127,6 @@ def test_the_line_of_what_is_captured_has_no_control_characters(
     assert said.count(r"a\x1b[2Jb\nc") >= 2
     assert "\x1b" not in said
     assert all(line.startswith("ranktape: ") for line in said.splitlines()), said
-
-
-def test_passes_without_training_are_not_recorded(tmp_path: Path) -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Capture(tmp_path / "run", model=model):
-        with torch.no_grad():
-            model(torch.randn(2, 4, 16))
-        model.eval()
-        model(torch.randn(2, 4, 16))
-        model.train()
-        model(torch.randn(2, 4, 16)).sum().backward()
-        with torch.inference_mode():
-            model(torch.randn(2, 4, 16))
-        optimizer.step()
-    assert len(open_run(tmp_path / "run").select()) == NUM_TENSORS
-
-
-def test_frozen_layers_and_layers_called_twice(tmp_path: Path) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shared = nn.Linear(16, 16)
-            self.frozen = nn.Linear(16, 16).requires_grad_(requires_grad=False)
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return self.shared(self.frozen(self.shared(hidden)))  # type: ignore[no-any-return]
-
-    run = captured(Twice(), tmp_path / "run")
-    assert sorted(run.select(module="frozen").column("tensor_name")) == [
-        "bias",
-        "grad_input",
-        "grad_output",
-        "input",
-        "output",
-        "weight",
-    ]
-    outputs = run.select(module="shared", tensor_name="output")
-    assert outputs.column("call").tolist() == [0, 1]
-    inputs = run.select(module="frozen", tensor_name="input")
-    assert outputs.select(call=0)[0].checksum == inputs[0].checksum
 
 
 def test_only_what_is_selected_is_recorded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -439,24 +394,29 @@ def test_a_ring_smaller_than_an_iteration_blocks_and_loses_nothing(tmp_path: Pat
         record.read()
 
 
-def test_arguments_of_a_script(tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    assert not parser.parse_args([]).capture
-    with Capture.from_arguments(parser.parse_args([])) as nothing:
-        assert not nothing.is_recording
-        nothing.step(3)
-    words = f"--capture {tmp_path / 'run'} --start-at 1 --every 2 --overwrite --select".split()
-    capture = Capture.from_arguments(parser.parse_args([*words, "module=a.*,b layer_type=linear"]))
-    assert isinstance(capture, Capture)
-    assert capture.options == CaptureOptions(
-        start=1, every=2, select=("module=a.*,b layer_type=linear",), overwrite=True
-    )
-    with pytest.raises(UsageError, match="--storage-options is not JSON"):
-        Capture.from_arguments(parser.parse_args(["--capture", "x", "--storage-options", "{"]))
-
-
 def test_a_run_that_only_one_process_sees_is_refused() -> None:
     with pytest.raises(UsageError, match="exists inside of one process only"):
         Capture("memory://run").__enter__()
     assert Capture.current is None
+
+
+def shown(text: str) -> list[str]:
+    """The lines of a terminal to which that was written."""
+    lines = []
+    for line in text.split("\n"):
+        cells: list[str] = []
+        for part in line.split("\r"):
+            cells[: len(part)] = part
+        lines.append("".join(cells).rstrip())
+    return lines
+
+
+def test_a_line_stands_above_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    tqdm = pytest.importorskip("tqdm", reason="tqdm is not installed").tqdm
+    with tqdm(total=3, desc="training", file=sys.stderr, mininterval=0) as bar:
+        bar.update()
+        Console(rank=0).say("capturing")
+        bar.update()
+    above, below, *_ = shown(capsys.readouterr().err)
+    assert above == "ranktape: capturing"
+    assert below.startswith("training: ")

@@ -15,7 +15,7 @@ from ranktape.capture import Capture
 from ranktape.errors import CaptureError
 from ranktape.launch.cli import cli
 from ranktape.storage import IterationState, Run, open_run
-from tests.capture.models import captured
+from tests.capture.trainings import captured
 from tests.launch.processes import python, torchrun
 
 PROGRAM = """

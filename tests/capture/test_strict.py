@@ -15,6 +15,7 @@ from ranktape.capture.staging.ring import RingConsumer, RingProducer
 from ranktape.capture.staging.ring_file import SlotKind
 from ranktape.errors import CaptureError
 from ranktape.storage import Run, open_run
+from tests.capture.trainings import Made
 
 WIDTH = 8
 
@@ -73,40 +74,30 @@ class NoWeight(nn.Linear):
             self._parameters.error = None  # type: ignore[attr-defined]
 
 
-class Model(nn.Module):
+def around(middle: nn.Module) -> Made:
     """Between two layers as they should be, one that is as odd as the test has it."""
 
-    def __init__(self, middle: nn.Module) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.middle = middle
-        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = self.middle(self.first(hidden))
+    def run(model: Any, hidden: torch.Tensor) -> Any:
+        hidden = model.middle(model.first(hidden))
         with torch._C.DisableTorchFunctionSubclass():
             hidden = hidden.as_subclass(torch.Tensor)
-        return self.last(hidden)  # type: ignore[no-any-return]
+        return model.last(hidden)
+
+    return Made(run, first=plain(), middle=middle, last=plain())
 
 
-class Mapped(nn.Module):
+def plain() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, bias=False)
+
+
+def mapped() -> Made:
     """Its layer sees tensors that stand for a batch of others, which cannot be copied out of there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.func.vmap(self.inner)(hidden)  # type: ignore[no-any-return]
+    return Made(lambda model, hidden: torch.func.vmap(model.inner)(hidden), inner=plain())
 
 
-class GradientFails(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return AngryGradient.apply(self.inner(hidden))  # type: ignore[no-any-return, no-untyped-call]
+def gradient_fails() -> Made:
+    apply: Any = AngryGradient.apply
+    return Made(lambda model, hidden: apply(model.inner(hidden)), inner=plain())
 
 
 class Secretive(nn.Linear):
@@ -154,9 +145,9 @@ def trained(model: nn.Module, *, steps: int = 2) -> list[str]:
 
 def captured(middle: nn.Module, url: Path, **options: Any) -> Run:
     """A run of two iterations; the training is the same as without a capture."""
-    plain = trained(Model(middle))
+    expected = trained(around(middle))
     with Capture(url, **{"min_iterations": 2, **options}):
-        assert trained(Model(middle)) == plain
+        assert trained(around(middle)) == expected
     return open_run(url)
 
 
@@ -169,8 +160,8 @@ def armed() -> NoWeight:
     [
         (lambda: AngryOutput(WIDTH, WIDTH, bias=False), "middle", "do not touch"),
         (armed, "middle", "no weight for you"),
-        (Mapped, "middle.inner", ""),
-        (GradientFails, "middle.inner", "do not touch"),
+        (mapped, "middle.inner", ""),
+        (gradient_fails, "middle.inner", "do not touch"),
     ],
     ids=["output", "weight", "vmap", "gradient"],
 )
@@ -200,17 +191,12 @@ def test_a_module_that_answers_no_questions_costs_only_itself(tmp_path: Path) ->
 
 
 def test_arguments_that_hold_themselves_are_no_obstacle(tmp_path: Path) -> None:
-    class Circular(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Lister(WIDTH, WIDTH, bias=False)
+    def pass_list(model: Any, hidden: torch.Tensor) -> Any:
+        context: list[Any] = [hidden]
+        context.append(context)
+        return model.inner(hidden, context)
 
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            context: list[Any] = [hidden]
-            context.append(context)
-            return self.inner(hidden, context)  # type: ignore[no-any-return]
-
-    run = captured(Circular(), tmp_path / "run")
+    run = captured(Made(pass_list, inner=Lister(WIDTH, WIDTH, bias=False)), tmp_path / "run")
     assert run.iterations == [0, 1]
     assert "middle.inner" in run.select().column("module")
 
@@ -220,15 +206,8 @@ def test_an_output_of_another_kind_is_named(tmp_path: Path) -> None:
         def forward(self, hidden: torch.Tensor) -> Any:
             return {"text": "none"} if hidden.ndim == 0 else _Box(hidden @ self.weight.T)
 
-    class Unwrapping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Wrapping(WIDTH, WIDTH, bias=False)
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return self.inner(hidden).inside  # type: ignore[no-any-return]
-
-    run = captured(Unwrapping(), tmp_path / "run")
+    unwrapping = Made(lambda model, hidden: model.inner(hidden).inside, inner=Wrapping(WIDTH, WIDTH, bias=False))
+    run = captured(unwrapping, tmp_path / "run")
     assert run.iterations == [0, 1]
     reasons = {name: why for name, why in run.status()[0].silent_sites[0].items() if "middle.inner" in name}
     assert any("_Box" in why for why in reasons.values()), reasons
@@ -239,7 +218,7 @@ class _Box:
         self.inside = inside
 
 
-@pytest.mark.parametrize("make", [armed, GradientFails], ids=["forward", "backward"])
+@pytest.mark.parametrize("make", [armed, gradient_fails], ids=["forward", "backward"])
 def test_a_strict_capture_ends_the_training_with_the_error(make: Any, tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"the capture failed at middle.* \(it is strict\)"):
         captured(make(), tmp_path / "run", strict=True)
@@ -269,7 +248,7 @@ def test_a_failure_of_the_ring_ends_the_capture_and_the_status_tells_whatever_th
 
 def test_an_interrupt_in_a_hook_is_the_trainings(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), Capture(tmp_path / "run"):
-        trained(Model(NoWeight(KeyboardInterrupt())))
+        trained(around(NoWeight(KeyboardInterrupt())))
     assert "KeyboardInterrupt" in open_run(tmp_path / "run").verdict().message()
 
 

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ranktape.capture import Capture
 from ranktape.storage import open_run
+from tests.capture.trainings import Made
 
 # Torch itself scripts functions where it computes forward derivatives.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
@@ -30,44 +31,20 @@ REASON = "it ran inside of a transform of torch.func, whose tensors are not reco
 Step = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
-class Layer(nn.Module):
+def layer_of_all() -> Made:
     """A layer whose products are a module's, a bare one's and an attention's."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.bare = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        heads = nn.functional.linear(self.linear(hidden), self.bare).unsqueeze(-3)
+    def run(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        heads = nn.functional.linear(layer.linear(hidden), layer.bare).unsqueeze(-3)
         with sdpa_kernel(SDPBackend.MATH):  # torch transforms no other as a whole
             return nn.functional.scaled_dot_product_attention(heads, -heads, 0.5 * heads).squeeze(-3)
 
-
-def through_nothing(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    return layer(hidden)  # type: ignore[no-any-return]
-
-
-def through_vmap(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    return vmap(layer)(hidden)  # type: ignore[no-any-return]
-
-
-def through_grad(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """As a penalty on the gradient of what the layer gives."""
-    return grad(lambda one: layer(one).sum())(hidden)  # type: ignore[no-any-return]
-
-
-def through_jvp(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    return jvp(layer, (hidden,), (torch.ones_like(hidden),))[1]  # type: ignore[no-any-return]
+    return Made(run, linear=nn.Linear(WIDTH, WIDTH), bare=nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH))
 
 
 def through_vjp(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     output, pull = vjp(layer, hidden)  # type: ignore[misc]
     return pull(torch.ones_like(output))[0]  # type: ignore[no-any-return]
-
-
-def through_jacrev(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    return jacrev(lambda one: layer(one).sum(-1))(hidden)  # type: ignore[no-any-return]
 
 
 def through_per_sample_gradients(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -87,33 +64,30 @@ def through_an_ensemble(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 
 TRANSFORMS: dict[str, Step] = {
-    "vmap": through_vmap,
-    "grad": through_grad,
-    "jvp": through_jvp,
+    "vmap": lambda layer, hidden: vmap(layer)(hidden),
+    "grad": lambda layer, hidden: grad(lambda one: layer(one).sum())(hidden),  # as a penalty on it
+    "jvp": lambda layer, hidden: jvp(layer, (hidden,), (torch.ones_like(hidden),))[1],
     "vjp": through_vjp,
-    "jacrev": through_jacrev,
+    "jacrev": lambda layer, hidden: jacrev(lambda one: layer(one).sum(-1))(hidden),
     "per_sample_gradients": through_per_sample_gradients,
     "ensemble": through_an_ensemble,
 }
 
 
-class Model(nn.Module):
+def model_of(steps: dict[str, Step]) -> Made:
     """A layer for each step, which runs it in its own way."""
 
-    def __init__(self, steps: dict[str, Step]) -> None:
-        super().__init__()
-        self.steps = steps
-        self.layers = nn.ModuleDict({name: Layer() for name in steps})
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        outputs = (step(self.layers[name], hidden).square().mean() for name, step in self.steps.items())
+    def run(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+        outputs = (step(model.layers[name], hidden).square().mean() for name, step in steps.items())
         return torch.stack(list(outputs)).sum()
+
+    return Made(run, layers=nn.ModuleDict({name: layer_of_all() for name in steps}))
 
 
 def trained(steps: dict[str, Step], url: Path | None) -> list[torch.Tensor]:
     """The losses, gradients and parameters of a training of two steps, captured where there is a URL."""
     torch.manual_seed(0)
-    model = Model(steps)
+    model = model_of(steps)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     found = []
     with contextlib.nullcontext() if url is None else Capture(url, model=model, strict=True, min_iterations=2):
@@ -131,7 +105,7 @@ def is_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 
 def test_what_is_transformed_is_computed_as_without_us_and_said_to_be_missing(tmp_path: Path) -> None:
-    steps = {"nothing": through_nothing, **TRANSFORMS}
+    steps: dict[str, Step] = {"nothing": lambda layer, hidden: layer(hidden), **TRANSFORMS}
     assert is_equal(trained(steps, tmp_path / "run"), trained(steps, None))
     run = open_run(tmp_path / "run")
     assert run.iterations == [0, 1]
@@ -142,15 +116,8 @@ def test_what_is_transformed_is_computed_as_without_us_and_said_to_be_missing(tm
             parts, REASON
         )
     assert set(run.select().column("module")) == {f"layers.nothing{part}" for part in (".linear", ".bare", "")}
-    assert set(run.select(module="layers.nothing.linear").column("tensor_name")) == {
-        "input",
-        "weight",
-        "bias",
-        "output",
-        "grad_output",
-        "grad_weight",
-        "grad_bias",
-    }
+    names = set(run.select(module="layers.nothing.linear").column("tensor_name"))
+    assert names == {"input", "weight", "bias", "output", "grad_output", "grad_weight", "grad_bias"}
 
 
 def test_what_runs_with_other_parameters_is_recorded_with_these(tmp_path: Path) -> None:
@@ -204,20 +171,17 @@ def test_a_plain_pass_beside_a_transform_is_whole(order: str, tmp_path: Path) ->
     assert set(status.silent_sites[0].values()) == {f"{REASON} (other calls of it are recorded)"}
 
 
-class Tied(nn.Module):
+def tied(loss: Callable[..., torch.Tensor]) -> Made:
     """A language model whose output layer shares the embedding's weight, and is used in pieces by the loss."""
 
-    def __init__(self, loss: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.embed, self.body = nn.Embedding(16, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 16, bias=False)
-        self.head.weight = self.embed.weight
-        self.loss = loss
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.body(self.embed(ids)).flatten(0, 1)
+    def run(model: Any, ids: torch.Tensor) -> torch.Tensor:
+        hidden = model.body(model.embed(ids)).flatten(0, 1)
         pieces = zip(hidden.split(2), ids.flatten().split(2), strict=True)
-        return torch.stack([self.loss(one, self.head.weight, targets) for one, targets in pieces]).sum()
+        return torch.stack([loss(one, model.head.weight, targets) for one, targets in pieces]).sum()
+
+    embed, head = nn.Embedding(16, WIDTH), nn.Linear(WIDTH, 16, bias=False)
+    head.weight = embed.weight
+    return Made(run, embed=embed, body=nn.Linear(WIDTH, WIDTH), head=head)
 
 
 def piece(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -277,7 +241,7 @@ def test_a_tied_output_layer_that_a_loss_uses_in_pieces_is_recorded_as_itself_or
     found = []
     for url in (None, tmp_path / "run"):
         torch.manual_seed(0)
-        model, ids = Tied(loss), torch.randint(0, 16, (2, 3))
+        model, ids = tied(loss), torch.randint(0, 16, (2, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with contextlib.nullcontext() if url is None else Capture(url, model=model, strict=True, min_iterations=1):
             model(ids).backward()

@@ -24,7 +24,8 @@ import ranktape.capture
 from ranktape.capture import Capture
 from ranktape.capture.rendezvous import RankPlace, Rendezvous
 from ranktape.storage import open_run
-from tests.capture.models import NUM_TENSORS, Net, steps
+from tests.capture.models import NUM_TENSORS, Net
+from tests.capture.trainings import steps
 
 WAITING = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "unique", "_to_copy", "record_stream")
 """Operations for which the host waits until a device has computed, or that copy from it."""

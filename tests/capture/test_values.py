@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import weakref
@@ -15,85 +14,74 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from ranktape.analyze.replays.replayed import replay_calls
 from ranktape.capture import Capture
-from ranktape.storage import Run, open_run
+from ranktape.capture.hooks.weights import CACHED
+from ranktape.storage import Record, Run, open_run
 from tests.analyze.recomputed import recompute
 from tests.analyze.replay_runs import recorded_sqnr
+from tests.capture.trainings import (
+    WIDTH,
+    Made,
+    Task,
+    Trained,
+    captured,
+    lawful,
+    linear,
+    missing,
+    only,
+    parameter,
+    train,
+    train_twice,
+)
 from tests.capture.verify import recomputed, verify_run
 from tests.exhaustive import exhaustive_but
 
-WIDTH = 16
-
-Grads = dict[str, torch.Tensor]
+Step = Callable[[nn.Module, int], None]
 
 
 def batch(seed: int) -> torch.Tensor:
     return torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def both(make: Callable[[], nn.Module], step: Callable[[nn.Module, int], None], url: Path, **options: Any) -> Run:
-    """Train with and without capture: gradients and weights must be the same bits; the run."""
-    plain = train(make, step, contextlib.nullcontext())
-    seen = train(make, step, Capture(url, start=0, min_iterations=2, **options))
-    different = [
-        f"step {place}: {name}"
-        for place, (one, other) in enumerate(zip(plain, seen, strict=True))
-        for name in one
-        if not torch.equal(one[name], other[name])
-    ]
-    assert not different
-    return open_run(url)
+def both(make: Callable[[], nn.Module], step: Step, url: Path, **options: Any) -> Trained:
+    """Train with and without capture: gradients and weights must be the same bits."""
+    trained = train_twice(Task(make=make, step=step, options=options), url)
+    assert trained.is_equal
+    return trained
 
 
-def train(make: Callable[[], nn.Module], step: Callable[[nn.Module, int], None], capture: Any) -> list[Grads]:
-    """The gradients of two steps, and the weights at the end."""
-    torch.manual_seed(0)
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    found: list[Grads] = []
-    with capture:
-        for place in range(2):
-            optimizer.zero_grad()
-            step(model, place)
-            grads = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-            found.append({name: grad.clone() for name, grad in grads.items()})
-            optimizer.step()
-    return [*found, {name: one.detach() for name, one in model.named_parameters()}]
+def one_pass(model: nn.Module, place: int) -> None:
+    model(batch(place)).square().mean().backward()
 
 
-def reasons_of(run: Run) -> dict[str, str]:
-    """Why tensors are missing, in any iteration."""
-    texts: dict[str, str] = {}
-    for status in run.status():
-        for told in status.silent_sites.values():
-            texts |= told
-    return texts
+def two_passes(model: nn.Module, place: int) -> None:
+    for microbatch in range(2):
+        one_pass(model, place + 9 * microbatch)
 
 
-class Reusing(nn.Module):
+def two_layers() -> nn.Module:
+    return nn.Sequential(linear(), nn.Tanh(), linear())
+
+
+def reusing() -> Made:
     """Whose weights are used more than once in one autocast context: autocast casts each of them once."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Linear(WIDTH, WIDTH)
-        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.tied = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.tied.weight = self.first.weight
-        self.bare = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
-        self.prompt = nn.Parameter(torch.randn(5, WIDTH))
-        self.query = nn.Linear(WIDTH, WIDTH)
-        self.key = nn.Linear(WIDTH, WIDTH)
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = self.tied(torch.tanh(self.first(self.shared(self.shared(hidden)))))
-        hidden = F.linear(torch.tanh(F.linear(hidden, self.bare)), self.bare)
+    def run(model: Any, hidden: torch.Tensor) -> Any:
+        hidden = model.tied(torch.tanh(model.first(model.shared(model.shared(hidden)))))
+        hidden = F.linear(torch.tanh(F.linear(hidden, model.bare)), model.bare)
         for _ in range(2):
-            hidden = hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
-        return hidden + self.query(self.prompt) * self.key(self.prompt)  # type: ignore[no-any-return]
+            hidden = hidden + model.attention(hidden, hidden, hidden, need_weights=False)[0]
+        return hidden + model.query(model.prompt) * model.key(model.prompt)
+
+    layers = {name: linear(bias=name not in {"first", "tied"}) for name in ("shared", "first", "tied", "query", "key")}
+    layers["tied"].weight = layers["first"].weight
+    attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+    bare = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+    return Made(run, **layers, bare=bare, prompt=parameter(5, WIDTH), attention=attention)
 
 
 def step_in_autocast(model: nn.Module, place: int) -> None:
@@ -103,24 +91,17 @@ def step_in_autocast(model: nn.Module, place: int) -> None:
 
 
 def test_weights_that_autocast_casts_once_keep_their_gradients(tmp_path: Path) -> None:
-    run = both(Reusing, step_in_autocast, tmp_path / "run")
-    true = train(Reusing, step_in_autocast, contextlib.nullcontext())
-    names = {
-        "shared": "shared.weight",
-        "first": "first.weight",
-        "tied": "first.weight",
-        "bare": "bare",
-        "attention.out_proj": "attention.out_proj.weight",
-        "query": "query.weight",
-    }
+    trained = both(reusing, step_in_autocast, tmp_path / "run")
+    run, reasons = trained.run, missing(trained.run)
+    names = {name: f"{name}.weight" for name in ("shared", "first", "attention.out_proj", "query")}
+    names |= {"tied": "first.weight", "bare": "bare"}
     for iteration in run.iterations:
-        for module, parameter in names.items():
+        for module, name in names.items():
             # Two passes in one graph: one gradient, which is their sum.
-            [record] = run.select(iteration=iteration, module=module, tensor_name="grad_weight")
-            assert torch.equal(record.tensor(), true[iteration][parameter]), module
+            record = only(run, iteration=iteration, module=module, tensor_name="grad_weight")
+            assert torch.equal(record.tensor(), trained.plain[iteration][name]), module
     assert run.iterations == [0, 1]
-    reasons = reasons_of(run)
-    assert "no hook sees it" in reasons.pop("prompt (Reusing)")
+    assert "no hook sees it" in reasons.pop("prompt (Made)")
     assert set(reasons) == {f"{name} backward post grad_input" for name in ("query", "key")}
     assert all("autocast" in reason for reason in reasons.values())
 
@@ -129,7 +110,7 @@ def test_a_weight_is_recorded_again_when_it_changes_within_an_iteration(tmp_path
     def step(model: nn.Module, place: int) -> None:
         weight = model.get_parameter("0.weight")
         for pass_ in range(2):
-            model(batch(place + 9 * pass_)).square().mean().backward()
+            one_pass(model, place + 9 * pass_)
             with torch.no_grad():
                 weight.mul_(0.5)
         model.eval()
@@ -137,10 +118,7 @@ def test_a_weight_is_recorded_again_when_it_changes_within_an_iteration(tmp_path
             model(batch(place + 20))
         model.train()
 
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-
-    run = both(make, step, tmp_path / "run", select={"mode": ("train", "eval")})
+    run = both(two_layers, step, tmp_path / "run", select={"mode": ("train", "eval")}).run
     assert verify_run(run)["output"] == 2 * 2 * 3
     weights = run.select(iteration=0, module="0", tensor_name="weight")
     found = {(one.mode, one.microbatch): one.tensor() for one in weights}
@@ -148,7 +126,7 @@ def test_a_weight_is_recorded_again_when_it_changes_within_an_iteration(tmp_path
     assert torch.equal(found["train", 1], found["train", 0] * 0.5)
     assert torch.equal(found["eval", 0], found["train", 0] * 0.25)
     assert len(run.select(iteration=0, module="2", tensor_name="weight", mode="train")) == 1
-    assert not reasons_of(run)
+    assert not missing(run)
 
 
 def fast_weights(model: nn.Module, place: int) -> None:
@@ -190,10 +168,7 @@ def part_of_weights(model: nn.Module, place: int) -> None:
 def test_weights_that_take_turns_are_each_recorded_before_their_call(
     step: Callable[[nn.Module, int], None], num_weights: list[int], tmp_path: Path
 ) -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-
-    run = both(make, step, tmp_path / "run")
+    run = both(two_layers, step, tmp_path / "run").run
     outputs = run.select(tensor_name="output", operation="forward")
     assert len(outputs) == 2 * 2 * len(run.select(iteration=0, module="0", tensor_name="output"))
     for output in outputs:
@@ -229,33 +204,34 @@ class OwnLinear(nn.Linear):
         return _Product.apply(input, self.weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class Unusual(nn.Module):
+def unusual() -> Made:
     """An embedding that writes to its weight, a linear layer with its own backward, attention with appended rows."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(20, WIDTH, max_norm=1.0)
-        self.own = OwnLinear(WIDTH, WIDTH, bias=False)
-        self.biased = nn.MultiheadAttention(WIDTH, 2, batch_first=True, add_bias_kv=True)
-        self.both = nn.MultiheadAttention(WIDTH, 2, add_bias_kv=True, add_zero_attn=True, kdim=WIDTH, vdim=8)
-        self.values = nn.Linear(WIDTH, 8)
+    def run(model: Any, tokens: torch.Tensor) -> Any:
+        hidden = model.own(model.embedding(tokens))
+        hidden = hidden + model.biased(hidden, hidden, hidden)[0]
+        return hidden + model.both(hidden, hidden, model.values(hidden))[0]
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.own(self.embedding(tokens))
-        hidden = hidden + self.biased(hidden, hidden, hidden)[0]
-        return hidden + self.both(hidden, hidden, self.values(hidden))[0]  # type: ignore[no-any-return]
+    return Made(
+        run,
+        embedding=nn.Embedding(20, WIDTH, max_norm=1.0),
+        own=OwnLinear(WIDTH, WIDTH, bias=False),
+        biased=nn.MultiheadAttention(WIDTH, 2, batch_first=True, add_bias_kv=True),
+        both=nn.MultiheadAttention(WIDTH, 2, add_bias_kv=True, add_zero_attn=True, kdim=WIDTH, vdim=8),
+        values=nn.Linear(WIDTH, 8),
+    )
 
 
 def test_layers_that_treat_their_operands_unusually_are_recorded_as_they_compute(tmp_path: Path) -> None:
     def step(model: nn.Module, place: int) -> None:
         model((batch(place)[..., 0].abs() * 5).long().clamp(0, 19)).square().mean().backward()
 
-    run = both(Unusual, step, tmp_path / "run", select={"layer_type": ("linear", "attention", "embedding")})
-    true = train(Unusual, step, contextlib.nullcontext())
+    trained = both(unusual, step, tmp_path / "run", select={"layer_type": ("linear", "attention", "embedding")})
+    run = trained.run
     for iteration in run.iterations:
         for module in ("embedding", "own"):
             [record] = run.select(iteration=iteration, module=module, tensor_name="grad_weight")
-            assert torch.equal(record.tensor(), true[iteration][f"{module}.weight"]), module
+            assert torch.equal(record.tensor(), trained.plain[iteration][f"{module}.weight"]), module
     counts = verify_run(run)
     assert counts["embedding output"] == counts["embedding grad_weight"] == len(run.iterations) == 2
     assert counts["attention output"] == counts["attention grad_query"] == 2 * 2
@@ -264,7 +240,7 @@ def test_layers_that_treat_their_operands_unusually_are_recorded_as_they_compute
     # Tokens, samples, heads: after the tokens the row of the bias, then zeros.
     assert (biased.shape, plus_zero.shape) == ((6, 3, 2, 8), (5, 5, 2, 8))
     assert not plus_zero.tensor()[-1].any()
-    reasons = reasons_of(run)
+    reasons = missing(run)
     assert set(reasons) == {f"{module} grad_key, grad_value" for module in ("biased", "both")}
     assert all("a row is appended" in reason for reason in reasons.values())
 
@@ -340,17 +316,14 @@ OWN = {
 """Classes with a forward of their own, and what is recorded of their first operands."""
 
 
-class Three(nn.Module):
+def three(kind: type[nn.Linear]) -> Made:
     """Layers that have one input, so that it matters in which order its gradients are added up."""
 
-    def __init__(self, kind: type[nn.Linear]) -> None:
-        super().__init__()
-        self.before = nn.Linear(WIDTH, WIDTH)
-        self.query, self.key, self.value = (kind(WIDTH, WIDTH) for _ in range(3))
+    def run(model: Any, x: torch.Tensor) -> Any:
+        hidden = model.before(x)
+        return model.query(hidden) * model.key(hidden) + model.value(hidden)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.before(x)
-        return self.query(hidden) * self.key(hidden) + self.value(hidden)  # type: ignore[no-any-return]
+    return Made(run, before=linear(), query=kind(WIDTH, WIDTH), key=kind(WIDTH, WIDTH), value=kind(WIDTH, WIDTH))
 
 
 @pytest.mark.parametrize("kind", OWN)
@@ -358,15 +331,8 @@ class Three(nn.Module):
 def test_of_layers_with_a_forward_of_their_own_what_multiplied_is_recorded(
     kind: type[nn.Linear], tmp_path: Path
 ) -> None:
-    def make() -> nn.Module:
-        return Three(kind)
-
-    def step(model: nn.Module, place: int) -> None:
-        for microbatch in range(2):
-            model(batch(place + 9 * microbatch)).square().mean().backward()
-
-    run = both(make, step, tmp_path / "run")
-    assert not reasons_of(run)
+    run = both(lambda: three(kind), two_passes, tmp_path / "run").run
+    assert not missing(run)
     counts = verify_run(run)
     num_calls = 2 if kind is Scaled else 1
     assert counts["output"] >= 2 * 2 * (1 + 3 * num_calls)
@@ -374,19 +340,15 @@ def test_of_layers_with_a_forward_of_their_own_what_multiplied_is_recorded(
     assert not own
     first = run.select(iteration=0, module="query", microbatch=0, operation="forward")
     assert {one.tensor_name for one in first} - {"bias", "output"} >= OWN[kind]
-    true = dict(make_of(kind).named_parameters())
+    torch.manual_seed(0)
+    true = three(kind).get_parameter("query.weight")
     for record in first:
         if record.tensor_name == "wide_weight":
-            assert torch.equal(record.tensor(), true["query.weight"])
+            assert torch.equal(record.tensor(), true)
             assert record.metadata == {"own_forward": True}
     # What replay computes with is what was multiplied.
     replayed = replay_calls(run.select(), [])
     assert min(recorded_sqnr(replayed).values()) > 100
-
-
-def make_of(kind: type[nn.Linear]) -> nn.Module:
-    torch.manual_seed(0)
-    return Three(kind)
 
 
 class Multiplied(nn.Linear):
@@ -420,16 +382,9 @@ class Coded(nn.Linear):
 def test_of_layers_that_show_no_product_the_class_is_named_and_what_disagrees_is_unchecked(
     kind: type[nn.Linear], *, is_agreed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), kind(WIDTH, WIDTH), kind(WIDTH, WIDTH))
-
-    def step(model: nn.Module, place: int) -> None:
-        model(batch(place)).square().mean().backward()
-
-    run = both(make, step, tmp_path / "run")
-    assert (
-        capsys.readouterr().err.count(f"{kind.__name__} computes in a forward of its own that calls no F.linear") == 1
-    )
+    run = both(lambda: nn.Sequential(linear(), kind(WIDTH, WIDTH), kind(WIDTH, WIDTH)), one_pass, tmp_path / "run").run
+    told = f"{kind.__name__} computes in a forward of its own that calls no F.linear"
+    assert capsys.readouterr().err.count(told) == 1
     assert all(one.metadata == {"own_forward": True} for one in run.select(module="1", tensor_name="output"))
     assert len(run.select(tensor_name="grad_input")) == 2 * 2
     found = {
@@ -437,7 +392,7 @@ def test_of_layers_that_show_no_product_the_class_is_named_and_what_disagrees_is
     }
     reason = "" if is_agreed else "the class of the layer computes in a forward of its own, perhaps with other operands"
     assert found == {("0", ""), ("1", reason), ("2", reason)}
-    reasons = reasons_of(run)
+    reasons = missing(run)
     if kind is Coded:
         assert "(weight_scale), and only the codes are recorded" in reasons.pop("1 forward pre weight_scales")
         del reasons["2 forward pre weight_scales"]
@@ -452,7 +407,7 @@ def test_a_model_is_not_kept_after_its_capture(tmp_path: Path) -> None:
         kept.extend(weakref.ref(one) for one in (*model.modules(), *model.parameters()))
         return model
 
-    train(make, lambda model, place: model(batch(place)).sum().backward(), Capture(tmp_path / "run", start=0))
+    train(Task(make=make, step=one_pass), Capture(tmp_path / "run"), steps=2)
     gc.collect()
     assert kept
     assert not [one() for one in kept if one() is not None]
@@ -466,12 +421,9 @@ class Added(nn.Linear):
 
 
 def test_of_a_bias_that_is_added_after_the_product_the_reason_is_said(tmp_path: Path) -> None:
-    def step(model: nn.Module, place: int) -> None:
-        model(batch(place)).square().mean().backward()
-
-    run = both(lambda: nn.Sequential(Added(WIDTH, WIDTH)), step, tmp_path / "run")
+    run = both(lambda: nn.Sequential(Added(WIDTH, WIDTH)), one_pass, tmp_path / "run").run
     verify_run(run)
-    [(name, reason)] = reasons_of(run).items()
+    [(name, reason)] = missing(run).items()
     assert name == "0 bias, grad_bias"
     assert reason == "the forward of the layer gives no bias to F.linear"
 
@@ -490,14 +442,7 @@ class Alternating(nn.Linear):
 
 
 def test_a_forward_that_calls_a_linear_function_in_some_calls_is_known_by_them(tmp_path: Path) -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Alternating(WIDTH, WIDTH))
-
-    def step(model: nn.Module, place: int) -> None:
-        for microbatch in range(2):
-            model(batch(place + 9 * microbatch)).square().mean().backward()
-
-    run = both(make, step, tmp_path / "run")
+    run = both(lambda: nn.Sequential(linear(), Alternating(WIDTH, WIDTH)), two_passes, tmp_path / "run").run
     recomputed(run)
     [product] = run.select(module="1", iteration=1, microbatch=1, tensor_name="output")
     [weight] = run.select(module="1", iteration=1, microbatch=1, tensor_name="weight")
@@ -506,7 +451,7 @@ def test_a_forward_that_calls_a_linear_function_in_some_calls_is_known_by_them(t
     assert not product.metadata
     [wide] = run.select(module="1", iteration=1, microbatch=1, tensor_name="wide_weight")
     assert torch.equal(weight.tensor(), 2 * wide.tensor())
-    [(name, reason)] = reasons_of(run).items()
+    [(name, reason)] = missing(run).items()
     assert name == "1 backward post grad_input"
     assert reason.startswith("its forward calls F.linear in some calls, and did not in this one")
 
@@ -516,61 +461,35 @@ def test_a_forward_that_seemed_to_call_a_linear_function_lacks_one_gradient(tmp_
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.ops.aten.linear(x, self.weight, self.bias)  # type: ignore[no-any-return]
 
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Seeming(WIDTH, WIDTH))
-
-    def step(model: nn.Module, place: int) -> None:
-        for microbatch in range(2):
-            model(batch(place + 9 * microbatch)).square().mean().backward()
-
-    run = both(make, step, tmp_path / "run")
+    run = both(lambda: nn.Sequential(linear(), Seeming(WIDTH, WIDTH)), two_passes, tmp_path / "run").run
     verify_run(run)
     grads = [(one.iteration, one.microbatch) for one in run.select(module="1", tensor_name="grad_input")]
     assert grads == [(0, 1), (1, 0), (1, 1)]
     assert len(run.select(module="1", tensor_name="grad_weight")) == 2 * 2
-    [(name, reason)] = reasons_of(run).items()
+    [(name, reason)] = missing(run).items()
     assert name == "1 backward post grad_input"
     assert "calls no F.linear: later calls have it" in reason
-
-
-class Viewing(nn.Module):
-    """A layer that returns another shape of what it was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.side = nn.Linear(WIDTH, WIDTH)
-        self.loss = torch.zeros(())
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.loss = self.side(hidden).square().mean()
-        return hidden.view(-1, WIDTH)
-
-
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList([Viewing(), Viewing()])
 
 
 def test_a_layer_that_returns_a_view_of_its_input_has_the_gradient_of_the_view(tmp_path: Path) -> None:
     true: list[torch.Tensor] = []
 
-    class Model(Stack):
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            hidden = self.embed(hidden).clone()
-            view = self.layers[0](hidden)
-            view.register_hook(lambda grad: true.append(grad.clone()))
-            last = self.layers[1](view + 1)
-            side: Any = self.layers[0].loss
-            return last.square().mean() + hidden.sum() + side  # type: ignore[no-any-return]
+    def run_layer(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        layer.loss = layer.side(hidden).square().mean()
+        return hidden.view(-1, WIDTH)
 
-    def step(model: nn.Module, place: int) -> None:
-        model(batch(place)).backward()
+    def run_model(model: Any, hidden: torch.Tensor) -> Any:
+        hidden = model.embed(hidden).clone()
+        view = model.layers[0](hidden)
+        view.register_hook(lambda grad: true.append(grad.clone()))
+        return model.layers[1](view + 1).square().mean() + hidden.sum() + model.layers[0].loss
 
-    run = both(Model, step, tmp_path / "run", layers="all")
+    def make() -> Made:
+        return Made(run_model, embed=linear(), layers=nn.ModuleList(Made(run_layer, side=linear()) for _ in range(2)))
+
+    run = both(make, lambda model, place: model(batch(place)).backward(), tmp_path / "run", layers="all").run
     for iteration in (0, 1):
-        [record] = run.select(iteration=iteration, module="layers.0", tensor_name="grad_output", layer_type="hidden")
+        record = only(run, iteration=iteration, module="layers.0", tensor_name="grad_output", layer_type="hidden")
         assert torch.equal(record.tensor(), true[iteration])
 
 
@@ -651,3 +570,139 @@ def test_zeros_that_have_no_memory_are_stored_as_zeros(tmp_path: Path) -> None:
         optimizer.step()
     [record] = open_run(tmp_path / "run").select(tensor_name="input")
     assert torch.equal(record.tensor(), torch.zeros(2, WIDTH))
+
+
+# Biases.
+
+
+def bare() -> Made:
+    """Products with parameters of its own: with a bias, with one that is computed for the call, and with a part."""
+
+    def run(model: Any, x: torch.Tensor) -> torch.Tensor:
+        whole = F.linear(x, model.weight, bias=model.bias)
+        alone = F.linear(x, model.weight)
+        part = F.linear(x, model.weight[:8], model.bias[:8])
+        return whole.sum() + alone.sum() + part.sum() + F.linear(x, model.weight, model.bias * 2).square().sum()
+
+    return Made(run, weight=parameter(12, WIDTH), bias=parameter(12))
+
+
+def attending(**options: Any) -> Made:
+    """Attention whose projections lie in one parameter, in parts of one, or in three."""
+
+    def run(model: Any, x: torch.Tensor) -> Any:
+        own = x[..., :4] if options else x
+        first, _ = model.attention(x, own, own, need_weights=False)
+        return model.attention(first, own, own)[0].square().sum()
+
+    attention = nn.MultiheadAttention(WIDTH, 2, **options)
+    for name in ("in_proj_bias", "out_proj.bias"):
+        nn.init.normal_(attention.get_parameter(name))
+    return Made(run, attention=attention)
+
+
+@pytest.mark.parametrize(
+    ("make", "num_outputs", "num_grads"),
+    [
+        (lambda: nn.Sequential(linear(), linear(bias=False), nn.Linear(WIDTH, 2)), 3, 2),
+        (bare, 4, 3),
+        (attending, 5, 5),
+        (lambda: attending(kdim=4, vdim=4), 8, 8),
+        (lambda: Made(lambda model, x: model.linear(model.linear(x).relu()), linear=linear()), 2, 2),
+    ],
+    ids=["linear", "bare", "multihead", "separate", "twice"],
+)
+def test_outputs_are_the_product_and_the_bias_to_the_bit(
+    make: Callable[[], nn.Module], num_outputs: int, num_grads: int, tmp_path: Path
+) -> None:
+    task = Task(make=make, loss=lambda model, x: model(x).square().sum())
+    run = lawful(task, tmp_path / "run", steps=1).run
+    biases: dict[str, torch.Tensor] = {}
+    weights = {record.module: record.tensor() for record in run.select(tensor_name="weight")}
+    for record in sorted(run.select(operation="forward", layer_type="linear"), key=lambda one: one.counter):
+        if record.tensor_name == "bias":
+            biases[record.module] = record.tensor()
+        if record.tensor_name == "output":
+            given = only(run, module=record.module, tensor_name="input", call=record.call)
+            bias = None if record.metadata == {"without_bias": True} else biases[record.module]
+            assert torch.equal(record.tensor(), F.linear(given.tensor(), weights[record.module], bias)), record
+    assert verify_run(run)["output"] == num_outputs
+    assert len(run.select(tensor_name="grad_bias")) == num_grads
+
+
+def named(run: Run, module: str = "0") -> dict[str, Record]:
+    return {record.tensor_name: record for record in run.select(module=module, iteration=0)}
+
+
+def test_a_bias_is_expected_where_there_is_one_and_can_be_left_out(tmp_path: Path) -> None:
+    model = nn.Sequential(linear(), linear(bias=False), linear())
+    model.get_parameter("2.bias").requires_grad = False
+    run = captured(model, tmp_path / "run", select={"layer_type": "linear"})
+    assert run.status()[0].num_expected
+    assert not missing(run)
+    assert [{name for name in named(run, module) if "bias" in name} for module in "012"] == [
+        {"bias", "grad_bias"}, set(), {"bias"},
+    ]  # fmt: skip
+    assert [named(run, name)["output"].metadata for name in "012"] == [None, {"without_bias": True}, None]
+    bias = named(run)["bias"]
+    about = (bias.operation, bias.phase, bias.component, bias.shape, bias.sample_dim)
+    assert about == ("forward", "pre", "linear", (WIDTH,), None)
+    select = {"where": "tensor_name not in ('bias', 'grad_bias')"}
+    run = captured(nn.Sequential(linear()), tmp_path / "without", select=select)
+    assert set(named(run)) == {"input", "weight", "output", "grad_output", "grad_weight"}
+    assert named(run)["output"].metadata is None
+
+
+def test_a_bias_that_is_computed_when_it_is_read_is_the_one_that_was_added(tmp_path: Path) -> None:
+    model = nn.Sequential(linear())
+    own = model.get_parameter("0.bias").detach().clone()
+    parametrize.register_parametrization(model[0], "bias", Made(lambda _, bias: bias * 2))
+    run = captured(model, tmp_path / "run", select={"layer_type": "linear"})
+    assert set(named(run)) == {"input", "weight", "bias", "output", "grad_output", "grad_weight", "grad_bias"}
+    assert torch.equal(named(run)["bias"].tensor(), 2 * own)
+    assert verify_run(run)["output"] == 1
+    assert not missing(run)
+
+
+def test_a_bias_of_another_type_than_its_weight_is_no_obstacle_under_autocast(tmp_path: Path) -> None:
+    # Autocast keeps its cast of the weight, whose gradient is seen on the weight itself, but not of this bias.
+    model = linear()
+    model.bias = nn.Parameter(model.bias.detach().bfloat16())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run = captured(nn.Sequential(model), tmp_path / "run")
+    assert {"bias", "grad_bias", "grad_weight"} <= set(run.select().column("tensor_name"))
+
+
+def both_ways(*, is_checkpointed: bool) -> Made:
+    """Multiplies with one parameter as it is, and transposed, perhaps in a checkpoint."""
+
+    def run(model: Any, x: torch.Tensor) -> Any:
+        twice = lambda hidden: torch.tanh(F.linear(hidden, model.shared)) @ model.shared  # noqa: E731
+        hidden = model.first(x)
+        return checkpoint(twice, hidden, use_reentrant=True) if is_checkpointed else twice(hidden)
+
+    return Made(run, first=linear(bias=False), shared=parameter())
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_the_gradient_of_several_calls_says_that_it_is_their_sum(
+    tmp_path: Path, *, is_checkpointed: bool, is_autocast: bool
+) -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast):
+            return model(x).float().square().mean()
+
+    trained = train_twice(Task(make=lambda: both_ways(is_checkpointed=is_checkpointed), loss=loss), tmp_path / "run")
+    assert trained.is_equal
+    run = trained.run
+    gradients = run.select(iteration=0, module="shared", tensor_name="grad_weight")
+    if is_autocast:
+        [gradient] = gradients
+        assert gradient.metadata == {"summed": True}
+        assert torch.equal(gradient.tensor(), trained.plain[0]["shared"])
+        assert missing(run) == {"shared backward post grad_weight": CACHED}
+    else:
+        assert [(one.metadata, one.layout) for one in gradients] == [(None, "IO"), (None, "OI")]
+    assert only(run, iteration=0, module="first", tensor_name="grad_weight").metadata is None
+    verify_run(run.select(module="first"))

@@ -23,8 +23,7 @@ from ranktape.launch.exchange import push_command
 from ranktape.storage import IterationState, open_run
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.places.urls import open_backend
-from tests.capture.gate import Gate
-from tests.capture.light import LightTrainer, check_arrays, tensors
+from tests.capture.light import Gate, LightTrainer, check_arrays, tensors
 from tests.exhaustive import exhaustive, exhaustive_but
 from tests.faults.programs import flight_apart
 from tests.faults.recording import wait_for_problem, wait_until_settled

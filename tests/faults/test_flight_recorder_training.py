@@ -14,7 +14,7 @@ from torch import nn
 from ranktape.capture import Capture
 from ranktape.storage import IterationState, open_run
 from ranktape.storage.format.live import TriggerKind
-from tests.capture.gate import Gate
+from tests.capture.light import Gate
 from tests.exhaustive import exhaustive
 from tests.faults.programs import flight_events
 from tests.launch.processes import python

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 import textwrap
@@ -12,11 +11,10 @@ from pathlib import Path
 import pytest
 
 import ranktape_autoload
-from ranktape.capture.staging.process import writer_environment
 from ranktape.storage import open_run
-from tests.exhaustive import exhaustive
-from tests.launch.processes import CHECKOUT, Ended, errors, own_lines, python, torchrun
-from tests.launch.test_runner import LAUNCH, command, contents, unmet, write_script
+from tests.exhaustive import exhaustive, exhaustive_but
+from tests.launch.processes import CHECKOUT, PLAIN, Ended, errors, own_lines, python, torchrun
+from tests.launch.test_runner import LAUNCH, command, contents, write_script
 
 RUN = {"RANKTAPE_CAPTURE": "run"}
 """What a shell exports: record into the folder `run`."""
@@ -78,12 +76,6 @@ def test_torchs_own_switch_turns_it_off(tmp_path: Path) -> None:
     ended = python("train.py", cwd=tmp_path, env={**RUN, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
     assert ended.stdout.startswith("trained")
     assert not (tmp_path / "run").exists()
-
-
-def test_the_writer_inherits_no_settings() -> None:
-    settings = ["CAPTURE", "CAPTURE_CONFIG", "EVERY", "OWNER_PID", "STORAGE_OPTIONS", "STRICT"]
-    kept = writer_environment({f"RANKTAPE_{name}": "x" for name in settings})
-    assert not [name for name in kept if name.startswith("RANKTAPE_")]
 
 
 SAVES = """
@@ -201,16 +193,6 @@ def test_an_exit_that_the_script_takes_back_is_no_failure(tmp_path: Path) -> Non
     ended = python("train.py", cwd=tmp_path, env={**RUN, "RANKTAPE_START": "9"})
     assert ended.returncode == 0
     assert "the training ended after 4 iterations" in reason_of(tmp_path / "run")
-
-
-def test_an_unmet_minimum_is_told_with_the_command_that_tells_a_shell(tmp_path: Path) -> None:
-    write_script(tmp_path)
-    ended = python("train.py", cwd=tmp_path, env={**RUN, "RANKTAPE_START": "2", "RANKTAPE_MIN_ITERATIONS": "3"})
-    assert ended.returncode == 0
-    (line,) = [line for line in own_lines(ended) if "guaranteed iterations" in line]
-    assert "1 of 3 guaranteed iterations are stored complete" in line
-    assert "'ranktape status run --require-minimum' tells a shell" in line
-    assert unmet(tmp_path / "run")
 
 
 # Users' mistakes.
@@ -331,21 +313,481 @@ def test_a_rank_that_gave_up_is_not_waited_for_at_the_end(tmp_path: Path) -> Non
     assert "RANKTAPE_EVERY='none' is not allowed" in reason_of(tmp_path / "run")
 
 
-STRICT_DECODER = {"RANKTAPE_SELECT": "module=decoder.*", "RANKTAPE_STRICT": "true"}
-
-
-@exhaustive("a layer that the model has not is refused in the same place")
-def test_a_training_of_which_nothing_is_recorded_goes_on(plain: str, tmp_path: Path) -> None:
-    write_script(tmp_path)
-    ended = python("train.py", cwd=tmp_path, env={**RUN, "RANKTAPE_SELECT": "module=decoder.*"})
-    assert (ended.returncode, ended.stdout) == (0, plain), ended.stderr
-    assert "decoder.*" in ended.stderr
-    assert "Traceback" not in ended.stderr
-    strict = python("train.py", cwd=tmp_path, env={**RUN, "RANKTAPE_CAPTURE": "strict"} | STRICT_DECODER)
-    assert (strict.returncode, strict.stdout) == (1, "")
-    assert re.search(r"^ranktape\.[\w.]+Error: .*decoder\.\*", strict.stderr, re.MULTILINE), strict.stderr
-
-
 def test_the_tests_run_what_is_in_the_checkout() -> None:
     assert Path(str(ranktape_autoload.__file__)).parent == CHECKOUT
     assert sys.version_info >= (3, 11)
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        "model = torch.compile(model, backend='eager')",
+        pytest.param("model.compile(backend='eager')", marks=exhaustive("it takes the way of its neighbours")),
+        "model[2].compile(backend='eager')",
+    ],
+)
+@exhaustive_but("model = torch.compile(model, backend='eager')", reason="one way to compile is in make test")
+def test_a_compiled_model_is_recorded_from_its_first_iteration(compiled: str, tmp_path: Path) -> None:
+    lines = write_script(tmp_path).read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("optimizer ="))
+    source = "\n".join([*lines[:at], compiled, *lines[at:]])
+    (tmp_path / "train.py").write_text(source)
+    plain_compiled = python("-W", "error", "train.py", cwd=tmp_path)
+    ended = python("-W", "error", "train.py", cwd=tmp_path, env={**RUN, "RANKTAPE_MIN_ITERATIONS": "3"})
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == plain_compiled.stdout
+    run = open_run(tmp_path / "run")
+    assert run.iterations == [0, 1, 2]
+    # Two layers; the input of the first needs no gradient.
+    assert len(run.select(iteration=0)) == 8 + 7
+    assert [line for line in ended.stderr.splitlines() if "Warning" in line] == []
+
+
+COMPILED_STEP = """
+    import torch
+
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def loss_of(batch):
+        return model(batch).square().mean()
+
+    for step in range(3):
+        loss_of(torch.ones(4, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print("trained", model.weight.sum().item().hex())
+"""
+
+
+def test_a_whole_graph_stays_whole_while_the_training_is_awaited(tmp_path: Path) -> None:
+    ended = run_script(tmp_path, COMPILED_STEP)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("trained")
+    assert len(open_run(tmp_path / "run").select(tensor_name="weight")) == 1
+
+
+def test_transformations_and_evaluation_do_not_begin_it(tmp_path: Path) -> None:
+    source = """
+        import torch
+        from torch import nn
+
+        nn.Dropout(0.5)(torch.ones(3))
+        nn.Linear(3, 3).eval()(torch.ones(3))
+        with torch.no_grad():
+            nn.Linear(3, 3)(torch.ones(3))
+        print("evaluated")
+    """
+    ended = run_script(tmp_path, source)
+    assert (ended.returncode, ended.stdout) == (0, "evaluated\n")
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("ranktape: nothing was recorded: models ran, but none in training mode: ")
+    assert "RANKTAPE_SELECT mode=eval records inference" in line
+    assert not (tmp_path / "run").exists()
+
+
+ASKED = """
+    import torch
+    from torch import nn
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model = nn.Linear(3, 3)
+    torch.jit.trace(model, torch.ones(2, 3))
+    torch.export.export(model, (torch.ones(2, 3),))
+    with FakeTensorMode():
+        nn.Linear(3, 3)(torch.ones(2, 3))
+    print("asked")
+"""
+
+
+def test_a_model_that_is_only_traced_or_asked_for_shapes_does_not_begin_it(tmp_path: Path) -> None:
+    ended = run_script(tmp_path, ASKED)
+    assert (ended.returncode, ended.stdout) == (0, "asked\n"), ended.stderr
+    assert own_lines(ended) == []
+    assert not (tmp_path / "run").exists()
+
+
+INFERENCE = """
+    import torch
+    from torch import nn
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(8, 4)
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))
+
+        def forward(self, tokens):
+            state = self.embedding(tokens)
+            for layer in self.layers:
+                state = layer(state)
+            return state
+
+    model = Model().eval()
+    with torch.inference_mode():
+        for _ in range(2):
+            model(torch.tensor([[1, 2, 3]]))
+    print("inferred")
+"""
+
+
+@pytest.mark.parametrize("settings", [{"RANKTAPE_LAYERS": "all"}, {"RANKTAPE_SELECT": "mode=eval"}])
+def test_a_pass_of_inference_begins_it_where_such_passes_are_asked_for(
+    settings: dict[str, str], tmp_path: Path
+) -> None:
+    ended = run_script(tmp_path, INFERENCE, RANKTAPE_MIN_ITERATIONS="2", **settings)
+    assert (ended.returncode, ended.stdout) == (0, "inferred\n"), ended.stderr
+    assert errors(ended) == []
+    run = open_run(tmp_path / "run")
+    assert run.iterations == [0, 1]
+    kind = "hidden" if "RANKTAPE_LAYERS" in settings else "linear"
+    assert len(run.select(layer_type=kind, tensor_name="output", mode="eval")) == 2 * 3
+
+
+FROZEN = """
+    import torch
+    from torch import nn
+
+    class Deep(nn.Module):
+        def __init__(self, depth):
+            super().__init__()
+            self.parts = nn.ModuleList([Deep(depth - 1), Deep(depth - 1)] if depth else [nn.Linear(2, 2)])
+
+        def forward(self, state):
+            for part in self.parts:
+                state = part(state)
+            return state
+
+    asked = []
+    walk = nn.Module.named_modules
+    def counted(module, *words, **named):
+        asked.append(module)
+        return walk(module, *words, **named)
+
+    tree = Deep(7).requires_grad_(False)
+    tree(torch.ones(1, 2))
+    nn.Module.named_modules = counted
+    tree(torch.ones(1, 2))
+    print(len(asked))
+    nn.Module.named_modules = walk
+    tree.parts[1].requires_grad_(True)
+    tree(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(tree.parameters(), lr=0.1).step()
+"""
+
+
+def test_a_frozen_tree_is_asked_once_for_a_forward_and_begins_when_it_learns(tmp_path: Path) -> None:
+    ended = run_script(tmp_path, FROZEN)
+    assert ended.returncode == 0, ended.stderr
+    # No module is walked through by torch's generators, which call one another.
+    assert int(ended.stdout) == 0
+    run = open_run(tmp_path / "run")
+    assert run.iterations == [0]
+    assert len(run.select(tensor_name="grad_weight")) == 2**6
+    assert len(run.select(tensor_name="weight")) == 2**7
+
+
+COMPILED = """
+    import contextlib
+    import sys
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from ranktape.capture import Capture
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query = nn.Linear(16, 16)
+
+        def forward(self, hidden):
+            heads = self.query(hidden).view(2, 4, 2, 8).transpose(1, 2)
+            attended = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+            return hidden + attended.transpose(1, 2).reshape(hidden.shape)
+
+    def train():
+        from torch._dynamo.utils import counters
+
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        torch.manual_seed(0)
+        ran = []
+
+        def backend(graph, inputs):
+            def run(*args):
+                ran.append(graph)
+                return graph(*args)
+            return run
+
+        model = torch.compile(nn.Sequential(Block(), Block()), backend=backend, fullgraph=True)
+        model = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        runs = []
+        for step in range(4):
+            ran.clear()
+            loss = model(torch.randn(2, 4, 16)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            runs.append(len(ran))
+        print(*runs)
+        print(counters["stats"]["unique_graphs"], dict(counters["graph_break"]), dict(counters["recompiles"]))
+        print(loss.item().hex())
+        dist.destroy_process_group()
+
+    with Capture("run", every=2, min_iterations=2) if "capture" in sys.argv else contextlib.nullcontext():
+        train()
+"""
+"""A training with DDP that is one graph; how often compiled code ran in each step, and what dynamo has counted."""
+
+
+@pytest.fixture(scope="module")
+def plain_compiled(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """The compiled training without us."""
+    folder = tmp_path_factory.mktemp("plain_compiled")
+    (folder / "train.py").write_text(textwrap.dedent(COMPILED))
+    return python("train.py", cwd=folder)
+
+
+@pytest.mark.parametrize("door", ["launcher", "variable", "Capture"])
+@exhaustive_but("launcher", reason="one door is in make test")
+def test_a_compiled_training_has_the_same_graphs_and_runs_eagerly_only_where_it_is_captured(
+    door: str, tmp_path: Path, plain_compiled: Ended
+) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(COMPILED))
+    if door == "launcher":
+        options = ("--capture", "run", "--every", "2", "--min-iterations", "2")
+        ended = python(*LAUNCH, *options, "train.py", cwd=tmp_path)
+    elif door == "variable":
+        environment = {"RANKTAPE_CAPTURE": "run", "RANKTAPE_EVERY": "2", "RANKTAPE_MIN_ITERATIONS": "2"}
+        ended = python("train.py", cwd=tmp_path, env=environment)
+    else:
+        ended = python("train.py", "capture", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    runs, counts, loss = plain_compiled.stdout.splitlines()
+    assert (runs, counts) == ("1 1 1 1", "1 {} {}")
+    assert ended.stdout.splitlines() == ["0 1 0 1", counts, loss]
+    assert open_run(tmp_path / "run").iterations == [0, 2]
+    assert any("runs eagerly in captured iterations" in line for line in own_lines(ended)), ended.stderr
+
+
+WITH_WORKERS = """
+    import sys
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset
+
+    class Numbers(Dataset):
+        def __len__(self): return 12
+        def __getitem__(self, index): return nn.Linear(8, 8)(torch.full((1, 8), float(index))).detach()[0] * 0 + index
+
+    def main():
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context=sys.argv[1])
+        for batch in loader:
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(f"step {loss.item().hex()}\\n", end="", flush=True)
+
+    # In one write: several processes share stdout.
+    print(f"loaded as {__name__}\\n", end="", flush=True)
+    if __name__ == "__main__":
+        main()
+"""
+
+
+DOORS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "launcher": ((*LAUNCH, "--capture", "run", "--min-iterations", "3"), {}),
+    "variable": ((), {**RUN, "RANKTAPE_MIN_ITERATIONS": "3"}),
+}
+"""The words before a script and the variables that have three of its iterations recorded."""
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    ("method", "num_loads"),
+    [pytest.param("spawn", 2, marks=exhaustive("in make test they are forked")), ("fork", 0)],
+)
+@exhaustive("make test has processes that record nothing")
+def test_data_workers_train_nothing_and_record_nothing(method: str, num_loads: int, door: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(WITH_WORKERS))
+    plain = python("train.py", method, cwd=tmp_path)
+    words, environment = DOORS[door]
+    ended = python(*words, "train.py", method, cwd=tmp_path, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == sorted(plain.stdout.splitlines())
+    assert ended.stdout.count("loaded as __mp_main__") == num_loads
+    assert ended.stdout.count("step") == 3
+    assert errors(ended) == []
+    run = open_run(tmp_path / "run")
+    assert run.iterations == [0, 1, 2]
+    # One linear layer, whose input needs no gradient: three values and a bias, three of their gradients.
+    assert len(run.select()) == 3 * 7
+
+
+@exhaustive("make test has workers that record nothing")
+def test_a_child_of_the_trainer_is_not_recorded_and_the_child_of_a_launcher_is(tmp_path: Path) -> None:
+    write_script(tmp_path, name="child.py")
+    child = "import subprocess, sys\nsubprocess.run([sys.executable, 'child.py'], check=True)"
+    write_script(tmp_path, after=child)
+    ended = python("train.py", cwd=tmp_path, env=RUN)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("trained") == 2
+    assert errors(ended) == []
+    assert len(open_run(tmp_path / "run").status()) == 1
+
+    (tmp_path / "parent.py").write_text(f"import torch\n{child}\n")
+    ended = python("parent.py", cwd=tmp_path, env={"RANKTAPE_CAPTURE": "launched"})
+    assert ended.returncode == 0, ended.stderr
+    assert open_run(tmp_path / "launched").iterations == [0]
+
+
+def test_our_own_commands_and_launcher_do_not_record_where_the_variable_says(tmp_path: Path) -> None:
+    write_script(tmp_path)
+    exported = {"RANKTAPE_CAPTURE": "exported"}
+    ended = python(*LAUNCH, "--capture", "run", "train.py", cwd=tmp_path, env=exported)
+    assert ended.returncode == 0, ended.stderr
+    assert errors(ended) == []
+    assert open_run(tmp_path / "run").iterations == [0]
+    told = python("-m", "ranktape.launch.cli", "status", "run", cwd=tmp_path, env=exported)
+    assert told.returncode == 0
+    assert "minimum met" in told.stdout
+    assert not (tmp_path / "exported").exists()
+
+
+USERS_TEST = """
+    import torch
+
+    def test_training():
+        model = torch.nn.Linear(3, 3)
+        model(torch.ones(2, 3)).sum().backward()
+        torch.optim.SGD(model.parameters()).step()
+"""
+
+
+def test_the_tests_of_somebody_are_not_recorded(tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text(textwrap.dedent(USERS_TEST))
+    ended = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py", cwd=tmp_path, env=RUN)
+    assert ended.returncode == 0, ended.stdout
+    assert not (tmp_path / "run").exists()
+
+
+OWN_CAPTURE = """
+    import torch
+    from ranktape.capture import Capture
+
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(WARM_UP):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    with Capture("own"):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    print("trained")
+"""
+
+
+@pytest.mark.parametrize("warm_up", [0, 1])
+def test_a_capture_of_the_script_takes_the_place_of_ours(warm_up: int, tmp_path: Path) -> None:
+    ended = run_script(tmp_path, OWN_CAPTURE.replace("WARM_UP", str(warm_up)), RANKTAPE_MIN_ITERATIONS="5")
+    assert (ended.returncode, ended.stdout) == (0, "trained\n"), ended.stderr
+    assert errors(ended) == []
+    assert open_run(tmp_path / "own").iterations == [0]
+    assert (tmp_path / "run").exists() == bool(warm_up)
+    if warm_up:
+        assert "the training began a capture of its own" in reason_of(tmp_path / "run")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "environment", [{"RANKTAPE_EVERY": "0"}, pytest.param({"RANKTAPE_CAPTURE": "/proc/run"}, marks=ALIKE)]
+)
+def test_two_ranks_say_a_mistake_once_and_train(environment: dict[str, str], tmp_path: Path) -> None:
+    ended = torchrun(PLAIN, "--steps", "2", cwd=tmp_path, env={**RUN, **environment})
+    assert ended.returncode == 0, ended.stderr
+    assert "final loss" in ended.stdout
+    assert len(errors(ended)) == 1, ended.stderr
+
+
+SPAWNED = """
+    import os
+    import torch
+    import torch.distributed as dist
+
+    def train(rank):
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["PORT"])
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        if FAILS:
+            raise ValueError("mine")
+        dist.barrier()
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        torch.multiprocessing.start_processes(train, nprocs=2, start_method="METHOD")
+"""
+
+
+def free_port() -> str:
+    """A port for the ranks of a test to meet at."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return str(free.getsockname()[1])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("method", "fails"), [pytest.param("spawn", False, marks=ALIKE), ("fork", False), ("fork", True)]
+)
+def test_processes_that_the_script_starts_as_ranks_are_recorded(method: str, fails: bool, tmp_path: Path) -> None:  # noqa: FBT001
+    source = SPAWNED.replace("METHOD", method).replace("FAILS", str(fails))
+    ended = run_script(tmp_path, source, PORT=free_port(), RANKTAPE_MIN_ITERATIONS="9" if fails else "2")
+    assert (ended.returncode == 0) == (not fails), ended.stderr
+    assert errors(ended) == []
+    if not fails:
+        run = open_run(tmp_path / "run")
+        assert run.iterations == [0, 1]
+        assert {record.rank for record in run.select()} == {0, 1}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("method", "min_iterations"), [pytest.param("spawn", 2, marks=ALIKE), ("fork", 2), ("fork", 9)]
+)
+@exhaustive_but("fork-2", reason="two ranks are in make test")
+def test_the_launcher_records_ranks_that_the_script_starts(method: str, min_iterations: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(SPAWNED).replace("METHOD", method).replace("FAILS", "False"))
+    options = ("--capture", "run", "--min-iterations", str(min_iterations))
+    ended = python(*LAUNCH, *options, "train.py", cwd=tmp_path, env={"PORT": free_port()})
+    run = open_run(tmp_path / "run")
+    assert run.iterations == [0, 1]
+    assert {record.rank for record in run.select()} == {0, 1}
+    if min_iterations == 2:
+        assert (ended.returncode, errors(ended)) == (0, []), ended.stderr
+        assert "run holds 2 iterations of 2 ranks" in own_lines(ended)[-1]
+    else:
+        assert ended.returncode == 1
+        (error,) = errors(ended)
+        assert "2 of 9 guaranteed iterations are stored complete" in error
+
+
+@pytest.mark.distributed
+@exhaustive("make test has failing ranks in tests/launch/test_autoload.py")
+def test_a_rank_that_fails_is_not_held_up_by_the_others(tmp_path: Path) -> None:
+    after = "import time\nif os.environ['RANK'] == '1': raise ValueError('mine')\ntime.sleep(60)"
+    write_script(tmp_path, after=after)
+    ended = torchrun("train.py", cwd=tmp_path, env={**RUN, "RANKTAPE_MIN_ITERATIONS": "9"})
+    assert ended.returncode == 1
+    assert "ValueError: mine" in ended.stderr
+    assert ended.stdout.count("trained") == 2
+    assert open_run(tmp_path / "run").iterations == [0, 1, 2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import shlex
+import sys
 import time
 from pathlib import Path
 
@@ -223,7 +224,7 @@ def test_record_answers_a_mistake_before_torchrun_starts(
 
 
 @pytest.mark.distributed
-def test_record_records_a_script_under_torchrun(tmp_path: Path) -> None:
+def test_record_records_a_script_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text(
         "import sys, torch\n"
         "model = torch.nn.Sequential(torch.nn.Linear(4, 4))\n"
@@ -234,7 +235,14 @@ def test_record_records_a_script_under_torchrun(tmp_path: Path) -> None:
         "    optimizer.step()\n"
     )
     words = ["--nproc-per-node", "2", "--every", "2", "--min-iterations", "2", "--", "train.py", "--every", "x"]
-    done = python("-m", "ranktape.launch.cli", "record", *words, cwd=tmp_path, is_forked=False)
+    started: list[list[str]] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.execv", lambda path, call: started.append([path, *call[1:]]))
+    result = CliRunner().invoke(cli, ["record", *words])
+    assert result.exit_code == 0, result.output
+    [[program, *call]] = started
+    assert program == sys.executable
+    done = python(*call, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run = open_run(tmp_path / "runs" / "train")
     assert run.iterations == [0, 2]

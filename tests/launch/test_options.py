@@ -142,6 +142,16 @@ def test_a_wrong_option_is_named_with_what_is_allowed(words: list[str], match: s
         ),
         (["--capture", "run", "--select", "keep=some", "train.py"], 2, "--select, rule 1: keep 'some' is not allowed"),
         (["--capture", "run", "--select", "layer_type=atention", "train.py"], 2, "did you mean attention?"),
+        (["--quant", "mxpf8", "train.py"], 2, "recipe 'mxpf8' is not known: did you mean mxfp8?"),
+        (["--quant", "mxfp8", "--quant-plan", "x", "train.py"], 2, "--quant and --quant-plan exclude each other"),
+        (["--quant-plan", "missing.yaml", "train.py"], 2, "missing.yaml cannot be read"),
+        (["--quant", "", "train.py"], 2, "--quant '' names no recipe: give one, or leave the option out"),
+        (["--quant-plan", "", "train.py"], 2, "--quant-plan '' names no file: give one, or leave the option out"),
+        (
+            ["--quant-attention", "train.py"],
+            2,
+            "--quant-attention quantises by the recipe of --quant, and there is none",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )

@@ -266,16 +266,10 @@ def test_a_plan_names_the_recipe_of_each_layer(folder: Path, losses: dict[str, s
 @pytest.mark.parametrize(
     ("words", "kind", "message"),
     [
-        (("--quant", "mxpf8"), "plain", "recipe 'mxpf8' is not known: did you mean mxfp8?"),
-        (("--quant", "mxfp8", "--quant-plan", "x.yaml"), "plain", "--quant and --quant-plan exclude each other"),
         (("--quant", "mxfp8"), "one_graph", "compile without fullgraph=True"),
         (("--quant", "mxfp8"), "alone", "calls a linear layer by itself"),
         (("--quant", "mxfp8"), "convolution", "no nn.Linear was quantised"),
         (("--quant", "mxfp8"), "quantised", "are quantised already"),
-        (("--quant-plan", "missing.yaml"), "plain", "missing.yaml cannot be read"),
-        (("--quant", ""), "plain", "--quant '' names no recipe: give one, or leave the option out"),
-        (("--quant-plan", ""), "plain", "--quant-plan '' names no file: give one, or leave the option out"),
-        (("--quant-attention",), "plain", "--quant-attention quantises by the recipe of --quant, and there is none"),
         (("--quant", "mxfp8", "--quant-attention"), "plain", "no attention was quantised"),
     ],
 )
@@ -401,6 +395,7 @@ def test_torchao_quantises_a_model_as_the_plan_says(tmp_path: Path) -> None:
     }
 
 
+@exhaustive("make test quantises by our own layers")
 def test_megatron_core_finds_the_recipe_of_each_module(tmp_path: Path) -> None:
     quant_config = pytest.importorskip("megatron.core.quantization.quant_config")
     text = PLAN.replace("int8_token", "fp8_tensor").replace("mxfp4", "nvfp4")

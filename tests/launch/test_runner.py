@@ -261,17 +261,6 @@ def test_losses_are_equal_bit_for_bit(captured: tuple[Path, Ended, Ended]) -> No
 
 
 @pytest.mark.distributed
-def test_the_variable_records_what_the_launcher_records(captured: tuple[Path, Ended, Ended], tmp_path: Path) -> None:
-    settings = {"CAPTURE": "run", "START": "1", "EVERY": "2", "MIN_ITERATIONS": "2"}
-    ended = torchrun(*TRAINING, cwd=tmp_path, env={f"RANKTAPE_{name}": value for name, value in settings.items()})
-    assert ended.returncode == 0, ended.stderr
-    url, _, plain = captured
-    assert ended.stdout == plain.stdout  # the last line is the exact loss
-    assert open_run(tmp_path / "run").iterations == [1, 3]
-    assert contents(tmp_path / "run") == contents(url)
-
-
-@pytest.mark.distributed
 def test_every_rank_is_there_with_four_microbatches_apart(captured: tuple[Path, Ended, Ended]) -> None:
     url, ended, _ = captured
     assert ended.returncode == 0, ended.stderr

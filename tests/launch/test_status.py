@@ -125,20 +125,6 @@ def test_many_missing_ranks_are_counted_in_text_and_all_named_in_json() -> None:
     assert len(RunStatus(run="x", iterations=[many], verdict=None).to_json()["iterations"][0]["missing"]) == 10
 
 
-def test_what_a_stranger_wrote_does_not_command_the_terminal() -> None:
-    evil = "\x1b]0;owned\x07\n"
-    evil_status = iteration_status(0, missing={0: evil}, silent_sites={0: {f"a{evil}": f"b{evil}"}})
-    verdict = RunVerdict(met=False, required=1, complete=[], missing=[evil], final=True)
-    text = RunStatus(run=f"runs/{evil}", iterations=[evil_status], verdict=verdict).table().to_text()
-    assert "owned" in text
-    assert all(line.isprintable() for line in text.splitlines())
-    assert r"not recorded (b\x1b]0;owned\x07\n): a\x1b]0;owned\x07\n" in text
-    assert verdict_line(verdict).isprintable()
-    assert RunStatus(run="x", iterations=[evil_status], verdict=verdict).to_json()["iterations"][0]["missing"] == {
-        0: evil
-    }
-
-
 def test_what_a_run_holds_is_what_is_complete(tmp_path: Path) -> None:
     whole_run(tmp_path / "run", iterations=(0,), close=False)
     # A training that was started once more takes an iteration once more.
