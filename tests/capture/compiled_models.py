@@ -88,8 +88,8 @@ def whole(model: Model, **options: Any) -> Step:
     return stepping(model, torch.compile(model, fullgraph=True, **options))
 
 
-def in_place(model: Model) -> Step:
-    model.compile()
+def in_place(model: Model, **options: Any) -> Step:
+    model.compile(**options)
     return stepping(model)
 
 

@@ -18,7 +18,7 @@ from ranktape.capture import Capture
 from ranktape.storage import open_run
 from tests.capture.hugging_face import NUM_LAYERS, tiny
 from tests.capture.verify import verify_run
-from tests.exhaustive import exhaustive, exhaustive_but
+from tests.exhaustive import exhaustive_but
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -126,14 +126,6 @@ def with_dpo(model: nn.Module, folder: Path) -> None:
     ).train()
 
 
-def with_trl(model: nn.Module, folder: Path) -> None:
-    trl = pytest.importorskip("trl", reason="trl is not installed")
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-    data = datasets.Dataset.from_list([{"input_ids": one["input_ids"].tolist()} for one in batches()])
-    arguments = trainer_options(trl.SFTConfig, folder)
-    trl.SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer_of_words()).train()
-
-
 def trained(train: Train, make: Callable[[], nn.Module], folder: Path, *, capture: Capture | None) -> list[bytes]:
     """The bits of the weights after a training from the same seed."""
     model = make()
@@ -153,11 +145,9 @@ def lora() -> nn.Module:
     ("train", "make", "num_products"),
     [
         pytest.param(hugging_face, llama, LINEARS, id="HF Trainer"),
-        pytest.param(with_accelerate, llama, LINEARS, id="accelerate", marks=exhaustive("the HF Trainer uses it")),
         pytest.param(with_lightning, llama, LINEARS, id="Lightning"),
-        # Its loss takes the weight of the output layer and computes with it in pieces.
-        pytest.param(with_trl, llama, LINEARS - 1, id="TRL SFT", marks=exhaustive("DPO is in make test")),
-        # So does this one; the reference model runs without gradients, and is not recorded.
+        # Its loss takes the weight of the output layer and computes with it in pieces; the reference model runs without
+        # gradients, and is not recorded.
         pytest.param(with_dpo, llama, LINEARS - 1, id="TRL DPO"),
         # Two adapters of two products each in every layer.
         pytest.param(with_accelerate, lora, LINEARS + 4 * NUM_LAYERS, id="PEFT LoRA"),

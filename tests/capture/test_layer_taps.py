@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import threading
 from collections.abc import Callable, Iterator
@@ -12,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import checkpoint
 
 from ranktape.capture import Capture, get_layer_hidden_states, tap_layers
 from ranktape.errors import UsageError
+from tests.capture import compiled_models
+from tests.capture.compiled_models import VOCABULARY, WIDTH
 from tests.capture.hugging_face import tiny
 from tests.optional import needs
 
@@ -27,54 +28,15 @@ pytestmark = [
     pytest.mark.alone,  # dynamo counts for the whole process what it has compiled
 ]
 
-WIDTH, HEADS, LENGTH, VOCABULARY, NUM_LAYERS = 16, 2, 6, 20, 3
+NUM_LAYERS, LENGTH = 3, 6
+Model = functools.partial(compiled_models.Model, number=NUM_LAYERS)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        query, key, value = (one.unflatten(-1, (HEADS, -1)).transpose(1, 2) for one in self.qkv(hidden).chunk(3, -1))
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.attention, self.after = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        between = hidden + self.attention(self.norm(hidden))
-        return between + self.down(F.gelu(self.up(self.after(between))))  # type: ignore[no-any-return]
-
-
-class Model(nn.Module):
-    """A small GPT, which keeps what its layers gave where nothing is compiled."""
-
-    def __init__(self, num_layers: int = NUM_LAYERS, *, is_checkpointed: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(num_layers))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.is_checkpointed = is_checkpointed
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.embed(tokens)
-        for layer in self.layers:
-            hidden = checkpoint(layer, hidden, use_reentrant=False) if self.is_checkpointed else layer(hidden)
-        return self.head(hidden)  # type: ignore[no-any-return]
-
-
-def expected(model: Model, tokens: torch.Tensor) -> list[torch.Tensor]:
+def expected(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
     """What enters the layers, and what each gives, computed by hand."""
-    states = [model.embed(tokens)]
-    for layer in model.layers:
-        states.append(layer(states[-1]))
+    states = [model.embedding(tokens) + model.position(torch.arange(tokens.shape[1]))]
+    for block in model.blocks:
+        states.append(block(states[-1]))
     return states
 
 
@@ -106,16 +68,16 @@ def tokens() -> torch.Tensor:
     return torch.randint(VOCABULARY, (2, LENGTH))
 
 
-Make = Callable[[Model, torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]
+Make = Callable[[Any, torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]
 
 
-def saved_and_loaded(model: Model, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+def saved_and_loaded(model: Any, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     buffer = io.BytesIO()
     torch.export.save(torch.export.export(model, (tokens,)), buffer)
     return torch.export.load(io.BytesIO(buffer.getvalue())).module()
 
 
-def traced_saved_and_loaded(model: Model, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+def traced_saved_and_loaded(model: Any, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     buffer = io.BytesIO()
     torch.jit.save(torch.jit.trace(model, tokens), buffer)
     return torch.jit.load(io.BytesIO(buffer.getvalue()))  # type: ignore[no-any-return]
@@ -150,7 +112,7 @@ def test_the_list_and_the_result_are_those_of_the_model(way: str, tokens: torch.
 def test_inductor_gives_the_same_bits_with_taps_before_and_after_the_first_compilation(
     tokens: torch.Tensor, *, is_training: bool
 ) -> None:
-    model = Model(2)
+    model = Model(number=2)
 
     def step(called: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
         model.zero_grad()
@@ -177,9 +139,9 @@ def test_inductor_gives_the_same_bits_with_taps_before_and_after_the_first_compi
 
 
 def test_layers_of_one_class_share_their_compilations(tokens: torch.Tensor) -> None:
-    model = Model(12).eval()  # more than dynamo compiles of one function before it gives up (8)
-    for layer in model.layers:
-        layer.compile(backend="aot_eager", fullgraph=True)
+    model = Model(number=12).eval()  # more than dynamo compiles of one function before it gives up (8)
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         output, wanted = model(tokens), expected(model, tokens)
         assert num_graphs() == 1
@@ -259,7 +221,7 @@ def test_a_llama_gives_the_layers_that_are_chosen(way: str, tokens: torch.Tensor
 
 
 class Pair(nn.Module):
-    """A layer that returns a tuple, or what it is given."""
+    """A layer that returns a tuple."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +310,7 @@ def test_a_copy_has_taps_of_its_own(tokens: torch.Tensor) -> None:
     model = Model().eval()
     with torch.no_grad(), tap_layers(model):
         other = copy.deepcopy(model)
-        next(other.layers[0].parameters()).zero_()
+        next(other.blocks[0].parameters()).zero_()
         other(tokens)
         assert are_equal(held(), expected(other, tokens))
         assert not torch.equal(held()[1], expected(model, tokens)[1])
@@ -356,16 +318,16 @@ def test_a_copy_has_taps_of_its_own(tokens: torch.Tensor) -> None:
 
 def test_taps_lie_around_a_forward_of_the_layers_own(tokens: torch.Tensor) -> None:
     model = Model().eval()
-    inner = model.layers[1].forward
+    inner: Any = model.blocks[1].forward
     own: Any = lambda hidden: 2 * inner(hidden)  # noqa: E731
-    model.layers[1].forward = own
+    model.blocks[1].forward = own
     with torch.no_grad():
         wanted = expected(model, tokens)
         with tap_layers(model):
             called = torch.compile(model, fullgraph=True, backend="aot_eager")
             called(tokens)
             assert are_equal(held(), wanted)
-    assert model.layers[1].forward is own
+    assert model.blocks[1].forward is own
 
 
 def test_under_a_capture_each_layer_is_in_the_list_once(tmp_path: Path, tokens: torch.Tensor) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,13 +28,12 @@ from ranktape.capture import Capture
 from ranktape.storage import Records, Run, open_run
 from tests.capture.hugging_face import tiny
 from tests.capture.verify import verify_run
-from tests.exhaustive import exhaustive_but
+from tests.exhaustive import exhaustive, exhaustive_but
 from tests.optional import needs
 
 # torch warns of a reentrant checkpoint inside of another one, whose first pass has no gradients.
 # The frameworks tell of what they will rename, and of what they import.
 pytestmark = [
-    needs("megatron", "transformers"),
     pytest.mark.filterwarnings(
         "ignore:None of the inputs have requires_grad",
         "ignore:Transformer Engine and Apex are not",
@@ -229,21 +229,27 @@ def stand_in_for_a_gpu() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The run of one capture, in which each kind has an iteration."""
-    url = tmp_path_factory.mktemp("once") / "run"
-    trainings = {kind: functools.partial(train, segment) for kind, (segment, _) in KINDS.items()} | FRAMEWORKS
-    with stand_in_for_a_gpu():
-        plain = {kind: training() for kind, training in trainings.items()}
-        with Capture(url, advance_on="step", min_iterations=len(trainings) + 1) as capture:
-            for kind, training in trainings.items():
-                assert training() == plain[kind], f"{kind}: not bitwise equal"
-                capture.step()
-            train_unknown()
+def capture_each(url: Path, trainings: Mapping[str, Callable[[], str | None]]) -> Run:
+    """The run of one capture, in which each training has an iteration, and is what it is without a capture."""
+    plain = {kind: training() for kind, training in trainings.items()}
+    with Capture(url, advance_on="step", min_iterations=len(trainings)) as capture:
+        for kind, training in trainings.items():
+            assert training() == plain[kind], f"{kind}: not bitwise equal"
             capture.step()
     assert capture.close().met
     return open_run(url)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    trainings = {kind: functools.partial(train, segment) for kind, (segment, _) in KINDS.items()}
+    return capture_each(tmp_path_factory.mktemp("once") / "run", {**trainings, "unknown": train_unknown})
+
+
+@pytest.fixture(scope="module")
+def frameworks(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    with stand_in_for_a_gpu():
+        return capture_each(tmp_path_factory.mktemp("frameworks") / "run", FRAMEWORKS)
 
 
 def names_by_call(records: Records) -> dict[tuple[int, int], list[str]]:
@@ -287,8 +293,10 @@ def test_gradients_are_those_of_their_call(run: Run, kind: str) -> None:
 
 @pytest.mark.support(framework="HF Llama", parallelism="one process", features=("checkpointing",))
 @pytest.mark.parametrize("kind", ["llama reentrant", "llama non-reentrant"])
-def test_a_llama_that_recomputes_its_layers_has_each_tensor_once(run: Run, kind: str) -> None:
-    records = run.select(iteration=len(KINDS) + list(FRAMEWORKS).index(kind))
+@needs("transformers")
+@exhaustive("make test recomputes layers of its own")
+def test_a_llama_that_recomputes_its_layers_has_each_tensor_once(frameworks: Run, kind: str) -> None:
+    records = frameworks.select(iteration=list(FRAMEWORKS).index(kind))
     num_linears, num_layers, num_passes = 15, 2, 2
     assert verify_run(records) == {
         "output": num_passes * num_linears,
@@ -302,8 +310,10 @@ def test_a_llama_that_recomputes_its_layers_has_each_tensor_once(run: Run, kind:
 
 @pytest.mark.support(framework="Megatron-core", parallelism="one process", features=("checkpointing",))
 @pytest.mark.parametrize("kind", ["megatron", "megatron without output"])
-def test_a_checkpoint_of_megatron_has_each_tensor_once(run: Run, kind: str) -> None:
-    records = run.select(iteration=len(KINDS) + list(FRAMEWORKS).index(kind))
+@needs("megatron")
+@exhaustive("make test has a checkpoint that nobody announces")
+def test_a_checkpoint_of_megatron_has_each_tensor_once(frameworks: Run, kind: str) -> None:
+    records = frameworks.select(iteration=list(FRAMEWORKS).index(kind))
     counts = verify_run(records)
     assert counts["grad_input"] == 2 * NUM_PASSES * 3
     assert counts["grad_weight"] == counts["output"] == 2 * NUM_PASSES * 3 + NUM_PASSES
@@ -314,7 +324,7 @@ def test_a_checkpoint_of_megatron_has_each_tensor_once(run: Run, kind: str) -> N
 
 
 def test_an_unknown_checkpoint_keeps_layers_apart_that_run_once_in_a_pass(run: Run) -> None:
-    records = run.select(iteration=len(KINDS) + len(FRAMEWORKS))
+    records = run.select(iteration=len(KINDS))
     counts = verify_run(records)
     assert counts["grad_input"] == 2 * 4
     assert counts["grad_weight"] == counts["output"] == 2 * 5

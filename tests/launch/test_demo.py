@@ -91,7 +91,7 @@ def test_the_demo_learns_records_and_answers(tmp_path: Path) -> None:
     assert "verdict: 4 none" in ended.stdout
     assert "Nothing stands out in " in ended.stdout
     for words_of in (["--format", "fp8_e4m3"], ["--format", "fp8_e5m2,hif8,mxfp8"], []):
-        said = python("-m", "ranktape.launch.cli", "analyze", "overflow", "run", *words_of, cwd=tmp_path).stdout
+        said = CliRunner().invoke(cli, ["analyze", "overflow", str(tmp_path / "run"), *words_of]).stdout
         assert re.fullmatch(r"verdict: \d+ none", said.splitlines()[-1]), said
     (plot,) = tmp_path.rglob("*.png")
     assert str(plot.relative_to(tmp_path)) in ended.stdout

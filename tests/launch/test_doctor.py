@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from click.testing import CliRunner, Result
 
 from ranktape.launch.cli import cli
 from ranktape.storage.places.urls import open_backend
-from tests.exhaustive import exhaustive
 from tests.s3 import S3Server
 
 
@@ -44,15 +42,6 @@ def test_a_machine_that_has_everything(tmp_path: Path) -> None:
     assert found[str(tmp_path / "new" / "run")]["found"] == "an object can be written, read and removed"
     assert not any(one["is_lacking"] for one in found.values())
     assert list(tmp_path.iterdir()) == []
-
-
-@exhaustive("make test reads the answers as JSON")
-def test_text_says_the_same_and_the_verdict_last() -> None:
-    """In a process of its own, which has compiled nothing before."""
-    command = [sys.executable, "-c", "from ranktape.launch.cli import main; main()", "doctor"]
-    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    assert lines[0].split()[:2] == ["good", "ranktape"]
-    assert lines[-1] == "nothing is lacking"
 
 
 def test_a_place_that_cannot_be_written_is_lacking(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli
@@ -171,33 +170,3 @@ def test_what_the_examples_save_is_listed_counted_and_swept(tmp_path: Path) -> N
     assert analyze("sweep", logs, "--elem-format", "fp8_e4m3", "--num-levels", "3", "--csv").count("\n") == 1 + len(
         saved
     )
-
-
-def test_the_commands_of_the_scaling_tool_have_its_options(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    for number in (1, 2, 3):
-        torch.save(torch.randn(16, 32).bfloat16(), tmp_path / f"tensor{number}.pt")
-    files = [tmp_path / f"tensor{number}.pt" for number in (1, 2, 3)]
-    results = tmp_path / "results"
-    commands: tuple[tuple[str | Path, ...], ...] = (
-        (*files, "--scale-bits", "8", "--num-levels", "21"),
-        (
-            files[0],
-            "--elem-format",
-            "fp8_e5m2",
-            "--max-scale-exp",
-            "15",
-            "--min-scale-exp",
-            "-15",
-            "--num-levels",
-            "31",
-        ),
-        (files[0], "--elem-format", "fp4_e2m1", "--num-levels", "51"),
-    )
-    for words in commands:
-        analyze("sweep", *words, "--no-plots", "--output-dir", results)
-    written = {path.relative_to(results).as_posix() for path in results.rglob("*.*")}
-    for name in ("tensor1", "tensor2", "tensor3"):
-        assert f"{name}/mxfp_scaling_results_fp8_e4m3.txt" in written
-        assert f"{name}/mxfp_scaling_test_{name}_fp8_e4m3.log" in written
-    assert {f"tensor1/mxfp_scaling_results_{format_name}.txt" for format_name in ("fp8_e5m2", "fp4_e2m1")} <= written

@@ -206,6 +206,7 @@ def test_a_deep_compiled_training_is_told_once_how_it_is_recorded_and_quantised_
     assert status.num_missing == 0
 
 
+@exhaustive("make test quantises to narrower formats")
 def test_bf16_rounds_what_is_wider_and_leaves_the_rest(folder: Path, losses: dict[str, str]) -> None:
     rounded = python(*LAUNCH, "--quant", "bf16", "train.py", "plain", cwd=folder)
     assert _loss(rounded) not in losses.values()
@@ -281,6 +282,7 @@ def test_what_cannot_be_quantised_is_not_trained(words: tuple[str, ...], kind: s
 
 
 @pytest.mark.parametrize("variable", ["RANKTAPE_QUANT_PLAN=plan.yaml", "RANKTAPE_QUANT_ATTENTION=1"])
+@exhaustive_but("RANKTAPE_QUANT_PLAN=plan.yaml", reason="one variable is in make test")
 def test_a_command_line_that_names_a_precision_overrules_all_its_variables(
     variable: str, folder: Path, losses: dict[str, str]
 ) -> None:

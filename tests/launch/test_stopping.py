@@ -95,6 +95,7 @@ def test_a_launched_training_ends_when_all_is_stored(tmp_path: Path) -> None:
     assert "destroy_process_group" not in ended.stderr
 
 
+@exhaustive("make test ends a training of the launcher")
 def test_a_training_that_is_recorded_by_the_variable_ends_too(tmp_path: Path) -> None:
     variables = {"RANKTAPE_CAPTURE": str(tmp_path / "run"), "RANKTAPE_STOP_WHEN_STORED": "true"}
     ended = torchrun(program(tmp_path), tmp_path, "100000", cwd=tmp_path, env=variables)
