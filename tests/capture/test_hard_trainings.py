@@ -93,7 +93,7 @@ def test_parametrized_weights_are_recorded_as_computed(
 
 @pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and models still hold it
 def test_modules_that_take_no_hooks_are_passed_over(tmp_path: Path) -> None:
-    model = nn.Sequential(linear(), torch.jit.trace(linear(), torch.randn(2, WIDTH)), nn.LazyLinear(WIDTH))  # type: ignore[no-untyped-call]  # torch's
+    model = nn.Sequential(linear(), torch.jit.trace(linear(), torch.randn(2, WIDTH)), nn.LazyLinear(WIDTH))
     assert "0" in captured(model, tmp_path / "run", 2, min_iterations=1).select().column("module")
 
 

@@ -677,7 +677,9 @@ def both_ways(*, is_checkpointed: bool) -> Made:
     """Multiplies with one parameter as it is, and transposed, perhaps in a checkpoint."""
 
     def run(model: Any, x: torch.Tensor) -> Any:
-        twice = lambda hidden: torch.tanh(F.linear(hidden, model.shared)) @ model.shared  # noqa: E731
+        def twice(hidden: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(F.linear(hidden, model.shared)) @ model.shared
+
         hidden = model.first(x)
         return checkpoint(twice, hidden, use_reentrant=True) if is_checkpointed else twice(hidden)
 
