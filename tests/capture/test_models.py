@@ -20,6 +20,7 @@ from tests.exhaustive import exhaustive_but
 MICROBATCHES = 2
 ALL = ("linear", "attention", "layer outputs", "accumulation", "checkpointing", "autocast", "unchanged")
 
+support = pytest.mark.support
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(200)]  # transformers warns of its own plans
 
 
@@ -38,26 +39,10 @@ def listening(outputs: list[torch.Tensor]) -> Callable[[Any], nn.Module]:
 @pytest.mark.parametrize(
     ("kind", "num_linears"),
     [
-        pytest.param(
-            "plain",
-            14,
-            marks=pytest.mark.support(framework="PyTorch", parallelism="one process", features=ALL),
-        ),
-        pytest.param(
-            "moe",
-            36,
-            marks=pytest.mark.support(framework="MoE", parallelism="one process", features=ALL),
-        ),
-        pytest.param(
-            "llama",
-            15,
-            marks=pytest.mark.support(framework="HF Llama", parallelism="one process", features=ALL),
-        ),
-        pytest.param(
-            "gpt2",
-            9,
-            marks=pytest.mark.support(framework="HF GPT-2", parallelism="one process", features=ALL),
-        ),
+        pytest.param("plain", 14, marks=support(framework="PyTorch", parallelism="one process", features=ALL)),
+        pytest.param("moe", 36, marks=support(framework="MoE", parallelism="one process", features=ALL)),
+        pytest.param("llama", 15, marks=support(framework="HF Llama", parallelism="one process", features=ALL)),
+        pytest.param("gpt2", 9, marks=support(framework="HF GPT-2", parallelism="one process", features=ALL)),
     ],
 )
 @exhaustive_but("gpt2-9", reason="one model is in make test")

@@ -33,6 +33,8 @@ NUM_LAYERS = 2
 STEPS = 2
 MICROBATCHES = 2
 
+MEGATRON = "Megatron-core"
+COMPUTED = ("linear", "attention", "accumulation", "checkpointing")
 support = pytest.mark.support
 pytestmark = [needs("megatron"), pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -59,14 +61,11 @@ def run_of(trained: Folders, variant: str) -> Run:
     "variant",
     [
         "alone",
-        pytest.param(
-            "shared", marks=support(framework="Megatron-core", parallelism="one process", features=("unchanged",))
-        ),
-        *(
-            pytest.param(name, marks=support(framework="Megatron-core", parallelism="TP", features=("unchanged",)))
-            for name in ("tp", "sequence", "checkpointed")
-        ),
-        pytest.param("ddp", marks=support(framework="Megatron-core", parallelism="DDP", features=("unchanged",))),
+        pytest.param("shared", marks=support(framework=MEGATRON, parallelism="one process", features=("unchanged",))),
+        pytest.param("tp", marks=support(framework=MEGATRON, parallelism="TP", features=("unchanged",))),
+        "sequence",
+        "checkpointed",
+        pytest.param("ddp", marks=support(framework=MEGATRON, parallelism="DDP", features=("unchanged",))),
     ],
 )
 @exhaustive("make test has torch's own tensor parallelism")
@@ -83,20 +82,8 @@ def test_the_training_is_the_same_bit_for_bit(variant: str, trained: Folders) ->
 @pytest.mark.parametrize(
     "variant",
     [
-        pytest.param(
-            "alone", marks=support(framework="Megatron-core", parallelism="one process", features=("accumulation",))
-        ),
-        pytest.param(
-            "ddp",
-            marks=[
-                MORE,
-                support(
-                    framework="Megatron-core",
-                    parallelism="DDP",
-                    features=("linear", "attention", "accumulation", "checkpointing"),
-                ),
-            ],
-        ),
+        pytest.param("alone", marks=support(framework=MEGATRON, parallelism="one process", features=("accumulation",))),
+        pytest.param("ddp", marks=[MORE, support(framework=MEGATRON, parallelism="DDP", features=COMPUTED)]),
     ],
 )
 def test_layers_of_one_rank_compute_what_was_recorded(variant: str, trained: Folders) -> None:
@@ -107,9 +94,7 @@ def test_layers_of_one_rank_compute_what_was_recorded(variant: str, trained: Fol
     assert verify_run(run_of(trained, variant)) == linear | attention
 
 
-@pytest.mark.support(
-    framework="Megatron-core", parallelism="one process", features=("linear", "attention", "layer outputs")
-)
+@support(framework=MEGATRON, parallelism="one process", features=("linear", "attention", "layer outputs"))
 @MORE
 def test_layers_embedding_and_shared_weights(trained: Folders) -> None:
     records = run_of(trained, "shared").select(iteration=0, rank=0, microbatch=0)
@@ -130,7 +115,7 @@ def test_layers_embedding_and_shared_weights(trained: Folders) -> None:
     assert (entered.tensor().dtype, entered.layout, entered.sample_dim) == (torch.float32, "TBH", 1)
 
 
-@pytest.mark.support(framework="Megatron-core", parallelism="TP", features=("attention", "accumulation"))
+@support(framework=MEGATRON, parallelism="TP", features=("attention", "accumulation"))
 @pytest.mark.parametrize("variant", ["tp", *(pytest.param(name, marks=MORE) for name in ("sequence", "checkpointed"))])
 def test_attention_of_two_ranks_computes_what_was_recorded(variant: str, trained: Folders) -> None:
     """Linear layers on two ranks give sums over ranks, or get gradients that are: those are put together below."""
@@ -168,23 +153,19 @@ def check_assembled(trained: Folders, variant: str) -> None:
     assert found == dict.fromkeys(expected, 1)
 
 
-@pytest.mark.support(
-    framework="Megatron-core", parallelism="TP", features=("linear", "attention", "assembly", "accumulation")
-)
+@support(framework=MEGATRON, parallelism="TP", features=("linear", "attention", "assembly", "accumulation"))
 @pytest.mark.parametrize("variant", ["tp", pytest.param("sequence", marks=MORE)])
 def test_what_two_ranks_recorded_is_what_one_records(variant: str, trained: Folders) -> None:
     check_assembled(trained, variant)
 
 
-@pytest.mark.support(
-    framework="Megatron-core", parallelism="TP", features=("linear", "attention", "assembly", "checkpointing")
-)
+@support(framework=MEGATRON, parallelism="TP", features=("linear", "attention", "assembly", "checkpointing"))
 @MORE
 def test_what_is_computed_again_is_recorded_once(trained: Folders) -> None:
     check_assembled(trained, "checkpointed")
 
 
-@pytest.mark.support(framework="Megatron-core", parallelism="TP", features=("layer outputs",))
+@support(framework=MEGATRON, parallelism="TP", features=("layer outputs",))
 @pytest.mark.parametrize("variant", ["tp", *(pytest.param(name, marks=MORE) for name in ("sequence", "checkpointed"))])
 def test_outputs_of_layers_are_those_of_one_rank(variant: str, trained: Folders) -> None:
     """Each rank has them all, or a piece of the sequence."""
@@ -202,7 +183,7 @@ def test_outputs_of_layers_are_those_of_one_rank(variant: str, trained: Folders)
             assert_close(part, record.tensor(), what=record, tolerance=1e-4)
 
 
-@pytest.mark.support(framework="Megatron-core", parallelism="DDP", features=("layer outputs",))
+@support(framework=MEGATRON, parallelism="DDP", features=("layer outputs",))
 @MORE
 def test_outputs_of_layers_of_each_data_parallel_rank_are_there(trained: Folders) -> None:
     alone = run_of(trained, "alone").select(iteration=0, rank=0, component="hidden")
@@ -213,7 +194,7 @@ def test_outputs_of_layers_of_each_data_parallel_rank_are_there(trained: Folders
         assert torch.equal(own[key_of(record)].tensor(), record.tensor())
 
 
-@pytest.mark.support(framework="Megatron-core", parallelism="DDP", features=("assembly",))
+@support(framework=MEGATRON, parallelism="DDP", features=("assembly",))
 @MORE
 def test_the_optimizer_gets_the_mean_of_what_the_data_parallel_ranks_recorded(trained: Folders) -> None:
     records = run_of(trained, "ddp").select(iteration=0)

@@ -25,6 +25,9 @@ from tests.launch.processes import torchrun
 
 PROGRAM = Path(__file__).parent / "programs" / "pipeline.py"
 IN_TURN = ("linear", "attention", "layer outputs", "unchanged", "assembly", "accumulation")
+LINEAR = ("linear", "accumulation")
+ATTENDING = (*LINEAR, "attention")
+RECOMPUTING = (*ATTENDING, "checkpointing")
 AT_ONCE = (*IN_TURN, "checkpointing", "autocast")
 support = pytest.mark.support
 PAIRED = exhaustive("make test has two models, one of them with all at once")
@@ -118,22 +121,10 @@ def test_each_stage_receives_what_the_one_before_has_sent(run: Run, kind: str, s
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(
-            "gpipe",
-            marks=support(framework="PyTorch", parallelism="PP", features=("linear", "attention", "accumulation")),
-        ),
-        pytest.param(
-            "1f1b",
-            marks=support(
-                framework="PyTorch", parallelism="PP", features=("linear", "attention", "accumulation", "checkpointing")
-            ),
-        ),
-        pytest.param(
-            "interleaved", marks=support(framework="PyTorch", parallelism="PP", features=("linear", "accumulation"))
-        ),
-        pytest.param(
-            "zero bubble", marks=support(framework="PyTorch", parallelism="PP", features=("linear", "accumulation"))
-        ),
+        pytest.param("gpipe", marks=support(framework="PyTorch", parallelism="PP", features=ATTENDING)),
+        pytest.param("1f1b", marks=support(framework="PyTorch", parallelism="PP", features=RECOMPUTING)),
+        pytest.param("interleaved", marks=support(framework="PyTorch", parallelism="PP", features=LINEAR)),
+        pytest.param("zero bubble", marks=support(framework="PyTorch", parallelism="PP", features=LINEAR)),
     ],
 )
 def test_every_gradient_is_there_once_and_is_that_of_its_microbatch(run: Run, kind: str) -> None:

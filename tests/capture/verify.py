@@ -45,7 +45,6 @@ def verify_run(run: Run | Records, *, mask: torch.Tensor | None = None, scale: f
     With `mask`, attention is computed with it; else with a causal one, or none, whichever fits the output. `scale` is
     that of its products, the usual one by default.
     """
-    recomputed(run)
     counts: Counter[str] = Counter()
     for layer_type, verify in (("linear", _verify_linear), ("embedding", _verify_embedding)):
         records = run.select(layer_type=layer_type)

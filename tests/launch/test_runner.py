@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ranktape.launch.cli import cli
-from ranktape.storage import open_run
+from ranktape.storage import IterationState, open_run
 from tests.exhaustive import exhaustive
 from tests.launch.processes import PLAIN, Ended, errors, own_lines, python, torchrun
 
@@ -321,9 +321,10 @@ def test_two_ranks_that_end_too_soon_are_an_error_of_rank_0(tmp_path: Path) -> N
     assert f"  traceback : {error}" in ended.stderr
 
 
-def test_the_writer_says_how_the_run_ended_where_torchrun_ends_rank_0_at_once(tmp_path: Path) -> None:
+def test_the_writer_says_how_the_run_ended_where_a_rank_is_killed_and_torchrun_ends_the_others(tmp_path: Path) -> None:
     after = """
         import signal, time
+        model(torch.randn(4, 8)).square().mean()
         if os.environ["RANK"] == "1":
             time.sleep(3)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -338,6 +339,15 @@ def test_the_writer_says_how_the_run_ended_where_torchrun_ends_rank_0_at_once(tm
         "ranktape: the training process of rank 0 died (killed by SIGTERM); minimum not met: 2 of 9 "
     )
     assert told.endswith(f": see 'ranktape status {tmp_path / 'run'}'")
+    # The coordinator outlives the training, and closes the attempt.
+    run = open_run(tmp_path / "run")
+    assert [status.state for status in run.status()[:2]] == [IterationState.COMPLETE] * 2
+    cut_off = run.status()[2]
+    assert cut_off.state is IterationState.PARTIAL
+    assert "the training process died" in cut_off.missing[1]
+    assert "iteration 2 is partial" in run.verdict().message()
+    for record in run.select():
+        record.read()  # compares with the checksum that was taken when it was written
 
 
 FAILING = """
