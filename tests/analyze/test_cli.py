@@ -110,7 +110,7 @@ def test_the_set_of_options_is_frozen() -> None:
 def test_commands_of_questions_have_the_names_of_their_functions() -> None:
     """One option for each parameter, of the same name, and the function is exported under the name of the command."""
     context = click.Context(cli)
-    shared = {"records", "on_record", "self"}
+    shared = {"records", "self"}
     for name, place in COMMANDS.items():
         if place.split(":")[0] in {"commands", "questions.sweep_command"}:
             continue

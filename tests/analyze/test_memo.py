@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from click.testing import CliRunner
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine import engine as engine_module
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.memo import KeptAnswer, values_of_records
+from ranktape.analyze.engine.memo import value_of_all, values_of_records
 from ranktape.analyze.questions import sweep_command
 from ranktape.errors import DataError, RanktapeError
 from ranktape.storage import Records, Run, open_run
@@ -138,23 +139,23 @@ def test_damaged_rows_are_made_again(run: Run) -> None:
 
 def test_an_answer_is_that_of_its_question(run: Run) -> None:
     records = open_run(run.url).select()
-    fresh = 0
+    numbers = itertools.count(1)
     for selected, about, expected in (
-        (records, ["a"], None),
         (records, ["a"], 1),
-        (records, ["a", "b"], None),
-        (records, ["ab"], None),
-        (records[:1], ["a"], None),
+        (records, ["a"], 1),
+        (records, ["a", "b"], 2),
+        (records, ["ab"], 3),
+        (records[:1], ["a"], 4),
         (records, ["a", "b"], 2),
     ):
-        kept = KeptAnswer([selected], about, name="answers")
-        found = kept.find()
-        if found is None:
-            fresh += 1
-            kept.keep([{"number": fresh}, None])
-            assert expected is None
-        else:
-            assert found == [{"number": expected}, None]
+        found = value_of_all([selected], about, lambda: [{"number": next(numbers)}, None], name="answers")
+        assert found == [{"number": expected}, None]
+
+
+def test_an_answer_that_failed_is_not_kept(run: Run) -> None:
+    records = open_run(run.url).select()
+    found = [value_of_all([records], ["a"], lambda one=one: one, name="answers") for one in (DataError("no"), 1, 2)]
+    assert found[1:] == [1, 1]
 
 
 def test_a_sweep_of_groups_that_was_kept_is_the_same(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

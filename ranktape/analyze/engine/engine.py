@@ -489,17 +489,6 @@ def work_bar(description: str) -> Iterator[Callable[[int, int], object]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-@contextlib.contextmanager
-def progress(total: int, *, description: str) -> Iterator[Callable[[], object]]:
-    """A function to call after each of `total` pieces of work; it moves a bar if stderr is a terminal.
-
-    Where `total` is 0 there is none: the work shows itself.
-    """
-    with work_bar(description) if total else contextlib.nullcontext(lambda *_: None) as show:
-        numbers = itertools.count(1)
-        yield lambda: show(next(numbers), total)
-
-
 @dataclass(slots=True)
 class _Screen:
     """What is shown on the terminal, and for how many questions that are asked at the same time."""

@@ -99,20 +99,13 @@ def values_of_keys(  # where, of what, and how
     return [values[place] for place in range(len(keys))]
 
 
-class KeptAnswer:
-    """An answer about records together, kept under the keys of these and all that was asked."""
+def value_of_all(records: Sequence[Records], about: Sequence[str], make: Callable[[], Any], *, name: str) -> Any:
+    """A value of records together, made unless it was kept under the keys of these and all that was asked.
 
-    def __init__(self, records: Sequence[Records], about: Sequence[str], *, name: str) -> None:
-        """Take the records, all that was asked, and the name with its version; it is kept with the first records."""
-        words = [word for one in records for word in (str(len(one)), WorkPlan(one).keys.tobytes().hex())]
-        self._path = f"together/{name_of_text(chr(0).join([*words, *about]))}"
-        self._cache = Cache(records[0].reader, name=name, groups=[self._path], warn=warn_once)
-
-    def find(self) -> Any:
-        """The answer, None if it was not kept."""
-        found = self._cache.find(self._path).objects
-        return _value(next(iter(found[0].columns.payloads()))) if found else None
-
-    def keep(self, value: Any) -> None:
-        """Keep it."""
-        self._cache.keep(self._path, np.zeros((1, 2), dtype=np.uint64), Columns.of_payloads([_payload(value)]))
+    A `RanktapeError` is not kept. The name holds the version; the value is kept with the first records.
+    """
+    words = [word for one in records for word in (str(len(one)), WorkPlan(one).keys.tobytes().hex())]
+    path = f"together/{name_of_text(chr(0).join([*words, *about]))}"
+    keys = np.zeros((1, 2), dtype=np.uint64)
+    (value,) = values_of_keys(records[0].reader, [(path, slice(0, 1))], keys, lambda _: iter([make()]), name=name)
+    return value

@@ -3,44 +3,64 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.digests import VERSION as DIGEST_VERSION
+from ranktape.analyze.engine.engine import Engine, unless_failed
+from ranktape.analyze.engine.memo import values_of_records
+from ranktape.analyze.engine.sweep_measure import VERSION as BLOCKS_VERSION
+from ranktape.analyze.engine.sweep_measure import Asked, Job, sweep_numbers, sweep_records
 from ranktape.analyze.engine.target import sweepable
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import SOURCE_COLUMN, are_files, group_columns, group_row, identity_columns, with_stacks
+from ranktape.analyze.identity import (
+    SOURCE_COLUMN,
+    are_files,
+    group_columns,
+    group_row,
+    identity_columns,
+    identity_rows,
+    sample_names,
+    with_stacks,
+)
+from ranktape.analyze.numerics.pieces import numbers_of
+from ranktape.analyze.numerics.quantization.schemes import MX_BLOCK_SIZE, Scheme
 from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
 from ranktape.analyze.numerics.sweeps.metrics import LOSSLESS, Level
-from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
+from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve_all
 from ranktape.analyze.numerics.sweeps.sums import scale_of
 from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 from ranktape.analyze.questions.advice import (
     DEFAULT_TARGET_SQNR,
-    CommonScale,
     FormatChoice,
+    best_by,
     best_format,
     best_format_of,
-)
-from ranktape.analyze.questions.swept import (
-    BEST_BY,
-    COUNTED,
-    Swept,
-    SweptCells,
-    SweptGroup,
-    answerable,
-    grouped,
-    parse_jobs,
-    sweep_selection,
-    swept_array,
-    with_samples,
+    best_sqnr,
+    common_grid,
+    common_scale,
+    direction_of,
+    keeps_nothing,
 )
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import RanktapeError, UsageError
 from ranktape.fields import SAMPLE
+from ranktape.storage.format.record_info import Keep
+from ranktape.storage.query.columns import equal_rows
 from ranktape.storage.records.records import Records
+
+KEPT_VERSION = f"4-{DIGEST_VERSION}-{BLOCKS_VERSION}"
+"""Versions of the kept sweeps, and of the counts that they follow from."""
+
+COUNTED = ("num_elements", "nan", "inf", "spoiled", "zero")
+"""What a sweep counts of a tensor."""
+
+BEST_BY = ("mse", "cosine", "psnr")
+"""Metrics whose best level is named beside the recommended one."""
 
 SCHEME_COLUMNS = (
     Column(name="format", kind=Kind.TEXT, is_key=True),
@@ -95,31 +115,217 @@ CHOICE_COLUMNS = (
 NOTE_COLUMN = Column(name="note", kind=Kind.TEXT)
 
 
+class SweptCells(NamedTuple):
+    """What a table says of one record in one format."""
+
+    scheme: Scheme
+    mode: SweepMode
+    counts: tuple[int, ...]
+    """`COUNTED`."""
+    bests: tuple[float | None, ...]
+    """The exponents of the levels that are best by `BEST_BY`; None without levels."""
+    recommended: tuple[float | None, ...]
+    """The fields of the recommended level; None without levels."""
+    best_sqnr: float | None
+    """The largest one of a level, in dB; infinite of zeros; None of other tensors without levels."""
+    note: str
+    """What is unusual about the tensor, and whether the recommended level is none to use."""
+
+
+def cells_of(found: ScaleSweep) -> SweptCells:
+    """The cells of one sweep."""
+    chosen, bests = found.recommended, [best_by(found, name) for name in BEST_BY]
+    fields = dataclasses.fields(Level if chosen is None else chosen)
+    notes = [found.note] if found.note else []
+    if chosen is not None and keeps_nothing(found.levels):
+        direction = direction_of(found.levels, chosen, is_tapered=bool(found.target.taper))
+        notes.append(f"no level keeps anything: try {direction} scales")
+    return SweptCells(
+        scheme=found.scheme,
+        mode=found.mode,
+        counts=tuple(getattr(found, name) for name in COUNTED),
+        bests=tuple(None if level is None else level.exponent for level in bests),
+        recommended=tuple(None if chosen is None else getattr(chosen, field.name) for field in fields),
+        best_sqnr=best_sqnr(found),
+        note="; ".join(notes),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """One record or sample, and its sweeps: one for each format, in their order."""
+
+    sweeps: tuple[ScaleSweep, ...] = ()
+    cells: tuple[SweptCells, ...]
+    """What a table says of them; may be kept, and then there are no `sweeps`."""
+    source: str = ""
+    """The run, folder or file that it is of, as it was asked for."""
+    identity: tuple[Any, ...] = ()
+    """As `identity_rows` has it."""
+    key: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The values of the fields that are grouped by."""
+    records: Records | None = None
+    """The selection that it is of; None of an array."""
+    index: int = 0
+    """Where in the selection."""
+    sample: int | None = None
+    """Which of its samples; None for all of it."""
+
+
+def parse_jobs(formats: str | Sequence[str], *, options: SweepOptions | None = None) -> tuple[Job, ...]:
+    """What is sought of each record for formats as people write them: a name, several, or several with commas between.
+
+    No two are the same thing with these options.
+
+    Raises:
+        UsageError: a format is not known, or does not go with the options; none has a use for one of them; nothing is
+            asked for.
+    """
+    texts = [formats] if isinstance(formats, str) else formats
+    names = [name.strip() for text in texts for name in text.split(",")]
+    chosen = options or SweepOptions()
+    found: dict[str, Job] = {}
+    for scheme, mode in resolve_all(names, options=chosen):
+        if mode.has_offsets:
+            chosen.offsets()  # refuses ends between which there are not so many
+        found.setdefault(scheme.name, Job(scheme, mode, chosen))
+    if not found:
+        raise UsageError("no format is given: give --format NAME, such as fp8_e4m3")
+    return tuple(found.values())
+
+
+def with_samples(records: Records) -> tuple[Records, str]:
+    """The records whose samples can be told apart, and a sentence on the others.
+
+    Raises:
+        UsageError: there is none.
+    """
+    with_values = records.where(f"keep == '{Keep.VALUES}' and numel > 0")
+    chosen = with_values.take([place for place, names in enumerate(sample_names(with_values)) if names])
+    left_out = len(records) - len(chosen)
+    if not len(chosen):
+        raise UsageError(
+            f"none of {len(records)} records has samples that can be told apart, and values: leave sample out of --by"
+        )
+    return chosen, f"{left_out} of {len(records)} records have no samples, and are left out" if left_out else ""
+
+
+def answerable(jobs: Sequence[Job], *, keeps: Collection[str]) -> tuple[Sequence[Job], str]:
+    """The jobs that kept histograms answer, and a sentence on the formats that were left out.
+
+    `keeps` says what was kept of the records. All of them where no histogram was kept, and where none can be answered:
+    then each record says why.
+    """
+    left_out = [
+        job.scheme.name
+        for job in jobs
+        if job.mode is SweepMode.CHANNEL
+        or (job.mode is SweepMode.MX and (job.scheme.has_tensor_scale or job.scheme.block_size != MX_BLOCK_SIZE))
+    ]
+    if Keep.HISTOGRAM not in keeps or not left_out or len(left_out) == len(jobs):
+        return jobs, ""
+    return [job for job in jobs if job.scheme.name not in left_out], (
+        f"{', '.join(left_out)} left out: the values are needed, and of some records their histograms were kept, which "
+        f"answer mx formats in blocks of {MX_BLOCK_SIZE}, tensor and legacy mode; --where \"keep == 'values'\" leaves "
+        "out such records instead"
+    )
+
+
+def can_be_kept(jobs: Sequence[Job], *, by: Sequence[str], with_levels: bool) -> bool:
+    """Whether the table needs nothing but `SweptCells`; levels of the legacy mode have more fields."""
+    return not by and not with_levels and all(job.mode is not SweepMode.LEGACY for job in jobs)
+
+
+def sweep_selection(
+    records: Records,
+    jobs: Sequence[Job],
+    *,
+    view: View,
+    engine: Engine,
+    source: str = "",
+    by: Sequence[str] = (),
+    is_kept: bool = False,
+) -> Iterator[list[Swept] | RanktapeError]:
+    """The sweeps of each record, in their order; in the place of one that fails the reason why.
+
+    With `is_kept`, the cells alone, which are kept. With `sample` among the fields to group by, those of each of its
+    samples; nothing of records without samples.
+    """
+    identities = identity_rows(records)
+    if is_kept:
+        kept = _kept_cells(records, jobs, view=view, engine=engine)
+        for row, (identity, one) in enumerate(zip(identities, kept, strict=True)):
+            if isinstance(one, RanktapeError):
+                yield one
+            else:
+                yield [Swept(cells=one, source=source, identity=identity, records=records, index=row)]
+        return
+    names = sample_names(records) if SAMPLE in by else []
+    columns = {field: records.column(field).tolist() for field in by if field != SAMPLE}
+    asked: list[Asked] = [dict.fromkeys(range(len(found)), jobs) for found in names] or [{None: jobs}] * len(records)
+    all_found = sweep_records(records, asked, view=view, engine=engine)
+    for row, (identity, found) in enumerate(zip(identities, all_found, strict=True)):
+        if isinstance(found, RanktapeError):
+            yield found
+            continue
+        yield [
+            Swept(
+                sweeps=sweeps,
+                cells=tuple(map(cells_of, sweeps)),
+                source=source,
+                identity=identity,
+                key={field: names[row][sample or 0] if field == SAMPLE else columns[field][row] for field in by},
+                records=records,
+                index=row,
+                sample=sample,
+            )
+            for sample, sweeps in found.items()
+        ]
+
+
+def _kept_cells(
+    records: Records, jobs: Sequence[Job], *, view: View, engine: Engine
+) -> Iterator[tuple[SweptCells, ...] | RanktapeError]:
+    """The cells of each record, one for each job; those not kept are made and kept."""
+    # In whatever order formats are given, the rows that are kept are the same.
+    ordered = sorted(set(jobs), key=repr)
+    asked = hashlib.blake2b(repr(ordered).encode(), digest_size=8).hexdigest()
+
+    def compute(some: Records) -> Iterator[Any]:
+        for found in sweep_records(some, [{None: ordered}] * len(some), view=view, engine=engine):
+            yield found if isinstance(found, RanktapeError) else [cells_of(one)[2:] for one in found[None]]
+
+    for value in values_of_records(records, compute, name=f"sweep_{asked}_{view}_v{KEPT_VERSION}", engine=engine):
+        if isinstance(value, RanktapeError):
+            yield value
+            continue
+        of_jobs = ((job, value[ordered.index(job)]) for job in jobs)
+        yield tuple(
+            SweptCells(job.scheme, job.mode, tuple(counts), tuple(bests), tuple(recommended), best, note)
+            for job, (counts, bests, recommended, best, note) in of_jobs
+        )
+
+
 def records_table(swept: Sequence[Swept], *, target_sqnr: float) -> Table:
     """One row for each record and format: its recommended level; of several formats also the best one."""
-    shape = _Shape(swept)
+    start_columns, start = _starts(swept)
+    level_columns, has_formats = _level_columns(swept), len(swept[0].cells) > 1
     rows = []
     for record in swept:
-        known = record.cells
         choice: tuple[Any, ...] = ()
-        if shape.has_formats:
-            best = [(one.scheme, one.best_sqnr) for one in known if one.best_sqnr is not None]
+        if has_formats:
+            best = [(one.scheme, one.best_sqnr) for one in record.cells if one.best_sqnr is not None]
             choice = _choice_cells(best_format_of(best, target_sqnr=target_sqnr))
-        for one in known:
+        for one in record.cells:
             level = one.recommended
             if one.bests[0] is None:
                 lost = LOSSLESS if one.best_sqnr is not None else {}
-                level = tuple(lost.get(column.name) for column in shape.level_columns)
-            rows.append((*shape.start(record, one), *one.counts, *one.bests, *level, *choice, one.note))
+                level = tuple(lost.get(column.name) for column in level_columns)
+            rows.append((*start(record, one), *one.counts, *one.bests, *level, *choice, one.note))
+    choice_columns = CHOICE_COLUMNS if has_formats else ()
     return Table(
-        title=f"recommended scale of each tensor in {shape.formats}: the level with the best score",
-        columns=(
-            *shape.start_columns,
-            *TENSOR_COLUMNS,
-            *shape.level_columns,
-            *(CHOICE_COLUMNS if shape.has_formats else ()),
-            NOTE_COLUMN,
-        ),
+        title=f"recommended scale of each tensor in {_formats(swept)}: the level with the best score",
+        columns=(*start_columns, *TENSOR_COLUMNS, *level_columns, *choice_columns, NOTE_COLUMN),
         rows=tuple(rows),
         notes=tuple(_notes(swept)),
     )
@@ -127,20 +333,52 @@ def records_table(swept: Sequence[Swept], *, target_sqnr: float) -> Table:
 
 def levels_table(swept: Sequence[Swept]) -> Table:
     """One row for each record, format and level."""
-    shape = _Shape(swept)
+    start_columns, start = _starts(swept)
+    level_columns = _level_columns(swept)
     rows = []
     for record in swept:
-        for found in record.sweeps:
-            start, chosen = shape.start(record, found), found.recommended
-            rows += [(*start, *shape.level(level), "recommended" if level is chosen else "") for level in found.levels]
+        for found, cells in zip(record.sweeps, record.cells, strict=True):
+            own, chosen = start(record, cells), found.recommended
+            rows += [
+                (
+                    *own,
+                    *(getattr(level, column.name) for column in level_columns),
+                    "recommended" if level is chosen else "",
+                )
+                for level in found.levels
+            ]
             if not found.levels:
-                rows.append((*start, *shape.level(None), found.note))
+                rows.append((*own, *(None,) * len(level_columns), found.note))
     return Table(
-        title=f"every level in {shape.formats}",
-        columns=(*shape.start_columns, *shape.level_columns, NOTE_COLUMN),
+        title=f"every level in {_formats(swept)}",
+        columns=(*start_columns, *level_columns, NOTE_COLUMN),
         rows=tuple(rows),
         notes=tuple(_notes(swept)),
     )
+
+
+def _formats(swept: Sequence[Swept]) -> str:
+    return ", ".join(one.scheme.name for one in swept[0].cells)
+
+
+def _level_columns(swept: Sequence[Swept]) -> tuple[Column, ...]:
+    return (*LEVEL_COLUMNS, *(LEGACY_COLUMNS if swept[0].cells[0].mode is SweepMode.LEGACY else ()))
+
+
+def _starts(swept: Sequence[Swept]) -> tuple[tuple[Column, ...], Callable[[Swept, SweptCells], tuple[Any, ...]]]:
+    """The columns that say which record and format a row is about, and what gives their cells."""
+    sources = (SOURCE_COLUMN,) if len({record.source for record in swept}) > 1 else ()
+    selections = [record.records for record in swept if record.records is not None]
+    of_files = next(filter(are_files, selections), None) or next(iter(selections), None)
+    identity = () if of_files is None else identity_columns(of_files)
+
+    def start(record: Swept, one: SweptCells) -> tuple[Any, ...]:
+        source = (record.source,) if sources else ()
+        # A run beside files has no names of files.
+        nothing = (None,) * (len(identity) - len(record.identity))
+        return (*source, *record.identity, *nothing, one.scheme.name, one.mode.value)
+
+    return (*sources, *identity, *SCHEME_COLUMNS), start
 
 
 def _column(name: str, *, head: str = "", kind: Kind = Kind.FLOAT, unit: str = "", is_detail: bool = False) -> Column:
@@ -172,79 +410,63 @@ COMMON_COLUMNS = (
 """The one scale, or the one offset, that all tensors of a group would bear best, and what sharing it costs in SQNR."""
 
 
-def group_table(groups: Sequence[SweptGroup], *, by: Sequence[str], target_sqnr: float) -> Table:
+def group_table(swept: Sequence[Swept], *, by: Sequence[str], view: View, target_sqnr: float, engine: Engine) -> Table:
     """One row for each group and format: its recommended levels, the best common one, and the best format."""
-    swept = [record for group in groups for record in group.members]
-    shape = _Shape(swept)
+    columns = list(zip(*(one.key.values() for one in swept), strict=True))
+    groups = [[swept[row] for row in rows.tolist()] for _, rows in equal_rows(columns)]
+    again = _at_common_scales(groups, view=view, engine=engine)
     rows = []
-    for group in groups:
-        choice = _choice_row(group.members, target_sqnr=target_sqnr)
-        key = group_row(group.key, num_records=len(group.members))
-        for index, common in enumerate(group.commons):
-            sweeps = [record.sweeps[index] for record in group.members]
+    for members in groups:
+        of_formats = list(zip(*(record.sweeps for record in members), strict=True))
+        choice = best_format({sweeps[0].scheme.name: sweeps for sweeps in of_formats}, target_sqnr=target_sqnr)
+        *key, num_records = group_row(members[0].key, num_records=len(members))
+        for index, sweeps in enumerate(of_formats):
             levels = [level for found in sweeps if (level := found.recommended) is not None]
             metrics = (
                 combine([metric(level) for level in levels]) if levels else None for _, metric, combine in GROUP_COLUMNS
             )
-            rows.append((*key[:-1], *_scheme_row(sweeps[0]), key[-1], *metrics, *_common_row(common), *choice))
-    keys = group_columns(by)
+            common = common_scale([again.get((id(member), index), member.sweeps[index]) for member in members])
+            shared: tuple[float | None, ...] = (None,) * len(COMMON_COLUMNS)
+            if common is not None:
+                prices = common.median_price, common.worst_price
+                shared = common.exponent, scale_of(common.exponent), common.score, *prices
+            scheme = sweeps[0].scheme.name, sweeps[0].mode.value
+            rows.append((*key, *scheme, num_records, *metrics, *shared, *_choice_cells(choice)))
+    *keys, count = group_columns(by)
+    metric_columns = (column for column, _, _ in GROUP_COLUMNS)
     return Table(
-        title=f"recommended scales in {shape.formats}, each tensor with its own scale, and the best common scale",
-        columns=(
-            *keys[:-1],
-            *SCHEME_COLUMNS,
-            keys[-1],
-            *(column for column, _, _ in GROUP_COLUMNS),
-            *COMMON_COLUMNS,
-            *CHOICE_COLUMNS,
-        ),
+        title=f"recommended scales in {_formats(swept)}, each tensor with its own scale, and the best common scale",
+        columns=(*keys, *SCHEME_COLUMNS, count, *metric_columns, *COMMON_COLUMNS, *CHOICE_COLUMNS),
         rows=tuple(rows),
         notes=(*_notes(swept), f"enough: an SQNR of {target_sqnr:g} dB with the best level of every tensor"),
     )
 
 
-class _Shape:
-    """Which columns the sweeps of these records have."""
-
-    def __init__(self, swept: Sequence[Swept]) -> None:
-        sweeps = swept[0].sweeps or swept[0].kept
-        self.formats = ", ".join(found.scheme.name for found in sweeps)
-        self.has_formats = len(sweeps) > 1
-        self._has_sources = len({record.source for record in swept}) > 1
-        self._is_legacy = sweeps[0].mode is SweepMode.LEGACY
-        selections = [record.records for record in swept if record.records is not None]
-        of_files = next(filter(are_files, selections), None) or next(iter(selections), None)
-        self._identity = () if of_files is None else identity_columns(of_files)
-        sources = (SOURCE_COLUMN,) if self._has_sources else ()
-        self.start_columns = (*sources, *self._identity, *SCHEME_COLUMNS)
-        self.level_columns = (*LEVEL_COLUMNS, *(LEGACY_COLUMNS if self._is_legacy else ()))
-
-    def start(self, record: Swept, found: ScaleSweep | SweptCells) -> tuple[Any, ...]:
-        """Which record and format a row is about."""
-        source = (record.source,) if self._has_sources else ()
-        # A run beside files has no names of files.
-        nothing = (None,) * (len(self._identity) - len(record.identity))
-        return (*source, *record.identity, *nothing, *_scheme_row(found))
-
-    def level(self, level: Level | None) -> tuple[Any, ...]:
-        """The metrics of a level; nothing known without one."""
-        return tuple(None if level is None else getattr(level, column.name) for column in self.level_columns)
-
-
-def _scheme_row(found: ScaleSweep | SweptCells) -> tuple[str, str]:
-    return found.scheme.name, found.mode.value
-
-
-def _common_row(common: CommonScale | None) -> tuple[float | None, ...]:
-    if common is None:
-        return (None,) * len(COMMON_COLUMNS)
-    return common.exponent, scale_of(common.exponent), common.score, common.median_price, common.worst_price
-
-
-def _choice_row(swept: Sequence[Swept], *, target_sqnr: float) -> tuple[Any, ...]:
-    """What `CHOICE_COLUMNS` hold; nothing where no tensor needs a scale."""
-    columns = zip(*(record.sweeps for record in swept), strict=True)
-    return _choice_cells(best_format({sweeps[0].scheme.name: sweeps for sweeps in columns}, target_sqnr=target_sqnr))
+def _at_common_scales(
+    groups: Sequence[Sequence[Swept]], *, view: View, engine: Engine
+) -> dict[tuple[int, int], ScaleSweep]:
+    """By the `id` of a member and a format, its sweep at the scales of its group, unless it was tried at these."""
+    batches: dict[int, list[tuple[Swept, dict[int, Job]]]] = {}
+    for members in groups:
+        jobs = {}
+        for index, sweeps in enumerate(zip(*(member.sweeps for member in members), strict=True)):
+            grid, first = common_grid(sweeps), sweeps[0]
+            if grid is not None and grid != first.options:
+                jobs[index] = Job(first.scheme, first.mode, grid)
+        for member in members if jobs else ():
+            batches.setdefault(id(member.records), []).append((member, jobs))
+    again: dict[tuple[int, int], ScaleSweep] = {}
+    for batch in batches.values():
+        records = batch[0][0].records
+        assert records is not None, "an array is in no group"
+        asked: list[dict[int | None, list[Job]]] = [{} for _ in range(len(records))]
+        for member, jobs in batch:
+            asked[member.index][member.sample] = list(jobs.values())
+        found = list(map(unless_failed, sweep_records(records, asked, view=view, engine=engine)))
+        for member, jobs in batch:
+            sweeps = found[member.index][member.sample]
+            again |= {(id(member), index): one for index, one in zip(jobs, sweeps, strict=True)}
+    return again
 
 
 def _choice_cells(choice: FormatChoice | None) -> tuple[Any, ...]:
@@ -290,7 +512,6 @@ def sweep(
     with_levels: bool = False,
     target_sqnr: float = DEFAULT_TARGET_SQNR,
     engine: Engine | None = None,
-    on_record: Callable[[], object] = lambda: None,
 ) -> Table:
     """The recommended scale of every record and what is lost with it; with `by`, one row for each group.
 
@@ -302,44 +523,34 @@ def sweep(
     histograms do not answer, which a note names, where others can be. A record without a finite number other than zero
     has a row without metrics. `with_levels` gives one row for each record and level instead. A format is good enough
     with an SQNR of `target_sqnr` dB. With `by` and one scale for each tensor, records are looked at twice: for the
-    scales of their own, and for the common one. `on_record` is called each time.
+    scales of their own, and for the common one.
 
     Raises:
         UsageError: the format or an option is not allowed; no record holds floating-point numbers, or has samples
             where these are asked for; `by` and `with_levels` exclude each other.
         UnknownFieldError: `by` names no field of a record.
     """
-    asked = parse_jobs(format, options=options)
+    asked: Sequence[Job] = parse_jobs(format, options=options)
     check_shape(by=by, with_levels=with_levels, target_sqnr=target_sqnr)
     if not isinstance(records, Records):
-        alone = [swept_array(records, asked, by=by)]
+        if by:
+            raise UsageError(f"by={list(by)} groups records, and this is an array: leave it out")
+        sweeps = sweep_numbers(numbers_of(records), asked)
+        alone = [Swept(sweeps=sweeps, cells=tuple(map(cells_of, sweeps)))]
         return levels_table(alone) if with_levels else records_table(alone, target_sqnr=target_sqnr)
-    chosen = sweepable(records)
+    chosen, notes = sweepable(records), [""]
     if not len(chosen):
         raise UsageError("no record holds floating-point numbers, and for integers and bool no scale is sought")
-    notes = []
     if SAMPLE in by:
-        chosen, said = with_samples(chosen)
-        notes.append(said)
+        chosen, notes[0] = with_samples(chosen)
     jobs, left_out = answerable(asked, keeps=set(chosen.column("keep").tolist()))
-    notes.append(left_out)
-    fields = with_stacks(by, chosen)
-    found = []
-    for swept in sweep_selection(chosen, jobs, view=view, by=fields, is_kept=not with_levels, engine=engine):
-        if isinstance(swept, RanktapeError):
-            raise swept
-        found += swept
-        on_record()
-    table = table_of(
-        found,
-        view=view,
-        by=fields,
-        with_levels=with_levels,
-        target_sqnr=target_sqnr,
-        engine=engine,
-        on_record=on_record,
-    )
-    return dataclasses.replace(table, notes=(*table.notes, *filter(None, notes)))
+    fields, used = with_stacks(by, chosen), engine or Engine()
+    is_kept = can_be_kept(jobs, by=by, with_levels=with_levels)
+    found: list[Swept] = []
+    for swept in sweep_selection(chosen, jobs, view=view, by=fields, is_kept=is_kept, engine=used):
+        found += unless_failed(swept)
+    table = table_of(found, view=view, by=fields, with_levels=with_levels, target_sqnr=target_sqnr, engine=used)
+    return dataclasses.replace(table, notes=(*table.notes, *filter(None, (*notes, left_out))))
 
 
 def check_shape(*, by: Sequence[str], with_levels: bool, target_sqnr: float) -> None:
@@ -355,17 +566,9 @@ def check_shape(*, by: Sequence[str], with_levels: bool, target_sqnr: float) -> 
 
 
 def table_of(
-    swept: Sequence[Swept],
-    *,
-    view: View,
-    by: Sequence[str],
-    with_levels: bool,
-    target_sqnr: float,
-    on_record: Callable[[], object],
-    engine: Engine | None = None,
+    swept: Sequence[Swept], *, view: View, by: Sequence[str], with_levels: bool, target_sqnr: float, engine: Engine
 ) -> Table:
     """The table of at least one record's sweeps: a row for each record, group or level, and format."""
     if by:
-        groups = grouped(swept, view=view, engine=engine, on_record=on_record)
-        return group_table(groups, by=by, target_sqnr=target_sqnr)
+        return group_table(swept, by=by, view=view, target_sqnr=target_sqnr, engine=engine)
     return levels_table(swept) if with_levels else records_table(swept, target_sqnr=target_sqnr)

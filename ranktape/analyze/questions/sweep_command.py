@@ -18,23 +18,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ranktape.analyze.console import say
-from ranktape.analyze.engine.engine import Engine, progress
-from ranktape.analyze.engine.memo import KeptAnswer
+from ranktape.analyze.engine.engine import Engine
+from ranktape.analyze.engine.memo import value_of_all
 from ranktape.analyze.engine.sweep_measure import Job
 from ranktape.analyze.engine.target import is_sweepable, sweepable
 from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.identity import sample_names, with_stacks
 from ranktape.analyze.numerics.sweeps.options import SweepOptions
 from ranktape.analyze.options import Output, Selection, say_what_is_left_out
-from ranktape.analyze.questions.sweep import check_shape, table_of
-from ranktape.analyze.questions.swept import (
+from ranktape.analyze.questions.sweep import (
     KEPT_VERSION,
     Swept,
     answerable,
     can_be_kept,
-    num_readings,
+    check_shape,
     parse_jobs,
     sweep_selection,
+    table_of,
     with_samples,
 )
 from ranktape.analyze.sources import Sources, short_names
@@ -122,37 +122,39 @@ def sweep(
         raise UsageError("--by sample and --output-dir exclude each other: files are written about whole tensors")
     asks_for_table = bool(by) or levels or output.is_asked_for
     has_table = asks_for_table or not (output_dir or all(is_file(selection.run) for selection in selections))
-    outputs = None
+    outputs: OutputOptions | None = None
     if output_dir is not None or not has_table:
         from ranktape.analyze.legacy.write import DEFAULT_OUTPUT_DIR, OutputOptions
 
         outputs = OutputOptions(output_dir=output_dir or DEFAULT_OUTPUT_DIR, with_plots=not no_plots)
     tensors = _listed(selections, by=by)
     selected = list({id(one.records): one.records for one in tensors if one.records is not None}.values())
-    keeps = {keep for records in selected for keep in set(records.column("keep").tolist())}
-    jobs, left_out = answerable(jobs, keeps=keeps)
+    jobs, left_out = answerable(jobs, keeps={keep for one in selected for keep in one.column("keep").tolist()})
     if left_out:
         say(left_out, err=True)
     fields, look = with_stacks(by, *selected), view or View.COMPUTE
     # What goes to stdout is the answer: with a table, the log is not it.
     failures = _Failures(len(tensors), show=functools.partial(say, err=has_table))
+    is_kept = outputs is None and can_be_kept(jobs, by=by, with_levels=levels)
+    # With files a log says what is done.
+    used = engine if outputs is None else dataclasses.replace(engine, show_progress=False)
+    ask = functools.partial(sweep_selection, jobs=jobs, view=look, by=fields, is_kept=is_kept, engine=used)
+
     make = functools.partial(
-        _sweep_all,
-        *(tensors, jobs, failures),
-        view=look,
-        shape={"by": fields, "with_levels": levels, "target_sqnr": target_sqnr},
+        _table,
+        *(tensors, ask, failures, jobs),
         outputs=outputs,
         has_table=has_table,
-        engine=engine,
+        shape={"view": look, "by": fields, "with_levels": levels, "target_sqnr": target_sqnr, "engine": used},
     )
     if engine.use_cache and fields and not outputs and selected:
         about = [repr((jobs, look, target_sqnr, fields)), *(_keys_of(records, fields) for records in selected)]
-        table = _kept_or_made(selected, about, make, failures)
+        answer = _kept_or_made(selected, about, make, failures)
     else:
-        table = make()
+        answer = make()
     try:
-        if table is not None:
-            output.write(table)
+        if answer is not None:
+            output.write(answer)
     finally:
         failures.raise_all(is_alone=outputs is None and len(tensors) == 1)
 
@@ -166,56 +168,50 @@ def _kept_or_made(
     selected: Sequence[Records], about: Sequence[str], make: Callable[[], Table | None], failures: _Failures
 ) -> Table | None:
     """The table of groups that was kept; else the one that is made, and kept where no tensor failed."""
-    kept = KeptAnswer(selected, about, name=f"sweep_groups_v{KEPT_VERSION}")
-    if (known := kept.find()) is not None:
-        columns = tuple(Column(**{**one, "kind": Kind(one["kind"])}) for one in known["columns"])
-        return Table(title=known["title"], columns=columns, rows=known["rows"], notes=tuple(known["notes"]))
-    table = make()
-    if table is not None and not failures.alike:
-        columns_of = [dataclasses.asdict(column) for column in table.columns]
-        kept.keep({"title": table.title, "columns": columns_of, "rows": list(table.rows), "notes": table.notes})
-    return table
+    made: list[Table | None] = []
 
+    def make_value() -> Any:
+        table = make()
+        made.append(table)
+        if table is None or failures.alike:
+            return DataError("a tensor failed")  # which is not kept
+        columns = [dataclasses.asdict(column) for column in table.columns]
+        return {"title": table.title, "columns": columns, "rows": list(table.rows), "notes": table.notes}
 
-def _sweep_all(
-    tensors: Sequence[ListedTensor],
-    jobs: Sequence[Job],
-    failures: _Failures,
-    *,
-    view: View,
-    shape: dict[str, Any],
-    outputs: OutputOptions | None,
-    has_table: bool,
-    engine: Engine,
-) -> Table | None:
-    """Sweep every tensor, and make the table that is asked for."""
-    by = shape["by"]
-    is_kept = not (shape["with_levels"] or by or outputs) and can_be_kept(jobs)
-    # One bar is enough.
-    quiet = dataclasses.replace(engine, show_progress=False)
-    asking = engine if is_kept else quiet
-    ask = functools.partial(sweep_selection, jobs=jobs, view=view, by=by, is_kept=is_kept, engine=asking)
-    found = _swept(tensors, ask)
-    if outputs is not None:
-        found = _with_files(tensors, ask, jobs=jobs, view=view, outputs=outputs, show=failures.show)
-    num_steps = 0 if outputs or is_kept else len(tensors) * num_readings(jobs, by=by)
-    swept: list[Swept] = []
-    table = None
-    with progress(num_steps, description="sweeping") as on_record:
-        for tensor, one in zip(tensors, found, strict=True):
-            if isinstance(one, RanktapeError):
-                failures.add(tensor, one, is_shown=outputs is not None)
-            else:
-                swept += one
-            on_record()
-        if has_table and swept:
-            table = table_of(swept, view=view, **shape, engine=quiet, on_record=on_record)
-    if outputs is not None:
-        failures.show_summary(num_swept=len(swept))
-    return table
+    known = value_of_all(selected, about, make_value, name=f"sweep_groups_v{KEPT_VERSION}")
+    if made:
+        return made[0]
+    columns = tuple(Column(**{**one, "kind": Kind(one["kind"])}) for one in known["columns"])
+    return Table(title=known["title"], columns=columns, rows=known["rows"], notes=tuple(known["notes"]))
 
 
 _Asked = Callable[..., Iterator[list[Swept] | RanktapeError]]
+
+
+def _table(
+    tensors: Sequence[ListedTensor],
+    ask: _Asked,
+    failures: _Failures,
+    jobs: Sequence[Job],
+    *,
+    outputs: OutputOptions | None,
+    has_table: bool,
+    shape: dict[str, Any],
+) -> Table | None:
+    """Sweep every tensor, and make the table that is asked for."""
+    found = _swept(tensors, ask)
+    if outputs is not None:
+        found = _with_files(tensors, ask, jobs, view=shape["view"], outputs=outputs, show=failures.show)
+    swept: list[Swept] = []
+    for tensor, one in zip(tensors, found, strict=True):
+        if isinstance(one, RanktapeError):
+            failures.add(tensor, one, is_shown=outputs is not None)
+        else:
+            swept += one
+    table = table_of(swept, **shape) if has_table and swept else None
+    if outputs is not None:
+        failures.show_summary(num_swept=len(swept))
+    return table
 
 
 def _swept(tensors: Sequence[ListedTensor], ask: _Asked) -> Iterator[list[Swept] | RanktapeError]:
@@ -231,8 +227,8 @@ def _swept(tensors: Sequence[ListedTensor], ask: _Asked) -> Iterator[list[Swept]
 def _with_files(
     tensors: Sequence[ListedTensor],
     ask: _Asked,
-    *,
     jobs: Sequence[Job],
+    *,
     view: View,
     outputs: OutputOptions,
     show: Callable[[str], object],

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from ranktape.analyze.engine.sweep_measure import sweep_one
 from ranktape.analyze.engine.values import read_values
 from ranktape.analyze.legacy.plots import draw_panels
-from ranktape.analyze.questions.swept import parse_jobs
+from ranktape.analyze.questions.sweep import parse_jobs
 from ranktape.analyze.views.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
 from ranktape.analyze.views.plots.axes import (
     lowest_decade,

@@ -22,7 +22,7 @@ from ranktape.analyze.findings.survey import SITE, codes_of, medians_of
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.products import RECORDED
 from ranktape.analyze.numerics.sweeps.options import SweepOptions
-from ranktape.analyze.questions.swept import parse_jobs
+from ranktape.analyze.questions.sweep import parse_jobs
 from ranktape.analyze.replays.calls import places_in
 from ranktape.errors import RanktapeError
 from ranktape.storage.places.failures import printable

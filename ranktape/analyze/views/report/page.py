@@ -20,7 +20,7 @@ from ranktape.analyze.console import write_whole, writing
 from ranktape.analyze.engine.engine import Engine, next_step, steps
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.numerics.recipes.words import RecipeWord, parse_recipes
-from ranktape.analyze.questions.swept import parse_jobs
+from ranktape.analyze.questions.sweep import parse_jobs
 from ranktape.analyze.replays.replayed import replay_calls
 from ranktape.analyze.views.palette import (
     BLUE,
