@@ -16,7 +16,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -283,16 +283,6 @@ class Shelf:
             self.place.backend.delete_keys(damaged)
 
 
-@dataclass(slots=True)
-class Found:
-    """What is known of the records of a group."""
-
-    objects: list[CacheObject] = field(default_factory=list)
-    """The objects of the group."""
-    damaged: list[str] = field(default_factory=list)
-    """Keys of objects that cannot be read, where they could be replaced."""
-
-
 class Cache:
     """What is known of a measure in a run, or in a folder of files."""
 
@@ -313,17 +303,17 @@ class Cache:
         paths = sorted(set(groups))
         self._listed = [(place, self._list(place, paths)) for place in self._places]
 
-    def find(self, group: str) -> Found:
-        """What is known of the records of a group."""
-        found = Found()
+    def find(self, group: str) -> tuple[Sequence[CacheObject], Sequence[str]]:
+        """The objects of a group; and the keys of those that cannot be read, where they could be replaced."""
+        objects, damaged = [], []
         for place, listed in self._listed:
             for key in listed.get(group, ()):
                 content = self._open(place, key)
                 if content is not None:
-                    found.objects.append(content)
+                    objects.append(content)
                 elif place is self._places[0]:
-                    found.damaged.append(key)
-        return found
+                    damaged.append(key)
+        return objects, damaged
 
     def shelf(self, group: str, *, damaged: Sequence[str]) -> Shelf | None:
         """Where the objects of a group can be written to; None, with one warning, if nowhere."""

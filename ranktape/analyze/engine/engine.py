@@ -17,13 +17,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.console import passing_line, say
-from ranktape.analyze.engine.cache import Cache, Columns, Found, Keys, Payload, Shelf, record_keys
+from ranktape.analyze.engine.cache import Cache, CacheObject, Columns, Keys, Payload, Shelf, record_keys
 from ranktape.analyze.engine.executors import ADDRESS, Workers, in_order, no_leaving, workers_of
 from ranktape.errors import RanktapeError, StorageError, UsageError
 from ranktape.storage import Record, Records
@@ -83,68 +84,40 @@ class Measure(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Records of one iteration of one rank, which one worker measures."""
-
-    records: Records
-    """The records."""
-    keys: Keys
-    """Their keys."""
-    measure: Measure
-    """What is measured of each."""
-    shelf: Shelf | None
-    """Where the columns are written to; None if nowhere."""
-    raises: bool
-    """Whether the first record that fails ends the batch."""
-
-    @property
-    def module(self) -> str:
-        """The module that defines the measure."""
-        return type(self.measure).__module__
+Measured = tuple[Columns, dict[int, RanktapeError], str]
+"""The columns of the records of a batch that did not fail; by the place of a record why it failed; and why the columns
+could not be written, empty if they were, or were not to be."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """The result of a batch."""
-
-    columns: Columns
-    """Of the records that did not fail."""
-    errors: dict[int, RanktapeError]
-    """By the place of a record in the batch why it failed."""
-    failure: str = ""
-    """Why the columns could not be written; empty if they were, or were not to be."""
-
-
-def measure_batch(batch: Batch) -> Measured:
-    """Measure the records of a batch, and write their columns to the cache.
+def measure_batch(records: Records, keys: Keys, measure: Measure, shelf: Shelf | None, *, raises: bool) -> Measured:
+    """Measure records, and write their columns to the cache.
 
     Raises:
-        RanktapeError: what the measure raises, if the batch `raises`.
+        RanktapeError: what the measure raises, if the first record that fails `raises`.
     """
     keep_freed_memory()
     errors: dict[int, RanktapeError] = {}
     try:
-        columns = batch.measure(batch.records)
+        columns = measure(records)
     except RanktapeError:
-        if batch.raises:
+        if raises:
             raise
         parts = []
-        for place, record in enumerate(each_record(batch.records)):
+        for place, record in enumerate(each_record(records)):
             try:
-                parts.append(batch.measure([unless_failed(record)]))
+                parts.append(measure([unless_failed(record)]))
             except RanktapeError as error:
                 errors[place] = error
         columns = Columns.join(parts)
-    if batch.shelf is None or not columns.num_records:
-        return Measured(columns=columns, errors=errors)
-    good = np.setdiff1d(np.arange(len(batch.keys)), list(errors)) if errors else slice(None)
+    if shelf is None or not columns.num_records:
+        return columns, errors, ""
+    good = np.setdiff1d(np.arange(len(keys)), list(errors)) if errors else slice(None)
     try:
         with no_leaving():
-            batch.shelf.put(batch.keys[good], columns)
+            shelf.put(keys[good], columns)
     except StorageError as error:
-        return Measured(columns=columns, errors=errors, failure=str(error))
-    return Measured(columns=columns, errors=errors)
+        return columns, errors, str(error)
+    return columns, errors, ""
 
 
 def each_record(records: Sequence[Record | RanktapeError]) -> Iterator[Record | RanktapeError]:
@@ -187,25 +160,10 @@ def keep_freed_memory(nbytes: int = KEPT_NBYTES) -> None:
         mallopt(_M_TRIM_THRESHOLD, nbytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calls:
-    """A function and some of its tasks, which one worker does."""
-
-    function: Callable[[Any], Any]
-    """What is called."""
-    tasks: Sequence[Any]
-    """With each of them."""
-
-    @property
-    def module(self) -> str:
-        """The module that defines the function."""
-        return str(getattr(self.function, "__module__", ""))
-
-
-def call_all(calls: Calls) -> list[Any]:
+def call_all(function: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
     """What the function returns for each task."""
     keep_freed_memory()
-    return [calls.function(task) for task in calls.tasks]
+    return [function(task) for task in tasks]
 
 
 def shares(sizes: Sequence[int], *, max_nbytes: int = BATCH_NBYTES, max_number: int = BATCH_RECORDS) -> list[slice]:
@@ -258,97 +216,85 @@ def _state_of(file: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Span:
-    """Neighbouring records of one group of one source, those of which that are not known are one batch."""
+    """Neighbouring records of one group of one source; those that are not known are measured together."""
 
-    records: Records
-    """All records of the source."""
-    group: str
-    places: range
-    """Of the span in `records`."""
-    keys: Keys
-    """Of the span."""
-    objects: Sequence[tuple[Columns, NDArray[np.int64]]]
+    known: Sequence[tuple[Columns, NDArray[np.int64]]]
     """Objects that hold some of its records, and the place of each record in the object, or -1."""
     missing: NDArray[np.int64]
     """Places in the span of the records that are not known."""
-    damaged: tuple[str, ...]
+    work: tuple[Any, ...] | None
+    """The measuring of these; None where all are known."""
     cache: Cache | None
+    num_records: int
     nbytes: int
     """Of all its records."""
 
-    def work(self, measure: Measure, *, raises: bool) -> tuple[Callable[[Any], Any], Batch] | None:
-        """The measuring of the records that are not known; None where all are."""
-        if not self.missing.size:
-            return None
-        return measure_batch, Batch(
-            records=self.records.take((self.places.start + self.missing).tolist()),
-            keys=self.keys[self.missing] if len(self.keys) else self.keys,
-            measure=measure,
-            shelf=None if self.cache is None else self.cache.shelf(self.group, damaged=self.damaged),
-            raises=raises,
-        )
-
     def together(self, measured: Measured | None) -> tuple[Columns, dict[int, RanktapeError]]:
         """The columns of the span, without the records that failed; and by their places in the span why they did."""
-        errors = {} if measured is None else {int(self.missing[place]): one for place, one in measured.errors.items()}
         parts, places = [], [np.zeros(0, dtype=np.int64)]
-        left = np.ones(len(self.places), dtype=np.bool_)
-        for columns, found in self.objects:
+        left = np.ones(self.num_records, dtype=np.bool_)
+        for columns, found in self.known:
             (own,) = np.nonzero((found >= 0) & left)
             left[own] = False
             if own.size:
                 parts.append(columns.take(found[own]))
                 places.append(own)
-        if measured is not None and measured.columns.num_records:
-            parts.append(measured.columns)
-            places.append(np.setdiff1d(self.missing, list(errors)))
+        errors: dict[int, RanktapeError] = {}
+        if measured is not None:
+            columns, failed, _ = measured
+            errors = {int(self.missing[place]): error for place, error in failed.items()}
+            if columns.num_records:
+                parts.append(columns)
+                places.append(np.setdiff1d(self.missing, list(errors)))
         return Columns.join(parts).take(np.argsort(np.concatenate(places))), errors
 
 
-def _spans(records: Records, plan: WorkPlan, cache: Cache | None) -> Generator[_Span, None, None]:
-    """All records of one source in their order; the cache is looked at ahead."""
+def _spans(
+    records: Records, plan: WorkPlan, cache: Cache | None, measure: Measure, *, raises: bool
+) -> Generator[_Span, None, None]:
+    """All records of one source in their order."""
+    for (path, places), (objects, damaged) in zip(plan.groups, _looked_up(plan, cache), strict=True):
+        first, last = int(places.start), int(places.stop)
+        keys = np.zeros((last - first, 2), dtype=np.uint64) if cache is None else plan.keys[first:last]
+        looked = [(one.columns, one.look_up(keys)) for one in objects]
+        is_known = np.zeros(last - first, dtype=np.bool_)
+        for _, found in looked:
+            is_known |= found >= 0
+        sizes = np.array(plan.sizes[first:last], dtype=np.int64)
+        # What is known is not read, and fills no batch.
+        for part in shares(np.where(is_known, 0, sizes).tolist()):
+            missing, work = np.flatnonzero(~is_known[part]), None
+            if missing.size:
+                chosen = records.take((first + part.start + missing).tolist())
+                shelf = None if cache is None else cache.shelf(path, damaged=damaged)
+                work = (partial(measure_batch, raises=raises), chosen, keys[part][missing], measure, shelf)
+            yield _Span(
+                known=[(columns, found[part]) for columns, found in looked if (found[part] >= 0).any()],
+                missing=missing,
+                work=work,
+                cache=cache,
+                num_records=part.stop - part.start,
+                nbytes=int(sizes[part].sum()),
+            )
+
+
+def _looked_up(plan: WorkPlan, cache: Cache | None) -> Iterator[tuple[Sequence[CacheObject], Sequence[str]]]:
+    """What `Cache.find` gives of each group, some of them ahead."""
     if cache is None:
-        for path, places in plan.groups:
-            yield from _spans_of_group(records, plan, None, path, places, Found())
+        yield from itertools.repeat(((), ()), len(plan.groups))
         return
     with ThreadPoolExecutor(_LOOKS_AHEAD) as pool:
-        ahead: deque[tuple[str, slice, Future[Found]]] = deque()
+        ahead = deque[Future[tuple[Sequence[CacheObject], Sequence[str]]]]()
         try:
-            for group in itertools.chain(plan.groups, [None] * _LOOKS_AHEAD):
-                if group is not None:
-                    ahead.append((*group, pool.submit(cache.find, group[0])))
-                if ahead and (group is None or len(ahead) > _LOOKS_AHEAD):
-                    path, places, looked = ahead.popleft()
-                    yield from _spans_of_group(records, plan, cache, path, places, looked.result())
+            for path, _ in plan.groups:
+                ahead.append(pool.submit(cache.find, path))
+                if len(ahead) > _LOOKS_AHEAD:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
         finally:
-            for _, _, looked in ahead:
+            for looked in ahead:
                 looked.cancel()
-
-
-def _spans_of_group(  # noqa: PLR0917  # a helper of the function above
-    records: Records, plan: WorkPlan, cache: Cache | None, path: str, places: slice, found: Found
-) -> Iterator[_Span]:
-    first, last = int(places.start), int(places.stop)
-    keys = plan.keys[first:last] if cache is not None else np.zeros((0, 2), dtype=np.uint64)
-    objects = [(one.columns, one.look_up(keys)) for one in found.objects]
-    is_known = np.zeros(last - first, dtype=np.bool_)
-    for _, looked in objects:
-        is_known |= looked >= 0
-    # What is known is not read, and fills no batch.
-    sizes = np.where(is_known, 0, plan.sizes[first:last]).tolist()
-    for part in shares(sizes):
-        own = [(columns, looked[part]) for columns, looked in objects if (looked[part] >= 0).any()]
-        yield _Span(
-            records=records,
-            group=path,
-            places=range(first + part.start, first + part.stop),
-            keys=keys[part],
-            objects=own,
-            missing=np.flatnonzero(~is_known[part]),
-            damaged=tuple(found.damaged),
-            cache=cache,
-            nbytes=sum(plan.sizes[first + part.start : first + part.stop]),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,33 +356,25 @@ class Engine:
         if not len(records):
             return
         parts = [(part.records, WorkPlan(part.records)) for part in records.parts()]
-        caches = self._caches(parts, measure)
+        caches: dict[str, Cache | None] = {own.reader.url: None for own, _ in parts}
+        for url in caches if self.use_cache else ():
+            same = [(own, plan) for own, plan in parts if own.reader.url == url]
+            groups = [path for _, plan in same for path in plan.paths]
+            caches[url] = Cache(same[0][0].reader, name=measure.name, groups=groups, warn=warn_once)
         spans = itertools.chain.from_iterable(
-            _spans(own, plan, cache) for (own, plan), cache in zip(parts, caches, strict=True)
+            _spans(own, plan, caches[own.reader.url], measure, raises=raises) for own, plan in parts
         )
         total = sum(sum(plan.sizes) for _, plan in parts)
-        with bytes_left(total, is_shown=self.show_progress, description="counting") as advance:
-            works = ((span, span.work(measure, raises=raises)) for span in spans)
-            with closing(in_order(works, start=self._workers)) as done:
-                for span, measured in done:
-                    advance(span.nbytes)
-                    if measured is not None and measured.failure and span.cache is not None:
-                        span.cache.give_up(measured.failure)
-                    yield span.together(measured)
-
-    def _caches(self, parts: Sequence[tuple[Records, WorkPlan]], measure: Measure) -> list[Cache | None]:
-        """For each part what is known of its source, which is looked up once."""
-        if not self.use_cache:
-            return [None] * len(parts)
-        paths: dict[str, list[str]] = {}
-        for records, plan in parts:
-            paths.setdefault(records.reader.url, []).extend(plan.paths)
-        found: dict[str, Cache] = {}
-        for records, _ in parts:
-            url = records.reader.url
-            if url not in found:
-                found[url] = Cache(records.reader, name=measure.name, groups=paths[url], warn=warn_once)
-        return [found[records.reader.url] for records, _ in parts]
+        works = ((span, span.work) for span in spans)
+        with (
+            bytes_left(total, is_shown=self.show_progress, description="counting") as advance,
+            closing(in_order(works, start=self._workers)) as done,
+        ):
+            for span, measured in done:
+                advance(span.nbytes)
+                if measured is not None and measured[-1] and span.cache is not None:
+                    span.cache.give_up(measured[-1])
+                yield span.together(measured)
 
     def _workers(self) -> Workers:
         return workers_of(workers=self.workers, scheduler=self.scheduler)
@@ -462,7 +400,7 @@ class Engine:
             together = shares(sizes, max_nbytes=min(BATCH_NBYTES, sum(sizes) // (PARTS_IN_TURN * workers.in_flight)))
         is_shown = self.show_progress and sizes is not None
         with bytes_left(sum(sizes or ()), is_shown=is_shown, description="reading") as advance:
-            works = ((part, (call_all, Calls(function=function, tasks=tasks[part]))) for part in together)
+            works = ((part, (call_all, function, tasks[part])) for part in together)
             for part, results in in_order(works, start=lambda: workers):
                 advance(sum((sizes or ())[part]))
                 yield from results

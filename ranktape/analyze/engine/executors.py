@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -104,29 +103,26 @@ ADDRESS = re.compile(r"(tcp|tls|ucx|wss?)://[^\s/]+:\d{1,5}|inproc://\S+")
 class Workers:
     """An executor of `concurrent.futures`; where it is lost, a `WorkersError` says so."""
 
-    def __init__(self, executor: Executor, *, in_flight: int, lost: tuple[type[BaseException], ...], loss: str) -> None:
+    def __init__(
+        self, executor: Executor, *, in_flight: int = 1, lost: tuple[type[BaseException], ...] = (), loss: str = ""
+    ) -> None:
         self.executor = executor
         self.in_flight = in_flight
         """Pieces of work that may be given out before the first of them is taken back."""
         self._lost, self._loss = lost, loss
 
-    def submit(self, function: Callable[[Any], Any], task: Any) -> Callable[[], Any]:
-        """Have a task done; what is given takes its result, or raises what the task raised."""
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Have a function called."""
         with self._raising_loss():
-            return functools.partial(self._result, self.executor.submit(function, task))
+            return self.executor.submit(function, *args)
 
-    def cancel(self, promises: Iterable[Callable[[], Any]]) -> None:
-        """Do no more of what was promised than is being done already."""
-        for promise in promises:
-            if isinstance(promise, functools.partial):
-                promise.args[0].cancel()
+    def result(self, future: Future[Any]) -> Any:
+        """What a function returned, or raises what it raised."""
+        with self._raising_loss():
+            return future.result()
 
     def end(self) -> None:
         """End at once whatever is being done."""
-
-    def _result(self, future: Future[Any]) -> Any:
-        with self._raising_loss():
-            return future.result()
 
     @contextlib.contextmanager
     def _raising_loss(self) -> Iterator[None]:
@@ -137,17 +133,14 @@ class Workers:
             raise WorkersError(self._loss) from error
 
 
-class ThisProcess(Workers):
-    """Does the work where and when its result is asked for."""
+class _ThisProcess(Executor):
+    """Calls functions at once."""
 
-    in_flight = 1
-
-    def __init__(self) -> None:
-        """Nothing is started."""
-
-    def submit(self, function: Callable[[Any], Any], task: Any) -> Callable[[], Any]:
-        """Remember a task."""
-        return lambda: function(task)
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """The result of a call."""
+        future: Future[Any] = Future()
+        future.set_result(function(*args, **kwargs))
+        return future
 
 
 @contextlib.contextmanager
@@ -191,21 +184,21 @@ class Processes(Workers):
             "was counted so far is kept)",
         )
 
-    def submit(self, function: Callable[[Any], Any], task: Any) -> Callable[[], Any]:
-        """Have a task done by the next process that is free.
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Have a function called by the next process that is free.
 
         Raises:
-            UsageError: it is done by code of the script itself, which no other process imports.
+            UsageError: it takes a function or an object of the script itself, which no other process imports.
             WorkersError: a process was killed.
         """
-        if task.module == "__main__":
+        if any(getattr(one, "__module__", "") == "__main__" for one in args):
             raise UsageError(
                 f"workers={self._num_workers} cannot do what the script itself defines: put it into a module that can "
                 f"be imported, or use 1 worker"
             )
         # Processes are started here; Ctrl-C waits until it is the parent's alone to answer.
         with _undisturbed():
-            return super().submit(function, task)
+            return super().submit(function, *args)
 
     def end(self) -> None:
         """Have all processes end, after the object that they are writing."""
@@ -302,7 +295,7 @@ def workers_of(*, workers: int, scheduler: str | None) -> Workers:
         return _clusters[scheduler]
     # Workers of workers would be more processes than were asked for, and Python would wait for them for ever.
     if workers == 1 or is_worker():
-        return ThisProcess()
+        return Workers(_ThisProcess())
     if workers not in _processes:
         _processes[workers] = Processes(workers)
     return _processes[workers]
@@ -316,21 +309,18 @@ def end_executors() -> None:
 
 
 def in_order(
-    works: Iterable[tuple[Key, tuple[Callable[[Any], Any], Any] | None]], *, start: Callable[[], Workers]
+    works: Iterable[tuple[Key, tuple[Any, ...] | None]], *, start: Callable[[], Workers]
 ) -> Generator[tuple[Key, Any], None, None]:
-    """Each key with the result of its work, a function and its task, or with None where it has no work; in order.
+    """Each key with the result of its work, a function and its arguments; None where it has no work; in order.
 
     Workers are started when there is work. Whoever leaves early has nothing more done; Ctrl-C ends what is being done.
     """
-    waiting: deque[tuple[Key, Callable[[], Any] | None]] = deque()
+    waiting: deque[tuple[Key, Future[Any] | None]] = deque()
     workers: Workers | None = None
-    num_promised = 0
 
-    def taken() -> tuple[Key, Any]:
-        nonlocal num_promised
-        key, promise = waiting[0]
-        result = None if promise is None else promise()
-        num_promised -= promise is not None
+    def first() -> tuple[Key, Any]:
+        key, future = waiting[0]
+        result = None if future is None or workers is None else workers.result(future)
         waiting.popleft()
         return key, result
 
@@ -338,19 +328,21 @@ def in_order(
         for key, work in works:
             if work is not None:
                 workers = workers or start()
-                num_promised += 1
             waiting.append((key, None if work is None or workers is None else workers.submit(*work)))
             in_flight = 1 if workers is None else workers.in_flight
             # What needs no work is given at once, where nothing is waited for in front of it.
             while waiting and (
-                waiting[0][1] is None or num_promised >= in_flight or len(waiting) - num_promised > _HELD_BACK
+                waiting[0][1] is None
+                or (num_working := sum(future is not None for _, future in waiting)) >= in_flight
+                or len(waiting) - num_working > _HELD_BACK
             ):
-                yield taken()
+                yield first()
         while waiting:
-            yield taken()
+            yield first()
     except BaseException as error:
-        if workers is not None:
-            workers.cancel(promise for _, promise in waiting if promise is not None)
-            if isinstance(error, KeyboardInterrupt):
-                workers.end()
+        for _, future in waiting:
+            if future is not None:
+                future.cancel()
+        if workers is not None and isinstance(error, KeyboardInterrupt):
+            workers.end()
         raise

@@ -80,7 +80,7 @@ def values_of_keys(  # where, of what, and how
     cache = Cache(reader, name=name, groups={path for path, _ in groups}, warn=warn_once)
     values: dict[int, Any] = {}
     for path, places in groups:
-        for one in cache.find(path).objects:
+        for one in cache.find(path)[0]:
             looked = one.look_up(keys[places])
             (known,) = np.nonzero(looked >= 0)
             found = map(_value, one.columns.take(looked[known]).payloads())
