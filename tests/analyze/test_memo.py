@@ -14,8 +14,7 @@ from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine import engine as engine_module
-from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.memo import value_of_all, values_of_records
+from ranktape.analyze.engine.engine import Engine, value_of_all, values_of_records
 from ranktape.analyze.questions import sweep_command
 from ranktape.errors import DataError, RanktapeError
 from ranktape.storage import Records, Run, open_run

@@ -16,15 +16,8 @@ from ranktape.analyze.numerics.formats import FORMATS, Format, Rounding, round_t
 from ranktape.analyze.numerics.formats.kernels import constants_of, round_block
 from ranktape.analyze.numerics.histograms.histogram import count_values
 from ranktape.analyze.numerics.sweeps.metrics import levels_of
-from ranktape.analyze.numerics.sweeps.sums import (
-    CHUNK,
-    LANES,
-    SUMS,
-    Sums,
-    scale_of,
-    sums_of_pairs,
-    sums_of_values,
-)
+from ranktape.analyze.numerics.sweeps.options import scale_of
+from ranktape.analyze.numerics.sweeps.sums import CHUNK, LANES, SUMS, Sums, sums_of_pairs, sums_of_values
 from ranktape.storage.format.dtypes import DTYPES
 from tests.strategies import arrays
 

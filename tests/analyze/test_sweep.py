@@ -5,18 +5,25 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from ranktape.analyze import View, sweep
+import ranktape.analyze
+from ranktape.analyze import View, overflow, sweep
 from ranktape.analyze.numerics.sweeps.options import SweepOptions
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array
+from ranktape.analyze.table import Table
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import UnknownFieldError, UsageError
-from ranktape.storage import Run
+from ranktape.storage import Records, Run
 from tests.analyze.runs import describe_tensor, model_tensors, store
 
 
@@ -201,3 +208,22 @@ def test_records_that_tell_no_group_apart_are_one_group(tmp_path: Path) -> None:
     tensors = [describe_tensor(np.ones(4, np.float32), tensor_name=name, batch_size=None) for name in "ab"]
     records = store(tmp_path, tensors).select()
     assert [row["records"] for row in sweep(records, format="mxfp8", by=["batch_size"]).records()] == [2]
+
+
+@pytest.mark.parametrize(("ask", "most"), [(partial(sweep, format="fp8_e4m3"), 9), (overflow, 7)])
+def test_an_answer_that_is_known_enters_few_modules(run: Run, ask: Callable[[Records], Table], most: int) -> None:
+    records, package = run.select(), str(Path(ranktape.analyze.__file__).parent)
+    ask(records)
+    entered = set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            entered.add(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        ask(records)
+    finally:
+        sys.setprofile(before)
+    assert 1 < len(entered) <= most

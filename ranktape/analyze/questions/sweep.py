@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ranktape.analyze.engine.digests import VERSION as DIGEST_VERSION
-from ranktape.analyze.engine.engine import Engine, unless_failed
-from ranktape.analyze.engine.memo import values_of_records
+from ranktape.analyze.engine.engine import Engine, unless_failed, values_of_records
 from ranktape.analyze.engine.sweep_measure import VERSION as BLOCKS_VERSION
 from ranktape.analyze.engine.sweep_measure import Asked, Job, sweep_numbers, sweep_records
 from ranktape.analyze.engine.target import sweepable
@@ -31,8 +30,7 @@ from ranktape.analyze.numerics.pieces import numbers_of
 from ranktape.analyze.numerics.quantization.schemes import MX_BLOCK_SIZE, Scheme
 from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
 from ranktape.analyze.numerics.sweeps.metrics import LOSSLESS, Level
-from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve_all
-from ranktape.analyze.numerics.sweeps.sums import scale_of
+from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions, resolve_all, scale_of
 from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 from ranktape.analyze.questions.advice import (
     DEFAULT_TARGET_SQNR,

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ranktape.analyze.console import say
-from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.memo import value_of_all
+from ranktape.analyze.engine.engine import Engine, value_of_all
 from ranktape.analyze.engine.sweep_measure import Job
 from ranktape.analyze.engine.target import is_sweepable, sweepable
 from ranktape.analyze.engine.values import View, viewed_dtype

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.engine.cache import Keys, record_keys
-from ranktape.analyze.engine.engine import KEY_COLUMNS, Engine
-from ranktape.analyze.engine.memo import values_of_keys
+from ranktape.analyze.engine.engine import KEY_COLUMNS, Engine, values_of_keys
 from ranktape.analyze.identity import NUMBER_FIELDS, are_files
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.products import RECORDED

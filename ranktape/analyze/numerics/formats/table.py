@@ -328,3 +328,24 @@ def parse_format(name: str, *, besides: Sequence[str] = ()) -> Format:
         hint = nearest(name, [*FORMATS, *BY_DTYPE, *besides])
         raise UsageError(f"format {name!r} is not known: {hint}")
     return row
+
+
+def parse_rounding(rounding: Rounding | str | None, *, target: Format, seed: int | None) -> Rounding:
+    """The rounding of that name, the format's own without one; a seed means stochastic where nothing else is said.
+
+    Raises:
+        UsageError: there is none of that name, it is hybrid and the format is not hif8, it is not even and the format
+            is a table, or it draws nothing from the seed that was given.
+    """
+    usual = target.rounding if seed is None else Rounding.STOCHASTIC
+    try:
+        chosen = usual if rounding is None else Rounding(rounding)
+    except ValueError as error:
+        raise UsageError(f"rounding {rounding!r} is not known: use one of {', '.join(Rounding)}") from error
+    if chosen is Rounding.HYBRID and target.coding is not Coding.TAPERED:
+        raise UsageError(f"rounding hybrid is that of hif8, and the format is {target.name}: use even or stochastic")
+    if chosen is not Rounding.EVEN and target.coding is Coding.TABLE:
+        raise UsageError(f"rounding {chosen} is not one of {target.name}, a table of values: use {Rounding.EVEN}")
+    if seed is not None and chosen is not Rounding.STOCHASTIC:
+        raise UsageError(f"seed is {seed}, and rounding {chosen} draws nothing: leave it out, or round stochastic")
+    return chosen

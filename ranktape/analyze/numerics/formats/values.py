@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ranktape.analyze.numerics.formats.table import FORMATS, Coding, Format, Rounding
+from ranktape.analyze.numerics.formats.table import FORMATS, Coding, Format, Rounding, parse_rounding
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import numpy_dtype
 
@@ -201,27 +201,6 @@ def _is_up(passed: Any, magnitudes: Any, *, source: Any, field: Any, element: Fo
     is_reached &= magnitudes >= _HALF * float(np.ldexp(1.0, element.lowest_exponent))
     has_all_bits = xp.abs(field - _ONE_BITS) <= element.taper[0] << _FIELD_SHIFT
     return xp.where(has_all_bits, passed >= _HALF, is_reached)
-
-
-def parse_rounding(rounding: Rounding | str | None, *, target: Format, seed: int | None) -> Rounding:
-    """The rounding of that name, the format's own without one; a seed means stochastic where nothing else is said.
-
-    Raises:
-        UsageError: there is none of that name, it is hybrid and the format is not hif8, it is not even and the format
-            is a table, or it draws nothing from the seed that was given.
-    """
-    usual = target.rounding if seed is None else Rounding.STOCHASTIC
-    try:
-        chosen = usual if rounding is None else Rounding(rounding)
-    except ValueError as error:
-        raise UsageError(f"rounding {rounding!r} is not known: use one of {', '.join(Rounding)}") from error
-    if chosen is Rounding.HYBRID and target.coding is not Coding.TAPERED:
-        raise UsageError(f"rounding hybrid is that of hif8, and the format is {target.name}: use even or stochastic")
-    if chosen is not Rounding.EVEN and target.coding is Coding.TABLE:
-        raise UsageError(f"rounding {chosen} is not one of {target.name}, a table of values: use {Rounding.EVEN}")
-    if seed is not None and chosen is not Rounding.STOCHASTIC:
-        raise UsageError(f"seed is {seed}, and rounding {chosen} draws nothing: leave it out, or round stochastic")
-    return chosen
 
 
 def uniforms(seed: int, *, start: int, size: int) -> NDArray[np.float64]:

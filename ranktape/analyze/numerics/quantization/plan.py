@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from ranktape.analyze.numerics.formats import FORMATS, Rounding, parse_format
-from ranktape.analyze.numerics.formats.values import check_values, parse_rounding, state_of
+from ranktape.analyze.numerics.formats.table import parse_rounding
+from ranktape.analyze.numerics.formats.values import check_values, state_of
 from ranktape.analyze.numerics.quantization.schemes import (
     MAX_SCALE_BITS,
     MIN_SCALE_BITS,

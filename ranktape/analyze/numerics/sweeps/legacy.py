@@ -39,8 +39,8 @@ from ranktape.analyze.numerics.formats import FORMATS, Format, Rounding
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
 from ranktape.analyze.numerics.pieces import pieces
 from ranktape.analyze.numerics.sweeps.metrics import Level, levels_of
-from ranktape.analyze.numerics.sweeps.options import NUM_LEVELS, SweepOptions
-from ranktape.analyze.numerics.sweeps.sums import CHUNK, SUMS, Sums, scale_of
+from ranktape.analyze.numerics.sweeps.options import NUM_LEVELS, SweepOptions, scale_of
+from ranktape.analyze.numerics.sweeps.sums import CHUNK, SUMS, Sums
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import dtype_row
 

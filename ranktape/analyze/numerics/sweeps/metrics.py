@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ranktape.analyze.numerics.sweeps.sums import Sums, scale_of
+from ranktape.analyze.numerics.sweeps.options import scale_of
+from ranktape.analyze.numerics.sweeps.sums import Sums
 
 DECIBELS_PER_BIT = 20 * math.log10(2)
 """How much PSNR one more bit of precision gains."""

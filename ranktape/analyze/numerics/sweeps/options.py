@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ranktape.analyze.numerics.formats import Coding, Format, Rounding
-from ranktape.analyze.numerics.formats.values import parse_rounding
+from ranktape.analyze.numerics.formats.table import parse_rounding
 from ranktape.analyze.numerics.quantization.schemes import (
     MAX_SCALE_BITS,
     MIN_SCALE_BITS,
@@ -230,3 +230,15 @@ def resolve_all(names: Sequence[str], *, options: SweepOptions) -> list[tuple[Sc
                 f"leave it out, or give a format with such scales of blocks, as {example}"
             )
     return found
+
+
+def scale_of(exponent: float) -> float:
+    """2**`exponent` as a float64, the same on every machine.
+
+    Infinite above and zero below the range of float64.
+    """
+    whole = math.floor(exponent)
+    try:
+        return math.ldexp(2.0 ** (exponent - whole), whole)
+    except OverflowError:
+        return math.inf

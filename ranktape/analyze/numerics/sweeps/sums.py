@@ -92,18 +92,6 @@ SUMS = tuple(name[:-2] for name in Sums.__dataclass_fields__ if name.endswith("_
 _LARGEST = SUMS.index("largest_error")
 
 
-def scale_of(exponent: float) -> float:
-    """2**`exponent` as a float64, the same on every machine.
-
-    Infinite above and zero below the range of float64.
-    """
-    whole = math.floor(exponent)
-    try:
-        return math.ldexp(2.0 ** (exponent - whole), whole)
-    except OverflowError:
-        return math.inf
-
-
 class PartialSums(NamedTuple):
     """The sums of a part of a tensor."""
 
