@@ -678,7 +678,8 @@ def both_ways(*, is_checkpointed: bool) -> Made:
 
     def run(model: Any, x: torch.Tensor) -> Any:
         def twice(hidden: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(F.linear(hidden, model.shared)) @ model.shared
+            product: torch.Tensor = torch.tanh(F.linear(hidden, model.shared)) @ model.shared
+            return product
 
         hidden = model.first(x)
         return checkpoint(twice, hidden, use_reentrant=True) if is_checkpointed else twice(hidden)
