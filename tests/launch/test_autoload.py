@@ -161,8 +161,8 @@ def test_a_module_an_isolated_interpreter_and_a_command_are_recorded(tmp_path: P
         # The launcher alone learns of an exit code.
         ("import sys; sys.exit(7)", 7, "the training ended after 3 iterations"),
         pytest.param("import sys; sys.exit('no data left')", 1, "the training ended after 3 iterations", marks=ALIKE),
-        ("import sys; sys.exit(0)", 0, "the training ended after 3 iterations"),
-        ("import os; os._exit(9)", 9, ""),
+        pytest.param("import sys; sys.exit(0)", 0, "the training ended after 3 iterations", marks=ALIKE),
+        pytest.param("import os; os._exit(9)", 9, "", marks=ALIKE),
         ("import signal; signal.raise_signal(signal.SIGTERM)", -signal.SIGTERM, ""),
     ],
 )

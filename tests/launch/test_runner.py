@@ -312,6 +312,7 @@ def test_several_ranks_say_a_mistake_once_and_torchrun_repeats_it(words: list[st
 
 
 @pytest.mark.distributed
+@exhaustive("one process that ends too soon is in make test")
 def test_two_ranks_that_end_too_soon_are_an_error_of_rank_0(tmp_path: Path) -> None:
     ended = torchrun(*LAUNCH, "--capture", "run", "--start-at", "9", PLAIN, "--steps", "2", cwd=tmp_path)
     assert ended.returncode == 1

@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from ranktape.errors import UsageError
 from ranktape.launch.script import Script
 from ranktape.launch.worker import HEAD_START_SECONDS, global_rank, report, restarts, say
+from tests.exhaustive import exhaustive
 from tests.launch.processes import python
 
 DRIVER = """
@@ -96,10 +97,15 @@ def test_a_script_behaves_as_under_python_alone(case: str, tmp_path: Path) -> No
     assert ours.stderr == alone.stderr or case == "is interrupted"
 
 
+ALIKE = exhaustive("a module in a package is in make test")
+
+
 @pytest.mark.parametrize(
     ("name", "case"),
     [
         (name, case)
+        if name == "package.train"
+        else pytest.param(name, case, marks=exhaustive("one name is in make test"))
         for name in ("package.train", "package", "train")
         for case in ("prints what it is", "starts processes", "raises", "exits with a number")
         # Python imports no `package.__main__` in spawned processes: alone, that script hangs.
