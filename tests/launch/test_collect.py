@@ -11,8 +11,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from ranktape.errors import UsageError
+from ranktape.launch.cli import cli
 from ranktape.launch.collect import PRODUCTS, TARGET_SQNR, _summary, _tail, split_words
 from ranktape.launch.script import Script
 from ranktape.storage import open_run
@@ -224,11 +226,12 @@ def test_a_collection_that_is_told_to_end_ends_its_training(number: int, code: i
     ],
 )
 def test_what_cannot_work_is_said_before_anything_is_trained(
-    words: tuple[str, ...], message: str, folder: Path
+    words: tuple[str, ...], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = _collect(*words, cwd=folder)
-    assert ended.returncode == 2, ended.stderr
-    assert message in ended.stderr
+    monkeypatch.chdir(folder)
+    ended = CliRunner().invoke(cli, ["collect", "--output", "runs", *words])
+    assert ended.exit_code == 2, ended.output
+    assert message in ended.output
     assert not (folder / "runs").exists()
 
 
