@@ -1,1 +1,1 @@
-"""Say what the modules and functions of each framework are: one row for each role."""
+"""The roles of modules and functions of each framework, one row for each role."""

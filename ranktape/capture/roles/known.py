@@ -1,8 +1,7 @@
-"""The roles that are known: those of PyTorch, of the frameworks on it, and those that a user has registered.
+"""The known roles: those of PyTorch and its frameworks, and those that a user has registered.
 
-`nn.MultiheadAttention` needs no row: its projections are bare calls of `F.linear` on its parameters, and its attention
-is one of `F.scaled_dot_product_attention`, or, when it is asked for the weights of its attention, see
-`module_hooks.py`.
+`nn.MultiheadAttention` needs no row: its projections are calls of `F.linear` on its parameters, and its attention is a
+call of `F.scaled_dot_product_attention`. If it returns its attention weights, see `module_hooks.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def _attention(
     output_layout: str | None = None,
     **more: Any,
 ) -> FunctionRole:
-    """Functions that compute attention; of arguments called `query`, `key` and `value` in the first three places."""
+    """The role of attention functions; by default their first three arguments are `query`, `key` and `value`."""
     return FunctionRole(
         functions=functions,
         layer_type="attention",
@@ -88,10 +87,10 @@ def _places(query: str, key: str, value: str, *, first: int = 0) -> dict[str, Pl
 
 
 def grouped(*functions: str, names: tuple[str, str]) -> FunctionRole:
-    """The products of tokens, sorted by expert, with the weights of all experts in one call.
+    """The role of grouped products: of tokens, sorted by expert, with the weights of all experts in one call.
 
-    `names` are the arguments of the tokens and of the weights (experts, in, out). Where each expert's tokens end is
-    recorded as `offsets`: told apart in the training, they would have it wait for the device.
+    `names` are the arguments of the tokens and of the weights (experts, in, out). The end of each expert's tokens is
+    recorded as `offsets`. Splitting the tokens in the training would make it wait for the device.
     """
     return FunctionRole(
         functions=functions,
@@ -115,7 +114,7 @@ ATTENTION = _attention(
 )
 
 MULTIHEAD = _attention("torch.nn.functional.multi_head_attention_forward", layout="TBHD")
-"""The attention inside of `nn.MultiheadAttention` that is asked for its weights; `module_hooks.py` sees it."""
+"""The attention in an `nn.MultiheadAttention` that returns its attention weights; `module_hooks.py` records it."""
 
 LINEAR = FunctionRole(
     functions=("torch.nn.functional.linear",),
@@ -154,7 +153,7 @@ _PYTORCH_FUNCTIONS = (
 
 
 def _product(*functions: str, weight: str) -> FunctionRole:
-    """The products of an input with a parameter (in, out) that no layer computes, such as `x @ self.weight`."""
+    """The role of products of an input with a parameter (in, out) outside a layer, such as `x @ self.weight`."""
     return FunctionRole(
         functions=functions,
         layer_type="linear",
@@ -186,14 +185,14 @@ PARAMETER_PRODUCTS: tuple[FunctionRole, ...] = (
     _product("torch.mm", "torch.Tensor.mm", "torch.bmm", "torch.Tensor.bmm", weight="mat2"),
     ADDMM,
 )
-"""Products of tensors, recorded where the second operand is a parameter; in compiled graphs they are not."""
+"""The products that are recorded if the second operand is a parameter. They are not recorded in compiled graphs."""
 
 PRODUCTS = frozenset(role.component for role in _PYTORCH_FUNCTIONS if role.owner)
-"""What modules are whose forward is one of these functions on their own weight."""
+"""The components of modules whose forward is one of these functions on their own weight."""
 
-# Hugging Face's models ask a registry for the function that computes attention. What that gives is wrapped, whichever
-# it is: `sdpa`, `eager`, FlashAttention, FlexAttention, or one that was registered. Key and value are seen before they
-# are repeated for the heads of a group. Its experts have an operator of their own where torch has no grouped product.
+# Hugging Face's models get the attention function from a registry. The function that it returns is recorded, whichever
+# it is: `sdpa`, `eager`, FlashAttention, FlexAttention, or a registered one. Key and value are recorded before they are
+# repeated for the heads of a group. Its experts use their own operator if torch has no grouped product.
 
 HUGGING_FACE_ATTENTION = _attention(
     "transformers.modeling_utils.AttentionInterface.get_interface",
@@ -212,8 +211,8 @@ _HUGGING_FACE_FUNCTIONS = (
     grouped("transformers.integrations.moe._grouped_mm", names=("input", "weight")),
 )
 
-# FlashAttention, versions 2 and 3. Written from their documentation; tested with functions of the same names and
-# arguments, not with the package itself.
+# FlashAttention, versions 2 and 3, according to their documentation. Tested with functions of the same names and
+# arguments, not with the package.
 
 
 def _packed(position: int, keyword: str, *names: str, dim: int) -> dict[str, Place]:
@@ -228,11 +227,11 @@ _FLASH_OPTIONS = _named(
     cap="softcap",
     bias="alibi_slopes",
 )
-"""Their places differ between the versions."""
+"""The options of FlashAttention. Their positions differ between versions."""
 
 
 def _flash_roles(ragged: str, *, layout: str) -> Iterator[FunctionRole]:
-    """Of functions for padded batches, or for ragged ones, which lack the dimension of samples."""
+    """The roles of functions for padded batches, or for ragged ones, which lack a sample dimension."""
     dim = len(layout) - 2
     forms: dict[str, dict[str, Place]] = {
         "": _places("q", "k", "v"),
@@ -246,12 +245,12 @@ def _flash_roles(ragged: str, *, layout: str) -> Iterator[FunctionRole]:
 
 _FLASH_FUNCTIONS = (*_flash_roles("", layout="BTHD"), *_flash_roles("varlen_", layout="THD"))
 
-# Megatron-core. Activations have the tokens first. Linear layers return their bias beside the output. With
-# `gradient_accumulation_fusion` a layer adds the gradient of its weight up in `main_grad`, and autograd sees a dummy.
+# Megatron-core. The first dimension of activations is tokens. Linear layers return their bias beside the output. With
+# `gradient_accumulation_fusion`, a layer accumulates its weight's gradient in `main_grad`, and autograd gets a dummy.
 
 
 def main_grad(module: nn.Module, weight: torch.Tensor) -> torch.Tensor | None:
-    """The tensor in which the layer adds up its weight's gradient by itself; None where autograd does."""
+    """The tensor in which the layer itself accumulates its weight's gradient; None if autograd does."""
     if weight is getattr(module, "bias", None):
         return None
     flags = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
@@ -259,12 +258,12 @@ def main_grad(module: nn.Module, weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def returns_bias(module: nn.Module) -> bool:
-    """Whether the layer leaves it to others to add its bias."""
+    """Whether the layer returns its bias instead of adding it."""
     return any(getattr(module, flag, False) for flag in ("skip_bias_add", "return_bias"))
 
 
-# Our own layers that compute with quantised operands. What these were made from is recorded, too: only with it can the
-# products of the backward pass, which quantise for themselves, be computed again.
+# Layers of ranktape that compute with quantised operands. The operands before quantisation are recorded too, because
+# the products of the backward pass, which quantise again, can only be recomputed from them.
 
 _QUANTIZED = ModuleRole(
     classes=("ranktape.analyze.numerics.quantization.quantized_layers.QuantizedLinear",),
@@ -279,9 +278,9 @@ _QUANTIZED = ModuleRole(
     parameters={"bias": "bias"},
 )
 
-# TransformerEngine, and Megatron-core's wrappers around its layers. Written from their documentation: they need a GPU,
-# and were not run. The input of a layer that normalises first is what enters the norm, not the operand of its product;
-# what is quantised inside of a layer is seen before that.
+# TransformerEngine, and Megatron-core's wrappers around its layers, according to their documentation. They need a GPU
+# and were not run. The input of a layer that normalises first is the input of the norm, not the operand of its product.
+# Operands that a layer quantises are recorded before.
 
 MODULE_ROLES: tuple[ModuleRole, ...] = (
     _linear_module(nn.Linear, keyword="input"),
@@ -317,9 +316,9 @@ MODULE_ROLES: tuple[ModuleRole, ...] = (
         output_layout=("TBH", "TH"),
     ),
 )
-"""Our own roles of modules."""
+"""The built-in roles of modules."""
 
-# Classes that quantise operands inside of themselves. What is recorded of them is wide, and tagged with this type.
+# Classes that quantise their operands. The operands are recorded before quantisation, with this type as their tag.
 
 _QUANTISED_TO = {
     "torchao.float8.float8_linear.Float8Linear": "fp8",
@@ -335,23 +334,23 @@ _QUANTISED_TO = {
     "torchao.prototype.quantized_training.int8_mixed_precision.Int8MixedPrecisionTrainingLinearWeight": "int8",
     "bitsandbytes.nn.modules.Linear8bitLt": "int8",
 }
-"""The `quant_type` by the class of the layer, or of its weight."""
+"""The `quant_type` for each class of a layer or of its weight."""
 
 _TE_RECIPES = {"MXFP8": "mxfp8", "NVFP4": "nvfp4"}
-"""The `quant_type` by the beginning of the class of a recipe of TransformerEngine; `fp8` of all others."""
+"""The `quant_type` for each prefix of the class name of a TransformerEngine recipe; `fp8` for all others."""
 
 
 class Quantising(NamedTuple):
-    """A class that quantises operands inside of itself."""
+    """A class that quantises its operands."""
 
     kind: str
-    """Its name."""
+    """Name of the class."""
     to: Callable[[], str]
-    """Gives the `quant_type`; empty while it quantises nothing, as TransformerEngine with fp8 off."""
+    """A function that returns the `quant_type`; empty if nothing is quantised, as in TransformerEngine without fp8."""
 
 
 def quantising(module: nn.Module) -> Quantising | None:
-    """The class of a layer, or of its weight, that quantises operands inside of itself; None without one."""
+    """The class of a layer, or of its weight, if it quantises its operands; otherwise None."""
     kinds = (*type(module).__mro__, type(parameters_of(module).get("weight")))
     for kind in kinds:
         name = f"{kind.__module__}.{kind.__qualname__}"
@@ -363,7 +362,7 @@ def quantising(module: nn.Module) -> Quantising | None:
 
 
 def _te_quant_type() -> str:
-    """What TransformerEngine quantises to at the moment; written from its documentation."""
+    """The type to which TransformerEngine currently quantises, according to its documentation."""
     for name in ("quantization", "fp8"):
         state = getattr(sys.modules.get(f"transformer_engine.pytorch.{name}"), "FP8GlobalStateManager", None)
         if state is not None:
@@ -379,19 +378,19 @@ FUNCTION_ROLES: tuple[FunctionRole, ...] = (
     *_HUGGING_FACE_FUNCTIONS,
     *_FLASH_FUNCTIONS,
 )
-"""Our own roles of functions."""
+"""The built-in roles of functions."""
 
 _registered: list[ModuleRole | FunctionRole] = []
 _found: dict[type, ModuleRole | None] = {}
 
 
 def register_role(role: ModuleRole | FunctionRole) -> None:
-    """Capture what the role says, from the next captured iteration on; it comes before our own roles.
+    """Record the tensors of a role from the next captured iteration on. It has precedence over the built-in roles.
 
-    The first iteration ends with a warning of a role that matches no module, or whose operand is not passed.
+    At the end of the first iteration, a warning names a role that matched no module, or an operand that was not passed.
 
     Raises:
-        UsageError: it is no role, or one of its operands is no place.
+        UsageError: the argument is not a role, or an operand is not valid.
     """
     if not isinstance(role, ModuleRole | FunctionRole):
         raise UsageError(f"{role!r:.80} is no role: give a ModuleRole or a FunctionRole")
@@ -403,24 +402,24 @@ def register_role(role: ModuleRole | FunctionRole) -> None:
 
 
 def unregister_role(role: ModuleRole | FunctionRole) -> None:
-    """Capture it no more, from the next captured iteration on."""
+    """Do not record the tensors of a role from the next captured iteration on."""
     if role in _registered:
         _registered.remove(role)
         _found.clear()
 
 
 def registered_roles() -> tuple[ModuleRole | FunctionRole, ...]:
-    """The user's own, the latest first."""
+    """The user's roles, the latest first."""
     return tuple(_registered)
 
 
 def function_roles() -> tuple[FunctionRole, ...]:
-    """All roles of functions, the user's own first."""
+    """All roles of functions, the user's first."""
     return (*(role for role in _registered if isinstance(role, FunctionRole)), *FUNCTION_ROLES)
 
 
 def role_of(kind: type) -> ModuleRole | None:
-    """The role of modules of that class: of the first of its bases that has one; None without any."""
+    """The role of modules of a class: that of the first of its bases with a role; None if there is none."""
     if kind not in _found:
         roles = (*(role for role in _registered if isinstance(role, ModuleRole)), *MODULE_ROLES)
         hits = (role for base in kind.__mro__ for role in roles if _matches(base, role))
@@ -429,12 +428,12 @@ def role_of(kind: type) -> ModuleRole | None:
 
 
 def class_of(kind: type, role: ModuleRole) -> type:
-    """The base of a class, or the class itself, that its role is about."""
+    """The class, or the base of it, that its role names."""
     return next((base for base in kind.__mro__ if _matches(base, role)), kind)
 
 
 def known_layer_types() -> tuple[str, ...]:
-    """Every kind of layer that can be asked for."""
+    """All layer types of the known roles."""
     roles = (*MODULE_ROLES, *FUNCTION_ROLES, *_registered)
     return tuple(dict.fromkeys((*(role.layer_type for role in roles), *LAYER_OUTPUTS)))
 

@@ -1,6 +1,6 @@
-"""The form of a role: which modules or functions it is about, and which of their tensors are recorded as what.
+"""The form of a role: the modules or functions that it covers, and the names under which their tensors are recorded.
 
-A role is what a person writes; its ports are what that comes to: each tensor with its names and places.
+A role is written by a user. Its ports are the resolved form: each tensor with its names and its position in a call.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ if TYPE_CHECKING:
     from ranktape.capture.passes.passes import Arguments
 
 UNSAMPLED = frozenset({"weight", "wide_weight", "bias", "grad_weight", "grad_bias"})
-"""Tensors without a dimension of samples."""
+"""The names of tensors without a sample dimension."""
 
 _OPTIONAL = frozenset({"bias"})
-"""Parameters that a layer may do without."""
+"""The names of optional parameters of a layer."""
 
 OUTPUT = "output"
-"""What the result of a role is called."""
+"""The name of the result of a role."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """Where among the arguments of a call a tensor is."""
+    """The position of a tensor among the arguments of a call."""
 
     position: int | None
     """Place among the positional arguments, without `self`; None for one that is always named."""
     keyword: str
     """Name of the argument."""
     part: tuple[int, int] | None = None
-    """Of one that holds several tensors: the dimension that counts them, and the place of this one."""
+    """If the argument contains several tensors: the dimension that stacks them, and the index of this one."""
     is_optional: bool = False
-    """Whether a call may do without it, as without a bias."""
+    """Whether a call may omit it, as it may a bias."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOption:
-    """An argument that says how a call computes, such as `is_causal`; what it is goes into the records' metadata."""
+    """An argument that configures a call, such as `is_causal`. Its value is recorded as metadata."""
 
     position: int | None
     """Place among the positional arguments, without `self`; None for one that is always named."""
     keyword: str
     """Name of the argument."""
     default: bool | float | str | None = None
-    """What holds where it is not passed; None where that is not known, and nothing is said."""
+    """The value if it is not passed; None if it is not known, and then nothing is recorded."""
 
     def said(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What was passed as JSON has it: of anything but numbers, texts and lists of them the name of its class.
+        """The passed value for JSON: numbers, strings and lists of them, otherwise the name of its class.
 
-        A tensor is not read: the training would wait for its device.
+        A tensor is not read, because the training would wait for its device.
         """
         is_placed = self.position is not None and self.position < len(args)
         value = args[self.position] if is_placed else kwargs.get(self.keyword)  # type: ignore[index]  # it is placed
@@ -75,7 +75,7 @@ class CallOption:
 
 
 Place = Operand | int | str | tuple[int | None, str]
-"""How an operand may be written: a position, a keyword, or both."""
+"""The forms of an operand: a position, a keyword, or both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,13 +85,13 @@ class _Role:
     component: str = "unknown"
     """`linear`, `FA`, or your own."""
     operands: Mapping[str, Place] = field(default_factory=dict)
-    """For each tensor name: where among the arguments it is."""
+    """The position among the arguments for each tensor name."""
     output: int | str | None = None
-    """Which element of the result is the output: a place or a name; the first tensor by default."""
+    """The element of the result that is the output, by index or name; by default the first tensor."""
     layouts: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
-    """For each tensor name: the letters of its dimensions, in several lengths if need be; `B` holds samples."""
+    """The letters of the dimensions for each tensor name, one string for each number of dimensions; `B` is samples."""
     options: Mapping[str, CallOption] = field(default_factory=dict)
-    """For each word in the metadata of the first operand: the argument that says so how a call computes."""
+    """The argument that configures a call for each key in the metadata of the first operand."""
 
     def _check(self, what: str, *, holds: str, example: str, parameters: Mapping[str, str]) -> None:
         check_term(self.layer_type, field="layer_type")
@@ -114,21 +114,24 @@ class _Role:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModuleRole(_Role):
-    """What the modules of some classes are, and of their subclasses."""
+    """The role of the modules of some classes and their subclasses."""
 
     classes: tuple[type | str, ...]
-    """Types, or dotted names such as 'mine.layers.Linear': nothing is imported for them. `*` stands for any text."""
+    """Types, or dotted names such as 'mine.layers.Linear', which are not imported. `*` matches any text."""
     parameters: Mapping[str, str] = field(default_factory=dict)
-    """For each tensor name: the attribute of the module that holds the parameter; one that is None is not there."""
+    """The attribute of the module with the parameter for each tensor name. A parameter that is None is absent."""
     placement: Callable[[nn.Module, str, torch.Tensor], str | None] | None = None
-    """Gives for a module, a tensor name and the tensor the placement of a shard, as JSON; None for a whole tensor."""
+    """A function from a module, a tensor name and the tensor to the placement of a shard as JSON; None for a whole
+    tensor."""
     accumulated: Callable[[nn.Module, torch.Tensor], torch.Tensor | None] | None = None
-    """Gives for a module and its parameter the tensor in which the layer itself adds up the gradient; None for none."""
+    """A function from a module and its parameter to the tensor in which the layer itself accumulates the gradient, if
+    any."""
     returned: Callable[[nn.Module], bool] | None = None
-    """Says of a module whether it returns its bias beside its output, and does not add it; None where none does."""
+    """A function that tells whether a module returns its bias beside the output instead of adding it; None if no module
+    does."""
     is_aliased: bool = True
-    """Whether an input may be replaced by a view of itself, to see this layer's share of its gradient. Say False of a
-    layer that writes into its input: its `grad_` of operands are not recorded then."""
+    """Whether an input may be replaced by a view of itself, in order to see this layer's share of its gradient. Set it
+    to False for a layer that writes to its input; the gradients of its operands are then not recorded."""
 
     def __post_init__(self) -> None:
         """Check what a user may get wrong."""
@@ -140,24 +143,24 @@ class ModuleRole(_Role):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         classes = (one if isinstance(one, str) else f"{one.__module__}.{one.__qualname__}" for one in self.classes)
         return ", ".join(classes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FunctionRole(_Role):
-    """What some functions are, whose calls are seen while an iteration is captured, whatever holds them."""
+    """The role of some functions, whose calls are recorded in captured iterations, wherever they are stored."""
 
     functions: tuple[str, ...]
-    """Dotted names, such as 'flash_attn.flash_attn_func': nothing is imported for them."""
+    """Dotted names such as 'flash_attn.flash_attn_func', which are not imported."""
     gives_function: bool = False
-    """Whether the dotted name is a method whose result is the function, as that of a registry."""
+    """Whether the dotted name is a method that returns the function, as that of a registry does."""
     owner: str = ""
-    """The operand that must be a parameter of a known module, which then gives the call its name; none by default, and
-    the module that is running gives it."""
+    """The operand that must be a parameter of a known module, after which the call is named. By default, calls are
+    named after the running module."""
     is_grouped: bool = False
-    """Whether that operand may also be the parameter transposed, or in another dtype, as in products of experts."""
+    """Whether that operand may also be the transposed parameter or a copy in another dtype, as for experts."""
 
     def __post_init__(self) -> None:
         """Check what a user may get wrong."""
@@ -165,15 +168,15 @@ class FunctionRole(_Role):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         return ", ".join(self.functions)
 
 
 def operand_of(place: Any) -> Operand:
-    """An operand as it may be written, in full; of a bare position the keyword is empty.
+    """The operand for one of its forms. If only a position is given, the keyword is empty.
 
     Raises:
-        UsageError: it is none of the forms.
+        UsageError: it is not one of the forms.
     """
     if isinstance(place, Operand):
         return place
@@ -194,45 +197,45 @@ class Port:
     """One tensor of a role."""
 
     name: str
-    """Its name in records."""
+    """Name in records."""
     value: TensorRole
-    """What it is in the forward pass."""
+    """Role in the forward pass."""
     grad: TensorRole
-    """What its gradient is in the backward pass."""
+    """Role of its gradient in the backward pass."""
     part: tuple[int, int] | None = None
-    """Of an argument that holds several tensors: the dimension that counts them, and the place of this one."""
+    """If the argument contains several tensors: the dimension that stacks them, and the index of this one."""
 
     @property
     def is_optional(self) -> bool:
-        """Whether a layer may do without it, as without a bias, which may also be computed for one call."""
+        """Whether a layer may omit it, as it may a bias, which may also be computed for one call."""
         return self.name in _OPTIONAL
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What of an argument, or of its gradient, belongs to this port."""
+        """The part of an argument, or of its gradient, that belongs to this port."""
         return tensor if self.part is None else tensor.select(*self.part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument:
-    """One argument that holds tensors of a role."""
+    """One argument with tensors of a role."""
 
     position: int | None
-    """Place among the positional ones."""
+    """Index among the positional arguments."""
     keyword: str
-    """Its name; empty where only the place is known."""
+    """Name of the argument; empty if only the position is known."""
     ports: tuple[Port, ...]
     """The tensors in it."""
     is_optional: bool = False
-    """Whether a call may do without it."""
+    """Whether a call may omit it."""
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What was passed; None where nothing was."""
+        """The passed value; None if nothing was passed."""
         if self.position is not None and self.position < len(args):
             return args[self.position]
         return kwargs.get(self.keyword)
 
     def put(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments with another value in place of what was passed."""
+        """The arguments with another value for this one."""
         if self.position is not None and self.position < len(args):
             return (*args[: self.position], value, *args[self.position + 1 :]), kwargs
         return args, {**kwargs, self.keyword: value}
@@ -245,20 +248,20 @@ class Ports:
     arguments: tuple[Argument, ...] = ()
     """The operands, by argument."""
     parameters: tuple[tuple[str, Port], ...] = ()
-    """Attributes of the module, and what is in them."""
+    """Attributes of the module, and their tensors."""
     output: Port
     """The result."""
     options: tuple[tuple[str, CallOption], ...] = ()
-    """Words, and what says them."""
+    """Keys of the metadata, and their arguments."""
 
     def said(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        """What a call's settings are, as JSON; `null` without any."""
+        """The configuration of a call as JSON; `null` if there is none."""
         words = {word: option.said(args, kwargs) for word, option in self.options}
         return json.dumps({word: value for word, value in words.items() if value is not None} or None)
 
     @property
     def all(self) -> Iterator[Port]:
-        """One after the other: operands, parameters, the output."""
+        """All ports: operands, parameters, then the output."""
         for argument in self.arguments:
             yield from argument.ports
         yield from (port for _, port in self.parameters)
@@ -266,7 +269,7 @@ class Ports:
 
 
 def port_of(name: str, layouts: Mapping[str, str | tuple[str, ...]], part: tuple[int, int] | None = None) -> Port:
-    """What a tensor of that name, and its gradient, are recorded as."""
+    """The port of a tensor of that name and its gradient."""
     given = layouts.get(name, ())
     letters = (given,) if isinstance(given, str) else tuple(given)
     phases = ("post", "pre") if name == OUTPUT else ("pre", "post")
@@ -300,16 +303,16 @@ def ports_of(role: ModuleRole | FunctionRole) -> Ports:
 
 
 def resolved(ports: Ports, function: Callable[..., Any], *, num_bound: int = 0) -> Ports:
-    """The ports with places and names of all arguments, where a role gives one of them only.
+    """The ports with both position and keyword of every argument, of which a role may give only one.
 
-    The first `num_bound` parameters of the function are no arguments: `self`.
+    The first `num_bound` parameters of the function, such as `self`, are not arguments.
     """
     if all(argument.keyword and argument.position is not None for argument in ports.arguments):
         return ports
     try:
         names = list(inspect.signature(function).parameters)[num_bound:]
     except (TypeError, ValueError):
-        return ports  # a built-in function does not say
+        return ports  # a built-in function has no signature
     arguments = []
     for argument in ports.arguments:
         position, keyword = argument.position, argument.keyword
