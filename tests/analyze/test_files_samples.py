@@ -174,8 +174,7 @@ def test_a_record_that_is_one_sample_is_read_as_it(single: Records, run: Run) ->
 
 
 def test_findings_know_the_samples(single: Records) -> None:
-    samples = Survey(single, engine=UNCACHED).samples
-    assert samples.record.size == 2 * 2 * len(SITES) * SAMPLES
+    assert Survey(single, engine=UNCACHED).sample_records.size == 2 * 2 * len(SITES) * SAMPLES
 
 
 def test_samples_of_two_ranks_are_drawn_apart(tmp_path: Path) -> None:

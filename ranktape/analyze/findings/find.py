@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
 
 import numpy as np
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.findings.apart import differing_layers, differing_ranks, outlying_channels, outlying_samples
-from ranktape.analyze.findings.causes import families_of
-from ranktape.analyze.findings.finding import KINDS, Finding, Severity, merged
-from ranktape.analyze.findings.lost import spoiled, underflowing
-from ranktape.analyze.findings.replicas import differing_replicas
+from ranktape.analyze.findings.apart import channels, layer_differs, rank_differs, sample_outlier
+from ranktape.analyze.findings.causes import with_consequences
+from ranktape.analyze.findings.finding import Finding, Severity, merged
+from ranktape.analyze.findings.lost import lost, saturated, too_wide, underflow, unused, zero
+from ranktape.analyze.findings.replicas import replica_differs
 from ranktape.analyze.findings.survey import Survey
 from ranktape.storage import Records
 from ranktape.storage.format.attempt import read_attempts
 from ranktape.storage.format.live import Trigger, read_triggers
 from ranktape.storage.records.run import RunReader
+
+DETECTORS = (
+    *(lost, saturated, zero, unused, underflow, too_wide),
+    *(sample_outlier, rank_differs, replica_differs, layer_differs),
+)
+"""What looks at every survey; `channels` reads every value once more."""
 
 
 def find(
@@ -36,36 +42,16 @@ def find(
         StorageError: the store cannot be read.
         UsageError: of a record values were kept that are rounded already, and are to be looked at as they were seen.
     """
-
-    def find_in(own: Records) -> list[Finding]:
-        return _find(own, view=view, engine=engine, with_channels=with_channels)
-
-    if len(records.sources) <= 1:
-        return find_in(records)
-    # What one source recorded is no peer, and no cause, of what another one did.
-    found = merged([(part, one) for part in records.by_source() for one in find_in(part.records)])
-    return sorted(found, key=lambda one: (one.severity.order, KINDS.index(one.kind), -one.score))
-
-
-def _find(records: Records, *, view: View | None, engine: Engine | None, with_channels: bool) -> list[Finding]:
-    """What stands out in one source."""
+    if len(records.sources) > 1:
+        # What one source recorded is no peer, and no cause, of what another one did.
+        parts = records.by_source()
+        ask = functools.partial(find, view=view, engine=engine, with_channels=with_channels)
+        return merged([(part, one) for part in parts for one in ask(part.records)])
     if not len(records):
         return []
-    known = Survey(records, view=view, engine=engine)
-    found = [*_all_findings(known)]
-    if with_channels:
-        found.extend(outlying_channels(known, view=view, engine=engine))
-    return [*_triggered(records), *(family.as_finding() for family in families_of(known, found))]
-
-
-def _all_findings(known: Survey) -> Iterator[Finding]:
-    """Everything that stands out in what is known, cause or not; channels apart."""
-    yield from spoiled(known)
-    yield from underflowing(known)
-    yield from outlying_samples(known)
-    yield from differing_ranks(known)
-    yield from differing_replicas(known)
-    yield from differing_layers(known)
+    survey = Survey(records, view=view, engine=engine)
+    detectors = (*DETECTORS, channels) if with_channels else DETECTORS
+    return [*_triggered(records), *with_consequences(survey, [one for detect in detectors for one in detect(survey)])]
 
 
 MAX_FOLLOWING = 20
@@ -80,19 +66,15 @@ _OF_PLACE = ("module", "layer_type", "layer_idx", "layer_stack", "operation", "p
 def _triggered(records: Records) -> list[Finding]:
     """The first trigger that the records are about, with those after it as its consequences; none for other runs."""
     reader = records.reader
-    if not (isinstance(reader, RunReader) and len(records)):
+    if not isinstance(reader, RunReader):
         return []
-    attempts = read_attempts(reader.backend)
-    found = [one for attempt in attempts for one in read_triggers(reader.backend, attempt)]
+    triggers = [one for attempt in read_attempts(reader.backend) for one in read_triggers(reader.backend, attempt)]
     held = set(np.unique(records.column("iteration")).tolist())
-    about = sorted((one for one in found if one.iteration in held), key=lambda one: one.order)
-    return [_trigger_finding(records, about)] if about else []
-
-
-def _trigger_finding(records: Records, triggers: Sequence[Trigger]) -> Finding:
-    first, *others = triggers
+    about = sorted((one for one in triggers if one.iteration in held), key=lambda one: one.order)
+    if not about:
+        return []
+    first, *others = about
     where = {name: first.where[name] for name in _OF_PLACE if name in first.where}
-    where |= {"iteration": first.iteration, "rank": first.rank}
     following = [f"{one.kind}: {one.message()}" for one in others[:MAX_FOLLOWING]]
     if len(others) > MAX_FOLLOWING:
         following.append(f"and {len(others) - MAX_FOLLOWING} more triggers")
@@ -100,20 +82,22 @@ def _trigger_finding(records: Records, triggers: Sequence[Trigger]) -> Finding:
     evidence = f"{first.kind}, for which the flight recorder stored what it held"
     if first.traceback:
         evidence += f"; {' '.join(first.traceback.strip().splitlines()[-1].split())}"
-    return Finding(
-        kind="triggered",
-        severity=Severity.HIGH,
-        score=float("inf"),
-        title=f"{place} {first.text}",
-        evidence=evidence,
-        where=where,
-        places=_trigger_places(records, first),
-        place=place,
-        metric=first.metric,
-        value=first.value,
-        consequences=tuple(following),
-        command=f"ranktape analyze trace RUN --iteration {first.iteration} --rank {first.rank}",
-    )
+    return [
+        Finding(
+            kind="triggered",
+            severity=Severity.HIGH,
+            score=float("inf"),
+            title=f"{place} {first.text}",
+            evidence=evidence,
+            where=where | {"iteration": first.iteration, "rank": first.rank},
+            places=_trigger_places(records, first),
+            place=place,
+            metric=first.metric,
+            value=first.value,
+            consequences=tuple(following),
+            command=f"ranktape analyze trace RUN --iteration {first.iteration} --rank {first.rank}",
+        )
+    ]
 
 
 def _trigger_places(records: Records, trigger: Trigger) -> tuple[int, ...]:

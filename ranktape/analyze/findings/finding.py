@@ -1,11 +1,11 @@
-"""Gives what is known of something that is wrong in a run: how bad it is, what, where, and the evidence."""
+"""Describes one thing that is wrong in a run: how bad it is, what, where, and the evidence."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,21 +20,25 @@ if TYPE_CHECKING:
     from ranktape.analyze.findings.survey import Survey
     from ranktape.storage.records.records import SourcePart
 
+_SITE = ("module", "layer_stack", "layer_idx", "tensor_name", "quant_type")
+_TRACE = ("trace RUN", ("iteration", "rank"))
 
-KINDS = (
-    "triggered",
-    "nan",
-    "inf",
-    "overflow",
-    "gradient_underflow",
-    "sample_outlier",
-    "rank_differs",
-    "replica_differs",
-    "layer_differs",
-    "channel_outlier",
-    "zero",
-)
-"""Every kind of finding. Of two at the same place the first says more, and is the title."""
+KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "triggered": _TRACE,
+    "nan": _TRACE,
+    "inf": _TRACE,
+    "overflow": _TRACE,
+    "gradient_underflow": ("distribution RUN --kind formats", (*_SITE, "iteration")),
+    "sample_outlier": ("trace RUN", ("sample", "iteration", "rank")),
+    "rank_differs": ("stats RUN --by iteration,rank", _SITE),
+    "replica_differs": ("compare RUN --in-order", _SITE),
+    "layer_differs": ("stats RUN --neighbours", ("tensor_name", "iteration")),
+    "channel_outlier": ("stats RUN", _SITE),
+    "zero": ("stats RUN", _SITE),
+}
+"""Every kind of finding, with the question to ask next and the fields that it is asked about.
+
+Of two kinds at one place the first says more, and is the title."""
 
 
 class Severity(enum.StrEnum):
@@ -61,9 +65,8 @@ class Finding:
     """
 
     kind: str
-    """What, in a word that programs compare: `overflow`, `replica_differs`, `sample_outlier`, ..."""
+    """One of `KINDS`."""
     severity: Severity
-    """How bad it is."""
     score: float
     """How far it is from ordinary, comparable within a kind; larger is worse."""
     title: str
@@ -73,7 +76,7 @@ class Finding:
     where: Mapping[str, Any]
     """The fields of records, and `sample` or `channel`, that name the place."""
     places: tuple[int, ...]
-    """Where in the selection the records are that show it, the worst first; of NaN and infinities the earliest."""
+    """Rows of the selection that show it, the worst first; of NaN and infinities the earliest."""
     place: str = ""
     """Where, in the words that begin the title."""
     metric: str = ""
@@ -87,11 +90,11 @@ class Finding:
     binades: float | None = None
     """How far the value is from the peers, in powers of two; None for metrics that are not on such a scale."""
     consequences: tuple[str, ...] = ()
-    """The titles of all else that was found and follows from this one, the nearest first."""
+    """The titles of all findings that follow from this one, the nearest first."""
     alike: tuple[str, ...] = ()
     """The titles of findings of the same kind at other places, which none of them explains."""
     followed_by: tuple[int, ...] = ()
-    """Of each consequence the record that shows it worst; none where they are not seen in records."""
+    """For each consequence the row that shows it worst; none where they are not seen in records."""
     command: str = ""
     """The command that looks closer, with RUN for the run."""
 
@@ -101,15 +104,12 @@ class Finding:
         return self.title.removeprefix(self.place).strip()
 
     def command_in(self, url: str) -> str:
-        """The command that looks closer, as a person can paste it; RUN stays where there is no URL.
-
-        Names of strangers hold no key strokes for a terminal.
-        """
+        """The command that looks closer, to be pasted into a terminal; RUN stays where there is no URL."""
         return printable(self.command.replace(" RUN", f" {shlex.quote(url or 'RUN')}", 1))
 
 
 def merged(found: Sequence[tuple[SourcePart, Finding]]) -> list[Finding]:
-    """The findings of several sources: those of one kind at one place are a single one, the worst, for all of them."""
+    """The findings of several sources: those of one kind at one place are one, the worst; the worst first."""
     groups: dict[tuple[str, str], list[tuple[SourcePart, Finding]]] = {}
     for part, one in found:
         groups.setdefault((one.kind, one.place), []).append((part, one))
@@ -129,7 +129,8 @@ def merged(found: Sequence[tuple[SourcePart, Finding]]) -> list[Finding]:
                 command=worst.command and worst.command_in(part.records.reader.url),
             )
         )
-    return merged_findings
+    kinds = list(KINDS)
+    return sorted(merged_findings, key=lambda one: (one.severity.order, kinds.index(one.kind), -one.score))
 
 
 def headline(findings: Sequence[Finding], *, num_records: int) -> str:
@@ -145,14 +146,14 @@ def headline(findings: Sequence[Finding], *, num_records: int) -> str:
 def finding_of(
     survey: Survey, *, places: Sequence[int] | NDArray[Any], kind: str, score: float, text: str, **known: Any
 ) -> Finding:
-    """What stands out in records of one place of the model; `text` says what, in words that follow the place.
+    """A finding about records of one place of the model; `text` is the sentence that follows the place.
 
-    `sample` or `channel` says which one it is about, `what` names what the records are not, and `options` are those of
-    the command; all else is as in `Finding`.
+    `sample` or `channel` says which one it is about, and `options` are those of the command; all else is as in
+    `Finding`.
     """
     chosen = [int(place) for place in places]
     where = _where(survey, chosen) | {name: known.pop(name) for name in ("sample", "channel") if name in known}
-    place = _place(survey, chosen, where, what=known.pop("what", ""))
+    place = _place(survey, chosen, where)
     known |= {"title": f"{place} {text}", "command": _command(survey, kind, where, known.pop("options", {}))}
     return Finding(kind=kind, score=float(score), where=where, places=tuple(chosen), place=place, **known)
 
@@ -162,34 +163,23 @@ def far_finding(
     *,
     peers: str,
     seen: str,
-    metric: str,
     value: float,
-    expected: float,
     deviation: float,
     binades: float,
     text: str = "",
     **known: Any,
 ) -> Finding:
-    """A metric that is far from that of its peers; `seen` ends the evidence, and says of how many records it is."""
-    said = text or f"has an {metric} of {factor_text(binades)} times that of {peers}"
+    """A metric that is far from that of its peers; `seen` ends the evidence, and says in how many records it is."""
+    metric, expected = known["metric"], value / 2.0**binades
+    sentence = text or f"has an {metric} of {factor_text(binades)} times that of {peers}"
     beside = f"{peers} {number_text(expected)}: {number_text(abs(binades))} binades"
     return finding_of(
         survey,
         score=abs(binades),
-        text=said.replace("an rms", "an RMS").replace(" in rms", " in RMS"),
+        text=sentence.replace("an rms", "an RMS").replace(" in rms", " in RMS"),
         evidence=f"{metric} {number_text(value)}, {beside}, robust z {number_text(abs(deviation))}; {seen}",
-        **known | {"metric": metric, "value": value, "expected": expected, "deviation": deviation, "binades": binades},
+        **known | {"value": value, "expected": expected, "deviation": deviation, "binades": binades},
     )
-
-
-def named_numbers(word: str, values: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0, 2` or `ranks 0 to 999 (500 of them)`."""
-    known = sorted(set(values))
-    if len(known) == 1:
-        return f"{word} {known[0]}"
-    if len(known) <= _MAX_NAMED:
-        return f"{word}s {', '.join(map(str, known))}"
-    return f"{word}s {known[0]} to {known[-1]} ({len(known)} of them)"
 
 
 def records_text(count: int) -> str:
@@ -210,30 +200,11 @@ def percent_text(ratio: float) -> str:
 
 def factor_text(binades: float) -> str:
     """A factor as people say it, `20`, `4,096` or `1/8`; beyond a million as a power of two."""
-    if abs(binades) > _MAX_SAID_BINADES:
+    if abs(binades) > 20:  # noqa: PLR2004 - more digits cannot be read
         return f"2^{binades:.0f}"
     factor = 2.0 ** abs(binades)
     text = f"{factor:.2g}" if factor < 99.5 else f"{float(f'{factor:.4g}'):,.0f}"  # noqa: PLR2004 - two digits
     return text if binades >= 0 else f"1/{text}"
-
-
-_MAX_NAMED = 8
-"""Ranks, or iterations, that a sentence names."""
-
-_MAX_SAID_BINADES = 20.0
-"""Beyond it a factor has too many digits to be read."""
-
-_SITE = ("module", "layer_stack", "layer_idx", "tensor_name", "quant_type")
-
-_COMMANDS = {
-    **dict.fromkeys(("nan", "inf", "overflow"), ("trace RUN", ("iteration", "rank"))),
-    "sample_outlier": ("trace RUN", ("sample", "iteration", "rank")),
-    "gradient_underflow": ("distribution RUN --kind formats", (*_SITE, "iteration")),
-    "replica_differs": ("compare RUN --in-order", _SITE),
-    "rank_differs": ("stats RUN --by iteration,rank", _SITE),
-    "layer_differs": ("stats RUN --neighbours", ("tensor_name", "iteration")),
-}
-"""For each kind the question to ask next, and the fields of the place that it takes; others have statistics."""
 
 
 def _where(survey: Survey, places: list[int]) -> dict[str, Any]:
@@ -249,7 +220,7 @@ def _where(survey: Survey, places: list[int]) -> dict[str, Any]:
 
 
 def _command(survey: Survey, kind: str, where: Mapping[str, Any], options: Mapping[str, str]) -> str:
-    question, fields = _COMMANDS.get(kind, ("stats RUN", _SITE))
+    question, fields = KINDS[kind]
     needless = {"layer_stack", "layer_idx"} if where.get("module") else {"module"}
     needless |= set() if survey.has_many_stacks else {"layer_stack"}
     needless |= set() if survey.has_many_quant_types else {"quant_type"}
@@ -258,15 +229,15 @@ def _command(survey: Survey, kind: str, where: Mapping[str, Any], options: Mappi
     return " ".join(["ranktape analyze", question, *words])
 
 
-def _place(survey: Survey, places: list[int], where: Mapping[str, Any], *, what: str = "") -> str:
-    """The place in words: `layers.2.query weight on rank 1`; with `what` in the place of the tensor's name."""
+def _place(survey: Survey, places: list[int], where: Mapping[str, Any]) -> str:
+    """The place in words: `layers.2.query weight on rank 1`."""
     if "module" in where:
         fields = {name: survey.fields[name][places[0]] for name in ("module", "layer_idx", "layer_type", "tensor_name")}
         module, layer = str(fields["module"]), int(fields["layer_idx"])
         named = module or (f"layer {layer} {fields['layer_type']}" if layer >= 0 else str(fields["layer_type"]))
         if module.replace(".", "").isdigit():
             named = f"module {module}"
-        words = [named, what or str(fields["tensor_name"])]
+        words = [named, str(fields["tensor_name"])]
         is_layer_unsaid = module and layer >= 0 and str(layer) not in module.split(".")
         details = [f"layer {layer}"] if is_layer_unsaid else []
     else:
@@ -274,17 +245,16 @@ def _place(survey: Survey, places: list[int], where: Mapping[str, Any], *, what:
         names = set(survey.fields["tensor_name"][places].tolist())
         of = f"{len(modules)} modules, {modules[0] or '(no module)'} first,"
         if not any(modules):
-            of = named_numbers("layer", survey.fields["layer_idx"][places].tolist())
+            of = survey.numbered("layer_idx", places)
         words, details = [f"{names.pop() if len(names) == 1 else f'{len(names)} tensors'} of {of}"], []
     if survey.has_many_quant_types and "quant_type" in where:
         details.append(str(where["quant_type"]))
     if details:
         words.append(f"({', '.join(details)})")
     words += [f"{name} {where[name]}" for name in ("sample", "channel") if name in where]
-    ranks = set(survey.fields["rank"][places].tolist())
     num_ranks = int(survey.num_ranks[places[0]])
-    if num_ranks > 1 and len(ranks) >= num_ranks:
+    if num_ranks > 1 and len(set(survey.fields["rank"][places].tolist())) >= num_ranks:
         words.append("on all ranks")
     elif num_ranks > 1 or survey.has_many_ranks:
-        words.append(f"on {named_numbers('rank', ranks)}")
+        words.append(f"on {survey.numbered('rank', places)}")
     return " ".join(words)

@@ -1,15 +1,14 @@
-"""Gathers what is known of all records of a selection before anything is judged: who they are, and their metrics.
+"""Gathers the columns that findings are computed from, one element for each record, and compares records with peers.
 
-One pass over the digests, which are small and kept; every kind of finding is then a question to columns of numbers: is
-this far from those that should be like it? It is asked of many groups of peers at once: `groups` holds a whole number
-for each value, and values with the same one are peers. Values are finite.
+Everything comes from the digests, which are kept. `groups` holds a whole number for each value: values with the same
+number are peers. Values are finite.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,108 +30,81 @@ Codes = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 SITE = (
-    "source",
-    "module",
-    "layer_type",
-    "layer_idx",
-    "operation",
-    "phase",
-    "component",
-    "quant_type",
-    "tensor_name",
-    "mode",
+    *("source", "module", "layer_type", "layer_idx", "operation", "phase", "component", "quant_type"),
+    *("tensor_name", "mode"),
 )
-"""What tells one place of the model from another, over ranks, iterations, microbatches and calls."""
+"""The fields that name one tensor of the model, over ranks, iterations, microbatches and calls."""
 
 COUNTS = {name: f"overflow.{name}.count" for name in ("nan", "inf", "underflow", "zero")}
-"""Counts against the limits of the type that is looked at, and the metrics that they are."""
+"""Counts against the limits of the type that was computed with, and their metrics."""
 
 METRICS = (
     *("elements", "absmax", "rms", "norm", "minimum", "maximum", "smallest_nonzero", "log2_range"),
     *COUNTS.values(),
 )
-"""Metrics that findings ask of every record: no numbers that occur have to be looked at for them."""
-
-
-class Samples(NamedTuple):
-    """Every sample of every record that has some: its record, its number in that, and its largest finite magnitude."""
-
-    record: Codes
-    number: Codes
-    absmax: Floats
-    """NaN where it has none."""
+"""Metrics that are read of every record."""
 
 
 class Survey:
-    """The records of a selection, as columns with one element for each.
-
-    Values are read of records alone that were never asked about.
-    """
+    """The records of a selection, as columns with one element for each."""
 
     def __init__(self, records: Records, *, view: View | None = None, engine: Engine | None = None) -> None:
-        self._view, self._engine = view or View.COMPUTE, engine
+        self.records, self.view, self.engine = records, view or View.COMPUTE, engine or Engine()
         self._field_codes: dict[str, Codes] = {}
-        self.records = records
-        """The selection."""
         self.fields: dict[str, NDArray[Any]] = {name: records.column(name) for name in ("source", *IDENTITY, "counter")}
-        """What of the catalogue every finding may ask for."""
-        self.dtypes = np.array(viewed_dtypes(records, view=self._view), object)
-        """What the values were looked at as."""
+        names, ranks = self.fields["tensor_name"], self.fields["rank"]
+        self.dtypes = np.array(viewed_dtypes(records, view=self.view), object)
+        """The types that values were computed with."""
         self.is_floating = _mask(self.dtypes, lambda name: dtype_row(name).is_floating or dtype_row(name).is_complex)
-        """Whether the elements are real or complex floating point numbers: of others nothing is judged."""
-        self.is_gradient = _mask(self.fields["tensor_name"], lambda name: name.startswith("grad"))
-        """Whether a record holds a gradient."""
-        self.is_weight = _mask(self.fields["tensor_name"], is_parameter)
-        """Whether a record holds a parameter of the model, which no sample and no other layer has a part in."""
+        """Real and complex floating point numbers: others are not judged."""
+        self.is_gradient = _mask(names, lambda name: name.startswith("grad"))
+        self.is_weight = _mask(names, is_parameter)
         self.is_mask = additive_masks(records)
-        """Whether -Inf is meant in a record: it is an additive mask, or scores that one was added to."""
-        self.sites = self.codes(*SITE)
-        """The same number for records of one place of the model."""
-        self.roles = self._roles()
-        """The same number for records of places that differ in the layer alone."""
-        self.times, self._captured = _times(self.fields)
+        """Additive masks, and scores with a mask: -Inf is meant."""
+        self.sites, self.roles = self.codes(*SITE), self._roles()
+        """Records of one tensor of the model, and of tensors that differ in the layer alone."""
+        self.times = self.codes("attempt", "iteration")
         """Number of the captured iteration, in order of attempts and iterations."""
-        self.order = _order(self.fields)
-        """The order of execution within the rank's iteration, from 0."""
-        self.num_ranks = _num_ranks(self.sites, self.fields["rank"])
-        """How many ranks have records of the same place."""
-        self.has_many_ranks = np.unique(self.fields["rank"]).size > 1
-        """Whether there is more than one rank."""
+        self.num_times = int(self.times.max(initial=-1)) + 1
+        self.order = _order(codes_of(self.times, ranks), self.fields["counter"])
+        """Order of execution within the iteration of the rank, from 0."""
+        _, firsts = np.unique(codes_of(self.sites, ranks), return_index=True)
+        self.num_ranks = np.bincount(self.sites[firsts], minlength=1)[self.sites]
+        """Ranks that have records of the same site."""
+        self.has_many_ranks = np.unique(ranks).size > 1
         self.has_many_quant_types = len(set(self.fields["quant_type"].tolist())) > 1
-        """Whether quantised and other tensors are side by side, as in collections of several trainings."""
         self.has_many_stacks = len(stacks_of(records)) > 1
-        """Whether layers are of several stacks, so that a number alone does not name one."""
-        known = numbers_of(records, METRICS, view=self._view, engine=engine)
-        self.metrics = {name: known.column(name) for name in METRICS}
-        """Every one of `METRICS`; NaN where there is none."""
+        numbers = numbers_of(records, METRICS, view=self.view, engine=self.engine)
+        self.metrics = {name: numbers.column(name) for name in METRICS}
+        """All of `METRICS`; NaN where there is none."""
         self.counts = {name: self.metrics[metric].astype(np.int64) for name, metric in COUNTS.items()}
         self.counts["captured_inf"] = records.column("overflow.inf.count").astype(np.int64)
-        """Those of `COUNTS`; `captured_inf`: infinities before values were rounded to what was computed with."""
-        self.samples = Samples(known.owners, known.places, known.of_samples("absmax"))
-        """Samples of all records."""
+        """All of `COUNTS`; `captured_inf`: infinities before values were rounded to what was computed with."""
+        self.sample_records, self.sample_numbers = numbers.owners, numbers.places
+        """Record of each sample, and its number there."""
+        self.sample_absmax = numbers.of_samples("absmax")
 
     def __len__(self) -> int:
-        """How many records there are."""
+        """Number of records."""
         return len(self.sites)
 
     def codes(self, *names: str) -> Codes:
-        """The same number for records that agree in those fields."""
+        """The same number for records that agree in those fields; in the order of fields that are numbers."""
         for name in names:
             if name not in self._field_codes:
                 self._field_codes[name] = codes_of(self.fields[name])
         return codes_of(*(self._field_codes[name] for name in names))
 
     def asked(self, name: str, mask: Mask) -> Floats:
-        """One of `NUMBERS` that few records are asked for: of those in the mask, and 0 of all others."""
-        found, places = np.zeros(len(self)), np.flatnonzero(mask)
+        """One of `NUMBERS` for the records in the mask; 0 for others."""
+        values, places = np.zeros(len(self)), np.flatnonzero(mask)
         if places.size:
-            known = numbers_of(self.records.take(places.tolist()), [name], view=self._view, engine=self._engine)
-            found[places] = known.column(name)
-        return found
+            chosen = self.records.take(places.tolist())
+            values[places] = numbers_of(chosen, [name], view=self.view, engine=self.engine).column(name)
+        return values
 
     def _roles(self) -> Codes:
-        """Places of one role have the same path but for the number of the layer; outside of the stack there is none."""
-        modules, layers = (self.fields[name] for name in ("module", "layer_idx"))
+        modules, layers = self.fields["module"], self.fields["layer_idx"]
         pairs = self.codes("module", "layer_idx")
         _, firsts = np.unique(pairs, return_index=True)
         roles = np.array([role_of(str(modules[first]), int(layers[first])) for first in firsts.tolist()], dtype=object)
@@ -140,54 +112,56 @@ class Survey:
         return codes_of(roles[pairs], layers < 0, others)
 
     def episodes(self, mask: Mask) -> Codes:
-        """For each captured iteration with a record in the mask a number, equal where none without one is between.
-
-        -1 for iterations without one.
-        """
-        has_some = np.zeros(len(self._captured), dtype=bool)
+        """A number for each captured iteration: -1 without a record in the mask, equal where no such one is between."""
+        has_some = np.zeros(self.num_times, dtype=bool)
         has_some[self.times[mask]] = True
         begins = has_some & ~np.concatenate(([False], has_some[:-1]))
         return np.where(has_some, np.cumsum(begins) - 1, -1)
 
     @functools.cached_property
     def skipped_times(self) -> Mask:
-        """For each captured iteration whether a gradient scaler skipped its step; of those alone with what is lost."""
-        found, reader = np.zeros(len(self._captured), dtype=bool), self.records.reader
+        """Whether a gradient scaler skipped the step of a captured iteration; asked where numbers are lost."""
+        is_skipped, reader = np.zeros(self.num_times, dtype=bool), self.records.reader
         # A scaler looks at no mask.
         lost = (self.counts["nan"] > 0) | ((self.counts["inf"] > 0) & ~self.is_mask)
         if not isinstance(reader, RunReader) or not lost.any():
-            return found
+            return is_skipped
         times, firsts = np.unique(self.times[lost], return_index=True)
-        places = [
+        groups = [
             (self.records[place].location.group.partition("/")[0], int(self.fields["iteration"][place]))
             for place in np.flatnonzero(lost)[firsts].tolist()
         ]
-        found[times] = [bool(ranks) for ranks in for_each(lambda one: read_skipped_ranks(reader.backend, *one), places)]
-        return found
+        ranks = for_each(lambda one: read_skipped_ranks(reader.backend, *one), groups)
+        is_skipped[times] = list(map(bool, ranks))
+        return is_skipped
 
-    def when(self, place: int) -> tuple[int, int, int]:
-        """When a record was made: its attempt, its iteration, and the order within its rank."""
-        return int(self.fields["attempt"][place]), int(self.fields["iteration"][place]), int(self.order[place])
+    def when(self, place: int) -> tuple[int, int]:
+        """When a record was made: its captured iteration, and the order within its rank."""
+        return int(self.times[place]), int(self.order[place])
 
     def shares(self, counts: NDArray[Any]) -> Floats:
-        """The part of all elements; 0 for tensors without any."""
-        found: Floats = counts / np.maximum(self.metrics["elements"], 1)
-        return found
+        """The counts over the elements of each record; 0 for tensors without any."""
+        ratios: Floats = counts / np.maximum(self.metrics["elements"], 1)
+        return ratios
 
     def by_site(self, mask: Mask, badness: NDArray[Any]) -> Iterator[Codes]:
-        """The records of a mask, those of one place together, the worst first and equal ones in order."""
+        """The records of a mask for each site, the worst first and equal ones in order."""
         chosen = np.flatnonzero(mask)
         yield from (chosen[part] for part in members_of(self.sites[chosen], -badness[chosen]))
 
-    def middle_samples(self) -> Floats:
-        """For each record the absmax that is the median of its samples, in binades; NaN of less than three of them."""
-        found = np.full(len(self), np.nan)
-        sizes = binades(self.samples.absmax)
-        known = np.flatnonzero(np.isfinite(sizes))
-        records = self.samples.record[known]
-        chosen = sizes_of(records) >= _MIN_MIDDLE
-        found[records[chosen]] = medians_of(records[chosen], sizes[known[chosen]])
-        return found
+    def numbered(self, name: str, places: Codes | list[int]) -> str:
+        """The ranks, iterations or layers of records in words."""
+        return named_numbers(name.removesuffix("_idx"), self.fields[name][places].tolist())
+
+
+def named_numbers(word: str, values: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0, 2` or `ranks 0 to 999 (500 of them)`."""
+    known = sorted(set(values))
+    if len(known) == 1:
+        return f"{word} {known[0]}"
+    if len(known) <= 8:  # noqa: PLR2004 - as many as a sentence can name
+        return f"{word}s {', '.join(map(str, known))}"
+    return f"{word}s {known[0]} to {known[-1]} ({len(known)} of them)"
 
 
 def _mask(names: NDArray[Any], is_so: Callable[[str], bool]) -> Mask:
@@ -195,29 +169,12 @@ def _mask(names: NDArray[Any], is_so: Callable[[str], bool]) -> Mask:
     return np.array(list(map(known.__getitem__, names.tolist())), dtype=bool)
 
 
-def _num_ranks(sites: Codes, ranks: NDArray[Any]) -> Codes:
-    _, firsts = np.unique(codes_of(sites, ranks), return_index=True)
-    return np.bincount(sites[firsts], minlength=1)[sites] if len(sites) else sites
-
-
-def _times(fields: dict[str, NDArray[Any]]) -> tuple[Codes, NDArray[Any]]:
-    pairs = np.column_stack((fields["attempt"], fields["iteration"])).astype(np.int64)
-    captured, times = np.unique(pairs, axis=0, return_inverse=True)
-    return times.reshape(-1), captured
-
-
-def _order(fields: dict[str, NDArray[Any]]) -> Codes:
+def _order(groups: Codes, counters: NDArray[Any]) -> Codes:
     """Records come in the order of recording; `counter` decides where a selection was put together otherwise."""
-    groups = codes_of(fields["attempt"], fields["iteration"], fields["rank"])
-    order = np.lexsort((np.arange(groups.size), fields["counter"], groups))
-    starts = np.searchsorted(groups[order], groups)
+    order = np.lexsort((counters, groups))
     found = np.empty(groups.size, dtype=np.int64)
-    found[order] = np.arange(groups.size)
-    return found - starts
-
-
-_MIN_MIDDLE = 3
-"""Of two samples the median is half way between them."""
+    found[order] = np.arange(groups.size) - np.searchsorted(groups[order], groups[order])
+    return found
 
 
 def binades(values: NDArray[Any]) -> Floats:

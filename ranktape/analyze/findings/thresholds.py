@@ -106,3 +106,21 @@ says it."""
 
 MAX_ODD_RATIO = 0.25
 """So many of the ranks at most differ from a majority that agrees, for them to be wrong rather than shards."""
+
+CLEARLY_NEARER_BINADES = 1.0
+"""Of two ranks the healthy one is nearer to its own layers and iterations than the other one by so much."""
+
+MAX_OUTLYING_CHANNELS = 0.05
+"""Where a larger part of the channels is large, being so is ordinary."""
+
+MIN_MAJORITY = 3
+"""Of fewer ranks no majority can be wrong about one."""
+
+MIN_COMPARABLE = 4
+"""So many sites that agree say that all weights of a run are copies, where a kind of site has no others."""
+
+MAX_MEASURED_COPIES = 8
+"""Sites whose copies are read and compared element by element."""
+
+MAX_SKIPPED_STEPS = 4
+"""Of the iterations after the first clean one a scaler skips less than one in so many, if its scale settles."""
