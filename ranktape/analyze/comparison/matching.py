@@ -5,34 +5,25 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ranktape.analyze.identity import role_of
 from ranktape.errors import NoRecordsError, UsageError
-from ranktape.storage import Record, Records
+from ranktape.storage import Records
 from ranktape.storage.format.record_info import WIDE
 from ranktape.storage.query.filters import parse_filter
 from ranktape.storage.records.assemble import AxisKind, assemble_records, parse_placement
 from ranktape.storage.records.records import nothing_matches
 
 MATCHED = (
-    "iteration",
-    "microbatch",
-    "call",
-    "mode",
-    "module",
-    "layer_type",
-    "layer_idx",
-    "operation",
-    "phase",
-    "component",
-    "quant_type",
-    "tensor_name",
+    *("iteration", "microbatch", "call", "mode", "module", "layer_type", "layer_idx", "operation", "phase"),
+    *("component", "quant_type", "tensor_name"),
 )
 """The fields in which two records of one pair agree, unless they are paired or follow; ranks come after them."""
 
+_BUT_RANK = (*MATCHED, "attempt")
 PAIRED = (*MATCHED, "rank", "attempt")
 """The fields in which two sides may differ."""
 
@@ -43,10 +34,10 @@ _SAME_TENSOR = frozenset({"iteration", "microbatch", "call", "mode", "quant_type
 """Fields that do not say which tensor of the model it is: where sides differ in them alone, they can diverge."""
 
 _FOLLOWS = {
-    "operation": ("phase",),
-    "module": ("layer_type", "component"),
-    "layer_type": ("component",),
-    "component": ("layer_type",),
+    "operation": {"phase"},
+    "module": {"layer_type", "component"},
+    "layer_type": {"component"},
+    "component": {"layer_type"},
 }
 """Fields that are not matched where another one is paired."""
 
@@ -54,25 +45,22 @@ _KIND = frozenset({"layer_type", "component"})
 """Fields that say of which kind a layer is."""
 
 _ENTERING = frozenset({"query", "key", "value"})
-_FLOWING = frozenset({"input", *_ENTERING, "output"})
-_STANDING = frozenset({"weight", "wide_weight", "bias"})
+_PARAMETERS = frozenset({"weight", "wide_weight", "bias"})
+
+WHOLE = "null"
+"""The placement in the catalogue of a tensor that is no part."""
 
 Key = tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairedField:
+class PairedField(NamedTuple):
     """A field in which the two sides differ."""
 
     field: str
-    """Its name."""
     left: str
     """What it is on the first side, as a filter: a value, a glob, a range; `*` for anything."""
     right: str
     """What it is on the second side."""
-
-    def __str__(self) -> str:
-        return f"{self.field}={self.left}:{self.right}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,79 +87,68 @@ class Pairing:
         """Whether the sides are layers of two kinds, of which each is compared with each."""
         return bool(self.names & _KIND)
 
-    def sides(self, a: Records, b: Records) -> tuple[Records, Records]:
-        """The records of either side."""
-        left = self._side(a, [(paired.field, paired.left) for paired in self.fields])
-        right = self._side(b, [(paired.field, paired.right) for paired in self.fields])
-        if self._has_other_tensors and len({bool(_standing(side)) for side in (left, right)}) > 1:
-            return _without_standing(left), _without_standing(right)
-        return left, right
-
-    def _side(self, records: Records, filters: Sequence[tuple[str, str]]) -> Records:
-        chosen = records
-        for field, text in filters:
-            if text == ANY:
-                continue
-            found = chosen.fitting(parse_filter(field, text))
-            if not len(found):
-                raise nothing_matches(chosen, field, text)
-            chosen = found
-        if self.neighbours:
-            chosen = chosen.where("layer_idx >= 0")
-        if not len(chosen):
-            raise NoRecordsError("no record is of a layer: each has layer_idx -1")
-        return _without_standing(chosen) if "phase" in self.names and "tensor_name" not in self.names else chosen
-
-    def keys(self, a: Records, b: Records) -> tuple[list[Key], list[Key]]:
-        """For each record of the two sides what must be the same in both records of a pair."""
-        unmatched = self._unmatched(a, b)
-        matched = [field for field in MATCHED if field not in unmatched]
-        renamed = self._renamed(a, b)
-        return self._keys(a, matched, renamed), self._keys(b, matched, renamed)
-
-    def members(self, records: Records) -> list[Key]:
-        """For each record what tells it from others with its key: everything else, but for the rank, unless paired."""
-        fields = [*(field for field in PAIRED if field != "rank"), *(["rank"] if "rank" in self.names else [])]
-        return list(zip(*(records.column(field).tolist() for field in fields), strict=True))
-
-    def _unmatched(self, a: Records, b: Records) -> set[str]:
-        unmatched = set(self.names)
-        for name in self.names:
-            unmatched |= set(_FOLLOWS.get(name, ()))
-        if self.is_of_kinds:
-            unmatched |= {field for field in ("module", "layer_idx") if not _different(a, field) & _different(b, field)}
-            unmatched |= {"call"} if _different(a, "call") != _different(b, "call") else set()
-        if "module" in self.names and all(len(set(side.column("layer_idx").tolist())) == 1 for side in (a, b)):
-            unmatched.add("layer_idx")
-        return unmatched
-
-    def _keys(self, records: Records, matched: Sequence[str], renamed: Callable[[str], str]) -> list[Key]:
-        columns = {field: records.column(field).tolist() for field in matched}
-        if "module" in columns and "layer_idx" in self.names:
-            layers = records.column("layer_idx").tolist()
-            columns["module"] = [role_of(*both) for both in zip(columns["module"], layers, strict=True)]
-        if "tensor_name" in columns:
-            columns["tensor_name"] = [renamed(name) for name in columns["tensor_name"]]
-        return list(zip(*columns.values(), strict=True)) if columns else [()] * len(records)
-
     @property
     def _has_other_tensors(self) -> bool:
         """Whether one side may have tensors of other names than the other."""
         return bool(self.names & (_KIND | {"module"})) and "tensor_name" not in self.names
 
-    def _renamed(self, a: Records, b: Records) -> Callable[[str], str]:
-        """The name of a tensor, as it is matched."""
-        if "phase" in self.names:
-            return lambda name: "output" if _bare(name) in _FLOWING else name
+    def sides(self, a: Records, b: Records) -> tuple[Records, Records]:
+        """The records of either side."""
+        left = self._side(a, [(paired.field, paired.left) for paired in self.fields])
+        right = self._side(b, [(paired.field, paired.right) for paired in self.fields])
+        has_parameters = {any(map(_is_parameter, _different(side, "tensor_name"))) for side in (left, right)}
+        if self._has_other_tensors and len(has_parameters) > 1:
+            return _without_parameters(left), _without_parameters(right)
+        return left, right
+
+    def _side(self, records: Records, filters: Sequence[tuple[str, str]]) -> Records:
+        chosen = records
+        for field, text in filters:
+            if text != ANY:
+                found = chosen.fitting(parse_filter(field, text))
+                if not len(found):
+                    raise nothing_matches(chosen, field, text)
+                chosen = found
+        if self.neighbours:
+            chosen = chosen.where("layer_idx >= 0")
+        if not len(chosen):
+            raise NoRecordsError("no record is of a layer: each has layer_idx -1")
+        return _without_parameters(chosen) if "phase" in self.names and "tensor_name" not in self.names else chosen
+
+    def keys(self, a: Records, b: Records) -> tuple[list[Key], list[Key]]:
+        """For each record of the two sides what must be the same in both records of a pair."""
+        unmatched = set(self.names).union(*(_FOLLOWS.get(name, ()) for name in self.names))
+        if self.is_of_kinds:
+            unmatched |= {field for field in ("module", "layer_idx") if not _different(a, field) & _different(b, field)}
+            unmatched |= {"call"} if _different(a, "call") != _different(b, "call") else set()
+        if "module" in self.names and all(len(_different(side, "layer_idx")) == 1 for side in (a, b)):
+            unmatched.add("layer_idx")
         enter = [{_bare(name) for name in _different(side, "tensor_name")} & _ENTERING for side in (a, b)]
         is_one_sided = self._has_other_tensors and bool(enter[0]) != bool(enter[1])
 
-        def renamed(name: str) -> str:
-            bare = _bare(name)
-            entering = "input" if is_one_sided and bare in _ENTERING else bare
-            return entering if "operation" in self.names else name.removesuffix(bare) + entering
+        def keys_of(records: Records) -> list[Key]:
+            columns = {field: records.column(field).tolist() for field in MATCHED if field not in unmatched}
+            if "module" in columns and "layer_idx" in self.names:
+                columns["module"] = list(map(role_of, columns["module"], records.column("layer_idx").tolist()))
+            if "tensor_name" in columns:
+                names = columns["tensor_name"]
+                columns["tensor_name"] = [self._renamed(name, is_one_sided=is_one_sided) for name in names]
+            return list(zip(*columns.values(), strict=True)) if columns else [()] * len(records)
 
-        return renamed
+        return keys_of(a), keys_of(b)
+
+    def _renamed(self, name: str, *, is_one_sided: bool) -> str:
+        """The name of a tensor, as it is matched; `is_one_sided`: one side alone has queries, keys or values."""
+        bare = _bare(name)
+        if "phase" in self.names:
+            return "output" if bare in {"input", "output", *_ENTERING} else name
+        matched = "input" if is_one_sided and bare in _ENTERING else bare
+        return matched if "operation" in self.names else name.removesuffix(bare) + matched
+
+    def members(self, records: Records) -> list[Key]:
+        """For each record what tells it from others with its key: everything else, but for the rank, unless paired."""
+        fields = (*_BUT_RANK, "rank") if "rank" in self.names else _BUT_RANK
+        return list(zip(*(records.column(field).tolist() for field in fields), strict=True))
 
 
 def parse_pairs(texts: str | Sequence[str]) -> tuple[PairedField, ...]:
@@ -198,20 +175,20 @@ def _parse_pair(text: str) -> PairedField:
         raise UsageError(f"records cannot be paired by {name!r}: use {' or '.join(nearest)}")
     if ":" in right:
         raise UsageError(f"pair {text!r} has two colons: write ranges of numbers with a dash, as in {name}=0-3:4-7")
-    return PairedField(field=name, left=left, right=right)
+    return PairedField(name, left, right)
 
 
 def _bare(name: str) -> str:
     return name.removeprefix("grad_")
 
 
-def _standing(records: Records) -> list[str]:
-    return [name for name in _different(records, "tensor_name") if _bare(name) in _STANDING]
+def _is_parameter(name: str) -> bool:
+    return _bare(name) in _PARAMETERS
 
 
-def _without_standing(records: Records) -> Records:
+def _without_parameters(records: Records) -> Records:
     """The records of what goes into modules and comes out of them."""
-    names = sorted(_different(records, "tensor_name").difference(_standing(records)))
+    names = sorted(name for name in _different(records, "tensor_name") if not _is_parameter(name))
     if not names:
         raise NoRecordsError(
             "no record is of what goes into a module or comes out of it: weights and their gradients do not"
@@ -231,6 +208,25 @@ _NAME = ("module", "layer_type", "layer_idx", "operation", "phase", "quant_type"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Records of one side that are one tensor."""
+
+    rows: tuple[int, ...]
+    """Rows of the selection, by rank."""
+    is_assembled: bool = False
+    """Whether they are put together, or a single record is taken as it is."""
+    shape: tuple[int, ...] = ()
+    """Of the whole tensor, where it is put together."""
+    copies: int = 1
+    """Ranks whose records are the same bits, and of which this one stands for all."""
+    has_differing_copies: bool = False
+    """Whether ranks that should hold the same recorded other bits."""
+
+
+Pair = tuple[Parts, Parts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Matching:
     """Two sides, and which of their records belong together."""
 
@@ -238,7 +234,7 @@ class Matching:
     """The first side, the reference."""
     b: Records
     """The second side."""
-    pairs: tuple[tuple[Parts, Parts], ...]
+    pairs: tuple[Pair, ...]
     """The tensors that are compared, in the order of the first side."""
     unmatched_a: tuple[int, ...]
     """Records of the first side without a counterpart."""
@@ -249,7 +245,7 @@ class Matching:
         """For each side that has any, in one line which records have no counterpart."""
         sides = (("first", self.a, self.unmatched_a), ("second", self.b, self.unmatched_b))
         return [
-            f"{len(rows)} of {len(records)} records of the {name} side have no counterpart: {name_sites(records, rows)}"
+            f"{len(rows)} of {len(records)} records of the {name} side have no counterpart: {_sites(records, rows)}"
             for name, records, rows in sides
             if rows
         ]
@@ -276,26 +272,29 @@ def match(a: Records, b: Records, pairing: Pairing, *, is_one_run: bool) -> Matc
         NoRecordsError: no record has a counterpart; the message names the nearest.
         UsageError: several records of each side belong together, and nothing says which to which.
     """
-    side_a, side_b = Side(a), Side(b)
-    keys = pairing.keys(a, b)
-    groups_a, groups_b = (_grouped(*both) for both in zip(keys, map(pairing.members, (a, b)), strict=True))
-    pairs: list[tuple[Parts, Parts]] = []
+    sides = _Side(a), _Side(b)
+    groups: list[dict[Key, dict[Key, list[int]]]] = [{}, {}]
+    for found, keys, records in zip(groups, pairing.keys(a, b), (a, b), strict=True):
+        for row, (key, member) in enumerate(zip(keys, pairing.members(records), strict=True)):
+            found.setdefault(key, {}).setdefault(member, []).append(row)
+    pairs: list[Pair] = []
     matched: tuple[set[int], set[int]] = (set(), set())
-    for key, members_a in groups_a.items():
-        for member_a, member_b in _matched(members_a, groups_b.get(key, {}), pairing):
-            rows_a, rows_b = members_a[member_a], groups_b[key][member_b]
+    for key, members_a in groups[0].items():
+        members_b = groups[1].get(key, {})
+        for member_a, member_b in _matched(list(members_a), list(members_b), pairing):
+            rows = members_a[member_a], members_b[member_b]
             is_itself = is_one_run and member_a == member_b
             if is_itself:
-                found = []
+                own = []
             elif "rank" in pairing.names:
                 # Two records as they are, whatever parts of tensors they hold.
-                found = [(_single(row_a), _single(row_b)) for row_a, row_b in itertools.product(rows_a, rows_b)]
+                own = [(Parts(rows=(row_a,)), Parts(rows=(row_b,))) for row_a, row_b in itertools.product(*rows)]
             else:
-                found = match_ranks(side_a, rows_a, side_b, rows_b)
-            pairs += found
-            if found or is_itself:
-                matched[0].update(rows_a)
-                matched[1].update(rows_b)
+                own = _match_ranks(*sides, *rows)
+            pairs += own
+            if own or is_itself:
+                matched[0].update(rows[0])
+                matched[1].update(rows[1])
     if not pairs:
         raise NoRecordsError(_nothing_matched(a, b, pairing))
     if pairing.neighbours:
@@ -310,31 +309,29 @@ def match(a: Records, b: Records, pairing: Pairing, *, is_one_run: bool) -> Matc
 
 
 def twins_of(matching: Matching, noise: Records) -> list[tuple[int, ...] | None]:
-    """For each pair the records of an equal run that are the twins of the first side's; None where one is missing.
+    """For each pair the rows of the first side's tensor in an equal run; None where one is missing.
 
     Raises:
         NoRecordsError: there are none.
     """
-
-    def places(records: Records) -> list[Key]:
-        return list(zip(*(records.column(field).tolist() for field in (*MATCHED, "rank")), strict=True))
-
-    rows = {key: row for row, key in enumerate(places(noise))}
-    keys = places(matching.a)
-    found = [[rows.get(keys[row]) for row in one.rows] for one, _ in matching.pairs]
-    twins = [None if None in row else tuple(place for place in row if place is not None) for row in found]
+    keys, own = (
+        list(zip(*(records.column(field).tolist() for field in (*MATCHED, "rank")), strict=True))
+        for records in (matching.a, noise)
+    )
+    row_of = {key: row for row, key in enumerate(own)}
+    found = [tuple(row_of[keys[row]] for row in one.rows if keys[row] in row_of) for one, _ in matching.pairs]
+    twins = [rows if len(rows) == len(one.rows) else None for rows, (one, _) in zip(found, matching.pairs, strict=True)]
     if not any(twins):
         raise NoRecordsError("no tensor of the first side is in the run that --noise names: give a second equal run")
     return twins
 
 
-def name_sites(records: Records, rows: Sequence[int]) -> str:
+def _sites(records: Records, rows: Sequence[int]) -> str:
     """The sites of records in a few words, those first of which there are most."""
     columns = [records.column(field) for field in _NAME]
     counts = Counter(site_name(*(column[row] for column in columns)) for row in rows)
     named = [f"{name} ({count})" for name, count in counts.most_common(MAX_NAMED)]
-    rest = len(counts) - len(named)
-    return ", ".join(named) + (f" and {rest} more" if rest > 0 else "")
+    return _few(named, total=len(counts))
 
 
 def site_name(module: str, layer_type: str, layer_idx: int, *rest: str) -> str:
@@ -343,49 +340,31 @@ def site_name(module: str, layer_type: str, layer_idx: int, *rest: str) -> str:
     return " ".join([module or layer_type, *([f"layer {layer_idx}"] if has_layer else []), *rest])
 
 
-def _grouped(keys: Sequence[Key], members: Sequence[Key]) -> dict[Key, dict[Key, list[int]]]:
-    groups: dict[Key, dict[Key, list[int]]] = {}
-    for row, (key, member) in enumerate(zip(keys, members, strict=True)):
-        groups.setdefault(key, {}).setdefault(member, []).append(row)
-    return groups
+def _matched(members_a: list[Key], members_b: list[Key], pairing: Pairing) -> Iterator[tuple[Key, Key]]:
+    """The members of either side that belong together; those of one key.
 
-
-def _matched(
-    members_a: dict[Key, list[int]], members_b: dict[Key, list[int]], pairing: Pairing
-) -> Iterator[tuple[Key, Key]]:
-    """The members of either side that belong together; those of one key."""
-    if not pairing.neighbours:
-        yield from _combined(list(members_a), list(members_b), pairing)
-        return
-    place = _FIELDS.index("layer_idx")
-    layers = [
-        [member for member in members_a if member[place] == layer]
-        for layer in sorted({member[place] for member in members_a})
-    ]
-    for one, other in itertools.pairwise(layers):
-        yield from _combined(one, other, pairing)
-
-
-def _combined(members_a: list[Key], members_b: list[Key], pairing: Pairing) -> Iterator[tuple[Key, Key]]:
-    """Each with each, where there is but one on either side, or where sides are of two kinds of layers."""
-    if len(members_a) > 1 and len(members_b) > 1 and not pairing.is_of_kinds:
-        fields = [*_FIELDS, "rank"] if "rank" in pairing.names else _FIELDS
-        columns = zip(*members_a, *members_b, strict=True)
-        several = [field for field, values in zip(fields, columns, strict=True) if len(set(values)) > 1]
-        raise UsageError(
-            f"{len(members_a)} records of the first side belong to {len(members_b)} of the second, such as "
-            f"{_words(members_a[0])}: they differ in {', '.join(several)}; leave one of them on a side, with a filter "
-            f"or with --pair {several[-1]}=LEFT:RIGHT"
-        )
-    yield from itertools.product(members_a, members_b)
-
-
-_FIELDS = [field for field in PAIRED if field != "rank"]
-
-
-def _words(member: Key) -> str:
-    values = dict(zip(_FIELDS, member, strict=False))
-    return site_name(*(values[field] for field in _NAME))
+    Each with each, where there is but one on either side, or where sides are of two kinds of layers.
+    """
+    if pairing.neighbours:
+        layer = _BUT_RANK.index("layer_idx")
+        layers: dict[int, list[Key]] = {}
+        for member in sorted(members_a, key=lambda member: member[layer]):
+            layers.setdefault(member[layer], []).append(member)
+        sides = list(itertools.pairwise(layers.values()))
+    else:
+        sides = [(members_a, members_b)]
+    for left, right in sides:
+        if len(left) > 1 and len(right) > 1 and not pairing.is_of_kinds:
+            fields = (*_BUT_RANK, "rank")
+            columns = zip(*left, *right, strict=True)
+            several = [field for field, values in zip(fields, columns, strict=False) if len(set(values)) > 1]
+            known = dict(zip(_BUT_RANK, left[0], strict=False))
+            raise UsageError(
+                f"{len(left)} records of the first side belong to {len(right)} of the second, such as "
+                f"{site_name(*(known[field] for field in _NAME))}: they differ in {', '.join(several)}; leave one of "
+                f"them on a side, with a filter or with --pair {several[-1]}=LEFT:RIGHT"
+            )
+        yield from itertools.product(left, right)
 
 
 def _nothing_matched(a: Records, b: Records, pairing: Pairing) -> str:
@@ -395,8 +374,7 @@ def _nothing_matched(a: Records, b: Records, pairing: Pairing) -> str:
         values = [sorted({str(value) for value in side.column(field).tolist()}) for side in (a, b)]
         if not set(values[0]).isdisjoint(values[1]):
             continue
-        wider = Pairing(fields=(*pairing.fields, PairedField(field=field, left="*", right="*")))
-        keys = wider.keys(a, b)
+        keys = Pairing(fields=(*pairing.fields, PairedField(field, ANY, ANY))).keys(a, b)
         if not set(keys[0]).isdisjoint(keys[1]):
             return (
                 f"{what}: {field} is {_few(values[0])} on the first and {_few(values[1])} on the second; "
@@ -407,38 +385,26 @@ def _nothing_matched(a: Records, b: Records, pairing: Pairing) -> str:
     return f"{what}: the nearest to {names[0][0]!r} is {nearest[0]!r}; see 'ranktape analyze ls' of both"
 
 
-def _few(values: Sequence[str]) -> str:
-    rest = len(values) - MAX_NAMED
+def _few(values: Sequence[str], *, total: int = 0) -> str:
+    rest = (total or len(values)) - MAX_NAMED
     return ", ".join(values[:MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-WHOLE = "null"
-"""What the catalogue says of the placement of a tensor that is no part."""
-
-
-class Side:
+class _Side:
     """The records of one side, with the columns that tell their layouts."""
 
     def __init__(self, records: Records) -> None:
         self.records = records
-        """The selection."""
         self.ranks: list[int] = records.column("rank").tolist()
         self.placements: list[str] = records.column("placement").tolist()
-        self.checksums: list[int] = records.column("checksum").tolist()
         self.shapes: list[str] = records.column("shape").tolist()
+        self.bits = list(zip(self.shapes, records.column("checksum").tolist(), strict=True))
+        """The same for two records whose values are the same bits."""
         self._parts: dict[tuple[str, int], object] = {}
 
-    def by_rank(self, rows: Sequence[int]) -> list[int]:
-        """The records in the order of their ranks."""
-        return sorted(rows, key=self.ranks.__getitem__)
-
-    def bits(self, row: int) -> tuple[str, int]:
-        """What two records have in common whose values are the same bits."""
-        return self.shapes[row], self.checksums[row]
-
     def part(self, row: int) -> object:
-        """What the records of copies have in common; a whole tensor without a placement is of its rank alone."""
-        rank, text = self.ranks[row], self.placements[row]
+        """The same for the records of copies; a whole tensor without a placement is of its rank alone."""
+        text, rank = self.placements[row], self.ranks[row]
         if text == WHOLE:
             return rank
         if (text, rank) not in self._parts:
@@ -447,84 +413,61 @@ class Side:
             self._parts[text, rank] = placement.axes, placement.ranks, placement.fixed(AxisKind.REPLICATE)
         return self._parts[text, rank]
 
+    def tensors(self, rows: Sequence[int]) -> list[Parts]:
+        """The tensors of which the records are parts, by the lowest of their ranks."""
+        records = [self.records[row] for row in rows]
+        row_of = {id(record): row for record, row in zip(records, rows, strict=True)}
+        return [
+            Parts(
+                rows=tuple(row_of[id(record)] for record in view.records),
+                is_assembled=self.placements[row_of[id(view.records[0])]] != WHOLE,
+                shape=view.shape,
+                has_differing_copies=bool(view.differing_replicas()),
+            )
+            for view in assemble_records(records, replicas="ignore")
+        ]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """Records of one side that are one tensor."""
-
-    rows: tuple[int, ...]
-    """Where in the selection they are; by rank."""
-    is_assembled: bool
-    """Whether they are put together, or a single record is taken as it is."""
-    shape: tuple[int, ...] = ()
-    """Of the whole tensor, where it is put together."""
-    copies: int = 1
-    """Ranks whose records are the same bits, and of which this one stands for all."""
-    has_differing_copies: bool = False
-    """Whether ranks that should hold the same recorded other bits."""
+    def one_of_equals(self, tensors: list[Parts]) -> list[Parts]:
+        """One for all, where every tensor is one record, and all of them are the same bits."""
+        is_equal = len({self.bits[parts.rows[0]] for parts in tensors}) == 1
+        if len(tensors) > 1 and is_equal and all(len(parts.rows) == 1 and not parts.is_assembled for parts in tensors):
+            return [Parts(rows=tensors[0].rows, copies=len(tensors))]
+        return tensors
 
 
-def match_ranks(a: Side, rows_a: Sequence[int], b: Side, rows_b: Sequence[int]) -> list[tuple[Parts, Parts]]:
+def _match_ranks(a: _Side, b: _Side, rows_a: Sequence[int], rows_b: Sequence[int]) -> list[Pair]:
     """The tensors of both sides, one with the other; empty where they are not as many."""
-    if len(rows_a) == 1 and len(rows_b) == 1 and a.placements[rows_a[0]] == b.placements[rows_b[0]] == WHOLE:
-        return [(_single(rows_a[0]), _single(rows_b[0]))]
-    by_rank = list(zip(a.by_rank(rows_a), b.by_rank(rows_b), strict=False))
-    if len(rows_a) == len(rows_b) and all(_is_same_part(a, row_a, b, row_b) for row_a, row_b in by_rank):
-        return _rank_by_rank(a, b, by_rank)
-    tensors = [_assembled(side, side.by_rank(rows)) for side, rows in ((a, rows_a), (b, rows_b))]
+    if len(rows_a) == len(rows_b) == 1 and a.placements[rows_a[0]] == b.placements[rows_b[0]] == WHOLE:
+        return [(Parts(rows=tuple(rows_a)), Parts(rows=tuple(rows_b)))]
+    ordered_a, ordered_b = sorted(rows_a, key=a.ranks.__getitem__), sorted(rows_b, key=b.ranks.__getitem__)
+
+    def is_same_part(row_a: int, row_b: int) -> bool:
+        texts = a.placements[row_a], b.placements[row_b]
+        is_same = texts[0] == texts[1] or (WHOLE in texts and a.shapes[row_a] == b.shapes[row_b])
+        return a.ranks[row_a] == b.ranks[row_b] and is_same
+
+    if len(rows_a) == len(rows_b) and all(map(is_same_part, ordered_a, ordered_b)):
+        return _rank_by_rank(a, b, list(zip(ordered_a, ordered_b, strict=True)))
+    tensors = a.tensors(ordered_a), b.tensors(ordered_b)
     if len(tensors[0]) != len(tensors[1]):
-        tensors = [_one_of_equals(side, parts) for side, parts in zip((a, b), tensors, strict=True)]
+        tensors = a.one_of_equals(tensors[0]), b.one_of_equals(tensors[1])
     return list(zip(*tensors, strict=True)) if len(tensors[0]) == len(tensors[1]) else []
 
 
-def _single(row: int, **fields: int) -> Parts:
-    return Parts(rows=(row,), is_assembled=False, **fields)  # type: ignore[arg-type]
-
-
-def _is_same_part(a: Side, row_a: int, b: Side, row_b: int) -> bool:
-    """Whether two records are of one rank and one part, as far as is known."""
-    placements = a.placements[row_a], b.placements[row_b]
-    is_same = placements[0] == placements[1] or (WHOLE in placements and a.shapes[row_a] == b.shapes[row_b])
-    return a.ranks[row_a] == b.ranks[row_b] and is_same
-
-
-def _rank_by_rank(a: Side, b: Side, rows: Sequence[tuple[int, int]]) -> list[tuple[Parts, Parts]]:
+def _rank_by_rank(a: _Side, b: _Side, rows: Sequence[tuple[int, int]]) -> list[Pair]:
     """Each rank's record with its counterpart; of copies that are equal on either side the first."""
     groups: dict[object, list[tuple[int, int]]] = {}
     for row_a, row_b in rows:
         groups.setdefault((a.part(row_a), b.part(row_b)), []).append((row_a, row_b))
-    pairs: list[tuple[Parts, Parts]] = []
+    pairs: list[Pair] = []
     for copies in groups.values():
-        num_a, num_b = len({a.bits(row) for row, _ in copies}), len({b.bits(row) for _, row in copies})
-        if (num_a, num_b) == (1, 1):
-            first_a, first_b = copies[0]
-            pairs.append((_single(first_a, copies=len(copies)), _single(first_b, copies=len(copies))))
-            continue
+        num_a, num_b = len({a.bits[row] for row, _ in copies}), len({b.bits[row] for _, row in copies})
+        kept, num = (copies[:1], len(copies)) if (num_a, num_b) == (1, 1) else (copies, 1)
         pairs += [
-            (_single(row_a, has_differing_copies=num_a > 1), _single(row_b, has_differing_copies=num_b > 1))
-            for row_a, row_b in copies
+            (
+                Parts(rows=(row_a,), copies=num, has_differing_copies=num_a > 1),
+                Parts(rows=(row_b,), copies=num, has_differing_copies=num_b > 1),
+            )
+            for row_a, row_b in kept
         ]
     return pairs
-
-
-def _assembled(side: Side, rows: Sequence[int]) -> list[Parts]:
-    """The tensors of which the records are parts, by the lowest of their ranks."""
-    records: list[Record] = [side.records[row] for row in rows]
-    row_of = {id(record): row for record, row in zip(records, rows, strict=True)}
-    return [
-        Parts(
-            rows=tuple(row_of[id(record)] for record in view.records),
-            is_assembled=side.placements[row_of[id(view.records[0])]] != WHOLE,
-            shape=view.shape,
-            has_differing_copies=bool(view.differing_replicas()),
-        )
-        for view in assemble_records(records, replicas="ignore")
-    ]
-
-
-def _one_of_equals(side: Side, tensors: list[Parts]) -> list[Parts]:
-    """One for all, where every tensor is one record, and all of them are the same bits."""
-    is_equal = len({side.bits(parts.rows[0]) for parts in tensors}) == 1
-    if len(tensors) > 1 and is_equal and all(len(parts.rows) == 1 and not parts.is_assembled for parts in tensors):
-        return [_single(tensors[0].rows[0], copies=len(tensors))]
-    return tensors

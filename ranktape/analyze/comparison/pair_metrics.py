@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from ranktape.analyze.comparison.matching import Matching, Parts
+import numpy as np
+
+from ranktape.analyze.comparison.matching import Matching, Pair, Parts
 from ranktape.analyze.engine.digests import digests, merge_digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
@@ -26,10 +28,9 @@ from ranktape.storage.records.assemble import AxisKind, parse_placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairMetric:
-    """One number that is made of what sets a pair apart."""
+    """One number of a pair."""
 
     column: Column
-    """The column of a table with one row for each pair, with its name."""
     of: Callable[[Any], float | None]
     """The metric, of the differences of a pair, or of its distances."""
     is_distance: bool = False
@@ -38,10 +39,6 @@ class PairMetric:
     """Whether it is 0 between equal tensors and grows from there: what a divergence can be judged by."""
     is_good: bool = False
     """Whether more is better."""
-
-    def worst(self, values: Sequence[float]) -> float | None:
-        """The worst of several; None of none."""
-        return (min if self.is_good else max)(values, default=None)
 
 
 def _metric(
@@ -103,27 +100,75 @@ JUDGED = tuple(name for name, one in PAIR_METRICS.items() if one.is_judged)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """What a divergence is judged by."""
+
+    metric: str
+    tolerance: float
+    """The metric may be as large as this."""
+    margin: float
+    """It may be as many times as large as the noise floor."""
+    has_noise: bool
+    """Whether there is an equal run to know the floor from."""
+    is_same_tensor: bool
+    """Whether both sides are the same tensors of a model: others do not diverge, they are different."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be judged by.
+
+        Raises:
+            UsageError: a divergence cannot be judged by the metric, or a limit is negative.
+        """
+        if self.metric not in JUDGED:
+            nearest = difflib.get_close_matches(self.metric, JUDGED, n=2) or JUDGED
+            raise UsageError(f"a divergence cannot be judged by {self.metric!r}: use {' or '.join(nearest)}")
+        for name, limit in (("tolerance", self.tolerance), ("margin", self.margin)):
+            if not 0 <= limit < math.inf:
+                raise UsageError(f"{name} {limit} is not allowed: give 0 or more")
+
+    def value(self, differences: Differences | None) -> float | None:
+        """The metric: 0 where no bit differs, infinite where one of the two is NaN or infinite alone."""
+        if differences is None or not differences.num_differing:
+            return None if differences is None else 0.0
+        return math.inf if differences.num_apart else PAIR_METRICS[self.metric].of(differences)
+
+
 class ComparedPair:
     """Two tensors, and what sets them apart."""
 
-    a: Parts
-    """Where in the first side the reference is."""
-    b: Parts
-    """Where in the second side what is compared with it is."""
-    order: int
-    """Its place in the order of execution, from 1."""
-    differences: Differences | None
-    """Element by element; None where the distributions alone are compared."""
-    distances: Distances | None
-    """Between the distributions; None where they were not asked for."""
-    value: float | None
-    """The judged metric: 0 where no bit differs, infinite where one of the two is NaN or infinite alone."""
-    floor: float | None = None
-    """The judged metric between the reference and its twin in an equal run; None without one."""
-    ratio: float | None = None
-    """The judged metric over the floor; infinite where the floor is 0 and the metric is not; None without a floor."""
-    diverges: bool | None = None
-    """Whether the difference is larger than what is tolerated; None where that cannot be judged."""
+    def __init__(
+        self,
+        sides: Pair,
+        judge: Judge,
+        *,
+        order: int,
+        differences: Differences | None,
+        twin: Differences | None,
+        distances: Distances | None,
+    ) -> None:
+        self.a, self.b = sides
+        self.order = order
+        """Its number in the order of execution, from 1."""
+        self.differences, self.distances = differences, distances
+        """Element by element, None where the distributions alone are compared; and between the distributions."""
+        self.value = judge.value(differences)
+        """The judged metric."""
+        self.floor = None if differences is None else judge.value(twin)
+        """The judged metric between the reference and its twin in an equal run; None without one."""
+        self.ratio: float | None = None
+        """The judged metric over the floor; infinite where the floor alone is 0; None without a floor."""
+        if self.value is not None and self.floor is not None and not math.isinf(self.floor):
+            self.ratio = self.value / self.floor if self.floor else (math.inf if self.value else None)
+        self.diverges: bool | None = None
+        """Whether the difference is larger than what is tolerated; None where that cannot be judged.
+
+        Distributions alone diverge where they are not the same at all, if nothing is tolerated and no noise is known.
+        """
+        if differences is None:
+            if distances is not None and judge.is_same_tensor and not judge.tolerance and not judge.has_noise:
+                self.diverges = distances.differ
+        elif judge.is_same_tensor and self.value is not None and (self.floor is not None or not judge.has_noise):
+            self.diverges = self.value > max(judge.tolerance, judge.margin * (self.floor or 0.0))
 
     @property
     def differs(self) -> bool:
@@ -149,88 +194,13 @@ class ComparedPair:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judge:
-    """Says which pairs diverge."""
-
-    metric: str
-    """What is compared with the limits."""
-    tolerance: float
-    """The metric may be as large as this."""
-    margin: float
-    """It may be as many times as large as the noise floor."""
-    has_noise: bool
-    """Whether there is an equal run to know the floor from."""
-    is_same_tensor: bool
-    """Whether both sides are the same tensors of a model: others do not diverge, they are different."""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be judged by.
-
-        Raises:
-            UsageError: a divergence cannot be judged by the metric, or a limit is negative.
-        """
-        if self.metric not in JUDGED:
-            nearest = difflib.get_close_matches(self.metric, JUDGED, n=2) or JUDGED
-            raise UsageError(f"a divergence cannot be judged by {self.metric!r}: use {' or '.join(nearest)}")
-        for name, limit in (("tolerance", self.tolerance), ("margin", self.margin)):
-            if not 0 <= limit < math.inf:
-                raise UsageError(f"{name} {limit} is not allowed: give 0 or more")
-
-    def pair(
-        self,
-        sides: tuple[Parts, Parts],
-        *,
-        order: int,
-        differences: Differences | None,
-        twin: Differences | None,
-        distances: Distances | None,
-    ) -> ComparedPair:
-        """The pair with its judgement.
-
-        Distributions alone diverge where they are not the same at all, if nothing is tolerated and no noise is known.
-        """
-        value, floor = self._value(differences), self._value(twin)
-        ratio = diverges = None
-        if differences is None:
-            floor = None
-            if distances is not None and not self.tolerance and not self.has_noise:
-                diverges = distances.differ
-        elif value is not None and (floor is not None or not self.has_noise):
-            ratio = None if floor is None else _ratio(value, floor)
-            diverges = value > max(self.tolerance, self.margin * (floor or 0.0))
-        return ComparedPair(
-            a=sides[0],
-            b=sides[1],
-            order=order,
-            differences=differences,
-            distances=distances,
-            value=value,
-            floor=floor,
-            ratio=ratio,
-            diverges=diverges if self.is_same_tensor else None,
-        )
-
-    def _value(self, differences: Differences | None) -> float | None:
-        if differences is None or not differences.num_differing:
-            return None if differences is None else 0.0
-        return math.inf if differences.num_apart else PAIR_METRICS[self.metric].of(differences)
-
-
-def _ratio(value: float, floor: float) -> float | None:
-    if math.isinf(floor):
-        return None
-    return value / floor if floor else (math.inf if value else None)
-
-
-def execution_order(records: Records, rows: list[int]) -> list[int]:
-    """For each row its place in the order of execution, from 1: by iteration, microbatch, counter and rank."""
-    columns = [records.column(field).tolist() for field in ("iteration", "microbatch", "counter", "rank")]
-    ordered = sorted(range(len(rows)), key=lambda place: [column[rows[place]] for column in columns])
-    places = [0] * len(rows)
-    for order, place in enumerate(ordered, start=1):
-        places[place] = order
-    return places
+def execution_order(records: Records, rows: Sequence[int]) -> list[int]:
+    """For each row its number in the order of execution, from 1: by iteration, microbatch, counter and rank."""
+    fields = ("rank", "counter", "microbatch", "iteration")
+    ordered = np.lexsort([records.column(field)[list(rows)] for field in fields])
+    numbers = np.empty(len(rows), dtype=np.int64)
+    numbers[ordered] = np.arange(1, len(rows) + 1)
+    return [int(number) for number in numbers]
 
 
 def distances_of(matching: Matching, *, view: View | None, engine: Engine) -> list[Distances | None]:
@@ -248,18 +218,18 @@ def distances_of(matching: Matching, *, view: View | None, engine: Engine) -> li
         rows.append([_distinct(records, parts) for records, parts in zip(sides, pair, strict=True)])
     found: list[Distances | None] = [None] * len(rows)
     for one in sorted(set(views)):
-        places = [place for place, rows_of in enumerate(rows) if views[place] is one and all(rows_of)]
+        numbers = [number for number, rows_of in enumerate(rows) if views[number] is one and all(rows_of)]
         merged = [
-            _merged(records, [rows[place][side] for place in places], view=one, engine=engine)
+            _merged(records, [rows[number][side] for number in numbers], view=one, engine=engine)
             for side, records in enumerate(sides)
         ]
-        for place, a, b in zip(places, *merged, strict=True):
-            found[place] = distance(a, b)
+        for number, a, b in zip(numbers, *merged, strict=True):
+            found[number] = distance(a, b)
     return found
 
 
 def _distinct(records: Records, parts: Parts) -> tuple[int, ...]:
-    """Of the parts of a tensor one copy each; none where they are summands, whose values are not those of the sum."""
+    """One copy of each part of a tensor; none where they are summands, whose values are not those of the sum."""
     if not parts.is_assembled:
         return parts.rows
     first_copies: dict[tuple[int | None, ...], int] = {}

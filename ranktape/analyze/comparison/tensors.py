@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,57 +37,42 @@ class ComparedTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole tensor."""
-        return assemble_records(self.records, replicas="ignore")[0].shape if self.is_assembled else self.first.shape
-
-    @property
-    def first(self) -> Record:
-        """The record, or the first of the parts."""
-        return self.records[0]
+        return (
+            assemble_records(self.records, replicas="ignore")[0].shape if self.is_assembled else self.records[0].shape
+        )
 
     @property
     def has_values(self) -> bool:
         """Whether the values of all parts were kept."""
         return all(record.keep == Keep.VALUES for record in self.records)
 
-    @property
-    def sample_dim(self) -> int | None:
-        """The dimension of samples."""
-        return self.first.sample_dim
-
     def read(self, *, view: View) -> NDArray[Any]:
         """The values, in the element type that `viewed_dtype` names."""
         if not self.is_assembled:
-            return read_values(self.first, view=view)
+            return read_values(self.records[0], view=view)
         return self._viewed(assemble_records(self.records, replicas="ignore")[0].read(), view=view)
 
     def read_sample(self, sample: int, *, view: View) -> NDArray[Any]:
         """The values of one sample."""
-        return self._viewed(self.first.read(sample), view=view)
+        return self._viewed(self.records[0].read(sample), view=view)
 
     def is_read_by_sample(self) -> bool:
         """Whether the tensor is large, and each of its samples can be read without the others."""
-        record = self.first
+        record = self.records[0]
         if self.is_assembled or record.sample_dim is None or record.location.stack or record.location.group == ".":
             return False
         num_samples = record.shape[record.sample_dim]
         return record.nbytes > WHOLE_NBYTES and record.nbytes // num_samples >= MIN_SAMPLE_NBYTES
 
     def _viewed(self, values: NDArray[Any], *, view: View) -> NDArray[Any]:
-        first = self.first
+        first = self.records[0]
         dtype = numpy_dtype(viewed_dtype(dtype=first.dtype, compute_dtype=first.compute_dtype, view=view))
         with np.errstate(over="ignore", invalid="ignore"):
             return values if values.dtype == dtype else values.astype(dtype)
 
 
-class PairOfTensors(NamedTuple):
-    """Two tensors that are compared; it can be pickled."""
-
-    a: ComparedTensor
-    """The reference."""
-    b: ComparedTensor
-    """What is compared with it."""
-    twin: ComparedTensor | None
-    """The same tensor as `a`, of another run that should be equal."""
+PairOfTensors = tuple[ComparedTensor, ComparedTensor, ComparedTensor | None]
+"""The reference, what is compared with it, and the twin of the reference in an equal run."""
 
 
 def compare_pairs(pairs: Sequence[PairOfTensors], *, view: View) -> list[tuple[Differences | None, Differences | None]]:
@@ -105,13 +90,13 @@ def compare_tensors(a: ComparedTensor, b: ComparedTensor, *, view: View = View.S
     """
     if not (a.has_values and b.has_values and a.shape == b.shape):
         return None
-    return compare_parts(_parts(a, b, view=view), shape=a.shape, first_dim=a.sample_dim)
+    return compare_parts(_parts(a, b, view=view), shape=a.shape, first_dim=a.records[0].sample_dim)
 
 
 def _parts(a: ComparedTensor, b: ComparedTensor, *, view: View) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     """Both tensors in flat parts, samples first: the same elements in the same order, however they are read."""
-    dim = a.sample_dim
-    if dim is not None and dim == b.sample_dim and a.is_read_by_sample() and b.is_read_by_sample():
+    dim = a.records[0].sample_dim
+    if dim is not None and dim == b.records[0].sample_dim and a.is_read_by_sample() and b.is_read_by_sample():
         for sample in range(a.shape[dim]):
             values = (side.read_sample(sample, view=view) for side in (a, b))
             yield tuple(np.ascontiguousarray(one).reshape(-1) for one in values)  # type: ignore[misc]
@@ -158,7 +143,7 @@ class PairTasks(Sequence[list[PairOfTensors]]):
             known = [dataclasses.replace(one, rows=own) for (one, _), own in zip(pairs, rows, strict=True) if own]
             found = iter(_tensors(self._noise, known))
             twins = (next(found) if own else None for own in rows)
-        return list(map(PairOfTensors, a, b, twins))
+        return list(zip(a, b, twins, strict=False))
 
 
 BATCH_NBYTES = 1 << 25

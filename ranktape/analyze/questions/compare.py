@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ranktape.analyze.comparison.matching import Matching, Pairing, match, parse_pairs, site_name, twins_of
+from ranktape.analyze.comparison.matching import Matching, Pairing, Parts, match, parse_pairs, site_name, twins_of
 from ranktape.analyze.comparison.pair_metrics import PAIR_METRICS, ComparedPair, Judge, distances_of, execution_order
 from ranktape.analyze.comparison.tensors import PairTasks, compare_pairs
 from ranktape.analyze.engine.engine import Engine, next_step, steps
@@ -21,7 +22,6 @@ from ranktape.analyze.identity import (
     identity_rows,
     with_stacks,
 )
-from ranktape.analyze.numerics.differences import Differences
 from ranktape.analyze.numerics.distributions import Distances
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UsageError
@@ -91,23 +91,13 @@ def compare(
         pairs.sort(key=lambda one: one.order if in_order else (-one.badness, one.order))
         return rows.table(pairs)
 
-    if other is None:
-        return _ask(records, ask, each="for itself")
-    _refuse_several(records)
-    return _ask(other, ask, each=f"with {printable(records.reader.url)}")
-
-
-def _ask(records: Records, ask: Callable[[Records], Table], *, each: str) -> Table:
-    """The table of one source, or of each of several."""
-    if len(records.sources) <= 1:
-        return ask(records)
-    return ask_each(records, ask, title=f"{len(records.sources)} sources compared, each {each}")
-
-
-def _refuse_several(records: Records) -> None:
-    if len(records.sources) > 1:
+    asked, each = (records, "for itself") if other is None else (other, f"with {printable(records.reader.url)}")
+    if other is not None and len(records.sources) > 1:
         named = ", ".join(map(printable, records.sources))
         raise UsageError(f"one source is compared with others, and here {len(records.sources)} are one side: {named}")
+    if len(asked.sources) <= 1:
+        return ask(asked)
+    return ask_each(asked, ask, title=f"{len(asked.sources)} sources compared, each {each}")
 
 
 def _match(a: Records, b: Records | None, pairing: Pairing, *, allow_unmatched: bool) -> Matching:
@@ -140,22 +130,17 @@ def _compared(
     """What sets the tensors of each pair apart."""
     tasks = PairTasks(matching, twins=() if noise is None else twins_of(matching, noise), noise=noise)
     work = functools.partial(compare_pairs, view=view or View.SEEN)
-
-    def compared() -> list[tuple[Differences | None, Differences | None]]:
-        return [answer for batch in engine.map(work, tasks, sizes=tasks.sizes) for answer in batch]
-
     distances: list[Distances | None] = [None] * len(matching.pairs)
-    if with_distances:
-        with steps(2):
+    with steps(2) if with_distances else contextlib.nullcontext():
+        if with_distances:
             next_step()
-            differences = compared()
+        differences = [answer for batch in engine.map(work, tasks, sizes=tasks.sizes) for answer in batch]
+        if with_distances:
             next_step()
             distances = distances_of(matching, view=view, engine=engine)
-    else:
-        differences = compared()
     orders = execution_order(matching.a, [one.rows[0] for one, _ in matching.pairs])
     return [
-        judge.pair(sides, order=order, differences=apart, twin=twin, distances=distance)
+        ComparedPair(sides, judge, order=order, differences=apart, twin=twin, distances=distance)
         for sides, order, (apart, twin), distance in zip(matching.pairs, orders, differences, distances, strict=True)
     ]
 
@@ -169,13 +154,11 @@ _ANSWERS = {True: "yes", False: "no", None: None}
 
 
 class _PairRows:
-    """Makes the table of compared pairs: one row for each pair, or for each group of them."""
+    """Makes the table of compared pairs: one row for each pair, or with `by` for each group of them."""
 
     def __init__(self, matching: Matching, judge: Judge, *, by: Sequence[str]) -> None:
-        """Take the sides; with `by` rows are of groups."""
         self._matching, self._judge = matching, judge
         self._by = with_stacks(by, matching.a)
-        self._keys = list(zip(*(matching.a.column(field).tolist() for field in self._by), strict=True))
         self._sides = (matching.a, matching.b)
         self._fields = [identity_fields(records) for records in self._sides]
         self._identities = [identity_rows(records) for records in self._sides]
@@ -186,7 +169,7 @@ class _PairRows:
         return Table(
             title=self._title(pairs),
             columns=self._group_columns() if self._by else self._pair_columns(),
-            rows=tuple(self._rows(pairs)),
+            rows=tuple(self._group_rows(pairs) if self._by else map(self._pair_row, pairs)),
             notes=tuple(self._notes(pairs)),
             is_verdict=True,
         )
@@ -216,18 +199,6 @@ class _PairRows:
             why = f"no noise floor, no {self._judge.metric}"
             yield f"of {unknown} pairs it is not known whether they diverge: {why}"
 
-    def _rows(self, pairs: Sequence[ComparedPair]) -> Iterator[tuple[Any, ...]]:
-        if not self._by:
-            yield from map(self._pair_row, pairs)
-            return
-        groups: dict[tuple[Any, ...], list[ComparedPair]] = {}
-        for pair in pairs:
-            # A missing value is a NaN, which is equal to nothing.
-            key = tuple(None if value != value else value for value in self._keys[pair.a.rows[0]])  # noqa: PLR0124
-            groups.setdefault(key, []).append(pair)
-        for key, members in groups.items():
-            yield (*group_row(dict(zip(self._by, key, strict=True)), num_records=0)[:-1], *_group_cells(members))
-
     def _pair_columns(self) -> tuple[Column, ...]:
         noise = (
             Column(name="noise.floor", kind=Kind.FLOAT, head=f"floor of {self._judge.metric}", is_detail=False),
@@ -249,17 +220,22 @@ class _PairRows:
         )
 
     def _pair_row(self, pair: ComparedPair) -> tuple[Any, ...]:
-        differences = pair.differences
-        mine, theirs = (self._identity(side, pair) for side in (0, 1))
+        at = None if pair.differences is None else pair.differences.max_abs_at
+        mine, theirs = self._identity(0, pair.a), self._identity(1, pair.b)
         ranks = [[of[row] for row in parts.rows] for of, parts in zip(self._ranks, (pair.a, pair.b), strict=True)]
+        against = [f"{field}={theirs[field]}" for field in _AGAINST if mine[field] != theirs[field]]
+        if ranks[0] != ranks[1]:
+            against.append("rank=" + ",".join(map(str, ranks[1][:4])) + (",..." if len(ranks[1]) > 4 else ""))  # noqa: PLR2004
+        if mine["shape"] != theirs["shape"]:
+            against.append(f"shape={theirs['shape']}".replace(" ", ""))
         return (
             pair.order,
             *mine.values(),
-            " ".join(_against(mine, theirs, ranks=ranks)),
+            " ".join(against),
             _ANSWERS[pair.diverges],
             *pair.metrics().values(),
             *((pair.floor, pair.ratio) if self._judge.has_noise else ()),
-            None if differences is None or differences.max_abs_at is None else list(differences.max_abs_at),
+            None if at is None else list(at),
             min(pair.a.copies, pair.b.copies),
             *ranks,
             *theirs.values(),
@@ -274,9 +250,27 @@ class _PairRows:
         counts = (Column(name=name, kind=Kind.INTEGER) for name in ("pairs", "differing", "diverging"))
         return (*group_columns(self._by)[:-1], *counts, *summaries)
 
+    def _group_rows(self, pairs: Sequence[ComparedPair]) -> Iterator[tuple[Any, ...]]:
+        """The lower of two middle values is the median."""
+        keys = list(zip(*(self._matching.a.column(field).tolist() for field in self._by), strict=True))
+        groups: dict[tuple[Any, ...], list[ComparedPair]] = {}
+        for pair in pairs:
+            # A missing value is a NaN, which is equal to nothing.
+            key = tuple(None if value != value else value for value in keys[pair.a.rows[0]])  # noqa: PLR0124
+            groups.setdefault(key, []).append(pair)
+        for key, members in groups.items():
+            judged = [pair.diverges for pair in members if pair.diverges is not None]
+            cells: list[Any] = [len(members), sum(pair.differs for pair in members), sum(judged) if judged else None]
+            rows = [pair.metrics() for pair in members]
+            for name in SUMMARISED:
+                known = sorted(value for row in rows if (value := row[name]) is not None)
+                worst = (min if PAIR_METRICS[name].is_good else max)(known, default=None)
+                cells += [worst, known[(len(known) - 1) // 2] if known else None]
+            yield (*group_row(dict(zip(self._by, key, strict=True)), num_records=0)[:-1], *cells)
+
     def _place(self, pair: ComparedPair) -> str:
         """Where a pair is, and how large its difference is, in one line."""
-        mine = self._identity(0, pair)
+        mine = self._identity(0, pair.a)
         is_mixed = len(set(self._sides[0].column("quant_type").tolist())) > 1
         fields = ("operation", "phase", *(["quant_type"] if is_mixed else []), "tensor_name")
         what = site_name(mine["module"], mine["layer_type"], mine["layer_idx"], *(mine[field] for field in fields))
@@ -287,30 +281,6 @@ class _PairRows:
         how = f"NaN or Inf on one side in {apart} elements" if apart else f"{self._judge.metric} {pair.value:.4g}"
         return printable(f"{where}: {what}, {how}")
 
-    def _identity(self, side: int, pair: ComparedPair) -> dict[str, Any]:
-        parts = (pair.a, pair.b)[side]
+    def _identity(self, side: int, parts: Parts) -> dict[str, Any]:
         identity = dict(zip(self._fields[side], self._identities[side][parts.rows[0]], strict=True))
-        if parts.is_assembled:
-            identity["shape"] = list(parts.shape)
-        return identity
-
-
-def _against(mine: dict[str, Any], theirs: dict[str, Any], *, ranks: list[list[int]]) -> list[str]:
-    """In which fields the second record differs from the first."""
-    words = [f"{field}={theirs[field]}" for field in _AGAINST if mine[field] != theirs[field]]
-    if ranks[0] != ranks[1]:
-        words.append("rank=" + ",".join(map(str, ranks[1][:4])) + (",..." if len(ranks[1]) > 4 else ""))  # noqa: PLR2004
-    if mine["shape"] != theirs["shape"]:
-        words.append(f"shape={theirs['shape']}".replace(" ", ""))
-    return words
-
-
-def _group_cells(pairs: Sequence[ComparedPair]) -> list[Any]:
-    """What is said of a group; the lower of two middle values is the median."""
-    judged = [pair.diverges for pair in pairs if pair.diverges is not None]
-    cells: list[Any] = [len(pairs), sum(pair.differs for pair in pairs), sum(judged) if judged else None]
-    rows = [pair.metrics() for pair in pairs]
-    for name in SUMMARISED:
-        known = sorted(value for row in rows if (value := row[name]) is not None)
-        cells += [PAIR_METRICS[name].worst(known), known[(len(known) - 1) // 2] if known else None]
-    return cells
+        return identity | ({"shape": list(parts.shape)} if parts.is_assembled else {})
