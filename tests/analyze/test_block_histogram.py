@@ -154,7 +154,7 @@ def test_any_layout_has_the_same_counts(axis: int) -> None:
 @pytest.mark.parametrize(
     "shape_and_axis", [((2500, 2000), 0), ((2500, 2000), 1), ((5_000_011,), 0), ((1, 40, 130_000), 1)]
 )
-@exhaustive_but("shape_and_axis0", "shape_and_axis2", reason="two shapes are in make test")
+@exhaustive_but("shape_and_axis0", reason="one shape is in make test")
 def test_large_arrays_agree_with_numpy_for_any_number_of_threads(shape_and_axis: tuple[tuple[int, ...], int]) -> None:
     shape, axis = shape_and_axis
     rng = np.random.default_rng(5)

@@ -192,9 +192,8 @@ def test_ls_lists_records(run: str) -> None:
     assert len(text.splitlines()) == 2 + 4 + 1
 
 
-@pytest.mark.parametrize(
-    ("filters", "count"),
-    [
+def test_filters_choose_records(run: str) -> None:
+    for filters, count in [
         ([], 72),
         (["--iteration", "10"], 36),
         (["--iteration", "10:20"], 36),
@@ -207,10 +206,8 @@ def test_ls_lists_records(run: str) -> None:
         (["--module", "layers.0.*"], 36),
         (["--where", "overflow.absmax > 1 and phase == 'pre'"], 16),
         (["--attempt", "0"], 72),
-    ],
-)
-def test_filters_choose_records(run: str, filters: list[str], count: int) -> None:
-    assert len(json.loads(answer("ls", run, "--json", *filters))["rows"]) == count
+    ]:
+        assert len(json.loads(answer("ls", run, "--json", *filters))["rows"]) == count
 
 
 def test_ls_counts_by_fields(run: str) -> None:
@@ -296,9 +293,8 @@ def test_plot_prints_its_path(run: str, tmp_path: Path) -> None:
     assert (tmp_path / "default.png").read_bytes() == path.read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
+def test_mistakes_are_one_line_and_a_code(run: str) -> None:
+    for words, code, message in [
         (
             ["--layer-type", "attn"],
             1,
@@ -318,14 +314,12 @@ def test_plot_prints_its_path(run: str, tmp_path: Path) -> None:
         (["--storage-options", "{"], 2, "--storage-options is not JSON"),
         (["--storage-options", "[1]"], 2, "--storage-options is not a JSON object"),
         (["--limit", "-1"], 2, "--limit"),
-    ],
-)
-def test_mistakes_are_one_line_and_a_code(run: str, words: list[str], code: int, message: str) -> None:
-    result = invoke("ls", run, *words)
-    assert (result.exit_code, result.stdout) == (code, "")
-    error = result.stderr.splitlines()[-1]
-    assert error.startswith("Error: ")
-    assert message in error
+    ]:
+        result = invoke("ls", run, *words)
+        assert (result.exit_code, result.stdout) == (code, "")
+        error = result.stderr.splitlines()[-1]
+        assert error.startswith("Error: ")
+        assert message in error
 
 
 @pytest.mark.parametrize(
@@ -383,8 +377,9 @@ def test_a_pipe_that_closes_early_is_no_traceback(run: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("words", [["ls", "--csv"], ["ls"], ["sweep", "--csv", "--limit", "1"]])
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("words", "unbuffered"), [(["ls", "--csv"], ""), (["ls"], "1"), (["sweep", "--csv", "--limit", "1"], "")]
+)
 def test_a_full_disk_is_one_line(run: str, words: list[str], unbuffered: str) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

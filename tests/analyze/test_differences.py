@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -84,19 +85,18 @@ def check(a: Array, b: Array, found: Differences) -> None:
         assert found.correlation == pytest.approx(scipy.stats.pearsonr(p, q).statistic, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (7, 33), (3, 50, 41)], ids=str)
-def test_of_every_dtype_and_shape(name: str, shape: tuple[int, ...]) -> None:
-    dtype = DTYPES[name].numpy_dtype
-    a, b = (spoiled(dtype, shape=shape, seed=seed) for seed in (1, 2))
-    check(a, b, compare_arrays(a, b))
-    same = compare_arrays(a, a.copy())
-    check(a, a, same)
-    assert (same.num_differing, same.num_apart) == (0, 0)
-    assert same.max_abs in {0.0, None}
-    assert same.cosine in {1.0, None}
-    assert same.correlation in {1.0, None}
-    assert same.sqnr in {np.inf, None}
+def test_of_every_dtype_and_shape() -> None:
+    for name, shape in itertools.product(DTYPES, [(), (1,), (0, 3), (7, 33), (3, 10, 41)]):
+        dtype = DTYPES[name].numpy_dtype
+        a, b = (spoiled(dtype, shape=shape, seed=seed) for seed in (1, 2))
+        check(a, b, compare_arrays(a, b))
+        same = compare_arrays(a, a.copy())
+        check(a, a, same)
+        assert (same.num_differing, same.num_apart) == (0, 0)
+        assert same.max_abs in {0.0, None}
+        assert same.cosine in {1.0, None}
+        assert same.correlation in {1.0, None}
+        assert same.sqnr in {np.inf, None}
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_ends_beyond_each_other_by_more_than_any_number() -> None:
     assert bins.counts.tolist() == [0, 1, 2, 0]
 
 
-MANY = 300_000
+MANY = 250_000
 
 DISTRIBUTIONS: dict[str, Callable[[np.random.Generator], Array]] = {
     "normal": lambda rng: rng.standard_normal(MANY),

@@ -64,12 +64,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_any_number_of_workers_gives_the_same_bits(run: Run) -> None:
-    alone, *others = [
-        list(digests(run.select(), engine=Engine(workers=workers, use_cache=False))) for workers in (1, 2, 3)
-    ]
+    alone, other = [list(digests(run.select(), engine=Engine(workers=workers, use_cache=False))) for workers in (1, 3)]
     assert len(alone) == len(run.select())
-    for other in others:
-        assert_same_digests(other, alone)
+    assert_same_digests(other, alone)
 
 
 def test_workers_keep_what_they_counted_and_need_no_torch(run: Run) -> None:

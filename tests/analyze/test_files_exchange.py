@@ -134,7 +134,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return array, dataclasses.replace(info, **changed, layout=layout)  # type: ignore[arg-type]
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(drawn=st.lists(tensors(), min_size=1, max_size=4, unique_by=lambda tensor: site_path(TensorSite.of(tensor[1]))))
 def test_any_tags_come_back_and_none_leaves_the_folder(
     tmp_path_factory: pytest.TempPathFactory, drawn: list[Tensor]

@@ -170,7 +170,7 @@ def test_a_file_with_any_bit_flipped_gives_the_truth_or_an_error(tmp_path: Path,
     whole = save(tmp_path / "x.pt", {"tensor": tensor, "metadata": {"rank": 1}}, legacy=legacy).read_bytes()
     path, rng = tmp_path / "flipped.pt", random.Random(0)  # noqa: S311 - the same flips every time
     found = 0
-    for _ in range(800):
+    for _ in range(400):
         damaged = bytearray(whole)
         damaged[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
         path.write_bytes(damaged)
@@ -182,7 +182,7 @@ def test_a_file_with_any_bit_flipped_gives_the_truth_or_an_error(tmp_path: Path,
             continue
         # The older form has no checksum: there, damaged values are read as they stand.
         assert legacy or header.dtype != "float32" or header.shape != (4, 8) or values.tobytes() == raw(tensor)
-    assert found > 100
+    assert found > 50
 
 
 def test_damaged_values_in_an_archive_are_found(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.finding import Finding, Severity
 from tests.analyze.faulty_runs import Fault, Place, Sizes, all_faults, cast, everywhere, faulty_run, healthy
+from tests.exhaustive import exhaustive_but
 
 Array = np.ndarray[Any, Any]
 
@@ -88,11 +89,13 @@ def place_of(finding: Finding) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, *RANKS])
+@exhaustive_but("1", "4", reason="one and several ranks are in make test")
 def test_a_healthy_run_has_no_findings(tmp_path: Path, num_ranks: int) -> None:
     assert findings_of(tmp_path, healthy, sizes_of(num_ranks)) == []
 
 
 @pytest.mark.parametrize(("num_ranks", "layer"), [(2, 0), (2, 2), (4, 1), (8, 2)])
+@exhaustive_but("2-0", "8-2", reason="two and eight ranks are in make test")
 def test_a_weight_of_one_rank(tmp_path: Path, num_ranks: int, layer: int) -> None:
     findings = findings_of(tmp_path, scaled(1, layer), sizes_of(num_ranks))
     assert place_of(findings[0]) == (1, layer, "weight")
@@ -119,6 +122,7 @@ def test_a_weight_of_one_of_two_ranks_from_some_iteration_on(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("num_ranks", "layer"), [(2, 0), (2, 2), (4, 1), (8, 2)])
+@exhaustive_but("2-2", "4-1", reason="two and four ranks are in make test")
 def test_one_sample(tmp_path: Path, num_ranks: int, layer: int) -> None:
     findings = findings_of(tmp_path, outlier(1, layer, 4), sizes_of(num_ranks))
     assert (findings[0].kind, findings[0].severity) == ("sample_outlier", Severity.HIGH)
@@ -254,6 +258,7 @@ def test_a_gradient_that_vanishes_above_its_smallest_number(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
+@exhaustive_but("2", "4", reason="two and several ranks are in make test")
 def test_one_bit(tmp_path: Path, num_ranks: int) -> None:
     findings = findings_of(tmp_path, bit(1, 2), sizes_of(num_ranks))
     assert len(findings) == 1
@@ -292,6 +297,7 @@ def test_copies_that_differ_are_compared_by_the_command_that_is_named(tmp_path: 
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
+@exhaustive_but("2", "8", reason="two and several ranks are in make test")
 def test_two_faults(tmp_path: Path, num_ranks: int) -> None:
     fault = all_faults(scaled(1, 1), underflow(3, factor=2.0**-120), bit(0, 2), outlier(0, 0, 2))
     findings = findings_of(tmp_path, fault, sizes_of(num_ranks, num_layers=5))

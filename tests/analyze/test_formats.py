@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from pathlib import Path
 from typing import Any
 
+import gfloat  # type: ignore[import-untyped]
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ranktape.analyze.numerics.formats import (
     BY_DTYPE,
     FORMATS,
+    Coding,
     Format,
     Rounding,
+    codes_of,
     decode,
+    encode,
     parse_format,
     round_to,
 )
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import DTYPES, numpy_dtype
+from tests.analyze.test_formats_rounding import PATTERNS, TYPES, assert_same, every_16_bit_value, gfloat_info
 
 SMALL = [row for row in FORMATS.values() if row.num_bits <= 16]
 """Formats whose codes can all be listed."""
@@ -42,36 +50,16 @@ def codes(row: Format) -> np.ndarray[Any, np.dtype[np.float64]]:
         return patterns.astype(f"u{dtype.itemsize}").view(dtype).astype(np.float64)
 
 
-@pytest.mark.parametrize("row", STORED, ids=lambda row: row.name)
-def test_limits_are_those_of_ml_dtypes(row: Format) -> None:
-    info = ml_dtypes.finfo(numpy_dtype(str(row.dtype)))  # type: ignore[no-untyped-call]
-    assert row.maximum == float(info.max)
-    assert row.minimum == float(info.min)
-    assert row.min_normal == float(info.smallest_normal)
-    assert row.min_subnormal == float(info.smallest_subnormal)
-    assert row.mantissa_bits == info.nmant
-    assert row.emax == info.maxexp - 1
-    assert row.emin == info.minexp
-
-
-@pytest.mark.parametrize(
-    ("name", "emax", "emin", "maximum", "min_normal", "min_subnormal", "num_finite"),
-    [
-        # OCP microscaling formats 1.0, 5.3.4: 1.984375 at most, in steps of 2**-6; no number is subnormal.
-        ("int8", 0, 0, 1.984375, 2.0**-6, 2.0**-6, 256),
-        # The table of formats of microxcaling: int4 is symmetric, 7/4 at most, in steps of 1/4.
-        ("int4", 0, 0, 1.75, 0.25, 0.25, 16),
-        # arXiv 2409.16626.
-        ("hif8", 15, -15, 32768.0, 2.0**-15, 2.0**-22, 253),
-        ("nvfp4", 2, 0, 6.0, 1.0, 0.5, 16),
-    ],
-)
-def test_limits_of_what_ml_dtypes_lacks(  # noqa: PLR0917 - a row of a table
-    name: str, emax: int, emin: int, maximum: float, min_normal: float, min_subnormal: float, num_finite: int
-) -> None:
-    row = FORMATS[name]
-    assert (row.emax, row.emin, row.maximum, row.minimum) == (emax, emin, maximum, -maximum)
-    assert (row.min_normal, row.min_subnormal, row.num_finite) == (min_normal, min_subnormal, num_finite)
+def test_limits_are_those_of_ml_dtypes() -> None:
+    for row in STORED:
+        info = ml_dtypes.finfo(numpy_dtype(str(row.dtype)))  # type: ignore[no-untyped-call]
+        assert row.maximum == float(info.max)
+        assert row.minimum == float(info.min)
+        assert row.min_normal == float(info.smallest_normal)
+        assert row.min_subnormal == float(info.smallest_subnormal)
+        assert row.mantissa_bits == info.nmant
+        assert row.emax == info.maxexp - 1
+        assert row.emin == info.minexp
 
 
 def test_ue5m3_has_the_significand_of_e4m3_and_the_exponents_of_e5m2() -> None:
@@ -99,57 +87,37 @@ def test_hif8_has_less_significand_bits_the_larger_the_exponent() -> None:
         assert row.unit_exponent(exponent) == exponent - bits
 
 
-@pytest.mark.parametrize("row", SMALL, ids=lambda row: row.name)
-def test_codes_are_counted(row: Format) -> None:
-    values = codes(row)
-    assert row.num_finite == np.isfinite(values).sum()
-    assert row.num_infinities == np.isinf(values).sum()
-    assert row.num_nans == np.isnan(values).sum()
-    assert row.has_negative_zero == bool(np.any((values == 0) & np.signbit(values)))
+def test_codes_are_counted() -> None:
+    for row in SMALL:
+        values = codes(row)
+        assert row.num_finite == np.isfinite(values).sum()
+        assert row.num_infinities == np.isinf(values).sum()
+        assert row.num_nans == np.isnan(values).sum()
+        assert row.has_negative_zero == bool(np.any((values == 0) & np.signbit(values)))
 
 
-@pytest.mark.parametrize(
-    ("name", "threshold", "start"),
-    [
-        ("fp8_e4m3", 464.0, math.nextafter(464.0, math.inf)),
-        ("fp8_e5m2", 61440.0, 61440.0),
-        ("fp6_e2m3", 7.75, 7.75),
-        ("fp6_e3m2", 30.0, 30.0),
-        ("fp4_e2m1", 7.0, 7.0),
-        ("fp16", 65520.0, 65520.0),
-        ("fp64", math.inf, math.inf),
-        ("hif8", 40960.0, 40960.0),
-        ("int8", 2 - 2.0**-7, 2 - 2.0**-7),
-        ("nvfp4", 7.0, 7.0),
-        ("e8m0", 1.5 * 2.0**127, 1.5 * 2.0**127),
-    ],
-)
-def test_overflow_begins_half_a_step_beyond_the_largest_value(name: str, threshold: float, start: float) -> None:
-    assert FORMATS[name].overflow_threshold == threshold
-    assert FORMATS[name].overflow_start == start
+def test_overflow_begins_where_a_cast_leaves_the_finite_values() -> None:
+    for name in ["fp8_e4m3", "fp8_e5m2", "e8m0", "bf16", "fp16", "fp8_e4m3_ieee", "fp8_e3m4"]:
+        row = FORMATS[name]
+        # float32 is exact at these ends, and ml_dtypes does not saturate.
+        ends = np.array(
+            [row.overflow_start, np.nextafter(np.float32(row.overflow_start), np.float32(0))], dtype=np.float32
+        )
+        if row.overflow_start != float(ends[0]):
+            ends = np.array([np.nextafter(np.float32(row.overflow_start), np.float32(np.inf)), row.overflow_threshold])
+        with np.errstate(over="ignore"):
+            cast = ends.astype(np.float32).astype(numpy_dtype(str(row.dtype))).astype(np.float64)
+        assert np.isfinite(cast).tolist() == [False, True]
 
 
-@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "e8m0", "bf16", "fp16", "fp8_e4m3_ieee", "fp8_e3m4"])
-def test_overflow_begins_where_a_cast_leaves_the_finite_values(name: str) -> None:
-    row = FORMATS[name]
-    # float32 is exact at these ends, and ml_dtypes does not saturate.
-    ends = np.array([row.overflow_start, np.nextafter(np.float32(row.overflow_start), np.float32(0))], dtype=np.float32)
-    if row.overflow_start != float(ends[0]):
-        ends = np.array([np.nextafter(np.float32(row.overflow_start), np.float32(np.inf)), row.overflow_threshold])
-    with np.errstate(over="ignore"):
-        cast = ends.astype(np.float32).astype(numpy_dtype(str(row.dtype))).astype(np.float64)
-    assert np.isfinite(cast).tolist() == [False, True]
-
-
-@pytest.mark.parametrize("row", ALL, ids=lambda row: row.name)
-@pytest.mark.parametrize("rounding", [Rounding.EVEN, Rounding.AWAY, Rounding.FLOOR])
-def test_values_just_at_the_flush_limit(row: Format, rounding: Rounding) -> None:
-    limit = row.flush_limit_of(rounding)
-    if limit == 0:
-        assert round_to(row.min_subnormal, target=row, rounding=rounding) == row.min_subnormal
-        return
-    assert round_to(limit, target=row, rounding=rounding) == 0
-    assert round_to(math.nextafter(limit, 1), target=row, rounding=rounding) == row.min_subnormal
+def test_values_just_at_the_flush_limit() -> None:
+    for row, rounding in itertools.product(ALL, [Rounding.EVEN, Rounding.AWAY, Rounding.FLOOR]):
+        limit = row.flush_limit_of(rounding)
+        if limit == 0:
+            assert round_to(row.min_subnormal, target=row, rounding=rounding) == row.min_subnormal
+            return
+        assert round_to(limit, target=row, rounding=rounding) == 0
+        assert round_to(math.nextafter(limit, 1), target=row, rounding=rounding) == row.min_subnormal
 
 
 def test_chance_may_flush_whatever_is_below_the_smallest_value() -> None:
@@ -158,10 +126,11 @@ def test_chance_may_flush_whatever_is_below_the_smallest_value() -> None:
     assert row.flush_limit_of(Rounding.STOCHASTIC) == math.nextafter(row.min_subnormal, 0)
 
 
-@pytest.mark.parametrize("row", [row for row in ALL if row.name != "fp64"], ids=lambda row: row.name)
-@pytest.mark.parametrize("rounding", [Rounding.STOCHASTIC, Rounding.HYBRID])
-def test_what_chance_may_decide_overflows_beyond_the_largest_value(row: Format, rounding: Rounding) -> None:
-    assert row.overflow_start_of(rounding) == math.nextafter(row.maximum, math.inf)
+def test_what_chance_may_decide_overflows_beyond_the_largest_value() -> None:
+    for row, rounding in itertools.product(
+        [row for row in ALL if row.name != "fp64"], [Rounding.STOCHASTIC, Rounding.HYBRID]
+    ):
+        assert row.overflow_start_of(rounding) == math.nextafter(row.maximum, math.inf)
 
 
 def written(value: float) -> str:
@@ -227,25 +196,263 @@ def test_every_floating_dtype_of_a_record_has_a_format() -> None:
     assert {name for name, row in DTYPES.items() if row.is_floating} == BY_DTYPE.keys()
 
 
-@pytest.mark.parametrize(("name", "expected"), [("hifp8", "hif8"), ("hifloat8", "hif8"), ("mxint8", "int8")])
-def test_a_format_is_found_by_other_words_for_it(name: str, expected: str) -> None:
-    assert parse_format(name) is FORMATS[expected]
+def test_a_format_is_found_by_other_words_for_it() -> None:
+    for name, expected in [("hifp8", "hif8"), ("hifloat8", "hif8"), ("mxint8", "int8")]:
+        assert parse_format(name) is FORMATS[expected]
 
 
-@pytest.mark.parametrize("name", [*FORMATS, *BY_DTYPE])
-def test_a_format_is_found_by_name_and_by_dtype(name: str) -> None:
-    assert name in {parse_format(name).name, parse_format(name).dtype}
+def test_a_format_is_found_by_name_and_by_dtype() -> None:
+    for name in [*FORMATS, *BY_DTYPE]:
+        assert name in {parse_format(name).name, parse_format(name).dtype}
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
+def test_an_unknown_format_names_the_nearest() -> None:
+    for name, hint in [
         ("fp8_e4m4", "did you mean fp8_e4m3"),
         ("fp6", "did you mean fp6_e2m3, fp6_e3m2"),
         ("bfloat", "did you mean bfloat16"),
         ("?", "use one of fp8_e4m3, "),
-    ],
-)
-def test_an_unknown_format_names_the_nearest(name: str, hint: str) -> None:
-    with pytest.raises(UsageError, match=hint):
-        parse_format(name)
+    ]:
+        with pytest.raises(UsageError, match=hint):
+            parse_format(name)
+
+
+def some_codes(row: Format) -> np.ndarray[Any, Any]:
+    """Every code, or many of a format that has more than fit."""
+    if row.num_bits <= 16:
+        return np.arange(1 << row.num_bits)
+    drawn = np.random.default_rng(0).integers(0, 1 << 64, 50_000, dtype=np.uint64) >> np.uint64(64 - row.num_bits)
+    ends = np.array([0, 1, (1 << row.mantissa_bits) - 1, 1 << row.mantissa_bits, (1 << row.num_bits) - 1], np.uint64)
+    return np.concatenate([drawn, ends, ends ^ np.uint64(1 << (row.num_bits - 1))])
+
+
+def test_codes_are_read_as_by_gfloat() -> None:
+    for row in [row for row in SMALL if row.name != "hif8"]:
+        codes = np.arange(1 << row.num_bits)
+        with np.errstate(over="ignore"):
+            expected = gfloat.decode_ndarray(gfloat_info(row), codes.astype(np.uint64).astype(np.int64))
+        assert_same(decode(codes, target=row), np.asarray(expected, dtype=np.float64))
+
+
+def test_hif8_codes_are_read_as_by_its_makers() -> None:
+    en_dtypes = pytest.importorskip("en_dtypes")
+    codes = np.arange(256, dtype=np.uint8)
+    assert_same(decode(codes, target=FORMATS["hif8"]), codes.view(en_dtypes.hifloat8).astype(np.float64))
+
+
+def test_every_16_bit_value_is_written_to_hif8_as_by_its_makers() -> None:
+    """By way of float32: they cast no bfloat16."""
+    for dtype in TYPES:
+        en_dtypes = pytest.importorskip("en_dtypes")
+        with np.errstate(all="ignore"):
+            values = PATTERNS.view(dtype).astype(np.float32)
+            expected = values.astype(en_dtypes.hifloat8).view(np.uint8)
+        assert np.array_equal(encode(values, target=FORMATS["hif8"], saturate=False), expected)
+
+
+def test_random_float32_bits_are_written_to_hif8_as_by_its_makers() -> None:
+    en_dtypes = pytest.importorskip("en_dtypes")
+    values = np.random.default_rng(5).integers(0, 1 << 32, 1_000_000, dtype=np.uint32).view(np.float32)
+    with np.errstate(all="ignore"):
+        expected = values.astype(en_dtypes.hifloat8).view(np.uint8)
+        found = encode(values, target=FORMATS["hif8"], saturate=False)
+    assert np.array_equal(found, expected)
+
+
+def test_what_is_read_is_written_back() -> None:
+    for row in FORMATS.values():
+        codes = some_codes(row)
+        values = decode(codes, target=row)
+        kept = ~np.isnan(values) & (np.abs(values) <= np.inf if row.num_infinities else np.abs(values) <= row.maximum)
+        saturate = not row.num_infinities
+        found = encode(values[kept], target=row, saturate=saturate)
+        assert found.dtype == {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[-(-row.num_bits // 8)]
+        assert np.array_equal(found, codes[kept])
+
+
+def test_the_code_of_every_16_bit_value_stands_for_its_rounding() -> None:
+    for row, rounding, saturate in itertools.product(
+        [row for row in SMALL if row.num_nans],
+        [Rounding.EVEN, Rounding.AWAY, Rounding.FLOOR, Rounding.STOCHASTIC],
+        [True, False],
+    ):
+        values = every_16_bit_value()
+        rounded = round_to(values, target=row, rounding=rounding, saturate=saturate)
+        codes = encode(values, target=row, rounding=rounding, saturate=saturate)
+        assert_same(decode(codes, target=row), rounded)
+        assert np.array_equal(codes, codes_of(rounded, target=row))
+
+
+def test_nan_has_one_code() -> None:
+    for name, code in [
+        ("fp8_e4m3", 0x7F),
+        ("fp8_e5m2", 0x7E),
+        ("hif8", 0x80),
+        ("e8m0", 0xFF),
+        ("bf16", 0x7FC0),
+        ("fp16", 0x7E00),
+        ("fp32", 0x7FC00000),
+        ("fp64", 0x7FF8 << 48),
+        ("fp8_e4m3fnuz", 0x80),
+        ("fp8_e4m3_ieee", 0x7C),
+    ]:
+        patterns = np.array([0x7FF8 << 48, 0xFFF8 << 48, (0xFFF << 52) + 1, (0x7FF << 52) + 1], dtype=np.uint64)
+        assert encode(patterns.view(np.float64), target=FORMATS[name]).tolist() == [code] * 4
+
+
+def test_nan_is_refused_where_it_has_no_code() -> None:
+    for row in [row for row in SMALL if not row.num_nans]:
+        with pytest.raises(UsageError, match=f"{row.name} has no code for NaN, and 2 values are NaN"):
+            encode([1.0, np.nan, np.nan], target=row)
+
+
+def test_what_overflows_to_nan_is_refused_nowhere() -> None:
+    assert encode([500.0, -np.inf], target=FORMATS["fp8_e4m3"], saturate=False).tolist() == [0x7F, 0x7F]
+    assert encode([500.0, -np.inf], target=FORMATS["fp8_e4m3"]).tolist() == [0x7E, 0xFE]
+
+
+def test_negative_zero_has_a_code_where_the_format_has_one() -> None:
+    tiny = [-0.0, -1e-30]
+    assert encode(tiny, target=FORMATS["fp4_e2m1"]).tolist() == [0b1000, 0b1000]
+    for name in ("int8", "hif8", "fp8_e4m3fnuz"):
+        assert encode(tiny, target=FORMATS[name]).tolist() == [0, 0]
+
+
+def test_int8_is_symmetric_and_reads_its_last_code() -> None:
+    row = FORMATS["int8"]
+    assert encode([-2.0, -127 / 64, -1 / 64, 0.0, 1 / 64, 2.0], target=row).tolist() == [0x81, 0x81, 0xFF, 0, 1, 0x7F]
+    assert decode([0x80, 0x81], target=row).tolist() == [-2.0, -127 / 64]
+
+
+def test_codes_keep_shape_and_take_no_elements() -> None:
+    for row in [row for row in FORMATS.values() if row.coding is Coding.FIELDS]:
+        assert encode(np.zeros((2, 0, 3)), target=row).shape == (2, 0, 3)
+        assert decode(np.zeros((2, 0, 3)), target=row).shape == (2, 0, 3)
+        assert encode(1.0, target=row).shape == ()
+        assert decode(encode(np.ones((2, 1)), target=row), target=row).tolist() == [[1.0], [1.0]]
+
+
+def test_what_is_no_code_is_refused() -> None:
+    for codes, why in [
+        ([16], "codes of fp4_e2m1 are between 0 and 15, not 16 to 16"),
+        ([-1, 3], "between 0 and 15, not -1 to 3"),
+        ([1.0], "codes are integers, not float64"),
+        ([True], "codes are integers, not bool"),
+    ]:
+        with pytest.raises(UsageError, match=re.escape(why)):
+            decode(codes, target=FORMATS["fp4_e2m1"])
+
+
+@given(value=st.floats(allow_nan=False))
+def test_float64_bits_are_its_codes(value: float) -> None:
+    code = encode(value, target=FORMATS["fp64"], saturate=False)
+    assert code == np.float64(value).view(np.uint64)
+    assert_same(decode(code[None], target=FORMATS["fp64"]), np.array([value]))
+
+
+def test_any_type_of_values_is_taken() -> None:
+    row = FORMATS["fp8_e4m3"]
+    for values in ([1, 2], np.array([1, 2], dtype=np.int32), np.array([1, 2], dtype=ml_dtypes.float8_e5m2)):
+        assert encode(values, target=row).tolist() == [0x38, 0x40]
+
+
+HIF8 = FORMATS["hif8"]
+
+FIELDS = {"float32": (8, 23), "float16": (5, 10), "bfloat16": (8, 7)}
+"""Bits of the exponent and of the significand."""
+
+
+def twin(bits: int, *, dtype: str) -> float:
+    """The definition of arXiv 2409.16626, 3.2, on the bits of one number; saturating."""
+    exponent_bits, mantissa_bits = FIELDS[dtype]
+    bias = (1 << (exponent_bits - 1)) - 1
+    sign = -1.0 if bits >> (exponent_bits + mantissa_bits) else 1.0
+    field = (bits >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    fraction = bits & ((1 << mantissa_bits) - 1)
+    if field == (1 << exponent_bits) - 1:
+        return float("nan") if fraction else sign * 32768.0
+    last_bits = fraction
+    exponent = field - bias
+    if field == 0:
+        if fraction == 0:
+            return 0.0
+        shift = mantissa_bits + 1 - fraction.bit_length()
+        fraction, exponent = (fraction << shift) & ((1 << mantissa_bits) - 1), 1 - bias - shift
+    if exponent < -23:
+        return 0.0
+    kept = 3 if abs(exponent) < 4 else 2 if abs(exponent) < 8 else 1 if abs(exponent) < 16 else 0
+    significand = (1 << mantissa_bits) + fraction
+    # One binary order below the smallest value, all of the significand is discarded, its leading bit too.
+    num_discarded = mantissa_bits - kept + (exponent == -23)
+    retained, discarded = significand >> num_discarded, significand & ((1 << num_discarded) - 1)
+    num_bits = 14 if dtype == "float32" else 2
+    if abs(exponent) < 4:
+        is_up = discarded >= 1 << (num_discarded - 1)
+    else:
+        threshold = last_bits & 0x3FFF if dtype == "float32" else 2 * (last_bits & 1) + 1
+        is_up = (discarded << num_bits) >> num_discarded >= threshold
+    return sign * min((retained + is_up) * 2.0 ** (exponent - mantissa_bits + num_discarded), 32768.0)
+
+
+def expected(patterns: np.ndarray[Any, Any], *, dtype: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    values = np.array([twin(bits, dtype=dtype) for bits in patterns.tolist()])
+    return values + 0.0
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_every_16_bit_value_rounds_as_its_bits_say(dtype: np.dtype[Any]) -> None:
+    with np.errstate(invalid="ignore"):
+        found = round_to(PATTERNS.view(dtype), target=HIF8, rounding="hybrid")
+    assert_same(found, expected(PATTERNS, dtype=dtype.name))
+
+
+def test_float32_rounds_as_its_bits_say() -> None:
+    rng = np.random.default_rng(4)
+    exponents = rng.integers(127 - 26, 127 + 18, 60_000)
+    fractions = rng.integers(0, 1 << 23, 60_000)
+    fractions[:20_000] &= ~0x3FFF  # a threshold of zero
+    fractions[20_000:30_000] = rng.choice([0, 1, 0x3FFF, 0x4000, 0x7FFFFF, 0x400000], 10_000)
+    patterns = (rng.integers(0, 2, 60_000) << 31 | exponents << 23 | fractions).astype(np.uint32)
+    ends = np.array([0, 1, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F7FFFFF], dtype=np.uint32)
+    for bits in (patterns, ends):
+        found = round_to(bits.view(np.float32), target=HIF8, rounding="hybrid")
+        assert_same(found, expected(bits, dtype="float32"))
+
+
+def test_it_rounds_to_nearest_where_hif8_has_all_its_bits() -> None:
+    values = np.random.default_rng(6).uniform(0.125, 15.5, 10_000).astype(np.float32)
+    assert_same(round_to(values, target=HIF8, rounding="hybrid"), round_to(values, target=HIF8, rounding="away"))
+
+
+def test_it_gives_a_neighbour_and_is_right_on_average_for_random_bits() -> None:
+    values = np.random.default_rng(7).uniform(16, 32, 1_000_000).astype(np.float32)
+    found = round_to(values, target=HIF8, rounding="hybrid")
+    assert np.all(np.abs(found - values) < 4)
+    # A step of 4: the mean of a million errors stays within a few thousandths.
+    assert abs(float(np.mean(found - values))) < 0.01
+
+
+def test_16_bit_values_that_hif8_holds_stay_and_float32_ones_do_not() -> None:
+    """The definition's own edge: a float32 that ends in 14 zeros has a threshold of zero, and goes up."""
+    assert round_to(np.array([16, 20], dtype=np.float16), target=HIF8, rounding="hybrid").tolist() == [16, 20]
+    assert round_to(np.array([16], dtype=ml_dtypes.bfloat16), target=HIF8, rounding="hybrid").tolist() == [16]
+    assert round_to(np.array([16, 20, 8, 0], dtype=np.float32), target=HIF8, rounding="hybrid").tolist() == [
+        20,
+        24,
+        8,
+        0,
+    ]
+
+
+def test_what_goes_beyond_the_largest_value_is_saturated_or_infinite() -> None:
+    values = np.array([32768.5, 33000.25, 40960, 1e30, -1e30, np.inf], dtype=np.float32)
+    assert np.abs(round_to(values, target=HIF8, rounding="hybrid")).tolist() == [32768.0] * 6
+    free = round_to(values, target=HIF8, rounding="hybrid", saturate=False)
+    assert np.isinf(free[2:]).all()
+    assert set(encode(values[2:], target=HIF8, rounding="hybrid", saturate=False).tolist()) == {0x6F, 0xEF}
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int32, ml_dtypes.float8_e5m2])
+def test_other_types_are_refused(dtype: Any) -> None:
+    with pytest.raises(UsageError, match="give float32, float16, bfloat16, not"):
+        round_to(np.ones(3).astype(dtype), target=HIF8, rounding="hybrid")

@@ -12,15 +12,24 @@ import pytest
 
 from ranktape.analyze import View, overflow, sweep
 from ranktape.analyze.engine.values import read_block_histogram
+from ranktape.analyze.numerics.histograms.block_counts import (
+    BLOCK_AXES,
+    NUM_CODES,
+    BlockCounts,
+    pack_histogram,
+    unpack_blocks,
+)
 from ranktape.analyze.numerics.histograms.block_histogram import APART, CELLS, count_blocks
 from ranktape.analyze.numerics.histograms.histogram import count_values, own_limits, scan, scan_histogram
 from ranktape.analyze.views.plots.table import PLOTS
 from ranktape.analyze.views.plots.write import write_one
-from ranktape.capture.writing.counting import reduce_to
-from ranktape.errors import DataError, UsageError
+from ranktape.capture.writing.counting import kept_nbytes, reduce_to
+from ranktape.errors import DataError, RanktapeError, UsageError
 from ranktape.storage import Run
 from ranktape.storage.format.dtypes import numpy_dtype
+from ranktape.storage.format.record_info import RecordInfo
 from tests.analyze.runs import Tensor, describe_tensor, store
+from tests.runs import describe
 
 FORMATS = ("fp8_e4m3", "fp8_e5m2", "fp6_e2m3", "fp4_e2m1", "bf16", "fp16")
 
@@ -154,3 +163,166 @@ def test_a_histogram_is_scanned_as_its_array(dtype: Any) -> None:
     array = np.random.default_rng(2).integers(0, 256, 4096, dtype=np.uint8).view(np.dtype(dtype))
     limits = own_limits(array.dtype)
     assert repr(scan_histogram(count_values(array), limits=limits)) == repr(scan(array, limits=limits))
+
+
+HEADER = NUM_CODES + 1
+"""Where the first section begins."""
+
+FIRST_ROW = HEADER + 12 + 9
+"""Where its kinds of blocks begin."""
+
+
+def kept(shape: tuple[int, ...], **fields: Any) -> tuple[np.ndarray[Any, Any], RecordInfo]:
+    """What the writer keeps of a tensor with NaN, infinities, zeros and subnormals."""
+    rng = np.random.default_rng(2)
+    values = rng.standard_normal(shape) * 2.0 ** rng.integers(-9, 9, shape)
+    flat = values.reshape(-1)
+    flat[:70] = 0
+    flat[100:105] = [np.nan, np.inf, -np.inf, -0.0, 2.0**-130]
+    array = values.astype(ml_dtypes.bfloat16)
+    reduced = reduce_to("histogram", array, info=describe(array, **fields))
+    assert reduced is not None
+    return reduced
+
+
+def test_what_is_unpacked_is_what_was_packed() -> None:
+    words, _ = kept((40, 96))
+    blocks = unpack_blocks(words)
+    assert [one.axis for one in blocks] == list(BLOCK_AXES)
+    np.testing.assert_array_equal(pack_histogram(words[:NUM_CODES].astype(np.int64), blocks), words)
+    assert all(one.num_elements == 40 * 96 for one in blocks)
+    features = blocks[0]
+    assert (features.num_blocks, features.zero_blocks, features.zero_elements) == (120, 2, 64)
+    # Elements 100 to 104 are in the fourth block of 32.
+    assert (features.spoiled_blocks, features.spoiled, features.nan, features.inf) == (1, 29, 1, 2)
+    assert not unpack_blocks(words[:NUM_CODES])
+
+
+def test_large_counts_have_wide_words() -> None:
+    words, _ = kept((40, 96))
+    counts = words[:NUM_CODES].astype(np.int64)
+    counts[3] = 1 << 40
+    blocks = [dataclasses.replace(one, zero_elements=1 << 40) for one in unpack_blocks(words)]
+    wide = pack_histogram(counts, blocks)
+    assert wide.dtype == np.uint64
+    assert wide[3] == 1 << 40
+    assert [one.zero_elements for one in unpack_blocks(wide)] == [1 << 40] * 2
+
+
+def changes(words: np.ndarray[Any, Any]) -> dict[str, dict[int, int]]:
+    """What to change, by what is wrong then."""
+    num_rows = int(words[HEADER + 10])
+    steps = FIRST_ROW + 3 * num_rows
+    counts = steps + int(words[HEADER + 11])
+    return {
+        "three axes": {NUM_CODES: 3},
+        "no section, but words": {NUM_CODES: 0},
+        "an axis that is none": {HEADER: 2},
+        "no block size": {HEADER + 1: 0},
+        "cuts without end": {HEADER + 9: 1 << 31},
+        "kinds without end": {HEADER + 10: (1 << 32) - 1},
+        "cells without end": {HEADER + 11: (1 << 32) - 1},
+        "a kind more": {HEADER + 10: num_rows + 1},
+        "cuts in disorder": {HEADER + 12: 5000},
+        "an exponent that is none": {FIRST_ROW: 4000},
+        "a class that is none": {FIRST_ROW + 1: 10},
+        "a kind without cells": {FIRST_ROW + 2: 0},
+        "a kind with more cells than there are": {FIRST_ROW + 2: 1 << 20},
+        "a kind twice": {FIRST_ROW + 3: int(words[FIRST_ROW]), FIRST_ROW + 4: int(words[FIRST_ROW + 1])},
+        "a magnitude that is none": {steps: 1 << 15},
+        "magnitudes beyond all": {steps + 1: (1 << 15) - 1},
+        "a magnitude twice": {steps + 1: 0},
+        "a cell without elements": {counts: 0},
+        "something behind it all": {words.size - 1: 7},
+    }
+
+
+WRONG = tuple(changes(kept((40, 96))[0]))
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_cannot_be_is_damage(wrong: str) -> None:
+    words, _ = kept((40, 96))
+    for place, value in changes(words)[wrong].items():
+        words[place] = value
+    with pytest.raises(DataError, match="counts of blocks are damaged"):
+        unpack_blocks(words)
+
+
+def test_any_word_may_be_anything() -> None:
+    words, _ = kept((40, 96))
+    rng = np.random.default_rng(4)
+    end = int(np.flatnonzero(words)[-1])
+    for _ in range(600):
+        damaged = words.copy()
+        damaged[rng.integers(NUM_CODES, end)] = rng.choice([0, 1, 31, 1 << 16, (1 << 32) - 1])
+        try:
+            found = unpack_blocks(damaged)
+        except DataError:
+            continue
+        assert all(isinstance(one, BlockCounts) for one in found)
+
+
+@pytest.mark.parametrize("length", [NUM_CODES - 1, NUM_CODES + 1, HEADER + 5, FIRST_ROW + 1])
+def test_what_is_cut_off_is_damage(length: int) -> None:
+    words, _ = kept((40, 96))
+    with pytest.raises(DataError, match="cut off"):
+        unpack_blocks(words[:length])
+
+
+def test_a_record_with_damaged_counts_is_refused(tmp_path: Path) -> None:
+    words, info = kept((40, 96))
+    words[FIRST_ROW + 2] = 0
+    record = store(tmp_path / "run", [(words, info)]).select()[0]
+    with pytest.raises(DataError, match=r"<Record .*is damaged: the counts of blocks"):
+        read_block_histogram(record, view=View.SEEN)
+    assert record.histogram()[:NUM_CODES].sum() == 40 * 96
+
+
+def test_counts_of_other_elements_are_refused(tmp_path: Path) -> None:
+    words, info = kept((40, 96))
+    record = store(tmp_path / "run", [(words, dataclasses.replace(info, shape=(96, 41)))]).select()[0]
+    with pytest.raises(DataError, match="are of other elements than it had"):
+        read_block_histogram(record, view=View.SEEN)
+
+
+@pytest.mark.parametrize("nbytes", [0, 4, 262143, 262140, 1 << 40])
+def test_a_record_that_lies_about_its_size_is_refused(tmp_path: Path, nbytes: int) -> None:
+    words, info = kept((40, 96))
+    with pytest.raises(RanktapeError):
+        store(tmp_path / "run", [(words, dataclasses.replace(info, nbytes=nbytes))])
+
+
+def test_there_are_two_axes(tmp_path: Path) -> None:
+    record = store(tmp_path / "run", [kept((4, 10, 96), layout="TBH")]).select()[0]
+    assert read_block_histogram(record, view=View.SEEN).axis == "features"
+    assert read_block_histogram(record, axis="features", view=View.SEEN).num_blocks == 40 * 3
+    assert read_block_histogram(record, axis="tokens", view=View.SEEN).num_blocks == 2 * 96
+    with pytest.raises(UsageError, match="no blocks along 'rows' were counted, but features, tokens"):
+        read_block_histogram(record, axis="rows", view=View.SEEN)
+    with pytest.raises(UsageError, match=r"use histogram\(\)"):
+        record.read()
+
+
+def test_histograms_are_always_packed(tmp_path: Path) -> None:
+    store(tmp_path / "run", [kept((40, 96))])
+    [path] = (tmp_path / "run").rglob("layers*/c.0")
+    assert path.stat().st_size < 20_000
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (100, 96), (1024, 1024)])
+def test_what_a_histogram_takes_is_known_before(shape: tuple[int, int]) -> None:
+    array = np.random.default_rng(1).standard_normal(shape).astype(ml_dtypes.bfloat16)
+    reduced = reduce_to("histogram", array, info=describe(array))
+    assert reduced is not None
+    forecast = kept_nbytes("histogram", nbytes=array.nbytes, dtype="bfloat16", compute_dtype="bfloat16")
+    assert 0.6 < reduced[1].nbytes / forecast <= 1
+
+
+def test_like_tensors_lie_in_one_stack(tmp_path: Path) -> None:
+    tensors = [kept((40, 96), call=call) for call in range(3)]
+    records = store(tmp_path / "run", tensors).select()
+    assert len({record.location.stack for record in records}) == 1
+    assert all(
+        read_block_histogram(record, axis="tokens", view=View.SEEN).num_elements == 40 * 96 for record in records
+    )

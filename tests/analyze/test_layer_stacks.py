@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -36,8 +37,7 @@ from ranktape.analyze.views.report.model import build_model
 from ranktape.analyze.views.report.page import write_report
 from ranktape.storage import Records, Run, open_run
 from tests.analyze.report_page import Page
-from tests.analyze.runs import describe_tensor, store
-from tests.analyze.stacked_runs import STACKS, stacked_tensors
+from tests.analyze.runs import SITES, Tensor, describe_tensor, store
 from tests.analyze.test_report import data_of, unpacked
 from tests.capture.hugging_face import STACKS as NAMES
 from tests.capture.hugging_face import capture_two_stacks
@@ -45,6 +45,43 @@ from tests.exhaustive import exhaustive
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
+
+
+STACKS = ("encoder.block", "decoder.block")
+"""The lists that hold the layers."""
+
+
+def stacked_tensors(*, num_layers: int = 3, iterations: int = 2, factor: float = 64.0) -> list[Tensor]:
+    """The tensors of each stack, the second of which has values so many times as large, and of a head."""
+    rng = np.random.default_rng(5)
+    tensors: list[Tensor] = []
+    for iteration in range(iterations):
+        for stack, times in zip(STACKS, (1.0, factor), strict=True):
+            for layer in range(num_layers):
+                for layer_type, operation, phase, name, deviation in SITES:
+                    values = rng.standard_normal((4, 64)) * deviation * times
+                    tensors.append(
+                        describe_tensor(
+                            values.astype(ml_dtypes.bfloat16),
+                            iteration=iteration,
+                            layer_idx=layer,
+                            layer_stack=stack,
+                            module=f"{stack}.{layer}.{layer_type}",
+                            layer_type=layer_type,
+                            operation=operation,
+                            phase=phase,
+                            tensor_name=name,
+                            sample_dim=None if "weight" in name else 0,
+                            counter=len(tensors),
+                        )
+                    )
+        for name in ("input", "weight"):
+            array = rng.standard_normal((4, 64)).astype(ml_dtypes.bfloat16)
+            sample_dim = 0 if name == "input" else None
+            fields = {"iteration": iteration, "layer_idx": -1, "module": "head", "sample_dim": sample_dim}
+            tensors.append(describe_tensor(array, tensor_name=name, counter=len(tensors), **fields))
+    return tensors
+
 
 LAYER = ["layer_idx"]
 
@@ -246,9 +283,7 @@ def test_the_next_command_names_the_stack(run: Run) -> None:
     assert "--layer-stack decoder.block --layer-idx 2" in found.command
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param("t5", marks=exhaustive("the other model is in make test")), "whisper"]
-)
+@pytest.fixture(scope="module", params=["t5", "whisper"])
 def captured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Run]:
     """Two iterations of a real model with an encoder of 2 layers and a decoder of 3."""
     pytest.importorskip("transformers", reason="transformers is not installed")
@@ -257,6 +292,7 @@ def captured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return request.param, open_run(url)
 
 
+@exhaustive("make test asks the same of tensors with such names, and captures two stacks in tests/capture")
 @pytest.mark.filterwarnings("ignore")  # transformers warns of its own plans
 def test_a_captured_encoder_and_decoder_are_apart_in_every_answer(captured: tuple[str, Run], tmp_path: Path) -> None:
     kind, run = captured

@@ -241,9 +241,9 @@ def test_empty_and_scalar_tensors_have_rows(tmp_path: Path) -> None:
         assert (rows["flags"]["overflow.total"], rows["flags"]["overflow.zero.count"]) == (0, 1)
 
 
-@pytest.mark.parametrize("name", DTYPES)
-def test_every_dtype_has_a_largest_value(name: str) -> None:
-    assert largest_value(name) > 0
+def test_every_dtype_has_a_largest_value() -> None:
+    for name in DTYPES:
+        assert largest_value(name) > 0
 
 
 def test_what_is_not_known_is_refused(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ranktape.errors import UsageError
 from ranktape.storage import Run, open_run
 from tests.analyze.runs import describe_tensor, store
 from tests.analyze.test_kept_histogram import kept_as_histogram
+from tests.exhaustive import exhaustive
 
 Array = np.ndarray[Any, Any]
 
@@ -86,17 +88,17 @@ def aligned(values: Array, *, name: str) -> int:
     return next(exponent for exponent in range(-400, 400) if np.ldexp(largest, -exponent) <= FORMATS[name].maximum)
 
 
-@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "int8", "hif8", "bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("scaling", ["none", "tensor"])
-def test_counts_are_those_of_the_scaled_values(run: Run, name: str, scaling: str) -> None:
-    records = run.select()
-    for record, row in zip(records, overflow(records, format=name, scaling=scaling).records(), strict=True):
-        values = judged(record)
-        exponent = aligned(values, name=name) if scaling == "tensor" else 0
-        found = counted(values, name=name, exponent=exponent)
-        assert {kind: row[f"overflow.{kind}.count"] for kind in found} == found, record
+def test_counts_are_those_of_the_scaled_values(run: Run) -> None:
+    names = ["fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "int8", "hif8", "bf16", "fp16", "fp32"]
+    values = {record.layer_idx: judged(record) for record in run.select()}
+    rows = overflow(run.select(), format=names, scaling=["none", "tensor"]).records()
+    places = [(row["layer_idx"], row["limits_of"], row["scaling"]) for row in rows]
+    assert sorted(places) == sorted(itertools.product(values, names, ["none", "tensor"]))
+    for row, (layer, name, scaling) in zip(rows, places, strict=True):
+        exponent = aligned(values[layer], name=name) if scaling == "tensor" else 0
+        found = counted(values[layer], name=name, exponent=exponent)
+        assert {kind: row[f"overflow.{kind}.count"] for kind in found} == found, (layer, name, scaling)
         assert row["overflow.total"] == found["upper"] + found["lower"]
-        assert row["scaling"] == scaling
         if scaling == "tensor":
             # Nothing but infinities is beyond the largest value.
             assert row["overflow.total"] == row["overflow.inf.count"]
@@ -334,7 +336,7 @@ def test_the_cache_changes_nothing(tmp_path: Path) -> None:
         assert overflow(records, engine=Engine(), **options) == alone
 
 
-@pytest.mark.slow
+@exhaustive("make test compares digests of several workers, which all counts follow from")
 def test_several_workers_change_nothing(run: Run) -> None:
     options: dict[str, Any] = {"format": ["fp8_e4m3", "bf16", "nvfp4"], "scaling": ["tensor", "block"]}
     for per_sample in (False, True):

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ranktape.analyze.numerics import pieces as module
-from ranktape.analyze.numerics.pieces import by_memory, in_three, pieces
+from ranktape.analyze.numerics.pieces import (
+    MAX_THREADS,
+    RUN,
+    Box,
+    boxes,
+    by_memory,
+    each,
+    grouped_shape,
+    in_three,
+    num_threads,
+    pieces,
+)
+from ranktape.errors import UsageError
 
 SHAPES = [(1,), (7,), (1000,), (30, 40), (3, 1, 50), (2, 3, 4, 5), (500, 2), (2, 500), (1, 700), (0, 3)]
 
@@ -18,17 +36,16 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PIECE", 64)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("block_size", [1, 5, 32, 10_000])
-def test_every_element_is_in_one_piece(shape: tuple[int, ...], block_size: int) -> None:
-    array = np.arange(np.prod(shape)).reshape(shape)
-    for axis in range(array.ndim):
-        parts = pieces(array, axis=axis, block_size=block_size)
-        found = np.concatenate([np.zeros(0, dtype=np.int64), *(part.reshape(-1) for part in parts)])
-        np.testing.assert_array_equal(np.sort(found), array.reshape(-1))
-        assert all(np.shares_memory(part, array) for part in parts)
-        limit = max(64, min(block_size, shape[axis]))
-        assert all(part.size <= limit for part in parts)
+def test_every_element_is_in_one_piece() -> None:
+    for shape, block_size in itertools.product(SHAPES, [1, 5, 32, 10_000]):
+        array = np.arange(np.prod(shape)).reshape(shape)
+        for axis in range(array.ndim):
+            parts = pieces(array, axis=axis, block_size=block_size)
+            found = np.concatenate([np.zeros(0, dtype=np.int64), *(part.reshape(-1) for part in parts)])
+            np.testing.assert_array_equal(np.sort(found), array.reshape(-1))
+            assert all(np.shares_memory(part, array) for part in parts)
+            limit = max(64, min(block_size, shape[axis]))
+            assert all(part.size <= limit for part in parts)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -52,3 +69,86 @@ def test_axes_in_the_order_of_memory_are_no_copy() -> None:
     assert in_three(ordered, axis=1).shape == (2, 3, 4)
     assert in_three(ordered, axis=axis).shape == (6, 4, 1)
     assert np.shares_memory(in_three(ordered, axis=axis), array)
+
+
+BOX_SIZE = 1 << 17
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int, int]:
+    num_dims = draw(st.integers(1, 4))
+    shape = tuple(draw(st.lists(st.integers(0, 200 >> 2 * (num_dims - 1) or 3), min_size=num_dims, max_size=num_dims)))
+    axis = draw(st.integers(0, len(shape) - 1))
+    return shape, axis, draw(st.integers(1, 50)), draw(st.sampled_from([3, 16, 100, 1000]))
+
+
+@given(cuts())
+def test_boxes_hold_every_element_once_with_its_block(cut: tuple[tuple[int, ...], int, int, int]) -> None:
+    shape, axis, block_size, box_size = cut
+    times = np.zeros(shape, dtype=np.int64)
+    block_of = np.broadcast_to(
+        (np.arange(shape[axis]) // block_size).reshape(-1, *[1] * (len(shape) - 1 - axis)), shape
+    )
+    groups = np.zeros(grouped_shape(shape, axis=axis, block_size=block_size))
+    for box in boxes(shape, axis=axis, block_size=block_size, box_size=box_size):
+        assert box.size <= box_size
+        assert times[box.place].shape == box.shape
+        times[box.place] += 1
+        before, count, length, after = box.shape_OBEI
+        assert (before * count * length * after, count * length) == (box.size, box.shape[axis])
+        assert groups[box.groups].size == before * count * after
+        # Elements, sorted by the box into blocks, are those of the block that the box says.
+        numbers = np.arange(box.groups[axis].start, box.groups[axis].stop).reshape(1, -1, 1, 1)
+        assert (block_of[box.place].reshape(box.shape_OBEI) == numbers).all()
+    assert (times == 1).all()
+
+
+def test_a_tensor_without_elements_has_no_boxes() -> None:
+    assert list(boxes((3, 0, 4), axis=0, block_size=2, box_size=1)) == []
+    assert grouped_shape((3, 0, 4), axis=0, block_size=2) == (2, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "block_size"),
+    [
+        ((4096, 4096), 1, 32),
+        ((4096, 4096), 0, 32),
+        ((10**6,), 0, 10**6),
+        ((8, 128, 4096), 1, 32),
+        ((100, 8192), 0, 100),
+    ],
+)
+def test_boxes_of_large_tensors_are_large_and_reach_far_along_memory(
+    shape: tuple[int, ...], axis: int, block_size: int
+) -> None:
+    found: list[Box] = list(boxes(shape, axis=axis, block_size=block_size, box_size=BOX_SIZE))
+    assert math.prod(shape) / len(found) > BOX_SIZE / 2
+    assert found[0].shape[-1] >= min(RUN, shape[-1])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7, None])
+def test_results_are_in_the_order_of_the_items(threads: int | None) -> None:
+    assert each(lambda item: item * item, range(20), threads=threads) == [item * item for item in range(20)]
+    assert each(str, [], threads=threads) == []
+
+
+def test_two_threads_work_at_once_and_one_is_the_callers_own() -> None:
+    both = threading.Barrier(2, timeout=20)
+    assert sorted(each(lambda _: both.wait(), [0, 1], threads=2)) == [0, 1]
+    assert each(lambda _: threading.get_ident(), [0, 1], threads=1) == [threading.get_ident()] * 2
+    assert each(lambda _: threading.get_ident(), [0], threads=8) == [threading.get_ident()]
+
+
+def test_what_the_work_raises_is_raised() -> None:
+    def fail(item: int) -> None:
+        raise KeyError(item)
+
+    with pytest.raises(KeyError, match="0"):
+        each(fail, range(5), threads=3)
+
+
+def test_there_are_as_many_threads_as_cores_unless_they_are_named() -> None:
+    assert num_threads(3) == 3
+    assert 1 <= num_threads(None) <= min(MAX_THREADS, os.cpu_count() or 1)
+    with pytest.raises(UsageError, match=r"threads=0 is not a number of threads: give 1 or more, or None"):
+        num_threads(0)

@@ -75,9 +75,8 @@ def test_a_name_goes_before_a_pattern_and_a_pattern_before_later_ones() -> None:
     assert parse_plan("modules: {0.up: mxfp8}", place="").recipes_of(["0.up", "1.up"]).keys() == {"0.up"}
 
 
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
+def test_what_is_wrong_with_a_plan_is_said_with_its_place() -> None:
+    for text, match in [
         ("", "is to be a mapping of run, .* and is None"),
         ("[]", "is to be a mapping"),
         ("{}", r"names no modules: write modules: \{layers.0.mlp.up: nvfp4\}"),
@@ -100,11 +99,9 @@ def test_a_name_goes_before_a_pattern_and_a_pattern_before_later_ones() -> None:
         ("{recipes: {mine: 3}, modules: {head: mine}}", "plan.yaml, recipes, mine: is to be a mapping"),
         ("modules: {head: mxfp8, head: nvfp4}", "'head' is given twice"),
         ("modules: {head: *other}", "aliases"),
-    ],
-)
-def test_what_is_wrong_with_a_plan_is_said_with_its_place(text: str, match: str) -> None:
-    with pytest.raises(UsageError, match=match):
-        parse_plan(text, place="plan.yaml")
+    ]:
+        with pytest.raises(UsageError, match=match):
+            parse_plan(text, place="plan.yaml")
 
 
 def test_a_plan_for_another_model_names_what_is_not_there() -> None:

@@ -41,6 +41,7 @@ from ranktape.analyze.legacy.plots import draw_panels
 from ranktape.analyze.views.plots.axes import scale_shares
 from ranktape.storage import Records
 from tests.analyze.runs import model_tensors
+from tests.exhaustive import exhaustive_but
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -417,6 +418,7 @@ STRANGE: dict[str, np.ndarray[Any, Any]] = {
 
 
 @pytest.mark.parametrize("number", range(len(STRANGE)))
+@exhaustive_but("1", "2", "4", "6", reason="empty, NaN, infinite and wide tensors are in make test")
 def test_strange_tensors_have_plots(tmp_path: Path, number: int) -> None:
     """Three layers of one tensor; each plot is drawn of some kinds of tensors."""
     array = list(STRANGE.values())[number]

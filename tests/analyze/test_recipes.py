@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+from ranktape.analyze import quantize
+from ranktape.analyze.numerics.quantization.operand import one_operand, quantized_operands
 from ranktape.analyze.numerics.recipes.recipe import HighPrecision, OperandRecipe, ProductRecipe, Recipe, products_of
 from ranktape.analyze.numerics.recipes.table import ALIASES, RECIPES
-from ranktape.analyze.numerics.recipes.words import parse_recipe, parse_recipes, read_recipe_file, words_of_recipe
+from ranktape.analyze.numerics.recipes.words import (
+    KEYS,
+    OPTIONS,
+    parse_recipe,
+    parse_recipes,
+    read_recipe_file,
+    recipes_of_words,
+    words_of_recipe,
+)
 from ranktape.errors import UsageError
+from ranktape.yaml_file import parse_yaml
 
 
 def in_file(folder: Path, text: str) -> Path:
@@ -108,9 +121,8 @@ def test_names_files_and_recipes_mix_and_each_comes_once(tmp_path: Path) -> None
     assert [one.name for one in parse_recipes(["nvfp4,mxfp8", "mxfp8"])] == ["nvfp4", "mxfp8"]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_a_wrong_file_is_refused_with_the_recipe_and_the_key(tmp_path: Path) -> None:
+    for text, message in [
         ("", "holds no recipes"),
         ("- nvfp4", "holds no recipes"),
         ("mine: {operands: nvfp4", "is not YAML that is read here: line 1"),
@@ -153,13 +165,11 @@ def test_names_files_and_recipes_mix_and_each_comes_once(tmp_path: Path) -> None
         ("mine: {base: nvfp4, draws: 2000}", "mine: draws is 2000"),
         ("mine: {base: nvfp4, seed: many}", "mine: seed is 'many'"),
         ("mine: {base: nvfp4, source: 3}", "mine, source: is to be text, and is 3"),
-    ],
-)
-def test_a_wrong_file_is_refused_with_the_recipe_and_the_key(text: str, message: str, tmp_path: Path) -> None:
-    path = in_file(tmp_path, text)
-    with pytest.raises(UsageError, match=message) as caught:
-        parse_recipe(path)
-    assert str(path) in str(caught.value)
+    ]:
+        path = in_file(tmp_path, text)
+        with pytest.raises(UsageError, match=message) as caught:
+            parse_recipe(path)
+        assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -277,3 +287,100 @@ def test_bits_and_speed_are_those_of_all_products() -> None:
     recipe = Recipe(name="mixed", source="wide gradients", products=mixed)
     assert recipe.bits == (4 * 4.5 + 2 * 16) / 6
     assert recipe.speed == 3 / (1 / 4 + 1 + 1)
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_table_has_a_row_for_every_recipe() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| (\d) \| (.+) \|$", PAGE, re.MULTILINE)
+    assert rows == [(one.name, f"{one.bits:.4g}", f"{one.speed:g}", one.source) for one in RECIPES.values()]
+
+
+def test_the_file_on_the_page_says_every_recipe() -> None:
+    words = parse_yaml(BLOCKS[0][1], place="the page")
+    found = recipes_of_words(words, place="the page", shipped={})
+    assert found == {name: dataclasses.replace(one, source=found[name].source) for name, one in RECIPES.items()}
+
+
+def test_the_page_names_every_key_and_what_every_row_is_tested_with() -> None:
+    keys, tested = PAGE.partition("| key | ")[2], PAGE.partition("## How the rows are tested")[2]
+    assert [key for key in (*KEYS, *OPTIONS, "rotation", "rotation_seed") if f"`{key}`" not in keys] == []
+    assert [name for name in RECIPES if f"`{name}`" not in tested] == []
+
+
+def test_the_examples_run_and_print_what_they_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (own,) = (text for language, text in BLOCKS[1:] if language == "yaml")
+    Path("own.yaml").write_text(own, encoding="utf-8")
+    assert list(read_recipe_file(Path("own.yaml"))) == ["nvfp4_mine", "wide_gradients"]
+    (example,) = (text for language, text in BLOCKS if language == "python")
+    names: dict[str, Any] = {}
+    exec(compile(example, "docs/recipes.md", "exec"), names)  # noqa: S102 - our own page
+    assert capsys.readouterr().out.splitlines() == re.findall(r"print\(.*\)  # (.*)", example)
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_both_operands_are_quantised_along_the_sum_in_their_order() -> None:
+    product = RECIPES["mxfp8_e5m2_grad"].products["grad_weight"]
+    grad_OT, x_IT = numbers(24, 64), numbers(40, 64, seed=1)
+    first, second = quantized_operands(product, grad_OT, x_IT, seed=0)
+    for found, matrix, scheme in ((first, grad_OT, "mxfp8_e5m2"), (second, x_IT, "mxfp8_e4m3")):
+        expected = quantize(matrix, scheme, scale_rule="rceil", warn=False)
+        assert torch.equal(found.whole(), expected.values)
+
+
+def test_an_operand_that_is_left_as_it_is_keeps_its_numbers() -> None:
+    product = ProductRecipe(operands={"input": OperandRecipe(), "weight": OperandRecipe(scheme="mxfp4")})
+    first, _ = quantized_operands(product, numbers(3, 5), numbers(4, 5), seed=0)
+    assert torch.equal(first.values, numbers(3, 5))
+    assert first.factor == 1
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 100])
+@pytest.mark.parametrize("scheme", [None, "fp32"])
+def test_a_rotation_of_both_operands_leaves_their_product(length: int, scheme: str | None) -> None:
+    """Whatever the length of the sum; and one that is left as it is turns with the other."""
+    operands = {"input": OperandRecipe(), "weight": OperandRecipe(scheme=scheme)}
+    product = ProductRecipe(operands=operands, rotation=64, rotation_seed=3)
+    given = numbers(7, length), numbers(5, length, seed=1)
+    one, other = (operand.values.double() for operand in quantized_operands(product, *given, seed=0))
+    assert one.shape[1] == other.shape[1] == -(-length // 64) * 64
+    assert not torch.equal(one[:, :length].float(), given[0])
+    torch.testing.assert_close((one @ other.T).float(), (given[0].double() @ given[1].double().T).float())
+
+
+def test_only_a_matrix_is_an_operand() -> None:
+    product = RECIPES["nvfp4_nvidia"].products["grad_weight"]
+    for tensor in (torch.tensor(1.0), numbers(3), numbers(2, 3, 4)):
+        with pytest.raises(UsageError, match=f"has {tensor.ndim} dimensions"):
+            one_operand(product, "input", tensor, seed=0)
+
+
+def test_a_prescale_moves_the_numbers_on_the_grid_and_the_factor_takes_it_back() -> None:
+    matrix = numbers(8, 64)
+    product = ProductRecipe(
+        operands={"input": OperandRecipe(scheme="mxfp4", prescale=0.75), "weight": OperandRecipe(scheme="mxfp4")}
+    )
+    found, plain = quantized_operands(product, matrix, matrix, seed=0)
+    assert torch.equal(found.values.float(), quantize(matrix * 0.75, "mxfp4", warn=False).values)
+    assert (found.factor, plain.factor) == (4 / 3, 1)
+    assert found.is_bf16
+
+
+def test_draws_follow_the_seed_and_differ_between_the_operands() -> None:
+    drawn = OperandRecipe(scheme="mxfp4", rounding="stochastic")
+    product = ProductRecipe(operands={"grad_output": drawn, "input": drawn})
+    matrix = numbers(32, 64)
+    pairs = [quantized_operands(product, matrix, matrix, seed=seed) for seed in (0, 0, 1, 2)]
+    values = [[operand.values for operand in pair] for pair in pairs]
+    assert all(torch.equal(one, other) for one, other in zip(values[0], values[1], strict=True))
+    different = [*values[0], *values[2], *values[3]]
+    assert not any(torch.equal(one, two) for i, one in enumerate(different) for two in different[:i])
+    assert torch.equal(one_operand(product, "input", matrix, seed=2).values, values[3][1])

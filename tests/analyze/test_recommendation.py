@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from typing import Any
@@ -15,14 +16,30 @@ from hypothesis import strategies as st
 
 from ranktape.analyze.numerics.quantization.encoded import LossSeverity
 from ranktape.analyze.numerics.quantization.quantizer import quantize
+from ranktape.analyze.numerics.quantization.schemes import parse_scheme
 from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep, sweep_array
-from ranktape.analyze.questions.advice import Position, Range, Recommendation, Variation, range_after, range_before
+from ranktape.analyze.questions.advice import (
+    Position,
+    Range,
+    Recommendation,
+    Variation,
+    best_format,
+    bits_per_element,
+    common_grid,
+    common_scale,
+    range_after,
+    range_before,
+)
+from ranktape.errors import UsageError
 
 GAUSS = np.random.default_rng(0).standard_normal(20_000).astype(np.float32)
 
-SWEEP = sweep_array(GAUSS, format="fp4_e2m1")
+
+@functools.cache
+def sweep_of_gauss() -> ScaleSweep:
+    return sweep_array(GAUSS, format="fp4_e2m1")
 
 
 def level(exponent: float, **figures: Any) -> Level:
@@ -52,7 +69,7 @@ def level(exponent: float, **figures: Any) -> Level:
 
 def of(*levels: Level) -> ScaleSweep:
     """A sweep that found these levels."""
-    return dataclasses.replace(SWEEP, levels=levels)
+    return dataclasses.replace(sweep_of_gauss(), levels=levels)
 
 
 def judged(*levels: Level) -> Recommendation:
@@ -81,23 +98,20 @@ def test_the_first_of_equally_good_levels_is_taken() -> None:
     assert exponent_of(found.recommended) == 2.0
 
 
-@pytest.mark.parametrize(
-    ("ratio", "severity"),
-    [
+def test_severity_is_medium_above_a_thousandth_and_high_above_a_hundredth() -> None:
+    for ratio, severity in [
         (0.0, LossSeverity.NONE),
         (0.001, LossSeverity.NONE),
         (0.00101, LossSeverity.MEDIUM),
         (0.01, LossSeverity.MEDIUM),
         (0.0101, LossSeverity.HIGH),
         (1.0, LossSeverity.HIGH),
-    ],
-)
-def test_severity_is_medium_above_a_thousandth_and_high_above_a_hundredth(ratio: float, severity: LossSeverity) -> None:
-    for kind, other in (("overflow", "underflow"), ("underflow", "overflow")):
-        (verdict,) = judged(level(0.0, **{f"{kind}_ratio": ratio})).verdicts
-        assert (verdict.severity_by(kind), verdict.severity_by(other)) == (severity, LossSeverity.NONE)
-        assert verdict.severity is severity
-        assert verdict.is_clean is (severity is LossSeverity.NONE)
+    ]:
+        for kind, other in (("overflow", "underflow"), ("underflow", "overflow")):
+            (verdict,) = judged(level(0.0, **{f"{kind}_ratio": ratio})).verdicts
+            assert (verdict.severity_by(kind), verdict.severity_by(other)) == (severity, LossSeverity.NONE)
+            assert verdict.severity is severity
+            assert verdict.is_clean is (severity is LossSeverity.NONE)
 
 
 def test_ranges_to_avoid_are_parted_by_their_cause() -> None:
@@ -172,27 +186,24 @@ def test_levels_that_keep_nothing_are_not_recommended(first: float, last: float,
     assert not any("best score" in one or "fewest" in one for one in found.advice.limits)
 
 
-@pytest.mark.parametrize(
-    ("losses", "position", "said"),
-    [
+def test_what_is_lost_at_the_edge_says_where_to_look() -> None:
+    for losses, position, said in [
         ({"overflow_ratio": 0.1}, Position.LARGEST, "that was tried: a larger one may be better"),
         ({"underflow_ratio": 0.1}, Position.LARGEST, "nothing overflows there, so that a larger one will hardly be"),
         ({"underflow_ratio": 0.1}, Position.SMALLEST, "that was tried: a smaller one may be better"),
         ({"overflow_ratio": 0.1}, Position.SMALLEST, "nothing underflows there, so that a smaller one will hardly be"),
         ({"overflow_ratio": 0.1}, Position.ONLY, "values overflow, a larger one may be better"),
         ({"underflow_ratio": 0.1}, Position.ONLY, "values underflow, a smaller one may be better"),
-    ],
-)
-def test_what_is_lost_at_the_edge_says_where_to_look(losses: dict[str, float], position: Position, said: str) -> None:
-    chosen = level(0.0, score=0.9, **losses)
-    levels = {
-        Position.LARGEST: [chosen, level(-1.0)],
-        Position.SMALLEST: [level(1.0), chosen],
-        Position.ONLY: [chosen],
-    }
-    found = judged(*levels[position])
-    assert found.position is position
-    assert any(said in one for one in found.advice.conclusion)
+    ]:
+        chosen = level(0.0, score=0.9, **losses)
+        levels = {
+            Position.LARGEST: [chosen, level(-1.0)],
+            Position.SMALLEST: [level(1.0), chosen],
+            Position.ONLY: [chosen],
+        }
+        found = judged(*levels[position])
+        assert found.position is position
+        assert any(said in one for one in found.advice.conclusion)
 
 
 def test_limits_of_a_tapered_format_do_not_tell_where_to_look() -> None:
@@ -219,25 +230,23 @@ def test_extremes_are_the_worst_and_the_best_level() -> None:
     assert {kind: tuple(map(exponent_of, ends)) for kind, ends in found.extremes.items()} == {"underflow": (1.0, 0.0)}
 
 
-@pytest.mark.parametrize(
-    ("scores", "position"),
-    [
+def test_the_position_says_whether_another_scale_might_be_better() -> None:
+    for scores, position in [
         ([0.1, 0.9, 0.2], Position.BALANCED),
         ([0.9, 0.1, 0.2], Position.LARGEST),
         ([0.1, 0.2, 0.9], Position.SMALLEST),
         ([0.9], Position.ONLY),
         ([0.5, 0.5, 0.5], Position.LARGEST),
-    ],
-)
-def test_the_position_says_whether_another_scale_might_be_better(scores: list[float], position: Position) -> None:
-    found = judged(*(level(-float(index), score=score) for index, score in enumerate(scores)))
-    assert found.position is position
-    assert sum("edge" in one for one in found.advice.conclusion) == (position in {Position.LARGEST, Position.SMALLEST})
+    ]:
+        found = judged(*(level(-float(index), score=score) for index, score in enumerate(scores)))
+        assert found.position is position
+        assert sum("edge" in one for one in found.advice.conclusion) == (
+            position in {Position.LARGEST, Position.SMALLEST}
+        )
 
 
-@pytest.mark.parametrize(
-    ("figures", "metric", "variation"),
-    [
+def test_stability_has_the_limits_of_the_legacy_tool() -> None:
+    for figures, metric, variation in [
         ([{"mse": 1.0}, {"mse": 1.09}], "mse", Variation.STABLE),
         ([{"mse": 1.0}, {"mse": 1.11}], "mse", Variation.VARIES),
         ([{"mse": 0.0}, {"mse": 1e-30}], "mse", Variation.VARIES),
@@ -250,17 +259,13 @@ def test_the_position_says_whether_another_scale_might_be_better(scores: list[fl
         ([{"psnr": 30.0}, {"psnr": math.inf}], "psnr", Variation.VARIES),
         ([{"psnr": math.inf}, {"psnr": math.inf}], "psnr", Variation.STABLE),
         ([{"psnr": -math.inf}, {"psnr": math.inf}], "psnr", Variation.VARIES),
-    ],
-)
-def test_stability_has_the_limits_of_the_legacy_tool(
-    figures: list[dict[str, float]], metric: str, variation: Variation
-) -> None:
-    found = judged(*(level(-float(index), **figure) for index, figure in enumerate(figures)))
-    spread = found.spreads[metric]
-    given_figures = [figure[metric] for figure in figures]
-    assert spread.variation is variation
-    assert (spread.lowest, spread.highest) == (min(given_figures), max(given_figures))
-    assert spread.width >= 0
+    ]:
+        found = judged(*(level(-float(index), **figure) for index, figure in enumerate(figures)))
+        spread = found.spreads[metric]
+        given_figures = [figure[metric] for figure in figures]
+        assert spread.variation is variation
+        assert (spread.lowest, spread.highest) == (min(given_figures), max(given_figures))
+        assert spread.width >= 0
 
 
 def test_deviations_are_those_of_the_levels() -> None:
@@ -413,3 +418,124 @@ def test_the_first_of_levels_that_rounding_alone_tells_apart_is_the_best(name: s
     assert found.exponent == 1.0
     better_one = level(9.0, **{name: best * (0.99 if METRICS[name].is_error else 1.01)})
     assert Recommendation(dataclasses.replace(of(*several, better_one), mode=SweepMode.TENSOR)).best[name] is better_one
+
+
+def sweep_with(*levels: Level) -> ScaleSweep:
+    """A sweep that found these levels."""
+    return dataclasses.replace(sweep_array(GAUSS, format="fp8_e4m3"), levels=levels)
+
+
+def spread_apart(name: str, units: list[float]) -> list[ScaleSweep]:
+    """Tensors of different magnitudes on one grid."""
+    own = [sweep_array(GAUSS * np.float32(unit), format=name) for unit in units]
+    grid = common_grid(own)
+    assert grid is not None
+    return [sweep_array(GAUSS * np.float32(unit), format=name, options=grid) for unit in units]
+
+
+def test_a_common_scale_of_equal_tensors_costs_nothing() -> None:
+    found = common_scale(spread_apart("fp8_e4m3", [1.0, 1.0]))
+    assert found is not None
+    assert (found.worst_price, found.median_price) == (0.0, 0.0)
+    assert found.exponent == round(found.exponent)
+
+
+def test_a_common_scale_of_tensors_far_apart_costs_decibels() -> None:
+    sweeps = spread_apart("fp4_e2m1", [1.0, 16.0, 16.0])
+    found = common_scale(sweeps)
+    assert found is not None
+    index = [one.exponent for one in sweeps[0].levels].index(found.exponent)
+    means = [sum(one.levels[number].score for one in sweeps) / len(sweeps) for number in range(len(sweeps[0].levels))]
+    assert means[index] == pytest.approx(max(means))
+    assert [share.level for share in found.shares] == [one.levels[index] for one in sweeps]
+    assert found.worst_price > 3
+    assert all(share.price >= 0 for share in found.shares)
+    assert all(
+        share.own.sqnr == max(one.sqnr for one in sweep.levels)
+        for share, sweep in zip(found.shares, sweeps, strict=True)
+    )
+
+
+def test_tensors_without_levels_do_not_choose_the_common_scale() -> None:
+    empty = sweep_array(np.zeros(0, dtype=np.float32), format="fp8_e4m3")
+    sweeps = spread_apart("fp8_e4m3", [1.0, 4.0])
+    assert common_scale([empty, *sweeps]) == common_scale(sweeps)
+    assert common_scale([empty]) is None
+    assert common_grid([empty]) is None
+    assert common_scale([]) is None
+
+
+def test_tensors_tried_at_different_scales_have_no_common_one() -> None:
+    sweeps = [sweep_array(GAUSS * np.float32(unit), format="fp8_e4m3") for unit in (1.0, 100.0)]
+    with pytest.raises(UsageError, match="tried at different scales, which do not add up: sweep them on one grid"):
+        common_scale(sweeps)
+
+
+def test_a_price_is_infinite_where_nothing_would_be_lost_alone() -> None:
+    first, last = spread_apart("fp8_e4m3", [1.0, 1.0])[0].levels[:2]
+    alone = sweep_with(dataclasses.replace(first, sqnr=math.inf, score=0.1), dataclasses.replace(last, score=0.1))
+    other = sweep_with(dataclasses.replace(first, score=0.1, sqnr=9.0), dataclasses.replace(last, score=1.0, sqnr=9.0))
+    found = common_scale([alone, other])
+    assert found is not None
+    assert (found.exponent, found.worst_price, found.median_price) == (last.exponent, math.inf, 0.0)
+
+
+def test_offsets_are_common_as_they_are() -> None:
+    sweep = sweep_array(GAUSS.astype(ml_dtypes.bfloat16), format="mxfp8_e4m3")
+    assert common_grid([sweep]) == sweep.options
+    found = common_scale([sweep, sweep])
+    assert found is not None
+    assert found.worst_price >= 0
+
+
+def choices(names: list[str], array: np.ndarray[Any, Any] = GAUSS) -> dict[str, list[ScaleSweep]]:
+    return {name: [sweep_array(array, format=name)] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (15.0, "fp4_e2m1"),
+        (25.0, "fp6_e2m3"),
+        (31.2, "fp8_e4m3"),
+        (99.0, "fp8_e4m3"),
+    ],
+)
+def test_the_narrowest_format_that_keeps_enough_is_chosen(target: float, expected: str) -> None:
+    found = best_format(choices(["fp8_e5m2", "fp8_e4m3", "fp6_e2m3", "fp4_e2m1"]), target_sqnr=target)
+    assert found is not None
+    assert (found.scheme.name, found.meets_target) == (expected, target < 40)
+
+
+def test_every_tensor_of_a_layer_has_to_keep_enough() -> None:
+    heavy = GAUSS.copy()
+    heavy[:3] = 3e4
+    sweeps = {
+        name: [sweep_array(GAUSS, format=name), sweep_array(heavy, format=name)] for name in ("fp4_e2m1", "fp8_e5m2")
+    }
+    found = best_format(sweeps, target_sqnr=17)
+    assert found is not None
+    assert found.worst_sqnr == min(max(one.sqnr for one in sweep.levels) for sweep in sweeps[found.scheme.name])
+
+
+def test_scales_of_blocks_count_as_bits() -> None:
+    assert [
+        bits_per_element(parse_scheme(name)) for name in ("mxfp8", "nvfp4", "mxfp4", "fp4_e2m1", "hif8", "mxint8")
+    ] == [
+        8.25,
+        4.5,
+        4.25,
+        4.0,
+        8.0,
+        8.25,
+    ]
+
+
+def test_nothing_chooses_no_format() -> None:
+    assert best_format({}) is None
+    assert best_format(choices(["fp8_e4m3"], np.full(3, np.nan, dtype=np.float32))) is None
+    zeros = best_format(choices(["fp8_e4m3", "fp4_e2m1"], np.zeros(3, dtype=np.float32)))
+    assert zeros is not None
+    assert (zeros.scheme.name, zeros.worst_sqnr, zeros.meets_target) == ("fp4_e2m1", math.inf, True)
+    with pytest.raises(UsageError, match="--target-sqnr nan is not allowed"):
+        best_format({}, target_sqnr=math.nan)

@@ -114,48 +114,51 @@ def at(**fields: Any) -> Choice:
     return lambda info: all(getattr(info, name) == value for name, value in known.items())
 
 
-FAULTS: dict[str, tuple[Choice, Choice, set[tuple[str, str, int, int]]]] = {
-    "another microbatch": (
+OUTPUT, KEY, OTHER = "layers.0.attention.output", "layers.0.attention.key", "layers.1.attention"
+
+EXCHANGED: list[tuple[Choice, Choice, set[tuple[str, str, int, int]]]] = [
+    # Another microbatch.
+    (
         at(tensor_name="output", microbatch=0),
         at(tensor_name="output"),
         {(QUERY, "output", 1, 0), (QUERY, "output", 1, 1)},
     ),
-    "a stale weight": (
-        at(tensor_name="weight", microbatch=0, iteration=0),
-        at(tensor_name="weight", microbatch=0),
-        {(QUERY, product, *place) for product in ("output", "grad_input") for place in np.ndindex(2, 2)},
+    # A stale weight.
+    (
+        at(tensor_name="weight", microbatch=0, module=OUTPUT, iteration=0),
+        at(tensor_name="weight", microbatch=0, module=OUTPUT),
+        {(OUTPUT, product, *place) for product in ("output", "grad_input") for place in np.ndindex(2, 2)},
     ),
-    "another layer": (
-        at(tensor_name="grad_weight"),
-        at(tensor_name="grad_weight", module="layers.1.attention.query"),
-        {(QUERY, "grad_weight", 1, 1), ("layers.1.attention.query", "grad_weight", 1, 1)},
+    # Another layer.
+    (
+        at(tensor_name="grad_weight", module=KEY),
+        at(tensor_name="grad_weight", module=f"{OTHER}.key"),
+        {(KEY, "grad_weight", 1, 1), (f"{OTHER}.key", "grad_weight", 1, 1)},
     ),
-    "key and value": (
+    # Key and value.
+    (
         at(tensor_name="key", module=ATTENTION),
         at(tensor_name="value", module=ATTENTION),
         {(ATTENTION, product, 1, 1) for product in ATTENTION_PRODUCTS},
     ),
-    "another microbatch of attention": (
-        at(tensor_name="grad_output", module=ATTENTION, microbatch=0),
-        at(tensor_name="grad_output", module=ATTENTION),
-        {(ATTENTION, product, 1, batch) for product in ATTENTION_PRODUCTS[1:] for batch in (0, 1)},
+    # Another microbatch of attention.
+    (
+        at(tensor_name="grad_output", module=OTHER, microbatch=0),
+        at(tensor_name="grad_output", module=OTHER),
+        {(OTHER, product, 1, batch) for product in ATTENTION_PRODUCTS[1:] for batch in (0, 1)},
     ),
-}  # fmt: skip
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_in_another_tensors_place_is_found(plain: Run, tmp_path: Path, fault: str) -> None:
-    one, other, expected = FAULTS[fault]
-    tensors = tensors_of(plain)
-    exchange(tensors, one, other)
+def test_what_is_in_another_tensors_place_and_a_transposed_weight_are_found(plain: Run, tmp_path: Path) -> None:
+    tensors, turned = tensors_of(plain), f"{OTHER}.query"
+    expected = {(turned, product, 1, batch) for product in ("output", "grad_input") for batch in (0, 1)}
+    is_turned = at(tensor_name="weight", microbatch=0, module=turned)
+    tensors = [(array.T.copy() if is_turned(info) else array, info) for array, info in tensors]
+    for one, other, found in EXCHANGED:
+        exchange(tensors, one, other)
+        expected |= found
     assert wrong(store(tmp_path / "run", tensors)) == expected
-
-
-def test_a_transposed_weight_is_found(plain: Run, tmp_path: Path) -> None:
-    is_weight = at(tensor_name="weight", microbatch=0)
-    tensors = [(array.T.copy() if is_weight(info) else array, info) for array, info in tensors_of(plain)]
-    found = wrong(store(tmp_path / "run", tensors))
-    assert found == {(QUERY, product, 1, batch) for product in ("output", "grad_input") for batch in (0, 1)}
 
 
 def test_what_cannot_be_compared_is_said(plain: Run, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from ranktape.errors import DataError, UnknownFieldError, UsageError
 from ranktape.storage import Run, open_run
 from tests.analyze.replay_runs import call_arrays, call_tensors, one_call, recorded_sqnr, trained
 from tests.analyze.runs import Tensor, store
+from tests.exhaustive import exhaustive
 
 RECIPES = parse_recipes("nvfp4,mxfp8")
 
@@ -61,6 +62,7 @@ def test_a_recipe_is_applied_to_the_recorded_operands(plain: Run, replayed: Repl
         assert found.num_elements == sums.num_elements
 
 
+@exhaustive("make test replays with workers in test_replay.py")
 def test_workers_change_no_bit(plain: Run, replayed: Replayed) -> None:
     again = replay_calls(plain.select(), RECIPES, engine=Engine(workers=2, use_cache=False))
     for name in ("places", "exact", "recorded"):

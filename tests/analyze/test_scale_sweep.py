@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -15,9 +17,21 @@ from hypothesis import strategies as st
 from ranktape.analyze.engine.target import is_sweepable
 from ranktape.analyze.numerics.formats import FORMATS, round_to
 from ranktape.analyze.numerics.quantization.schemes import ScaleRule
-from ranktape.analyze.numerics.sweeps.metrics import Level
-from ranktape.analyze.numerics.sweeps.options import SweepOptions
+from ranktape.analyze.numerics.sweeps.metrics import (
+    DECIBELS_PER_BIT,
+    METRICS,
+    SAME_RATIO,
+    SAME_SQNR,
+    Level,
+    Loss,
+    levels_of,
+    scores,
+    settled,
+)
+from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
+from ranktape.analyze.numerics.sweeps.sums import SUMS, Sums
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array, sweep_formats
+from ranktape.analyze.questions.advice import Recommendation, common_scale
 from ranktape.analyze.questions.sweep import sweep
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import DTYPES, numpy_dtype
@@ -145,20 +159,19 @@ def test_a_constant_tensor_is_exact_where_it_is_a_value_of_the_format(value: flo
     assert all(math.isfinite(level.score) for level in found.levels)
 
 
-@pytest.mark.parametrize(
-    ("values", "note"),
-    [
-        ([], "empty"),
-        ([0.0, -0.0], "all zero: exact at any scale"),
-        ([np.nan, np.nan], "no finite number"),
-        ([np.inf, -np.inf, np.nan], "no finite number"),
-        ([0.0, np.nan], "no finite number other than zero"),
-    ],
-)
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-def test_tensors_without_a_scale_say_why(values: list[float], note: str, dtype: Any) -> None:
-    found = sweep_array(np.array(values).astype(dtype), format="fp8_e4m3")
-    assert (found.levels, found.recommended, found.note) == ((), None, note)
+def test_tensors_without_a_scale_say_why() -> None:
+    for (values, note), dtype in itertools.product(
+        [
+            ([], "empty"),
+            ([0.0, -0.0], "all zero: exact at any scale"),
+            ([np.nan, np.nan], "no finite number"),
+            ([np.inf, -np.inf, np.nan], "no finite number"),
+            ([0.0, np.nan], "no finite number other than zero"),
+        ],
+        [np.float16, ml_dtypes.bfloat16, np.float32, np.float64],
+    ):
+        found = sweep_array(np.array(values).astype(dtype), format="fp8_e4m3")
+        assert (found.levels, found.recommended, found.note) == ((), None, note)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
@@ -171,9 +184,8 @@ def test_nan_and_infinities_are_left_out_and_counted(dtype: Any) -> None:
     assert found.note == "NaN or Inf left out"
 
 
-@pytest.mark.parametrize("name", [name for name in DTYPES if is_sweepable(name)])
-@settings(max_examples=30)
-@given(data=st.data())
+@settings(max_examples=150)
+@given(name=st.sampled_from([name for name in DTYPES if is_sweepable(name)]), data=st.data())
 def test_every_dtype_and_all_bits_give_numbers(name: str, data: st.DataObject) -> None:
     array = data.draw(arrays(name=name))
     found = sweep_array(array, format="fp8_e4m3", options=SweepOptions(num_levels=3))
@@ -184,16 +196,16 @@ def test_every_dtype_and_all_bits_give_numbers(name: str, data: st.DataObject) -
         assert not any(math.isnan(getattr(level, field)) for field in Level.__dataclass_fields__)
 
 
-@pytest.mark.parametrize("name", [name for name in DTYPES if not is_sweepable(name)])
-@pytest.mark.parametrize("format_name", ["fp8_e4m3", "mxfp8"])
-def test_integers_and_bool_are_refused(name: str, format_name: str) -> None:
-    with pytest.raises(UsageError, match="no floating-point numbers"):
-        sweep_array(np.ones((2, 4), dtype=numpy_dtype(name)), format=format_name)
+def test_integers_and_bool_are_refused() -> None:
+    for name, format_name in itertools.product(
+        [name for name in DTYPES if not is_sweepable(name)], ["fp8_e4m3", "mxfp8"]
+    ):
+        with pytest.raises(UsageError, match="no floating-point numbers"):
+            sweep_array(np.ones((2, 4), dtype=numpy_dtype(name)), format=format_name)
 
 
-@pytest.mark.parametrize(
-    ("formats", "options", "message"),
-    [
+def test_an_option_that_no_format_uses_is_refused() -> None:
+    for formats, options, message in [
         (["fp8_e4m3"], {"scale_bits": 4}, "--scale-bits 4 has no effect on fp8_e4m3 in tensor mode"),
         (["fp8_e4m3"], {"scale_bits": 4, "mode": "channel"}, "--scale-bits 4 has no effect on fp8_e4m3 in channel"),
         (["fp8_e4m3"], {"scale_bits": 4, "mode": "legacy"}, "--scale-bits 4 has no effect on fp8_e4m3 in legacy mode"),
@@ -201,11 +213,9 @@ def test_integers_and_bool_are_refused(name: str, format_name: str) -> None:
         (["hif8", "fp8_e5m2"], {"block_size": 8}, "--block-size 8 has no effect on hif8 in tensor mode, fp8_e5m2 in"),
         (["nvfp4"], {"scale_rule": "floor"}, "--scale-rule floor has no effect on nvfp4 in mx mode"),
         (["nvfp4", "int8"], {"scale_bits": 4}, "--scale-bits 4 has no effect on nvfp4"),
-    ],
-)
-def test_an_option_that_no_format_uses_is_refused(formats: list[str], options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        sweep_formats(GAUSS, formats=formats, options=SweepOptions(**options))
+    ]:
+        with pytest.raises(UsageError, match=message):
+            sweep_formats(GAUSS, formats=formats, options=SweepOptions(**options))
 
 
 def test_the_legacy_tools_default_of_scale_bits_may_be_given() -> None:
@@ -247,9 +257,8 @@ def test_exponents_that_are_given_are_used() -> None:
     assert [level.exponent for level in found.levels] == [4.0, 0.0, -4.0]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_that_are_not_allowed() -> None:
+    for options, message in [
         ({"num_levels": 0}, "--num-levels 0 is not allowed: give 1 to 10000"),
         ({"num_levels": 10_001}, "--num-levels 10001 is not allowed"),
         ({"max_scale_exp": 1001.0}, "--max-scale-exp 1001.0 is not allowed: give an exponent from -1000 to 1000"),
@@ -258,11 +267,9 @@ def test_exponents_that_are_given_are_used() -> None:
         ({"block_size": 0}, "--block-size 0 is not allowed: give 1 to"),
         ({"scale_bits": 9}, "--scale-bits 9 is not allowed: give 2 to 8"),
         ({"scale_bits": 1}, "--scale-bits 1 is not allowed"),
-    ],
-)
-def test_options_that_are_not_allowed(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        SweepOptions(**options)
+    ]:
+        with pytest.raises(UsageError, match=message):
+            SweepOptions(**options)
 
 
 def test_fp64_is_no_target() -> None:
@@ -293,3 +300,161 @@ def test_a_tapered_format_is_tried_where_it_has_most_bits(scale: float) -> None:
     assert found.recommended is not None
     assert found.recommended.sqnr > 31
     assert found.recommended is not found.levels[-1]
+
+
+ROWS = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
+
+(LEVEL,) = sweep_array(ROWS, format="mxfp8_e4m3", options=SweepOptions(num_levels=1)).levels
+
+
+def level(exponent: float, *, sqnr: float, score: float = 0.5, overflow: float = 0.0, flushed: float = 0.0) -> Level:
+    return dataclasses.replace(
+        LEVEL, exponent=exponent, sqnr=sqnr, score=score, overflow_ratio=overflow, flushed_ratio=flushed
+    )
+
+
+def test_of_offsets_that_are_as_good_the_nearest_to_none() -> None:
+    levels = [level(2, sqnr=30.0, score=0.9), level(0, sqnr=30 - SAME_SQNR / 2), level(-1, sqnr=30 - 2 * SAME_SQNR)]
+    assert settled(levels, levels[0], has_offsets=True).exponent == 0
+    assert settled(levels, levels[0], has_offsets=False).exponent == 2
+
+
+@pytest.mark.parametrize("loss", ["overflow", "flushed"])
+def test_not_one_that_loses_values_which_the_best_keeps(loss: str) -> None:
+    kept, lost = SAME_RATIO / 2, 2 * SAME_RATIO
+    levels = [level(1, sqnr=30.0, score=0.9), level(0, sqnr=30.0, **{loss: lost})]
+    assert settled(levels, levels[0], has_offsets=True).exponent == 1
+    levels[1] = level(0, sqnr=30.0, **{loss: kept})
+    assert settled(levels, levels[0], has_offsets=True).exponent == 0
+
+
+def test_of_scales_that_lose_nothing_the_one_in_the_middle() -> None:
+    levels = [level(exponent, sqnr=math.inf if 1 <= exponent <= 5 else 30.0) for exponent in range(9, -1, -1)]
+    assert settled(levels, levels[4], has_offsets=False).exponent == 3
+    assert settled(levels, levels[0], has_offsets=False).exponent == 9
+
+
+def test_where_the_tensor_scale_makes_up_for_it_no_offset_is_named() -> None:
+    found = sweep_array(ROWS, format="nvfp4")
+    assert {level.exponent for level in Recommendation(found).best.values()} == {0.0}
+    common = common_scale([found, sweep_array(2 * ROWS, format="nvfp4")])
+    assert common is not None
+    assert common.exponent == 0
+
+
+def test_words_are_the_members_of_their_enumerations() -> None:
+    words = SweepOptions(mode="mx", scale_rule="floor", rounding="away")  # type: ignore[arg-type]
+    assert words == SweepOptions(mode=SweepMode.MX, scale_rule=words.scale_rule, rounding=words.rounding)
+    plain = sweep_array(ROWS, format="mxfp4")
+    assert sweep_array(ROWS, format="mxfp4", options=SweepOptions(scale_rule="floor")).levels == plain.levels  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("mode", "mxx"), ("scale_rule", "up"), ("rounding", "odd"), ("num_levels", 2.5), ("axis", 1.0), ("axis", True)],
+)
+def test_other_words_and_kinds_are_refused(name: str, value: object) -> None:
+    with pytest.raises(UsageError, match=f"{name}={value!r} is not"):
+        SweepOptions(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "offset"), [({}, 0), ({"max_scale_exp": -2}, -2), ({"min_scale_exp": 3}, 3), ({"min_scale_exp": 0}, 0)]
+)
+def test_a_single_offset_is_the_one_given_or_none(options: dict[str, float], offset: int) -> None:
+    assert SweepOptions(num_levels=1, **options).offsets().tolist() == [offset]  # type: ignore[arg-type]
+
+
+def test_where_one_exponent_aligns_both_ends_others_are_tried_around_it() -> None:
+    # What lies between them is just what the normal values of e4m3 span.
+    array = np.array([2.0**-13, 3.5])
+    exponents = [tried.exponent for tried in sweep_array(array, format="fp8_e4m3").levels]
+    middle = exponents[10]
+    assert exponents == [middle + 10 - step for step in range(21)]
+    single = sweep_array(array, format="fp8_e4m3", options=SweepOptions(num_levels=1))
+    assert [tried.exponent for tried in single.levels] == [middle]
+    given = SweepOptions(max_scale_exp=-3, min_scale_exp=-3, num_levels=2)
+    assert [tried.exponent for tried in sweep_array(array, format="fp8_e4m3", options=given).levels] == [-3, -3]
+
+
+FIGURES = st.builds(
+    Loss,
+    squared=st.one_of(st.floats(0, 1e300), st.just(math.inf)),
+    cosine=st.floats(0, 1),
+    psnr=st.one_of(st.floats(-3000, 3000), st.just(math.inf), st.just(-math.inf)),
+    absolute=st.one_of(st.floats(0, 1e300), st.just(math.inf)),
+)
+
+
+@given(figures=st.lists(FIGURES, min_size=1, max_size=30))
+def test_scores_are_never_nan_and_between_0_and_1(figures: list[Loss]) -> None:
+    assert all(-1e-12 <= score <= 1 + 1e-12 for score in scores(figures))
+
+
+def test_weights_are_those_of_the_legacy_tool() -> None:
+    best = Loss(squared=0.0, cosine=1.0, psnr=60.0, absolute=0.0)
+    worst = Loss(squared=1.0, cosine=0.0, psnr=0.0, absolute=1.0)
+    middle = Loss(squared=0.25, cosine=0.5, psnr=30.0, absolute=0.5)
+    found = scores([best, worst, middle])
+    expected = [1.0, 0.0, 0.3 * 0.75 + 0.3 * 0.5 + 0.2 * 0.5 + 0.2 * 0.5]
+    assert all(math.isclose(one, other, abs_tol=1e-12) for one, other in zip(found, expected, strict=True))
+
+
+def test_equal_levels_are_all_best() -> None:
+    figure = Loss(squared=0.1, cosine=1.0, psnr=40.0, absolute=0.2)
+    assert scores([figure, figure]) == [1.0, 1.0]
+
+
+def test_lossless_is_one_bit_better_than_the_best_of_the_others() -> None:
+    lossless = Loss(squared=0.0, cosine=1.0, psnr=math.inf, absolute=0.0)
+    good = Loss(squared=0.0, cosine=1.0, psnr=60.0, absolute=0.0)
+    bad = Loss(squared=0.0, cosine=1.0, psnr=60.0 - 9 * DECIBELS_PER_BIT, absolute=0.0)
+    found = scores([lossless, good, bad])
+    assert math.isclose(found[0] - found[1], 0.2 / 10)
+    assert math.isclose(found[1] - found[2], 0.2 * 9 / 10)
+
+
+def test_an_infinite_error_is_the_worst() -> None:
+    broken = Loss(squared=math.inf, cosine=0.0, psnr=-math.inf, absolute=math.inf)
+    bad = Loss(squared=1.0, cosine=0.0, psnr=0.0, absolute=1.0)
+    good = Loss(squared=0.0, cosine=1.0, psnr=60.0, absolute=0.0)
+    assert scores([broken, bad, good]) == [0.0, 0.0, 1.0]
+    assert scores([broken, broken]) == [0.0, 0.0]
+
+
+def test_metrics_are_fields_of_a_level() -> None:
+    assert METRICS.keys() <= Level.__dataclass_fields__.keys()
+    assert {name for name, metric in METRICS.items() if not metric.is_error} == {"cosine", "psnr", "sqnr"}
+
+
+def sums(**figures: float) -> Sums:
+    """Those of one value 1.0 at one level."""
+    ordinary = dict.fromkeys(SUMS, 0.0) | figures
+    arrays = {f"{name}_L": np.array([figure]) for name, figure in ordinary.items()}
+    return Sums(shift=0, num_finite=1, largest=1.0, absolute=1.0, squared=1.0, **arrays)
+
+
+def test_a_result_that_is_infinite_has_figures() -> None:
+    infinite = dict.fromkeys(("squared_error", "absolute_error", "squared_result", "largest_error"), math.inf)
+    (level,) = levels_of(sums(**infinite), exponents=[0.0])
+    assert (level.mse, level.psnr, level.sqnr, level.cosine) == (math.inf, -math.inf, -math.inf, 0.0)
+    assert level.score == 0.0
+
+
+def test_errors_that_are_no_number_are_the_worst() -> None:
+    unknown = dict.fromkeys(("squared_error", "absolute_error", "squared_result", "largest_error", "product"), math.nan)
+    (level,) = levels_of(sums(**unknown), exponents=[0.0])
+    assert (level.mse, level.psnr, level.sqnr, level.cosine) == (math.inf, -math.inf, -math.inf, 0.0)
+    assert (level.rmse, level.mae, level.max_abs_error, level.relative_error) == (math.inf,) * 4
+    assert level.score == 0.0
+
+
+def test_a_cosine_of_products_without_end_is_not_1() -> None:
+    (level,) = levels_of(sums(squared_error=1.0, squared_result=math.inf, product=math.inf), exponents=[0.0])
+    assert level.cosine == 0.0
+
+
+def test_a_result_without_error_has_figures() -> None:
+    (level,) = levels_of(sums(squared_result=1.0, product=1.0), exponents=[0.0])
+    assert (level.mse, level.psnr, level.sqnr, level.cosine) == (0.0, math.inf, math.inf, 1.0)
+    assert level.score == 1.0

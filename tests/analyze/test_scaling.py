@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 from typing import Any
@@ -84,13 +85,16 @@ def special(dtype: Any) -> Array:
         return np.concatenate([ordinary, np.resize(ends, 1000)]).astype(dtype).reshape(9, 1000)
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda row: row.name)
-@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "float64", "float8_e5m2", "float8_e4m3fn"])
-def test_sums_equal_rounding_the_whole_tensor(name: str, target: Format) -> None:
-    array = special(DTYPES[name].numpy_dtype)
-    # Whole exponents, at which ties are exact, and fractional ones.
-    exponents = np.array([-9.0, -8.35, -3.0, -0.1, 0.0, 1.0, 2.6, 7.0])
-    assert_equal(sums_of(array, exponents=exponents, target=target), direct(array, exponents=exponents, target=target))
+def test_sums_equal_rounding_the_whole_tensor() -> None:
+    for target, name in itertools.product(
+        TARGETS, ["bfloat16", "float16", "float32", "float64", "float8_e5m2", "float8_e4m3fn"]
+    ):
+        array = special(DTYPES[name].numpy_dtype)
+        # Whole exponents, at which ties are exact, and fractional ones.
+        exponents = np.array([-9.0, -8.35, -3.0, -0.1, 0.0, 1.0, 2.6, 7.0])
+        assert_equal(
+            sums_of(array, exponents=exponents, target=target), direct(array, exponents=exponents, target=target)
+        )
 
 
 @pytest.mark.parametrize("rounding", [Rounding.EVEN, Rounding.AWAY, Rounding.FLOOR])
@@ -139,18 +143,18 @@ def test_sums_of_stochastic_rounding_are_what_is_to_be_expected(name: str, targe
     assert math.isclose(found.flushed_L[0], math.fsum(becoming_zero), rel_tol=1e-9, abs_tol=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("rounding", [Rounding.EVEN, Rounding.AWAY, Rounding.FLOOR])
-@pytest.mark.parametrize("target", TARGETS, ids=lambda row: row.name)
-def test_every_16_bit_magnitude_rounds_as_the_reference(target: Format, rounding: Rounding, dtype: Any) -> None:
-    with np.errstate(invalid="ignore"):
-        listed = np.arange(1 << 15, dtype=np.uint16).view(dtype).astype(np.float64)
-    magnitudes = np.where(np.isfinite(listed), listed, 0.0)
-    for scale in (1.0, 2.0**0.35):
-        scaled = np.concatenate([magnitudes / scale, [math.inf]])
-        rounded = np.empty_like(scaled)
-        round_block(scaled, constants_of(target, rounding), rounded)
-        assert np.array_equal(rounded, round_to(scaled, target=target, rounding=rounding))
+def test_every_16_bit_magnitude_rounds_as_the_reference() -> None:
+    for dtype, rounding, target in itertools.product(
+        [ml_dtypes.bfloat16, np.float16], [Rounding.EVEN, Rounding.AWAY, Rounding.FLOOR], TARGETS
+    ):
+        with np.errstate(invalid="ignore"):
+            listed = np.arange(1 << 15, dtype=np.uint16).view(dtype).astype(np.float64)
+        magnitudes = np.where(np.isfinite(listed), listed, 0.0)
+        for scale in (1.0, 2.0**0.35):
+            scaled = np.concatenate([magnitudes / scale, [math.inf]])
+            rounded = np.empty_like(scaled)
+            round_block(scaled, constants_of(target, rounding), rounded)
+            assert np.array_equal(rounded, round_to(scaled, target=target, rounding=rounding))
 
 
 @settings(max_examples=30)
