@@ -103,7 +103,7 @@ def check_sample(figures: dict[str, float], sample: Array) -> None:
 
 def test_of_every_dtype_and_shape(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    tensors = []
+    tensors: list[Tensor] = []
     for name in [*DTYPES] * 6:
         shape = tuple(rng.integers(0, 10, rng.integers(4)).tolist())
         dim = int(rng.integers(3))

@@ -333,12 +333,13 @@ def test_codes_keep_shape_and_take_no_elements() -> None:
 
 
 def test_what_is_no_code_is_refused() -> None:
-    for codes, why in [
+    cases: list[tuple[Any, str]] = [
         ([16], "codes of fp4_e2m1 are between 0 and 15, not 16 to 16"),
         ([-1, 3], "between 0 and 15, not -1 to 3"),
         ([1.0], "codes are integers, not float64"),
         ([True], "codes are integers, not bool"),
-    ]:
+    ]
+    for codes, why in cases:
         with pytest.raises(UsageError, match=re.escape(why)):
             decode(codes, target=FORMATS["fp4_e2m1"])
 

@@ -469,7 +469,7 @@ def test_memory_beyond_the_result_does_not_grow_with_the_tensor() -> None:
 
 
 def test_an_option_that_cannot_be_is_refused() -> None:
-    for scheme, options, message in [
+    cases: list[tuple[Any, dict[str, Any], str]] = [
         ("mxfp9", {}, "'mxfp9' is not known"),
         ("fp8", {}, r"did you mean fp8_e4m3, .*, mxfp8\?"),
         ("fp4", {}, r"did you mean fp4_e2m1, nvfp4, .*, mxfp4\?"),
@@ -514,7 +514,8 @@ def test_an_option_that_cannot_be_is_refused() -> None:
         ("mxfp8", {"rotation": 64}, "rotation is 64, and 32 elements along the axis are no multiple"),
         ("mxfp8", {"rotation_seed": 4}, "rotation_seed is 4, and nothing is rotated"),
         ("mxfp8", {"rotation": 2, "rotation_seed": 0.5}, "seed is 0.5: give an integer"),
-    ]:
+    ]
+    for scheme, options, message in cases:
         with pytest.raises(UsageError, match=message):
             quantize(np.zeros((2, 32), dtype=np.float32), scheme, **options)
 

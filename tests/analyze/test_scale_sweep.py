@@ -205,7 +205,7 @@ def test_integers_and_bool_are_refused() -> None:
 
 
 def test_an_option_that_no_format_uses_is_refused() -> None:
-    for formats, options, message in [
+    cases: list[tuple[list[str], dict[str, Any], str]] = [
         (["fp8_e4m3"], {"scale_bits": 4}, "--scale-bits 4 has no effect on fp8_e4m3 in tensor mode"),
         (["fp8_e4m3"], {"scale_bits": 4, "mode": "channel"}, "--scale-bits 4 has no effect on fp8_e4m3 in channel"),
         (["fp8_e4m3"], {"scale_bits": 4, "mode": "legacy"}, "--scale-bits 4 has no effect on fp8_e4m3 in legacy mode"),
@@ -213,7 +213,8 @@ def test_an_option_that_no_format_uses_is_refused() -> None:
         (["hif8", "fp8_e5m2"], {"block_size": 8}, "--block-size 8 has no effect on hif8 in tensor mode, fp8_e5m2 in"),
         (["nvfp4"], {"scale_rule": "floor"}, "--scale-rule floor has no effect on nvfp4 in mx mode"),
         (["nvfp4", "int8"], {"scale_bits": 4}, "--scale-bits 4 has no effect on nvfp4"),
-    ]:
+    ]
+    for formats, options, message in cases:
         with pytest.raises(UsageError, match=message):
             sweep_formats(GAUSS, formats=formats, options=SweepOptions(**options))
 
@@ -258,7 +259,7 @@ def test_exponents_that_are_given_are_used() -> None:
 
 
 def test_options_that_are_not_allowed() -> None:
-    for options, message in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"num_levels": 0}, "--num-levels 0 is not allowed: give 1 to 10000"),
         ({"num_levels": 10_001}, "--num-levels 10001 is not allowed"),
         ({"max_scale_exp": 1001.0}, "--max-scale-exp 1001.0 is not allowed: give an exponent from -1000 to 1000"),
@@ -267,7 +268,8 @@ def test_options_that_are_not_allowed() -> None:
         ({"block_size": 0}, "--block-size 0 is not allowed: give 1 to"),
         ({"scale_bits": 9}, "--scale-bits 9 is not allowed: give 2 to 8"),
         ({"scale_bits": 1}, "--scale-bits 1 is not allowed"),
-    ]:
+    ]
+    for options, message in cases:
         with pytest.raises(UsageError, match=message):
             SweepOptions(**options)
 
