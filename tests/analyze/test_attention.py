@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -76,20 +77,18 @@ def plain(operands: dict[str, torch.Tensor], form: AttentionForm) -> dict[str, t
     return dict(zip(ATTENTION_PRODUCTS, (output.detach(), *grads), strict=True))
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_products_are_those_of_the_definition(
-    form: AttentionForm, groups: int, dtype: torch.dtype, tolerance: float
-) -> None:
-    operands = operands_of(groups=groups, dtype=dtype)
-    found, expected = attention_products(operands, form=form), plain(operands, form)
-    assert list(found) == list(ATTENTION_PRODUCTS)
-    for name, one in found.items():
-        assert (one.dtype, one.shape) == (dtype, expected[name].shape)
-        assert torch.allclose(one, expected[name], rtol=tolerance, atol=tolerance), name
-    without = {name: one for name, one in operands.items() if name != "grad_output"}
-    assert list(attention_products(without, form=form)) == ["output"]
+def test_products_are_those_of_the_definition() -> None:
+    for groups, form, (dtype, tolerance) in itertools.product(
+        [1, 2, 4], FORMS.values(), [(torch.float64, 1e-12), (torch.float32, 1e-5)]
+    ):
+        operands = operands_of(groups=groups, dtype=dtype)
+        found, expected = attention_products(operands, form=form), plain(operands, form)
+        assert list(found) == list(ATTENTION_PRODUCTS)
+        for name, one in found.items():
+            assert (one.dtype, one.shape) == (dtype, expected[name].shape)
+            assert torch.allclose(one, expected[name], rtol=tolerance, atol=tolerance), name
+        without = {name: one for name, one in operands.items() if name != "grad_output"}
+        assert list(attention_products(without, form=form)) == ["output"]
 
 
 def test_the_last_query_may_see_the_last_key() -> None:
@@ -122,33 +121,27 @@ def test_tensors_without_a_batch_heads_or_letters_have_one() -> None:
     assert heads_second(query[0, 0], "").shape == (1, 1, 9, 16)
 
 
-@pytest.mark.parametrize(
-    ("shape", "layout", "num_heads", "message"),
-    [
+def test_other_tensors_are_refused() -> None:
+    for shape, layout, num_heads, message in [
         ((2, 3, 4), "BHTD", None, "layout 'BHTD' is not that of a tensor with 3 dimensions"),
         ((4,), "", None, "not computed of tensors with 1 dimensions"),
         ((2, 3, 10), "BTH", 4, "10 elements are not those of 4 heads"),
         ((2, 3, 4), "BTI", None, "the layout 'BTI' is none of attention"),
-    ],
-)
-def test_other_tensors_are_refused(shape: tuple[int, ...], layout: str, num_heads: int | None, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        heads_second(torch.zeros(shape), layout, num_heads=num_heads)
+    ]:
+        with pytest.raises(UsageError, match=message):
+            heads_second(torch.zeros(shape), layout, num_heads=num_heads)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_operands_that_do_not_belong_together_are_refused() -> None:
+    for change, message in [
         ({"key": None}, "not computed without key"),
         ({"key": torch.zeros(2, 3, 9, 16)}, "not those of one attention: .*'key': \\(2, 3, 9, 16\\)"),
         ({"grad_output": torch.zeros(2, 4, 9, 16)}, "not those of one attention"),
         ({"query": torch.zeros(2, 4, 9)}, "not those of one attention"),
-    ],
-)
-def test_operands_that_do_not_belong_together_are_refused(change: dict[str, Any], message: str) -> None:
-    operands = {name: one for name, one in (operands_of() | change).items() if one is not None}
-    with pytest.raises(UsageError, match=message):
-        attention_products(operands, form=CAUSAL)
+    ]:
+        operands = {name: one for name, one in (operands_of() | change).items() if one is not None}
+        with pytest.raises(UsageError, match=message):
+            attention_products(operands, form=CAUSAL)
 
 
 def test_nothing_gives_nothing_and_nan_stays_where_it_is_seen() -> None:

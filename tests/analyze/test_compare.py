@@ -198,9 +198,8 @@ def test_what_is_paired(records: Records, pair: str, num_pairs: int | None) -> N
     assert len(compare(records, pair=[pair], allow_unmatched=True, distances=False).rows) == num_pairs
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_a_mistake_is_told(records: Records) -> None:
+    for options, message in [
         ({}, "nothing says what is compared with what"),
         ({"pair": ["quant_type"]}, "give FIELD=LEFT:RIGHT"),
         ({"pair": ["quanttype=a:b"]}, "use quant_type"),
@@ -213,11 +212,9 @@ def test_what_is_paired(records: Records, pair: str, num_pairs: int | None) -> N
         ({"pair": ["iteration=*:*"]}, "they differ in iteration"),
         ({"pair": ["tensor_name=input:output"]}, "give --pair phase=pre:post"),
         ({"pair": ["quant_type=hifp8:bf16"]}, "no records match quant_type hifp8: quant_type is bf16"),
-    ],
-)
-def test_a_mistake_is_told(records: Records, options: dict[str, Any], message: str) -> None:
-    with pytest.raises((UsageError, NoRecordsError), match=message):
-        compare(records, **options)
+    ]:
+        with pytest.raises((UsageError, NoRecordsError), match=message):
+            compare(records, **options)
 
 
 def test_what_is_nearest_is_named(records: Records, tmp_path: Path) -> None:

@@ -89,14 +89,14 @@ def test_several_tensors_in_the_same_bins() -> None:
     assert bins.counts.tolist() == [1, 3]
 
 
-@pytest.mark.parametrize("value", [0.0, 5e-324, -3.0, 1e20, 1.7976931348623157e308])
-def test_bins_of_a_constant_hold_it(value: float) -> None:
-    digest = digest_of_array(np.full(5, value))
-    bins = linear_bins(digest, 8)
-    assert bins.num_values == 5
-    assert np.isfinite(bins.edges).all()
-    assert np.isfinite(bins.density()).all()
-    assert (np.diff(bins.edges) > 0).all()
+def test_bins_of_a_constant_hold_it() -> None:
+    for value in [0.0, 5e-324, -3.0, 1e20, 1.7976931348623157e308]:
+        digest = digest_of_array(np.full(5, value))
+        bins = linear_bins(digest, 8)
+        assert bins.num_values == 5
+        assert np.isfinite(bins.edges).all()
+        assert np.isfinite(bins.density()).all()
+        assert (np.diff(bins.edges) > 0).all()
 
 
 def test_ends_beyond_each_other_by_more_than_any_number() -> None:
@@ -192,34 +192,33 @@ def assert_occupancy(array: Array, digest: Digest) -> None:
         assert held_by(digest, row, 3).num_elements == array.size
 
 
-@pytest.mark.parametrize("name", NARROW_FORMATS)
-@pytest.mark.parametrize("filling", ["normal", "wide", "special", "zero"])
-def test_what_a_format_holds_is_what_rounding_keeps(name: str, filling: str) -> None:
-    array, row = filled("bfloat16", (40, 60), filling=filling, seed=1), FORMATS[name]
-    digest, values = digest_of_array(array), finite_of(array)
-    aligned = aligned_exponent(digest, row)
-    for exponent in (0, -7, 5, *(() if aligned is None else (aligned,))):
-        scaled = values / 2.0**exponent
-        rounded = np.abs(round_to(scaled, target=row))
-        held = held_by(digest, row, exponent)
-        is_over = np.abs(scaled) >= row.overflow_start
-        assert (rounded[is_over] == row.maximum).all()
-        assert held.above == is_over.sum()
-        assert held.flushed == ((rounded == 0) & (values != 0)).sum()
-        assert held.subnormal == ((rounded != 0) & (np.abs(scaled) < row.min_normal)).sum()
-        assert held.normal == (~is_over & (np.abs(scaled) >= row.min_normal)).sum()
-        assert (held.highest_exponent, held.lowest_normal_exponent) == (
-            math.frexp(row.maximum)[1] - 1 + exponent,
-            math.frexp(row.min_normal)[1] - 1 + exponent,
-        )
-        assert held.lowest_exponent == math.frexp(row.min_subnormal)[1] - 1 + exponent
-    if aligned is None:
-        assert not values.any()
-    else:
-        largest = np.abs(values).max()
-        assert largest <= row.maximum * 2.0**aligned
-        assert largest > row.maximum * 2.0 ** (aligned - 1)
-        assert held_by(digest, row, aligned).above == 0
+def test_what_a_format_holds_is_what_rounding_keeps() -> None:
+    for name, filling in itertools.product(NARROW_FORMATS, ["normal", "wide", "special", "zero"]):
+        array, row = filled("bfloat16", (40, 60), filling=filling, seed=1), FORMATS[name]
+        digest, values = digest_of_array(array), finite_of(array)
+        aligned = aligned_exponent(digest, row)
+        for exponent in (0, -7, 5, *(() if aligned is None else (aligned,))):
+            scaled = values / 2.0**exponent
+            rounded = np.abs(round_to(scaled, target=row))
+            held = held_by(digest, row, exponent)
+            is_over = np.abs(scaled) >= row.overflow_start
+            assert (rounded[is_over] == row.maximum).all()
+            assert held.above == is_over.sum()
+            assert held.flushed == ((rounded == 0) & (values != 0)).sum()
+            assert held.subnormal == ((rounded != 0) & (np.abs(scaled) < row.min_normal)).sum()
+            assert held.normal == (~is_over & (np.abs(scaled) >= row.min_normal)).sum()
+            assert (held.highest_exponent, held.lowest_normal_exponent) == (
+                math.frexp(row.maximum)[1] - 1 + exponent,
+                math.frexp(row.min_normal)[1] - 1 + exponent,
+            )
+            assert held.lowest_exponent == math.frexp(row.min_subnormal)[1] - 1 + exponent
+        if aligned is None:
+            assert not values.any()
+        else:
+            largest = np.abs(values).max()
+            assert largest <= row.maximum * 2.0**aligned
+            assert largest > row.maximum * 2.0 ** (aligned - 1)
+            assert held_by(digest, row, aligned).above == 0
 
 
 @EVERY_REAL
@@ -291,21 +290,21 @@ PAIRS = list(
 )
 
 
-@pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_distances_are_scipys(first: tuple[str, str], second: tuple[str, str]) -> None:
-    arrays = [filled(dtype, (30, 40), filling=filling, seed=3) for dtype, filling in (first, second)]
-    ours, theirs = (finite_of(array) for array in arrays)
-    found = distance(*digests_of(arrays))
-    assert found.kolmogorov_smirnov == pytest.approx(scipy.stats.ks_2samp(ours, theirs).statistic, abs=1e-12)
-    area = scipy.stats.wasserstein_distance(ours, theirs)
-    assert found.wasserstein == pytest.approx(area, rel=1e-9, abs=1e-12)
-    if ours.std():
-        assert found.relative_wasserstein == pytest.approx(area / ours.std(), rel=1e-9, abs=1e-12)
-    p, q = shares(*arrays)
-    assert found.total_variation == pytest.approx(np.abs(p - q).sum() / 2, abs=1e-12)
-    assert found.jensen_shannon == pytest.approx(scipy.spatial.distance.jensenshannon(p, q, base=2) ** 2, abs=1e-9)
-    if first == second:
-        assert set(vars_of(found).values()) == ({0.0} if ours.std() else {0.0, None})
+def test_distances_are_scipys() -> None:
+    for first, second in PAIRS:
+        arrays = [filled(dtype, (30, 40), filling=filling, seed=3) for dtype, filling in (first, second)]
+        ours, theirs = (finite_of(array) for array in arrays)
+        found = distance(*digests_of(arrays))
+        assert found.kolmogorov_smirnov == pytest.approx(scipy.stats.ks_2samp(ours, theirs).statistic, abs=1e-12)
+        area = scipy.stats.wasserstein_distance(ours, theirs)
+        assert found.wasserstein == pytest.approx(area, rel=1e-9, abs=1e-12)
+        if ours.std():
+            assert found.relative_wasserstein == pytest.approx(area / ours.std(), rel=1e-9, abs=1e-12)
+        p, q = shares(*arrays)
+        assert found.total_variation == pytest.approx(np.abs(p - q).sum() / 2, abs=1e-12)
+        assert found.jensen_shannon == pytest.approx(scipy.spatial.distance.jensenshannon(p, q, base=2) ** 2, abs=1e-9)
+        if first == second:
+            assert set(vars_of(found).values()) == ({0.0} if ours.std() else {0.0, None})
 
 
 def shares(*arrays: Array) -> tuple[Array, Array]:

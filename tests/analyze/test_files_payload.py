@@ -46,25 +46,25 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 @LEGACY
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_bits_are_those_that_torch_reads(tmp_path: Path, dtype: str, legacy: bool) -> None:  # noqa: FBT001
-    base = random_bits(dtype, 4, 6)
-    layouts = [base, base.t(), base[1:3, ::2], base[2, 3], base[:0], base[None, :, None], base.unfold(0, 2, 2)]
-    for tensor in layouts:
-        for payload in (tensor, [tensor], {"tensor": tensor, "metadata": {"rank": 3}}):
-            path = save(tmp_path / "x.pt", payload, legacy=legacy)
-            if legacy and dtype in NOT_READ_BY_TORCH:
-                with pytest.raises(DataError, match=f"{dtype}|damaged"):
-                    read_header(path)
-                continue
-            header = read_header(path)
-            values = read_values(path, header)
-            assert (header.dtype, header.shape, values.shape) == (dtype, tuple(tensor.shape), tuple(tensor.shape))
-            assert np.ascontiguousarray(values).tobytes() == raw(tensor)
-            loaded = torch.load(path, weights_only=True)
-            found = loaded["tensor"] if isinstance(loaded, dict) else loaded
-            theirs = found[0] if isinstance(loaded, list) else found
-            assert (tuple(theirs.shape), raw(theirs)) == (header.shape, raw(tensor))
+def test_the_bits_are_those_that_torch_reads(tmp_path: Path, legacy: bool) -> None:  # noqa: FBT001
+    for dtype in DTYPES:
+        base = random_bits(dtype, 4, 6)
+        layouts = [base, base.t(), base[1:3, ::2], base[2, 3], base[:0], base[None, :, None], base.unfold(0, 2, 2)]
+        for tensor in layouts:
+            for payload in (tensor, [tensor], {"tensor": tensor, "metadata": {"rank": 3}}):
+                path = save(tmp_path / "x.pt", payload, legacy=legacy)
+                if legacy and dtype in NOT_READ_BY_TORCH:
+                    with pytest.raises(DataError, match=f"{dtype}|damaged"):
+                        read_header(path)
+                    continue
+                header = read_header(path)
+                values = read_values(path, header)
+                assert (header.dtype, header.shape, values.shape) == (dtype, tuple(tensor.shape), tuple(tensor.shape))
+                assert np.ascontiguousarray(values).tobytes() == raw(tensor)
+                loaded = torch.load(path, weights_only=True)
+                found = loaded["tensor"] if isinstance(loaded, dict) else loaded
+                theirs = found[0] if isinstance(loaded, list) else found
+                assert (tuple(theirs.shape), raw(theirs)) == (header.shape, raw(tensor))
 
 
 @LEGACY
@@ -124,9 +124,8 @@ def test_tensors_of_other_kinds_are_refused(tmp_path: Path, kind: str, legacy: b
         read_header(path)
 
 
-@pytest.mark.parametrize(
-    ("payload", "said"),
-    [
+def test_what_is_no_single_tensor_is_named(tmp_path: Path) -> None:
+    for payload, said in [
         ({"hidden": torch.zeros(1), "mask": 3}, "a dictionary of hidden, mask, without a tensor"),
         ({"tensor": [1, 2]}, "without a tensor"),
         ([torch.zeros(1), torch.zeros(1)], "2 values"),
@@ -134,11 +133,9 @@ def test_tensors_of_other_kinds_are_refused(tmp_path: Path, kind: str, legacy: b
         ("text", "a str"),
         (None, "a NoneType"),
         ({}, "a dictionary of nothing"),
-    ],
-)
-def test_what_is_no_single_tensor_is_named(tmp_path: Path, payload: Any, said: str) -> None:
-    with pytest.raises(DataError, match=said):
-        read_header(save(tmp_path / "x.pt", payload))
+    ]:
+        with pytest.raises(DataError, match=said):
+            read_header(save(tmp_path / "x.pt", payload))
 
 
 class measured_memory:  # noqa: N801 - a context

@@ -177,18 +177,15 @@ def test_places_lie_one_behind_the_other() -> None:
     assert [str(place) for place in layer_places(["a", "b", ""], [0, 0, 7])] == ["a 0", "b 0", "7"]
 
 
-@pytest.mark.parametrize(
-    ("stacks", "names"),
-    [
+def test_what_all_stacks_are_called_is_left_out() -> None:
+    for stacks, names in [
         (["model.encoder.layers", "model.decoder.layers"], ["encoder", "decoder"]),
         (["encoder.block", "decoder.block"], ["encoder", "decoder"]),
         (["vision_tower.encoder.layers", "language_model.layers"], ["vision_tower.encoder", "language_model"]),
         (["layers", "mtp.layers"], ["layers", "mtp.layers"]),
         (["layers", "stage1.layers", "stage2.layers"], ["layers", "stage1.layers", "stage2.layers"]),
-    ],
-)
-def test_what_all_stacks_are_called_is_left_out(stacks: list[str], names: list[str]) -> None:
-    assert list(short_names(stacks).values()) == names
+    ]:
+        assert list(short_names(stacks).values()) == names
 
 
 def alone(run: Run, stack: str) -> PlotData:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -63,22 +64,19 @@ def whole(operand: QuantizedOperand) -> torch.Tensor:
     return operand.values.float() * (factor[:, None] if isinstance(factor, torch.Tensor) else factor)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", EXACT, ids=lambda case: "-".join([case[0], *map(str, case[1].values())]))
-def test_values_are_codes_times_the_scales_of_blocks_and_exact_in_bf16(
-    case: tuple[str, dict[str, Any]], dtype: torch.dtype
-) -> None:
-    scheme, options = case
-    for matrix in (numbers(9, 100).to(dtype), numbers(100, 9).to(dtype).T, numbers(40, 70).to(dtype)[::2, 1:]):
-        found = quantized_operand(matrix, scheme, **options)
-        axis = 0 if options.get("scaling") == "channel" else 1
-        expected = quantize(matrix, scheme, axis=axis, warn=False, **options)
-        assert torch.equal(found.values.float(), without_factor(expected))
-        assert found.values.is_contiguous()
-        assert found.is_bf16
-        assert is_bf16(found.values)
-        # What is rounded once more is the product of NVFP4's two scales.
-        torch.testing.assert_close(whole(found), expected.values, rtol=2.0**-22, atol=0)
+def test_values_are_codes_times_the_scales_of_blocks_and_exact_in_bf16() -> None:
+    for dtype, case in itertools.product([torch.float32, torch.bfloat16], EXACT):
+        scheme, options = case
+        for matrix in (numbers(9, 100).to(dtype), numbers(100, 9).to(dtype).T, numbers(40, 70).to(dtype)[::2, 1:]):
+            found = quantized_operand(matrix, scheme, **options)
+            axis = 0 if options.get("scaling") == "channel" else 1
+            expected = quantize(matrix, scheme, axis=axis, warn=False, **options)
+            assert torch.equal(found.values.float(), without_factor(expected))
+            assert found.values.is_contiguous()
+            assert found.is_bf16
+            assert is_bf16(found.values)
+            # What is rounded once more is the product of NVFP4's two scales.
+            torch.testing.assert_close(whole(found), expected.values, rtol=2.0**-22, atol=0)
 
 
 def test_a_factor_for_each_row_or_for_all_is_left_out() -> None:

@@ -197,9 +197,8 @@ def test_one_nan_is_high(
     assert found == [("none", "none", "none"), severities]
 
 
-@pytest.mark.parametrize(
-    ("formats", "scalings", "message"),
-    [
+def test_what_does_not_go_together_is_refused() -> None:
+    for formats, scalings, message in [
         (["hif8"], ["block"], "not one of blocks"),
         (["mxfp8"], ["tensor"], "or --scaling block"),
         (["fp8_e4m3"], ["blok"], "did you mean block"),
@@ -207,11 +206,9 @@ def test_one_nan_is_high(
         (None, ["tensor"], "needs a format"),
         (["mxfp8"], ["tensor", "block"], "--scaling tensor has no effect on mxfp8"),
         ([], None, "no format is given"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(formats: Any, scalings: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        parse_targets(formats, scalings)
+    ]:
+        with pytest.raises(UsageError, match=message):
+            parse_targets(formats, scalings)
 
 
 def test_every_format_has_the_scalings_that_it_can_have() -> None:

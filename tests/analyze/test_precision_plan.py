@@ -146,9 +146,8 @@ def test_a_recipe_that_makes_nan_of_numbers_does_not_hold(tmp_path: Path) -> Non
     assert one.why == "no recipe holds 5 dB: tiles leaves NaN or Inf in output, or it has no elements"
 
 
-@pytest.mark.parametrize(
-    ("given", "match"),
-    [
+def test_a_target_that_is_none_is_refused() -> None:
+    for given, match in [
         ("high", "has 'high', which is no number of dB"),
         ("output", "has 'output', which is no number of dB: give one, as 18, or output=20,grad_weight=15"),
         ("output=", "has '', which is no number"),
@@ -157,11 +156,9 @@ def test_a_recipe_that_makes_nan_of_numbers_does_not_hold(tmp_path: Path) -> Non
         (math.nan, "has nan, which is no number"),
         (True, "has True, which is no number"),
         ({"output": None}, "has None, which is no number"),
-    ],
-)
-def test_a_target_that_is_none_is_refused(given: Any, match: str) -> None:
-    with pytest.raises(UsageError, match=match):
-        parse_targets(given)
+    ]:
+        with pytest.raises(UsageError, match=match):
+            parse_targets(given)
 
 
 def test_a_target_is_for_all_products_or_for_those_named() -> None:

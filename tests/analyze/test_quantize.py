@@ -287,25 +287,24 @@ def test_scales_are_exact_where_the_rules_change_their_minds(scheme: str, rule: 
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("fp8_e4m3", ml_dtypes.float8_e4m3fn), ("fp8_e5m2", ml_dtypes.float8_e5m2), ("int8", None)],
-)
-def test_ties_fall_as_division_in_float32_has_them(name: str, dtype: Any) -> None:
+def test_ties_fall_as_division_in_float32_has_them() -> None:
     """Of every significand that the largest of a bfloat16 tensor or channel can have, and all below it."""
-    significands = np.arange(128, 256, dtype=np.float32)
-    magnitudes = np.ldexp(significands, -np.arange(20, dtype=np.int32)[:, None]).reshape(-1)
-    x = np.where(magnitudes <= significands[:, None], magnitudes, 0).astype(BF16)
-    scales = significands / np.float32(FORMATS[name].maximum)
-    quotients = x.astype(np.float32) / scales[:, None]
-    elements = np.rint(quotients * 64) / 64 if dtype is None else quotients.astype(dtype).astype(np.float32)
-    found = quantize(x, name, scaling="channel", axis=0, warn=False)
-    assert same_bits(found.values, elements * scales[:, None])
-    for row, scale, own in zip(x, scales, elements, strict=True):
-        found = quantize(row, name, scaling="tensor", warn=False)
-        assert same_bits(found.values, own * scale)
-        swept = sweep_array(row[None], format=name, options=SweepOptions(mode=SweepMode.CHANNEL, axis=0, num_levels=1))
-        assert swept.levels[0].flushed_count == found.losses.flushed == np.count_nonzero((own == 0) & (row != 0))
+    for name, dtype in [("fp8_e4m3", ml_dtypes.float8_e4m3fn), ("fp8_e5m2", ml_dtypes.float8_e5m2), ("int8", None)]:
+        significands = np.arange(128, 256, dtype=np.float32)
+        magnitudes = np.ldexp(significands, -np.arange(20, dtype=np.int32)[:, None]).reshape(-1)
+        x = np.where(magnitudes <= significands[:, None], magnitudes, 0).astype(BF16)
+        scales = significands / np.float32(FORMATS[name].maximum)
+        quotients = x.astype(np.float32) / scales[:, None]
+        elements = np.rint(quotients * 64) / 64 if dtype is None else quotients.astype(dtype).astype(np.float32)
+        found = quantize(x, name, scaling="channel", axis=0, warn=False)
+        assert same_bits(found.values, elements * scales[:, None])
+        for row, scale, own in zip(x, scales, elements, strict=True):
+            found = quantize(row, name, scaling="tensor", warn=False)
+            assert same_bits(found.values, own * scale)
+            swept = sweep_array(
+                row[None], format=name, options=SweepOptions(mode=SweepMode.CHANNEL, axis=0, num_levels=1)
+            )
+            assert swept.levels[0].flushed_count == found.losses.flushed == np.count_nonzero((own == 0) & (row != 0))
 
 
 @pytest.mark.parametrize("options", [{"axis": 0}, {"axis": 1}, {"axis": 0, "block_size": 5000}, {"block_size": 5000}])

@@ -35,12 +35,12 @@ def in_file(folder: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_shipped_recipe_has_a_name_and_a_source_and_can_be_sent(name: str) -> None:
-    recipe = parse_recipe(name)
-    assert (recipe.name, parse_recipe(recipe)) == (name, recipe)
-    assert len(recipe.source) > 20
-    assert pickle.loads(pickle.dumps(recipe)) == recipe  # noqa: S301 - our own
+def test_a_shipped_recipe_has_a_name_and_a_source_and_can_be_sent() -> None:
+    for name in RECIPES:
+        recipe = parse_recipe(name)
+        assert (recipe.name, parse_recipe(recipe)) == (name, recipe)
+        assert len(recipe.source) > 20
+        assert pickle.loads(pickle.dumps(recipe)) == recipe  # noqa: S301 - our own
 
 
 def test_shipped_recipes_differ_from_each_other_and_other_words_mean_one_of_them() -> None:
@@ -49,11 +49,11 @@ def test_shipped_recipes_differ_from_each_other_and_other_words_mean_one_of_them
     assert {word: parse_recipe(word).name for word in ALIASES} == ALIASES
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_words_of_a_recipe_say_it_again(name: str, tmp_path: Path) -> None:
-    mine = dataclasses.replace(RECIPES[name], name="mine", seed=3, draws=2)
-    path = in_file(tmp_path, yaml.safe_dump({"mine": words_of_recipe(mine)}))
-    assert parse_recipe(path) == mine
+def test_the_words_of_a_recipe_say_it_again(tmp_path: Path) -> None:
+    for name in RECIPES:
+        mine = dataclasses.replace(RECIPES[name], name="mine", seed=3, draws=2)
+        path = in_file(tmp_path, yaml.safe_dump({"mine": words_of_recipe(mine)}))
+        assert parse_recipe(path) == mine
 
 
 FILE = """
@@ -172,9 +172,8 @@ def test_a_wrong_file_is_refused_with_the_recipe_and_the_key(tmp_path: Path) -> 
         assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_what_names_no_recipe_is_refused() -> None:
+    for words, message in [
         ("nvfp5", "recipe 'nvfp5' is not known: did you mean nvfp4"),
         ("mxfp8,,nvfp4", "names nothing at one place"),
         ("", "names nothing"),
@@ -184,11 +183,9 @@ def test_a_wrong_file_is_refused_with_the_recipe_and_the_key(tmp_path: Path) -> 
         ([3], "recipe 3 is not a name"),
         (None, "recipe None is not a name"),
         ([RECIPES["nvfp4"], dataclasses.replace(RECIPES["mxfp8"], name="nvfp4")], "two different recipes are called"),
-    ],
-)
-def test_what_names_no_recipe_is_refused(words: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        parse_recipes(words)
+    ]:
+        with pytest.raises(UsageError, match=message):
+            parse_recipes(words)
 
 
 def test_one_recipe_is_wanted_of_a_file(tmp_path: Path) -> None:
@@ -219,22 +216,19 @@ def test_only_products_with_stochastic_rounding_are_computed_for_several_draws()
     assert [list(recipe.seeds_of(product)) for product in products] == [[5], [5, 6, 7], [5, 6, 7]]
 
 
-@pytest.mark.parametrize(
-    ("kept", "num_layers", "expected"),
-    [
+def test_first_and_last_layers_stay_in_bf16() -> None:
+    for kept, num_layers, expected in [
         (HighPrecision(first_layers=1, last_layers=2), 8, {0, 6, 7}),
         # Of 62 blocks the 2 and 8 of arXiv 2509.25149; of 2 none, so that small models are quantised too.
         (HighPrecision(first_layers=2 / 62, last_layers=8 / 62), 62, {0, 1, *range(54, 62)}),
         (HighPrecision(first_layers=2 / 62, last_layers=8 / 62), 2, set()),
         (HighPrecision(first_layers=5, last_layers=5), 3, {0, 1, 2}),
-    ],
-)
-def test_first_and_last_layers_stay_in_bf16(kept: HighPrecision, num_layers: int, expected: set[int]) -> None:
-    recipe = dataclasses.replace(RECIPES["nvfp4"], high_precision=kept)
-    made = [recipe.of_layer("layers.up", layer_idx=index, num_layers=num_layers) for index in range(-1, num_layers)]
-    wide = {index for index, one in enumerate(made, start=-1) if one.products == RECIPES["bf16"].products}
-    assert wide == expected
-    assert all(one.name == "nvfp4" for one in made)
+    ]:
+        recipe = dataclasses.replace(RECIPES["nvfp4"], high_precision=kept)
+        made = [recipe.of_layer("layers.up", layer_idx=index, num_layers=num_layers) for index in range(-1, num_layers)]
+        wide = {index for index, one in enumerate(made, start=-1) if one.products == RECIPES["bf16"].products}
+        assert wide == expected
+        assert all(one.name == "nvfp4" for one in made)
 
 
 def test_what_is_outside_of_the_stack_stays_in_bf16_where_there_is_a_stack() -> None:
@@ -254,9 +248,8 @@ def test_modules_stay_in_bf16_by_their_paths() -> None:
     assert wide == ["head", "model.lm_head", "layers.1.gate"]
 
 
-@pytest.mark.parametrize(
-    ("name", "bits", "speed"),
-    [
+def test_bits_hold_the_scales_of_blocks() -> None:
+    for name, bits, speed in [
         ("bf16", 16.0, 1),
         ("mxfp8", 8.25, 2),
         ("mxfp8_e5m2_grad", 8.25, 2),
@@ -273,11 +266,9 @@ def test_modules_stay_in_bf16_by_their_paths() -> None:
         ("fp8_deepseek_ue8m0", (4 * (8 + 8 / 128) + 2 * (8 + 8 / 128**2)) / 6, 2),
         ("nvfp4_nvidia", (4 * 4.5 + 2 * (4 + 8 / 256)) / 6, 4),
         ("nvfp4_4over6", (4 * 4.5 + 2 * (4 + 8 / 256)) / 6, 4),
-    ],
-)
-def test_bits_hold_the_scales_of_blocks(name: str, bits: float, speed: float) -> None:
-    assert RECIPES[name].bits == pytest.approx(bits)
-    assert RECIPES[name].speed == pytest.approx(speed)
+    ]:
+        assert RECIPES[name].bits == pytest.approx(bits)
+        assert RECIPES[name].speed == pytest.approx(speed)
 
 
 def test_bits_and_speed_are_those_of_all_products() -> None:

@@ -146,20 +146,17 @@ def test_elements_that_a_recipe_spoils_are_counted(tmp_path: Path) -> None:
     assert "8 elements are NaN or infinite where the product of the recorded operands is finite" in notes_of(table)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_wrong_questions(plain: Run) -> None:
+    for options, message in [
         ({"recipe": "nvfp"}, "recipe 'nvfp' is not known: did you mean nvfp4"),
         ({"recipe": []}, "names nothing"),
         ({"product": "outputs"}, "--product 'outputs' is none of a linear layer: did you mean output"),
         ({"by": ["operation"]}, "--by operation is of a tensor, and a row here is of a product: give --by product"),
         ({"by": ["rnk"]}, "--by 'rnk' is no field of a call: did you mean rank"),
-    ],
-)
-def test_wrong_questions(plain: Run, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        replay(plain.select(), **options)
-    assert issubclass(UnknownFieldError, UsageError)
+    ]:
+        with pytest.raises(UsageError, match=message):
+            replay(plain.select(), **options)
+        assert issubclass(UnknownFieldError, UsageError)
 
 
 def test_nothing_to_replay(tmp_path: Path, plain: Run) -> None:

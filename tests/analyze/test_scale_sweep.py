@@ -92,19 +92,16 @@ def test_figures_are_their_definitions() -> None:
         assert math.isclose(getattr(level, name), value, rel_tol=1e-12), name
 
 
-@pytest.mark.parametrize(
-    ("target", "dtype", "sqnr"),
-    [
+def test_known_signal_to_noise_ratios() -> None:
+    for target, dtype, sqnr in [
         # Published or measured before, on N(0, 1): bf16 and fp16 as they are, fp8 with a scale for the tensor.
         ("bf16", np.float32, 55.6),
         ("fp16", np.float32, 73.65),
         ("fp8_e4m3", ml_dtypes.bfloat16, 31.54),
-    ],
-)
-def test_known_signal_to_noise_ratios(target: str, dtype: Any, sqnr: float) -> None:
-    exponent = -5.85 if target == "fp8_e4m3" else 0.0
-    level = sweep_array(GAUSS.astype(dtype), format=target, options=at(exponent)).levels[0]
-    assert abs(level.sqnr - sqnr) < 0.1
+    ]:
+        exponent = -5.85 if target == "fp8_e4m3" else 0.0
+        level = sweep_array(GAUSS.astype(dtype), format=target, options=at(exponent)).levels[0]
+        assert abs(level.sqnr - sqnr) < 0.1
 
 
 def test_known_error_of_the_tool_that_came_before() -> None:
@@ -147,16 +144,15 @@ def test_a_level_without_error_is_recommended_and_nothing_is_nan() -> None:
     assert all(0 <= level.score <= 1 for level in found.levels)
 
 
-@pytest.mark.parametrize("value", [1.0, -3.5, 2.0**-130, 1e38])
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32, np.float64])
-def test_a_constant_tensor_is_exact_where_it_is_a_value_of_the_format(value: float, dtype: Any) -> None:
-    found = sweep_array(np.full(7, value).astype(dtype), format="fp8_e4m3")
-    assert len(found.levels) == 21
-    recommended = found.recommended
-    assert recommended is not None
-    assert recommended.cosine == pytest.approx(1.0)
-    assert recommended.overflow_count == recommended.underflow_count == 0
-    assert all(math.isfinite(level.score) for level in found.levels)
+def test_a_constant_tensor_is_exact_where_it_is_a_value_of_the_format() -> None:
+    for value, dtype in itertools.product([1.0, -3.5, 2.0**-130, 1e38], [ml_dtypes.bfloat16, np.float32, np.float64]):
+        found = sweep_array(np.full(7, value).astype(dtype), format="fp8_e4m3")
+        assert len(found.levels) == 21
+        recommended = found.recommended
+        assert recommended is not None
+        assert recommended.cosine == pytest.approx(1.0)
+        assert recommended.overflow_count == recommended.underflow_count == 0
+        assert all(math.isfinite(level.score) for level in found.levels)
 
 
 def test_tensors_without_a_scale_say_why() -> None:
@@ -351,20 +347,22 @@ def test_words_are_the_members_of_their_enumerations() -> None:
     assert sweep_array(ROWS, format="mxfp4", options=SweepOptions(scale_rule="floor")).levels == plain.levels  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("mode", "mxx"), ("scale_rule", "up"), ("rounding", "odd"), ("num_levels", 2.5), ("axis", 1.0), ("axis", True)],
-)
-def test_other_words_and_kinds_are_refused(name: str, value: object) -> None:
-    with pytest.raises(UsageError, match=f"{name}={value!r} is not"):
-        SweepOptions(**{name: value})  # type: ignore[arg-type]
+def test_other_words_and_kinds_are_refused() -> None:
+    for name, value in [
+        ("mode", "mxx"),
+        ("scale_rule", "up"),
+        ("rounding", "odd"),
+        ("num_levels", 2.5),
+        ("axis", 1.0),
+        ("axis", True),
+    ]:
+        with pytest.raises(UsageError, match=f"{name}={value!r} is not"):
+            SweepOptions(**{name: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("options", "offset"), [({}, 0), ({"max_scale_exp": -2}, -2), ({"min_scale_exp": 3}, 3), ({"min_scale_exp": 0}, 0)]
-)
-def test_a_single_offset_is_the_one_given_or_none(options: dict[str, float], offset: int) -> None:
-    assert SweepOptions(num_levels=1, **options).offsets().tolist() == [offset]  # type: ignore[arg-type]
+def test_a_single_offset_is_the_one_given_or_none() -> None:
+    for options, offset in [({}, 0), ({"max_scale_exp": -2}, -2), ({"min_scale_exp": 3}, 3), ({"min_scale_exp": 0}, 0)]:
+        assert SweepOptions(num_levels=1, **options).offsets().tolist() == [offset]  # type: ignore[arg-type]
 
 
 def test_where_one_exponent_aligns_both_ends_others_are_tried_around_it() -> None:

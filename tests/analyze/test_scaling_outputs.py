@@ -104,27 +104,27 @@ def test_counts_of_a_legacy_sweep_are_said_to_be_the_original_s() -> None:
     assert "Original" not in "".join(level_lines(sweep_of("e4m3")))
 
 
-@pytest.mark.parametrize("name", SWEEPS)
-def test_reports_hold_the_headings_of_the_legacy_tool_in_ascii(name: str) -> None:
-    sweep = sweep_of(name)
-    text = results_text(Recommendation(sweep), subject=SUBJECT)
-    assert text.isascii()
-    assert not re.search(r"(?<![a-z])nan(?![a-z])", text.replace("original_score", "")) or name == "legacy"
-    headings = ["SCALING FACTOR ANALYSIS & RECOMMENDATIONS"]
-    if sweep.levels:
-        headings += [
-            "INDIVIDUAL METRIC OPTIMA:",
-            "COMPOSITE RECOMMENDATION:",
-            "PERFORMANCE ANALYSIS:",
-            "FINAL RECOMMENDATION:",
-            "OVERFLOW/UNDERFLOW ANALYSIS SUMMARY",
-            "OVERFLOW EXTREMES:",
-            "UNDERFLOW EXTREMES:",
-            "OVERFLOW/UNDERFLOW RECOMMENDATIONS:",
-        ]
-    places = [text.index(f"\n{heading}\n") for heading in headings]
-    assert places == sorted(places)
-    assert len(list(level_lines(sweep))) == len(sweep.levels)
+def test_reports_hold_the_headings_of_the_legacy_tool_in_ascii() -> None:
+    for name in SWEEPS:
+        sweep = sweep_of(name)
+        text = results_text(Recommendation(sweep), subject=SUBJECT)
+        assert text.isascii()
+        assert not re.search(r"(?<![a-z])nan(?![a-z])", text.replace("original_score", "")) or name == "legacy"
+        headings = ["SCALING FACTOR ANALYSIS & RECOMMENDATIONS"]
+        if sweep.levels:
+            headings += [
+                "INDIVIDUAL METRIC OPTIMA:",
+                "COMPOSITE RECOMMENDATION:",
+                "PERFORMANCE ANALYSIS:",
+                "FINAL RECOMMENDATION:",
+                "OVERFLOW/UNDERFLOW ANALYSIS SUMMARY",
+                "OVERFLOW EXTREMES:",
+                "UNDERFLOW EXTREMES:",
+                "OVERFLOW/UNDERFLOW RECOMMENDATIONS:",
+            ]
+        places = [text.index(f"\n{heading}\n") for heading in headings]
+        assert places == sorted(places)
+        assert len(list(level_lines(sweep))) == len(sweep.levels)
 
 
 def test_the_table_of_results_gives_every_figure_back() -> None:
@@ -285,22 +285,19 @@ def test_a_full_disk_is_named_as_one(tmp_path: Path) -> None:
         report_on(tmp_path, [])
 
 
-@pytest.mark.parametrize(
-    ("number", "kind"),
-    [
+def test_failed_writes_say_why_and_the_way_out() -> None:
+    for number, kind in [
         (errno.ENOSPC, NoSpaceError),
         (errno.EDQUOT, NoSpaceError),
         (errno.EACCES, AccessDeniedError),
         (errno.EROFS, AccessDeniedError),
         (errno.ENOTDIR, StorageError),
-    ],
-)
-def test_failed_writes_say_why_and_the_way_out(number: int, kind: type[StorageError]) -> None:
-    with pytest.raises(kind) as raised, writing(Path("a\nb"), what="log", option="--output-dir"):
-        raise OSError(number, "reason")
-    assert type(raised.value) is kind
-    assert str(raised.value).startswith(r"the log cannot be written to a\nb: reason: ")
-    assert str(raised.value).endswith("give another --output-dir")
+    ]:
+        with pytest.raises(kind) as raised, writing(Path("a\nb"), what="log", option="--output-dir"):
+            raise OSError(number, "reason")
+        assert type(raised.value) is kind
+        assert str(raised.value).startswith(r"the log cannot be written to a\nb: reason: ")
+        assert str(raised.value).endswith("give another --output-dir")
 
 
 def test_every_scheme_has_a_report_and_pictures() -> None:

@@ -234,9 +234,8 @@ def test_what_cannot_be_compared_is_said(parent: Path) -> None:
     assert list(differences_of(records, engine=Engine())) == []
 
 
-@pytest.mark.parametrize(
-    ("paths", "names"),
-    [
+def test_names_are_short_and_tell_places_apart() -> None:
+    for paths, names in [
         (["runs/bf16"], ["bf16"]),
         (["runs/bf16", "runs/mxfp8"], ["bf16", "mxfp8"]),
         (["/a/run1/draw", "/a/run2/draw"], ["run1", "run2"]),
@@ -245,7 +244,5 @@ def test_what_cannot_be_compared_is_said(parent: Path) -> None:
         (["s3://bucket/runs/a/", "s3://bucket/runs/b"], ["a", "b"]),
         (["s3://bucket/a", "local/a"], ["s3/bucket", "local"]),
         (["./a", "a"], ["./a", "a"]),
-    ],
-)
-def test_names_are_short_and_tell_places_apart(paths: list[str], names: list[str]) -> None:
-    assert short_names(paths) == names
+    ]:
+        assert short_names(paths) == names
