@@ -19,6 +19,7 @@ from ranktape.analyze.views.report.page import model_of
 from tests.analyze.compared import normal
 from tests.analyze.faulty_runs import Fault, Place, Sizes, cast, faulty_run
 from tests.analyze.runs import Tensor, describe_tensor, store
+from tests.exhaustive import exhaustive_but
 
 Array = np.ndarray[Any, Any]
 
@@ -37,6 +38,7 @@ def _identity(info: Any, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(2))
+@exhaustive_but("1", reason="one seed is in make test")
 def test_one_of_two_ranks_is_a_power_of_two_larger(tmp_path: Path, seed: int) -> None:
     """Exactly at the smallest factor that is told, where the last bit of a logarithm decides."""
     tensors = [
@@ -299,6 +301,7 @@ def test_scores_beside_their_mask_are_masked_and_others_overflow(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["output", "hidden_states", "attn_output"])
+@exhaustive_but("attn_output", reason="one name is in make test")
 def test_a_channel_that_is_infinite_in_every_record_is_no_mask(tmp_path: Path, name: str) -> None:
     tensors = []
     for iteration in range(3):
@@ -354,6 +357,7 @@ def found_by(folder: Path, fault: Fault, **sizes: Any) -> list[Finding]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@exhaustive_but("2", reason="two ranks are in make test")
 def test_the_gradient_of_one_sample_has_a_tail(tmp_path: Path, num_ranks: int) -> None:
     """A rare text is 2^8 above the others, and so is what ranks with it and without add up for the weight."""
 
@@ -439,6 +443,7 @@ def test_what_a_block_format_flushed_may_be_rounding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("num_dead", "severity"), [(11, Severity.HIGH), (6, Severity.HIGH), (1, Severity.MEDIUM)])
+@exhaustive_but("6-high", "1-medium", reason="both severities are in make test")
 def test_a_layer_without_a_gradient_in_most_iterations(tmp_path: Path, num_dead: int, severity: Severity) -> None:
     def fault(place: Place, tensor: Array) -> Array:
         is_dead = place[2] == 2 and place[3].startswith("grad") and place[0] < num_dead
