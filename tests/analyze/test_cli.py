@@ -19,12 +19,14 @@ import ranktape.analyze
 import ranktape.analyze.questions.findings
 from ranktape.analyze import View
 from ranktape.analyze.cli import COMMANDS, cli
+from ranktape.analyze.group import RanktapeGroup
 from ranktape.analyze.identity import IDENTITY
 from ranktape.analyze.numerics.formats import Rounding
 from ranktape.analyze.numerics.quantization.schemes import ScaleRule
 from ranktape.analyze.numerics.sweeps.options import SweepMode
 from ranktape.analyze.options import FILTERS
 from ranktape.analyze.questions.advice import DEFAULT_TARGET_SQNR
+from ranktape.errors import CheckFoundError, RanktapeError, UsageError
 from tests.analyze.runs import model_tensors, store
 from tests.terminal import Terminal, answered
 
@@ -387,3 +389,47 @@ def test_a_full_disk_is_one_line(run: str, words: list[str], unbuffered: str) ->
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1:] == ["Error: stdout cannot be written: No space left on device"]
     assert "Traceback" not in done.stderr
+
+
+LAZY = {"analyze": "ranktape.analyze.cli:cli", "nowhere": "ranktape.analyze.not_there:cli"}
+
+
+@click.group(cls=RanktapeGroup, lazy=LAZY)
+def group() -> None:
+    """A group under test."""
+
+
+@group.command()
+@click.argument("name")
+def fail(name: str) -> None:
+    """Fail as asked."""
+    raise {error.__name__: error for error in (RanktapeError, UsageError, CheckFoundError, ZeroDivisionError)}[name](
+        "what happened"
+    )
+
+
+@pytest.mark.parametrize(("name", "code"), [("RanktapeError", 1), ("UsageError", 2), ("CheckFoundError", 3)])
+def test_an_error_of_ours_is_one_line_and_its_exit_code(name: str, code: int) -> None:
+    result = CliRunner().invoke(group, ["fail", name])
+    assert (result.exit_code, result.stdout, result.stderr) == (code, "", "Error: what happened\n")
+
+
+def test_any_other_exception_is_not_hidden() -> None:
+    with pytest.raises(ZeroDivisionError, match="what happened"):
+        CliRunner().invoke(group, ["fail", "ZeroDivisionError"], catch_exceptions=False)
+
+
+def test_commands_are_listed_in_their_order_and_imported_when_used() -> None:
+    context = click.Context(group)
+    assert group.list_commands(context) == ["fail", "analyze", "nowhere"]
+    assert group.get_command(context, "analyze") is not None
+    assert group.list_commands(context) == ["fail", "analyze", "nowhere"]
+    with pytest.raises(ModuleNotFoundError, match="not_there"):
+        group.get_command(context, "nowhere")
+
+
+def test_an_unknown_command_names_the_nearest() -> None:
+    result = CliRunner().invoke(group, ["analyse"])
+    assert result.exit_code == 2
+    assert "Error: no command 'analyse': use analyze\n" in result.stderr
+    assert "use fail or analyze or nowhere" in CliRunner().invoke(group, ["xyz"]).stderr

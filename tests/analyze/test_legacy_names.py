@@ -85,7 +85,7 @@ def test_the_new_form_is_the_documents() -> None:
 
 
 def test_variants_that_were_written() -> None:
-    for name, expected in [
+    cases: list[tuple[str, dict[str, Any]]] = [
         ("0012_iter003_linear_L17_backward_pre_linear_mxfp8_rank05_sample002_grad_output", {}),
         (
             "0012_iter003_linear_L17_backward_pre_linear_mxfp8_rank05_group002_grad_output",
@@ -117,7 +117,8 @@ def test_variants_that_were_written() -> None:
             "0012_iter3_linear_L17_backward_pre_linear_100%_rank5_sample2_%FF%zz",
             {"quant_type": "100%", "tensor_name": "%FF%zz"},
         ),
-    ]:
+    ]
+    for name, expected in cases:
         seed = parse_tensor_file_name(f"20250908_095220_{name}.pt")
         assert seed == dataclasses.replace(NEW, **expected)
         assert seed is not None
@@ -212,7 +213,7 @@ def test_only_the_tag_that_is_misread_is_escaped() -> None:
 
 
 def test_what_no_name_can_hold_is_refused() -> None:
-    for changes, match in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"tensor_name": ""}, "tensor_name='' is not allowed"),
         ({"quant_type": "a\0b"}, r"quant_type='a\\x00b' is not allowed"),
         ({"phase": "a\nb"}, "is not allowed"),
@@ -223,7 +224,8 @@ def test_what_no_name_can_hold_is_refused() -> None:
         ({"counter": -1}, "no file name can hold the numbers"),
         ({"rank": -1}, "no file name can hold the numbers"),
         ({"iteration": 10**18}, "no file name can hold the numbers"),
-    ]:
+    ]
+    for changes, match in cases:
         with pytest.raises(UsageError, match=match):
             format_tensor_file_name(dataclasses.replace(NEW, **changes))
 
