@@ -133,12 +133,13 @@ def test_other_tensors_are_refused() -> None:
 
 
 def test_operands_that_do_not_belong_together_are_refused() -> None:
-    for change, message in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"key": None}, "not computed without key"),
         ({"key": torch.zeros(2, 3, 9, 16)}, "not those of one attention: .*'key': \\(2, 3, 9, 16\\)"),
         ({"grad_output": torch.zeros(2, 4, 9, 16)}, "not those of one attention"),
         ({"query": torch.zeros(2, 4, 9)}, "not those of one attention"),
-    ]:
+    ]
+    for change, message in cases:
         operands = {name: one for name, one in (operands_of() | change).items() if one is not None}
         with pytest.raises(UsageError, match=message):
             attention_products(operands, form=CAUSAL)

@@ -199,7 +199,7 @@ def test_what_is_paired(records: Records, pair: str, num_pairs: int | None) -> N
 
 
 def test_a_mistake_is_told(records: Records) -> None:
-    for options, message in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({}, "nothing says what is compared with what"),
         ({"pair": ["quant_type"]}, "give FIELD=LEFT:RIGHT"),
         ({"pair": ["quanttype=a:b"]}, "use quant_type"),
@@ -212,7 +212,8 @@ def test_a_mistake_is_told(records: Records) -> None:
         ({"pair": ["iteration=*:*"]}, "they differ in iteration"),
         ({"pair": ["tensor_name=input:output"]}, "give --pair phase=pre:post"),
         ({"pair": ["quant_type=hifp8:bf16"]}, "no records match quant_type hifp8: quant_type is bf16"),
-    ]:
+    ]
+    for options, message in cases:
         with pytest.raises((UsageError, NoRecordsError), match=message):
             compare(records, **options)
 

@@ -212,9 +212,11 @@ def test_codes_are_those_of_the_tensor_as_it_was() -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_gives_the_same_bits() -> None:
-    unscaled = [(name, {}) for name, row in FORMATS.items() if row.is_signed and name not in {"nvfp4", "fp64"}]
+    unscaled: list[tuple[str, dict[str, Any]]] = [
+        (name, {}) for name, row in FORMATS.items() if row.is_signed and name not in {"nvfp4", "fp64"}
+    ]
     for scheme, options in [*FAST, *FAST_TILES, *unscaled]:
-        where = {} if (scheme, options) in FAST_TILES else {"axis": 1}
+        where: dict[str, Any] = {} if (scheme, options) in FAST_TILES else {"axis": 1}
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
             if options.get("rounding") == "hybrid" and dtype is torch.float64:
                 continue

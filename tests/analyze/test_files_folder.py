@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import subprocess
@@ -365,10 +364,11 @@ def test_places_without_records_are_named(tmp_path: Path) -> None:
 
 
 def test_what_is_no_path_is_named() -> None:
-    for function, path in itertools.product([open_source, open_folder], ["x" * 5000, "y/" * 3000, "a\0b", "a\ud800"]):
-        with pytest.raises(UsageError, match="is not a path") as caught:
-            function(path)
-        assert len(str(caught.value)) < 300
+    for path in ("x" * 5000, "y/" * 3000, "a\0b", "a\ud800"):
+        for function in (open_source, open_folder):
+            with pytest.raises(UsageError, match="is not a path") as caught:
+                function(path)
+            assert len(str(caught.value)) < 300
 
 
 def test_a_url_of_what_is_no_path_is_named() -> None:

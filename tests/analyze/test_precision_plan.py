@@ -147,7 +147,7 @@ def test_a_recipe_that_makes_nan_of_numbers_does_not_hold(tmp_path: Path) -> Non
 
 
 def test_a_target_that_is_none_is_refused() -> None:
-    for given, match in [
+    cases: list[tuple[Any, str]] = [
         ("high", "has 'high', which is no number of dB"),
         ("output", "has 'output', which is no number of dB: give one, as 18, or output=20,grad_weight=15"),
         ("output=", "has '', which is no number"),
@@ -156,7 +156,8 @@ def test_a_target_that_is_none_is_refused() -> None:
         (math.nan, "has nan, which is no number"),
         (True, "has True, which is no number"),
         ({"output": None}, "has None, which is no number"),
-    ]:
+    ]
+    for given, match in cases:
         with pytest.raises(UsageError, match=match):
             parse_targets(given)
 

@@ -173,7 +173,7 @@ def test_a_wrong_file_is_refused_with_the_recipe_and_the_key(tmp_path: Path) -> 
 
 
 def test_what_names_no_recipe_is_refused() -> None:
-    for words, message in [
+    cases: list[tuple[Any, str]] = [
         ("nvfp5", "recipe 'nvfp5' is not known: did you mean nvfp4"),
         ("mxfp8,,nvfp4", "names nothing at one place"),
         ("", "names nothing"),
@@ -183,7 +183,8 @@ def test_what_names_no_recipe_is_refused() -> None:
         ([3], "recipe 3 is not a name"),
         (None, "recipe None is not a name"),
         ([RECIPES["nvfp4"], dataclasses.replace(RECIPES["mxfp8"], name="nvfp4")], "two different recipes are called"),
-    ]:
+    ]
+    for words, message in cases:
         with pytest.raises(UsageError, match=message):
             parse_recipes(words)
 

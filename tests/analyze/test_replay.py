@@ -147,13 +147,14 @@ def test_elements_that_a_recipe_spoils_are_counted(tmp_path: Path) -> None:
 
 
 def test_wrong_questions(plain: Run) -> None:
-    for options, message in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"recipe": "nvfp"}, "recipe 'nvfp' is not known: did you mean nvfp4"),
         ({"recipe": []}, "names nothing"),
         ({"product": "outputs"}, "--product 'outputs' is none of a linear layer: did you mean output"),
         ({"by": ["operation"]}, "--by operation is of a tensor, and a row here is of a product: give --by product"),
         ({"by": ["rnk"]}, "--by 'rnk' is no field of a call: did you mean rank"),
-    ]:
+    ]
+    for options, message in cases:
         with pytest.raises(UsageError, match=message):
             replay(plain.select(), **options)
         assert issubclass(UnknownFieldError, UsageError)
