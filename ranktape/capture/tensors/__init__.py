@@ -1,1 +1,1 @@
-"""Take tensors apart, and find where they lie in those that span ranks."""
+"""Splits tensors into plain ones, and finds the placement of shards."""

@@ -1,4 +1,4 @@
-"""Takes the statistics of a CUDA tensor in one read of it, by two Triton kernels."""
+"""Computes the statistics of a CUDA tensor in one read, with two Triton kernels."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _reduce_blocks(tensor, counts, values, inner, num_samples, sample_size, NORM
 def _reduce_samples(  # type: ignore[no-untyped-def]
     counts, values, ints, floats, num_blocks, num_samples, sample_size, BLOCK: tl.constexpr, STEP: tl.constexpr
 ):
-    """Add up the counts of one sample; the last program reduces the values of all samples."""
+    """Add up the counts of one sample. The last program reduces the values of all samples."""
     sample = tl.program_id(0)
     if sample < num_samples:
         for kind in range(5):
@@ -77,7 +77,7 @@ def _reduce_samples(  # type: ignore[no-untyped-def]
             rest = sample_size - (index % num_blocks).to(tl.int64) * BLOCK
             num_valid = tl.minimum(rest, BLOCK).to(tl.float32)
             shift = tl.load(place + 2 * num_blocks, mask=is_valid, other=0.0) / num_valid - mean
-            # Chan, Golub and LeVeque 1983: the squares of a block about its own mean, and of that about the common one.
+            # Chan, Golub and LeVeque, 1983: combine the squares about the mean of each block and those of block means.
             inside = tl.load(place + 3 * num_blocks, mask=is_valid, other=0.0)
             squares += tl.where(is_valid, inside + num_valid * shift * shift, 0.0)
         tl.store(floats, tl.min(lowest, axis=0))
@@ -89,9 +89,9 @@ def _reduce_samples(  # type: ignore[no-untyped-def]
 
 
 def fused_statistics(tensor: torch.Tensor, *, sample_dim: int | None, normal: int) -> torch.Tensor:
-    """What `take_on_device` gives, of a contiguous tensor with elements.
+    """The result of `take_on_device` for a contiguous, nonempty tensor.
 
-    `normal` is the pattern in float32 of the smallest normal number of the dtype.
+    `normal` is the float32 bit pattern of the smallest normal number of the dtype.
     """
     size = tensor.numel()
     num_samples = 1 if sample_dim is None else tensor.shape[sample_dim]

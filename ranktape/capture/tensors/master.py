@@ -1,9 +1,8 @@
-"""Records the weights that the optimizer updates, and the gradients that it gets.
+"""Records the weights that the optimizer updates, and the gradients that it receives.
 
-What a module computes with is often not what is trained: under FSDP2 each rank updates its shard of the weight, and
-optimizers for mixed precision update a float32 copy. The gradient that they get is the mean over ranks and passes,
-unscaled and clipped. Both are seen just before the first optimizer of an iteration steps, so that the weights are still
-those that the iteration computed with.
+These often differ from the weights of the forward pass: under FSDP2 each rank updates its shard, and mixed-precision
+optimizers update a float32 copy. The gradient is the mean over ranks and passes, unscaled and clipped. Both are
+recorded just before the first optimizer step of an iteration, while the weights are still those of the forward pass.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 @functools.lru_cache
 def _roles(name: str) -> tuple[TensorRole, TensorRole]:
-    """What the optimizer updates of a parameter of that name in records, and the gradient that it gets."""
+    """The roles of the optimizer's copy of a parameter with that name, and of the gradient that it receives."""
     return (
         TensorRole(Operation.FORWARD, "pre", f"master_{name}", has_samples=False),
         TensorRole(Operation.BACKWARD, "post", f"reduced_grad_{name}", has_samples=False),
@@ -39,23 +38,23 @@ def _roles(name: str) -> tuple[TensorRole, TensorRole]:
 
 
 SKIPPED = "the gradient scaler skipped the optimizer's step: a gradient was not finite"
-"""Why an iteration has no optimizer's view."""
+"""The reason why these records are missing from an iteration."""
 
 Weights = Iterable[tuple["Source", nn.Module, str, str]]
-"""What each weight or bias belongs to, its module, its name there, and its name in records."""
+"""The source, the module, the attribute and the name in records of each weight or bias."""
 
 _Place = tuple[nn.Module, str]
-"""A module, and its name of a parameter."""
+"""A module and the name of one of its parameters."""
 
 _STATES = ("master_param", "master_weight", "master")
-"""Under which names an optimizer's state holds a copy in higher precision."""
+"""The names of higher-precision copies in the state of an optimizer."""
 
 
 class MasterWeights:
-    """Records the optimizer's view of the captured weights, once in each captured iteration."""
+    """Records the optimizer's copies of captured weights and their gradients, once in each captured iteration."""
 
     def __init__(self, recorder: Recorder, *, placements: Placements, weights: Callable[[], Weights]) -> None:
-        """Listen to every optimizer of the process from now on; `weights` gives those whose modules are captured."""
+        """Attach to all optimizers of the process. `weights` returns the weights of captured modules."""
         self._recorder = recorder
         self._tracker = recorder.tracker
         self._placements = placements
@@ -65,7 +64,7 @@ class MasterWeights:
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def note_skip(self) -> None:
-        """Say of the iteration why the optimizer's view is not in it: a gradient scaler has skipped its step."""
+        """Note that the records are missing from the iteration because a gradient scaler skipped the step."""
         if self._due() is None:
             return
         with self._recorder.guarded():
@@ -74,12 +73,12 @@ class MasterWeights:
                     self._recorder.refuse(source, role, SKIPPED)
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Detach from the optimizers."""
         self._handle.remove()
 
     @untraced
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Mapping[str, Any]) -> None:
-        # Without a pass it is a step that initialises the optimizer.
+        # A step without a pass initialises the optimizer.
         iteration = self._due() if self._tracker.num_passes else None
         if iteration is None:
             return
@@ -90,14 +89,14 @@ class MasterWeights:
                     self._record(source, roles, parameter, place, optimizer)
 
     def _due(self) -> int | None:
-        """The iteration that is captured, where its weights were not seen yet."""
+        """The captured iteration, if its weights have not been recorded yet."""
         tally = self._recorder.tally
         if tally is None or os.getpid() != self._owner or self._seen_iteration == tally.iteration:
             return None
         return tally.iteration
 
     def _held(self) -> Iterator[tuple[Source, tuple[TensorRole, TensorRole], nn.Parameter, _Place]]:
-        """The weights and biases that there are, with what is recorded of each, and the module and its name of it."""
+        """The existing weights and biases, each with its source, its roles, its module and its attribute."""
         for source, module, attribute, name in self._weights():
             parameter = parameters_of(module).get(attribute)
             if parameter is not None:
@@ -126,16 +125,16 @@ class MasterWeights:
         free = self._tracker.free_call(index=0, dtype=tensor.dtype, device_type=tensor.device.type)
         call = dataclasses.replace(free, microbatch=0)
         module, attribute = place
-        placement = None  # a DTensor knows its own
+        placement = None  # a DTensor has its own placement
         if is_megatron(module):
             placement = megatron_placement(module, role.tensor_name, tensor)
-        elif not is_dtensor(tensor):  # a replica, where DDP keeps it equal
+        elif not is_dtensor(tensor):  # a replica under DDP
             placement = self._placements.of_weight(module, attribute, tensor)
         self._recorder.record(source, role, tensor, call=call, placement=placement)
 
 
 def find_master(parameter: nn.Parameter, optimizer: Optimizer) -> torch.Tensor:
-    """What the optimizer updates for that parameter: a copy in higher precision where one is in reach, else itself."""
+    """The tensor that the optimizer updates for a parameter: a higher-precision copy if one is found, else itself."""
     copy = getattr(parameter, "main_param", None)  # Megatron-core's name for it
     if isinstance(copy, torch.Tensor):
         return copy
@@ -144,16 +143,16 @@ def find_master(parameter: nn.Parameter, optimizer: Optimizer) -> torch.Tensor:
 
 
 def unscaled(gradient: torch.Tensor, optimizer: Optimizer) -> torch.Tensor:
-    """The gradient as the optimizer uses it: fused ones divide it by the scale of a gradient scaler in their kernel."""
+    """The gradient after unscaling, which fused optimizers do in their kernel."""
     scale = getattr(optimizer, "grad_scale", None)
     if not isinstance(scale, torch.Tensor):
         return gradient
-    # In float32, as the kernel does: float16 does not hold every scale.
+    # In float32, as in the kernel, because float16 cannot represent every scale.
     wide = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32))
     return (wide / scale.to(gradient.device, non_blocking=True)).to(gradient.dtype)
 
 
 def find_gradient(parameter: nn.Parameter, master: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that the optimizer gets; None where the parameter got none."""
+    """The gradient that the optimizer receives; None if the parameter has none."""
     found = (master.grad, parameter.grad, getattr(parameter, "main_grad", None))
     return next((gradient for gradient in found if isinstance(gradient, torch.Tensor)), None)

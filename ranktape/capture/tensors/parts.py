@@ -1,9 +1,9 @@
-"""Takes a tensor that a hook holds apart into the plain tensors that are recorded.
+"""Splits a tensor into the plain tensors that are recorded.
 
-A plain tensor is one part. A DTensor is this rank's shard of it, with its placement. The result of a collective that
-is still on its way is what arrives: it is waited for where the operation that follows would wait for it. A quantised
-operand is its codes and its scales; a wrapper around one tensor of its own shape and dtype is that tensor. What has no
-values, or none that can be read without changing the training, is refused with the reason.
+A plain tensor is one part. A DTensor is this rank's shard, with its placement. The result of an asynchronous collective
+is waited for, as the next operation would do. A quantised operand is its codes and its scales. A wrapper around one
+tensor of the same shape and dtype is that tensor. A tensor without values, or whose values cannot be read without
+changing the training, is refused with the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ranktape.capture.torch_private import (
 from ranktape.storage.format.dtypes import DTYPES
 
 PLAIN = frozenset({torch.Tensor, nn.Parameter})
-"""Types of tensors that are one part."""
+"""The types of tensors that are one part."""
 
 SUFFIXES = {
     "qdata": "_codes",
@@ -40,17 +40,17 @@ SUFFIXES = {
     "_scale": "_scales",
     "_scale_inv": "_scales",
     "scales": "_scales",
-    # Transformer Engine keeps block-scaled operands twice, once for each direction of the product.
+    # Transformer Engine stores block-scaled operands twice, once for each direction of the product.
     "_rowwise_data": "_codes",
     "_rowwise_scale_inv": "_scales",
     "_columnwise_data": "_columnwise_codes",
     "_columnwise_scale_inv": "_columnwise_scales",
-    # Wrappers that quantise when they are used: what they hold is the tensor.
+    # Wrappers that quantise on use contain the tensor itself.
     "_tensor": "",
     "original_weight_tensor": "",
 }
-"""What follows the name of a tensor, for the attributes in which libraries hold quantised operands; those that are not
-here follow it by their own name."""
+"""The suffix of a tensor's name for each attribute in which libraries store quantised operands. The suffix of any other
+attribute is its own name."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,30 +58,30 @@ class PlainPart:
     """A plain tensor that is recorded."""
 
     tensor: torch.Tensor
-    """Dense, with values."""
+    """The tensor, dense and with values."""
     suffix: str = ""
-    """What follows the name of the tensor: `_codes` of quantised operands."""
+    """Suffix of the tensor's name, such as `_codes` for quantised operands."""
     placement: str | None = None
-    """Where in a tensor that spans ranks it lies, as JSON; None for all of a tensor of this rank."""
+    """Placement of the shard as JSON; None for a whole tensor of this rank."""
 
 
 class UnrecordableError(Exception):
-    """The tensor cannot be recorded; the text says why."""
+    """A tensor cannot be recorded. The message gives the reason."""
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one part as it is: of torch's own class, dense, and outside of function transforms."""
+    """Whether a tensor is one part: of torch's own class, dense, and outside function transforms."""
     is_dense = type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
     return is_dense and not is_transformed_tensor(tensor)
 
 
 def take_apart(tensor: torch.Tensor, *, placement: str | None = None) -> list[PlainPart]:
-    """The parts of the tensor that are recorded.
+    """The parts of a tensor that are recorded.
 
-    With `placement` that one counts, and not the tensor's own.
+    `placement`, if given, replaces that of the tensor.
 
     Raises:
-        UnrecordableError: it has none.
+        UnrecordableError: it has no parts that can be recorded.
     """
     if type(tensor) in PLAIN and not is_transformed_tensor(tensor):
         return [_plain(tensor, suffix="", placement=placement)]
@@ -96,8 +96,8 @@ def _apart(tensor: torch.Tensor, *, suffix: str, placement: str | None) -> Itera
     if is_dtensor(tensor):
         yield from _shard(tensor, suffix=suffix, placement=placement)
     elif hasattr(tensor, "trigger_wait"):
-        # An AsyncCollectiveTensor. The operation that follows waits in the same way and gets the same tensor; on a
-        # device the stream waits, and not the training thread.
+        # An AsyncCollectiveTensor. The next operation waits in the same way and gets the same tensor. On a device, the
+        # stream waits instead of the training thread.
         yield from _apart(tensor.trigger_wait(), suffix=suffix, placement=placement)
     elif is_transformed_tensor(tensor):
         yield from _apart(_unwrapped(tensor), suffix=suffix, placement=placement)
@@ -129,7 +129,7 @@ def _shard(tensor: Any, *, suffix: str, placement: str | None) -> Iterator[Plain
 
 
 def _inner(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of which a subclass is made, by attribute; empty for one that does not say."""
+    """The inner tensors of a subclass, by attribute; empty if it does not list them."""
     if is_functional_tensor(tensor) or type(tensor).__module__.startswith("torch._subclasses"):
         raise UnrecordableError(f"it is a {type(tensor).__name__}: the model is being traced, and there are no values")
     flatten = getattr(tensor, "__tensor_flatten__", None)
@@ -139,18 +139,18 @@ def _inner(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _is_wide(tensor: torch.Tensor, inner: Sequence[torch.Tensor]) -> bool:
-    """Whether a wrapper only holds another tensor, as weights do that are quantised inside of the product."""
+    """Whether a wrapper only contains another tensor, as that of a weight which is quantised in the product."""
     return len(inner) == 1 and inner[0].shape == tensor.shape and inner[0].dtype == tensor.dtype
 
 
 def _has_dispatch(tensor: torch.Tensor) -> bool:
-    """Whether operations on it are its class's business: then its own storage may hold nothing."""
+    """Whether the class of a tensor implements its operations, so that its own storage may be empty."""
     dispatch = type(tensor).__torch_dispatch__
     return dispatch is not NO_DISPATCH and type(tensor) not in PLAIN
 
 
 def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """What a function transform of `torch.func` has wrapped."""
+    """The tensor that a function transform of `torch.func` has wrapped."""
     if is_batched_tensor(tensor):
         raise UnrecordableError("it is inside of torch.func.vmap, where one tensor stands for many")
     return untransformed(tensor)
@@ -164,7 +164,7 @@ def _plain(tensor: torch.Tensor, *, suffix: str, placement: str | None) -> Plain
     values = tensor if type(tensor) in PLAIN else _as_plain(tensor)
     if dtype_name(values.dtype) not in DTYPES:
         if values.dtype.is_floating_point and values.dtype.itemsize == 1:
-            # Two 4-bit floats in a byte, for which torch has a dtype and stores do not.
+            # torch packs two 4-bit floats into a byte, in a dtype that stores do not have.
             values = values.detach().view(torch.uint8)
         else:
             raise UnrecordableError(f"its dtype {dtype_name(values.dtype)} cannot be stored")
@@ -172,5 +172,5 @@ def _plain(tensor: torch.Tensor, *, suffix: str, placement: str | None) -> Plain
 
 
 def _as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    with without_torch_function():  # its own function might record, or raise
+    with without_torch_function():  # its `__torch_function__` might record or raise
         return tensor.detach().as_subclass(torch.Tensor)

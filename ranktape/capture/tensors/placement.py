@@ -1,14 +1,14 @@
-"""Finds where in a tensor that spans several ranks a shard lies.
+"""Finds the placement of a shard in a tensor that spans several ranks.
 
-A placement is a document: the axes, shape and ranks of a mesh, this rank's coordinates in it, one word for each axis
-(`replicate`, `shard(1)`, `strided_shard(0, 2)`, `partial(sum)`), the shape of the whole tensor, and where in it this
-shard begins. A DTensor knows all of it, and torch's own function says where it begins. Of plain tensors the modules
-around them know: weights that FSDP2 or DDP holds whole on every rank, and the heads of an attention layer whose
-projections are split by columns. It is passed on as JSON text, made once for each kind of tensor.
+A placement is a document with the axes, shape and ranks of a mesh, this rank's coordinates, one word for each axis
+(`replicate`, `shard(1)`, `strided_shard(0, 2)`, `partial(sum)`), the shape of the whole tensor, and the offset of this
+shard. A DTensor provides all of it; torch computes the offset. For plain tensors, the modules provide it: weights that
+FSDP2 or DDP has whole on every rank, and the heads of an attention layer whose projections are split by columns. The
+placement is passed as JSON text, which is created once for each kind of tensor.
 
-Megatron keeps plain tensors, and notes on each weight along which dimension it is split. How activations are split
-follows from the class of the layer and from its settings. Weights are replicas over the data parallel ranks as well;
-activations are placed among the tensor parallel ranks alone, because each data parallel rank has samples of its own.
+Megatron uses plain tensors and marks each weight with the dimension along which it is split. The split of activations
+follows from the class and the settings of the layer. Weights are also replicas over data parallel ranks. Activations
+are placed among tensor parallel ranks only, because each data parallel rank has its own samples.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 REPLICATE = "replicate"
-"""The word of an axis along which every rank has the same."""
+"""The word for an axis along which all ranks have the same values."""
 
 MAX_KINDS = 4096
-"""Kinds of tensors whose placements are kept; ragged batches bring ever new shapes."""
+"""The number of kinds of tensors whose placements are cached. Ragged batches have ever new shapes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """A mesh of ranks, and this rank's place in it."""
+    """A mesh of ranks, and this rank's coordinates."""
 
     names: tuple[str, ...]
-    """Of the axes, as the mesh calls them; `axis_0` and so on where it does not."""
+    """Names of the axes; `axis_0` and so on if the mesh has none."""
     shape: tuple[int, ...]
-    """Ranks along each."""
+    """Number of ranks along each axis."""
     ranks: Any
     """Global ranks, as nested tuples."""
     coordinates: tuple[int, ...]
-    """This rank's."""
+    """Coordinates of this rank."""
 
     def __post_init__(self) -> None:
-        """Check that the parts fit together."""
+        """Check that the fields are consistent."""
         assert len(self.names) == len(self.shape) == len(self.coordinates), self
 
 
 ATTENTION_NAMES = frozenset({"query", "key", "value", "output"})
-"""Of the tensors whose heads a tensor parallel attention layer shares out."""
+"""The names of tensors whose heads a tensor parallel attention layer distributes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +65,19 @@ class Shard:
     """The placement of one tensor."""
 
     text: str
-    """JSON."""
+    """The placement as JSON."""
     shape: tuple[int, ...]
-    """What the placement says that this rank has."""
+    """Shape of this rank's shard according to the placement."""
 
 
 def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor; does not import what a training without them never imports."""
+    """Whether a tensor is a DTensor. A module that the training has not imported is not imported for this."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def shard_of(tensor: DTensor) -> Shard | None:
-    """The placement of a DTensor; None where this rank has no part of it."""
+    """The placement of a DTensor; None if this rank is not in its mesh."""
     return _shard_of(tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape))
 
 
@@ -95,7 +95,7 @@ def _shard_of(mesh: DeviceMesh, placements: tuple[Any, ...], shape: tuple[int, .
 
 @functools.lru_cache(maxsize=64)
 def axes_of(mesh: DeviceMesh) -> Axes | None:
-    """A device mesh in a placement's words; None where this rank is not part of it."""
+    """A device mesh in the form of a placement; None if this rank is not in it."""
     coordinates = mesh.get_coordinate()
     if coordinates is None:
         return None
@@ -104,14 +104,14 @@ def axes_of(mesh: DeviceMesh) -> Axes | None:
 
 
 def placement_word(placement: Any) -> str:
-    """A placement of torch in our word for it."""
+    """The word for a placement of torch."""
     kind = type(placement).__name__
     if kind == "_StridedShard":
         return f"strided_shard({placement.dim}, {placement.split_factor})"
     if placement.is_replicate():
         return REPLICATE
     if placement.is_partial():
-        # What the subclasses do on top (masked rows, norms) is not known to whoever adds the summands up.
+        # Subclasses of Partial (masked rows, norms) need a reduction that readers do not know.
         plain = kind == "Partial"
         return f"partial({placement.reduce_op if plain else kind.strip('_').removesuffix('Partial').lower()})"
     if placement.is_shard():
@@ -121,7 +121,7 @@ def placement_word(placement: Any) -> str:
 
 @functools.lru_cache(maxsize=MAX_KINDS)
 def scale_placement(text: str, whole: tuple[int, ...], part: tuple[int, ...]) -> str | None:
-    """The placement of codes or scales of that shape, which belong to a shard of shape `whole`; None: not known."""
+    """The placement of codes or scales of shape `part` of a shard of shape `whole`; None if it is not known."""
     if whole == part:
         return text
     document = json.loads(text)
@@ -137,7 +137,7 @@ def scale_placement(text: str, whole: tuple[int, ...], part: tuple[int, ...]) ->
 
 
 def describe(axes: Axes, words: tuple[str, ...], *, global_shape: tuple[int, ...], offset: tuple[int, ...]) -> str:
-    """The document of a placement, as JSON."""
+    """A placement as JSON."""
     document = {
         "mesh": {"axes": axes.names, "shape": axes.shape, "ranks": axes.ranks},
         "coordinates": axes.coordinates,
@@ -151,13 +151,13 @@ def describe(axes: Axes, words: tuple[str, ...], *, global_shape: tuple[int, ...
 
 @functools.lru_cache(maxsize=MAX_KINDS)
 def describe_even(axes: Axes, words: tuple[str, ...], shape: tuple[int, ...]) -> str:
-    """The placement of a plain tensor of that shape, of which all ranks along a sharded axis have as much."""
+    """The placement of a plain tensor of that shape, assuming equal shards on all ranks of an axis."""
     global_shape, offset = list(shape), [0] * len(shape)
     for word, size, coordinate in zip(words, axes.shape, axes.coordinates, strict=True):
         kind, _, rest = word.partition("(")
         if kind in {"shard", "strided_shard"}:
             dim, _, factor = rest.rstrip(")").partition(", ")
-            # Each of the factor's parts is split over the axis; a strided shard begins where its first piece does.
+            # Each of the `factor` parts is split along the axis. The offset is that of the first piece.
             offset[int(dim)] = coordinate * shape[int(dim)] // int(factor or 1)
             global_shape[int(dim)] = size * shape[int(dim)]
     return describe(axes, words, global_shape=tuple(global_shape), offset=tuple(offset))
@@ -172,22 +172,22 @@ def axes_of_group(name: str, group: Any) -> Axes:
 
 
 class Placements:
-    """What the modules of a training know of the placements of plain tensors."""
+    """The placements of plain tensors, as far as the modules of a training determine them."""
 
     def __init__(self) -> None:
         self._axes: weakref.WeakKeyDictionary[nn.Module, dict[str, Axes]] = weakref.WeakKeyDictionary()
 
     def learn(self, root: nn.Module) -> None:
-        """Ask a model which of its parameters are whole on several ranks while it computes."""
+        """Find the parameters of a model that are whole on several ranks during the forward pass."""
         for module in root.modules():
             for owner, name, axes in (*_of_fsdp(module), *_of_ddp(module)):
                 self._axes.setdefault(owner, {})[name] = axes
 
     def of(self, module: nn.Module, name: str, tensor: torch.Tensor, *, head_dim: int = 1) -> str | None:
-        """The placement of a module's tensor of that name, where the module knows it and the tensor does not.
+        """The placement of a module's tensor of that name if the module determines it; otherwise None.
 
-        A gradient of an activation lies where the activation lies; one of a weight is this rank's own increment, which
-        other ranks' increments are added to, so it is no replica. `head_dim` is the dimension of heads of attention.
+        A gradient of an activation has the placement of the activation. A gradient of a weight is this rank's summand
+        and not a replica. `head_dim` is the dimension of attention heads.
         """
         if name in parameters_of(module):
             return self.of_weight(module, name, tensor)
@@ -196,10 +196,10 @@ class Placements:
         return None
 
     def of_weight(self, module: nn.Module, name: str, tensor: torch.Tensor) -> str | None:
-        """The placement of a parameter that is computed with, where it is not the tensor's own.
+        """The placement of a parameter in the forward pass if it differs from the tensor's own; otherwise None.
 
-        A weight that is whole in its module is a replica over the ranks of FSDP2 or DDP; under tensor parallelism it is
-        a replica along one axis and a shard along the other.
+        A weight that is whole in its module is a replica over the ranks of FSDP2 or DDP. Under tensor parallelism, it
+        is a replica along one axis and a shard along the other.
         """
         axes = self._axes.get(module, {}).get(name)
         if axes is None:
@@ -212,7 +212,7 @@ class Placements:
 
 @functools.lru_cache(maxsize=MAX_KINDS)
 def _over(axes: Axes, text: str) -> str:
-    """The placement, on the mesh that has its axes and others, along which the tensor is replicated."""
+    """A placement extended by further axes, along which the tensor is replicated."""
     document = json.loads(text)
     words = dict(zip(document["mesh"]["axes"], document["placements"], strict=True))
     if not set(words) < set(axes.names):
@@ -226,12 +226,12 @@ def _over(axes: Axes, text: str) -> str:
 
 
 def _of_fsdp(module: nn.Module) -> Iterator[tuple[nn.Module, str, Axes]]:
-    """The parameters that `fully_shard` manages for this module: owner, name, and the mesh they are sharded on."""
+    """The parameters that `fully_shard` manages for a module: owner, name, and the mesh on which they are sharded."""
     get_state = asked(module, "_get_fsdp_state")
     if get_state is None:
         return
     state = get_state()
-    # One group and not a list of them before torch 2.12.
+    # Before torch 2.12 there is one group instead of a list.
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # noqa: SLF001
     for group in groups:
         for parameter in () if group is None else group.fsdp_params:
@@ -243,7 +243,7 @@ def _of_fsdp(module: nn.Module) -> Iterator[tuple[nn.Module, str, Axes]]:
 
 
 def _of_ddp(module: nn.Module) -> Iterator[tuple[nn.Module, str, Axes]]:
-    """The parameters that DistributedDataParallel keeps equal: owner, name, and its group as a mesh of one axis."""
+    """The parameters of a DistributedDataParallel module: owner, name, and its group as a mesh of one axis."""
     if not isinstance(module, nn.parallel.DistributedDataParallel):
         return
     axes = axes_of_group("dp", module.process_group)
@@ -255,10 +255,10 @@ def _of_ddp(module: nn.Module) -> Iterator[tuple[nn.Module, str, Axes]]:
 
 
 def attention_placement(module: nn.Module, tensor: torch.Tensor, *, head_dim: int = 1) -> str | None:
-    """The placement of a plain query, key, value or output of attention under tensor parallelism.
+    """The placement of a plain query, key, value or output of attention under tensor parallelism; None if unknown.
 
-    Known where a projection of the attention's module is a DTensor split by columns, which makes as many columns as
-    the tensor has heads' elements: then each rank has its share of the heads. None where it is not known.
+    It is known if a projection of the attention module is a DTensor split by columns with as many columns as the heads
+    of the tensor have elements. Each rank then has a share of the heads.
     """
     if not 0 <= head_dim < tensor.ndim - 1 or "torch.distributed.tensor" not in sys.modules:
         return None
@@ -285,12 +285,12 @@ _kinds: dict[type, str | None] = {}
 
 
 def is_megatron(module: nn.Module) -> bool:
-    """Whether the module is one of Megatron-core's, whose placements are known."""
+    """Whether a module is one of Megatron-core's with known placements."""
     return _kind(module) is not None
 
 
 def _kind(module: nn.Module) -> str | None:
-    """The class of Megatron's that it is of, or that its class derives from."""
+    """The name of the Megatron class of a module or of one of its bases; None if there is none."""
     if "megatron.core.parallel_state" not in sys.modules:
         return None
     if type(module) not in _kinds:
@@ -300,7 +300,7 @@ def _kind(module: nn.Module) -> str | None:
 
 
 def megatron_placement(module: nn.Module, tensor_name: str, tensor: torch.Tensor) -> str | None:
-    """The placement of a tensor of a Megatron layer; None where the layer is not split, or it is not known."""
+    """The placement of a tensor of a Megatron layer; None if the layer is not split or the placement is not known."""
     kind = _kind(module)
     group: Any = getattr(module, "tp_group", None)
     if kind is None or group is None:
@@ -311,7 +311,7 @@ def megatron_placement(module: nn.Module, tensor_name: str, tensor: torch.Tensor
     find_word = _word_of_heads if kind in _ATTENTION else _word_of_activation
     word = find_word(module, name, tensor.ndim)
     if word is None or getattr(module, "is_expert", False):
-        return None  # experts take tokens from several ranks: their activations are nobody's slice
+        return None  # experts get tokens from several ranks, so that their activations are not shards
     axes = _axes("tp", group)
     if len(axes.ranks) == 1:
         return None
@@ -325,7 +325,7 @@ def _weight(module: Any, name: str, tensor: torch.Tensor, group: Any, *, is_incr
     dim, stride = getattr(noted, "partition_dim", -1), getattr(noted, "partition_stride", 1)
     word = _shard(dim, stride) if is_split and dim >= 0 else REPLICATE
     tp = _axes("tp", group)
-    # An increment of the gradient is this rank's own; what the optimizer gets is the same on all of them.
+    # A summand of the gradient belongs to this rank; the optimizer's gradient is the same on all ranks.
     dp = None if is_increment else _data_axes(is_expert=not getattr(noted, "allreduce", True))
     if dp is None or len(dp.ranks) == 1:
         return None if len(tp.ranks) == 1 else describe_even(tp, (word,), tuple(tensor.shape))
@@ -335,7 +335,7 @@ def _weight(module: Any, name: str, tensor: torch.Tensor, group: Any, *, is_incr
 def _word_of_activation(module: Any, name: str, num_dims: int) -> str | None:
     kind = _kind(module)
     is_split = getattr(module, "sequence_parallel", False)
-    sequence = "shard(0)" if is_split else REPLICATE  # Megatron's activations begin with the sequence
+    sequence = "shard(0)" if is_split else REPLICATE  # dimension 0 of Megatron's activations is the sequence
     if kind == "ColumnParallelLinear":
         stride = getattr(module.weight, "partition_stride", 1) if module.weight is not None else 1
         columns = REPLICATE if module.gather_output else _shard(num_dims - 1, stride)
@@ -348,12 +348,12 @@ def _word_of_activation(module: Any, name: str, num_dims: int) -> str | None:
 
 
 def _word_of_heads(module: Any, name: str, num_dims: int) -> str | None:
-    # [S, B, heads, D], or [tokens, heads, D] where sequences are packed; the output has heads and D as one dimension.
+    # [S, B, heads, D], or [tokens, heads, D] for packed sequences. In the output, heads and D are one dimension.
     if name == "output":
         return _shard(num_dims - 1)
     num_groups = getattr(module.config, "num_query_groups", None)
     if name in {"key", "value"} and num_groups is not None and num_groups < module.tp_group.size():
-        return None  # fewer heads than ranks: some ranks have the same ones
+        return None  # fewer heads than ranks: several ranks have the same heads
     return _shard(num_dims - 2) if name in {"query", "key", "value"} and num_dims > 2 else None  # noqa: PLR2004
 
 
@@ -378,9 +378,9 @@ def _data_axes(*, is_expert: bool) -> Axes | None:
 
 @functools.lru_cache(maxsize=64)
 def _product(outer: Axes, inner: Axes) -> Axes:
-    """The mesh of two axes that cross in this rank.
+    """The mesh of two axes that both contain this rank.
 
-    Megatron numbers its ranks by strides, so that a step along one axis is as long everywhere.
+    Megatron numbers its ranks with fixed strides for each axis.
     """
     here = outer.ranks[outer.coordinates[0]]
     ranks = tuple(tuple(start + rank - here for rank in inner.ranks) for start in outer.ranks)

@@ -1,7 +1,7 @@
-"""Takes what a tensor adds up to in the place of a copy of its values: on the training thread, or on its device.
+"""Computes the statistics of a tensor instead of copying its values: on the training thread, or on its device.
 
-One pass over the memory in which the tensor lies, whatever the order of its dimensions, nearly as fast as memory is
-read at all. A tensor of a forward pass that is several operands is looked at once.
+It takes one pass over the memory of the tensor, in any order of its dimensions, close to the speed of memory. A tensor
+that is several operands in a forward pass is read once.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from ranktape.storage.format.statistics import STATISTICS
 _NUM_HEAD = len(STATISTICS) + len(EXTREMES)
 _NUM_KINDS = len(TALLY_KINDS)
 _COUNTS = 8 * _NUM_HEAD
-"""Where the counts of the samples begin."""
+"""The offset of the counts of samples, in bytes."""
 _UNDERFLOW, _ZERO = TALLY_KINDS.index("underflow"), TALLY_KINDS.index("zero")
 _MAX_KNOWN = 64
-"""Tensors that are remembered, the last ones of an iteration."""
+"""The number of tensors whose statistics are cached, the latest ones of an iteration."""
 
 _NORMALS = {
     dtype: int(np.array([torch.finfo(dtype).tiny], dtype=np.float32).view(np.uint32)[0])
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
 }
-"""Of the dtypes whose values float32 holds: the pattern there of the smallest normal number."""
+"""The float32 bit pattern of the smallest normal number of each dtype whose values float32 can represent."""
 
 
 def is_summable(tensor: torch.Tensor) -> bool:
-    """Whether `take_on_device` is defined for a tensor: its values are those of float32."""
+    """Whether `take_on_device` supports a tensor: float32 can represent its values."""
     return tensor.dtype in _NORMALS and tensor.numel() > 0
 
 
 def take_on_device(tensor: torch.Tensor, *, sample_dim: int | None) -> torch.Tensor:
-    """What a tensor adds up to, on its device and without waiting for it: 64 bytes, and 40 for each further sample.
+    """The statistics of a tensor, computed on its device without waiting: 64 bytes, and 40 for each further sample.
 
-    For each sample five int64: NaN, inf, -inf, zeros, and magnitudes below the smallest normal number of the dtype,
-    zeros among them. Then six float32: the smallest and the largest finite value; the mean and the variance, with 0 in
-    the place of what is not finite; the sum of finite magnitudes; the largest of them.
+    Five int64 for each sample are the counts of NaN, inf, -inf, zeros, and magnitudes below the smallest normal number
+    of the dtype, including zeros. Then six float32: the smallest and the largest finite value; the mean and the
+    variance, with 0 for nonfinite values; the sum of finite magnitudes; and the largest finite magnitude.
     """
     if tensor.is_cuda and (fused := _fused_statistics()) is not None:
         dense, dim = _in_memory_order(tensor.detach(), sample_dim)
@@ -82,15 +82,15 @@ def take_on_device(tensor: torch.Tensor, *, sample_dim: int | None) -> torch.Ten
 
 @cache
 def _fused_statistics() -> Callable[..., torch.Tensor] | None:
-    """Kernels that read a tensor once, where torch's reductions take 15 passes; None where Triton does not work.
+    """Kernels that read a tensor once, while torch's reductions need 15 passes; None if Triton does not work.
 
-    Triton comes with torch's builds for CUDA. It compiles its launcher with a C compiler, which may be missing.
+    Triton is part of torch's builds for CUDA. It compiles its launcher with a C compiler, which may be missing.
     """
     try:
         from ranktape.capture.tensors.fused_statistics import fused_statistics
 
         fused_statistics(torch.zeros(1, device="cuda"), sample_dim=None, normal=_NORMALS[torch.float32])
-    except Exception as error:  # Triton fails with anything
+    except Exception as error:  # Triton may raise any exception
         if is_accelerator_error(error):
             raise
         what = "statistics on the device read each tensor about 15 times, not once"
@@ -100,27 +100,27 @@ def _fused_statistics() -> Callable[..., torch.Tensor] | None:
 
 
 class StatisticsTaker:
-    """Remembers what it has taken of the tensors of an iteration's forward passes, as long as they live."""
+    """Computes statistics, and caches those of tensors in an iteration's forward passes while they are alive."""
 
     def __init__(self) -> None:
-        """Compile the kernel, or load it from the cache: not in the middle of a step."""
+        """Compile the kernel or load it from the cache, before the first step needs it."""
         self._scratch = torch.zeros(0)
         self._make_room(8 * (_NUM_HEAD + _NUM_KINDS))
         self._summarise = summariser()
         self._known: dict[Any, tuple[StorageWeakRef, bytes]] = {}
-        """By where the elements lie, and what torch counts of writes. No other storage has the identity of one that a
-        weak reference remembers; its address alone may be that of another one by now."""
+        """Cached statistics by layout, storage and version. The identity of a storage with a weak reference is unique;
+        its address may be reused."""
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """An iteration begins."""
+        """Clear the cache at the start of an iteration."""
         self._known.clear()
 
     def take(self, tensor: torch.Tensor, *, sample_dim: int | None) -> bytes:
-        """The statistics of a tensor, its extremes, and for each sample its counts at the limits of the dtype."""
+        """The statistics and extremes of a tensor, and the counts of each sample at the limits of the dtype."""
         if in_backward() or tensor.is_inference():
-            # Where torch adds gradients up in place, it does so only for those whose storage nobody has asked for. What
-            # inference mode made counts no writes.
+            # Asking for the storage of a gradient would prevent torch from accumulating in place. Inference tensors
+            # have no version.
             with self._lock:
                 return self._look(tensor, sample_dim)
         storage = tensor.untyped_storage()
@@ -143,7 +143,7 @@ class StatisticsTaker:
         return _take_slowly(tensor, sample_dim, num_samples) if taken is None else taken
 
     def _take_fast(self, tensor: torch.Tensor, sample_dim: int | None, num_samples: int) -> bytes | None:
-        """None where that cannot be: for dtypes that float32 does not hold, and where a value is not finite."""
+        """The statistics by the kernel; None if float32 cannot represent the dtype or a value is not finite."""
         normal, size = _NORMALS.get(tensor.dtype), tensor.numel()
         if normal is None or size == 0 or tensor.is_conj() or tensor.is_neg():
             return None
@@ -159,12 +159,12 @@ class StatisticsTaker:
         return bytes(self._own[:nbytes]) if is_finite else None
 
     def _make_room(self, nbytes: int) -> None:
-        """For a summary of so many bytes, at an address that is known."""
+        """Allocate a buffer for the result of the kernel, at a fixed address."""
         place = np.empty(-(-nbytes // 8))
         self._address, self._own = place.ctypes.data, place.data.cast("B")
 
     def _widened(self, tensor: torch.Tensor, sample_dim: int | None) -> tuple[torch.Tensor, int | None]:
-        """The same values as float32 in the order of memory, and where the samples are then."""
+        """The values as float32 in the order of memory, and the new sample dimension."""
         plain, dim = _in_memory_order(tensor, sample_dim)
         if plain.dtype == torch.float32 and plain.is_contiguous():
             return plain, dim
@@ -174,7 +174,7 @@ class StatisticsTaker:
 
 
 def _layout(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """Which elements of its storage a tensor has, from its first one on: the same for all views of the same ones."""
+    """The elements of its storage that a tensor covers, relative to the first: equal for views of the same elements."""
     if tensor.is_contiguous():
         return ((1, tensor.numel()),)
     found: list[tuple[int, int]] = []
@@ -187,14 +187,14 @@ def _layout(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
 
 
 def _in_memory_order(tensor: torch.Tensor, sample_dim: int | None) -> tuple[torch.Tensor, int | None]:
-    """The same values with the dimensions as they lie in memory, and where the samples are then."""
+    """The values with dimensions in the order of memory, and the new sample dimension."""
     strides = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], dim))
     return tensor.permute(order), None if sample_dim is None else order.index(sample_dim)
 
 
 def _take_slowly(tensor: torch.Tensor, sample_dim: int | None, num_samples: int) -> bytes:
-    """The same for any tensor."""
+    """The statistics of any tensor, without the kernel."""
     target = np.zeros(_NUM_HEAD + num_samples * _NUM_KINDS)
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     flat = plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.zeros(0, dtype=torch.uint8)
