@@ -14,10 +14,11 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.numerics.digest import Digest, Digests, exponents_of
+from ranktape.analyze.numerics.digest import Digest, Digests, exponents_of, numbers_of_patterns
 from ranktape.analyze.numerics.formats import FORMATS, Format
 from ranktape.analyze.table import Column, Kind
 from ranktape.errors import UsageError
+from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import EXTREMES
 
 PERCENTILES = ("0.1", "1", "5", "25", "50", "75", "95", "99", "99.9")
@@ -274,14 +275,14 @@ def _saturated(known: Digests) -> NDArray[np.float64]:
 
 def _floored(known: Digests) -> NDArray[np.float64]:
     zeros = np.zeros(len(known))
-    if not known.values.size:
+    if not known.sizes.any():
         return zeros
     below, above = known.search(zeros, side="left"), known.search(zeros, side="right")
     first, last = known.starts[:-1], known.starts[1:]
 
     def magnitudes(places: NDArray[np.int64]) -> NDArray[np.float64]:
         is_there = (places >= first) & (places < last)
-        return np.where(is_there, np.abs(known.values[np.where(is_there, places, 0)]), math.inf)
+        return np.where(is_there, np.abs(known.values_at(np.where(is_there, places, 0))), math.inf)
 
     near = np.sort(np.stack([magnitudes(places) for places in (above, above + 1, below - 1, below - 2)]), axis=0)
     floor = near[0]
@@ -292,20 +293,34 @@ def _floored(known: Digests) -> NDArray[np.float64]:
     return np.where(is_grid, counts, 0).astype(np.float64)
 
 
+def _is_coarse(magnitudes: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Which finite magnitudes have few significant bits: of a float64 all bits behind the first of them are zero."""
+    return (magnitudes.view(np.int64) & _FINE_BITS == 0) & (magnitudes > 0) & np.isfinite(magnitudes)
+
+
+@functools.cache
+def _coarse_patterns(dtype: str) -> NDArray[np.bool_]:
+    """The same of each pattern of a type of at most 16 bits."""
+    return _is_coarse(np.abs(numbers_of_patterns(numpy_dtype(dtype))))
+
+
 def _coarse(known: Digests) -> NDArray[np.float64]:
-    # Of a float64 all bits behind the first few of its significand are zero; subnormal ones are brought up first.
-    values = known.values
-    if (np.abs(known.end("smallest_nonzero")) < _MIN_NORMAL).any():
-        with np.errstate(over="ignore"):
-            values = values * 2.0**100
-    magnitudes = np.abs(values)
-    is_coarse = (magnitudes.view(np.int64) & _FINE_BITS == 0) & (magnitudes > 0) & np.isfinite(known.values)
-    owners = np.repeat(np.arange(len(known)), known.sizes)[is_coarse]
-    counts = np.bincount(owners, weights=known.counts[is_coarse], minlength=len(known))
+    if known.patterns is not None:
+        (places,) = np.nonzero(_coarse_patterns(known.dtypes[0])[known.patterns[0]])
+    else:
+        magnitudes = np.abs(known.values)
+        if (np.abs(known.end("smallest_nonzero")) < _MIN_NORMAL).any():
+            # Subnormal numbers are brought up; those that become infinite by it keep their bits.
+            with np.errstate(over="ignore"):
+                scaled = magnitudes * 2.0**100
+            magnitudes = np.where(np.isfinite(scaled), scaled, magnitudes)
+        (places,) = np.nonzero(_is_coarse(magnitudes))
+    owners = np.searchsorted(known.starts, places, side="right") - 1
+    counts = np.bincount(owners, weights=known.stored_counts[places], minlength=len(known))
     num_distinct = np.bincount(owners, minlength=len(known))
     # A magnitude occurs with two signs at most: they are told apart where that decides.
     is_open = ((num_distinct >= _MIN_COARSE) & (num_distinct < 2 * _MIN_COARSE - 1))[owners]
-    pairs = np.stack([owners[is_open].astype(np.float64), magnitudes[is_coarse][is_open]])
+    pairs = np.stack([owners[is_open].astype(np.float64), np.abs(known.values_at(places[is_open]))])
     pairs = pairs[:, np.lexsort(pairs[::-1])]
     with np.errstate(invalid="ignore"):
         is_again = ~np.any(np.diff(pairs, axis=1, prepend=math.nan) != 0, axis=0)

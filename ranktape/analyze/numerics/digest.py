@@ -187,17 +187,17 @@ class Digests:
                 found.append(numbers.astype(np.float64) if dtype is None else numbers_of_patterns(dtype)[numbers])
         return np.concatenate(found)
 
-    def _values_at(self, places: Integers) -> Floats:
+    def values_at(self, places: Integers) -> Floats:
         """Some of `values`; of records of one narrow type without those of all the others."""
-        if "values" in self.__dict__ or self._patterns is None:
+        if "values" in self.__dict__ or self.patterns is None:
             return self.values[places]
-        codes, numbers = self._patterns
+        codes, numbers = self.patterns
         return numbers[codes[places]]
 
     @functools.cached_property
-    def _patterns(self) -> tuple[Integers, Floats] | None:
+    def patterns(self) -> tuple[Integers, Floats] | None:
         """The patterns of all records, and the number of each; None where records are not of one narrow type."""
-        kind = CODE_KINDS[int(self._kinds[0])]
+        kind = CODE_KINDS[int(self._kinds[0])] if len(self) else CODE_KINDS[-1]
         if kind.kind == "f" or (self._kinds != self._kinds[0]).any() or len(set(self.dtypes)) > 1:
             return None
         return np.frombuffer(self.codes, dtype=kind), numbers_of_patterns(numpy_dtype(self.dtypes[0]))
@@ -267,7 +267,7 @@ class Digests:
         low, high = self.starts[:-1].copy(), self.starts[1:].copy()
         while (is_open := low < high).any():
             middle = (low + high) // 2
-            found = self._values_at(np.where(is_open, middle, 0))
+            found = self.values_at(np.where(is_open, middle, 0))
             is_before = is_open & (found < numbers if side == "left" else found <= numbers)
             low = np.where(is_before, middle + 1, low)
             high = np.where(is_open & ~is_before, middle, high)
@@ -311,7 +311,7 @@ class Digests:
         index = np.searchsorted(self.ranks, self.ranks[self.starts[:-1]] + places, side="left") - 1
         found = np.full(len(self), math.nan)
         is_known = totals > 0
-        found[is_known] = self.values[index[is_known]]
+        found[is_known] = self.values_at(index[is_known])
         return found
 
     def pairs_of(self, place: int) -> tuple[Floats, Integers]:
