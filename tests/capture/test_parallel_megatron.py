@@ -34,6 +34,8 @@ STEPS = 2
 MICROBATCHES = 2
 
 MEGATRON = "Megatron-core"
+SPLIT = ("tp", "sequence", "checkpointed")
+SAME = ("unchanged",)
 COMPUTED = ("linear", "attention", "accumulation", "checkpointing")
 support = pytest.mark.support
 pytestmark = [needs("megatron"), pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -61,11 +63,9 @@ def run_of(trained: Folders, variant: str) -> Run:
     "variant",
     [
         "alone",
-        pytest.param("shared", marks=support(framework=MEGATRON, parallelism="one process", features=("unchanged",))),
-        pytest.param("tp", marks=support(framework=MEGATRON, parallelism="TP", features=("unchanged",))),
-        "sequence",
-        "checkpointed",
-        pytest.param("ddp", marks=support(framework=MEGATRON, parallelism="DDP", features=("unchanged",))),
+        pytest.param("shared", marks=support(framework=MEGATRON, parallelism="one process", features=SAME)),
+        *(pytest.param(name, marks=support(framework=MEGATRON, parallelism="TP", features=SAME)) for name in SPLIT),
+        pytest.param("ddp", marks=support(framework=MEGATRON, parallelism="DDP", features=SAME)),
     ],
 )
 @exhaustive("make test has torch's own tensor parallelism")
