@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli
 from ranktape.storage import open_run
+from tests.analyze.pt_files import save
 from tests.exhaustive import exhaustive
 from tests.launch.processes import errors, python, torchrun
 
@@ -68,6 +70,27 @@ save_tensor(
     component="linear"
 )
 """
+
+
+NAMES = [
+    "20250908_095220_0001_attention_L0_forward_pre_FA_hifp8_query.pt",
+    "20250908_095220_0002_attention_L0_forward_pre_FA_hifp8_key.pt",
+    "20250908_095220_0003_attention_L0_forward_pre_FA_hifp8_value.pt",
+    "20250908_095220_0004_attention_L0_forward_post_FA_hifp8_output.pt",
+    "20250908_095220_0005_linear_L1_forward_pre_linear_hifp8_input.pt",
+    "20250908_095220_0006_linear_L1_forward_pre_linear_hifp8_weight.pt",
+    "20250908_095220_0007_linear_L1_forward_post_linear_hifp8_output.pt",
+    "20250908_095220_0008_linear_L1_backward_pre_linear_hifp8_input.pt",
+    "20250908_095220_0009_linear_L1_backward_pre_linear_hifp8_weight.pt",
+    "20250908_095220_0010_linear_L1_backward_post_linear_hifp8_output.pt",
+]
+"""The files that the document on names lists."""
+
+FOLDERS = (
+    *("distributions", "heatmaps", "comparisons", "statistics", "attention_analysis", "quantization_analysis"),
+    *("layer_analysis", "overflow_analysis", "fp8_analysis", "bf16_analysis", "backward_analysis", "rank_analysis"),
+)
+"""What the document on plots has below `draw`."""
 
 
 def analyze(*words: str | Path) -> str:
@@ -170,3 +193,20 @@ def test_what_the_examples_save_is_listed_counted_and_swept(tmp_path: Path) -> N
     assert analyze("sweep", logs, "--elem-format", "fp8_e4m3", "--num-levels", "3", "--csv").count("\n") == 1 + len(
         saved
     )
+
+
+@exhaustive("make test has its files in tests/analyze/test_files_folder.py")
+def test_the_files_of_the_document_on_names_are_read_compared_and_drawn(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    for name in NAMES:
+        save(tmp_path / "enhanced_tensor_logs" / name, {"tensor": torch.randn(2, 4, 8).bfloat16()}, legacy=True)
+    logs = tmp_path / "enhanced_tensor_logs"
+    assert "10 records" in analyze("ls", logs)
+    assert "4 pairs compared" in analyze("compare", logs, "--pair", "component=FA:linear", "--operation", "forward")
+    assert "pairs compared" in analyze("compare", logs, "--pair", "phase=pre:post", "--layer-type", "attention")
+    drawn = analyze("plot", logs, "--all", "--output", tmp_path / "draw").splitlines()
+    assert {path.name for path in (tmp_path / "draw").iterdir() if path.is_dir()} == {*FOLDERS, "replay_analysis"}
+    for folder in ("distributions", "statistics", "attention_analysis", "overflow_analysis", "backward_analysis"):
+        assert any(f"draw/{folder}/" in path for path in drawn), folder
+    # One batch size is nothing to compare, and weights have none.
+    assert not any("batch_size" in path for path in drawn)
