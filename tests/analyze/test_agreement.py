@@ -182,20 +182,18 @@ def test_what_attention_computed_agrees_and_with_another_mask_does_not(
         assert min(one.deviation for one in found) > 1.5
 
 
-@pytest.mark.parametrize(
-    ("name", "touched"),
-    [
+def test_attention_of_other_operands_does_not_agree() -> None:
+    cases: list[tuple[str, set[str]]] = [
         ("key", set(ATTENTION_PRODUCTS)),
         ("value", {"output", "grad_query", "grad_key"}),
         ("grad_output", set(ATTENTION_PRODUCTS) - {"output"}),
-    ],
-)
-def test_attention_of_other_operands_does_not_agree(name: str, touched: set[str]) -> None:
-    operands, recorded = attention(torch.bfloat16, is_causal=True, is_stepwise=False, spread=1.0)
-    operands[name] = operands[name].roll(1, 2)
-    found = attention_agreements(operands, recorded, form=CAUSAL, compute_dtype=torch.bfloat16)
-    assert {one.product for one in found if not one.is_agreed} == touched
-    assert attention_agreements(operands, {}, form=CAUSAL, compute_dtype=torch.bfloat16) == []
+    ]
+    for name, touched in cases:
+        operands, recorded = attention(torch.bfloat16, is_causal=True, is_stepwise=False, spread=1.0)
+        operands[name] = operands[name].roll(1, 2)
+        found = attention_agreements(operands, recorded, form=CAUSAL, compute_dtype=torch.bfloat16)
+        assert {one.product for one in found if not one.is_agreed} == touched
+        assert attention_agreements(operands, {}, form=CAUSAL, compute_dtype=torch.bfloat16) == []
 
 
 def test_queries_that_see_no_key_do_not_take_the_noise_of_the_others_away() -> None:

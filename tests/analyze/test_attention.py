@@ -102,14 +102,14 @@ def test_the_last_query_may_see_the_last_key() -> None:
 LAYOUTS = {"BHTD": (0, 1, 2, 3), "BTHD": (0, 2, 1, 3), "TBHD": (2, 0, 1, 3)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_tensors_of_every_layout_are_turned_to_the_same(layout: str) -> None:
-    query = operands_of()["query"]
-    seen = query.permute(LAYOUTS[layout])
-    assert torch.equal(heads_second(seen, layout), query)
-    if layout != "BHTD":
-        joined = seen.flatten(-2)
-        assert torch.equal(heads_second(joined, layout[:3], num_heads=4), query)
+def test_tensors_of_every_layout_are_turned_to_the_same() -> None:
+    for layout, order in LAYOUTS.items():
+        query = operands_of()["query"]
+        seen = query.permute(order)
+        assert torch.equal(heads_second(seen, layout), query)
+        if layout != "BHTD":
+            joined = seen.flatten(-2)
+            assert torch.equal(heads_second(joined, layout[:3], num_heads=4), query)
 
 
 def test_tensors_without_a_batch_heads_or_letters_have_one() -> None:
@@ -273,9 +273,8 @@ def test_windows_and_alignments_are_known_by_the_output() -> None:
         assert find_form({"is_causal": True}, operands, output=output, compute_dtype=torch.bfloat16) == form
 
 
-@pytest.mark.parametrize(
-    ("said", "message"),
-    [
+def test_what_cannot_be_computed_again_is_said() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"dropout": 0.1}, r"it drops out at random \(dropout 0.1\)"),
         ({"cap": 50.0}, r"its scores are capped \(cap 50.0\)"),
         ({"scale": "Tensor"}, "its scale was not recorded as a number, but as 'Tensor'"),
@@ -283,12 +282,11 @@ def test_windows_and_alignments_are_known_by_the_output() -> None:
         ({"window": ["a", None], "is_causal": "yes"}, "neither causal attention nor attention to all keys"),
         ({"mask": "BlockMask"}, "neither causal attention nor attention to all keys gives its output: mask was not"),
         ({}, "a mask, a bias, dropout or another scale was not recorded"),
-    ],
-)
-def test_what_cannot_be_computed_again_is_said(said: dict[str, Any], message: str) -> None:
-    operands = operands_of(dtype=torch.bfloat16)
-    mask = torch.rand(9, 9, generator=torch.Generator().manual_seed(1)) < 0.5
-    mask |= torch.eye(9, dtype=torch.bool)
-    output = F.scaled_dot_product_attention(operands["query"], operands["key"], operands["value"], attn_mask=mask)
-    with pytest.raises(UnknownFormError, match=message):
-        find_form(said, operands, output=output, compute_dtype=torch.bfloat16)
+    ]
+    for said, message in cases:
+        operands = operands_of(dtype=torch.bfloat16)
+        mask = torch.rand(9, 9, generator=torch.Generator().manual_seed(1)) < 0.5
+        mask |= torch.eye(9, dtype=torch.bool)
+        output = F.scaled_dot_product_attention(operands["query"], operands["key"], operands["value"], attn_mask=mask)
+        with pytest.raises(UnknownFormError, match=message):
+            find_form(said, operands, output=output, compute_dtype=torch.bfloat16)

@@ -271,18 +271,16 @@ def test_counts_that_were_kept_answer_as_the_values_do() -> None:
     assert (found.minimum, found.maximum) == (None, None)
 
 
-@pytest.mark.parametrize(
-    ("format_name", "options", "message"),
-    [
+def test_counts_that_do_not_answer_say_so() -> None:
+    cases: list[tuple[str, dict[str, Any], str]] = [
         ("mxfp8_e4m3", {}, "counts of blocks of 4 do not answer mxfp8_e4m3 with blocks of 32"),
         ("nvfp4", {"block_size": 4}, "counts of blocks of 4 do not answer nvfp4"),
         ("fp8_e4m3", {}, "do not answer mode tensor"),
-    ],
-)
-def test_counts_that_do_not_answer_say_so(format_name: str, options: dict[str, Any], message: str) -> None:
-    counted = count_blocks(special("bfloat16"), block_size=4)
-    with pytest.raises(UsageError, match=message):
-        sweep_formats(counted, formats=[format_name], options=SweepOptions(**options))
+    ]
+    for format_name, options, message in cases:
+        counted = count_blocks(special("bfloat16"), block_size=4)
+        with pytest.raises(UsageError, match=message):
+            sweep_formats(counted, formats=[format_name], options=SweepOptions(**options))
 
 
 @pytest.mark.parametrize(
@@ -304,20 +302,19 @@ def test_tensors_without_a_scale_say_why(format_name: str, dtype: Any, values: A
     assert bool(found.levels) == (note == "")
 
 
-@pytest.mark.parametrize("name", [name for name in DTYPES if is_sweepable(name)])
-def test_every_dtype_has_blocks(name: str) -> None:
-    with np.errstate(all="ignore"):
-        array = np.ones((2, 40)).astype(numpy_dtype(name))
-    found = sweep_array(array, format="mxfp8_e4m3", options=SweepOptions(**FIVE))
-    assert found.best(lambda level: -level.mse) is not None
-    assert found.num_elements == (160 if array.dtype.kind == "c" else 80)
-    single = sweep_array(array.reshape(-1)[3].reshape(()), format="mxfp8_e4m3", options=SweepOptions(**FIVE))
-    assert single.num_elements == (2 if array.dtype.kind == "c" else 1)
+def test_every_dtype_has_blocks() -> None:
+    for name in [name for name in DTYPES if is_sweepable(name)]:
+        with np.errstate(all="ignore"):
+            array = np.ones((2, 40)).astype(numpy_dtype(name))
+        found = sweep_array(array, format="mxfp8_e4m3", options=SweepOptions(**FIVE))
+        assert found.best(lambda level: -level.mse) is not None
+        assert found.num_elements == (160 if array.dtype.kind == "c" else 80)
+        single = sweep_array(array.reshape(-1)[3].reshape(()), format="mxfp8_e4m3", options=SweepOptions(**FIVE))
+        assert single.num_elements == (2 if array.dtype.kind == "c" else 1)
 
 
-@pytest.mark.parametrize(
-    ("format_name", "options", "message"),
-    [
+def test_what_does_not_go_together_is_refused() -> None:
+    cases: list[tuple[str, dict[str, Any], str]] = [
         ("hif8", {"mode": SweepMode.MX}, "format 'hif8' is not one of blocks"),
         ("mxfp8_e4m3", {"mode": SweepMode.TENSOR}, "format 'mxfp8_e4m3' has blocks: give --sweep-mode mx"),
         ("fp8_e4m3", {"rounding": Rounding.HYBRID}, "rounding hybrid is that of hif8"),
@@ -327,25 +324,22 @@ def test_every_dtype_has_blocks(name: str) -> None:
         ("mxfp8_e4m3", {"axis": 3}, r"--axis 3 is not one of a tensor of shape \(4, 9, 140\)"),
         ("mxfp8_e4m3", {"max_scale_exp": 0.5}, "--max-scale-exp 0.5 is not allowed with blocks"),
         ("mxfp8_e4m3", {"num_levels": 22}, "there are 21 whole numbers, give that many or fewer"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(format_name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        sweep_array(special("bfloat16"), format=format_name, options=SweepOptions(**options))
+    ]
+    for format_name, options, message in cases:
+        with pytest.raises(UsageError, match=message):
+            sweep_array(special("bfloat16"), format=format_name, options=SweepOptions(**options))
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
+def test_offsets_are_whole_and_evenly_placed() -> None:
+    cases: list[tuple[dict[str, Any], list[int]]] = [
         ({}, list(range(10, -11, -1))),
         ({"max_scale_exp": 2, "min_scale_exp": -1}, [2, 1, 0, -1]),
         ({"num_levels": 3, "max_scale_exp": -4, "min_scale_exp": 4}, [-4, 0, 4]),
         ({"num_levels": 1, "max_scale_exp": 3}, [3]),
         ({"num_levels": 4}, [10, 3, -3, -10]),
-    ],
-)
-def test_offsets_are_whole_and_evenly_placed(options: dict[str, Any], expected: list[int]) -> None:
-    assert SweepOptions(**options).offsets().tolist() == expected
+    ]
+    for options, expected in cases:
+        assert SweepOptions(**options).offsets().tolist() == expected
 
 
 def test_an_element_format_in_blocks_is_the_scheme_of_that_name() -> None:

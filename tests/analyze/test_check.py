@@ -37,9 +37,8 @@ TABLE = Table(
 )
 
 
-@pytest.mark.parametrize(
-    ("expression", "failed"),
-    [
+def test_the_rows_of_which_it_is_false_fail() -> None:
+    cases: list[tuple[str, list[str | None]]] = [
         ("count > 3", ["three"]),
         ("count < 3", ["one", "three", None]),
         ("overflow.ratio < 0.4", ["one", None]),
@@ -52,12 +51,11 @@ TABLE = Table(
         ("like(name, 't*')", ["one"]),
         ("ranks != '[0, 1]'", ["one"]),
         ("name == 'one' or ranks == '[2]'", ["two"]),
-    ],
-)
-def test_the_rows_of_which_it_is_false_fail(expression: str, failed: list[str | None]) -> None:
-    found = TABLE.check(expression)
-    assert found.column("name") == failed
-    assert found.notes[-1].startswith(f"check {expression}: {len(failed)} of 4 rows fail, {4 - len(failed)} pass")
+    ]
+    for expression, failed in cases:
+        found = TABLE.check(expression)
+        assert found.column("name") == failed
+        assert found.notes[-1].startswith(f"check {expression}: {len(failed)} of 4 rows fail, {4 - len(failed)} pass")
 
 
 def test_whole_numbers_are_compared_exactly() -> None:
@@ -66,19 +64,17 @@ def test_whole_numbers_are_compared_exactly() -> None:
     assert TABLE.check("count > 0").notes[-1].endswith(", 1 of them for want of a value")
 
 
-@pytest.mark.parametrize(
-    ("expression", "message"),
-    [
+def test_mistakes_are_named() -> None:
+    cases: list[tuple[str, str]] = [
         ("overflw.ratio < 1", r"--check: the table has no column 'overflw.ratio': did you mean overflow.ratio\?"),
         ("name < 1", "name holds text and 1 is a number"),
         ("count == 'a'", "count"),
         ("count = 1", "write =="),
         ("__import__('os')", "expected a comparison"),
-    ],
-)
-def test_mistakes_are_named(expression: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        TABLE.check(expression)
+    ]
+    for expression, message in cases:
+        with pytest.raises(UsageError, match=message):
+            TABLE.check(expression)
 
 
 @pytest.fixture(scope="module")

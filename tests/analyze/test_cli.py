@@ -324,9 +324,8 @@ def test_mistakes_are_one_line_and_a_code(run: str) -> None:
         assert message in error
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
+def test_mistakes_of_single_commands(run: str) -> None:
+    cases: list[tuple[list[str], int, str]] = [
         (["overflow", "--format", "fp8_e4m4"], 2, "did you mean fp8_e4m3"),
         (["sweep", "--format", "fp64"], 2, "'fp64' holds every captured value"),
         (["sweep", "--max-scale-exp", "nan"], 2, "--max-scale-exp nan is not allowed"),
@@ -338,12 +337,11 @@ def test_mistakes_are_one_line_and_a_code(run: str) -> None:
         ),
         (["plot", "--format", "mxint8"], 2, "elements of int8"),
         (["plot", "--output", "/dev/null/a.png"], 1, "the plot cannot be written to /dev/null/a.png"),
-    ],
-)
-def test_mistakes_of_single_commands(run: str, words: list[str], code: int, message: str) -> None:
-    result = invoke(words[0], run, *words[1:])
-    assert (result.exit_code, result.stdout) == (code, "")
-    assert message in result.stderr.splitlines()[-1]
+    ]
+    for words, code, message in cases:
+        result = invoke(words[0], run, *words[1:])
+        assert (result.exit_code, result.stdout) == (code, "")
+        assert message in result.stderr.splitlines()[-1]
 
 
 def test_no_run_and_no_complete_iteration(tmp_path: Path) -> None:
@@ -408,10 +406,11 @@ def fail(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "code"), [("RanktapeError", 1), ("UsageError", 2), ("CheckFoundError", 3)])
-def test_an_error_of_ours_is_one_line_and_its_exit_code(name: str, code: int) -> None:
-    result = CliRunner().invoke(group, ["fail", name])
-    assert (result.exit_code, result.stdout, result.stderr) == (code, "", "Error: what happened\n")
+def test_an_error_of_ours_is_one_line_and_its_exit_code() -> None:
+    cases: list[tuple[str, int]] = [("RanktapeError", 1), ("UsageError", 2), ("CheckFoundError", 3)]
+    for name, code in cases:
+        result = CliRunner().invoke(group, ["fail", name])
+        assert (result.exit_code, result.stdout, result.stderr) == (code, "", "Error: what happened\n")
 
 
 def test_any_other_exception_is_not_hidden() -> None:

@@ -184,18 +184,25 @@ def test_each_layer_against_the_next(records: Records) -> None:
     assert table.notes == ()
 
 
-@pytest.mark.parametrize(
-    ("pair", "num_pairs"),
-    [("rank=0:1", 54), ("rank=0:*", 54), ("iteration=4:7", 54), ("layer_idx=0:2", 36), ("layer_idx=0:1-2", 72),
-     ("module=layers.0.linear:layers.1.linear", 20), ("module=*.linear:*.attention", 36),
-     ("component=linear:linear", None), ("layer_type=linear:attention", 36), ("tensor_name=input:weight", 12)],
-)  # fmt: skip
-def test_what_is_paired(records: Records, pair: str, num_pairs: int | None) -> None:
-    if num_pairs is None:
-        with pytest.raises((UsageError, NoRecordsError), match="first side"):
-            compare(records, pair=[pair], distances=False)
-        return
-    assert len(compare(records, pair=[pair], allow_unmatched=True, distances=False).rows) == num_pairs
+def test_what_is_paired(records: Records) -> None:
+    cases: list[tuple[str, int | None]] = [
+        ("rank=0:1", 54),
+        ("rank=0:*", 54),
+        ("iteration=4:7", 54),
+        ("layer_idx=0:2", 36),
+        ("layer_idx=0:1-2", 72),
+        ("module=layers.0.linear:layers.1.linear", 20),
+        ("module=*.linear:*.attention", 36),
+        ("component=linear:linear", None),
+        ("layer_type=linear:attention", 36),
+        ("tensor_name=input:weight", 12),
+    ]
+    for pair, num_pairs in cases:
+        if num_pairs is None:
+            with pytest.raises((UsageError, NoRecordsError), match="first side"):
+                compare(records, pair=[pair], distances=False)
+            return
+        assert len(compare(records, pair=[pair], allow_unmatched=True, distances=False).rows) == num_pairs
 
 
 def test_a_mistake_is_told(records: Records) -> None:

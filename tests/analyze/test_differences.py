@@ -99,41 +99,46 @@ def test_of_every_dtype_and_shape() -> None:
         assert same.sqnr in {np.inf, None}
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [("float32", "bfloat16"), ("float8_e4m3fn", "float8_e5m2"), ("int64", "float16"), ("bool", "uint8"),
-     ("complex64", "float32"), ("complex128", "complex64")],
-)  # fmt: skip
-def test_of_two_dtypes(one: str, other: str) -> None:
-    a, b = (spoiled(DTYPES[name].numpy_dtype, shape=(40, 30), seed=3) for name in (one, other))
-    found = compare_arrays(a, b)
-    check(a, b, found)
-    assert found.ulp_max is None
+def test_of_two_dtypes() -> None:
+    cases: list[tuple[str, str]] = [
+        ("float32", "bfloat16"),
+        ("float8_e4m3fn", "float8_e5m2"),
+        ("int64", "float16"),
+        ("bool", "uint8"),
+        ("complex64", "float32"),
+        ("complex128", "complex64"),
+    ]
+    for one, other in cases:
+        a, b = (spoiled(DTYPES[name].numpy_dtype, shape=(40, 30), seed=3) for name in (one, other))
+        found = compare_arrays(a, b)
+        check(a, b, found)
+        assert found.ulp_max is None
 
 
-@pytest.mark.parametrize("name", [name for name, row in DTYPES.items() if row.is_floating and row.itemsize <= 2])
-def test_ulps_are_steps_between_representable_numbers(name: str) -> None:
-    dtype = DTYPES[name].numpy_dtype
-    patterns = np.arange(1 << ml_dtypes.finfo(dtype).bits, dtype=f"u{dtype.itemsize}").view(dtype)  # type: ignore[no-untyped-call]
-    numbers = np.unique(wide(patterns)[np.isfinite(wide(patterns))] + 0.0)
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        a, b = rng.choice(patterns, 5), rng.choice(patterns, 5)
-        known = np.isfinite(wide(a)) & np.isfinite(wide(b))
-        steps = np.abs(np.searchsorted(numbers, wide(a)) - np.searchsorted(numbers, wide(b)))[known]
-        assert compare_arrays(a, b).ulp_max == steps.max(initial=0)
+def test_ulps_are_steps_between_representable_numbers() -> None:
+    for name in [name for name, row in DTYPES.items() if row.is_floating and row.itemsize <= 2]:
+        dtype = DTYPES[name].numpy_dtype
+        patterns = np.arange(1 << ml_dtypes.finfo(dtype).bits, dtype=f"u{dtype.itemsize}").view(dtype)  # type: ignore[no-untyped-call]
+        numbers = np.unique(wide(patterns)[np.isfinite(wide(patterns))] + 0.0)
+        rng = np.random.default_rng(0)
+        for _ in range(20):
+            a, b = rng.choice(patterns, 5), rng.choice(patterns, 5)
+            known = np.isfinite(wide(a)) & np.isfinite(wide(b))
+            steps = np.abs(np.searchsorted(numbers, wide(a)) - np.searchsorted(numbers, wide(b)))[known]
+            assert compare_arrays(a, b).ulp_max == steps.max(initial=0)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_ulps_of_wide_types(dtype: Any) -> None:
-    start = np.array([1.0, -0.0, np.finfo(dtype).smallest_subnormal, -1e-3], dtype=dtype)
-    stepped = start
-    for _ in range(7):
-        stepped = np.nextafter(stepped, dtype(-np.inf))
-    assert compare_arrays(start, stepped).ulp_max == 7
-    ends = np.array([np.finfo(dtype).max]), np.array([np.finfo(dtype).min])
-    expected = 2 * int(ends[0].astype(dtype).view(f"u{np.dtype(dtype).itemsize}")[0])
-    assert compare_arrays(ends[0].astype(dtype), ends[1].astype(dtype)).ulp_max == expected
+def test_ulps_of_wide_types() -> None:
+    dtypes: list[Any] = [np.float32, np.float64]
+    for dtype in dtypes:
+        start = np.array([1.0, -0.0, np.finfo(dtype).smallest_subnormal, -1e-3], dtype=dtype)
+        stepped = start
+        for _ in range(7):
+            stepped = np.nextafter(stepped, dtype(-np.inf))
+        assert compare_arrays(start, stepped).ulp_max == 7
+        ends = np.array([np.finfo(dtype).max]), np.array([np.finfo(dtype).min])
+        expected = 2 * int(ends[0].astype(dtype).view(f"u{np.dtype(dtype).itemsize}")[0])
+        assert compare_arrays(ends[0].astype(dtype), ends[1].astype(dtype)).ulp_max == expected
 
 
 def test_what_is_not_defined_is_none() -> None:

@@ -135,17 +135,17 @@ def test_whatever_a_record_holds_has_an_answer(kind: Look, every_record: Records
     assert distribution(every_record, kind=kind).rows
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0, 2.5])
-def test_constants_and_what_is_no_number(value: float) -> None:
-    records = stored(np.full(6, value, dtype=np.float16), np.zeros((0, 4), dtype=np.float16))
-    rows: dict[str, Any] = {kind: distribution(records, kind=kind).records() for kind in Look}
-    is_finite = np.isfinite(value)
-    assert sum(row["count"] for row in rows["linear"]) == (6 if is_finite else 0)
-    assert sum(row["count"] for row in rows["log2"]) == (6 if is_finite and value else 0)
-    assert rows["normalised"] == rows["qq"] == []
-    assert rows["normal"][0]["finite"] == (6 if is_finite else 0)
-    assert rows["normal"][0]["ks_distance"] is None
-    assert len(rows["formats"]) == len(NARROW_FORMATS) * (2 if is_finite and value else 1)
+def test_constants_and_what_is_no_number() -> None:
+    for value in [np.nan, np.inf, 0.0, 2.5]:
+        records = stored(np.full(6, value, dtype=np.float16), np.zeros((0, 4), dtype=np.float16))
+        rows: dict[str, Any] = {kind: distribution(records, kind=kind).records() for kind in Look}
+        is_finite = np.isfinite(value)
+        assert sum(row["count"] for row in rows["linear"]) == (6 if is_finite else 0)
+        assert sum(row["count"] for row in rows["log2"]) == (6 if is_finite and value else 0)
+        assert rows["normalised"] == rows["qq"] == []
+        assert rows["normal"][0]["finite"] == (6 if is_finite else 0)
+        assert rows["normal"][0]["ks_distance"] is None
+        assert len(rows["formats"]) == len(NARROW_FORMATS) * (2 if is_finite and value else 1)
 
 
 def test_what_was_kept_of_the_values() -> None:
@@ -174,22 +174,20 @@ def test_wide_values_are_looked_at_as_computed_with_unless_said_otherwise() -> N
     assert "as they were captured" in seen.title
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_is_not_known_is_refused(records: Records) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"kind": "lin"}, "kind 'lin' is not known: use one of linear"),
         ({"bins": 0}, "bins=0 is not allowed: give a number from 1"),
         ({"kind": "log2", "per_binade": 1000}, "per_binade=1000 is not allowed"),
         ({"kind": "qq", "points": -1}, "points=-1 is not allowed"),
         ({"kind": "formats", "format": ["fp8_e4m4"]}, "format 'fp8_e4m4' is not known"),
         ({"kind": "formats", "format": ["e8m0"]}, "format 'e8m0' is one of scales"),
-    ],
-)
-def test_what_is_not_known_is_refused(records: Records, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        distribution(records, **options)
-    with pytest.raises(UnknownFieldError, match="layr"):
-        distribution(records, by=["layr"])
+    ]
+    for options, message in cases:
+        with pytest.raises(UsageError, match=message):
+            distribution(records, **options)
+        with pytest.raises(UnknownFieldError, match="layr"):
+            distribution(records, by=["layr"])
 
 
 def ask(records: Records, options: str) -> Any:
@@ -217,18 +215,16 @@ def test_text_has_a_bar_for_each_bin() -> None:
     assert [line.split()[-1] for line in lines[-4:-1]] == ["#" * 4, ".", "#" * 32]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_the_command_names_the_way_out(records: Records) -> None:
+    cases: list[tuple[str, str]] = [
         ("--kind lin", "'lin' is not one of"),
         ("--kind log2 --bins 3", "--bins says nothing about --kind log2: it is for linear and normalised"),
         ("--points 3", "--points says nothing about --kind log2: it is for qq"),
         ("--format fp8_e4m3", "--format says nothing about --kind log2: it is for exponents and formats"),
         ("--bins 0", "bins=0 is not allowed"),
         ("--layer-idx 9", "no records match --layer-idx 9"),
-    ],
-)
-def test_the_command_names_the_way_out(records: Records, options: str, message: str) -> None:
-    result = ask(records, options)
-    assert result.exit_code in {1, 2}
-    assert message in result.stderr
+    ]
+    for options, message in cases:
+        result = ask(records, options)
+        assert result.exit_code in {1, 2}
+        assert message in result.stderr

@@ -240,9 +240,8 @@ def test_polars_opens_it(run: Run, parquet: Path) -> None:
     assert found.rows() == sums(run)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_a_mistake_is_one_line_before_anything_is_written(run: Run, tmp_path: Path) -> None:
+    cases: list[tuple[str, str]] = [
         ("--to tensorbord DIR", "'tensorbord' is not one of 'pt', 'tensorboard', 'parquet'"),
         ("--to tensorboard DIR --metric absmx", "no metric 'absmx': use absmax"),
         ("--to tensorboard DIR --kind overflw", "--kind 'overflw' names no plot: did you mean overflow"),
@@ -260,15 +259,14 @@ def test_polars_opens_it(run: Run, parquet: Path) -> None:
         ("DIR --metric absmax", "--metric is for --to tensorboard or --to parquet, and not for --to pt"),
         ("DIR --by rank", "--by is for"),
         ("--to parquet ''", "an empty name is not allowed"),
-    ],
-)
-def test_a_mistake_is_one_line_before_anything_is_written(run: Run, tmp_path: Path, words: str, said: str) -> None:
-    (tmp_path / "file").write_text("a file")
-    names = {"DIR": str(tmp_path / "dir"), "FILE": str(tmp_path / "file"), "''": ""}
-    result = export(run, *(names.get(word, word) for word in words.split()))
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert said in result.stderr
-    assert not (tmp_path / "dir").exists()
+    ]
+    for words, said in cases:
+        (tmp_path / "file").write_text("a file")
+        names = {"DIR": str(tmp_path / "dir"), "FILE": str(tmp_path / "file"), "''": ""}
+        result = export(run, *(names.get(word, word) for word in words.split()))
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert said in result.stderr
+        assert not (tmp_path / "dir").exists()
 
 
 @pytest.mark.parametrize(("to", "package"), [("tensorboard", "TensorBoard"), ("parquet", "pyarrow")])

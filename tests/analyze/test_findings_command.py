@@ -110,17 +110,15 @@ def test_less_bad_ones_and_other_kinds_are_left_out_and_counted(run: Run) -> Non
     assert set(findings(run.select(), kind="sample-outlier").column("kind")) == {"sample_outlier"}
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
+def test_what_is_not_known_is_answered_with_the_nearest(run: Run) -> None:
+    cases: list[tuple[dict[str, str], str]] = [
         ({"severity": "hgih"}, "severity 'hgih' is not allowed: did you mean high"),
         ({"severity": "x"}, "use high, medium, low"),
         ({"kind": "over_flow"}, "kind 'over_flow' is not allowed: did you mean overflow"),
-    ],
-)
-def test_what_is_not_known_is_answered_with_the_nearest(run: Run, options: dict[str, str], match: str) -> None:
-    with pytest.raises(UsageError, match=match):
-        findings(run.select(), **options)  # type: ignore[arg-type]  # one option each
+    ]
+    for options, match in cases:
+        with pytest.raises(UsageError, match=match):
+            findings(run.select(), **options)  # type: ignore[arg-type]  # one option each
 
 
 def test_a_healthy_run_has_none(tmp_path: Path) -> None:

@@ -202,9 +202,8 @@ def test_channels(tmp_path: Path) -> None:
     assert found_in(tmp_path / "without", [describe_tensor(array)]) == []
 
 
-@pytest.mark.parametrize(
-    ("module", "layer", "role"),
-    [
+def test_which_modules_are_the_same_in_other_layers() -> None:
+    cases: list[tuple[str, int, str]] = [
         ("layers.3.mlp.up", 3, "layers.*.mlp.up"),
         # A stage of a pipeline counts its own layers.
         ("layers.1.mlp", 9, "layers.*.mlp"),
@@ -216,7 +215,6 @@ def test_channels(tmp_path: Path) -> None:
         ("head", -1, "head"),
         ("heads.0", -1, "heads.0"),
         ("", 4, ""),
-    ],
-)
-def test_which_modules_are_the_same_in_other_layers(module: str, layer: int, role: str) -> None:
-    assert role_of(module, layer) == role
+    ]
+    for module, layer, role in cases:
+        assert role_of(module, layer) == role

@@ -400,11 +400,11 @@ def expected(patterns: np.ndarray[Any, Any], *, dtype: str) -> np.ndarray[Any, n
     return values + 0.0
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_every_16_bit_value_rounds_as_its_bits_say(dtype: np.dtype[Any]) -> None:
-    with np.errstate(invalid="ignore"):
-        found = round_to(PATTERNS.view(dtype), target=HIF8, rounding="hybrid")
-    assert_same(found, expected(PATTERNS, dtype=dtype.name))
+def test_every_16_bit_value_rounds_as_its_bits_say() -> None:
+    for dtype in TYPES:
+        with np.errstate(invalid="ignore"):
+            found = round_to(PATTERNS.view(dtype), target=HIF8, rounding="hybrid")
+        assert_same(found, expected(PATTERNS, dtype=dtype.name))
 
 
 def test_float32_rounds_as_its_bits_say() -> None:
@@ -453,7 +453,7 @@ def test_what_goes_beyond_the_largest_value_is_saturated_or_infinite() -> None:
     assert set(encode(values[2:], target=HIF8, rounding="hybrid", saturate=False).tolist()) == {0x6F, 0xEF}
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.int32, ml_dtypes.float8_e5m2])
-def test_other_types_are_refused(dtype: Any) -> None:
-    with pytest.raises(UsageError, match="give float32, float16, bfloat16, not"):
-        round_to(np.ones(3).astype(dtype), target=HIF8, rounding="hybrid")
+def test_other_types_are_refused() -> None:
+    for dtype in [np.float64, np.int32, ml_dtypes.float8_e5m2]:
+        with pytest.raises(UsageError, match="give float32, float16, bfloat16, not"):
+            round_to(np.ones(3).astype(dtype), target=HIF8, rounding="hybrid")

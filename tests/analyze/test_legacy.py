@@ -185,36 +185,36 @@ def test_bfloat16_is_rounded_to_as_torch_does() -> None:
     assert same_bits(to_bfloat16(wide), torch.from_numpy(wide).to(torch.bfloat16).float().numpy())
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ml_dtypes.float8_e5m2, np.int32])
-def test_a_tensor_is_cast_to_bfloat16_first(dtype: Any) -> None:
-    array = (100 * np.random.default_rng(3).standard_normal(300_000)).astype(dtype)
-    expected = count_values(
-        torch.from_numpy(array.astype(np.float32)).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-    )
-    found = legacy_histogram(array)
-    assert (found.dtype, found.counts.tolist()) == (np.dtype(ml_dtypes.bfloat16), expected.counts.tolist())
-    if array.dtype.itemsize <= 2:
-        assert legacy_histogram(count_values(array)).counts.tolist() == expected.counts.tolist()
+def test_a_tensor_is_cast_to_bfloat16_first() -> None:
+    for dtype in [np.float16, np.float32, np.float64, ml_dtypes.float8_e5m2, np.int32]:
+        array = (100 * np.random.default_rng(3).standard_normal(300_000)).astype(dtype)
+        expected = count_values(
+            torch.from_numpy(array.astype(np.float32)).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        )
+        found = legacy_histogram(array)
+        assert (found.dtype, found.counts.tolist()) == (np.dtype(ml_dtypes.bfloat16), expected.counts.tolist())
+        if array.dtype.itemsize <= 2:
+            assert legacy_histogram(count_values(array)).counts.tolist() == expected.counts.tolist()
 
 
-@pytest.mark.parametrize("values", [[], [0.0, -0.0], [np.nan, np.inf], [0.0, np.inf]])
-def test_tensors_without_a_scale_have_no_levels(values: list[float]) -> None:
-    found = sweep_array(np.array(values, dtype=np.float32), format="fp8_e4m3", options=legacy())
-    assert found.levels == ()
-    assert found.note
+def test_tensors_without_a_scale_have_no_levels() -> None:
+    for values in [[], [0.0, -0.0], [np.nan, np.inf], [0.0, np.inf]]:
+        found = sweep_array(np.array(values, dtype=np.float32), format="fp8_e4m3", options=legacy())
+        assert found.levels == ()
+        assert found.note
 
 
-@pytest.mark.parametrize("exponent", [-300.0, -140.0, 140.0, 300.0])
-def test_levels_far_off_have_figures(exponent: float) -> None:
+def test_levels_far_off_have_figures() -> None:
     """Where a value becomes infinite or NaN the errors are infinite, and the score is the worst."""
-    options = legacy(num_levels=2, max_scale_exp=max(exponent, -7.0), min_scale_exp=min(exponent, -7.0))
-    found = levels_of(sweep_array(GAUSS, format="fp8_e4m3", options=options))
-    near, far = sorted(found, key=lambda level: abs(level.exponent + 7))
-    assert near.score > far.score >= 0
-    assert far.cosine == 0
-    assert not any(
-        math.isnan(getattr(far, field)) for field in LegacyLevel.__dataclass_fields__ if field != "original_score"
-    )
+    for exponent in [-300.0, -140.0, 140.0, 300.0]:
+        options = legacy(num_levels=2, max_scale_exp=max(exponent, -7.0), min_scale_exp=min(exponent, -7.0))
+        found = levels_of(sweep_array(GAUSS, format="fp8_e4m3", options=options))
+        near, far = sorted(found, key=lambda level: abs(level.exponent + 7))
+        assert near.score > far.score >= 0
+        assert far.cosine == 0
+        assert not any(
+            math.isnan(getattr(far, field)) for field in LegacyLevel.__dataclass_fields__ if field != "original_score"
+        )
 
 
 def test_the_choice_of_the_tool_is_kept_apart_from_the_recommendation() -> None:
@@ -241,11 +241,11 @@ def test_the_tools_score_of_gradients_sees_less() -> None:
     assert max(abs(one.original_score - other.original_score) for one, other in zip(near, far, strict=True)) > 0.2
 
 
-@pytest.mark.parametrize("name", ["hif8", "int8", "bf16", "fp16"])
-def test_formats_that_the_tool_did_not_know(name: str) -> None:
-    message = f"format '{name}' is not allowed with --sweep-mode legacy: give one of fp8_e4m3"
-    with pytest.raises(UsageError, match=message):
-        sweep_array(GAUSS, format=name, options=legacy())
+def test_formats_that_the_tool_did_not_know() -> None:
+    for name in ["hif8", "int8", "bf16", "fp16"]:
+        message = f"format '{name}' is not allowed with --sweep-mode legacy: give one of fp8_e4m3"
+        with pytest.raises(UsageError, match=message):
+            sweep_array(GAUSS, format=name, options=legacy())
 
 
 def test_another_rounding_is_refused() -> None:
@@ -253,10 +253,9 @@ def test_another_rounding_is_refused() -> None:
         sweep_array(GAUSS, format="fp8_e4m3", options=legacy(rounding=Rounding.EVEN))
 
 
-@pytest.mark.parametrize(("factor", "word"), [(1e37, "overflow"), (1e-39, "vanish"), (1.0, "")])
-def test_where_the_tools_squares_are_no_float32_a_note_says_that_it_may_have_chosen_otherwise(
-    factor: float, word: str
-) -> None:
-    values = np.random.default_rng(0).standard_normal(4096) * factor
-    found = sweep_array(values.astype(ml_dtypes.bfloat16), format="fp8_e4m3", options=legacy())
-    assert found.note == (word and f"the original's squares in float32 {word}: it may have chosen another level")
+def test_where_the_tools_squares_are_no_float32_a_note_says_that_it_may_have_chosen_otherwise() -> None:
+    cases: list[tuple[float, str]] = [(1e37, "overflow"), (1e-39, "vanish"), (1.0, "")]
+    for factor, word in cases:
+        values = np.random.default_rng(0).standard_normal(4096) * factor
+        found = sweep_array(values.astype(ml_dtypes.bfloat16), format="fp8_e4m3", options=legacy())
+        assert found.note == (word and f"the original's squares in float32 {word}: it may have chosen another level")

@@ -68,14 +68,14 @@ def values_of(run: Run, maker: Maker, *, engine: Engine | None = None, layers: l
     return [value[0] for value in found if not isinstance(value, RanktapeError)]
 
 
-@pytest.mark.parametrize("engine", [Engine(use_cache=False), Engine()])
-def test_arrays_are_found_as_they_were(run: Run, engine: Engine) -> None:
-    records = open_run(run.url).select()
-    for _ in range(2):
-        found = values_of_records(records, Maker(makes_arrays=True), name="arrays", engine=engine)
-        assert [one.tolist() for one in found] == [
-            [[10 * record.rank + record.layer_idx + 0.1] * 2] * record.layer_idx for record in records
-        ]
+def test_arrays_are_found_as_they_were(run: Run) -> None:
+    for engine in [Engine(use_cache=False), Engine()]:
+        records = open_run(run.url).select()
+        for _ in range(2):
+            found = values_of_records(records, Maker(makes_arrays=True), name="arrays", engine=engine)
+            assert [one.tolist() for one in found] == [
+                [[10 * record.rank + record.layer_idx + 0.1] * 2] * record.layer_idx for record in records
+            ]
 
 
 def test_rows_are_made_once(run: Run) -> None:
@@ -106,17 +106,17 @@ def test_a_failure_is_not_kept(run: Run) -> None:
     assert maker.made == [12]
 
 
-@pytest.mark.parametrize("command", ["overflow", "sweep"])
-def test_formats_in_another_order_are_not_counted_again(run: Run, command: str) -> None:
-    rows, kept = [], []
-    for formats in ("fp8_e4m3,mxfp4,nvfp4", "nvfp4,fp8_e4m3,mxfp4"):
-        result = CliRunner().invoke(cli, [command, run.url, "--format", formats, "--json"])
-        assert result.exit_code == 0, result.output
-        rows.append(json.loads(result.stdout)["rows"])
-        kept.append(sorted(Path(run.url, ANALYSIS).rglob("*.counts")))
-    assert kept[0] == kept[1]
-    assert sorted(map(str, rows[0])) == sorted(map(str, rows[1]))
-    assert rows[0] != rows[1]
+def test_formats_in_another_order_are_not_counted_again(run: Run) -> None:
+    for command in ["overflow", "sweep"]:
+        rows, kept = [], []
+        for formats in ("fp8_e4m3,mxfp4,nvfp4", "nvfp4,fp8_e4m3,mxfp4"):
+            result = CliRunner().invoke(cli, [command, run.url, "--format", formats, "--json"])
+            assert result.exit_code == 0, result.output
+            rows.append(json.loads(result.stdout)["rows"])
+            kept.append(sorted(Path(run.url, ANALYSIS).rglob("*.counts")))
+        assert kept[0] == kept[1]
+        assert sorted(map(str, rows[0])) == sorted(map(str, rows[1]))
+        assert rows[0] != rows[1]
 
 
 def test_values_of_another_name_are_not_taken(run: Run) -> None:

@@ -114,18 +114,16 @@ def spread_of_means(matrix: torch.Tensor, num_draws: int, **options: Any) -> flo
     return float(errors.square().mean().sqrt()) * math.sqrt(num_draws)
 
 
-@pytest.mark.parametrize(
-    "options", [{"scheme": "mxfp4", "scale_rule": "rceil"}, {"scheme": "fp8_e4m3", "scaling": "tensor"}], ids=str
-)
-def test_the_mean_of_stochastic_draws_nears_the_operand_as_the_root_of_their_number(options: dict[str, Any]) -> None:
+def test_the_mean_of_stochastic_draws_nears_the_operand_as_the_root_of_their_number() -> None:
     """A bias of 4 % of the spread of one draw makes the mean of 64 of them 5 % worse than it may be.
 
     With such scales nothing is clamped, which no number of draws makes good.
     """
-    matrix = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
-    one = spread_of_means(matrix, 1, rounding="stochastic", **options)
-    assert spread_of_means(matrix, 64, rounding="stochastic", **options) == pytest.approx(one, rel=0.05)
-    assert spread_of_means(matrix, 64, rounding="even", **options) > 2 * one
+    for options in [{"scheme": "mxfp4", "scale_rule": "rceil"}, {"scheme": "fp8_e4m3", "scaling": "tensor"}]:
+        matrix = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+        one = spread_of_means(matrix, 1, rounding="stochastic", **options)
+        assert spread_of_means(matrix, 64, rounding="stochastic", **options) == pytest.approx(one, rel=0.05)
+        assert spread_of_means(matrix, 64, rounding="even", **options) > 2 * one
 
 
 def test_a_rotated_operand_stays_rotated_whatever_shares_a_scale() -> None:
@@ -181,11 +179,11 @@ def test_only_matrices_are_operands() -> None:
         quantized_operand(torch.zeros(2, 3), "mxfp9")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_the_memory_of_what_was_read_can_be_freed(dtype: torch.dtype) -> None:
-    matrix = numbers(8, 32).to(dtype)
-    quantized_operand(matrix, "mxfp4")
-    quantize(matrix, "mxfp4", warn=False)
-    numbers_of(matrix)
-    # FSDP frees parameters so; after `Tensor.numpy` that is an error.
-    matrix.untyped_storage().resize_(0)
+def test_the_memory_of_what_was_read_can_be_freed() -> None:
+    for dtype in [torch.float32, torch.bfloat16, torch.float16, torch.float64]:
+        matrix = numbers(8, 32).to(dtype)
+        quantized_operand(matrix, "mxfp4")
+        quantize(matrix, "mxfp4", warn=False)
+        numbers_of(matrix)
+        # FSDP frees parameters so; after `Tensor.numpy` that is an error.
+        matrix.untyped_storage().resize_(0)

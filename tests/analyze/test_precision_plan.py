@@ -339,20 +339,18 @@ def test_a_plan_begins_with_its_exceptions_and_marks_calls_with_twice_the_noise(
     )
 
 
-@pytest.mark.parametrize(
-    ("sqnr", "below"),
-    [
+def test_a_layer_far_below_all_others_is_the_gap() -> None:
+    cases: list[tuple[dict[tuple[str, str], float], float | None]] = [
         ({("head", "output"): 30.0, ("head", "grad_weight"): 12.0, ("a", "output"): 18.0, ("b", "output"): 21.0}, 6.0),
         ({("head", "grad_weight"): 12.0, ("head", "output"): 13.0, ("a", "output"): 14.9}, None),
         ({("head", "grad_weight"): 12.0}, None),
         ({("head", "grad_weight"): -math.inf, ("a", "output"): 14.9}, None),
         ({}, None),
-    ],
-)
-def test_a_layer_far_below_all_others_is_the_gap(sqnr: dict[tuple[str, str], float], below: float | None) -> None:
-    found = _gap(sqnr, recipe="nvfp4")
-    wanted = PrecisionGap(recipe="nvfp4", module="head", product="grad_weight", below=below) if below else None
-    assert found == wanted
+    ]
+    for sqnr, below in cases:
+        found = _gap(sqnr, recipe="nvfp4")
+        wanted = PrecisionGap(recipe="nvfp4", module="head", product="grad_weight", below=below) if below else None
+        assert found == wanted
 
 
 def test_the_gap_of_a_plan_is_in_the_cheapest_recipe(tmp_path: Path) -> None:

@@ -46,20 +46,18 @@ def test_losses_are_counted_after_division_by_the_scale() -> None:
         assert (found.underflow, found.flushed, found.overflow) == (underflow, flushed, overflow)
 
 
-@pytest.mark.parametrize(
-    ("count", "level"),
-    [
+def test_levels_begin_above_a_thousandth_and_a_hundredth() -> None:
+    cases: list[tuple[int, LossSeverity]] = [
         (0, LossSeverity.NONE),
         (1, LossSeverity.NONE),
         (2, LossSeverity.MEDIUM),
         (10, LossSeverity.MEDIUM),
         (11, LossSeverity.HIGH),
-    ],
-)
-def test_levels_begin_above_a_thousandth_and_a_hundredth(count: int, level: LossSeverity) -> None:
-    assert losses(underflow=count).level is level
-    assert losses(overflow=count).overflow_level is level
-    assert losses(num_elements=0).level is LossSeverity.NONE
+    ]
+    for count, level in cases:
+        assert losses(underflow=count).level is level
+        assert losses(overflow=count).overflow_level is level
+        assert losses(num_elements=0).level is LossSeverity.NONE
 
 
 def test_losses_are_one_line_for_people() -> None:
@@ -214,20 +212,18 @@ def test_every_path_gives_the_same_values(torch: ModuleType) -> None:
     assert torch.equal(quantized_operands(product, x, x, seed=0)[0].values, expected.values)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_a_table_does_not_have_is_refused() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"rounding": "stochastic"}, "rounding stochastic is not one of nf4"),
         ({"seed": 1}, "rounding stochastic is not one of nf4"),
         ({"rounding": "floor"}, "rounding floor is not one of nf4"),
         ({"saturate": False}, "nf4 has no infinity"),
         ({"scaling": "tensor"}, "nf4 has blocks, and scaling is tensor: leave it out"),
         ({"four_over_six": True}, "nf4 has none"),
-    ],
-)
-def test_what_a_table_does_not_have_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        quantize(normal(), "nf4", **options)
+    ]
+    for options, message in cases:
+        with pytest.raises(UsageError, match=message):
+            quantize(normal(), "nf4", **options)
 
 
 def test_nothing_is_swept_or_counted_against_a_table() -> None:

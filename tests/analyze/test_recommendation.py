@@ -157,13 +157,15 @@ def test_of_equally_bad_levels_the_recommended_one_is_named() -> None:
     assert exponent_of(found.least_bad) == exponent_of(found.recommended) == 0.0
 
 
-@pytest.mark.parametrize("name", ["mxfp4_e2m1", "nvfp4"])
-def test_the_recommended_level_is_not_one_to_avoid(name: str) -> None:
-    found = Recommendation(sweep_array(GAUSS.reshape(-1, 32), format=name))
-    assert exponent_of(found.recommended) == exponent_of(found.least_bad) == 0.0
-    assert found.avoid
-    assert not any(one.exponents.minimum <= 0 <= one.exponents.maximum for one in found.avoid)
-    assert any(one.startswith("the recommended level has high overflow or underflow") for one in found.advice.limits)
+def test_the_recommended_level_is_not_one_to_avoid() -> None:
+    for name in ["mxfp4_e2m1", "nvfp4"]:
+        found = Recommendation(sweep_array(GAUSS.reshape(-1, 32), format=name))
+        assert exponent_of(found.recommended) == exponent_of(found.least_bad) == 0.0
+        assert found.avoid
+        assert not any(one.exponents.minimum <= 0 <= one.exponents.maximum for one in found.avoid)
+        assert any(
+            one.startswith("the recommended level has high overflow or underflow") for one in found.advice.limits
+        )
 
 
 def test_levels_that_are_as_good_as_the_recommended_one_are_named() -> None:
@@ -175,15 +177,18 @@ def test_levels_that_are_as_good_as_the_recommended_one_are_named() -> None:
     assert not any("equally good" in one for one in alone.advice.conclusion)
 
 
-@pytest.mark.parametrize(("first", "last", "direction"), [(40, 30, "smaller"), (-20, -30, "larger")])
-def test_levels_that_keep_nothing_are_not_recommended(first: float, last: float, direction: str) -> None:
-    options = SweepOptions(max_scale_exp=first, min_scale_exp=last, num_levels=5)
-    found = Recommendation(sweep_array(GAUSS, format="fp8_e4m3", options=options))
-    assert found.keeps_nothing
-    assert found.advice.metrics == ()
-    assert found.advice.conclusion == (f"no level keeps anything of the tensor in fp8_e4m3: try {direction} scales",)
-    assert found.advice.limits[0].startswith(f"avoid scale exponents {last} to {first}: ")
-    assert not any("best score" in one or "fewest" in one for one in found.advice.limits)
+def test_levels_that_keep_nothing_are_not_recommended() -> None:
+    cases: list[tuple[float, float, str]] = [(40, 30, "smaller"), (-20, -30, "larger")]
+    for first, last, direction in cases:
+        options = SweepOptions(max_scale_exp=first, min_scale_exp=last, num_levels=5)
+        found = Recommendation(sweep_array(GAUSS, format="fp8_e4m3", options=options))
+        assert found.keeps_nothing
+        assert found.advice.metrics == ()
+        assert found.advice.conclusion == (
+            f"no level keeps anything of the tensor in fp8_e4m3: try {direction} scales",
+        )
+        assert found.advice.limits[0].startswith(f"avoid scale exponents {last} to {first}: ")
+        assert not any("best score" in one or "fewest" in one for one in found.advice.limits)
 
 
 def test_what_is_lost_at_the_edge_says_where_to_look() -> None:
@@ -215,14 +220,14 @@ def test_limits_of_a_tapered_format_do_not_tell_where_to_look() -> None:
     assert any("a larger one may be better" in one for one in found.advice.conclusion)
 
 
-@pytest.mark.parametrize("power", [1e200, 1e-310])
-def test_squares_beyond_float64_are_no_figures(power: float) -> None:
-    sweep = sweep_array(GAUSS.astype(np.float64) * power, format="fp8_e4m3")
-    found = Recommendation(sweep)
-    assert found.is_mse_beyond
-    assert found.best["mse"] is found.best["rmse"] is not sweep.levels[-1]
-    assert any("beyond float64" in one for one in found.advice.metrics)
-    assert not any("nothing is lost" in one for one in found.advice.conclusion)
+def test_squares_beyond_float64_are_no_figures() -> None:
+    for power in [1e200, 1e-310]:
+        sweep = sweep_array(GAUSS.astype(np.float64) * power, format="fp8_e4m3")
+        found = Recommendation(sweep)
+        assert found.is_mse_beyond
+        assert found.best["mse"] is found.best["rmse"] is not sweep.levels[-1]
+        assert any("beyond float64" in one for one in found.advice.metrics)
+        assert not any("nothing is lost" in one for one in found.advice.conclusion)
 
 
 def test_extremes_are_the_worst_and_the_best_level() -> None:
@@ -307,11 +312,11 @@ def test_any_levels_give_a_document_without_nan(figures: list[dict[str, float]])
     assert members == len(high)
 
 
-@pytest.mark.parametrize("values", [[], [0.0, -0.0], [np.nan, np.inf]])
-def test_a_tensor_without_levels_has_no_recommendation_and_says_why(values: list[float]) -> None:
-    found = Recommendation(sweep_array(np.array(values, dtype=np.float32), format="fp8_e4m3"))
-    assert (found.recommended, found.spreads, found.position, found.best) == (None, {}, None, {})
-    assert found.advice.conclusion == (f"no scale to recommend: {found.sweep.note}",)
+def test_a_tensor_without_levels_has_no_recommendation_and_says_why() -> None:
+    for values in [[], [0.0, -0.0], [np.nan, np.inf]]:
+        found = Recommendation(sweep_array(np.array(values, dtype=np.float32), format="fp8_e4m3"))
+        assert (found.recommended, found.spreads, found.position, found.best) == (None, {}, None, {})
+        assert found.advice.conclusion == (f"no scale to recommend: {found.sweep.note}",)
 
 
 def test_levels_that_lose_nothing_are_recommended() -> None:
@@ -346,13 +351,13 @@ def test_the_range_after_rounding_is_what_the_ends_become() -> None:
     assert ends == [Range(-7.5, 512.0), Range(-7.5, 448.0), Range(-7.5, 112.0)]
 
 
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_the_range_of_blocks_after_rounding_is_that_of_the_largest_value(dtype: Any) -> None:
-    values = np.array([[1.0, -13.0], [0.1, 0.2]]).astype(dtype)
-    sweep = sweep_array(values, format="mxfp4_e2m1")
-    (at_zero,) = (range_after(sweep, level=level) for level in sweep.levels if level.exponent == 0)
-    assert at_zero.minimum == -12.0
-    assert at_zero.maximum <= 12.0
+def test_the_range_of_blocks_after_rounding_is_that_of_the_largest_value() -> None:
+    for dtype in [np.float32, ml_dtypes.bfloat16]:
+        values = np.array([[1.0, -13.0], [0.1, 0.2]]).astype(dtype)
+        sweep = sweep_array(values, format="mxfp4_e2m1")
+        (at_zero,) = (range_after(sweep, level=level) for level in sweep.levels if level.exponent == 0)
+        assert at_zero.minimum == -12.0
+        assert at_zero.maximum <= 12.0
 
 
 def test_a_negative_offset_clamps_the_largest_value() -> None:
@@ -492,19 +497,17 @@ def choices(names: list[str], array: np.ndarray[Any, Any] = GAUSS) -> dict[str, 
     return {name: [sweep_array(array, format=name)] for name in names}
 
 
-@pytest.mark.parametrize(
-    ("target", "expected"),
-    [
+def test_the_narrowest_format_that_keeps_enough_is_chosen() -> None:
+    cases: list[tuple[float, str]] = [
         (15.0, "fp4_e2m1"),
         (25.0, "fp6_e2m3"),
         (31.2, "fp8_e4m3"),
         (99.0, "fp8_e4m3"),
-    ],
-)
-def test_the_narrowest_format_that_keeps_enough_is_chosen(target: float, expected: str) -> None:
-    found = best_format(choices(["fp8_e5m2", "fp8_e4m3", "fp6_e2m3", "fp4_e2m1"]), target_sqnr=target)
-    assert found is not None
-    assert (found.scheme.name, found.meets_target) == (expected, target < 40)
+    ]
+    for target, expected in cases:
+        found = best_format(choices(["fp8_e5m2", "fp8_e4m3", "fp6_e2m3", "fp4_e2m1"]), target_sqnr=target)
+        assert found is not None
+        assert (found.scheme.name, found.meets_target) == (expected, target < 40)
 
 
 def test_every_tensor_of_a_layer_has_to_keep_enough() -> None:

@@ -107,12 +107,12 @@ def test_sums_equal_rounding_the_whole_tensor_in_every_way(name: str, target: st
     assert_equal(sums_of(array, exponents=exponents, target=row, rounding=rounding), expected)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float32"])
-def test_hybrid_rounding_looks_at_the_scaled_values_as_float32(name: str) -> None:
-    array, row = special(DTYPES[name].numpy_dtype), FORMATS["hif8"]
-    exponents = np.array([-9.0, -0.1, 2.6])
-    expected = direct(array, exponents=exponents, target=row, rounding=Rounding.HYBRID)
-    assert_equal(sums_of(array, exponents=exponents, target=row, rounding=Rounding.HYBRID), expected)
+def test_hybrid_rounding_looks_at_the_scaled_values_as_float32() -> None:
+    for name in ["bfloat16", "float32"]:
+        array, row = special(DTYPES[name].numpy_dtype), FORMATS["hif8"]
+        exponents = np.array([-9.0, -0.1, 2.6])
+        expected = direct(array, exponents=exponents, target=row, rounding=Rounding.HYBRID)
+        assert_equal(sums_of(array, exponents=exponents, target=row, rounding=Rounding.HYBRID), expected)
 
 
 @pytest.mark.parametrize("target", ["fp8_e4m3", "fp4_e2m1", "int8", "hif8"])
@@ -203,35 +203,35 @@ def test_the_same_bits_with_any_threads_and_layout() -> None:
     assert all(other.squared == first.squared for other in others)
 
 
-@pytest.mark.parametrize("power", [-1060, -500, 500, 1010])
-def test_magnitudes_at_the_ends_of_float64_lose_nothing(power: int) -> None:
+def test_magnitudes_at_the_ends_of_float64_lose_nothing() -> None:
     """Squares of these overflow or vanish; the sums are of values that were shifted."""
-    values = np.array([1.0, 1.25, -1.375, 1.5, 1.8125, 0.0])
-    exponents, target = np.array([-2.0, -1.0]), FORMATS["fp4_e2m1"]
-    near_one = levels_of(sums_of(values, exponents=exponents, target=target), exponents=exponents.tolist())
-    far_sums = sums_of(np.ldexp(values, power), exponents=exponents + power, target=target)
-    far = levels_of(far_sums, exponents=(exponents + power).tolist())
-    for expected, found in zip(near_one, far, strict=True):
-        for name in ("cosine", "relative_error", "psnr", "sqnr", "score", "overflow_count", "flushed_count"):
-            assert getattr(found, name) == getattr(expected, name), name
-        assert math.isclose(found.rmse, math.ldexp(expected.rmse, power), rel_tol=1e-3)
+    for power in [-1060, -500, 500, 1010]:
+        values = np.array([1.0, 1.25, -1.375, 1.5, 1.8125, 0.0])
+        exponents, target = np.array([-2.0, -1.0]), FORMATS["fp4_e2m1"]
+        near_one = levels_of(sums_of(values, exponents=exponents, target=target), exponents=exponents.tolist())
+        far_sums = sums_of(np.ldexp(values, power), exponents=exponents + power, target=target)
+        far = levels_of(far_sums, exponents=(exponents + power).tolist())
+        for expected, found in zip(near_one, far, strict=True):
+            for name in ("cosine", "relative_error", "psnr", "sqnr", "score", "overflow_count", "flushed_count"):
+                assert getattr(found, name) == getattr(expected, name), name
+            assert math.isclose(found.rmse, math.ldexp(expected.rmse, power), rel_tol=1e-3)
 
 
-@pytest.mark.parametrize("exponent", [-1000.0, 1000.0])
-def test_scales_far_from_the_tensor_saturate_or_flush_all(exponent: float) -> None:
-    values = np.ldexp(np.array([1.0, 1.5]), -int(exponent))
-    found = sums_of(values, exponents=np.array([exponent]), target=FORMATS["fp8_e4m3"])
-    assert np.isfinite([getattr(found, f"{name}_L")[0] for name in SUMS]).all()
-    assert (found.flushed_L[0], found.overflow_L[0]) == ((2, 0) if exponent > 0 else (0, 2))
+def test_scales_far_from_the_tensor_saturate_or_flush_all() -> None:
+    for exponent in [-1000.0, 1000.0]:
+        values = np.ldexp(np.array([1.0, 1.5]), -int(exponent))
+        found = sums_of(values, exponents=np.array([exponent]), target=FORMATS["fp8_e4m3"])
+        assert np.isfinite([getattr(found, f"{name}_L")[0] for name in SUMS]).all()
+        assert (found.flushed_L[0], found.overflow_L[0]) == ((2, 0) if exponent > 0 else (0, 2))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_where_all_is_flushed_the_errors_are_the_values(dtype: str) -> None:
+def test_where_all_is_flushed_the_errors_are_the_values() -> None:
     """To the last bit: their ratio is 0 dB, and not almost."""
-    values = np.random.default_rng(0).normal(size=100_003).astype(dtype)
-    found = sums_of(values, exponents=np.array([20.0]), target=FORMATS["fp4_e2m1"])
-    assert (found.squared_error_L[0], found.absolute_error_L[0]) == (found.squared, found.absolute)
-    assert [level.sqnr for level in levels_of(found, exponents=[20.0])] == [0.0]
+    for dtype in ["float16", "float64"]:
+        values = np.random.default_rng(0).normal(size=100_003).astype(dtype)
+        found = sums_of(values, exponents=np.array([20.0]), target=FORMATS["fp4_e2m1"])
+        assert (found.squared_error_L[0], found.absolute_error_L[0]) == (found.squared, found.absolute)
+        assert [level.sqnr for level in levels_of(found, exponents=[20.0])] == [0.0]
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda row: row.name)
@@ -249,16 +249,15 @@ def test_alignments_are_the_tightest_that_hold(target: Format, magnitude: float)
     assert normal * Fraction(2) ** smallest <= exact < normal * Fraction(2) ** (smallest + 1)
 
 
-@pytest.mark.parametrize(
-    ("largest", "expected"), [(448.0, 0), (448.00001, 1), (5.3, -6), (224.0, -1), (1.0, -8), (2.0**-133, -141)]
-)
-def test_the_largest_value_just_fits(largest: float, expected: int) -> None:
-    assert FORMATS["fp8_e4m3"].largest_alignment(largest) == expected
+def test_the_largest_value_just_fits() -> None:
+    cases: list[tuple[float, int]] = [(448.0, 0), (448.00001, 1), (5.3, -6), (224.0, -1), (1.0, -8), (2.0**-133, -141)]
+    for largest, expected in cases:
+        assert FORMATS["fp8_e4m3"].largest_alignment(largest) == expected
 
 
-@pytest.mark.parametrize("exponent", [-1074, -1022, -3, 0, 1, 1023])
-def test_whole_exponents_are_powers_of_two(exponent: int) -> None:
-    assert scale_of(exponent) == math.ldexp(1.0, exponent)
+def test_whole_exponents_are_powers_of_two() -> None:
+    for exponent in [-1074, -1022, -3, 0, 1, 1023]:
+        assert scale_of(exponent) == math.ldexp(1.0, exponent)
 
 
 def test_scales_beyond_float64_are_zero_and_infinite() -> None:

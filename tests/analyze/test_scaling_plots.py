@@ -42,11 +42,11 @@ def test_pictures_are_readable(name: str) -> None:
         assert figure.texts[0].get_text().startswith(r"tensor \$x\$ _long name")
 
 
-@pytest.mark.parametrize("name", ["one level", "all lossless"])
-def test_pictures_are_png_files_with_something_in_them(name: str) -> None:
-    png = plot_bytes(draw_panels(sweep_of(name), name=name))
-    assert png.startswith(b"\x89PNG")
-    assert 0.001 < fraction_of_ink(png) < 0.2
+def test_pictures_are_png_files_with_something_in_them() -> None:
+    for name in ["one level", "all lossless"]:
+        png = plot_bytes(draw_panels(sweep_of(name), name=name))
+        assert png.startswith(b"\x89PNG")
+        assert 0.001 < fraction_of_ink(png) < 0.2
 
 
 def test_lines_are_the_figures_of_the_levels() -> None:

@@ -110,14 +110,16 @@ def test_every_figure_is_that_of_the_raw_tensor(dtype: str) -> None:
         assert set(METRICS) < set(row)
 
 
-@pytest.mark.parametrize("dtype", REAL)
-def test_a_group_is_one_tensor(dtype: str) -> None:
-    fillings = ("normal", "special", "nan", "zero", "shifted") * 4
-    parts = [filled(dtype, (5, 7), filling=filling, seed=seed) for seed, filling in enumerate(fillings)]
-    records = records_of([describe_tensor(part, layer_idx=place % 2, call=place) for place, part in enumerate(parts)])
-    for layer, row in enumerate(stats(records, by=["layer_idx"]).records()):
-        assert (row["layer_idx"], row["records"]) == (layer, 10)
-        assert_figures(row, np.concatenate([part.reshape(-1) for part in parts[layer::2]]))
+def test_a_group_is_one_tensor() -> None:
+    for dtype in REAL:
+        fillings = ("normal", "special", "nan", "zero", "shifted") * 4
+        parts = [filled(dtype, (5, 7), filling=filling, seed=seed) for seed, filling in enumerate(fillings)]
+        records = records_of(
+            [describe_tensor(part, layer_idx=place % 2, call=place) for place, part in enumerate(parts)]
+        )
+        for layer, row in enumerate(stats(records, by=["layer_idx"]).records()):
+            assert (row["layer_idx"], row["records"]) == (layer, 10)
+            assert_figures(row, np.concatenate([part.reshape(-1) for part in parts[layer::2]]))
 
 
 def test_a_group_of_several_types() -> None:
@@ -281,18 +283,20 @@ def sampled(array: Array, *, ids: list[int | str] | None = None, **fields: Any) 
     return values, dataclasses.replace(info, sample_ids=ids)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64", "int8"])
-def test_each_sample_of_each_record(dtype: str) -> None:
-    array = filled(dtype, (6, 5, 30), filling="special")
-    records = records_of([sampled(array, ids=[7, "b", 1, 2, 3, 4]), describe_tensor(array, tensor_name="weight")])
-    table = stats(records, per_sample=True)
-    assert table.column("sample") == ["7", "b", "1", "2", "3", "4"]
-    assert table.column("sample_index") == list(range(6))
-    assert table.notes[0].startswith("1 records left out")
-    for row, sample in zip(table.records(), array, strict=True):
-        values = expected(sample)
-        for name in SAMPLE_NAMES:
-            assert row[name] == (values[name] if values[name] is None else pytest.approx(values[name], rel=1e-9)), name
+def test_each_sample_of_each_record() -> None:
+    for dtype in ["bfloat16", "float32", "float64", "int8"]:
+        array = filled(dtype, (6, 5, 30), filling="special")
+        records = records_of([sampled(array, ids=[7, "b", 1, 2, 3, 4]), describe_tensor(array, tensor_name="weight")])
+        table = stats(records, per_sample=True)
+        assert table.column("sample") == ["7", "b", "1", "2", "3", "4"]
+        assert table.column("sample_index") == list(range(6))
+        assert table.notes[0].startswith("1 records left out")
+        for row, sample in zip(table.records(), array, strict=True):
+            values = expected(sample)
+            for name in SAMPLE_NAMES:
+                assert row[name] == (values[name] if values[name] is None else pytest.approx(values[name], rel=1e-9)), (
+                    name
+                )
 
 
 def test_each_sample_over_all_records() -> None:
@@ -353,16 +357,14 @@ def test_the_command_asks_each_question(run: Records) -> None:
         assert json.loads(result.stdout) == json.loads(json.dumps(question.to_json()))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_the_command_names_the_way_out(run: Records) -> None:
+    cases: list[tuple[str, str]] = [
         ("--metric stdd", "no metric 'stdd': use std"),
         ("--neighbours --per-sample", "--neighbours and --per-sample exclude each other"),
         ("--neighbours --metric std", "--neighbours has metrics of its own"),
         ("--by layr", "records have no field 'layr'"),
         ("--by sample --metric kurtosis", "metric 'kurtosis' is not known of samples"),
-    ],
-)
-def test_the_command_names_the_way_out(run: Records, options: str, message: str) -> None:
-    result = ask(run, f"stats {{run}} {options}")
-    assert (result.exit_code, message in result.stderr) == (2, True), result.output
+    ]
+    for options, message in cases:
+        result = ask(run, f"stats {{run}} {options}")
+        assert (result.exit_code, message in result.stderr) == (2, True), result.output

@@ -237,17 +237,20 @@ def test_sources_in_which_nothing_matches_are_named_and_left_out(here: Path, run
     assert nowhere.stderr.startswith("Error: no records match --layer-idx 7: layer_idx is ")
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [("mx", "mxfp8_e4m3"), ("tensor", "fp8_e4m3"), ("channel", "fp8_e4m3"), ("legacy", "fp8_e4m3")],
-)
-def test_the_mode_of_a_sweep_says_what_levels_are(run: str, mode: str, expected: str) -> None:
-    words = (run, "--iteration", "10", "--tensor-name", "query", "--layer-idx", "0", "--json")
-    (row,) = json.loads(sweep(*words, "--sweep-mode", mode, "--mode", "train").stdout)["rows"]
-    assert (row["sweep_mode"], row["format"], row["mode"]) == (mode, expected, "train")
-    assert (LegacyLevel.__dataclass_fields__.keys() <= row.keys()) is (mode == "legacy")
-    none = sweep(*words, "--sweep-mode", mode, "--mode", "eval")
-    assert none.stderr == "Error: no records match --mode eval: mode is train (18 records)\n"
+def test_the_mode_of_a_sweep_says_what_levels_are(run: str) -> None:
+    cases: list[tuple[str, str]] = [
+        ("mx", "mxfp8_e4m3"),
+        ("tensor", "fp8_e4m3"),
+        ("channel", "fp8_e4m3"),
+        ("legacy", "fp8_e4m3"),
+    ]
+    for mode, expected in cases:
+        words = (run, "--iteration", "10", "--tensor-name", "query", "--layer-idx", "0", "--json")
+        (row,) = json.loads(sweep(*words, "--sweep-mode", mode, "--mode", "train").stdout)["rows"]
+        assert (row["sweep_mode"], row["format"], row["mode"]) == (mode, expected, "train")
+        assert (LegacyLevel.__dataclass_fields__.keys() <= row.keys()) is (mode == "legacy")
+        none = sweep(*words, "--sweep-mode", mode, "--mode", "eval")
+        assert none.stderr == "Error: no records match --mode eval: mode is train (18 records)\n"
 
 
 def test_options_reach_the_sweep(here: Path) -> None:
@@ -278,9 +281,8 @@ def test_options_reach_the_sweep(here: Path) -> None:
     assert [row["exponent"] for row in rows] == [2, 0, -2]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_wrong_options_are_one_line_before_anything_is_swept(here: Path) -> None:
+    cases: list[tuple[list[str], str]] = [
         (["--format", "fp8-e4m3"], "did you mean fp8_e4m3"),
         (["--format", "mxfp8_e4m4"], "did you mean mxfp8_e4m3"),
         (["--format", "fp8_e4m3,,nvfp4"], "format '' is not known"),
@@ -294,14 +296,13 @@ def test_options_reach_the_sweep(here: Path) -> None:
         (["--levels", "--by", "rank"], "--levels and --by exclude each other"),
         (["--by", "layr"], "records have no field 'layr'"),
         (["--where", "layr == 1"], "did you mean"),
-    ],
-)
-def test_wrong_options_are_one_line_before_anything_is_swept(here: Path, words: list[str], message: str) -> None:
-    save(here / "a.pt", VALUES)
-    result = sweep("a.pt", *words)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert message in result.stderr.splitlines()[-1]
-    assert names(here) == ["a.pt"]
+    ]
+    for words, message in cases:
+        save(here / "a.pt", VALUES)
+        result = sweep("a.pt", *words)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert message in result.stderr.splitlines()[-1]
+        assert names(here) == ["a.pt"]
 
 
 @pytest.mark.parametrize(

@@ -210,23 +210,19 @@ WIDE_TABLE = Table(
 )
 
 
-@pytest.mark.parametrize(
-    ("width", "heads", "gone"),
-    [
+def test_a_terminal_shows_the_columns_that_it_has_room_for_and_names_the_others() -> None:
+    cases: list[tuple[int, list[str], str]] = [
         (80, ["module", "dtype", "absmax", "std", "severity"], ""),
         (40, ["module", "absmax", "std", "severity"], "dtype"),
         (34, ["module", "absmax", "severity"], "dtype, std"),
         (25, ["module", "severity"], "dtype, absmax, std"),
-    ],
-)
-def test_a_terminal_shows_the_columns_that_it_has_room_for_and_names_the_others(
-    width: int, heads: list[str], gone: str
-) -> None:
-    lines = CODES.sub("", on_terminal(lambda: write_table(WIDE_TABLE), columns=width)).splitlines()
-    assert lines[0].split() == heads
-    assert max(map(len, lines)) <= width
-    said = " ".join(" ".join(lines[3:]).split())
-    assert said == (f"hidden columns (use --wide): {gone}" if gone else "")
+    ]
+    for width, heads, gone in cases:
+        lines = CODES.sub("", on_terminal(lambda: write_table(WIDE_TABLE), columns=width)).splitlines()
+        assert lines[0].split() == heads
+        assert max(map(len, lines)) <= width
+        said = " ".join(" ".join(lines[3:]).split())
+        assert said == (f"hidden columns (use --wide): {gone}" if gone else "")
 
 
 def test_a_terminal_without_room_for_a_table_shows_a_block_for_each_row() -> None:
@@ -370,13 +366,17 @@ def test_lists_of_one_length_stay_lists() -> None:
     assert table.to_pandas()["shape"].tolist() == [[1, 2], [3, 4]]
 
 
-@pytest.mark.parametrize(
-    ("kind", "value"),
-    [(Kind.TEXT, 1.5), (Kind.INTEGER, 2**63), (Kind.INTEGER, 1.5), (Kind.FLOAT, "nan"), (Kind.FLOAT, 1j)],
-)
-def test_a_value_of_another_kind_is_kept_as_it_is(kind: Kind, value: object) -> None:
-    frame = Table(title="", columns=(Column(name="a", kind=kind),), rows=((value,), (None,))).to_pandas()
-    assert frame["a"].tolist() == [value, None]
+def test_a_value_of_another_kind_is_kept_as_it_is() -> None:
+    cases: list[tuple[Kind, object]] = [
+        (Kind.TEXT, 1.5),
+        (Kind.INTEGER, 2**63),
+        (Kind.INTEGER, 1.5),
+        (Kind.FLOAT, "nan"),
+        (Kind.FLOAT, 1j),
+    ]
+    for kind, value in cases:
+        frame = Table(title="", columns=(Column(name="a", kind=kind),), rows=((value,), (None,))).to_pandas()
+        assert frame["a"].tolist() == [value, None]
 
 
 def test_without_pandas_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,13 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import pytest
 
 from ranktape.analyze.engine.values import View, read_values, viewed_dtype
 from tests.analyze.runs import describe_tensor, store
 
 
-@pytest.mark.parametrize(
-    ("dtype", "compute_dtype", "expected"),
-    [
+def test_what_is_judged_as_computed() -> None:
+    cases: list[tuple[str, str, str]] = [
         ("float32", "bfloat16", "bfloat16"),
         ("float32", "float16", "float16"),
         ("float16", "bfloat16", "bfloat16"),
@@ -30,11 +28,10 @@ from tests.analyze.runs import describe_tensor, store
         ("int64", "bfloat16", "int64"),
         ("float32", "tf32", "float32"),
         ("complex64", "bfloat16", "complex64"),
-    ],
-)
-def test_what_is_judged_as_computed(dtype: str, compute_dtype: str, expected: str) -> None:
-    assert viewed_dtype(dtype=dtype, compute_dtype=compute_dtype, view=View.COMPUTE) == expected
-    assert viewed_dtype(dtype=dtype, compute_dtype=compute_dtype, view=View.SEEN) == dtype
+    ]
+    for dtype, compute_dtype, expected in cases:
+        assert viewed_dtype(dtype=dtype, compute_dtype=compute_dtype, view=View.COMPUTE) == expected
+        assert viewed_dtype(dtype=dtype, compute_dtype=compute_dtype, view=View.SEEN) == dtype
 
 
 def test_values_are_rounded_as_the_operation_rounded_them(tmp_path: Path) -> None:
