@@ -11,9 +11,7 @@ from typing import Any, cast
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
@@ -30,56 +28,12 @@ _SIGN = 0x80000000
 """The pattern of a float32 of which the sign alone is set."""
 
 
-def _wide_vectors(_: Any) -> Any:
-    """Have the function that calls it use all of a vector register: for some processors LLVM prefers half of one."""
-
-    def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
-        # A set of words for LLVM, of which llvmlite lets through those that it knows itself.
-        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
-        return context.get_dummy_value()
-
-    return types.void(), generate
-
-
-_use_wide_vectors: Any = intrinsic(_wide_vectors)
-
-
-_PART = 256
-"""Elements of a block that are added up at once."""
-
-_LINE = 16
-"""Float32 values in a line of the cache."""
-
-_AHEAD = 1024
-"""Elements ahead of which memory is asked for: the processor itself does not look beyond the end of a page."""
-
-
-def _prefetched(_: Any, values: Any, index: Any) -> Any:
-    """Ask memory for an element, and do not wait; one beyond the end does no harm."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        word, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        place = builder.bitcast(builder.gep(array.data, [arguments[1]]), pointer)
-        # To be read (0), into the nearest cache (3), as data (1).
-        builder.call(prefetch, [place, *(word(number) for number in (0, 3, 1))])
-        return context.get_dummy_value()
-
-    return types.void(values, index), generate
-
-
-_prefetch: Any = intrinsic(_prefetched)
-
-
 @compiled_products
 def _sum_block(block: NDArray[np.float32], sums: NDArray[np.float64], ends: NDArray[np.int64]) -> np.int64:
     """Add float32 values to sums; the pattern of the smallest magnitude among them, -1 where one is not finite.
 
     The ends are the largest pattern as a signed and as an unsigned number, and the smallest magnitude.
     """
-    _use_wide_vectors()
     keys = block.view(np.int32)
     count, mean, second, third, fourth, _ = sums
     size, top = np.float64(block.size), np.uint32(_SIGN - 1)
@@ -89,23 +43,18 @@ def _sum_block(block: NDArray[np.float32], sums: NDArray[np.float64], ends: NDAr
     while True:
         positive, negative, least = np.int32(-_SIGN), np.uint32(0), top
         total, magnitudes, own_2, own_3, own_4 = 0.0, 0.0, 0.0, 0.0, 0.0
-        # In parts, as a loop in which something else is done is not made into vector instructions.
-        for start in range(0, block.size, _PART):
-            for line in range(start, start + _PART, _LINE):
-                _prefetch(block, line + _AHEAD)
-            part, part_keys = block[start : start + _PART], keys[start : start + _PART]
-            for index in range(part.size):
-                key = part_keys[index]
-                positive, negative = max(positive, key), max(negative, np.uint32(key))
-                least = min(least, np.uint32(np.uint32(key) & top))
-                value = np.float64(part[index])
-                magnitudes += abs(value)
-                difference = value - about
-                square = difference * difference
-                total += difference
-                own_2 += square
-                own_3 += square * difference
-                own_4 += square * square
+        for index in range(block.size):
+            key = keys[index]
+            positive, negative = max(positive, key), max(negative, np.uint32(key))
+            least = min(least, np.uint32(np.uint32(key) & top))
+            value = np.float64(block[index])
+            magnitudes += abs(value)
+            difference = value - about
+            square = difference * difference
+            total += difference
+            own_2 += square
+            own_3 += square * difference
+            own_4 += square * square
         if not magnitudes < np.inf:
             return np.int64(-1)
         shift = total / size
