@@ -24,7 +24,6 @@ from ranktape.analyze.engine.metrics import KEPT, NUMBERS
 from ranktape.analyze.engine.values import View, read_histogram, viewed_dtype, viewed_dtypes
 from ranktape.analyze.numerics.digest import (
     CODE_KINDS,
-    ENDS,
     SAMPLE_METRICS,
     Digest,
     Digests,
@@ -36,7 +35,14 @@ from ranktape.analyze.numerics.digest import (
     numbers_of_patterns,
     push,
 )
-from ranktape.analyze.numerics.digest_kernels import NUM_TABLES, Nature, count_samples, digest_records, finish_record
+from ranktape.analyze.numerics.digest_kernels import (
+    ENDS,
+    NUM_TABLES,
+    Nature,
+    count_samples,
+    digest_records,
+    finish_record,
+)
 from ranktape.analyze.numerics.histograms.histogram import KINDS, Tallies, own_limits, pattern_values, scan
 from ranktape.analyze.numerics.histograms.moments import statistics_of
 from ranktape.analyze.numerics.pieces import frozen

@@ -403,8 +403,6 @@ of its sum over a row, less the squares that are in it. `relative` is over eleme
 
 SQUARES = [SUMS.index(name) for name in ("square_a", "square_b")]
 
-_LARGEST, _LARGEST_RELATIVE = SUMS.index("largest"), SUMS.index("largest_relative")
-
 
 @functools.cache
 def _degrees() -> NDArray[np.int64]:

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.numerics.digest_kernels import thin
+from ranktape.analyze.numerics.digest_kernels import ENDS, thin
 from ranktape.analyze.numerics.histograms.histogram import KINDS, Limits, Tallies, larger_part, pattern_values
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import RUN
@@ -67,21 +67,10 @@ class Digest:
 
     def count(self, limits: Limits) -> Tallies:
         """Counts against other limits: exact where `is_exact`, or where these have at most eight significant bits."""
-        magnitudes = np.abs(self.values)
-        is_over = magnitudes >= limits.overflow_start
-        is_nonzero = magnitudes > 0
-
-        def total(mask: NDArray[np.bool_]) -> int:
-            return int(self.counts[mask].sum())
-
-        return dataclasses.replace(
-            self.tallies,
-            upper=total(is_over & (self.values > 0)),
-            lower=total(is_over & (self.values < 0)),
-            underflow=total(is_nonzero & (magnitudes < limits.min_normal)),
-            flushed=total(is_nonzero & (magnitudes <= limits.flush_limit)),
-            per_sample=None,
-        )
+        starts = limits.overflow_start, limits.min_normal, limits.flush_limit
+        found = Digests.of(self).count(*(np.array([start]) for start in starts))
+        counts: dict[str, Any] = {kind: int(count[0]) for kind, count in found.items()}
+        return dataclasses.replace(self.tallies, **counts, per_sample=None)
 
     def quantiles(self, probabilities: Sequence[float | Fraction]) -> list[float | None]:
         """The smallest numbers below or at which such a part of all numbers lies; None where there is no number.
@@ -92,9 +81,6 @@ class Digest:
         found = (float(known.quantiles(one)[0]) for one in probabilities)
         return [None if math.isnan(value) else value for value in found]
 
-
-ENDS = ("minimum", "maximum", "largest_finite", "smallest_nonzero")
-"""The extremes of `Tallies`, in the order of their columns."""
 
 CODE_KINDS = tuple(np.dtype(kind) for kind in ("u1", "u2", "f4", "f8"))
 """What the numbers of a record are stored as: patterns of its type, or numbers."""

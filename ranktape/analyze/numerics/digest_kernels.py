@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 from ranktape.analyze.numerics.kernels import compiled
 from ranktape.storage.format.dtypes import HALF_NBYTES
 
+ENDS = ("minimum", "maximum", "largest_finite", "smallest_nonzero")
+"""The extremes of `Tallies`, in the order of their columns."""
+
 NUM_TABLES = 4
 """Neighbours are counted in different tables: one that repeats would wait for its counter to be written."""
 
@@ -237,35 +240,34 @@ def fill_statistics(
     statistics_K: NDArray[np.float64],
     ends_K: NDArray[np.float64],
 ) -> None:
-    """The statistics and the extremes of ascending numbers, in the order of `STATISTICS` and of `digest.ENDS`.
+    """The statistics and the extremes of distinct numbers, in the order of `STATISTICS` and of `ENDS`.
 
-    Values are those of types of at most 16 bits, whose fourth powers float64 holds.
+    What is not finite is left out of statistics; extremes are known where no number is NaN. The numbers are those of
+    types of at most 16 bits, whose fourth powers float64 holds; their order matters to the last bit of sums.
     """
-    first, last = 0, values_D.size
-    while first < last and values_D[first] == -np.inf:
-        first += 1
-    while last > first and values_D[last - 1] == np.inf:
-        last -= 1
+    first = 1 if values_D.size and values_D[0] == -np.inf else 0
     statistics_K[:] = 0.0
     statistics_K[0] = num_elements
     statistics_K[7:], ends_K[:] = np.nan, np.nan
-    if values_D.size:
-        ends_K[0], ends_K[1] = values_D[0], values_D[values_D.size - 1]
-    if first == last:
-        return
     finite, total, magnitudes = np.int64(0), 0.0, 0.0
-    smallest = np.inf
-    for start in range(first, last, _RUN):
+    minimum, maximum, smallest = np.inf, -np.inf, np.inf
+    for start in range(first, values_D.size, _RUN):
         part, part_magnitudes = 0.0, 0.0
-        for place in range(start, min(start + _RUN, last)):
-            weighted = values_D[place] * counts_D[place]
-            finite += counts_D[place]
-            part += weighted
-            part_magnitudes += abs(weighted)
-            smallest = min(smallest, abs(values_D[place]) if values_D[place] else np.inf)
+        for place in range(start, min(start + _RUN, values_D.size)):
+            value = values_D[place]
+            if abs(value) < np.inf:
+                weighted = value * counts_D[place]
+                finite += counts_D[place]
+                part += weighted
+                part_magnitudes += abs(weighted)
+                minimum, maximum = min(minimum, value), max(maximum, value)
+                smallest = min(smallest, abs(value) if value else np.inf)
         total += part
         magnitudes += part_magnitudes
-    minimum, maximum = values_D[first], values_D[last - 1]
+    if values_D.size:
+        ends_K[0], ends_K[1] = values_D.min(), values_D.max()
+    if not finite:
+        return
     statistics_K[1], statistics_K[2], statistics_K[6] = finite, total, magnitudes
     statistics_K[7], statistics_K[8], statistics_K[9] = minimum, maximum, max(abs(minimum), abs(maximum))
     ends_K[2] = statistics_K[9]
@@ -273,10 +275,10 @@ def fill_statistics(
     if minimum == maximum:
         return
     mean = total / finite
-    for start in range(first, last, _RUN):
+    for start in range(first, values_D.size, _RUN):
         second, third, fourth = 0.0, 0.0, 0.0
-        for place in range(start, min(start + _RUN, last)):
-            difference = values_D[place] - mean
+        for place in range(start, min(start + _RUN, values_D.size)):
+            difference = values_D[place] - mean if abs(values_D[place]) < np.inf else 0.0
             square = difference * difference
             second += square * counts_D[place]
             third += square * difference * counts_D[place]

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.numerics.kernels import count, scan_keys
+from ranktape.analyze.numerics.kernels import BLOCK, compiled
 from ranktape.analyze.numerics.pieces import by_memory, contiguous, each, frozen, num_threads, pieces
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import HALF_NBYTES, dtype_name, dtype_row
@@ -94,6 +94,72 @@ class Tallies:
         return self.num_elements - self.nan - self.inf
 
 
+@compiled
+def _count(patterns_OSI: NDArray[Any], counts_SP: NDArray[np.int64]) -> None:
+    """Add to the counts of each sample how often each of its patterns occurs."""
+    for before in range(patterns_OSI.shape[0]):
+        for sample in range(patterns_OSI.shape[1]):
+            counts = counts_SP[sample]
+            for pattern in patterns_OSI[before, sample]:
+                counts[pattern] += 1
+
+
+@compiled
+def _scan_keys(keys_OSI: NDArray[Any], marks: NDArray[Any], counts_SK: NDArray[np.int64], ends: NDArray[Any]) -> None:
+    """Add to the counts of each sample what its elements are, and widen the ends to hold all elements.
+
+    Elements are the patterns of an IEEE type read as signed integers, `marks` the patterns where kinds begin:
+    infinity, overflow, the normal numbers, what is not flushed; last the mask of the magnitude. Counts are
+    in the order of `KINDS`; ends are the smallest and largest key, the largest finite and the
+    smallest nonzero magnitude.
+    """
+    as_key = keys_OSI.dtype.type
+    infinity, overflow, normal, kept, top = marks
+    nothing, bottom = as_key(0), as_key(~top)
+    smallest, largest, largest_finite, smallest_nonzero = ends
+    for before in range(keys_OSI.shape[0]):
+        for sample in range(keys_OSI.shape[1]):
+            row = keys_OSI[before, sample]
+            counts = counts_SK[sample]
+            for start in range(0, row.size, BLOCK):
+                upper = lower = subnormal = flushed = nan = inf = zero = nothing
+                block_smallest, block_largest = top, bottom
+                block_finite, block_nonzero = as_key(-1), top
+                block = row[start : start + BLOCK]
+                for index in range(block.size):
+                    key = block[index]
+                    magnitude = as_key(key & top)
+                    is_negative = key < 0
+                    is_number = magnitude <= infinity
+                    is_finite = magnitude < infinity
+                    is_over = is_number & (magnitude >= overflow)
+                    is_zero = magnitude == 0
+                    upper = as_key(upper + (is_over & (not is_negative)))
+                    lower = as_key(lower + (is_over & is_negative))
+                    subnormal = as_key(subnormal + (magnitude < normal))
+                    flushed = as_key(flushed + (magnitude < kept))
+                    nan = as_key(nan + (not is_number))
+                    inf = as_key(inf + (magnitude == infinity))
+                    zero = as_key(zero + is_zero)
+                    # Keys in the order of the values; both zeros are 0.
+                    ordered = as_key(-magnitude) if is_negative else magnitude
+                    block_smallest = min(block_smallest, ordered if is_number else top)
+                    block_largest = max(block_largest, ordered if is_number else bottom)
+                    block_finite = max(block_finite, magnitude if is_finite else as_key(-1))
+                    block_nonzero = min(block_nonzero, magnitude if is_finite & (not is_zero) else top)
+                counts[0] += upper
+                counts[1] += lower
+                counts[2] += subnormal - zero
+                counts[3] += flushed - zero
+                counts[4] += nan
+                counts[5] += inf
+                counts[6] += zero
+                smallest, largest = min(smallest, block_smallest), max(largest, block_largest)
+                largest_finite = max(largest_finite, block_finite)
+                smallest_nonzero = min(smallest_nonzero, block_nonzero)
+    ends[0], ends[1], ends[2], ends[3] = smallest, largest, largest_finite, smallest_nonzero
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
     """How often each bit pattern of an 8- or 16-bit type occurs: all that is known of single values."""
@@ -145,7 +211,7 @@ def count_values(array: AnyArray, *, threads: int | None = 1) -> Histogram:
     def count_share(share: list[AnyArray]) -> NDArray[np.int64]:
         counts: NDArray[np.int64] = np.zeros((1, 1 << 8 * array.dtype.itemsize), dtype=np.int64)
         for part in share:
-            count(frozen(contiguous(part).view(unsigned), shape=(1, 1, part.size)), counts)
+            _count(frozen(contiguous(part).view(unsigned), shape=(1, 1, part.size)), counts)
         return counts.reshape(-1)
 
     return Histogram(dtype=array.dtype, counts=np.sum(each(count_share, shares, threads=num_workers), axis=0))
@@ -288,7 +354,7 @@ def _extremes(values: NDArray[np.float64]) -> Extremes:
 
 def _scan_bytes(array: AnyArray, *, shape_OSI: tuple[int, int, int], limits: Limits) -> Tallies:
     counts_SP = np.zeros((shape_OSI[1], pattern_values(array.dtype).size), dtype=np.int64)
-    count(frozen(contiguous(array).view(np.uint8), shape=shape_OSI), counts_SP)
+    _count(frozen(contiguous(array).view(np.uint8), shape=shape_OSI), counts_SP)
     return _scan_counts(counts_SP, dtype=array.dtype, limits=limits)
 
 
@@ -319,7 +385,7 @@ def _scan_floats(array: AnyArray, *, shape_OSI: tuple[int, int, int], limits: Li
     top = np.iinfo(signed).max
     counts_SK = np.zeros((shape_OSI[1], len(KINDS)), dtype=np.int64)
     ends = np.array([top, ~top, -1, top], dtype=signed)
-    scan_keys(frozen(contiguous(array).view(signed), shape=shape_OSI), marks, counts_SK, ends)
+    _scan_keys(frozen(contiguous(array).view(signed), shape=shape_OSI), marks, counts_SK, ends)
     smallest, largest, largest_finite, smallest_nonzero = ends.tolist()
     has_numbers = smallest <= largest
 

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ranktape.analyze.numerics.digest_kernels import ENDS, fill_statistics
 from ranktape.analyze.numerics.histograms.block_histogram import count_blocks
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values, measure
-from ranktape.analyze.numerics.kernels import BLOCK, sum_powers
+from ranktape.analyze.numerics.kernels import BLOCK, compiled_sums
 from ranktape.analyze.numerics.pieces import frozen
 from ranktape.storage.format.dtypes import HALF_NBYTES, dtype_name, dtype_row
-from ranktape.storage.format.statistics import Statistics, exponent_of, merge_moments, merge_statistics
+from ranktape.storage.format.statistics import STATISTICS, Statistics, exponent_of, merge_moments, merge_statistics
 
 _COUNTED_FROM = 1 << 16
 """Elements from which on counting is worth its 65,536 counts."""
@@ -50,26 +51,16 @@ def statistics_of(array: NDArray[Any]) -> Statistics:
 def statistics_of_histogram(counted: Histogram) -> Statistics:
     """What the finite values add up to in the array that a histogram was counted from."""
     values, counts = counted.pairs()
-    return statistics_of_pairs(values, counts, num_elements=int(counts.sum()))
-
-
-def statistics_of_pairs(values: NDArray[np.float64], counts: NDArray[np.int64], *, num_elements: int) -> Statistics:
-    """What values add up to of which each occurs so often; those that are not finite are left out.
-
-    The order of the values matters to the last bit of sums.
-    """
-    is_finite = np.isfinite(values)
-    occurring, weights = values[is_finite], counts[is_finite].astype(np.float64)
-    none = np.zeros(occurring.size)
-    sums = weights, occurring * weights, none, none, none, np.abs(occurring) * weights
-    return _statistics(sums, ends=_ends(occurring), num_elements=num_elements)
+    vector, ends = np.zeros(len(STATISTICS)), np.zeros(len(ENDS))
+    fill_statistics(values, counts, int(counts.sum()), vector, ends)
+    return Statistics.from_vector(vector)
 
 
 def warm_up() -> None:
     """Compile, or load from the cache, every kernel that the writer needs, of whatever module."""
     for dtype in (np.float16, np.float32, np.float64, np.uint8):
         measure(np.zeros(1, dtype=dtype), sample_dim=0)
-    count_values(np.zeros(1, dtype=np.uint16))
+    statistics_of_histogram(count_values(np.zeros(1, dtype=np.uint16)))
     for axis in (0, 1):
         count_blocks(np.ones((2, 2), dtype=dtype_row("bfloat16").numpy_dtype), axis=axis, threads=1)
     for wide in (np.float32, np.float64):
@@ -89,14 +80,43 @@ def _as_floats(flat: NDArray[Any], *, is_complex: bool) -> Iterator[NDArray[Any]
             yield np.abs(wide) if is_complex else wide
 
 
+@compiled_sums
+def _sum_powers(values: NDArray[Any], sums_BM: NDArray[np.float64]) -> None:
+    """Write what the finite values of each block of `BLOCK` add up to.
+
+    That is how many there are, their sum, the sums of the second, third and fourth power of their differences from
+    the block's mean, and the sum of their magnitudes.
+    """
+    for number in range(sums_BM.shape[0]):
+        block = values[number * BLOCK : (number + 1) * BLOCK]
+        count, total, magnitudes = 0.0, 0.0, 0.0
+        for index in range(block.size):
+            value = np.float64(block[index])
+            is_finite = abs(value) < np.inf
+            count += 1.0 if is_finite else 0.0
+            total += value if is_finite else 0.0
+            magnitudes += abs(value) if is_finite else 0.0
+        mean = total / count if count else 0.0
+        second, third, fourth = 0.0, 0.0, 0.0
+        for index in range(block.size):
+            value = np.float64(block[index])
+            difference = value - mean if abs(value) < np.inf else 0.0
+            square = difference * difference
+            second += square
+            third += square * difference
+            fourth += square * square
+        sums = sums_BM[number]
+        sums[0], sums[1], sums[2], sums[3], sums[4], sums[5] = count, total, second, third, fourth, magnitudes
+
+
 def _of_floats(values: NDArray[Any]) -> Statistics:
     sums_BM = np.zeros((-(-values.size // BLOCK), _NUM_SUMS))
-    sum_powers(frozen(values, shape=(values.size,)), sums_BM)
+    _sum_powers(frozen(values, shape=(values.size,)), sums_BM)
     is_all_finite = sums_BM[:, 0].sum() == values.size
     finite = values if is_all_finite else values[np.isfinite(values)]
     ends = _ends(finite)
     if exponent := exponent_of(ends[2]):
-        sum_powers(frozen(np.ldexp(finite, -exponent), shape=finite.shape), sums_BM)
+        _sum_powers(frozen(np.ldexp(finite, -exponent), shape=finite.shape), sums_BM)
     return _statistics(sums_BM.T, ends=ends, num_elements=values.size)
 
 

@@ -82,19 +82,19 @@ class QuantizePlan:
     """None: the scale is the largest magnitude over the target, rounded to what it is stored in (NVFP4's: its own)."""
     rounding: Rounding
     """Of the elements."""
-    scale_offset: int
+    scale_offset: int = 0
     """Added to the exponent of each scale; for NVFP4 of the tensor's scale."""
-    saturate: bool
+    saturate: bool = True
     """Whether what is beyond the largest value becomes the largest value."""
-    seed: int
+    seed: int = 0
     """Of stochastic rounding; without meaning for the others."""
-    scale_bits: int
+    scale_bits: int = MAX_SCALE_BITS
     """Width of the exponent of a scale that is a power of two."""
-    four_over_six: bool
+    four_over_six: bool = False
     """Whether each block has the better of two scales."""
-    rotation: int
+    rotation: int = 0
     """Size of the Hadamard matrices that rotate before; 0: none do."""
-    rotation_seed: int | None
+    rotation_seed: int | None = None
     """Of their random signs; None: there are none."""
 
     def group_length(self, shape: tuple[int, ...]) -> int:

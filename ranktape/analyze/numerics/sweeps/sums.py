@@ -475,13 +475,7 @@ def sums_of_groups(
         axis=axis,
         scale_rule=options.rule if scheme.has_power_scales else None,
         rounding=rounding,
-        scale_offset=0,
-        saturate=True,
-        seed=0,
         scale_bits=options.bits,
-        four_over_six=False,
-        rotation=0,
-        rotation_seed=None,
     )
     plans = [dataclasses.replace(plan, scale_offset=offset) for offset in options.offsets().tolist()]
 
