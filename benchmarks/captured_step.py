@@ -133,7 +133,7 @@ class Training:
 def captured_round(training: Training, url: str) -> tuple[list[float], list[float], int]:
     """Seconds of the steps between captured ones, of the captured ones, and the bytes of one."""
     after, captured = [], []
-    with Capture(url, model=training.model, start=1, every=EVERY, min_iterations=PER_ROUND) as capture:
+    with Capture(url, model=training.model, start_at=1, every=EVERY, min_iterations=PER_ROUND) as capture:
         training.step_seconds()  # watched, to learn what an iteration costs
         ring = capture._process.ring
         for _ in range(PER_ROUND):
@@ -147,7 +147,7 @@ def captured_round(training: Training, url: str) -> tuple[list[float], list[floa
 
 def idle_round(training: Training, url: str) -> list[float]:
     """Seconds of steps while a capture waits for an iteration that does not come."""
-    with Capture(url, model=training.model, start=1000, min_iterations=1):
+    with Capture(url, model=training.model, start_at=1000, min_iterations=1):
         for _ in range(2):
             training.step_seconds()  # the first one is watched
         return [training.step_seconds() for _ in range(2 * PER_ROUND)]

@@ -70,7 +70,7 @@ def train(way: str, folder: str) -> None:
         context = Capture(
             url,
             model=model,
-            start=start,
+            start_at=start,
             max_iterations=len(CAPTURED),
             min_iterations=1,
             compiled=how,

@@ -123,11 +123,11 @@ def ways(folder: Path, budget_nbytes: int) -> dict[str, Callable[[], AbstractCon
 
     return {
         "plain": nullcontext,
-        "idle": capture("idle", start=10**6),
+        "idle": capture("idle", start_at=10**6),
         "captured": capture(
-            "captured", every=10, start=4, min_iterations=2, max_iterations=2, select=["layer_idx=0-1"]
+            "captured", every=10, start_at=4, min_iterations=2, max_iterations=2, select=["layer_idx=0-1"]
         ),
-        "eight": capture("eight", start=4, min_iterations=1, max_iterations=1, select=["layer_idx=0-7"]),
+        "eight": capture("eight", start_at=4, min_iterations=1, max_iterations=1, select=["layer_idx=0-7"]),
         "recorder": capture("recorder", record_last=2, keep="statistics"),
     }
 

@@ -156,7 +156,7 @@ def train(
         all_steps()
     else:
         every = max(1, steps // 3)
-        with Capture(str(run), model=model, start=every // 2, every=every, max_iterations=3, quant_type="bf16"):
+        with Capture(str(run), model=model, start_at=every // 2, every=every, max_iterations=3, quant_type="bf16"):
             all_steps()
     with torch.no_grad():
         return losses, loss_of(held_out[:, :-1], held_out[:, 1:]).item()

@@ -100,7 +100,7 @@ class Console:
 
     def tell_of_past(self, options: CaptureOptions, *, past: Sequence[int], planned: Sequence[int]) -> None:
         """Of iterations that were asked for, are not complete and come before the training's first step."""
-        if past and (options.start or not planned):
+        if past and (options.start_at or not planned):
             self.warn(
                 f"iterations {_shown(past)} come before --first-iteration {options.first_iteration} and cannot be "
                 f"captured: {_shown(planned) or 'none'} will be"

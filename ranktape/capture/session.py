@@ -377,7 +377,7 @@ class Capture(Iterations):
             if (bulletin := self._rendezvous.bulletin("happened")) is not None:
                 self._peers = Peers(bulletin, ring=self._process.ring, world_size=self._place.world_size)
         self._master = None
-        if self.options.master:
+        if self.options.with_master:
             self._master = MasterWeights(self._recorder, placements=self._hooks.placements, weights=self._hooks.weights)
 
     def _take_off(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import platform
 import secrets
@@ -149,15 +148,13 @@ def _meeting_seconds(options: CaptureOptions) -> float:
 def _writer_config(options: CaptureOptions, *, url: str, place: RankPlace, launch_id: str) -> WriterConfig:
     from ranktape.storage.format.attempt import Launch
 
-    # As plain values: those of classes that a script has defined cannot be passed on.
-    own = [one for one in SETTINGS if not (one.takes_several or one.is_free)]
-    changed: dict[str, Any] = {one.name: one.default for one in SETTINGS if one not in own}
-    triggers = [options.trigger] if isinstance(options.trigger, str) else options.trigger
-    changed |= {one.name: _plain(one.kind, getattr(options, one.name)) for one in own}
-    changed["trigger"] = tuple(str.__str__(text) for text in triggers)
-    changed["storage_options"] = json.loads(json.dumps(dict(options.storage_options or {})))
-    changed["spill_dir"] = None if options.spill_dir is None else str(_absolute(options.spill_dir))
-    plain = dataclasses.replace(options, **changed)
+    # What chooses tensors, and what ends an iteration, is the trainer's alone.
+    trainers = ("select", "layers", "advance_on")
+    changed: dict[str, Any] = {one.name: one.default for one in SETTINGS if one.name in trainers}
+    if options.spill_dir is not None:
+        # The program may change its working directory before it is used.
+        changed["spill_dir"] = str(Path(options.spill_dir).expanduser().absolute())
+    plain = CaptureOptions(**{**options.plain(), **changed})
     return WriterConfig(
         url=url,
         rank=place.rank,
@@ -170,16 +167,6 @@ def _writer_config(options: CaptureOptions, *, url: str, place: RankPlace, launc
         environment=describe_environment(),
         cadence=plain.cadence,
     )
-
-
-def _plain(kind: type, value: Any) -> Any:
-    # Of a text its characters: `str` of a member of an enumeration is the member's name.
-    return value if value is None else str.__str__(os.fspath(value)) if kind is str else kind(value)
-
-
-def _absolute(directory: str) -> Path:
-    # The program may change its working directory before it is used.
-    return Path(directory).expanduser().absolute()
 
 
 def verdict_of(

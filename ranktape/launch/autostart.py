@@ -62,9 +62,10 @@ class Order(NamedTuple):
 
     def to_json(self) -> str:
         """As `LAUNCHED_WITH` has it: files and variables are read once, by the launcher."""
-        values = ((one, getattr(self.options, one.name)) for one in dataclasses.fields(self.options))
-        settings = {one.name: value for one, value in values if value != one.default}
-        return json.dumps([self.url, self.given_url, settings], default=str)
+        from ranktape.capture.settings.setting import is_given
+
+        settings = {name: value for name, value in self.options.plain().items() if is_given(value)}
+        return json.dumps([self.url, self.given_url, settings])
 
     @classmethod
     def from_json(cls, text: str) -> Order:
@@ -184,9 +185,9 @@ class AutoStart:
                 return
             options = order.options
             is_strict = is_launched or options.strict
-            if not (options.start or options.first_iteration):
+            if not (options.start_at or options.first_iteration):
                 first = self._first_iteration
-                options = dataclasses.replace(options, start=first, first_iteration=first)
+                options = dataclasses.replace(options, start_at=first, first_iteration=first)
             capture = Capture(order.url, options=options)
             if not is_launched:
                 capture.yields, capture.wording = True, in_variables
@@ -258,13 +259,11 @@ def _is_to_be_recorded(environment: Mapping[str, str]) -> bool:
 
 def in_variables(text: str) -> str:
     """A message that names options by their variables: RANKTAPE_RESUME=true for --resume."""
-    from ranktape.capture.settings.config import PREFIX
     from ranktape.capture.settings.options import SETTINGS
 
-    variables = {
-        setting.flag: PREFIX + setting.aliases[-1].upper() + ("=true" if setting.kind is bool else "")
-        for setting in SETTINGS
-    } | {"--capture-config": _CONFIG}
+    variables = {setting.flag: setting.variable + ("=true" if setting.kind is bool else "") for setting in SETTINGS} | {
+        "--capture-config": _CONFIG
+    }
     return re.sub(r"--[a-z-]+", lambda flag: variables.get(flag[0], flag[0]), text)
 
 

@@ -93,10 +93,10 @@ def plan_capture(values: Mapping[str, Any], *, steps: int, quant_type: str) -> d
     target = max(1, values.get("max_iterations") or values.get("min_iterations") or 1)
     # Evenly over the training, and neither its first step nor its last.
     share = steps // (target + 2)
-    defaults = {"start": share, "every": max(1, share), "quant_type": quant_type}
+    defaults = {"start_at": share, "every": max(1, share), "quant_type": quant_type}
     settings = {**values, **{name: default for name, default in defaults.items() if values.get(name) is None}}
     options = CaptureOptions(**given_settings(settings))
-    last = options.start + (options.min_iterations - 1) * options.every
+    last = options.start_at + (options.min_iterations - 1) * options.every
     if last >= steps:
         raise UsageError(
             f"--steps {steps} ends before iteration {last}, the last of the {options.min_iterations} to capture:"

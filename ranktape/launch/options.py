@@ -63,7 +63,7 @@ def capture_arguments(values: Mapping[str, Any]) -> list[str]:
     return words
 
 
-_FIRST = frozenset({"start", "every", "min_iterations", "max_iterations", "select", "layers", "keep", "overwrite"})
+_FIRST = frozenset({"start_at", "every", "min_iterations", "max_iterations", "select", "layers", "keep", "overwrite"})
 """The settings that help always shows; --help-capture shows the others."""
 
 

@@ -227,7 +227,7 @@ def _train(folder: Path, **quantized: Any) -> _Trained:
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
     losses = []
     with Capture(
-        folder, model=model, start=CAPTURED[0], every=CAPTURED[1], min_iterations=2, select="layer_type=linear"
+        folder, model=model, start_at=CAPTURED[0], every=CAPTURED[1], min_iterations=2, select="layer_type=linear"
     ):
         for _ in range(NUM_STEPS):
             tokens, targets = draw_batch(text, batch_size=8, context=CONFIG.context, generator=generator)

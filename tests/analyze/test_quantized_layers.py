@@ -70,7 +70,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     root, found = tmp_path_factory.mktemp("runs"), {}
     for quant in (PLAIN, *CAPTURED):
         model = _model(quant)
-        with Capture(root / quant, start=0, min_iterations=1, model=model, select="layer_type=linear"):
+        with Capture(root / quant, start_at=0, min_iterations=1, model=model, select="layer_type=linear"):
             found[quant] = Captured(root / quant, _train(model, steps=3))
     return found
 

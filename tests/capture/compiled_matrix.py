@@ -163,7 +163,7 @@ def train(wrapping: Wrapping, url: Path | None, *, is_compiled: bool, **options:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     context: Any = contextlib.nullcontext()
     if url is not None:
-        context = Capture(url, start=CAPTURED, min_iterations=1, **options)
+        context = Capture(url, start_at=CAPTURED, min_iterations=1, **options)
     losses = []
     with context:
         for _ in range(NUM_STEPS):

@@ -144,7 +144,7 @@ def train(
         context = Capture(
             url,
             model=model,
-            start=captured[0],
+            start_at=captured[0],
             every=captured[1] - captured[0],
             min_iterations=len(captured),
             **options,

@@ -139,7 +139,7 @@ def test_the_environment_can_name_the_file_and_every_setting(tmp_path: Path) -> 
     expected = CaptureOptions(
         min_iterations=3,
         block_timeout_seconds=0.5,
-        start=4,
+        start_at=4,
         resume=True,
         layers="0,30",
         select=("layer_type=linear,attention rank=1; keep=histogram",),
@@ -147,7 +147,7 @@ def test_the_environment_can_name_the_file_and_every_setting(tmp_path: Path) -> 
     )
     assert resolve({}, environment=environment) == ("run", expected)
     for setting in SETTINGS:
-        assert stray_variables({f"RANKTAPE_{alias.upper()}": "" for alias in setting.aliases}) == []
+        assert stray_variables({f"RANKTAPE_{setting.name.upper()}": ""}) == []
 
 
 def test_semicolons_part_limits_but_for_those_in_quotes() -> None:
@@ -179,7 +179,6 @@ def test_variables_that_nobody_reads_are_named_with_the_nearest() -> None:
         ({"RANKTAPE_SELECT": "where='layer_idx <'"}, "RANKTAPE_SELECT: --select, rule 1: invalid syntax"),
         ({"RANKTAPE_SELECT": "a=b"}, "RANKTAPE_SELECT: --select, rule 1: tensors have no field 'a'"),
         ({"RANKTAPE_STORAGE_OPTIONS": "{"}, "RANKTAPE_STORAGE_OPTIONS: --storage-options is not JSON"),
-        ({"RANKTAPE_START": "1", "RANKTAPE_START_AT": "2"}, "is given twice, by two of its names"),
         ({"RANKTAPE_CAPTURE_CONFIG": "nowhere.yaml"}, "nowhere.yaml cannot be read"),
     ],
 )
@@ -212,7 +211,7 @@ LAUGHS = "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n"
         ("capture: 5", "give the URL of a run"),
         ("capture_config: b.yaml", "a file names no other file"),
         ("every: 1\nevery: 2", "line 2: 'every' is given twice"),
-        ("start: 1\nstart_at: 2", "is given twice, by two of its names"),
+        ("start-at: 1\nstart_at: 2", "start_at is given twice, with hyphens and with underscores"),
         ("select: {module: {a: b}}", "is not something a field can hold"),
         ("select: {module: [[a]]}", "is not something a field can hold"),
         ("layers: {a: b}", "is not something a field can hold"),
@@ -352,9 +351,9 @@ def test_values_of_a_scripts_own_classes_reach_the_writer() -> None:
 
 
 def test_python_reads_the_file_too_and_has_the_last_word(tmp_path: Path) -> None:
-    path = write(tmp_path, "every: 3\nstart: 2\ncapture: elsewhere\n")
+    path = write(tmp_path, "every: 3\nstart_at: 2\ncapture: elsewhere\n")
     capture = Capture(tmp_path / "run", capture_config=path, every=5)
-    assert (capture.options.every, capture.options.start) == (5, 2)
+    assert (capture.options.every, capture.options.start_at) == (5, 2)
     with pytest.raises(UsageError, match="'evry' is no option of a capture: did you mean every"):
         Capture(tmp_path / "run", evry=1)  # type: ignore[call-arg]  # a typing error
 

@@ -31,7 +31,7 @@ def captured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     training = TRAININGS[request.param]
     url = tmp_path_factory.mktemp("runs") / "run"
     plain_losses, plain_model = train(training)
-    losses, model = train(training, capture=Capture(url, start=1, every=2, min_iterations=2))
+    losses, model = train(training, capture=Capture(url, start_at=1, every=2, min_iterations=2))
     pairs = zip(plain_model.parameters(), model.parameters(), strict=True)
     is_equal = losses == plain_losses and all(torch.equal(*pair) for pair in pairs)
     return training, url, is_equal

@@ -219,7 +219,7 @@ def _nothing_compiled() -> None:
 
 
 @pytest.mark.usefixtures("_nothing_compiled")
-@pytest.mark.parametrize("options", [{}, {"start": 1}, {"start": 3, "every": 2}])
+@pytest.mark.parametrize("options", [{}, {"start_at": 1}, {"start_at": 3, "every": 2}])
 def test_where_nobody_steps_the_message_says_so_whichever_iteration_is_the_first(
     options: dict[str, Any], model: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,7 +235,7 @@ def test_where_nobody_steps_the_message_says_so_whichever_iteration_is_the_first
 def test_a_training_that_never_runs_is_told_so_whichever_iteration_is_the_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Capture(tmp_path / "run", start=1):
+    with Capture(tmp_path / "run", start_at=1):
         pass
     assert "the training ended before its first pass in training mode" in capsys.readouterr().err
 
@@ -363,11 +363,11 @@ def test_a_run_goes_on_where_the_checkpoint_was_taken(tmp_path: Path, capsys: py
         undisturbed.train(step)
         expected[step] = undisturbed.weight
     first = Checkpointed(tmp_path / "checkpoint")
-    with Capture(url, start=10, every=10, max_iterations=4):
+    with Capture(url, start_at=10, every=10, max_iterations=4):
         first.train(25)
     capsys.readouterr()
     second = Checkpointed(tmp_path / "checkpoint")
-    with Capture(url, start=10, every=10, max_iterations=4, resume=True, first_iteration=second.step):
+    with Capture(url, start_at=10, every=10, max_iterations=4, resume=True, first_iteration=second.step):
         second.train(45)
     assert open_run(url).iterations == [10, 20, 30, 40]
     assert "cannot be captured" not in capsys.readouterr().err
@@ -375,7 +375,7 @@ def test_a_run_goes_on_where_the_checkpoint_was_taken(tmp_path: Path, capsys: py
 
 
 def test_what_is_past_is_not_planned_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Capture(tmp_path / "run", start=10, every=10, min_iterations=2, first_iteration=45) as capture:
+    with Capture(tmp_path / "run", start_at=10, every=10, min_iterations=2, first_iteration=45) as capture:
         Checkpointed(tmp_path / "checkpoint").train(30)
     assert capture.close().met
     assert open_run(tmp_path / "run").iterations == [50, 60]

@@ -119,7 +119,7 @@ def test_in_inference_each_forward_is_an_iteration(tmp_path: Path, model: Net, *
     model.eval()
     given = model if steps_by_hand else None
     with Capture(
-        tmp_path / "run", model=given, select={"mode": ("eval",)}, start=1, every=2, min_iterations=3
+        tmp_path / "run", model=given, select={"mode": ("eval",)}, start_at=1, every=2, min_iterations=3
     ) as capture:
         for size in range(1, 8):
             with torch.inference_mode():
@@ -162,7 +162,7 @@ def test_iterations_may_end_with_the_next_forward_in_a_training_too(tmp_path: Pa
 def test_a_step_that_a_scaler_skips_ends_an_iteration_that_says_so(tmp_path: Path, model: Net) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with Capture(tmp_path / "run", master=True, min_iterations=3) as capture:
+    with Capture(tmp_path / "run", with_master=True, min_iterations=3) as capture:
         for number, factor in enumerate((1.0, float("inf"), 1.0, float("nan")), start=1):
             weight = model.first.weight.detach().clone()
             optimizer.zero_grad()

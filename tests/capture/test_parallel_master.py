@@ -45,7 +45,7 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def start(tmp_path: Path, **options: Any) -> Capture:
-    given = {"min_iterations": 2, "host_budget_nbytes": 32 << 20, "master": True, **options}
+    given = {"min_iterations": 2, "host_budget_nbytes": 32 << 20, "with_master": True, **options}
     return Capture(tmp_path / "run", **given)
 
 

@@ -123,7 +123,7 @@ def test_what_a_rule_leaves_out_is_what_holds_for_all() -> None:
         ({"select": "operation=foward"}, "operation 'foward' is not allowed: did you mean forward?"),
         ({"select": "operation=x"}, "operation 'x' is not allowed: give one of forward, backward"),
         ({"select": "mode=test"}, "mode 'test' is not allowed: give one of train, eval"),
-        ({"start": -1}, "--start-at -1 is not allowed: give 0 or more"),
+        ({"start_at": -1}, "--start-at -1 is not allowed: give 0 or more"),
         ({"every": 0}, "--every 0 is not allowed: give 1 or more"),
         ({"min_iterations": 10**15}, "--min-iterations 1000000000000000 is not allowed: give 100000 or less"),
         ({"max_iterations": 100_001}, "--max-iterations 100001 is not allowed: give 100000 or less"),

@@ -227,8 +227,8 @@ def test_quantised_operands_are_chosen_by_their_own_names() -> None:
     ("options", "iterations"),
     [
         ({}, [0, 1, 2, 3, 4]),
-        ({"start": 10, "every": 5}, [10, 15, 20, 25, 30]),
-        ({"start": 3, "every": 2, "first_iteration": 6}, [7, 9, 11, 13, 15]),
+        ({"start_at": 10, "every": 5}, [10, 15, 20, 25, 30]),
+        ({"start_at": 3, "every": 2, "first_iteration": 6}, [7, 9, 11, 13, 15]),
     ],
 )
 def test_every_nth_iteration_is_captured(options: dict[str, Any], iterations: list[int]) -> None:
@@ -317,7 +317,7 @@ RULES: list[str | dict[str, Any]] = [
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[str]]:
     """A run of everything, with its losses."""
     url = tmp_path_factory.mktemp("whole") / "run"
-    losses, _ = train(STEPS, capture=Capture(url, min_iterations=5, start=0))
+    losses, _ = train(STEPS, capture=Capture(url, min_iterations=5, start_at=0))
     return open_run(url), losses
 
 

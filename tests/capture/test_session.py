@@ -38,7 +38,7 @@ def test_nothing_is_attached_outside_of_captured_iterations(tmp_path: Path) -> N
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     seen = []
-    with Capture(tmp_path / "run", model=model, start=2, every=2, min_iterations=2):
+    with Capture(tmp_path / "run", model=model, start_at=2, every=2, min_iterations=2):
         for _ in range(7):
             seen.append((num_hooks(model) > 0, MODE.hooks is not None))
             assert F.scaled_dot_product_attention is original
@@ -68,7 +68,7 @@ def test_two_models_are_told_apart(wrap: Callable[[nn.Module], nn.Module], modul
 
 
 def test_two_optimizers_advance_once(tmp_path: Path) -> None:
-    with Capture(tmp_path / "run", start=1, min_iterations=2) as capture:
+    with Capture(tmp_path / "run", start_at=1, min_iterations=2) as capture:
         steps(Net(), 4, optimizers=2)
         assert capture.iteration == 4
     assert open_run(tmp_path / "run").iterations == [1, 2]
@@ -165,7 +165,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_training_that_is_too_short(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    capture = Capture(tmp_path / "run", start=10)
+    capture = Capture(tmp_path / "run", start_at=10)
     train(Training(steps=3), capture=capture)
     verdict = capture.close()
     assert not verdict.met

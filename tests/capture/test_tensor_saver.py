@@ -70,7 +70,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 def test_tensors_by_hand_stand_beside_those_of_hooks(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Capture(tmp_path / "run", start=1):
+    with Capture(tmp_path / "run", start_at=1):
         for _ in range(3):
             output = model(torch.randn(2, 4))
             save_tensor(output, "mine", "forward", "bf16", "softmax/scores", component="my own")
@@ -152,7 +152,7 @@ def test_a_second_program_adds_to_the_first(tmp_path: Path) -> None:
     run = open_run(logs)
     assert [(record.attempt, record.read().tolist()) for record in run.select()] == [(0, [1, 1]), (1, [2, 2])]
     assert len(run.select(attempt=1)) == 1
-    with Capture(logs, manual=True, resume=True, min_iterations=2, start=1, first_iteration=1):
+    with Capture(logs, manual=True, resume=True, min_iterations=2, start_at=1, first_iteration=1):
         save_tensor(torch.zeros(2), "linear", "forward", "bf16", "input")
     assert [(record.attempt, record.iteration) for record in open_run(logs).select()] == [(0, 0), (1, 0), (2, 1)]
     assert check_run(open_backend(logs)).findings == []

@@ -149,7 +149,7 @@ def test_a_capture_that_records_nothing_leaves_compiled_code_compiled(name: str,
         (False, True, {}, [0, 1, 1, 1]),
         (True, False, {"select": "mode=eval"}, [0, 1, 1, 1]),
         (False, False, {"advance_on": "forward"}, [0, 1, 1, 1]),
-        (False, False, {"advance_on": "forward", "start": 2, "max_iterations": 1}, [0, 1, 0, 1, 1]),
+        (False, False, {"advance_on": "forward", "start_at": 2, "max_iterations": 1}, [0, 1, 0, 1, 1]),
     ],
     ids=str,
 )
@@ -162,7 +162,7 @@ def test_which_first_iteration_runs_as_written(
 ) -> None:
     torch._dynamo.reset()
     model = Model().train("select" not in options)
-    chosen: dict[str, Any] = {"advance_on": "step", "start": 99} | options | ({"model": model} if is_given else {})
+    chosen: dict[str, Any] = {"advance_on": "step", "start_at": 99} | options | ({"model": model} if is_given else {})
     ids = torch.randint(VOCABULARY, (2, TOKENS))
     found = []
     with Capture(tmp_path / "run", **chosen) as capture:

@@ -63,7 +63,7 @@ def backend(graph, inputs):
     return run
 
 
-with Capture(sys.argv[1], advance_on="step", every=2, min_iterations=3, master=True) as capture:
+with Capture(sys.argv[1], advance_on="step", every=2, min_iterations=3, with_master=True) as capture:
     for _ in range(2):
         step(model, model)
         capture.step()

@@ -211,7 +211,7 @@ def test_gradients_under_a_fused_optimizer_with_a_scaler(tmp_path: Path) -> None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     grads = []
-    with Capture(tmp_path / "run", min_iterations=2, master=True, host_budget_nbytes=BUDGET_NBYTES):
+    with Capture(tmp_path / "run", min_iterations=2, with_master=True, host_budget_nbytes=BUDGET_NBYTES):
         for _ in range(2):
             with torch.autocast(DEVICE, dtype=torch.float16):
                 loss = model(torch.ones(4, 8, device=DEVICE)).square().mean()

@@ -22,7 +22,7 @@ from tests.device.accelerator import Accelerator
 from tests.device.conftest import SimDriver
 from tests.device.models import NUM_STEPS, Training
 
-OPTIONS: dict[str, Any] = {"host_budget_nbytes": 8 << 20, "master": True}
+OPTIONS: dict[str, Any] = {"host_budget_nbytes": 8 << 20, "with_master": True}
 
 
 def captured(
@@ -149,7 +149,7 @@ def test_a_capture_after_a_sticky_error_says_why_it_has_nothing(sim: Accelerator
     x.add_(1)
     with pytest.raises(torch.AcceleratorError, match="assert"):
         torch.accelerator.synchronize()
-    with Capture(tmp_path / "run", manual=True, min_iterations=1, **{**OPTIONS, "master": False}) as capture:
+    with Capture(tmp_path / "run", manual=True, min_iterations=1, **{**OPTIONS, "with_master": False}) as capture:
         assert save_tensor(x, "mine", "forward", "none", "x") is None
         capture.step()
     (reason,) = open_run(tmp_path / "run").status()[0].missing.values()
@@ -236,11 +236,11 @@ def test_skipped_steps_of_a_fused_optimizer_are_known_without_waiting(
 def test_layers_are_held_on_the_device_only_for_who_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = get_layer_hidden_states.__name__
     monkeypatch.delitem(vars(ranktape.capture), name, raising=False)
-    captured(tmp_path / "unasked", "sim:0", layers="all", master=False)
+    captured(tmp_path / "unasked", "sim:0", layers="all", with_master=False)
     assert get_layer_hidden_states() is None
     assert len(open_run(tmp_path / "unasked").select(layer_type="hidden")) == 4 * NUM_STEPS
     getattr(ranktape.capture, name)
-    captured(tmp_path / "asked", "sim:0", layers="all", master=False)
+    captured(tmp_path / "asked", "sim:0", layers="all", with_master=False)
     states = get_layer_hidden_states()
     assert states is not None
     assert [state.shape for state in states] == 3 * [torch.Size([2, 6, 16])]

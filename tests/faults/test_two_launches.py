@@ -25,7 +25,7 @@ def record(url: str, seed: int, *, first: int, barrier: threading.Barrier, **opt
     """Train and record with values that tell the seed; why it was refused."""
     barrier.wait()
     try:
-        trainer = LightTrainer(url, min_iterations=3, start=first, **options)
+        trainer = LightTrainer(url, min_iterations=3, start_at=first, **options)
     except RunExistsError as error:
         barrier.wait()
         return str(error)

@@ -33,9 +33,10 @@ HEAVY = ("torch", "zarr", "numpy", "numba", "matplotlib", "fsspec", "rich")
 """Packages that help must not import."""
 
 CAPTURE = {
-    "start", "every", "min_iterations", "max_iterations", "first_iteration", "quant_type", "select", "layers", "keep",
-    "master", "advance_on", "sample_dim", "compiled", "policy", "host_budget_nbytes", "block_timeout_seconds",
-    "finish_timeout_seconds", "compression", "keep_last", "stop_when_stored", "record_last", "trigger", "spill_dir",
+    "start_at", "every", "min_iterations", "max_iterations", "first_iteration", "quant_type", "select", "layers",
+    "keep", "with_master", "advance_on", "sample_dim", "compiled", "policy", "host_budget_nbytes",
+    "block_timeout_seconds", "finish_timeout_seconds", "compression", "keep_last", "stop_when_stored", "record_last",
+    "trigger", "spill_dir",
     "strict", "manual", "resume", "overwrite", "storage_options",
 }  # fmt: skip
 """The settings of a capture."""

@@ -27,12 +27,12 @@ def test_the_corpus_is_on_every_machine() -> None:
 
 def test_the_capture_fits_the_length_of_the_training() -> None:
     settings = plan_capture({"min_iterations": 3}, steps=100, quant_type="bf16")
-    assert settings == {"min_iterations": 3, "start": 20, "every": 20, "quant_type": "bf16"}
+    assert settings == {"min_iterations": 3, "start_at": 20, "every": 20, "quant_type": "bf16"}
     assert next(each for each in command.params if each.name == "min_iterations").default == NUM_ITERATIONS == 3
     short = plan_capture({"min_iterations": 3, "quant_type": "mine"}, steps=3, quant_type="bf16")
-    assert short == {"min_iterations": 3, "start": 0, "every": 1, "quant_type": "mine"}
+    assert short == {"min_iterations": 3, "start_at": 0, "every": 1, "quant_type": "mine"}
     with pytest.raises(UsageError, match="--steps 10 ends before iteration 10, the last of the 2 to capture: give 11 "):
-        plan_capture({"min_iterations": 2, "start": 5, "every": 5}, steps=10, quant_type="bf16")
+        plan_capture({"min_iterations": 2, "start_at": 5, "every": 5}, steps=10, quant_type="bf16")
 
 
 def test_the_model_is_causal_and_predicts_every_byte() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ranktape.capture.settings.options import SETTINGS, CaptureOptions
-from ranktape.capture.settings.setting import FILE_HELP, SWITCH_WORDS, Setting, is_given, shown
+from ranktape.capture.settings.setting import FILE_HELP, PREFIX, SWITCH_WORDS, Setting, is_given, shown
 from ranktape.errors import UsageError, nearest
 from ranktape.storage.places.urls import parse_storage_options
 
@@ -34,9 +34,6 @@ def legacy_environment(environment: Mapping[str, str] = os.environ) -> tuple[boo
     return SWITCH_WORDS.get(enabled, False), save_dir, int(iteration)
 
 
-PREFIX = "RANKTAPE_"
-"""What our variables begin with."""
-
 OTHER_VARIABLES = frozenset(
     PREFIX + name
     for name in (
@@ -48,7 +45,7 @@ OTHER_VARIABLES = frozenset(
 
 _URL, _FILE = "capture", "capture_config"
 
-_BY_ALIAS: dict[str, Setting] = {alias: setting for setting in SETTINGS for alias in setting.aliases}
+_BY_NAME: dict[str, Setting] = {setting.name: setting for setting in SETTINGS}
 
 
 def resolve(
@@ -80,7 +77,7 @@ def resolve(
     if iteration is not None:
         first = values.get("first_iteration", iteration)
         adds = not (values.get("resume") or values.get("overwrite"))
-        values = {"start": first, "adds": adds, **values, "first_iteration": first}
+        values = {"start_at": first, "adds": adds, **values, "first_iteration": first}
     return url, CaptureOptions(**values)
 
 
@@ -122,11 +119,11 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
             continue
         if name == _FILE:
             raise UsageError(f"{label} is not allowed: a file names no other file")
-        setting = _BY_ALIAS.get(name)
+        setting = _BY_NAME.get(name)
         if setting is None:
-            raise UsageError(f"{file}: there is no setting {key!r:.60}: {nearest(name, sorted((*_BY_ALIAS, _URL)))}")
+            raise UsageError(f"{file}: there is no setting {key!r:.60}: {nearest(name, sorted((*_BY_NAME, _URL)))}")
         if setting.name in values:
-            raise UsageError(f"{file}: {setting.name} is given twice, by two of its names: give it once")
+            raise UsageError(f"{file}: {setting.name} is given twice, with hyphens and with underscores: give it once")
         if value is not None:
             values[setting.name] = _alone(setting, value, label=label)
     return values
@@ -151,7 +148,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 def stray_variables(environment: Mapping[str, str] | None = None) -> list[str]:
     """A line for each of our variables that nobody reads, with the nearest name."""
     variables = os.environ if environment is None else environment
-    known = {*OTHER_VARIABLES, *(PREFIX + alias.upper() for alias in _BY_ALIAS)}
+    known = {*OTHER_VARIABLES, *(setting.variable for setting in SETTINGS)}
     return [
         f"the environment has {name}, which is no setting: {nearest(name, sorted(known))}"
         for name in sorted(variables)
@@ -160,15 +157,12 @@ def stray_variables(environment: Mapping[str, str] | None = None) -> list[str]:
 
 
 def _from_environment(variables: Mapping[str, str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for alias, setting in _BY_ALIAS.items():
-        name = PREFIX + alias.upper()
-        text = variables.get(name, "").strip()
-        if text and setting.name in values:
-            raise UsageError(f"{name} is given twice, by two of its names: set one of them")
-        if text:
-            values[setting.name] = _alone(setting, _of_text(setting, text, label=name), label=name)
-    return values
+    given = ((one, variables.get(one.variable, "").strip()) for one in SETTINGS)
+    return {
+        one.name: _alone(one, _of_text(one, text, label=one.variable), label=one.variable)
+        for one, text in given
+        if text
+    }
 
 
 def _alone(setting: Setting, value: Any, *, label: str) -> Any:

@@ -52,8 +52,8 @@ class CaptureOptions:
         UsageError: a value is outside of what its field allows; the message names the option.
     """
 
-    # torchrun takes --start, wherever it stands, for an abbreviation of two options of its own.
-    start: int = option(0, "First iteration to capture, counted from 0.", least=0, long_name="start_at")
+    # Not `start` and `master`: torchrun takes these flags, wherever they stand, for abbreviations of its own.
+    start_at: int = option(0, "First iteration to capture, counted from 0.", least=0)
     every: int = option(1, "Capture every N-th iteration from the first one on.", least=1)
     min_iterations: int = option(
         1, "Iterations guaranteed to be stored complete from all ranks.", least=1, most=MAX_ITERATIONS
@@ -89,11 +89,9 @@ class CaptureOptions:
     keep: str = option(
         "values", "What is kept of each tensor, unless a rule says otherwise.", choices=tuple(map(str, Keep))
     )
-    # torchrun takes --master for an abbreviation of several options of its own.
-    master: bool = option(
+    with_master: bool = option(
         False,  # noqa: FBT003  (the default)
         "Record the weights that the optimizer updates, and their reduced gradients, too.",
-        long_name="with_master",
     )
     advance_on: Any = option(
         "optimizer",
@@ -273,7 +271,7 @@ class CaptureOptions:
     @property
     def cadence(self) -> Cadence:
         """The iterations that may be captured."""
-        return Cadence(start=self.start, every=self.every, first=self.first_iteration)
+        return Cadence(start=self.start_at, every=self.every, first=self.first_iteration)
 
     @property
     def guaranteed_iterations(self) -> int:
@@ -357,19 +355,23 @@ class CaptureOptions:
         own = {"select": (), "keep": Keep.VALUES.value, "layers": None, **settings} if settings else {}
         return dataclasses.replace(self, **own)
 
+    def plain(self) -> dict[str, Any]:
+        """The settings as JSON has them, for another process: numbers and texts, without a script's own classes."""
+        values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        written: dict[str, Any] = json.loads(json.dumps(values, default=_plain))
+        return written
+
     def document(self) -> dict[str, Any]:
         """What the run's document says of the capture: JSON, without secrets."""
-        public = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        public = self.plain() | {"min_iterations": self.guaranteed_iterations}
         del public["storage_options"]
-        public["min_iterations"] = self.guaranteed_iterations
-        written: dict[str, Any] = json.loads(json.dumps(public, default=_plain))
-        return written
+        return public
 
 
 class CaptureSettings(TypedDict, total=False):
     """The keyword arguments of `Capture`: the fields of `CaptureOptions`, whose help says what each means."""
 
-    start: int
+    start_at: int
     every: int
     min_iterations: int
     max_iterations: int | None
@@ -378,7 +380,7 @@ class CaptureSettings(TypedDict, total=False):
     select: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
     layers: str | int | bool | Sequence[int] | None
     keep: str
-    master: bool
+    with_master: bool
     advance_on: Any
     sample_dim: int | None
     compiled: str

@@ -11,6 +11,9 @@ from typing import Any
 
 from ranktape.errors import UsageError
 
+PREFIX = "RANKTAPE_"
+"""What our variables begin with."""
+
 MAX_NUMBER = 2**53
 """Whole numbers above it are no number of anything: what is computed with them stays within 64 bits."""
 
@@ -54,18 +57,16 @@ class Setting:
     """Whether Python may give a value of another type, which is checked where it is read."""
     metavar: str | None = None
     """The name of its value on a help page; the type's name where None."""
-    long_name: str | None = None
-    """The name of the option where it is another."""
 
     @property
     def flag(self) -> str:
-        """The long option."""
-        return "--" + (self.long_name or self.name).replace("_", "-")
+        """The option on a command line."""
+        return "--" + self.name.replace("_", "-")
 
     @property
-    def aliases(self) -> tuple[str, ...]:
-        """The names by which a file may call it: the field's, and that of the flag."""
-        return tuple(dict.fromkeys((self.name, self.long_name or self.name)))
+    def variable(self) -> str:
+        """The variable of the environment."""
+        return PREFIX + self.name.upper()
 
     def check(self, value: Any) -> None:
         """Return if the setting allows a value.

@@ -143,7 +143,7 @@ def main(out: Path, variants: list[str]) -> None:
         plain = train(variant, capture=None)
         has_master = variant != "shared"
         options = OPTIONS if has_master else OPTIONS | {"select": "layer_type=linear,attention,embedding"}
-        capture = Capture(out / f"{variant}.run", min_iterations=STEPS, master=has_master, **options)
+        capture = Capture(out / f"{variant}.run", min_iterations=STEPS, with_master=has_master, **options)
         captured = train(variant, capture=capture)
         num_states = len(get_layer_hidden_states() or ())
         document = json.dumps({"plain": plain, "captured": captured, "num_states": num_states})

@@ -167,7 +167,7 @@ def main(out: Path, variants: list[str]) -> None:
     for variant in variants:
         recipe = recipe_of(variant)
         plain = train(recipe, capture=None)
-        capture = Capture(out / f"{variant}.run", min_iterations=STEPS, master=True, **OPTIONS)
+        capture = Capture(out / f"{variant}.run", min_iterations=STEPS, with_master=True, **OPTIONS)
         captured = train(recipe, capture=capture)
         if not (verdict := capture.close()).met:
             sys.exit(f"{variant}: {verdict.message()}")
