@@ -40,15 +40,19 @@ class Verdict:
     """
 
     level: Level
-    """What is judged."""
+
+    def _of(self, kind: str, what: str) -> float:
+        is_legacy = isinstance(self.level, LegacyLevel)
+        name = f"original_{kind.replace('flushed', 'flush')}" if is_legacy else kind
+        return float(getattr(self.level, f"{name}_{what}"))
 
     def count(self, kind: str) -> int:
-        """How many values."""
+        """Number of values."""
         return int(self._of(kind, "count"))
 
     def ratio(self, kind: str) -> float:
         """The same as a part of the values that ratios are of."""
-        return float(self._of(kind, "ratio"))
+        return self._of(kind, "ratio")
 
     def severity_by(self, *kinds: str) -> LossSeverity:
         """That of the worst of some kinds."""
@@ -65,12 +69,6 @@ class Verdict:
         kinds = ("overflow", "underflow", "flushed")
         return self.severity_by(*kinds[: 3 if isinstance(self.level, LegacyLevel) else 2]) is LossSeverity.NONE
 
-    def _of(self, kind: str, what: str) -> float:
-        is_legacy = isinstance(self.level, LegacyLevel)
-        name = f"original_{kind.replace('flushed', 'flush')}" if is_legacy else kind
-        found: float = getattr(self.level, f"{name}_{what}")
-        return found
-
 
 class Range(NamedTuple):
     """From one value to another, both included."""
@@ -83,9 +81,8 @@ class Stretch(NamedTuple):
     """Levels of one severity that follow one another, in the order of the sweep."""
 
     exponents: Range
-    """Of the scales, or offsets in `mx` mode: lowest and highest."""
+    """Of the scales, or offsets in `mx` mode."""
     num_levels: int
-    """How many."""
     overflows: bool
     """Whether each of them has the severity by overflow."""
     underflows: bool
@@ -93,24 +90,13 @@ class Stretch(NamedTuple):
 
 
 class Position(enum.StrEnum):
-    """Where among the levels the recommended one is; of the first and the last see `Direction`."""
+    """Where among the levels the recommended one is; of the first and the last see `direction_of`."""
 
     BALANCED = "balanced"
     """Between others: larger and smaller scales are no better."""
     LARGEST = "largest"
     SMALLEST = "smallest"
     ONLY = "only"
-
-
-class Direction(enum.StrEnum):
-    """Which scales beyond those that were tried may be better."""
-
-    LARGER = "larger"
-    """What is lost is lost by overflow."""
-    SMALLER = "smaller"
-    """What is lost is lost by underflow."""
-    NEITHER = "neither"
-    """The limits of the format are not what is lost by."""
 
 
 def is_lossless(level: Level) -> bool:
@@ -123,38 +109,31 @@ def keeps_nothing(levels: Sequence[Level]) -> bool:
     return bool(levels) and all(level.sqnr <= KEPT_SQNR for level in levels)
 
 
-def stretches(verdicts: Sequence[Verdict], *, severity: LossSeverity, but: Sequence[Level] = ()) -> tuple[Stretch, ...]:
-    """The runs of levels of that severity, parted where what has it changes from overflow to underflow or both.
+def _severe_stretches(verdicts: Sequence[Verdict], *, but: Sequence[Level]) -> tuple[Stretch, ...]:
+    """The runs of levels of high severity, parted where its cause changes from overflow to underflow or both.
 
     The levels of `but` belong to no run, and part those on their two sides.
     """
     spared = {id(level) for level in but}
 
     def causes(verdict: Verdict) -> tuple[bool, bool] | None:
-        if verdict.severity is not severity or id(verdict.level) in spared:
+        if verdict.severity is not LossSeverity.HIGH or id(verdict.level) in spared:
             return None
-        return verdict.severity_by("overflow") is severity, verdict.severity_by("underflow") is severity
+        overflow, underflow = map(verdict.severity_by, ("overflow", "underflow"))
+        return overflow is LossSeverity.HIGH, underflow is LossSeverity.HIGH
 
     runs = ((key, [verdict.level for verdict in run]) for key, run in itertools.groupby(verdicts, key=causes))
-    return tuple(Stretch(range_of(levels), len(levels), *key) for key, levels in runs if key is not None)
+    return tuple(Stretch(_range_of(levels), len(levels), *key) for key, levels in runs if key is not None)
 
 
-def range_of(levels: Sequence[Level]) -> Range:
+def _range_of(levels: Sequence[Level]) -> Range:
     """From the lowest to the highest exponent of at least one level."""
     exponents = [level.exponent for level in levels]
     return Range(min(exponents), max(exponents))
 
 
-def clean_range(verdicts: Sequence[Verdict]) -> Range | None:
-    """From the lowest to the highest exponent of the longest run of clean levels; None where there is none."""
-    runs = [list(run) for is_clean, run in itertools.groupby(verdicts, key=lambda one: one.is_clean) if is_clean]
-    longest = max(runs, key=len, default=None)
-    return None if longest is None else range_of([verdict.level for verdict in longest])
-
-
-def position_of(levels: Sequence[Level], recommended: Level) -> Position:
-    """Where among the levels one of them is."""
-    lowest, highest = range_of(levels)
+def _position_of(levels: Sequence[Level], recommended: Level) -> Position:
+    lowest, highest = _range_of(levels)
     if lowest == highest:
         return Position.ONLY
     if recommended.exponent == highest:
@@ -162,22 +141,22 @@ def position_of(levels: Sequence[Level], recommended: Level) -> Position:
     return Position.SMALLEST if recommended.exponent == lowest else Position.BALANCED
 
 
-def direction_of(levels: Sequence[Level], recommended: Level, *, is_tapered: bool) -> Direction:
-    """Beyond which end of the levels a better one than the recommended may lie, by what is lost there.
+def direction_of(levels: Sequence[Level], recommended: Level, *, is_tapered: bool) -> str:
+    """Which scales beyond those that were tried may be better, by what is lost there: larger, smaller or neither.
 
     A tapered format loses less in the middle of its range, so that its limits do not tell.
     """
-    position = position_of(levels, recommended)
+    position = _position_of(levels, recommended)
     by_overflow = recommended.overflow_ratio > recommended.flushed_ratio
     if keeps_nothing(levels):
-        return Direction.LARGER if by_overflow else Direction.SMALLER
+        return "larger" if by_overflow else "smaller"
     may_grow = position is Position.LARGEST or (position is Position.ONLY and by_overflow)
     if may_grow and (recommended.overflow_count > 0 or is_tapered):
-        return Direction.LARGER
+        return "larger"
     may_shrink = position is Position.SMALLEST or (position is Position.ONLY and not by_overflow)
     if may_shrink and (recommended.underflow_count > 0 or (is_tapered and position is Position.SMALLEST)):
-        return Direction.SMALLER
-    return Direction.NEITHER
+        return "smaller"
+    return "neither"
 
 
 def range_before(sweep: ScaleSweep) -> Range:
@@ -227,27 +206,48 @@ class Variation(enum.StrEnum):
     STABLE = "stable"
     """Little: any of the levels will do."""
     MODERATE = "moderate"
-    """Noticeably."""
     VARIES = "varies"
     """Much: the level has to be chosen with care."""
+
+
+def variation_of(name: str, lowest: float, highest: float) -> Variation:
+    """How much a metric depends on the level, by the legacy limits: PSNR 10 and 20 dB, cosine 0.01, MSE 10 %."""
+    if lowest == highest:
+        return Variation.STABLE
+    width = highest - lowest
+    if name == "psnr" and 10 < width <= 20:  # noqa: PLR2004 - the limits above
+        return Variation.MODERATE
+    is_stable = width <= 10 if name == "psnr" else width < (0.1 * lowest if name == "mse" else 0.01)  # noqa: PLR2004
+    return Variation.STABLE if is_stable else Variation.VARIES
 
 
 class Spread(NamedTuple):
     """How far one metric moves over the levels."""
 
     lowest: float
-    """Smallest metric of all levels."""
     highest: float
-    """Largest one; infinite for PSNR where a level loses nothing."""
+    """Infinite for PSNR where a level loses nothing."""
     deviation: float
     """Standard deviation (of the levels, not of a sample of them) of the finite metrics; 0 without any."""
     variation: Variation
-    """What that means, by the legacy limits: for MSE 10 % of the lowest, for cosine 0.01, for PSNR 10 and 20 dB."""
 
     @property
     def width(self) -> float:
         """`highest` minus `lowest`; 0 where both are infinite."""
         return 0.0 if self.lowest == self.highest else self.highest - self.lowest
+
+
+def spread_of(levels: Sequence[Level], name: str) -> Spread:
+    """How far a metric, `mse`, `cosine` or `psnr`, moves over at least one level; it may be infinite, and is no NaN."""
+    metrics = np.array([float(getattr(level, name)) for level in levels])
+    lowest, highest = float(metrics.min()), float(metrics.max())
+    deviation = 0.0
+    if lowest != highest:
+        # Divided by the largest first: squares of metrics near the ends of float64 are beyond it.
+        finite = metrics[np.isfinite(metrics)]
+        largest = float(np.abs(finite).max(initial=0.0))
+        deviation = largest * float(np.std(finite / largest)) if largest > 0 else 0.0
+    return Spread(lowest, highest, deviation, variation_of(name, lowest, highest))
 
 
 def is_square_beyond(level: Level) -> bool:
@@ -256,25 +256,6 @@ def is_square_beyond(level: Level) -> bool:
     A level with infinite errors has an infinite MSE, which is none beyond.
     """
     return (level.mse == math.inf and level.rmse < math.inf) or (level.mse == 0 and level.max_abs_error > 0)
-
-
-def spread_of(levels: Sequence[Level], name: str) -> Spread:
-    """How far a metric, `mse`, `cosine` or `psnr`, moves over at least one level; it may be infinite, and is no NaN."""
-    metrics = [float(getattr(level, name)) for level in levels]
-    lowest, highest = min(metrics), max(metrics)
-    if lowest == highest:
-        return Spread(lowest, highest, 0.0, Variation.STABLE)
-    finite = np.array([metric for metric in metrics if math.isfinite(metric)])
-    # Divided by the largest first: squares of metrics near the ends of float64 are beyond it.
-    largest = float(np.abs(finite).max(initial=0.0))
-    deviation = largest * float(np.std(finite / largest)) if largest > 0 else 0.0
-    if name == "psnr":
-        varies, stable = highest - lowest > 20, highest - lowest <= 10  # noqa: PLR2004 - the legacy tool's limits
-    else:
-        stable = highest - lowest < (0.1 * lowest if name == "mse" else 0.01)
-        varies = not stable
-    variation = Variation.VARIES if varies else Variation.STABLE if stable else Variation.MODERATE
-    return Spread(lowest, highest, deviation, variation)
 
 
 class Advice(NamedTuple):
@@ -298,46 +279,47 @@ class Recommendation:
 
     def __init__(self, sweep: ScaleSweep) -> None:
         self.sweep = sweep
-        """What is judged."""
         levels, chosen = sweep.levels, sweep.recommended
         self.verdicts = tuple(map(Verdict, levels))
         """One for each level, in their order."""
         self.recommended = None if chosen is None else Verdict(chosen)
         """The level with the best composite score, or one that is as good: see `metrics.settled`."""
         as_good = [] if chosen is None else _as_good(list(levels), chosen)
-        self.as_good: Range | None = range_of(as_good) if as_good else None
-        """Of the exponents or offsets next to the recommended one, itself included, at which no more is lost: see
+        self.as_good = _range_of(as_good) if as_good else None
+        """Exponents or offsets next to the recommended one, itself included, at which no more is lost: see
         `metrics.is_as_good`."""
         self.keeps_nothing = keeps_nothing(levels)
-        """Whether nothing is left of the tensor at any level: see `verdict.keeps_nothing`."""
+        """Whether nothing is left of the tensor at any level."""
         self.best = {name: level for name in METRICS if (level := best_by(sweep, name)) is not None}
-        """For each metric, by its field in `Level`, the best level: see `best_by`."""
+        """For each metric, by its field in `Level`, the best level."""
         scores = [level.original_score for level in levels if isinstance(level, LegacyLevel)]
         # As the tool: numpy's argmax takes NaN for the largest.
         self.original_choice = levels[int(np.argmax(scores))] if scores else None
-        """Of a legacy sweep the level that the legacy tool recommended, the first of those that it scored NaN if there
-        are any; None in other modes."""
-        self.spreads: dict[str, Spread] = (
-            {name: spread_of(levels, name) for name in ("mse", "cosine", "psnr")} if levels else {}
-        )
+        """Of a legacy sweep the level that the legacy tool recommended; None in other modes."""
+        self.spreads = {name: spread_of(levels, name) for name in ("mse", "cosine", "psnr") if levels}
         """How far these metrics move over the levels."""
         self.is_mse_beyond = any(map(is_square_beyond, levels))
         """Whether the mean squared error of a level is too large or too small for float64."""
-        self.extremes = {kind: ends for kind in ("overflow", "underflow") if (ends := _extremes(self.verdicts, kind))}
+        self.extremes: dict[str, tuple[Verdict, Verdict]] = {}
         """Of overflow and of underflow, where any level has some, the worst and the best one; the first on a tie."""
-        self.optimal = clean_range(self.verdicts)
-        """Of the exponents or offsets of the longest run of clean levels; None where none is clean."""
-        spared = [] if self.keeps_nothing else as_good
-        self.avoid: tuple[Stretch, ...] = stretches(self.verdicts, severity=LossSeverity.HIGH, but=spared)
+        for kind in ("overflow", "underflow"):
+            ratios = [verdict.ratio(kind) for verdict in self.verdicts]
+            if any(ratio > 0 for ratio in ratios):
+                worst, least = (self.verdicts[ratios.index(end(ratios))] for end in (max, min))
+                self.extremes[kind] = worst, least
+        runs = itertools.groupby(self.verdicts, key=lambda one: one.is_clean)
+        clean = [[verdict.level for verdict in run] for is_clean, run in runs if is_clean]
+        self.optimal = _range_of(max(clean, key=len)) if clean else None
+        """Exponents or offsets of the longest run of clean levels; None where none is clean."""
+        self.avoid = _severe_stretches(self.verdicts, but=[] if self.keeps_nothing else as_good)
         """Runs of levels of high severity, each with its cause; the recommended one and those as good are in none."""
         self.least_bad: Verdict | None = None
         """Where no level is without severity, the one at which the fewest values overflow or become zero."""
         self.position: Position | None = None
-        """Where the recommended level is."""
-        self.direction: Direction | None = None
-        """Which scales that were not tried may be better."""
+        self.direction = "neither"
+        """Where the recommended level is, and which scales that were not tried may be better."""
         if chosen is not None:
-            self.position = position_of(levels, chosen)
+            self.position = _position_of(levels, chosen)
             self.direction = direction_of(levels, chosen, is_tapered=bool(sweep.target.taper))
             if self.optimal is None:
                 gone = min(levels, key=lambda one: (one.overflow_ratio + one.flushed_ratio, one is not chosen))
@@ -356,12 +338,6 @@ def best_by(sweep: ScaleSweep, name: str) -> Level | None:
     is_beyond = any(map(is_square_beyond, sweep.levels))
     found = sweep.best(METRICS["rmse" if name == "mse" and is_beyond else name].goodness)
     return None if found is None else sweep.settled(found)
-
-
-def _extremes(verdicts: Sequence[Verdict], kind: str) -> tuple[Verdict, Verdict] | None:
-    if not any(verdict.ratio(kind) > 0 for verdict in verdicts):
-        return None
-    return max(verdicts, key=lambda one: one.ratio(kind)), min(verdicts, key=lambda one: one.ratio(kind))
 
 
 def _as_good(levels: list[Level], chosen: Level) -> list[Level]:
@@ -442,7 +418,7 @@ def _conclusion(found: Recommendation, level: Level) -> list[str]:
             said.append(f"{_levels(found, ties)} are equally good: no more is lost there, to 0.01 dB of SQNR")
         if is_lossless(level):
             said.append("nothing is lost there")
-        elif found.position is not None and found.direction is not None:
+        elif found.position is not None:
             said.append(_OF_POSITION[found.position] + _OF_DIRECTION.get((found.position, found.direction), ""))
     if found.original_choice is not None:
         exponent = found.original_choice.exponent
@@ -459,12 +435,12 @@ _OF_POSITION = {
 }
 
 _OF_DIRECTION = {
-    (Position.LARGEST, Direction.LARGER): "a larger one may be better",
-    (Position.LARGEST, Direction.NEITHER): "nothing overflows there, so that a larger one will hardly be better",
-    (Position.SMALLEST, Direction.SMALLER): "a smaller one may be better",
-    (Position.SMALLEST, Direction.NEITHER): "nothing underflows there, so that a smaller one will hardly be better",
-    (Position.ONLY, Direction.LARGER): ": values overflow, a larger one may be better",
-    (Position.ONLY, Direction.SMALLER): ": values underflow, a smaller one may be better",
+    (Position.LARGEST, "larger"): "a larger one may be better",
+    (Position.LARGEST, "neither"): "nothing overflows there, so that a larger one will hardly be better",
+    (Position.SMALLEST, "smaller"): "a smaller one may be better",
+    (Position.SMALLEST, "neither"): "nothing underflows there, so that a smaller one will hardly be better",
+    (Position.ONLY, "larger"): ": values overflow, a larger one may be better",
+    (Position.ONLY, "smaller"): ": values underflow, a smaller one may be better",
 }
 
 
