@@ -68,6 +68,12 @@ def test_what_is_declared_and_not_there_is_refused_before_memory_is_taken(tmp_pa
         read_header(path)
 
 
+def test_no_value_beyond_the_file_is_listed_of_a_folder(tmp_path: Path) -> None:
+    path = archive(tmp_path / "metadata.pt", DECLARED["another storage type"], data__0=bytes(16), byteorder=b"little")
+    with pytest.raises(DataError, match="fewer values than it declares"):
+        read_plain(path)
+
+
 CYCLE = b"\x80\x02}q\x00(" + text("metadata") + b"h\x00" + text("tensor") + b"h\x00u."
 DOUBLED = b"\x80\x02]q\x00" + b"".join(b"](h\x00h\x00eq\x00" for _ in range(80))
 BOMBS = {

@@ -85,9 +85,7 @@ def read_header(path: Path, *, is_first_enough: bool = False) -> TensorFile:
     """
     payload, largest = _load(path, is_mapped=True)
     tensor = _tensor_of(payload, path, is_first_enough=is_first_enough)
-    # Torch believes what the pickle says of the length of a member.
-    if tensor.numel() and largest is not None and tensor.untyped_storage().nbytes() > largest:
-        raise DataError(f"{path} is damaged or cut off: it holds fewer values than it declares")
+    _check_held(tensor, largest, path)
     described = payload if isinstance(payload, dict) else {}
     return TensorFile(
         dtype=_dtype_of(tensor),
@@ -108,11 +106,12 @@ def read_plain(path: Path) -> Any:
     def listed(tensor: torch.Tensor) -> dict[str, Any] | None:
         if tensor.numel() > MAX_LISTED or tensor.is_complex():
             return None
+        _check_held(tensor, largest, path)
         numbers = (tensor.double() if tensor.is_floating_point() else tensor).reshape(-1).tolist()
         finite = [number if math.isfinite(number) else str(number) for number in numbers]
         return {"tensor": _dtype_of(tensor), "shape": list(tensor.shape), "values": finite}
 
-    payload, _ = _load(path, is_mapped=True)
+    payload, largest = _load(path, is_mapped=True)
     return plain(payload, path, max_characters=MAX_FOLDER_CHARACTERS, listed=listed)
 
 
@@ -195,6 +194,12 @@ def _loaded(path: Path, *, is_mapped: bool) -> Any:
             f"{path} is not read: it is damaged, or holds what is neither a dense tensor nor plain data; nothing of it "
             f"was run ({reason})"
         ) from error
+
+
+def _check_held(tensor: torch.Tensor, largest: int | None, path: Path) -> None:
+    """Refuse a tensor of an archive that declares more than any member holds: torch believes what the pickle says."""
+    if tensor.numel() and largest is not None and tensor.untyped_storage().nbytes() > largest:
+        raise DataError(f"{path} is damaged or cut off: it holds fewer values than it declares")
 
 
 def _tensor_of(payload: Any, path: Path, *, is_first_enough: bool) -> torch.Tensor:
