@@ -12,7 +12,7 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,10 +124,9 @@ def _file_name(record: Record, *, sample: int | None, names: set[str]) -> str:
     """
     if not 0 <= record.timestamp <= LAST_SECOND:
         raise DataError(f"{record!r} was recorded {record.timestamp} s after 1970, which no name can hold")
-    only = record.sample_ids[0] if record.sample_ids is not None and len(record.sample_ids) == 1 else None
+    only = _only(record.sample_ids)
     shared = ("iteration", "layer_type", "phase", "component", "quant_type", "rank", "tensor_name")
-    fields: dict[str, Any] = {field: getattr(record, field) for field in shared}
-    fields |= {
+    fields: dict[str, Any] = {field: getattr(record, field) for field in shared} | {
         "timestamp": name_timestamp(record.timestamp),
         "layer_idx": None if record.layer_idx < 0 else record.layer_idx,
         "operation": Operation(record.operation),
@@ -140,30 +139,35 @@ def _file_name(record: Record, *, sample: int | None, names: set[str]) -> str:
     return name
 
 
+def _only(ids: Sequence[Any] | None) -> Any:
+    """The one sample of several; None where there is not one."""
+    return ids[0] if ids is not None and len(ids) == 1 else None
+
+
 def _embedded(record: Record, values: Any, *, sample: int | None = None) -> dict[str, Any]:
     """The record as the file has it under `RECORD_KEY`."""
     own = {name: value for name, value in record.info.to_json().items() if name not in _NOT_EMBEDDED}
     own["record_checksum"] = checksum(values)
     if sample is not None:
-        ids = record.sample_ids or []
+        ids, placement = record.sample_ids or [], None
+        dim, size = record.sample_dim, [record.shape[record.sample_dim or 0]]
+        shape = None if record.placement is None else record.placement.get("global_shape")
+        # Where ranks have different samples, one of them is whole.
+        if (
+            record.placement is not None
+            and dim is not None
+            and isinstance(shape, list)
+            and shape[dim : dim + 1] == size
+        ):
+            placement = {**record.placement, "global_shape": [*shape[:dim], 1, *shape[dim + 1 :]]}
         only = ids[sample] if sample < len(ids) else sample
-        own |= {"sample_ids": [only], "batch_size": 1, "placement": _placement_of_one(record)}
+        own |= {"sample_ids": [only], "batch_size": 1, "placement": placement}
     return own
-
-
-def _placement_of_one(record: Record) -> dict[str, Any] | None:
-    """The placement of one sample of a shard; None where ranks have different samples, and it is whole for one."""
-    placement, dim = record.placement, record.sample_dim
-    shape = None if placement is None else placement.get("global_shape")
-    if placement is None or dim is None or not isinstance(shape, list) or shape[dim : dim + 1] != [record.shape[dim]]:
-        return None
-    return {**placement, "global_shape": [*shape[:dim], 1, *shape[dim + 1 :]]}
 
 
 def _words(record: Record, values: Any, own: Mapping[str, Any]) -> dict[str, Any]:
     """What stands beside the tensor, as the legacy saver had it."""
     shared = ("layer_type", "operation", "quant_type", "tensor_name", "layer_idx", "phase", "component", "rank")
-    only = own["sample_ids"][0] if own["sample_ids"] is not None and len(own["sample_ids"]) == 1 else None
     date, time = name_timestamp(record.timestamp).split("_")
     return {
         "tensor_info": _tensor_info(record.dtype, values, measure(values, sample_dim=None)),
@@ -171,7 +175,7 @@ def _words(record: Record, values: Any, own: Mapping[str, Any]) -> dict[str, Any
             **(record.metadata or {}),
             **{name: getattr(record, name) for name in shared},
             "iteration": record.iteration,
-            "sample_idx": only,
+            "sample_idx": _only(own["sample_ids"]),
             "save_time": f"{date[:4]}-{date[4:6]}-{date[6:]} {time[:2]}:{time[2:4]}:{time[4:]}",
             RECORD_KEY: dict(own),
         },
@@ -231,11 +235,11 @@ def _export_layers(records: Records, files: _Files, *, on_record: Callable[[], o
         del of_each[stem]["record_checksum"]
         on_record()
     files.put_plain(STATISTICS, statistics)
-    first = next(iter(chosen.values()))
     # What the folder that the records come from says of itself, if they come from one.
-    said = [((record.metadata or {}).get("folder") or {}).get("metadata") for record in chosen.values()]
-    folder = said[0] if isinstance(said[0], dict) and all(one == said[0] for one in said) else {}
-    of_all = {name: getattr(first, name) for name in ("iteration", "rank", "microbatch", "call", "quant_type")}
+    first, *others = [((record.metadata or {}).get("folder") or {}).get("metadata") for record in chosen.values()]
+    folder = first if isinstance(first, dict) and all(one == first for one in others) else {}
+    record = next(iter(chosen.values()))
+    of_all = {name: getattr(record, name) for name in ("iteration", "rank", "microbatch", "call", "quant_type")}
     files.put_plain(METADATA, {**folder, "num_outputs": len(chosen), **of_all, RECORD_KEY: of_each})
 
 
@@ -252,9 +256,9 @@ def _layer_outputs(records: Records) -> dict[str, Record]:
     # What enters the first layer, where it is there; not the parts that a model may add up to it, such as positions.
     enters = bool(len(outputs.where("layer_type == 'embedding' and component == 'hidden'")))
     for record in outputs:
-        if enters and record.layer_type == "embedding" and record.component != "hidden":
-            continue
         is_hidden = record.layer_type == "hidden"
+        if enters and not is_hidden and record.component != "hidden":
+            continue
         if is_hidden and record.layer_idx < 0:
             raise UsageError(f"layer {record.layer_idx} has no output file: layers count from 0")
         name = format_layer_output_name(record.layer_idx if is_hidden else -1)
@@ -274,18 +278,24 @@ class _Files:
     def __init__(self, folder: Path, *, overwrite: bool) -> None:
         self.report = ExportReport()
         """What was done so far."""
-        self._folder = folder
-        self._overwrite = overwrite
+        self._folder, self._overwrite = folder, overwrite
         with writing(folder, what="folder", option="folder"):
             folder.mkdir(parents=True, exist_ok=True)
 
     def put(self, name: str, values: Any, *, record: Record, own: Mapping[str, Any] | None) -> None:
         """A file with a tensor; with what the legacy saver wrote beside it, `own` among it, unless that is None."""
-        if self._is_there(name, lambda path: _holds(path, values, own)):
-            return
-        tensor = as_tensor(values, record.dtype)
-        self._write(name, tensor if own is None else {"tensor": tensor, **_words(record, values, own)})
-        self.report.nbytes += values.nbytes
+        embedded = None if own is None else json.loads(json.dumps(own))
+
+        def is_same(path: Path) -> bool:
+            header = read_header(path)
+            said = header.metadata.get(RECORD_KEY) if isinstance(header.metadata, dict) else None
+            is_alike = said == embedded and header.shape == values.shape
+            return is_alike and checksum(read_values(path, header)) == checksum(values)
+
+        if not self._is_there(name, is_same):
+            tensor = as_tensor(values, record.dtype)
+            self._write(name, tensor if own is None else {"tensor": tensor, **_words(record, values, own)})
+            self.report.nbytes += values.nbytes
 
     def put_plain(self, name: str, document: Mapping[str, Any]) -> None:
         """A file of plain data, with tensors where `read_plain` lists some."""
@@ -323,13 +333,6 @@ class _Files:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
         self.report.num_written += 1
-
-
-def _holds(path: Path, values: Any, own: Mapping[str, Any] | None) -> bool:
-    header = read_header(path)
-    said = (header.metadata or {}).get(RECORD_KEY) if isinstance(header.metadata, dict) else None
-    same_words = said == (None if own is None else json.loads(json.dumps(own)))
-    return same_words and header.shape == values.shape and checksum(read_values(path, header)) == checksum(values)
 
 
 def as_tensor(values: Any, dtype: str) -> torch.Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import os
 import re
 import threading
@@ -37,13 +38,12 @@ from ranktape.analyze.legacy.names import (
 from ranktape.analyze.legacy.payload import TensorFile, read_header, read_plain, read_values
 from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.errors import DataError, StorageError, UsageError
-from ranktape.fields import JSON_FIELDS, OPTIONAL_INT_FIELDS
+from ranktape.fields import JSON_FIELDS
 from ranktape.storage.format.arrays import checksum, split
 from ranktape.storage.format.catalogue import Catalogue, empty_catalogue
 from ranktape.storage.format.documents import for_each
 from ranktape.storage.format.dtypes import DTYPES
 from ranktape.storage.format.record_info import (
-    EXTREMES,
     MAX_TERM_LENGTH,
     Keep,
     Mode,
@@ -94,19 +94,6 @@ _UNTAGGED: dict[str, Any] = {
 """What a file is taken for that says nothing."""
 
 
-def given_fields(words: Any, *, stem: str) -> dict[str, Any]:
-    """The fields of one output of a layer that the `metadata.pt` of its folder says; none that no record can hold.
-
-    Our export writes those of all outputs together, and under `RECORD_KEY` those of each.
-    """
-    known = words if isinstance(words, Mapping) else {}
-    of_each = known.get(RECORD_KEY)
-    own = of_each.get(stem) if isinstance(of_each, Mapping) else None
-    found = {name: known[name] for name in _OF_ALL_OUTPUTS if name in known}
-    found |= own if isinstance(own, Mapping) else {}
-    return {name: value for name, value in found.items() if name in _OWN_FIELDS and _OWN_FIELDS[name](value)}
-
-
 def _is_number(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MAX_NUMBER
 
@@ -137,15 +124,28 @@ _OWN_FIELDS: dict[str, Callable[[Any], bool]] = {
 """The fields that our export embeds, and what each may hold."""
 
 
+def _given_fields(words: Any, *, stem: str) -> dict[str, Any]:
+    """The fields of one output of a layer that the `metadata.pt` of its folder says; none that no record can hold.
+
+    Our export writes those of all outputs together, and under `RECORD_KEY` those of each.
+    """
+    known = words if isinstance(words, Mapping) else {}
+    of_each = known.get(RECORD_KEY)
+    own = of_each.get(stem) if isinstance(of_each, Mapping) else None
+    found = {name: known[name] for name in _OF_ALL_OUTPUTS if name in known}
+    found |= own if isinstance(own, Mapping) else {}
+    return {name: value for name, value in found.items() if name in _OWN_FIELDS and _OWN_FIELDS[name](value)}
+
+
 def _own_fields(own: Mapping[str, Any], header: TensorFile, *, place: Path) -> dict[str, Any]:
+    """The fields that our export embedded; one that no record can hold is an error."""
     found = {field: own[field] for field in _OWN_FIELDS if field in own}
     for field, value in found.items():
         if not _OWN_FIELDS[field](value):
             raise DataError(f"{place} says {field}={str(value)[:60]!r} of its tensor, which no record can hold")
-    dim = found.get("sample_dim")
+    dim, ids = found.get("sample_dim"), found.get("sample_ids")
     if dim is not None and dim >= len(header.shape):
         raise DataError(f"{place} says sample_dim={dim} of a tensor of {len(header.shape)} dimensions")
-    ids = found.get("sample_ids")
     if dim is not None and ids is not None and len(ids) != header.shape[dim]:
         raise DataError(f"{place} names {len(ids)} samples of a tensor of {header.shape[dim]}")
     return found
@@ -173,7 +173,7 @@ class SourceFile:
         file_name: TensorFileName | None,
         layer: int | None,
         said: Any = None,
-        fields: Mapping[str, Any] | None = None,
+        given: Mapping[str, Any] | None = None,
         is_first_enough: bool = False,
     ) -> None:
         """What its name and its folder say: in the folder's own words as `said`, and as fields of the record."""
@@ -185,11 +185,10 @@ class SourceFile:
         """How many tensors of the same fields were written before it."""
         self.site = path.name
         """What the record says of where it is: the name, or where that is not plain ASCII what stands for it."""
-        self._layer, self._said = layer, said
-        self._given: Mapping[str, Any] = fields or {}
+        self._layer, self._said, self._given = layer, said, given or {}
+        self._is_first_enough = is_first_enough
         self.named = self._named()
         """The fields of the record that need not be looked up in the file."""
-        self._is_first_enough = is_first_enough
         self._header: TensorFile | None = None
         self._fields: dict[str, Any] | None = None
         self._measured: tuple[Overflow, str] | None = None
@@ -247,7 +246,7 @@ class SourceFile:
         if named is None:
             return {}
         fields: dict[str, Any] = {tag: str(getattr(named, tag)) for tag in TAGS[:-1]}
-        numbers = {number: getattr(named, number) for number in ("iteration", "rank")}
+        numbers = {"iteration": named.iteration, "rank": named.rank}
         fields |= {number: value for number, value in numbers.items() if value is not None}
         fields["layer_idx"] = -1 if named.layer_idx is None else named.layer_idx
         # A name of theirs that is another one of ours may stand in a file of ours, which says so inside.
@@ -298,9 +297,9 @@ class SourceFile:
         the two first dimensions of three or more: batches came first or second there, and the other one counts tokens
         or heads.
         """
+        is_hidden = len(shape) == len(_HIDDEN_LAYOUT)
         if self._layer is not None:
-            is_known = len(shape) == len(_HIDDEN_LAYOUT)
-            return {"sample_dim": 0, "batch_size": shape[0], "layout": _HIDDEN_LAYOUT} if is_known else {}
+            return {"sample_dim": 0, "batch_size": shape[0], "layout": _HIDDEN_LAYOUT} if is_hidden else {}
         if is_parameter(tensor_name):
             return {}
         if not _is_number(size):
@@ -327,8 +326,7 @@ class FileTable:
         """0 for what names say, 1 for what files say, 2 for what values say."""
         if field.startswith("overflow") or field == "checksum":
             return 2
-        is_named = field in {*_FIXED, "site", SOURCE} or all(field in file.named for file in self.files)
-        return 0 if is_named else 1
+        return int(field not in {*_FIXED, "site", SOURCE} and any(field not in file.named for file in self.files))
 
     def group_of(self, row: int) -> str:  # noqa: ARG002 - the Protocol's signature
         """The folder itself: files lie side by side."""
@@ -340,10 +338,10 @@ class FileTable:
         if name in JSON_FIELDS or name == "overflow.per_sample":
             values = [json.dumps(value, separators=(",", ":")) if name != "metadata" else value for value in values]
         like = _empty().column(name)
-        if not isinstance(like, StringColumn):
-            with np.errstate(over="ignore"):  # an extreme beyond the column's type is infinite there
-                return np.array(values, dtype=like.dtype)
-        return StringColumn.of(values)
+        if isinstance(like, StringColumn):
+            return StringColumn.of(values)
+        with np.errstate(over="ignore"):  # an extreme beyond the column's type is infinite there
+            return np.array([math.nan if value is None else value for value in values], dtype=like.dtype)
 
     def _values(self, name: str) -> list[Any]:
         if name in _FIXED:
@@ -354,14 +352,11 @@ class FileTable:
             measured = for_each(SourceFile.measured, self.files, at_once=NUM_THREADS)
             if name == "checksum":
                 return [int(text.partition(":")[2], 16) for _, text in measured]
-            _, *path = name.split(".")
-            found = [functools.reduce(getattr, path, overflow) for overflow, _ in measured]
-            return [_number(value) for value in found] if path[0] in EXTREMES else found
+            return [functools.reduce(getattr, name.split(".")[1:], overflow) for overflow, _ in measured]
         if name == "numel":
-            return [int(np.prod(shape, dtype=np.int64)) for shape in self._values("shape")]
+            return [math.prod(shape) for shape in self._values("shape")]
         for_each(SourceFile.fields, [file for file in self.files if name not in file.named], at_once=NUM_THREADS)
-        values = [file.field(name) for file in self.files]
-        return [_number(value) for value in values] if name in OPTIONAL_INT_FIELDS else values
+        return [file.field(name) for file in self.files]
 
     def read(self, record: Record, *, sample: int | None) -> Any:
         """The values of a record; with `sample` of one sample, without the dimension of samples."""
@@ -389,10 +384,6 @@ def _empty() -> Catalogue:
     return empty_catalogue()
 
 
-def _number(value: Any) -> Any:
-    return float("nan") if value is None else value
-
-
 class Folder:
     """The tensors of a folder, or of one file; `select` answers as that of a run does."""
 
@@ -413,16 +404,14 @@ class Folder:
         """Names that no tool wrote whose files we read, and links that lead out of the folder."""
         self.unreadable: dict[str, str] = {}
         """For each file that was left out the reason."""
-        paths = [path] if path.is_file() else self._list(path)
-        self._any_name = any_name
-        self._said = self._descriptions(paths)
-        files = list(filter(None, (self._file(entry, is_alone=path.is_file()) for entry in paths)))
-        if skip_unreadable:
-            files = self._readable(files)
-        elif self.unreadable:
+        self._any_name, is_alone = any_name, path.is_file()
+        paths = [path] if is_alone else self._list(path)
+        said = self._descriptions(paths)
+        files = list(filter(None, (self._file(entry, said, is_alone=is_alone) for entry in paths)))
+        if self.unreadable and not skip_unreadable:
             raise DataError(next(iter(self.unreadable.values())))
-        if any_name:
-            self._readable(file for file in files if not file.named)
+        if skip_unreadable or any_name:
+            self._open(file for file in files if skip_unreadable or not file.named)
             files = [file for file in files if file.path.name not in self.unreadable]
         unnamed = [file for file in files if not {"iteration", "rank"} <= file.named.keys()]
         for_each(SourceFile.fields, unnamed, at_once=NUM_THREADS)
@@ -431,8 +420,7 @@ class Folder:
         """Every file that was taken for one of ours, whether it can be read or not."""
         self.files: Sequence[SourceFile] = sorted(files, key=_order)
         """The files with a tensor, in the order of iteration, rank and writing."""
-        _number_calls(self.files)
-        _name_sites(self.files)
+        _tell_apart(self.files)
         self.iterations = sorted({file.field("iteration") for file in self.files})
         """The iterations that files are of, ascending."""
 
@@ -480,29 +468,28 @@ class Folder:
                     self.unreadable[path.name] = str(error)
         return found
 
-    def _file(self, path: Path, *, is_alone: bool) -> SourceFile | None:
-        layer = parse_layer_output_name(path.name)
+    def _file(self, path: Path, folder_said: Mapping[str, Any], *, is_alone: bool) -> SourceFile | None:
         if path.name in {STATISTICS, METADATA}:
             return None
+        layer = parse_layer_output_name(path.name)
+        first: dict[str, Any] = {"is_first_enough": self._any_name}
         if layer is None:
             file_name = parse_tensor_file_name(path.name)
             if file_name is None and not is_alone and not (self._any_name and path.suffix == ".pt"):
                 self.foreign.append(path.name)
                 return None
-            return SourceFile(path, file_name=file_name, layer=None, is_first_enough=self._any_name)
-        statistics, words = self._said.get("statistics"), self._said.get("metadata")
+            return SourceFile(path, file_name=file_name, layer=None, **first)
+        statistics, words = folder_said.get("statistics"), folder_said.get("metadata")
         keys = (path.stem, path.stem.removesuffix("_output"), "layer_0" if path.stem.startswith("embedding") else "")
         known = statistics if isinstance(statistics, dict) else {}
         own = next((known[key] for key in keys if key in known), None)
         shown = {key: word for key, word in words.items() if key != RECORD_KEY} if isinstance(words, dict) else words
         said = {name: entry for name, entry in (("metadata", shown), ("statistics", own)) if entry is not None}
-        fields = given_fields(words, stem=path.stem)
-        return SourceFile(
-            path, file_name=None, layer=layer, said=said or None, fields=fields, is_first_enough=self._any_name
-        )
+        given = _given_fields(words, stem=path.stem)
+        return SourceFile(path, file_name=None, layer=layer, said=said or None, given=given, **first)
 
-    def _readable(self, files: Iterable[SourceFile]) -> list[SourceFile]:
-        """Those that can be read; why others cannot is noted."""
+    def _open(self, files: Iterable[SourceFile]) -> None:
+        """Read what files say; why one cannot be read is noted."""
 
         def reason(file: SourceFile) -> str | None:
             try:
@@ -514,7 +501,6 @@ class Folder:
         listed = list(files)
         reasons = for_each(reason, listed, at_once=NUM_THREADS)
         self.unreadable |= {file.path.name: why for file, why in zip(listed, reasons, strict=True) if why is not None}
-        return [file for file, why in zip(listed, reasons, strict=True) if why is None]
 
 
 def _order(file: SourceFile) -> tuple[Any, ...]:
@@ -522,9 +508,12 @@ def _order(file: SourceFile) -> tuple[Any, ...]:
     return (file.field("iteration"), file.field("rank"), *written, file.field("layer_idx"), file.path.name)
 
 
-def _name_sites(files: Sequence[SourceFile]) -> None:
-    """Give each file a name that a record may have, and no other file has: other letters than ASCII's are escaped."""
-    taken = {file.path.name for file in files}
+def _tell_apart(files: Sequence[SourceFile]) -> None:
+    """Give each file what no other one has: the nth of the same fields is their nth call, and sites are unlike.
+
+    A site is a name that a record may have: other letters than ASCII's are escaped.
+    """
+    taken, seen = {file.path.name for file in files}, Counter[tuple[Any, ...]]()
     for file in files:
         name = file.path.name
         if not (name.isascii() and name.isprintable()):
@@ -532,14 +521,7 @@ def _name_sites(files: Sequence[SourceFile]) -> None:
             while file.site in taken:
                 file.site += "~"
             taken.add(file.site)
-
-
-def _number_calls(files: Sequence[SourceFile]) -> None:
-    """Tell apart what the names do not: the nth file of the same fields is its nth call."""
-    seen: Counter[tuple[Any, ...]] = Counter()
-    for file in files:
-        file_name = file.file_name
-        name = file.path.name if file_name is None else file_name.tensor_name
-        key = (file.field("iteration"), file.field("rank"), name, *sorted(map(str, file.named.items())))
+        tensor = name if file.file_name is None else file.file_name.tensor_name
+        key = (file.field("iteration"), file.field("rank"), tensor, *sorted(map(str, file.named.items())))
         file.call = seen[key]
         seen[key] += 1

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -108,13 +109,17 @@ def import_folder(
             overwrite=overwrite,
         )
         writers = [RankWriter(backend, attempt=attempt, rank=rank, environment=source) for rank in launch.ranks]
-        job = _Import(writers, attempt, left_out, is_skipping=skip_unreadable, on_record=on_record)
+        sizes: list[int] = []
         problems: dict[str, str] = {}
         reason = "the import was interrupted"
         try:
             for iteration in sorted(places.keys() - set(attempt.completed)):
                 open_iteration(backend, attempt=attempt, iteration=iteration)
-                job.store(iteration, places[iteration])
+                for nbytes in _store(
+                    iteration, places[iteration], writers, attempt, left_out=left_out, is_skipping=skip_unreadable
+                ):
+                    sizes.append(nbytes)
+                    on_record()
                 finish_iteration(backend, attempt=attempt, iteration=iteration)
             reason = "the folder is imported"
         except RanktapeError as error:
@@ -124,7 +129,7 @@ def import_folder(
             for writer in writers:
                 writer.close(reason=reason)
             verdict = write_verdict(backend, attempt=attempt, problems=problems)
-        return ImportReport(verdict=verdict, num_records=job.num_records, nbytes=job.nbytes, left_out=left_out)
+        return ImportReport(verdict=verdict, num_records=len(sizes), nbytes=sum(sizes), left_out=left_out)
 
 
 def _of_fitting_ranks(folder: Folder, left_out: dict[str, str], *, is_skipping: bool) -> Sequence[SourceFile]:
@@ -178,67 +183,51 @@ def _imported_before(
     return None
 
 
-@dataclass(slots=True)
-class _Import:
-    """One import on its way."""
+def _store(
+    iteration: int,
+    files: Mapping[int, Sequence[SourceFile]],
+    writers: Sequence[RankWriter],
+    attempt: Attempt,
+    *,
+    left_out: dict[str, str],
+    is_skipping: bool,
+) -> Iterator[int]:
+    """Store and commit an iteration of every rank, and give the bytes of each tensor that was stored.
 
-    writers: Sequence[RankWriter]
-    """Of each rank."""
-    attempt: Attempt
-    """That it is."""
-    left_out: dict[str, str]
-    """For each file that is not in the run the reason."""
-    _: KW_ONLY
-    is_skipping: bool
-    """Whether a file that cannot be stored is left out."""
-    on_record: Callable[[], object]
-    """Called after each tensor."""
-    num_records: int = 0
-    """Tensors stored so far."""
-    nbytes: int = 0
-    """Bytes of their values."""
-
-    def store(self, iteration: int, files: Mapping[int, Sequence[SourceFile]]) -> None:
-        """Store and commit an iteration of every rank."""
-        for rank, writer in enumerate(self.writers):
-            own = files.get(rank, ())
-            taken: set[str] = set()
-            stored = [self._store_file(file, writer, taken) for file in own]
-            missed = {
-                name: reason
-                for name, reason in self.left_out.items()
-                if (file_name := parse_tensor_file_name(name)) is not None
-                and (file_name.iteration, file_name.rank) == (iteration, rank)
-            }
-            expected = sorted({*missed, *(file.path.name for file in own)})
-            writer.commit(iteration, expected=expected if any(stored) else [], silent_sites=missed)
-
-    def _store_file(self, file: SourceFile, writer: RankWriter, taken: set[str]) -> bool:
-        """Store one tensor; whether it could be read."""
-        try:
-            values, overflow, checksum = file.values_measured()
-            fields = {name: value for name, value in file.fields().items() if name != "record_checksum"}
-            fields |= {"metadata": json.loads(fields["metadata"]), "attempt": self.attempt.number}
-            info = _distinct(RecordInfo(**fields, overflow=overflow, checksum=checksum), taken, place=str(file.path))
-        except (DataError, StorageError, UsageError) as error:
-            if not self.is_skipping:
-                raise
-            self.left_out[file.path.name] = str(error)
-            return False
-        writer.write(np.ascontiguousarray(values).reshape(info.shape), info=info)
-        self.num_records += 1
-        self.nbytes += info.nbytes
-        self.on_record()
-        return True
+    With `is_skipping` a file that cannot be stored is added to `left_out`.
+    """
+    for rank, writer in enumerate(writers):
+        own = files.get(rank, ())
+        taken: set[str] = set()
+        for file in own:
+            try:
+                values, overflow, checksum = file.values_measured()
+                fields = {name: value for name, value in file.fields().items() if name != "record_checksum"}
+                fields |= {"metadata": json.loads(fields["metadata"]), "attempt": attempt.number}
+                info = _distinct(RecordInfo(**fields, overflow=overflow, checksum=checksum), taken, place=file.path)
+            except (DataError, StorageError, UsageError) as error:
+                if not is_skipping:
+                    raise
+                left_out[file.path.name] = str(error)
+                continue
+            writer.write(np.ascontiguousarray(values).reshape(info.shape), info=info)
+            yield info.nbytes
+        missed = {
+            name: reason
+            for name, reason in left_out.items()
+            if (file_name := parse_tensor_file_name(name)) is not None
+            and (file_name.iteration, file_name.rank) == (iteration, rank)
+        }
+        expected = sorted({*missed, *(file.path.name for file in own)}) if taken else []
+        writer.commit(iteration, expected=expected, silent_sites=missed)
 
 
-def _distinct(info: RecordInfo, taken: set[str], *, place: str) -> RecordInfo:
+def _distinct(info: RecordInfo, taken: set[str], *, place: Path) -> RecordInfo:
     """The identity under a call of its own: files of single samples share one, and so do names that say little."""
-    found = info
     try:
-        while (path := site_path(found)) in taken:
-            found = dataclasses.replace(found, call=found.call + 1)
+        while (path := site_path(info)) in taken:
+            info = dataclasses.replace(info, call=info.call + 1)
     except UsageError as error:
         raise UsageError(f"{place} cannot be stored: {error}, or leave the file out with --skip-unreadable") from error
     taken.add(path)
-    return found
+    return info

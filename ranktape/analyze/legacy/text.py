@@ -66,27 +66,24 @@ def parameter_lines(sweep: ScaleSweep) -> Iterator[str]:
         yield f"Value Range: [{sweep.minimum:.6e}, {sweep.maximum:.6e}]"
     if sweep.largest:
         yield f"Largest Magnitude: {sweep.largest:.6e}, Smallest Nonzero Magnitude: {sweep.smallest:.6e}"
-    row = sweep.target
+    row, options = sweep.target, sweep.options
     yield f"Format: {_format_name(sweep)}"
     yield f"Max Normal: {row.maximum:.6e}, Min Normal: {row.min_normal:.6e}, Min Subnormal: {row.min_subnormal:.6e}"
     yield f"Mode: {sweep.mode.value} ({MODE_WORDS[sweep.mode]})"
-    options = sweep.options
     if sweep.mode is SweepMode.CHANNEL:
         yield f"Axis: {options.axis}"
     if sweep.mode is SweepMode.MX:
         yield f"Block Size: {sweep.scheme.block_size}, Axis: {options.axis}"
-        if sweep.scheme.has_tensor_scale:
-            yield "Scales: fp8_e4m3 for each block, float32 for the tensor"
-        else:
-            yield f"Scale Rule: {options.rule.value}, Scale Bits: {options.bits}"
+        rule = f"Scale Rule: {options.rule.value}, Scale Bits: {options.bits}"
+        yield "Scales: fp8_e4m3 for each block, float32 for the tensor" if sweep.scheme.has_tensor_scale else rule
     yield f"Rounding: {rounding_of(sweep)}"
     if counted_as(sweep):
         yield "Original counts are those of the older tool, of all elements: overflow above the largest value,"
         yield "  underflow below the smallest subnormal value, flushed below the smallest normal value"
     if sweep.levels:
-        first, last = sweep.levels[0].exponent, sweep.levels[-1].exponent
+        ends = f"{exponent_text(sweep.levels[0].exponent)} to {exponent_text(sweep.levels[-1].exponent)}"
         what = "Scale Offsets" if sweep.has_offsets else "Scale Exponents"
-        yield f"{what}: {exponent_text(first)} to {exponent_text(last)}, {number_of(len(sweep.levels), 'level')}"
+        yield f"{what}: {ends}, {number_of(len(sweep.levels), 'level')}"
     if sweep.note:
         yield f"Note: {sweep.note}"
 
@@ -95,51 +92,64 @@ def level_lines(sweep: ScaleSweep) -> Iterator[str]:
     """One line for each level."""
     digits = len(str(len(sweep.levels)))
     for number, level in enumerate(sweep.levels, start=1):
-        head = f"Level {number:{digits}d}/{len(sweep.levels)}: {level_text(sweep, level)}"
+        head = f"Level {number:{digits}d}/{len(sweep.levels)}: {_level_text(sweep, level)}"
         yield f"{head} (Factor: {factor_text(level.scale)}) - {_metrics(level)}, {_shares(sweep, Verdict(level))}"
 
 
 def analysis_lines(found: Recommendation) -> Iterator[str]:
     """Which level is best by each metric, which is recommended, and how much the choice matters."""
-    sweep = found.sweep
+    sweep, chosen = found.sweep, found.recommended
     yield from _section("SCALING FACTOR ANALYSIS & RECOMMENDATIONS", around=DOUBLE)
     yield f"Format: {_format_name(sweep)}"
-    if found.recommended is None:
-        yield "Tested 0 scaling levels"
-        yield from found.advice.conclusion
-        yield DOUBLE
+    if chosen is None:
+        yield from ("Tested 0 scaling levels", *found.advice.conclusion, DOUBLE)
         return
     exponents = [level.exponent for level in sweep.levels]
-    yield (
-        f"Tested {number_of(len(exponents), 'scaling level')} "
-        f"from {exponent_text(min(exponents))} to {exponent_text(max(exponents))}"
-    )
+    ends = f"from {exponent_text(min(exponents))} to {exponent_text(max(exponents))}"
+    yield f"Tested {number_of(len(exponents), 'scaling level')} {ends}"
     yield from _section("INDIVIDUAL METRIC OPTIMA:")
     for name, label in (("mse", "MSE"), ("cosine", "Cosine Similarity"), ("psnr", "PSNR"), ("mae", "MAE")):
         level = found.best[name]
-        yield f"Best {label}: {level_text(sweep, level, sign=' =')}, Factor = {factor_text(level.scale)}"
+        yield f"Best {label}: {_level_text(sweep, level, sign=' =')}, Factor = {factor_text(level.scale)}"
         yield f"    {_metrics(level)}"
-    yield from _composite_lines(sweep, found.recommended)
+    level = chosen.level
+    yield from _section("COMPOSITE RECOMMENDATION:")
+    yield f"RECOMMENDED Scaling Factor: {factor_text(level.scale)}"
+    yield f"   {'Scale Offset' if sweep.has_offsets else 'Scale Exponent'}: {exponent_text(level.exponent)}"
+    yield f"   Composite Score: {level.score:.4f}"
+    yield "   Balanced Performance:"
+    named = {"cosine": "Cosine Similarity", "max_abs_error": "Max Absolute Error", "relative_error": "Relative Error"}
+    for name in ("mse", "rmse", "cosine", "psnr", "sqnr", "mae", "max_abs_error", "relative_error"):
+        yield f"     - {named.get(name, name.upper())}: {metric_text(name, level)}"
+    yield f"     - {_shares(sweep, chosen)}"
     if found.keeps_nothing:
         yield "   No level keeps anything: this one is no worse than the others"
-    yield from _performance_lines(found)
+    mse, cosine, psnr = (found.spreads[name] for name in ("mse", "cosine", "psnr"))
+    lowest, highest = cosine_text(cosine.lowest), cosine_text(cosine.highest)
+    yield from _section("PERFORMANCE ANALYSIS:")
+    yield (
+        "MSE Range: beyond float64"
+        if found.is_mse_beyond
+        else f"MSE Range: {mse.lowest:.6e} to {mse.highest:.6e} (delta: {mse.width:.6e})"
+    )
+    yield f"Cosine Range: {lowest} to {highest} (delta: {cosine.width:.6f})"
+    yield f"PSNR Range: {psnr.lowest:.2f} to {psnr.highest:.2f} dB (delta: {psnr.width:.2f} dB)"
+    if not found.is_mse_beyond:
+        yield f"MSE Stability (std): {mse.deviation:.6e} ({mse.variation.value})"
+    yield f"Cosine Stability (std): {cosine.deviation:.6f} ({cosine.variation.value})"
+    yield f"PSNR Stability (std): {psnr.deviation:.2f} dB ({psnr.variation.value})"
     if found.advice.metrics:
-        yield from _section("RECOMMENDATIONS:")
-        yield from found.advice.metrics
-    yield from _section("FINAL RECOMMENDATION:")
-    yield from found.advice.conclusion
-    yield DOUBLE
+        yield from (*_section("RECOMMENDATIONS:"), *found.advice.metrics)
+    yield from (*_section("FINAL RECOMMENDATION:"), *found.advice.conclusion, DOUBLE)
 
 
-def _section(heading: str, *, around: str = "") -> Iterator[str]:
-    yield around or SINGLE
-    yield heading
-    yield around or SHORT
+def _section(heading: str, *, around: str = "") -> tuple[str, str, str]:
+    return around or SINGLE, heading, around or SHORT
 
 
 def limit_lines(found: Recommendation) -> Iterator[str]:
     """Which levels put how much of the tensor beyond the format's limits."""
-    sweep = found.sweep
+    sweep, whose = found.sweep, counted_as(found.sweep)
     num_severe = sum(not verdict.is_clean for verdict in found.verdicts)
     yield from _section("OVERFLOW/UNDERFLOW ANALYSIS SUMMARY", around=DOUBLE)
     yield f"Format: {sweep.scheme.name}"
@@ -149,11 +159,18 @@ def limit_lines(found: Recommendation) -> Iterator[str]:
     for kinds in (("overflow",), ("underflow", "flushed")):
         issues = [verdict for verdict in found.verdicts if verdict.severity_by(*kinds) is not LossSeverity.NONE]
         if issues:
-            yield f"{kinds[0].upper()} ISSUES:"
-            yield SHORT
+            yield from (f"{kinds[0].upper()} ISSUES:", SHORT)
         for verdict in issues:
             yield from _issue(sweep, verdict, kinds=kinds)
-    yield from _extreme_lines(found)
+    for kind in ("overflow", "underflow"):
+        yield from (f"{kind.upper()} EXTREMES:", SHORT)
+        if kind not in found.extremes:
+            yield f"No level {kind}s"
+        for word, verdict in zip(("Worst", "Best"), found.extremes.get(kind, ()), strict=False):
+            share, flushed = (share_text(verdict.ratio(one)) for one in (kind, "flushed"))
+            yield f"{word} {kind.capitalize()}: {level_name(sweep)} {exponent_text(verdict.level.exponent)}"
+            rest = f", {flushed} {whose.lower()}flushed to zero" if kind == "underflow" else ""
+            yield f"  {share} {whose.lower()}{kind}{rest}"
     yield from _section("OVERFLOW/UNDERFLOW RECOMMENDATIONS:")
     yield from found.advice.limits or ("Nothing to avoid",)
     if found.least_bad is not None:
@@ -168,8 +185,7 @@ def results_text(found: Recommendation, *, subject: Subject) -> str:
     lines = ["MXFP SCALING TEST RESULTS", DOUBLE, *subject_lines(subject), *parameter_lines(sweep), DOUBLE]
     lines += ["ALL LEVELS:", *_table(sweep), DOUBLE, ""]
     lines += [*analysis_lines(found), ""]
-    if sweep.levels:
-        lines += limit_lines(found)
+    lines += limit_lines(found) if sweep.levels else []
     return "\n".join(lines) + "\n"
 
 
@@ -178,38 +194,9 @@ def _format_name(sweep: ScaleSweep) -> str:
     return f"{sweep.scheme.name} (e{row.exponent_bits}m{row.mantissa_bits})"
 
 
-def _composite_lines(sweep: ScaleSweep, chosen: Verdict) -> Iterator[str]:
-    level = chosen.level
-    yield from _section("COMPOSITE RECOMMENDATION:")
-    yield f"RECOMMENDED Scaling Factor: {factor_text(level.scale)}"
-    yield f"   {'Scale Offset' if sweep.has_offsets else 'Scale Exponent'}: {exponent_text(level.exponent)}"
-    yield f"   Composite Score: {level.score:.4f}"
-    yield "   Balanced Performance:"
-    named = {"cosine": "Cosine Similarity", "max_abs_error": "Max Absolute Error", "relative_error": "Relative Error"}
-    for name in ("mse", "rmse", "cosine", "psnr", "sqnr", "mae", "max_abs_error", "relative_error"):
-        label = named.get(name, name.upper())
-        yield f"     - {label}: {metric_text(name, level)}"
-    yield f"     - {_shares(sweep, chosen)}"
-
-
-def _performance_lines(found: Recommendation) -> Iterator[str]:
-    mse, cosine, psnr = (found.spreads[name] for name in ("mse", "cosine", "psnr"))
-    yield from _section("PERFORMANCE ANALYSIS:")
-    if found.is_mse_beyond:
-        yield "MSE Range: beyond float64"
-    else:
-        yield f"MSE Range: {mse.lowest:.6e} to {mse.highest:.6e} (delta: {mse.width:.6e})"
-    yield f"Cosine Range: {cosine_text(cosine.lowest)} to {cosine_text(cosine.highest)} (delta: {cosine.width:.6f})"
-    yield f"PSNR Range: {psnr.lowest:.2f} to {psnr.highest:.2f} dB (delta: {psnr.width:.2f} dB)"
-    if not found.is_mse_beyond:
-        yield f"MSE Stability (std): {mse.deviation:.6e} ({mse.variation.value})"
-    yield f"Cosine Stability (std): {cosine.deviation:.6f} ({cosine.variation.value})"
-    yield f"PSNR Stability (std): {psnr.deviation:.2f} dB ({psnr.variation.value})"
-
-
 def _issue(sweep: ScaleSweep, verdict: Verdict, *, kinds: Sequence[str]) -> Iterator[str]:
     row, before, after = sweep.target, range_before(sweep), range_after(sweep, level=verdict.level)
-    yield f"  {level_text(sweep, verdict.level)} (Factor: {factor_text(verdict.level.scale)})"
+    yield f"  {_level_text(sweep, verdict.level)} (Factor: {factor_text(verdict.level.scale)})"
     for kind in kinds:
         label = {"flushed": "Flush to Zero"}.get(kind, kind.capitalize())
         yield f"    {counted_as(sweep)}{label}: {verdict.count(kind)} ({share_text(verdict.ratio(kind))})"
@@ -217,19 +204,6 @@ def _issue(sweep: ScaleSweep, verdict: Verdict, *, kinds: Sequence[str]) -> Iter
     yield f"    Max Normal: {row.maximum:.2e}" if is_overflow else f"    Min Normal: {row.min_normal:.2e}"
     yield f"    Tensor Range: {' -> '.join(f'[{one.minimum:.2e}, {one.maximum:.2e}]' for one in (before, after))}"
     yield f"    Severity: {verdict.severity_by(kinds[0]).value.upper()}"
-
-
-def _extreme_lines(found: Recommendation) -> Iterator[str]:
-    whose = counted_as(found.sweep).lower()
-    for kind in ("overflow", "underflow"):
-        yield f"{kind.upper()} EXTREMES:"
-        yield SHORT
-        if kind not in found.extremes:
-            yield f"No level {kind}s"
-        for word, verdict in zip(("Worst", "Best"), found.extremes.get(kind, ()), strict=False):
-            yield f"{word} {kind.capitalize()}: {level_name(found.sweep)} {exponent_text(verdict.level.exponent)}"
-            flushed = f", {share_text(verdict.ratio('flushed'))} {whose}flushed to zero" if kind == "underflow" else ""
-            yield f"  {share_text(verdict.ratio(kind))} {whose}{kind}{flushed}"
 
 
 def _metrics(level: Level) -> str:
@@ -247,9 +221,9 @@ def _table(sweep: ScaleSweep) -> Iterator[str]:
         return
     names = [field.name for field in dataclasses.fields(sweep.levels[0])]
     values = [[getattr(level, name) for name in names] for level in sweep.levels]
-    rows = [[str(value) if isinstance(value, int) else f"{value:.9g}" for value in row] for row in values]
-    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-    for row in (names, *rows):
+    rows = [names, *([str(value) if isinstance(value, int) else f"{value:.9g}" for value in row] for row in values)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
         yield "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
 
 
@@ -264,8 +238,7 @@ class Limit(NamedTuple):
     """What happens there."""
 
 
-def level_text(sweep: ScaleSweep, level: Level, *, sign: str = ":") -> str:
-    """Which level it is: what people call it, and its factor."""
+def _level_text(sweep: ScaleSweep, level: Level, *, sign: str = ":") -> str:
     return f"{level_name(sweep)}{sign} {exponent_text(level.exponent)}"
 
 
@@ -314,9 +287,8 @@ def share_text(ratio: float) -> str:
 def metric_text(name: str, level: Level) -> str:
     """A metric of a level with its unit."""
     value = METRICS[name].of(level)
-    special = {"cosine": cosine_text, "relative_error": share_text}
-    if name in special:
-        return special[name](value)
+    if name in {"cosine", "relative_error"}:
+        return cosine_text(value) if name == "cosine" else share_text(value)
     if name == "mse":
         return square_text(level)
     return decibel_text(value, level) if METRICS[name].unit == "dB" else f"{value:.6e}"
@@ -336,12 +308,11 @@ def limits_of(sweep: ScaleSweep) -> list[Limit]:
     """Where among the levels the tensor meets the format's limits; nothing for a tensor without levels."""
     if not sweep.levels:
         return []
-    if sweep.scheme.has_tensor_scale:
-        return [Limit("rule", 0.0, "tensor scale from the largest value")]
-    if sweep.mode is SweepMode.MX:
-        return [Limit("rule", 0.0, f"scales as rule {sweep.options.rule.value!r} gives them")]
-    if sweep.mode is SweepMode.CHANNEL:
-        return [Limit("rule", 0.0, "largest value of each channel just fits")]
+    if sweep.mode in {SweepMode.MX, SweepMode.CHANNEL}:
+        rule = f"scales as rule {sweep.options.rule.value!r} gives them"
+        if sweep.scheme.has_tensor_scale:
+            rule = "tensor scale from the largest value"
+        return [Limit("rule", 0.0, rule if sweep.mode is SweepMode.MX else "largest value of each channel just fits")]
     row, smallest = sweep.target, math.log2(sweep.smallest)
     flush = f"smallest |x| becomes {row.min_subnormal:.3g}, the smallest nonzero"
     normal = f"smallest |x| becomes {row.min_normal:.3g}, the smallest normal"
@@ -355,7 +326,7 @@ def limits_of(sweep: ScaleSweep) -> list[Limit]:
 
 def statistics_lines(sweep: ScaleSweep) -> list[str]:
     """The box of statistics: the tensor, the format, the best levels, and the recommended one."""
-    row, level = sweep.target, sweep.recommended
+    row, level, block = sweep.target, sweep.recommended, sweep.scheme.block_size
     sections: dict[str, dict[str, str]] = {
         "TENSOR": {
             "elements": f"{sweep.num_elements:,}",
@@ -373,14 +344,13 @@ def statistics_lines(sweep: ScaleSweep) -> list[str]:
             "min normal": f"{row.min_normal:.4g}",
             "min subnormal": f"{row.min_subnormal:.4g}",
             "rounding": rounding_of(sweep),
-            "block": f"{sweep.scheme.block_size} along axis {sweep.options.axis}" if sweep.scheme.block_size else "",
+            "block": f"{block} along axis {sweep.options.axis}" if block else "",
         },
     }
     if level is not None:
-        bests = {name: best_by(sweep, name) or level for name in ("mse", "cosine", "psnr")}
-        labels = {"mse": "by MSE", "cosine": "by cosine", "psnr": "by PSNR"}
         sections[f"\nBEST {level_name(sweep).upper()}"] = {
-            labels[name]: exponent_text(best.exponent) for name, best in bests.items()
+            f"by {label}": exponent_text((best_by(sweep, name) or level).exponent)
+            for name, label in (("mse", "MSE"), ("cosine", "cosine"), ("psnr", "PSNR"))
         }
         labels = {"cosine": "cosine", "relative_error": "rel. error"}
         sections["\nRECOMMENDED"] = {
@@ -392,10 +362,7 @@ def statistics_lines(sweep: ScaleSweep) -> list[str]:
             for name in BOX_METRICS
         }
         losses = {kind: share_text(Verdict(level).ratio(kind)) for kind in ("overflow", "underflow", "flushed")}
-        if counted_as(sweep):
-            sections["AS THE ORIGINAL COUNTS"] = losses
-        else:
-            sections["\nRECOMMENDED"] |= losses
+        sections.setdefault("AS THE ORIGINAL COUNTS" if counted_as(sweep) else "\nRECOMMENDED", {}).update(losses)
     lines = []
     for heading, entries in sections.items():
         lines += [*heading.splitlines(), *(f"  {name:<15}{text}" for name, text in entries.items() if text)]

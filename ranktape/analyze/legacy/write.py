@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from ranktape.analyze.console import write_whole, writing
 from ranktape.analyze.legacy.text import (
@@ -70,10 +70,8 @@ class FolderNames:
     def take(self, text: str) -> str:
         """A name that says `text`; with a number behind it where others have taken that name."""
         plain = safe_name(text)
-        name, number = plain, 1
-        while _key(name) in self._taken:
-            number += 1
-            name = f"{plain}_{number}"
+        names = (plain if number == 1 else f"{plain}_{number}" for number in itertools.count(1))
+        name = next(name for name in names if _key(name) not in self._taken)
         self._taken.add(_key(name))
         return name
 
@@ -117,14 +115,11 @@ def _key(name: str) -> str:
     return unicodedata.normalize("NFC", name).casefold()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputOptions:
-    """Where the files go, and which are written."""
+class OutputOptions(NamedTuple):
+    """The directory in which each tensor has one of its own, and whether plots are drawn."""
 
     output_dir: Path
-    """The directory in which each tensor has one of its own."""
     with_plots: bool = True
-    """Whether plots are drawn."""
 
 
 class TensorReport:
@@ -147,9 +142,6 @@ class TensorReport:
         """Begin the log of a format and its scaling, by name, with what is known so far.
 
         What was there of an earlier sweep of the same format is replaced. `start` is when the work on the tensor began.
-
-        Raises:
-            StorageError: the log cannot be written; the kind says why.
         """
         folder = options.output_dir / folder_name
         self.files = files_of(folder, format=scheme)
@@ -184,34 +176,30 @@ class TensorReport:
         if sweep.levels:
             self._log(*limit_lines(found))
         data = results_text(found, subject=self._subject).encode("utf-8", "backslashreplace")
-        write_whole(files.results, data, what="results", option=_OPTION)
-        self._log(f"Results saved to: {files.results}")
+        self._put(files.results, data, "Results", kind="results")
         if self._with_plots:
-            self._draw(sweep)
+            from ranktape.analyze.legacy.plots import draw_panels, draw_summary
+            from ranktape.analyze.views.plots.style import plot_bytes
+
+            self._put(files.panels, plot_bytes(draw_panels(sweep, name=self._subject.name)), "Plots")
+            self._put(files.summary, plot_bytes(draw_summary(sweep, name=self._subject.name)), "Summary plot")
         now = datetime.now().astimezone()
         self._log(f"Log saved to: {files.log}")
         self._log(f"End: {now.isoformat(timespec='milliseconds')}, {self._elapsed(now)}")
         self._is_finished = True
 
-    def _draw(self, sweep: ScaleSweep) -> None:
-        from ranktape.analyze.legacy.plots import draw_panels, draw_summary
-        from ranktape.analyze.views.plots.style import plot_bytes
-
-        plots = ((self.files.panels, draw_panels, "Plots"), (self.files.summary, draw_summary, "Summary plot"))
-        for path, draw, what in plots:
-            write_whole(path, plot_bytes(draw(sweep, name=self._subject.name)), option=_OPTION)
-            self._log(f"{what} saved to: {path}")
+    def _put(self, path: Path, data: bytes, what: str, *, kind: str = "plot") -> None:
+        write_whole(path, data, what=kind, option=_OPTION)
+        self._log(f"{what} saved to: {path}")
 
     def _elapsed(self, now: datetime) -> str:
         return f"{(now - self._start).total_seconds():.3f} s after the start"
 
     def _log(self, *lines: str) -> None:
         """Add lines, each with the time before it: local, to the millisecond."""
+        style: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
         for text in lines:
             line = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S.%f}"[:-3] + f"  {text}".rstrip()
-            with (
-                writing(self.files.log, **_LOG),
-                self.files.log.open("a", encoding="utf-8", errors="backslashreplace") as file,
-            ):
+            with writing(self.files.log, **_LOG), self.files.log.open("a", **style) as file:
                 file.write(line + "\n")
             self._show(line)
