@@ -17,7 +17,7 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, LogLo
 from ranktape.analyze.legacy.text import MODE_WORDS, exponent_text, limits_of, number_of, statistics_lines
 from ranktape.analyze.numerics.sweeps.options import SweepMode
 from ranktape.analyze.questions.advice import Verdict, is_lossless
-from ranktape.analyze.views.palette import BLUE, GREEN, ORANGE, PURPLE, VERMILION
+from ranktape.analyze.views import BLUE, GREEN, ORANGE, PURPLE, VERMILION
 from ranktape.analyze.views.plots.axes import scale_decades, scale_shares
 from ranktape.analyze.views.plots.style import Page, empty, plain, say
 from ranktape.analyze.views.plots.style import name as entitle

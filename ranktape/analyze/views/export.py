@@ -15,15 +15,15 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ranktape.analyze.console import write_whole, writing
 from ranktape.analyze.engine.metrics import parse_metric
-from ranktape.analyze.engine.numbers import group_digests
+from ranktape.analyze.engine.numbers import group_digests, numbers_of_groups
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.identity import group_records, words
+from ranktape.analyze.identity import group_records, row_groups, words
 from ranktape.analyze.numerics.digest import Digest, finite
 from ranktape.analyze.numerics.distributions import linear_bins, log2_bins
 from ranktape.analyze.questions.trend import course_fields
@@ -34,7 +34,6 @@ from ranktape.storage.places.failures import printable
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import HistogramProto
 
     from ranktape.analyze.engine.engine import Engine
     from ranktape.analyze.views.plots.table import Plot
@@ -122,35 +121,35 @@ def export_view(
         UsageError: a library is not installed; a metric, a plot or the target is not known; or the file is there and
             holds something else, and `overwrite` was not given.
     """
-    metrics = words(metric)
+    from ranktape.analyze.commands import parse_kinds
+
+    metrics, named = words(metric), words(kind)
     for name in metrics:
         parse_metric(name)
-    if to == "parquet":
-        _check_package(to)
-        path = _folder(target) / PARQUET
-        data, what = _parquet(records, metrics, view=view, engine=engine)
-        next_step = "open it: SELECT in DuckDB, read_parquet of pandas and polars"
-    else:
-        from ranktape.analyze.commands import parse_kinds
-
-        named = words(kind)
-        kinds = [] if named == (NO_PICTURES,) else parse_kinds(named or PICTURES)
-        _check_package(to)
-        path = _folder(target) / EVENTS
-        found = points(records, metrics=metrics, has_histograms=not no_histograms, by=by, view=view, engine=engine)
-        drawn = pictures(records, kinds=kinds, must_be_there=bool(named), view=view, engine=engine)
-        data, what = _event_file(found, drawn)
-        next_step = f"look at it: tensorboard --logdir {shlex.quote(target)}"
-    is_kept = _put(path, data, overwrite=overwrite)
-    return Exported(place=str(path), what=what, is_kept=is_kept, next_step=next_step)
-
-
-def _check_package(to: str) -> None:
+    kinds = [] if to == "parquet" or named == (NO_PICTURES,) else parse_kinds(named or PICTURES)
     package, module = _NEEDS[to]
     try:
         importlib.import_module(module)
     except ImportError as error:
         raise UsageError(f"--to {to} needs {package} ({error}): pip install 'ranktape[{to}]'") from error
+    if to == "parquet":
+        path = _folder(target) / PARQUET
+        data, what = _parquet(records, metrics, view=view, engine=engine)
+        next_step = "open it: SELECT in DuckDB, read_parquet of pandas and polars"
+    else:
+        path = _folder(target) / EVENTS
+        found = points(records, metrics=metrics, has_histograms=not no_histograms, by=by, view=view, engine=engine)
+        drawn = _pictures(records, kinds, must_be_there=bool(named), view=view, engine=engine)
+        data, what = _event_file(found, drawn)
+        next_step = f"look at it: tensorboard --logdir {shlex.quote(target)}"
+    with writing(path, what="export", option="folder"):
+        is_there = path.is_file()
+        is_kept = is_there and path.stat().st_size == len(data) and path.read_bytes() == data
+    if is_there and not (is_kept or overwrite):
+        raise UsageError(f"{path} is there and holds something else: add --overwrite, or choose another folder")
+    if not is_kept:
+        write_whole(path, data, what="export", option="folder")
+    return Exported(place=str(path), what=what, is_kept=is_kept, next_step=next_step)
 
 
 def _folder(target: str) -> Path:
@@ -167,18 +166,6 @@ def _folder(target: str) -> Path:
     return path
 
 
-def _put(path: Path, data: bytes, *, overwrite: bool) -> bool:
-    """Write a file whole or not at all; whether it was there already with the same bytes, and was left alone."""
-    with writing(path, what="export", option="folder"):
-        if path.is_file():
-            if path.stat().st_size == len(data) and path.read_bytes() == data:
-                return True
-            if not overwrite:
-                raise UsageError(f"{path} is there and holds something else: add --overwrite, or choose another folder")
-    write_whole(path, data, what="export", option="folder")
-    return False
-
-
 def _counted(**numbers: int) -> str:
     """Numbers of things in words, without those of which there are none: `3 scalars, 1 picture`."""
     return ", ".join(f"{number:,} {what}{'' if number == 1 else 's'}" for what, number in numbers.items() if number)
@@ -190,9 +177,6 @@ def _parquet(
     """The catalogue with metrics as a Parquet file, and how much is in it."""
     import pyarrow as pa
     import pyarrow.parquet as pq
-
-    from ranktape.analyze.engine.numbers import numbers_of_groups
-    from ranktape.analyze.identity import row_groups
 
     table = records.to_arrow()
     wanted = {name: parse_metric(name) for name in metrics if name not in table.column_names}
@@ -215,56 +199,42 @@ def _event_file(points: Sequence[Point], pictures: Mapping[str, bytes]) -> tuple
     for event in _events(points, pictures):
         writer.write(event.SerializeToString(deterministic=True))
     num_histograms = sum(one is not None for point in points for one in (point.values, point.binades))
-    amount = _counted(
-        scalar=sum(len(point.metrics) for point in points), histogram=num_histograms, picture=len(pictures)
-    )
+    num_scalars = sum(len(point.metrics) for point in points)
+    amount = _counted(scalar=num_scalars, histogram=num_histograms, picture=len(pictures))
     places, iterations = ({getattr(point, name) for point in points} for name in ("place", "iteration"))
     return stream.getvalue(), f"{amount} of {_counted(place=len(places), iteration=len(iterations))}"
 
 
 def _events(points: Sequence[Point], pictures: Mapping[str, bytes]) -> Iterator[Event]:
     from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 
     yield Event(wall_time=points[0].timestamp if points else 0.0, file_version="brain.Event:2")
     for point in points:
-        values = [
-            Summary.Value(tag=f"{name}/{point.place}", simple_value=_float32(value))
-            for name, value in point.metrics.items()
-        ]
+        with np.errstate(over="ignore"):  # the field is a float32
+            values = [
+                Summary.Value(tag=f"{name}/{point.place}", simple_value=float(np.float32(value)))
+                for name, value in point.metrics.items()
+            ]
         for kind, found in (("values", point.values), ("binades", point.binades)):
             if found is not None:
-                values.append(Summary.Value(tag=f"{kind}/{point.place}", histo=_histogram(found)))
+                histogram = HistogramProto(
+                    min=found.edges[0],
+                    max=found.edges[-1],
+                    num=found.num_values,
+                    sum=found.sum,
+                    sum_squares=found.sum_squares,
+                    bucket_limit=found.edges[1:].tolist(),
+                    bucket=found.counts.tolist(),
+                )
+                values.append(Summary.Value(tag=f"{kind}/{point.place}", histo=histogram))
         yield Event(wall_time=point.timestamp, step=point.iteration, summary=Summary(value=values))
     for name, png in pictures.items():
         # The header of a PNG: the size stands after its signature and the name of its first chunk.
         width, height = struct.unpack(">II", png[16:24])
         image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=png)
         value = Summary.Value(tag=f"plots/{name}", image=image)
-        last = points[-1]
-        yield Event(wall_time=last.timestamp, step=last.iteration, summary=Summary(value=[value]))
-
-
-def _float32(value: float) -> float:
-    """The value as the field holds it, which takes no number that is too large for it."""
-    import numpy as np
-
-    with np.errstate(over="ignore"):
-        return float(np.float32(value))
-
-
-def _histogram(found: BinnedValues) -> HistogramProto:
-    from tensorboard.compat.proto.summary_pb2 import HistogramProto
-
-    return HistogramProto(
-        min=found.edges[0],
-        max=found.edges[-1],
-        num=found.num_values,
-        sum=found.sum,
-        sum_squares=found.sum_squares,
-        bucket_limit=found.edges[1:].tolist(),
-        bucket=found.counts.tolist(),
-    )
+        yield Event(wall_time=points[-1].timestamp, step=points[-1].iteration, summary=Summary(value=[value]))
 
 
 METRICS = (
@@ -283,18 +253,15 @@ MAX_BINS = 512
 """Bins at most: W&B refuses more. Only float64 has so many binades; they are then counted together."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class BinnedValues:
+class BinnedValues(NamedTuple):
     """Finite values in bins: each is counted where it lies, and none is drawn from another histogram."""
 
     edges: NDArray[np.float64]
     """One more than there are bins, ascending."""
     counts: NDArray[np.int64]
-    """Values in each bin."""
     sum: float
     """Of the values that are counted, on the axis of the bins."""
     sum_squares: float
-    """The same of their squares."""
 
     @property
     def num_values(self) -> int:
@@ -302,14 +269,12 @@ class BinnedValues:
         return int(self.counts.sum())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class Point(NamedTuple):
     """One place of the model, or one group, in one iteration."""
 
     place: str
     """What it is called: the same in every iteration, and unlike all others."""
     iteration: int
-    """The training step."""
     timestamp: float
     """When the last of its records was captured, in seconds since the epoch."""
     metrics: Mapping[str, float]
@@ -332,12 +297,6 @@ def points(
     """What is known of each place, or of each group of `by`, in each iteration: by iteration, then by place.
 
     A metric that is not there (of nothing finite, of statistics that were kept) is missing.
-
-    Raises:
-        DataError: a record's bytes are missing or damaged.
-        StorageError: the store cannot be read.
-        UnknownFieldError: `by` names no field of a record.
-        UsageError: there is no such metric, or `by` names the iteration.
     """
     if "iteration" in by:
         raise UsageError("by 'iteration' is not allowed: what is exported goes along it; leave it out")
@@ -349,17 +308,12 @@ def points(
     np.maximum.at(timestamps, np.array(groups.numbers, dtype=np.int64), records.column("timestamp"))
     found = []
     for number, digest in group_digests(records, groups, view=view or View.COMPUTE, engine=engine):
-        known = ((one.name, one.of(digest)) for one in chosen)
-        point = Point(
-            place=names[number],
-            iteration=int(groups.keys[number]["iteration"]),
-            timestamp=float(timestamps[number]),
-            metrics={name: float(value) for name, value in known if value is not None},
-            values=_values(digest) if has_histograms else None,
-            binades=_binades(digest) if has_histograms else None,
-        )
-        found.append((number, point))
-    return [point for _, point in sorted(found, key=lambda pair: (pair[1].iteration, pair[0]))]
+        known = {one.name: value for one in chosen if (value := one.of(digest)) is not None}
+        values, binades = _histograms(digest) if has_histograms else (None, None)
+        place = names[number], int(groups.keys[number]["iteration"]), float(timestamps[number])
+        point = Point(*place, {name: float(value) for name, value in known.items()}, values, binades)
+        found.append((point.iteration, number, point))
+    return [point for *_, point in sorted(found, key=lambda one: one[:2])]
 
 
 def place_names(keys: Sequence[Mapping[str, Any]], *, is_whole: bool) -> list[str]:
@@ -369,17 +323,14 @@ def place_names(keys: Sequence[Mapping[str, Any]], *, is_whole: bool) -> list[st
     """
     fields = list(keys[0]) if keys else []
     chosen = fields if is_whole else [field for field in ("module", "tensor_name") if field in fields]
-    rest = [field for field in fields if field not in chosen]
-    num_places = len({tuple(key.values()) for key in keys})
 
     def num_told(named: Sequence[str]) -> int:
         return len({tuple(key[field] for field in named) for key in keys})
 
-    while num_told(chosen) < num_places:
+    while num_told(chosen) < num_told(fields):
         # The field that tells most of them apart; of equals the first.
-        best = max(rest, key=lambda field: num_told([*chosen, field]))
-        chosen = [*chosen, best]
-        rest.remove(best)
+        rest = [field for field in fields if field not in chosen]
+        chosen = [*chosen, max(rest, key=lambda field: num_told([*chosen, field]))]
     return ["/".join(_word(field, key[field]) for field in chosen) or "all" for key in keys]
 
 
@@ -390,54 +341,48 @@ def _word(field: str, value: Any) -> str:
     return f"{field} {number}" if field in INT_FIELDS or isinstance(value, float) else printable(number)
 
 
-def _values(digest: Digest) -> BinnedValues | None:
-    bins, numbers = linear_bins(digest, NUM_BINS), finite(digest)
-    if not bins.counts.size:
-        return None
-    return BinnedValues(edges=bins.edges, counts=bins.counts, **_sums(numbers.values, numbers.counts))
+def _histograms(digest: Digest) -> tuple[BinnedValues | None, BinnedValues | None]:
+    """The finite values of a digest in bins of equal width, and their magnitudes by binade; None where there are none.
 
-
-def _binades(digest: Digest) -> BinnedValues | None:
-    bins, numbers = log2_bins(digest), finite(digest)
-    if not bins.counts.size:
-        return None
+    Their sums are infinite where float64 has no number for them, as in what reads them.
+    """
+    values, binades, numbers = linear_bins(digest, NUM_BINS), log2_bins(digest), finite(digest)
     is_nonzero = numbers.values != 0
-    first = round(math.log2(bins.edges[0]))
-    step = -(-bins.counts.size // MAX_BINS)
-    counts = np.add.reduceat(bins.counts, np.arange(0, bins.counts.size, step))
     # The upper end of the last binade may be beyond all numbers; its exponent is not.
-    edges = first + step * np.arange(counts.size + 1, dtype=np.float64)
-    sums = _sums(np.log2(np.abs(numbers.values[is_nonzero])), numbers.counts[is_nonzero])
-    return BinnedValues(edges=edges, counts=counts, **sums)
-
-
-def _sums(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[str, float]:
-    # Beyond all numbers is infinite here, as in what reads it.
+    step = -(-binades.counts.size // MAX_BINS) or 1
+    counts = np.add.reduceat(binades.counts, np.arange(0, binades.counts.size, step)) if binades.counts.size else None
+    found: list[BinnedValues | None] = [None, None]
     with np.errstate(over="ignore"):
-        return {"sum": float(values @ counts), "sum_squares": float(values**2 @ counts)}
+        if values.counts.size:
+            held = numbers.values, numbers.counts
+            found[0] = BinnedValues(values.edges, values.counts, *_sums(*held))
+        if counts is not None:
+            edges = round(math.log2(binades.edges[0])) + step * np.arange(counts.size + 1, dtype=np.float64)
+            held = np.log2(np.abs(numbers.values[is_nonzero])), numbers.counts[is_nonzero]
+            found[1] = BinnedValues(edges, counts, *_sums(*held))
+    return found[0], found[1]
 
 
-def pictures(
-    records: Records,
-    *,
-    kinds: Sequence[Plot],
-    must_be_there: bool = True,
-    view: View | None = None,
-    engine: Engine | None = None,
+def _sums(values: NDArray[np.float64], counts: NDArray[np.int64]) -> tuple[float, float]:
+    return float(values @ counts), float(values**2 @ counts)
+
+
+def _pictures(
+    records: Records, kinds: Sequence[Plot], *, must_be_there: bool, view: View | None, engine: Engine | None
 ) -> dict[str, bytes]:
     """For each plot a picture of the whole selection, as the bytes of a PNG."""
     from ranktape.analyze.views.plots.data import PlotData, default_target
     from ranktape.analyze.views.plots.style import plot_bytes
 
+    drawn: dict[str, bytes] = {}
     if not kinds:
-        return {}
+        return drawn
     try:
         data = PlotData(records, target=default_target(records), view=view, engine=engine)
     except NoRecordsError:
         if must_be_there:
             raise
-        return {}
-    drawn = {}
+        return drawn
     for kind in kinds:
         reason = kind.missing(data)
         if reason and must_be_there:

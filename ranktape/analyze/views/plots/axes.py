@@ -13,7 +13,7 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNL
 
 from ranktape.analyze.numerics.distributions import NARROW_FORMATS
 from ranktape.analyze.numerics.formats import FORMATS
-from ranktape.analyze.views.palette import BLUE, SKY
+from ranktape.analyze.views import BLUE, SKY
 from ranktape.analyze.views.plots.style import INK, PALE_INK, SMALL_SIZE, empty, key, name, plain
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from ranktape.analyze.engine.sweep_measure import sweep_one
 from ranktape.analyze.engine.values import read_values
 from ranktape.analyze.legacy.plots import draw_panels
 from ranktape.analyze.questions.sweep import parse_jobs
-from ranktape.analyze.views.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
+from ranktape.analyze.views import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
 from ranktape.analyze.views.plots.axes import (
     lowest_decade,
     mark_limits,
@@ -243,7 +243,7 @@ def upper_against_lower(data: PlotData, row: Plot) -> Figure:
 def ratio_histogram(data: PlotData, row: Plot) -> Figure:
     """Tensors counted by their ratio of overflow and of underflow; those with none have a bar of their own."""
     page = page_of(data, row, 1, 2, width=5.2, height=3.6, with_limits=True)
-    words = (("overflow", data.share("upper", "lower"), VERMILION), ("underflow", data.share("underflow"), ORANGE))
+    words = (("overflow", data.share("overflow"), VERMILION), ("underflow", data.share("underflow"), ORANGE))
     for axes, (title, shares, color) in zip(page.panels[0], words, strict=True):
         name(axes, title=title)
         known = shares[np.isfinite(shares)]
@@ -289,12 +289,7 @@ class TensorPair(NamedTuple):
 
 
 def read_pairs(data: PlotData, types: tuple[str, str]) -> list[TensorPair]:
-    """Values of some pairs, evenly chosen from all; both tensors of each are read once more.
-
-    Raises:
-        DataError: a record's bytes are missing or damaged.
-        StorageError: the store cannot be read.
-    """
+    """Values of some pairs, evenly chosen from all; both tensors of each are read once more."""
     places = data.matched(types)
     found = []
     for pair in places[:: math.ceil(len(places) / MAX_PAIRS) or 1]:
@@ -361,11 +356,6 @@ def sweep(data: PlotData, _: Plot) -> Figure:
     """Six panels of the sweep of one record, one scale for the tensor; it is read once more.
 
     It is the first of those whose finite magnitudes reach over the most binades.
-
-    Raises:
-        DataError: the record's bytes are missing or damaged.
-        StorageError: the store cannot be read.
-        UsageError: the format has no room for a scale.
     """
     is_kept = data.records.column("keep") != Keep.STATISTICS
     # Records whose values are not known at all are behind those without a range.

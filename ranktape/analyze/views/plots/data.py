@@ -34,7 +34,7 @@ from ranktape.storage.format.record_info import Keep
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ranktape.analyze.numerics.digest import Digest, Digests
+    from ranktape.analyze.numerics.digest import Digest
     from ranktape.storage import Records
 
 CELL_FIELDS = (
@@ -156,8 +156,9 @@ class PlotData:
 
     def combined(self, *fields: str) -> tuple[list[tuple[Any, ...]], NDArray[np.int64]]:
         """The combinations of values of fields that occur, in order, and for each record the index of its own."""
-        columns = np.stack([self.codes(field) for field in fields], axis=1)
-        rows, numbers = np.unique(columns, axis=0, return_inverse=True)
+        rows, numbers = np.unique(
+            np.stack([self.codes(field) for field in fields], axis=1), axis=0, return_inverse=True
+        )
         known = [self.values_of(field) for field in fields]
         keys = [tuple(values[code] for values, code in zip(known, row, strict=True)) for row in rows.tolist()]
         return keys, numbers.reshape(-1)
@@ -165,9 +166,10 @@ class PlotData:
     @functools.cached_property
     def kinds(self) -> tuple[list[tuple[Any, ...]], NDArray[np.int64]]:
         """The kinds of tensors, as values of `CELL_FIELDS`, and for each record the index of its own."""
-        lengths = range(len(CELL_FIELDS), 0, -1)
-        found = (self.combined(*CELL_FIELDS[:length]) for length in lengths)
-        return next(one for one, length in zip(found, lengths, strict=True) if len(one[0]) <= MAX_CELLS or length == 1)
+        fields: tuple[str, ...] = CELL_FIELDS
+        while len((found := self.combined(*fields))[0]) > MAX_CELLS and len(fields) > 1:
+            fields = fields[:-1]
+        return found
 
     def mask(self, **fields: Any) -> NDArray[np.bool_]:
         """Which records have those values in their fields; a list holds alternatives."""
@@ -193,54 +195,40 @@ class PlotData:
 
     def kept_samples(self) -> set[tuple[Any, int]]:
         """Samples of tensors whose values were kept, by name and rank."""
-        kept = (self.records.column("keep") == Keep.VALUES).tolist()
-        rows = zip(sample_names(self.records), self.records.column("rank").tolist(), kept, strict=True)
-        return {(name, rank) for names, rank, is_kept in rows if is_kept for name in names}
+        columns = sample_names(self.records), *(self.records.column(field).tolist() for field in ("rank", "keep"))
+        return {
+            (name, rank) for names, rank, keep in zip(*columns, strict=True) if keep == Keep.VALUES for name in names
+        }
 
     def two_quant_types(self) -> tuple[str, str] | None:
         """HiFP8 and MXFP8 where both are there, else the two with the most records; None where there is one alone."""
         counts = Counter(self.column("quant_type").tolist())
         ours = [[name for name in counts if name.lower() in names] for names in COMPARED]
-        if ours[0] and ours[1]:
+        if all(ours):
             return ours[0][0], ours[1][0]
-        if len(counts) < 2:  # noqa: PLR2004 - a pair
-            return None
-        first, second = sorted(sorted(counts), key=lambda name: -counts[name])[:2]
-        return first, second
+        first, second, *_ = *sorted(sorted(counts), key=lambda name: -counts[name]), None
+        return None if second is None else (first, second)
 
     def matched(self, types: tuple[str, str]) -> list[tuple[int, int]]:
         """Indices of records that are the same tensor in both quant types, by `SITE_FIELDS`, values kept of both.
 
         Of several with one identity in a quant type the first is taken.
         """
-        fields = [self.column(field).tolist() for field in SITE_FIELDS]
         found: list[dict[Any, int]] = [{}, {}]
-        kept = self.records.column("keep").tolist()
-        rows = zip(zip(*fields, strict=True), self.column("quant_type").tolist(), kept, strict=True)
-        for index, (site, quant_type, keep) in enumerate(rows):
+        columns = (self.column(field).tolist() for field in ("quant_type", "keep", *SITE_FIELDS))
+        for index, (quant_type, keep, *site) in enumerate(zip(*columns, strict=True)):
             if quant_type in types and keep == Keep.VALUES:
-                found[types.index(quant_type)].setdefault(site, index)
+                found[types.index(quant_type)].setdefault(tuple(site), index)
         return [(index, found[1][site]) for site, index in found[0].items() if site in found[1]]
 
     @functools.cached_property
     def passed(self) -> DataPass:
-        """What one pass over the digests finds; the first time it is asked for, every record is read.
-
-        Raises:
-            DataError: a record's bytes are missing or damaged.
-            StorageError: the store cannot be read.
-            UsageError: of a record values were kept that are rounded already, and are to be looked at as seen.
-        """
-        found = DataPass(self)
-        is_mask = additive_masks(self.records)
-        for columns in digest_columns(self.records, view=self.view, engine=self._engine, is_mask=is_mask):
-            found.add(columns)
-        found.close()
-        return found
+        """What one pass over the digests finds; the first time it is asked for, every record is read."""
+        return DataPass(self, engine=self._engine)
 
     @functools.cached_property
     def samples(self) -> SampleColumns:
-        """Every sample of the selection. Raises as `passed`."""
+        """Every sample of the selection."""
         return SampleColumns(self)
 
     @functools.cached_property
@@ -250,22 +238,19 @@ class PlotData:
 
     @functools.cached_property
     def replayed(self) -> Replayed:
-        """What the recipes make of the products; the first time it is asked for, operands are read.
-
-        Raises:
-            DataError: a record's bytes are missing or damaged.
-            StorageError: the store cannot be read.
-        """
+        """What the recipes make of the products; the first time it is asked for, operands are read."""
         return replay_calls(self.records, self.recipes, engine=self._engine)
 
     def metric(self, name: str) -> NDArray[np.float64]:
         """One of `OF_DIGESTS` or `COUNTS` for each record; NaN where there is none."""
         return self.passed.metrics[name]
 
-    def share(self, *names: str) -> NDArray[np.float64]:
-        """The part of each record's elements that is counted under names of `COUNTS`; 0 for an empty tensor."""
-        counted = sum((self.metric(name) for name in names), start=np.zeros(len(self)))
-        return np.asarray(counted / np.maximum(1, self.metric("num_elements")))
+    def _counted(self, names: Sequence[str]) -> NDArray[np.float64]:
+        return sum((self.metric(name) for name in names), start=np.zeros(len(self)))
+
+    def share(self, name: str) -> NDArray[np.float64]:
+        """One of `SHARES` of each record's elements; 0 for an empty tensor."""
+        return np.asarray(self._counted(SHARES[name]) / np.maximum(1, self.metric("num_elements")))
 
     def distribution(self, **fields: Any) -> Digest | None:
         """All values of the records whose fields, some of `CELL_FIELDS`, have one of the values that are given.
@@ -273,11 +258,11 @@ class PlotData:
         None where no record has them.
         """
         wanted = [(CELL_FIELDS.index(field), _listed(value)) for field, value in fields.items()]
+        kinds, known = self.kinds[0], self.passed.cells
         chosen = [
-            self.passed.cells[index]
-            for index, kind in enumerate(self.kinds[0])
-            if index in self.passed.cells
-            and all((kind[place] if place < len(kind) else None) in values for place, values in wanted)
+            known[index]
+            for index in sorted(known)
+            if all(dict(enumerate(kinds[index])).get(place) in values for place, values in wanted)
         ]
         return merge_digests(chosen) if chosen else None
 
@@ -289,8 +274,7 @@ class PlotData:
         number, num_layers = self.values_of("operation").index(operation), len(self.values_of("layer_idx"))
         counts = self.passed.binades[number * num_layers : (number + 1) * num_layers]
         total = counts.sum(axis=1, keepdims=True)
-        wanted = counts[:, : -1 if with_zeros else -2]
-        return np.where(total > 0, wanted / np.maximum(1, total), np.nan)
+        return np.where(total > 0, counts[:, : -1 if with_zeros else -2] / np.maximum(1, total), np.nan)
 
     def pooled(self, name: str, groups: NDArray[np.int64], *, num_groups: int) -> NDArray[np.float64]:
         """A metric of all records of each group together, for `groups` that number each record's, negative for none.
@@ -299,14 +283,13 @@ class PlotData:
         largest of a record. NaN where a group has no record, or none of which it is known.
         """
         inside = groups >= 0
-        places = groups[inside]
 
         def total(values: NDArray[np.float64]) -> NDArray[np.float64]:
-            added = np.bincount(places, weights=np.nan_to_num(values[inside]), minlength=num_groups)
-            return added.astype(np.float64)
+            weights = np.nan_to_num(values[inside])
+            return np.bincount(groups[inside], weights=weights, minlength=num_groups).astype(np.float64)
 
         if name in SHARES:
-            counted = sum((self.metric(one) for one in SHARES[name]), start=np.zeros(len(self)))
+            counted = self._counted(SHARES[name])
             is_known = ~np.isnan(counted)
             elements = total(np.where(is_known, self.metric("num_elements"), 0.0))
             return np.where(total(is_known.astype(float)) > 0, total(counted) / np.maximum(1, elements), np.nan)
@@ -342,71 +325,53 @@ def _listed(value: Any) -> Any:
 class DataPass:
     """What one pass over the digests of a selection leaves."""
 
-    def __init__(self, data: PlotData) -> None:
+    def __init__(self, data: PlotData, *, engine: Engine) -> None:
         num_layers = len(data.values_of("layer_idx"))
-        self._target, self._kinds = data.target, data.kinds[1].tolist()
-        self._rows = data.codes("operation") * num_layers + data.codes("layer_idx")
-        self._start = 0
         self.metrics = {name: np.full(len(data), math.nan) for name in (*COUNTS, *OF_DIGESTS)}
         """One number for each record, NaN where there is none."""
-        self.cells: dict[int, Digest] = {}
-        """The distribution of each kind of tensor of which values are known."""
-        self._waiting: dict[int, list[Digest]] = defaultdict(list)
         self.binades = np.zeros((len(data.values_of("operation")) * num_layers, NUM_BINADES + 2))
         """For each operation and layer how many finite values lie in each binade, [2^e, 2^(e+1)) for an exponent e; how
         many are zero; and how many are not finite."""
-        self.sample_sizes = np.zeros(len(data), dtype=np.int64)
-        """Samples of each record."""
-        self._samples: list[NDArray[np.float64]] = []
         self.num_without_values = 0
         """Records of which statistics alone were kept."""
         self.num_rounded = 0
         """Records whose values are known as a quantile summary."""
-
-    def add(self, columns: Digests) -> None:
-        """Take in the digests of the next records."""
-        part = slice(self._start, self._start + len(columns))
-        self._start = part.stop
-        has_values = columns.has_values
-        for name in OF_DIGESTS:
-            self.metrics[name][part] = METRICS[name].of_columns(columns)
-        for name in COUNTS:
-            self.metrics[name][part] = columns.tally(name)
-        if self._target is not None:
-            counted = columns.count(*self._target.limits_of(columns.end("largest_finite")))
-            for name, counts in counted.items():
-                self.metrics[name][part] = np.where(has_values, counts, math.nan)
-        self.sample_sizes[part] = np.maximum(0, columns.sample_sizes)
-        self._samples.append(columns.samples)
-        self.num_without_values += int((~has_values).sum())
-        self.num_rounded += int((has_values & ~columns.is_exact).sum())
-        rows = self._rows[part]
-        _add_binades(self.binades, np.repeat(rows, columns.sizes), columns.values, columns.counts)
-        np.add.at(self.binades[:, -2], rows[has_values], columns.tally("zero")[has_values])
-        lost = columns.tally("nan") + columns.tally("inf")
-        np.add.at(self.binades[:, -1], rows[has_values], lost[has_values])
-        for place in np.flatnonzero(has_values).tolist():
-            kind = self._kinds[part.start + place]
-            waiting = self._waiting[kind]
-            waiting.append(columns.digest(place))
-            held = self.cells[kind].values.size if kind in self.cells else 0
-            # Each value is merged a few times at most, however many records there are.
-            if sum(one.values.size for one in waiting) > 4 * max(held, 1 << 14):
-                self._merge(kind)
-
-    def close(self) -> None:
-        """Merge what is still waiting."""
-        for kind in list(self._waiting):
-            self._merge(kind)
-
-    def _merge(self, kind: int) -> None:
-        parts = [*([self.cells[kind]] if kind in self.cells else []), *self._waiting.pop(kind)]
-        self.cells[kind] = merge_digests(parts)
-
-    def of_samples(self, name: str) -> NDArray[np.float64]:
-        """One of `SAMPLE_METRICS` for each sample of each record."""
-        column = SAMPLE_METRICS.index(name)
-        return np.concatenate([samples[:, column] for samples in self._samples])
+        rows_of, kinds = data.codes("operation") * num_layers + data.codes("layer_idx"), data.kinds[1].tolist()
+        parts: defaultdict[int, list[Digest]] = defaultdict(list)
+        sizes: Counter[int] = Counter()
+        samples, sample_sizes = [], []
+        start, is_mask = 0, additive_masks(data.records)
+        for columns in digest_columns(data.records, view=data.view, engine=engine, is_mask=is_mask):
+            part = slice(start, start + len(columns))
+            start, has_values, rows = part.stop, columns.has_values, rows_of[part]
+            for name in OF_DIGESTS:
+                self.metrics[name][part] = METRICS[name].of_columns(columns)
+            for name in COUNTS:
+                self.metrics[name][part] = columns.tally(name)
+            if data.target is not None:
+                counted = columns.count(*data.target.limits_of(columns.end("largest_finite")))
+                for name, counts in counted.items():
+                    self.metrics[name][part] = np.where(has_values, counts, math.nan)
+            sample_sizes.append(np.maximum(0, columns.sample_sizes))
+            samples.append(columns.samples)
+            self.num_without_values += int((~has_values).sum())
+            self.num_rounded += int((has_values & ~columns.is_exact).sum())
+            _add_binades(self.binades, np.repeat(rows, columns.sizes), columns.values, columns.counts)
+            for place, lost in ((-2, columns.tally("zero")), (-1, columns.tally("nan") + columns.tally("inf"))):
+                np.add.at(self.binades[:, place], rows[has_values], lost[has_values])
+            for place in np.flatnonzero(has_values).tolist():
+                kind = kinds[part.start + place]
+                parts[kind].append(columns.digest(place))
+                sizes[kind] += parts[kind][-1].values.size
+                # Each value is merged a few times at most, however many records there are.
+                if sizes[kind] > 4 * max(parts[kind][0].values.size, 1 << 14):
+                    parts[kind], sizes[kind] = [merge_digests(parts[kind])], 0
+        self.cells = {kind: merge_digests(own) for kind, own in parts.items()}
+        """The distribution of each kind of tensor of which values are known."""
+        self.sample_sizes = np.concatenate(sample_sizes)
+        """Samples of each record."""
+        self.samples = np.concatenate(samples)
+        """`SAMPLE_METRICS` of each sample of each record."""
 
 
 def _add_binades(
@@ -447,18 +412,13 @@ class SampleColumns:
 
     def __init__(self, data: PlotData) -> None:
         records, found = data.records, data.passed
-        owners = np.repeat(np.arange(len(data)), found.sample_sizes)
         names, ranks = sample_names(records), records.column("rank").tolist()
         has_ids = [
             text != "null" and not _are_indices(own)
             for text, own in zip(records.column("sample_ids").tolist(), names, strict=True)
         ]
-        unnamed = {
-            (rank, one)
-            for own, rank, is_named in zip(names, ranks, has_ids, strict=True)
-            if not is_named
-            for one in own
-        }
+        rows = zip(names, ranks, has_ids, strict=True)
+        unnamed = {(rank, one) for own, rank, is_named in rows if not is_named for one in own}
         self.is_by_rank = len({rank for rank, _ in unnamed}) > 1 and len(unnamed) <= MAX_COLUMNS
         """Whether samples without ids are told apart by their rank."""
         keys: list[tuple[int | None, SampleName]] = [
@@ -470,9 +430,11 @@ class SampleColumns:
         """Rank, or None, and id or index of each sample: by rank and index, then by id; numbers before words."""
         columns = {key: column for column, key in enumerate(self.keys)}
         self._columns = np.array([columns[key] for key in keys], dtype=np.int64)
+        owners = np.repeat(np.arange(len(data)), found.sample_sizes)
         self._operations, self._layers = data.codes("operation")[owners], data.codes("layer_idx")[owners]
         self._operation_names, self._num_layers = data.values_of("operation"), len(data.values_of("layer_idx"))
-        self._absmax, self._has_nan = found.of_samples("absmax"), found.of_samples("nan") > 0
+        self._absmax = found.samples[:, SAMPLE_METRICS.index("absmax")]
+        self._num_nan = found.samples[:, SAMPLE_METRICS.index("nan")]
         medians = np.full(len(data), np.nan)
         for place, own in enumerate(np.split(self._absmax, np.cumsum(found.sample_sizes)[:-1])):
             if np.isfinite(own).any():
@@ -486,35 +448,33 @@ class SampleColumns:
         names = [plain(one, max_letters=12) if rank is None else f"{rank}:{one}" for rank, one in self.keys]
         return names, "rank : place in the batch" if self.is_by_rank else "sample"
 
-    def _cells(self, operation: str) -> NDArray[np.int64]:
-        cells = self._layers * len(self.keys) + self._columns
-        return np.where(self._operations == self._operation_names.index(operation), cells, -1)
+    def _is_of(self, operation: str) -> NDArray[np.bool_]:
+        return np.asarray(self._operations == self._operation_names.index(operation))
+
+    def _largest(self, column: NDArray[np.float64], operation: str) -> NDArray[np.float64]:
+        shape = self._num_layers, len(self.keys)
+        cells = np.where(self._is_of(operation), self._layers * shape[1] + self._columns, -1)
+        return largest_of(column, cells, num_groups=shape[0] * shape[1]).reshape(shape)
 
     def grid(self, operation: str) -> NDArray[np.float64]:
         """The largest finite magnitude of each layer and sample; NaN if there is none."""
-        size = self._num_layers * len(self.keys)
-        return largest_of(self._absmax, self._cells(operation), num_groups=size).reshape(self._num_layers, -1)
+        return self._largest(self._absmax, operation)
 
     def has_nan(self, operation: str) -> NDArray[np.bool_]:
         """For each layer and sample whether values are NaN."""
-        found = np.zeros(self._num_layers * len(self.keys), dtype=bool)
-        cells = self._cells(operation)[self._has_nan]
-        found[cells[cells >= 0]] = True
-        return found.reshape(self._num_layers, -1)
+        return self._largest(self._num_nan, operation) > 0
 
     def ratios(self, operation: str) -> NDArray[np.float64]:
         """For each sample mean, lowest and highest log2 of its absmax over the median sample's of the tensor.
 
         NaN where nothing is known.
         """
-        chosen = (self._operations == self._operation_names.index(operation)) & ~np.isnan(self._logs)
-        columns, logs = self._columns[chosen], self._logs[chosen]
-        low, high = np.full(len(self.keys), np.inf), np.full(len(self.keys), -np.inf)
-        np.minimum.at(low, columns, logs)
-        np.maximum.at(high, columns, logs)
-        counts = np.bincount(columns, minlength=len(self.keys))
-        means = np.bincount(columns, weights=logs, minlength=len(self.keys)) / np.maximum(1, counts)
-        return np.where(counts[:, np.newaxis] > 0, np.stack([means, low, high], axis=1), np.nan)
+        chosen = self._is_of(operation) & ~np.isnan(self._logs)
+        columns, logs, size = self._columns[chosen], self._logs[chosen], len(self.keys)
+        low, high = (-largest_of(-logs, columns, num_groups=size), largest_of(logs, columns, num_groups=size))
+        counts = np.bincount(columns, minlength=size)
+        means = np.bincount(columns, weights=logs, minlength=size) / np.maximum(1, counts)
+        return np.stack([np.where(counts > 0, means, np.nan), low, high], axis=1)
 
 
 def _are_indices(names: Sequence[SampleName]) -> bool:

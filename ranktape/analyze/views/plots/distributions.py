@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.lines import Line2D
 
 from ranktape.analyze.numerics.distributions import fit_normal, linear_bins
-from ranktape.analyze.views.palette import GREY
+from ranktape.analyze.views import GREY
 from ranktape.analyze.views.plots.axes import (
     band_handles,
     draw_bands,

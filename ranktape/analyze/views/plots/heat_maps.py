@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import matplotlib as mpl
@@ -22,7 +22,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ranktape.analyze.identity import natural, places_of
 from ranktape.analyze.numerics.products import RECORDED
-from ranktape.analyze.views.palette import INFINITE_COLOR, MISSING_COLOR, NAN_COLOR, ZERO_COLOR
+from ranktape.analyze.views import INFINITE_COLOR, MISSING_COLOR, NAN_COLOR, ZERO_COLOR
 from ranktape.analyze.views.plots.axes import (
     band_handles,
     draw_bands,
@@ -127,10 +127,9 @@ class Scale(NamedTuple):
             places = [*map(float, powers_between(low, high, max_ticks=9))]
             # Two powers do not say what lies between them.
             places = places if len(places) > 2 else [low, (low + high) / 2, high]  # noqa: PLR2004
-        return places, [self.word(place) for place in places]
+        return places, [self._word(place) for place in places]
 
-    def word(self, place: float) -> str:
-        """What stands beside a colour."""
+    def _word(self, place: float) -> str:
         if self.kind in {"share", "decibel"}:
             return share_text(10.0**place) if self.kind == "share" else f"{place:.0f}"
         if not place.is_integer():
@@ -161,9 +160,7 @@ class Scale(NamedTuple):
     def standing_out(self, values: NDArray[np.float64], starts: NDArray[np.int64], axis: int) -> NDArray[np.float64]:
         """Of neighbours that are drawn as one the metric that stands out: the lowest ratio, else what is largest."""
         largest, smallest = (ufunc.reduceat(values, starts, axis=axis) for ufunc in (np.fmax, np.fmin))
-        if self.kind == "decibel":
-            return smallest
-        return np.where(-smallest > largest, smallest, largest)
+        return smallest if self.kind == "decibel" else np.where(-smallest > largest, smallest, largest)
 
 
 CELLS: Mapping[str, tuple[str, Scale]] = {
@@ -188,6 +185,11 @@ class Grid(NamedTuple):
         """In which cells values are NaN."""
         return np.zeros(self.values.shape, dtype=bool) if self.nan is None else self.nan
 
+    @property
+    def is_unknown(self) -> NDArray[np.bool_]:
+        """In which cells nothing is known."""
+        return np.isnan(self.values) & ~self.has_nan
+
     def thinned(self, scale: Scale) -> Grid:
         """The same with neighbours as one, where there are more than can be drawn."""
         found = self
@@ -199,19 +201,20 @@ class Grid(NamedTuple):
 
     def together(self, scale: Scale, starts: NDArray[np.int64], axis: int = 0) -> Grid:
         """The same with the rows, or columns, from each start to the next as one, under the name of the first."""
-        kept = starts.tolist()
-        return Grid(
-            self.title,
-            scale.standing_out(self.values, starts, axis),
-            [self.rows[start] for start in kept] if axis == 0 else self.rows,
-            [self.columns[start] for start in kept] if axis == 1 else self.columns,
-            np.logical_or.reduceat(self.has_nan, starts, axis=axis),
-        )
+        names = [self.rows, self.columns]
+        names[axis] = [names[axis][start] for start in starts.tolist()]
+        has_nan = np.logical_or.reduceat(self.has_nan, starts, axis=axis)
+        return Grid(self.title, scale.standing_out(self.values, starts, axis), names[0], names[1], has_nan)
 
     @property
     def is_written(self) -> bool:
         """Whether there is room for the metrics in the cells."""
         return len(self.rows) <= MAX_WRITTEN_ROWS and len(self.columns) <= MAX_WRITTEN_COLUMNS
+
+    @property
+    def is_upright(self) -> bool:
+        """Whether the names of columns are words, which stand upright."""
+        return self.is_written and any(not one[:1].isdigit() for one in self.columns)
 
 
 def layer_map(data: PlotData, row: Plot, *, field: str, metric: str) -> Figure:
@@ -246,8 +249,7 @@ def grid_of(data: PlotData, metric: str, *, field: str, operation: str) -> NDArr
 
 
 def _nan_in(data: PlotData, field: str, operation: str) -> NDArray[np.bool_]:
-    found: NDArray[np.bool_] = grid_of(data, "nan", field=field, operation=operation) > 0
-    return found
+    return np.asarray(grid_of(data, "nan", field=field, operation=operation) > 0)
 
 
 def rank_deviation(data: PlotData, row: Plot) -> Figure:
@@ -278,10 +280,9 @@ def rank_deviations(data: PlotData, *, layers: Sequence[int]) -> NDArray[np.floa
     found = np.full((len(layers), logs.shape[1]), np.nan)
     rows = {layer: row for row, layer in enumerate(layers)}
     for site in np.flatnonzero((~np.isnan(logs)).sum(axis=1) > 1).tolist():
-        apart = logs[site] - np.nanmedian(logs[site])
-        row = found[rows[sites[site][-1]]]
-        is_farther = np.abs(apart) > np.abs(np.nan_to_num(row, nan=-1e-300))
-        row[:] = np.where(np.isnan(row) | is_farther, np.where(np.isnan(apart), row, apart), row)
+        apart, row = logs[site] - np.nanmedian(logs[site]), found[rows[sites[site][-1]]]
+        is_farther = np.isnan(row) | (np.abs(apart) > np.abs(row))
+        row[is_farther & ~np.isnan(apart)] = apart[is_farther & ~np.isnan(apart)]
     return found
 
 
@@ -298,14 +299,14 @@ def recipe_map(data: PlotData, row: Plot) -> Figure:
     modules = sorted(set(replayed.column("module")), key=lambda module: (natural(module), module))
     groups = {tuple(one.key.values()): one.exact for one in replayed.groups(("product", "recipe", "module"))}
     recipes = [*replayed.recipes, *([RECORDED] if RECORDED in replayed.column("recipe") else [])]
+    rows, columns = ([plain(one) for one in names] for names in (modules, recipes))
     grids, note = [], ""
     for product in (group.key["product"] for group in replayed.groups(["product"])):
         cells = [[groups.get((product, recipe, module)) for recipe in recipes] for module in modules]
         # A ratio that is infinite loses nothing; of NaN alone there is none.
-        values = [[math.nan if one is None or one.sqnr is None else one.sqnr for one in row] for row in cells]
-        has_nan = [[one is not None and one.num_lost > 0 for one in row] for row in cells]
-        names = [plain(one) for one in modules]
-        grids.append(Grid(product, np.array(values), names, [plain(one) for one in recipes], np.array(has_nan)))
+        values = [[math.nan if one is None or one.sqnr is None else one.sqnr for one in own] for own in cells]
+        has_nan = [[one is not None and one.num_lost > 0 for one in own] for own in cells]
+        grids.append(Grid(product, np.array(values), rows, columns, np.array(has_nan)))
     if len(modules) > MAX_MODULES:
         grids = [_by_layer(data, grid, modules) for grid in grids]
         size = math.ceil(len(grids[0].rows) / MAX_ROWS)
@@ -319,39 +320,30 @@ def recipe_map(data: PlotData, row: Plot) -> Figure:
 def _by_layer(data: PlotData, grid: Grid, modules: Sequence[str]) -> Grid:
     """One row for each layer, of its worst module."""
     layer_of = dict(zip(data.records.column("module").tolist(), places_of(data.records), strict=True))
-    layers = [layer_of[module] for module in modules]
-    order = sorted(range(len(layers)), key=lambda index: layers[index])
-    names = layer_names([layers[index] for index in order])
-    ordered = Grid(grid.title, grid.values[order], names, grid.columns, grid.has_nan[order])
-    return ordered.together(SQNR, np.flatnonzero(np.diff([layers[index] for index in order], prepend=-2)))
+    found = [layer_of[module] for module in modules]
+    order = sorted(range(len(found)), key=lambda index: found[index])
+    layers = [found[index] for index in order]
+    ordered = Grid(grid.title, grid.values[order], layer_names(layers), grid.columns, grid.has_nan[order])
+    return ordered.together(SQNR, np.flatnonzero(np.diff(layers, prepend=-2)))
 
 
 def size_of(grids: Sequence[Grid], scale: Scale) -> dict[str, Any]:
     """Inches of panels side by side for grids of so many cells."""
     drawn = [grid.thinned(scale) for grid in grids]
+    first = drawn[0]
     num_rows, num_columns = (max(grid.values.shape[axis] for grid in drawn) for axis in (0, 1))
     # The names of rows stand beside the first panel, the colours beside the last one.
-    beside = LETTER_INCHES * max(len(one) for one in (*drawn[0].rows, OUTSIDE)) + 0.4
-    below = LETTER_INCHES * max(len(one) for one in drawn[0].columns) if _is_upright(drawn[0]) else 0.0
-    if not drawn[0].is_written:
-        inside, height = 2.6 + 0.055 * num_columns, 1.5 + 0.075 * num_rows
+    beside = LETTER_INCHES * max(len(one) for one in (*first.rows, OUTSIDE)) + 0.4
+    below = LETTER_INCHES * max(len(one) for one in first.columns) if first.is_upright else 0.0
+    if first.is_written:
+        longest = max((len(scale.text(value)) for grid in drawn for value in grid.values.flat), default=1)
+        inside = 0.4 + max(0.5, LETTER_INCHES * longest + 0.12) * num_columns
+        height, most = 0.7 + ROW_INCHES * num_rows, 12.0
     else:
-        inside, height = 0.4 + _written_width(drawn, scale) * num_columns, 0.7 + ROW_INCHES * num_rows
+        inside, height, most = 2.6 + 0.055 * num_columns, 1.5 + 0.075 * num_rows, 7.0
     # The heading has room above all panels, and the words beside the colours next to them.
     width = max(6.4 / len(grids), inside + (beside + 0.9) / len(grids))
-    most = 12.0 if drawn[0].is_written else 7.0
     return {"width": min(8.0, width), "height": min(most, max(3.0, height)) + below}
-
-
-def _written_width(grids: Sequence[Grid], scale: Scale) -> float:
-    """Inches of a cell with its number."""
-    longest = max((len(scale.text(value)) for grid in grids for value in grid.values.flat), default=1)
-    return max(0.5, LETTER_INCHES * longest + 0.12)
-
-
-def _is_upright(grid: Grid) -> bool:
-    """Whether the names of columns are words, which stand upright."""
-    return grid.is_written and any(not one[:1].isdigit() for one in grid.columns)
 
 
 def draw_heat_maps(
@@ -367,7 +359,7 @@ def draw_heat_maps(
 
     `labels` stand beside rows and columns; `unit` is what columns that are drawn as one are called.
     """
-    drawn, size, figure = [grid.thinned(scale) for grid in grids], size_of(grids, scale), page.figure
+    drawn, size = [grid.thinned(scale) for grid in grids], size_of(grids, scale)
     shown = np.concatenate([grid.values.reshape(-1) for grid in drawn])
     # Magnitudes of forward and backward have little in common: each has colours of its own.
     has_own = scale.kind == "magnitude"
@@ -375,29 +367,26 @@ def draw_heat_maps(
     for index, (axes, grid, own) in enumerate(zip(page.panels[0], drawn, norms, strict=True)):
         draw_cells(axes, grid, scale=scale, norm=own)
         name(axes, title=grid.title, x=labels[1], y=labels[0] if index == 0 else "")
-        if _is_upright(grid):
+        if grid.is_upright:
             set_ticks(axes.xaxis, range(len(grid.columns)), grid.columns)
             axes.tick_params(axis="x", labelrotation=90)
         else:
-            longest = max(map(len, grid.columns), default=1)
-            room = int(0.75 * size["width"] / ((longest + 2) * LETTER_INCHES))
+            room = int(0.75 * size["width"] / ((max(map(len, grid.columns), default=1) + 2) * LETTER_INCHES))
             set_ticks(axes.xaxis, *thinned(grid.columns, max_names=max(1, room)))
         _name_rows(axes, grid.rows, height=size["height"])
         if grid.is_written:
             _write_metrics(axes, grid, scale=scale, norm=own)
         if has_own and scale.has_color(grid.values).any():
-            add_colorbar(figure, [axes], norm=own, scale=scale)
-        if np.isnan(grid.values).all() and not grid.has_nan.any():
+            add_colorbar(page.figure, [axes], norm=own, scale=scale)
+        if grid.is_unknown.all():
             say(axes, "nothing is known of any cell")
     if not has_own and scale.has_color(shown).any():
-        add_colorbar(figure, list(page.panels[0]), norm=norms[0], scale=scale)
+        add_colorbar(page.figure, list(page.panels[0]), norm=norms[0], scale=scale)
     which = {"factor": "the one farthest from 1 x", "decibel": "the lowest"}.get(scale.kind, "the largest")
-    for axis, (what, most) in enumerate(
-        (("row is {} neighbouring ones", MAX_ROWS), ("column is {} neighbouring " + unit, MAX_COLUMNS))
-    ):
+    for axis, (thing, things, most) in enumerate((("row", "ones", MAX_ROWS), ("column", unit, MAX_COLUMNS))):
         count = max(math.ceil(grid.values.shape[axis] / most) for grid in grids)
         if count > 1:
-            page.notes.insert(0, f"Each {what.format(count)}: {which} of their metrics.")
+            page.notes.insert(0, f"Each {thing} is {count} neighbouring {things}: {which} of their metrics.")
     page.handles += special_handles(drawn, scale)
     return page.finish()
 
@@ -443,24 +432,27 @@ def add_colorbar(figure: Figure, panels: Sequence[Axes], *, norm: Normalize, sca
 
 def special_handles(grids: Sequence[Grid], scale: Scale, *, zero: str = "exactly 0") -> list[Any]:
     """Entries of the legend for the colours beside the scale that occur."""
-    values, has_nan = (
-        np.concatenate([one.reshape(-1) for one in several])
-        for several in zip(*((grid.values, grid.has_nan) for grid in grids), strict=True)
-    )
-    is_unknown = np.isnan(values)
+
+    def occurs(is_so: Callable[[Grid], Any]) -> bool:
+        return any(is_so(grid).any() for grid in grids)
+
     patch = functools.partial(Patch, edgecolor="0.75")
     known: list[tuple[bool, Any, str]] = [
-        ((is_unknown & ~has_nan).any(), Patch(facecolor=MISSING_COLOR, hatch="////", edgecolor="white"), "no record"),
-        (scale.is_log and (values == 0).any(), patch(facecolor=ZERO_COLOR), zero),
-        (scale.is_log and np.isinf(values).any(), patch(facecolor=INFINITE_COLOR), "infinite"),
-        ((has_nan & is_unknown).any(), patch(facecolor=NAN_COLOR), "NaN"),
         (
-            (has_nan & ~is_unknown).any(),
+            occurs(lambda grid: grid.is_unknown),
+            Patch(facecolor=MISSING_COLOR, hatch="////", edgecolor="white"),
+            "no record",
+        ),
+        (scale.is_log and occurs(lambda grid: grid.values == 0), patch(facecolor=ZERO_COLOR), zero),
+        (scale.is_log and occurs(lambda grid: np.isinf(grid.values)), patch(facecolor=INFINITE_COLOR), "infinite"),
+        (occurs(lambda grid: grid.has_nan & np.isnan(grid.values)), patch(facecolor=NAN_COLOR), "NaN"),
+        (
+            occurs(lambda grid: grid.has_nan & ~np.isnan(grid.values)),
             Line2D([], [], linestyle="", markersize=6, marker="X", color=NAN_COLOR),
             "NaN among the values",
         ),
     ]
-    return [key(artist, words) for occurs, artist, words in known if occurs]
+    return [key(artist, words) for is_there, artist, words in known if is_there]
 
 
 def _name_rows(axes: Axes, names: Sequence[str], *, height: float) -> None:

@@ -23,7 +23,7 @@ from ranktape.analyze.views.plots.axes import (
     thinned,
     with_gap,
 )
-from ranktape.analyze.views.plots.data import SHARES, largest_of
+from ranktape.analyze.views.plots.data import largest_of
 from ranktape.analyze.views.plots.groups import Group, group_by, groups_of, page_of
 from ranktape.analyze.views.plots.style import COLORS, INK, MARKS, key, name, say
 
@@ -98,55 +98,21 @@ PANELS = {
 """Names that rows of the table choose from. `overflow` has a column for each operation, and lines of worst tensors."""
 
 
-class _Along(NamedTuple):
-    """The field that lies along the horizontal axes of panels."""
-
-    field: str
-    values: Sequence[Any]
-
-    @property
-    def is_layers(self) -> bool:
-        return self.field == "layer_idx"
-
-    def scale(self, axes: Axes, *, is_labelled: bool) -> None:
-        """Divide the horizontal axis."""
-        if self.is_layers:
-            scale_layers(axes, self.values, is_labelled=is_labelled)
-        else:
-            scale_whole(axes, self.values, max_ticks=9)
-            name(axes, x=self.field if is_labelled else "")
-
-    def largest(self, data: PlotData, values: NDArray[np.float64], group: Group) -> NDArray[np.float64]:
-        """The largest of the values of the group's records at each value of the field; NaN where there is none."""
-        return largest_of(values, np.where(group.mask, data.codes(self.field), -1), num_groups=len(self.values))
-
-    def draw(self, axes: Axes, values: NDArray[np.float64], **style: Any) -> None:
-        """A line through the values that are known."""
-        known = np.isfinite(values)
-        if not known.any():
-            return
-        kept = [place for place, is_known in zip(self.values, known.tolist(), strict=True) if is_known]
-        shown = values[known].tolist()
-        xs, ys = with_gap(kept, shown, all_layers=self.values) if self.is_layers else ([*map(float, kept)], shown)
-        axes.plot(xs, ys, **style)
-
-
 def lines(data: PlotData, row: Plot, *, field: str, panels: str) -> Figure:
     """Metrics of each group along a field of whole numbers.
 
     A point is of all records of the group there together; a dotted one is the worst tensor among them.
     """
     groups, note = groups_of(data, row)
-    along, chosen = _Along(field, data.values_of(field)), list(PANELS[panels])
     if panels == "overflow":
-        return _by_operation(data, row, groups, along=along, panels=chosen, note=note)
+        return _by_operation(data, row, groups, field=field, note=note)
     page = page_of(data, row, 2, 2, width=5.6, height=2.9, notes=[note], with_limits=panels == "losses")
-    for axes, panel in zip(page.panels.flat, chosen, strict=True):
+    for axes, panel in zip(page.panels.flat, PANELS[panels], strict=True):
         name(axes, title=panel.title)
         found = [line_values(data, group, panel.metric, field=field) for group in groups]
         for group, values in zip(groups, found, strict=True):
-            along.draw(axes, panel.drawn(values), **_style(group, values))
-        along.scale(axes, is_labelled=axes in page.panels[-1])
+            _draw_along(axes, data, field, panel.drawn(values), **_style(group, values))
+        _scale_along(axes, data, field, is_labelled=axes in page.panels[-1])
         panel.scale(axes, np.concatenate(found) if found else np.zeros(0))
         if panel.kind == "share" and not any(values[np.isfinite(values)].any() for values in found):
             say(axes, f"no {panel.metric}")
@@ -154,32 +120,31 @@ def lines(data: PlotData, row: Plot, *, field: str, panels: str) -> Figure:
     return page.finish()
 
 
-def _by_operation(
-    data: PlotData, row: Plot, groups: Sequence[Group], *, along: _Along, panels: list[LinePanel], note: str
-) -> Figure:
+def _by_operation(data: PlotData, row: Plot, groups: Sequence[Group], *, field: str, note: str) -> Figure:
     """One row of panels for each share, one column for each operation, with the worst tensor of each group."""
-    operations = data.operations()
+    operations, num_places = data.operations(), len(data.values_of(field))
     parts = [
         [replace(group, mask=group.mask & data.mask(operation=operation)) for group in groups]
         for operation in operations
     ]
-    zeros = [line_values(data, part, ZEROS.metric, field=along.field) for own in parts for part in own]
+    zeros = [line_values(data, part, ZEROS.metric, field=field) for own in parts for part in own]
+    absent = {FLUSHED} if data.target is None else set()
     if not any(np.nan_to_num(values).max(initial=0) >= MANY_ZEROS for values in zeros):
-        panels.remove(ZEROS)
-    if data.target is None:
-        panels.remove(FLUSHED)
-    width = min(8.0, max(4.8, 2.5 + 0.06 * len(along.values)))
+        absent.add(ZEROS)
+    panels = [panel for panel in PANELS["overflow"] if panel not in absent]
+    width = min(8.0, max(4.8, 2.5 + 0.06 * num_places))
     page = page_of(data, row, len(panels), len(operations), width=width, height=2.3, notes=[note], with_limits=True)
     for panel, axes_of_panel in zip(panels, page.panels, strict=True):
-        shares, found = data.share(*SHARES[panel.metric]), []
+        shares, found = data.share(panel.metric), []
         for operation, own, axes in zip(operations, parts, axes_of_panel, strict=True):
             axes.grid(visible=False, axis="x")
-            worst = [along.largest(data, shares, part) for part in own]
+            numbers = [np.where(part.mask, data.codes(field), -1) for part in own]
+            worst = [largest_of(shares, places, num_groups=num_places) for places in numbers]
             for part, largest in zip(own, worst, strict=True):
-                values = line_values(data, part, panel.metric, field=along.field)
-                along.draw(axes, largest, **WORST, color=part.color, clip_on=False)
-                along.draw(axes, values, **_style(part, values) | {"linestyle": "-", "clip_on": False})
-            along.scale(axes, is_labelled=panel is panels[-1])
+                values = line_values(data, part, panel.metric, field=field)
+                _draw_along(axes, data, field, largest, **WORST, color=part.color, clip_on=False)
+                _draw_along(axes, data, field, values, **_style(part, values) | {"linestyle": "-", "clip_on": False})
+            _scale_along(axes, data, field, is_labelled=panel is panels[-1])
             name(axes, title=operation if panel is panels[0] else "")
             if not np.nan_to_num(np.stack(worst)).any():
                 say(axes, "none")
@@ -191,6 +156,25 @@ def _by_operation(
     page.handles += [group.handle(has_mark=True) for group in groups]
     page.handles.append(key(Line2D([], [], **WORST, color=INK), "the worst tensor of the layer"))
     return page.finish()
+
+
+def _scale_along(axes: Axes, data: PlotData, field: str, *, is_labelled: bool) -> None:
+    """Divide the horizontal axis, along which the values of a field lie."""
+    if field == "layer_idx":
+        scale_layers(axes, data.values_of(field), is_labelled=is_labelled)
+    else:
+        scale_whole(axes, data.values_of(field), max_ticks=9)
+        name(axes, x=field if is_labelled else "")
+
+
+def _draw_along(axes: Axes, data: PlotData, field: str, values: NDArray[np.float64], **style: Any) -> None:
+    """A line through the values that are known, one for each value of the field."""
+    known, places = np.isfinite(values), data.values_of(field)
+    kept = [place for place, is_known in zip(places, known.tolist(), strict=True) if is_known]
+    if kept:
+        shown = values[known].tolist()
+        is_layers = field == "layer_idx"
+        axes.plot(*(with_gap(kept, shown, all_layers=places) if is_layers else ([*map(float, kept)], shown)), **style)
 
 
 def line_values(data: PlotData, group: Group, metric: str, *, field: str) -> NDArray[np.float64]:

@@ -20,7 +20,7 @@ from matplotlib.image import imsave
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.text import Text
 
-from ranktape.analyze.views.palette import BLACK, BLUE, DIVERGING, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
+from ranktape.analyze.views import BLACK, BLUE, DIVERGING, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -13,9 +13,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ranktape.analyze.console import write_whole, writing
 from ranktape.analyze.engine.engine import one_step, steps
@@ -78,8 +77,7 @@ def write_one(
     write_whole(path, plot_bytes(kind.draw(data), form=form_of(path)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class Written(NamedTuple):
     """What became of the plots that were asked for."""
 
     drawn: tuple[Plot, ...]
@@ -125,9 +123,7 @@ def write_plots(
     reasons = _reasons(wanted, data)
     drawn = tuple(kind for kind in wanted if not reasons[kind.name])
     left_out = tuple(
-        (kind, reasons[kind.name] + (OLDER if (folder / kind.path).exists() else ""))
-        for kind in wanted
-        if reasons[kind.name]
+        (kind, why + (OLDER if (folder / kind.path).exists() else "")) for kind in wanted if (why := reasons[kind.name])
     )
     is_shown = engine is not None and engine.show_progress
     with steps(len(drawn)), _drawing(data, drawn, folder=folder) as draw:

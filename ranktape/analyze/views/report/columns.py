@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import enum
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,6 @@ from ranktape.analyze.engine.digests import digest_columns
 from ranktape.analyze.engine.sweep_measure import Job, sweep_records
 from ranktape.analyze.engine.target import is_sweepable
 from ranktape.analyze.findings.survey import SITE, codes_of, medians_of
-from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.products import RECORDED
 from ranktape.analyze.numerics.sweeps.options import SweepOptions
 from ranktape.analyze.questions.sweep import parse_jobs
@@ -180,26 +179,16 @@ def looked_at(records: Records, *, first: Sequence[int]) -> NDArray[np.int64]:
     return np.lexsort((np.arange(len(records)), again, ~is_first))[:MAX_LOOKED_AT]
 
 
-class Histograms(NamedTuple):
-    """How many magnitudes of some records lie in each binade."""
+def histograms_of(
+    records: Records, rows: NDArray[np.int64], *, view: View, engine: Engine
+) -> tuple[dict[str, Any], int, int]:
+    """How many magnitudes of the records of these rows lie in each binade, as columns for the page's script.
 
-    columns: dict[str, Any]
-    """The counts as columns, for the page's script."""
-    num_without_values: int
-    """Records of which statistics alone were kept."""
-    num_rounded: int
-    """Records whose values are known as a quantile summary."""
-
-
-def histograms_of(records: Records, rows: NDArray[np.int64], *, view: View, engine: Engine) -> Histograms:
-    """The binades of the records of these rows.
-
-    Raises:
-        DataError: a record's bytes are missing or damaged.
-        StorageError: the store cannot be read.
+    With them how many of the records have statistics alone, and how many a quantile summary in place of their values.
     """
     kept = np.sort(rows)
-    exponents, counts, lengths, has_values, is_exact = [], [], [], [], []
+    exponents, counts, lengths = [], [], []
+    num_without_values = num_rounded = 0
     for known in digest_columns(records.take(kept.tolist()), view=view, engine=engine):
         is_magnitude = np.isfinite(known.values) & (known.values != 0)
         owners = np.repeat(np.arange(len(known)), np.diff(known.starts))[is_magnitude]
@@ -210,31 +199,15 @@ def histograms_of(records: Records, rows: NDArray[np.int64], *, view: View, engi
         exponents.append(cells % width + first)
         counts.append(np.bincount(places, weights=known.counts[is_magnitude], minlength=len(cells)))
         lengths.append(np.bincount(cells // width, minlength=len(known)))
-        has_values.append(known.has_values)
-        is_exact.append(known.is_exact)
+        num_without_values += int((~known.has_values).sum())
+        num_rounded += int((~known.is_exact).sum())
     columns = {
         "records": packed(kept),
         "length": packed(np.concatenate(lengths)),
         "count": len(kept),
         "columns": {"exponent": packed(np.concatenate(exponents)), "count": packed(np.concatenate(counts))},
     }
-    return Histograms(columns, int((~np.concatenate(has_values)).sum()), int((~np.concatenate(is_exact)).sum()))
-
-
-class Ratios(NamedTuple):
-    """The signal to noise ratio that each format keeps of each record, at the usual scale."""
-
-    names: list[str]
-    """The formats."""
-    columns: list[NDArray[np.float64]]
-    """For each format the ratio of each record in dB: infinite if nothing is lost, NaN where it is not known."""
-    num_not_tried: int
-    """Records that could have been tried, and were not."""
-
-    def metrics(self) -> Iterator[tuple[PageMetric, NDArray[np.float64]]]:
-        """The ratios as metrics of the page: the worst of several records."""
-        for name, column in zip(self.names, self.columns, strict=True):
-            yield PageMetric(f"sqnr.{name}", f"SQNR in {name}", Merge.SMALLEST, unit="dB"), column
+    return columns, num_without_values, num_rounded
 
 
 def usual_jobs(formats: Sequence[str]) -> list[Job]:
@@ -247,8 +220,14 @@ def usual_jobs(formats: Sequence[str]) -> list[Job]:
     return [job._replace(options=at_rule if job.mode.has_offsets else at_largest) for job in parse_jobs(formats)]
 
 
-def ratios_of(records: Records, rows: NDArray[np.int64], *, jobs: Sequence[Job], view: View, engine: Engine) -> Ratios:
-    """What the formats keep of the first of these rows, as many as `MAX_TRIED` and `MAX_SWEPT_NBYTES` allow."""
+def ratios_of(
+    records: Records, rows: NDArray[np.int64], *, jobs: Sequence[Job], view: View, engine: Engine
+) -> tuple[list[tuple[PageMetric, NDArray[np.float64]]], int]:
+    """The signal to noise ratio that each format keeps, in dB, as metrics of the page: of several records the worst.
+
+    It is infinite if nothing is lost, and NaN where it is not known. Of these rows the first are tried, as many as
+    `MAX_TRIED` and `MAX_SWEPT_NBYTES` allow; how many more could have been comes with them.
+    """
     can_sweep = np.array([is_sweepable(dtype) for dtype in records.column("dtype").tolist()], dtype=bool)
     wanted = rows[can_sweep[rows]][:MAX_TRIED]
     kept = np.sort(wanted[np.cumsum(records.column("nbytes")[wanted]) <= MAX_SWEPT_NBYTES])
@@ -260,45 +239,53 @@ def ratios_of(records: Records, rows: NDArray[np.int64], *, jobs: Sequence[Job],
                 math.inf if sweep.is_lossless else sweep.levels[0].sqnr if sweep.levels else math.nan
                 for sweep in found[None]
             ]
-    return Ratios([job.scheme.name for job in jobs], [*columns], int(can_sweep.sum()) - len(kept))
+    names = [job.scheme.name for job in jobs]
+    metrics = [PageMetric(f"sqnr.{name}", f"SQNR in {name}", Merge.SMALLEST, unit="dB") for name in names]
+    return [*zip(metrics, columns, strict=True)], int(can_sweep.sum()) - len(kept)
+
+
+def matrix_of(
+    cells: Mapping[str, Mapping[tuple[str, str], tuple[float | None, float]]],
+    columns: Sequence[tuple[str, str]],
+    *,
+    records: Sequence[Collection[int]],
+    bits: Mapping[str, float],
+) -> dict[str, Any]:
+    """A map for the page's script: for each row and column, a product and a recipe, the SQNR and how much is lost.
+
+    `records` are those of each row, and `bits` the bits of a value in a recipe.
+    """
+    found = [[own.get(column, (None, 0)) for column in columns] for own in cells.values()]
+    return {
+        "rows": [printable(row) for row in cells],
+        "columns": [
+            {"product": product, "recipe": printable(name), "bits": bits.get(name), "is_recorded": name == RECORDED}
+            for product, name in columns
+        ],
+        "sqnr": [[json_number(sqnr) for sqnr, _ in own] for own in found],
+        "num_lost": [[num_lost for _, num_lost in own] for own in found],
+        "records": [*map(list, records)],
+    }
 
 
 def recipe_map(records: Records, replayed: Replayed, recipes: Sequence[Recipe]) -> dict[str, Any] | None:
     """The SQNR of each product of each module in each recipe, for the page's script; None if there are no products."""
     modules = {group.key["module"] for group in replayed.groups(["module"])}
     fields = ["module"] if len(modules) <= MAX_RECIPE_ROWS and modules != {""} else ["layer_idx", "layer_type"]
-    bits = {recipe.name: recipe.bits for recipe in recipes}
-    rows: dict[tuple[Any, ...], dict[tuple[str, str], ErrorSums]] = {}
+
+    def name_of(row: Sequence[Any]) -> str:
+        return str(row[0]) if len(row) == 1 else f"layer {row[0]} {row[1]}"
+
+    cells: dict[str, dict[tuple[str, str], tuple[float | None, float]]] = {}
     for group in replayed.groups([*fields, "product", "recipe"]):
         *row, product, recipe = group.key.values()
-        rows.setdefault(tuple(row), {})[product, recipe] = group.exact
-    of_products = [group.key["product"] for group in replayed.groups(["product"])]
-    names = [*replayed.recipes, *([RECORDED] if RECORDED in replayed.names else [])]
-    columns = [(product, recipe) for product in of_products for recipe in names]
-    if not rows:
+        cells.setdefault(name_of(row), {})[product, recipe] = group.exact.sqnr, group.exact.num_lost
+    if not cells:
         return None
-    places = places_in(records, replayed.calls)
-    members: dict[tuple[Any, ...], set[int]] = {row: set() for row in rows}
-    for call, own in zip(replayed.calls.calls, places, strict=True):
-        members.get(tuple(call.field(field) for field in fields), set()).update(own)
-
-    def ratio(sums: ErrorSums | None) -> float | str | None:
-        return json_number(None if sums is None else sums.sqnr)
-
-    return {
-        "rows": [printable(" ".join(map(str, row)) if len(row) == 1 else f"layer {row[0]} {row[1]}") for row in rows],
-        "columns": [
-            {
-                "product": product,
-                "recipe": printable(recipe),
-                "bits": bits.get(recipe),
-                "is_recorded": recipe == RECORDED,
-            }
-            for product, recipe in columns
-        ],
-        "sqnr": [[ratio(cells.get(column)) for column in columns] for cells in rows.values()],
-        "num_lost": [
-            [cells[column].num_lost if column in cells else 0 for column in columns] for cells in rows.values()
-        ],
-        "records": [sorted(own) for own in members.values()],
-    }
+    members: dict[str, set[int]] = {row: set() for row in cells}
+    for call, own in zip(replayed.calls.calls, places_in(records, replayed.calls), strict=True):
+        members.get(name_of([call.field(field) for field in fields]), set()).update(own)
+    names = [*replayed.recipes, *([RECORDED] if RECORDED in replayed.names else [])]
+    columns = [(group.key["product"], recipe) for group in replayed.groups(["product"]) for recipe in names]
+    bits = {recipe.name: recipe.bits for recipe in recipes}
+    return matrix_of(cells, columns, records=[sorted(own) for own in members.values()], bits=bits)

@@ -10,7 +10,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -32,8 +32,8 @@ from ranktape.analyze.table import Table
 from ranktape.analyze.views.report.columns import (
     SHOWN,
     histograms_of,
-    json_number,
     looked_at,
+    matrix_of,
     packed,
     ratios_of,
     recipe_map,
@@ -76,22 +76,16 @@ _COMPARED = ("module", "layer_idx", "pairs", "differing", "relative_norm.worst",
 """Columns of a comparison that the page has room for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownTable:
-    """A table above the findings, as texts."""
+class ShownTable(NamedTuple):
+    """A table above the findings, as texts; the command gives all of it."""
 
     title: str
-    """What it is of."""
     said: str
-    """Sentences below the title."""
     heads: Sequence[str] = ()
-    """Of the columns."""
     cells: Sequence[Sequence[str]] = ()
-    """The rows."""
     is_left: Sequence[bool] = ()
     """Of each column whether it holds words."""
     command: str = ""
-    """The command that gives all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,30 +116,22 @@ class Comparison:
         """The SQNR of each product of each module in each source, in the form of `recipe_map`; None without any."""
         if not self.sqnr:
             return None
-        modules, products, sources = (list(dict.fromkeys(names)) for names in zip(*self.sqnr, strict=True))
-        columns = [(product, source) for product in products for source in sources]
+        _, products, sources = (list(dict.fromkeys(names)) for names in zip(*self.sqnr, strict=True))
+        cells: dict[str, dict[tuple[str, str], tuple[float | None, float]]] = {}
+        for (module, *column), sqnr in self.sqnr.items():
+            cells.setdefault(module, {})[column[0], column[1]] = sqnr, 0
         rows_of: dict[str, list[int]] = {}
         for row, module in enumerate(records.column("module").tolist()):
             rows_of.setdefault(module, []).append(row)
-        return {
-            "rows": [printable(module) for module in modules],
-            "columns": [
-                {"product": product, "recipe": printable(source), "bits": None, "is_recorded": False}
-                for product, source in columns
-            ],
-            "sqnr": [[json_number(self.sqnr.get((module, *column))) for column in columns] for module in modules],
-            "num_lost": [[0] * len(columns) for _ in modules],
-            "records": [rows_of.get(module, [])[:MAX_PLACES] for module in modules],
-            "target": self.target_sqnr,
-        }
+        columns = [(product, source) for product in products for source in sources]
+        own = [rows_of.get(module, [])[:MAX_PLACES] for module in cells]
+        return matrix_of(cells, columns, records=own, bits={}) | {"target": self.target_sqnr}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class Model(NamedTuple):
     """Everything on the page."""
 
     url: str
-    """Where the run is."""
     facts: tuple[str, ...]
     """What the run is, in a few words each."""
     headline: str
@@ -184,22 +170,20 @@ def build_model(
         UsageError: a format is not known, or has no room for a scale.
     """
     used, jobs = engine or Engine(), usual_jobs(formats)
-    named = sorted({place for finding in findings[:MAX_FINDINGS] for place in finding.places[:MAX_PLACES]})
+    listed = findings[:MAX_FINDINGS]
+    named = sorted({place for finding in listed for place in finding.places[:MAX_PLACES]})
     known = numbers_of(records, ["elements", *(one.source for one in SHOWN)], view=view, engine=used)
     samples = sample_columns(known, first=set(named))
     columns = {name: known.column(name) for name in ("elements", *(one.source for one in SHOWN))}
     rows = looked_at(records, first=named)
     next_step()
-    histograms = histograms_of(records, rows, view=view, engine=used)
+    binades, num_without_values, num_rounded = histograms_of(records, rows, view=view, engine=used)
     next_step()
-    ratios = ratios_of(records, rows, jobs=jobs, view=view, engine=used)
-    shown = [(one, columns[one.source]) for one in SHOWN]
-    swept = [job.scheme.element.name for job in jobs]
+    ratios, num_not_tried = ratios_of(records, rows, jobs=jobs, view=view, engine=used)
     tables: list[ShownTable] = [] if comparison is None else [_as_text(comparison.table)]
     if len(records.sources) > 1 and comparison is None:
         next_step()
         tables.extend(differences_of(records, engine=used))
-
     matrix = None if comparison is None else comparison.matrix(records)
     if replayed is not None:
         matrix = recipe_map(records, replayed, recipes)
@@ -209,27 +193,29 @@ def build_model(
         > MAX_FINDINGS,
         f"Of {len(rows):,} of {len(records):,} records the page has histograms: those of findings, then of each tensor "
         "of the model alike.": len(rows) < len(records),
-        f"Of {histograms.num_without_values:,} records the statistics alone were kept: they have no histogram, no "
-        "percentile and no SQNR.": histograms.num_without_values,
-        f"Formats were not tried on {ratios.num_not_tried:,} records, for time: 'ranktape analyze sweep' does.": (
-            ratios.num_not_tried
-        ),
-        f"For {histograms.num_rounded:,} records wider than 16 bits, histograms are approximate (within 2^-10).": (
-            histograms.num_rounded
-        ),
+        f"Of {num_without_values:,} records the statistics alone were kept: they have no histogram, no "
+        "percentile and no SQNR.": num_without_values,
+        f"Formats were not tried on {num_not_tried:,} records, for time: 'ranktape analyze sweep' does.": num_not_tried,
+        f"For {num_rounded:,} records wider than 16 bits, histograms are approximate (within 2^-10).": num_rounded,
         f"Samples are shown of {num_sampled:,} of {num_with_samples:,} records that have some: those that differ "
         "most.": num_sampled < num_with_samples,
     }
+    reasons = Counter(() if replayed is None else (one.reason for one in replayed.calls.left_out))
+    shown = [*((one, columns[one.source]) for one in SHOWN), *ratios]
+    bands = dict.fromkeys((*BANDS, *(job.scheme.element.name for job in jobs)))
     return Model(
         url=printable(url),
         facts=_facts(records, scope=scope, environment=environment or {}),
         headline=headline(findings, num_records=len(records)),
         tables=tuple(tables),
         said="" if comparison is None else printable(comparison.said),
-        findings=tuple(findings[:MAX_FINDINGS]),
+        findings=tuple(listed),
         left_out=(
             *(text for text, is_so in left_out.items() if is_so),
-            *([] if replayed is None else _not_replayed(replayed)),
+            *(
+                f"{count:,} product{'s' if count > 1 else ''} of calls could not be computed again: {printable(why)}."
+                for why, count in reasons.most_common(MAX_REASONS)
+            ),
         ),
         data={
             "url": printable(url),
@@ -238,47 +224,31 @@ def build_model(
             "fields": _fields(records),
             "nbytes": packed(records.column("nbytes")),
             "elements": packed(columns["elements"]),
-            "metrics": [one.to_json(column) for one, column in (*shown, *ratios.metrics())],
-            "binades": histograms.columns,
+            "metrics": [one.to_json(column) for one, column in shown],
+            "binades": binades,
             "samples": samples,
             "recipes": matrix,
             "losses": None if comparison is None else comparison.curves(),
-            "bands": [_band(FORMATS[name]) for name in dict.fromkeys((*BANDS, *swept)) if name != "nvfp4"],
-            "findings": [_finding_json(finding, records) for finding in findings[:MAX_FINDINGS]],
+            "bands": [_band(FORMATS[name]) for name in bands if name != "nvfp4"],
+            "findings": [_finding_json(finding, records) for finding in listed],
             "start": _start(findings, columns, records),
         },
     )
 
 
-def _not_replayed(replayed: Replayed) -> Iterator[str]:
-    """Why products were not computed again, a sentence each."""
-    for reason, count in Counter(one.reason for one in replayed.calls.left_out).most_common(MAX_REASONS):
-        yield f"{count:,} product{'s' if count > 1 else ''} of calls could not be computed again: {printable(reason)}."
-
-
 def _as_text(table: Table, *, title: str = "", command: str = "") -> ShownTable:
     heads, cells, is_left = table.text_cells()
     sentences = [table.title, *table.notes] if title else table.notes
-    return ShownTable(
-        title=title or f"{table.title[:1].upper()}{table.title[1:]}",
-        said=printable(" ".join(f"{text[:1].upper()}{text[1:]}." for text in sentences)),
-        heads=heads,
-        cells=cells,
-        is_left=is_left,
-        command=printable(command),
-    )
+    said = printable(" ".join(f"{text[:1].upper()}{text[1:]}." for text in sentences))
+    title = title or f"{table.title[:1].upper()}{table.title[1:]}"
+    return ShownTable(title, said, heads, cells, is_left, printable(command))
 
 
 def differences_of(records: Records, *, engine: Engine) -> Iterator[ShownTable]:
-    """Each source against the first, if there are several; of values of both every one is read.
-
-    Raises:
-        DataError: bytes or parts of a tensor are missing, or damaged.
-        StorageError: a store cannot be read.
-    """
-    parts = records.by_source()
-    for other in parts[1 : MAX_PAIRS + 1]:
-        yield _difference(parts[0], other, engine=engine)
+    """Each source against the first, if there are several; of values of both every one is read."""
+    one, *others = records.by_source()
+    for other in others[:MAX_PAIRS]:
+        yield _difference(one, other, engine=engine)
 
 
 def _difference(one: SourcePart, other: SourcePart, *, engine: Engine) -> ShownTable:
@@ -289,18 +259,11 @@ def _difference(one: SourcePart, other: SourcePart, *, engine: Engine) -> ShownT
     pair = [f"quant_type={types[0][0]}:{types[1][0]}"] if is_pair else []
     urls = [shlex.quote(part.records.reader.url) for part in (one, other)]
     words = ["ranktape analyze compare", *urls, *(f"--pair {shlex.quote(text)}" for text in pair), "--allow-unmatched"]
+    by: dict[str, Any] = {"pair": pair, "allow_unmatched": True, "distances": False, "by": ["module", "layer_idx"]}
     try:
-        table = compare(
-            one.records,
-            other.records,
-            pair=pair,
-            allow_unmatched=True,
-            distances=False,
-            by=["module", "layer_idx"],
-            engine=engine,
-        )
+        table = compare(one.records, other.records, **by, engine=engine)
     except (NoRecordsError, UsageError) as error:
-        return ShownTable(title=title, said=f"They cannot be compared: {printable(str(error))}.")
+        return ShownTable(title, f"They cannot be compared: {printable(str(error))}.")
     names = [column.name for column in table.columns]
     kept = [names.index(name) for name in _COMPARED if name in names]
     brief = dataclasses.replace(
@@ -329,8 +292,16 @@ def _finding_json(finding: Finding, records: Records) -> dict[str, Any]:
 
 def _fields(records: Records) -> list[dict[str, Any]]:
     has_stacks = len(stacks_of(records)) > 1
-    wanted = [*source_fields(records), *(name for name in FIELDS if has_stacks or name != "layer_stack")]
-    made = [_layers(records) if has_stacks and name == "layer_idx" else _field(records, name) for name in wanted]
+    made = []
+    for name in (*source_fields(records), *FIELDS):
+        if name == "layer_idx" and has_stacks:
+            # As numbers where they are drawn, with the words that they are called.
+            places = places_of(records)
+            known = sorted(set(places))
+            words = ["outside" if place < 0 else printable(str(place)) for place in known]
+            made.append(_coded(name, places, known, words=words))
+        elif name != "layer_stack" or has_stacks:
+            made.append(_field(records, name))
     return [*made, _kind(records)]
 
 
@@ -339,14 +310,6 @@ def _coded(name: str, values: Sequence[Any], known: Sequence[Any], **more: Any) 
     places = {value: code for code, value in enumerate(known)}
     codes = packed([places[value] for value in values])
     return {"name": name, "isNumber": False, "values": list(known), "codes": codes, **more}
-
-
-def _layers(records: Records) -> dict[str, Any]:
-    """The layers of several stacks: as numbers where they are drawn, with the words that they are called."""
-    places = places_of(records)
-    known = sorted(set(places))
-    words = ["outside" if place < 0 else printable(str(place)) for place in known]
-    return _coded("layer_idx", places, known, words=words)
 
 
 def _field(records: Records, name: str) -> dict[str, Any]:

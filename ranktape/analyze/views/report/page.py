@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ranktape._version import __version__
 from ranktape.analyze.console import write_whole, writing
@@ -22,7 +22,7 @@ from ranktape.analyze.engine.values import View
 from ranktape.analyze.numerics.recipes.words import RecipeWord, parse_recipes
 from ranktape.analyze.questions.sweep import parse_jobs
 from ranktape.analyze.replays.replayed import replay_calls
-from ranktape.analyze.views.palette import (
+from ranktape.analyze.views import (
     BLUE,
     DIVERGING,
     GREEN,
@@ -96,8 +96,7 @@ def write_report(
         UsageError: a format is not known or has no room for a scale; a recipe is not known; `output` is a directory or
             no plain file.
     """
-    path = _checked(Path(output))
-    chosen = view or View.COMPUTE
+    path, chosen = _checked(Path(output)), view or View.COMPUTE
     model = model_of(
         records,
         view=chosen,
@@ -120,20 +119,11 @@ def model_of(
     view: View,
     format: Sequence[str] = FORMATS,  # noqa: A002 - the option's name
     recipe: RecipeWord | Sequence[RecipeWord] = (),
-    url: str = "",
-    scope: str = "",
-    environment: Mapping[str, Any] | None = None,
     comparison: Comparison | None = None,
     engine: Engine | None = None,
+    **about: Any,
 ) -> Model:
-    """What the page shows, with the arguments of `write_report`.
-
-    Raises:
-        DataError: a record's bytes are missing or damaged.
-        NoRecordsError: there are no records.
-        StorageError: the store cannot be read.
-        UsageError: a format is not known or has no room for a scale; a recipe is not known.
-    """
+    """What the page shows, with the arguments of `write_report`."""
     from ranktape.analyze.findings.find import find
 
     if not len(records):
@@ -149,40 +139,21 @@ def model_of(
             next_step()
             replayed = replay_calls(records, recipes, engine=used)
         next_step()
+        about |= {"recipes": recipes, "replayed": replayed, "comparison": comparison, "engine": used}
         findings = find(records, view=view, engine=used)
-        return build_model(
-            records,
-            findings=findings,
-            formats=format,
-            view=view,
-            url=url,
-            scope=scope,
-            environment=environment,
-            recipes=recipes,
-            replayed=replayed,
-            comparison=comparison,
-            engine=used,
-        )
-
-
-class _Plotly(NamedTuple):
-    """The library that draws the charts."""
-
-    deflated: str
-    """Its script, as a page holds it."""
-    hash: str
-    """Of the script, for the policy of a page."""
-    taken_ids: Sequence[str]
-    """Ids of style elements that it adds for maps unless they are there: none is drawn here."""
+        return build_model(records, findings=findings, formats=format, view=view, **about)
 
 
 @functools.cache
-def _plotly() -> _Plotly:
+def _plotly() -> tuple[str, str, list[str]]:
+    """The script that draws the charts as a page holds it, its hash for the policy of a page, and ids.
+
+    The ids are of style elements that it adds for maps unless they are there: none is drawn here.
+    """
     from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]  # it has no types
 
     text = _lines(get_plotlyjs())
-    ids = sorted(set(re.findall(r'getElementById\("([0-9a-f]{64})"\)', text)))
-    return _Plotly(deflated=deflated(text), hash=_hash(text), taken_ids=ids)
+    return deflated(text), _hash(text), sorted(set(re.findall(r'getElementById\("([0-9a-f]{64})"\)', text)))
 
 
 def deflated(text: str) -> str:
@@ -203,9 +174,10 @@ def render(model: Model, *, view: View = View.COMPUTE) -> str:
         lstrip_blocks=True,
     )
     style, script = _static("style.css"), "\n".join(map(_static, SCRIPTS))
+    plotly, plotly_hash, taken_ids = _plotly()
     # plotly makes an empty style element, which it fills with rules of its own, and sets style attributes.
     policy = (
-        f"default-src 'none'; script-src {_hash(script)} {_plotly().hash}; style-src-elem {_hash(style)} {_hash('')}; "
+        f"default-src 'none'; script-src {_hash(script)} {plotly_hash}; style-src-elem {_hash(style)} {_hash('')}; "
         "style-src-attr 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
     words = {
@@ -218,11 +190,11 @@ def render(model: Model, *, view: View = View.COMPUTE) -> str:
         policy=policy,
         style=Markup(style),  # noqa: S704 - our own file
         script=Markup(script),  # noqa: S704 - our own files
-        plotly=_plotly().deflated,
+        plotly=plotly,
         data=deflated(json.dumps({**model.data, "charts": CHARTS}, separators=(",", ":"), allow_nan=False)),
         commands=[finding.command_in(model.url) for finding in model.findings],
         num_first=NUM_FIRST_FINDINGS,
-        taken_ids=_plotly().taken_ids,
+        taken_ids=taken_ids,
         version=__version__,
         values=words[view],
     )
