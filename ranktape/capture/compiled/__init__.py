@@ -1,1 +1,1 @@
-"""Records what compiled code computes, inside of its graphs, and leaves what they compute as it is."""
+"""Records tensors inside compiled graphs without changing what the graphs compute."""

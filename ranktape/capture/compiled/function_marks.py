@@ -1,7 +1,7 @@
-"""Marks in the graph that dynamo makes of a model where a function begins and ends that a registry gave.
+"""Marks the start and the end of functions from a registry in the graphs that dynamo traces.
 
-Dynamo looks into such a function, and the graph has what it calls. So while dynamo looks, the registry gives functions
-that say where they begin, with what, and where they end.
+Dynamo inlines such a function, so the graph has only the operations that it calls. Therefore, while dynamo traces, the
+registry returns wrapped functions, which put a mark with the arguments before the call and one with the output after.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ranktape.capture.roles.table import FunctionRole
 @has_side_effect
 @allow_in_graph  # type: ignore[untyped-decorator]  # torch's has no types
 def mark_call(name: str, args: list[Any], kwargs: dict[str, Any]) -> None:
-    """Stands in the graph in front of the function of a role; does nothing."""
+    """Mark in the graph, before a call of a function with a role. Does nothing."""
 
 
 @has_side_effect
 @allow_in_graph  # type: ignore[untyped-decorator]  # as above
 def mark_result(name: str, output: torch.Tensor) -> None:
-    """Stands in the graph behind it; does nothing."""
+    """Mark in the graph, after a call of a function with a role. Does nothing."""
 
 
 @functools.cache
 def marking(original: Callable[..., Any], role: FunctionRole) -> Callable[..., Any]:
-    """In the place of a registry's method: gives what it gives, with marks around."""
+    """The replacement of a registry's method, which wraps the returned function with marks."""
     name, element = role.name, role.output
 
     def give(*given: Any, **options: Any) -> Any:
@@ -52,6 +52,6 @@ def marking(original: Callable[..., Any], role: FunctionRole) -> Callable[..., A
 
 
 def _shown(value: Any) -> Any:
-    """An argument as a graph may hold it: the name of its class in the place of what is neither tensor nor plain."""
+    """The argument of a mark: tensors, numbers, strings and None as they are, otherwise the name of the class."""
     is_held = value is None or isinstance(value, torch.Tensor | bool | int | float | str)
     return value if is_held else type(value).__name__

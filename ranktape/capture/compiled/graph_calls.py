@@ -1,7 +1,7 @@
-"""Follows the calls of compiled graphs, and records what their taps bring.
+"""Follows the calls of compiled graphs and records the tensors from their taps.
 
-A graph is called by Python with its inputs, real parameters among them: they tell which of many layers runs, where
-several share one graph. Each call gets a ticket, which the graph hands to its taps.
+Python calls a graph with its inputs, which include the real parameters. If several layers share a graph, the parameters
+identify the layer that runs. Each call gets a ticket, which the graph passes to its taps.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from ranktape.capture.source import NO_TAGS, Source, Tags
 
 @dataclass(slots=True, kw_only=True)
 class _Taken:
-    """One call of a function, while its graph runs and its backward pass is to come."""
+    """One call of a function in a graph, from the start of the graph until its backward pass is over."""
 
     taking: Taking
     call: Call
     ports: Mapping[str, Any]
-    """The ports of its source, by name."""
+    """The ports of the source, by name."""
     is_repeated: bool
-    """Whether it is a recomputation: what it computes was recorded before."""
+    """Whether the call is a recomputation, whose values have already been recorded."""
     tags: Tags = NO_TAGS
-    """What is said of the first operand."""
+    """The tags of the first operand."""
 
 
 class GraphCalls:
-    """The calls of compiled graphs in one captured iteration."""
+    """Records the calls of compiled graphs in one captured iteration."""
 
     current: GraphCalls | None = None
-    """Those of the iteration that is captured; None outside of one."""
+    """The instance of the captured iteration; None if no iteration is being captured."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class GraphCalls:
         is_wanted: Callable[[str, str], bool],
         layers: LayerHooks | None,
     ) -> None:
-        """Prepare; `is_wanted` says for a kind of layer and a module's path whether it is recorded."""
+        """`is_wanted` tells from the layer type and the path of a module whether the module is recorded."""
         self._watch = watch
         self._recorder = watch.recorder
         self._tracker = watch.tracker
@@ -65,17 +65,17 @@ class GraphCalls:
         self._is_wanted = is_wanted
         self._layers = layers
         self.layer_hooks: Mapping[Hook, nn.Module] = {} if layers is None else layers.hooks
-        """The hooks on layers, and where they are."""
+        """The hooks on layers, each with its module."""
         self._owners: dict[int, list[tuple[Any, Owner]]] = {}
         self._takings: dict[Source, Taking] = {}
 
     def remove(self) -> None:
-        """Record nothing more."""
+        """Stop recording."""
         TICKETS.clear()
 
     @contextlib.contextmanager
     def running(self, plan: GraphPlan, inputs: Sequence[Any]) -> Iterator[int]:
-        """A graph runs in it, with these inputs; its ticket."""
+        """Context in which a graph runs with these inputs. Yields the ticket of the call."""
         ticket = next(_tickets)
         entered: nn.Module | None = None
         with self._recorder.guarded():
@@ -93,7 +93,7 @@ class GraphCalls:
                     self._tracker.leave(entered, output)
 
     def _enter(self, inputs: Sequence[Any]) -> nn.Module | None:
-        """Begin a pass where the graph itself is one: none of the hooks on its modules runs."""
+        """Begin a pass if the graph is outermost, because hooks on the modules in it do not run."""
         if self._tracker.current() is not None or in_backward() or not self._frames:
             return None
         root = next(iter(self._frames.values()))
@@ -102,7 +102,7 @@ class GraphCalls:
         return root.module
 
     def _begin(self, plan: GraphPlan, inputs: Sequence[Any]) -> dict[GraphCall, _Taken]:
-        """Begin the calls in a graph, and record their parameters."""
+        """Begin the calls in a graph and record their parameters."""
         owners = {
             call: self._owner(call, inputs[at], call.path) for call in plan.calls if (at := call.owner) is not None
         }
@@ -125,7 +125,7 @@ class GraphCalls:
                     self._watch.owners.met.add((owner.frame.module, owner.attribute))
         return taken
 
-    def _begin_call(  # noqa: PLR0917  (what `_begin` has found)
+    def _begin_call(  # noqa: PLR0917  (the local variables of `_begin`)
         self, plan: GraphPlan, call: GraphCall, source: Source, ports: Ports, frame: Frame | None, inputs: Sequence[Any]
     ) -> _Taken:
         taking = self._takings.get(source)
@@ -152,7 +152,7 @@ class GraphCalls:
         return one
 
     def _take(self, taken: Mapping[GraphCall, _Taken], number: int, value: torch.Tensor) -> None:
-        """Record what a tap brings."""
+        """Record the tensor from a tap."""
         site = SITES[number - is_of_gradient(number)]
         one = taken.get(site.call)
         if one is None:
@@ -189,7 +189,7 @@ class GraphCalls:
         return None if one.taking.placement is None else one.taking.placement(name, value)
 
     def _source(self, call: GraphCall, owner: Owner | None, frame: Frame | None) -> tuple[Source | None, Ports]:
-        """What a call's tensors come from, None where it is not wanted; and what they are."""
+        """The source of a call, or None if it is not recorded, and its ports."""
         path = owner.path if owner is not None else "" if frame is None else frame.path
         if call.role is None:
             if self._layers is None or frame is None:
@@ -206,7 +206,7 @@ class GraphCalls:
         return Source(path, call.role.layer_type, layer_idx, component, stack), ports
 
     def _owner(self, call: GraphCall, weight: Any, path: str) -> Owner | None:
-        """Of several modules with the same parameter the one that runs, by its name in the graph."""
+        """The owner of a weight. If several modules share it, the one that best matches the path in the graph."""
         found = self._known(weight)
         local = module_path(path).split(".")
 
@@ -224,16 +224,16 @@ class GraphCalls:
         return dataclasses.replace(best[1], first=first, last=last)
 
     def _named_in(self, call: GraphCall, inputs: Sequence[Any]) -> Iterator[tuple[str, str]]:
-        """A module in a layer, as the graph names it and as it is."""
+        """The path of one module inside a layer, in the graph and in the model; nothing if no module is identified."""
         for at, local in call.within:
             if isinstance(inputs[at], nn.Parameter) and (owner := self._owner(call, inputs[at], local)) is not None:
                 yield local, owner.frame.path
                 return
 
     def _known(self, weight: Any) -> Sequence[tuple[Any, Owner]]:
-        """The modules that have a parameter; looked for in what runs, and in all that there are.
+        """The modules that have a parameter, searched for in the running module first, then in all modules.
 
-        Under FSDP2 a model computes with other tensors than it has at rest, of each layer while that runs.
+        Under FSDP2, a layer has other parameters while it runs than outside its forward pass.
         """
         current = self._tracker.current()
         above = "" if current is None or not current.path else f"{current.path}."
@@ -247,7 +247,7 @@ class GraphCalls:
         return self._owners.get(id(weight), [])
 
     def _frame(self, path: str, named: Sequence[tuple[str, str]]) -> Frame | None:
-        """The module that a graph calls by that name; `named` are others in the graph, and their paths."""
+        """The module for a path in the graph. `named` has the paths in the graph and in the model of other modules."""
         best, known = -1, None
         for other, actual in named:
             others = other.split(".")
@@ -267,7 +267,7 @@ def _is_layer(module: nn.Module, kind: str) -> bool:
 
 
 def _owners(frames: Iterable[Frame]) -> dict[int, list[tuple[Any, Owner]]]:
-    """By the identities of parameters: themselves, and the modules that have them."""
+    """Each parameter with the modules that have it, by the identity of the parameter."""
     found: dict[int, list[tuple[Any, Owner]]] = {}
     for frame in frames:
         for name, parameter in frame.module._parameters.items():  # noqa: SLF001  (runs no parametrization)

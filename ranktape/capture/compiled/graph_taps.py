@@ -1,7 +1,7 @@
-"""Puts taps into the graph that dynamo has made of a model, around each function that has a role.
+"""Puts taps into the graph that dynamo has traced, around each function with a role.
 
-Taps are functions that the graph calls; the next part of the compiler traces through them, tensor hooks and all. So
-gradients are seen as they are in eager code: that of an operand on an alias of it, that of the result on itself.
+Taps are functions that the graph calls. AOTAutograd traces through them, including their tensor hooks. Therefore
+gradients are recorded as in eager code: that of an operand on an alias of it, that of the output on the output itself.
 """
 
 from __future__ import annotations
@@ -28,65 +28,65 @@ from ranktape.capture.tensors.placement import is_dtensor, shard_of
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GraphSite:
-    """One tensor of a call, and its gradient."""
+    """One tensor of a call, with its gradient."""
 
     number: int
-    """Of the tensor; that of its gradient is the next."""
+    """Number of the tensor, which is even. Its gradient has the next number."""
     call: GraphCall
     """The call."""
     ports: tuple[Port, ...]
-    """What it is recorded as."""
+    """The ports as which the tensor is recorded."""
     is_parameter: bool
-    """Whether the tensor is an input of the graph that may be a parameter."""
+    """Whether the tensor is a graph input without a sample dimension, and so may be a parameter."""
     has_gradient: bool = False
-    """Whether its gradient will come."""
+    """Whether a gradient is expected."""
     placement: str | None = None
-    """Where in a whole it lies, of a shard that says so itself."""
+    """Placement of the shard as JSON; None if the tensor is not a DTensor."""
     grad_placement: str | None = None
-    """The same of its gradient."""
+    """Placement of the shard of the gradient; None if that is not a DTensor."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GraphCall:
-    """A call of a function with a role in a graph, or of a layer, of which only what it gives or is given is seen."""
+    """A call of a function with a role in a graph, or of a layer, of which only the output or the input is recorded."""
 
     role: FunctionRole | None
-    """Its role; None of a layer."""
+    """Role of the function; None for a layer."""
     ports: Ports
-    """Its tensors."""
+    """Ports of the call."""
     path: str
-    """The module that calls it, as the graph names it."""
+    """Path, in the graph, of the module that calls the function."""
     owner: int | None
-    """Which input of the graph is the operand that names it, or has it as a part; None where none is."""
+    """Index of the graph input that is or contains the operand after which the call is named; None if there is none."""
     rows: tuple[int, int | None] | None
-    """Of a part: its first row and the one after it, or the only one and None; None for the whole input."""
+    """If that operand is a part of the input: its first row and the row after it, or its only row and None."""
     given: tuple[tuple[Any, ...], dict[str, Any]]
-    """Its arguments; of a tensor its class."""
+    """The arguments, with the name of the class in place of a tensor."""
     parameters: dict[str, int] = field(default_factory=dict)
-    """By the names of ports: which inputs of the graph they are."""
+    """Indices of the graph inputs that may be parameters, by the names of their ports."""
     sites: list[GraphSite] = field(default_factory=list)
-    """Its tensors, operands first."""
+    """The tensors of the call, operands first."""
     dtype: torch.dtype = torch.float32
-    """What it computes in."""
+    """The dtype in which the call computes."""
     within: tuple[tuple[int, str], ...] = ()
-    """Of a layer: inputs of the graph that are used in it, and the modules that use them, as the graph names them."""
+    """Indices of the graph inputs that a layer uses, each with the path, in the graph, of the module that uses it."""
     is_first: bool = False
-    """Of a layer: whether this is what the first one is given."""
+    """Whether the tensor is the input of the first layer, not the output of a layer."""
     has_bias: bool = True
-    """Whether it is given a bias, if it could be."""
+    """False if the function takes a bias and none is passed."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GraphPlan:
-    """What is recorded of a graph."""
+    """The calls of a graph that are recorded."""
 
     calls: list[GraphCall]
-    """In the order in which they run."""
+    """The calls in the order in which they run."""
     missing: dict[int, str] = field(default_factory=dict)
-    """The sites that are not recorded, by number, with the reasons."""
+    """The reason for each site that is not recorded, by number."""
 
     def give_up(self, reason: str) -> None:
-        """Nothing of the graph is recorded but the parameters that it is given."""
+        """Record only the parameters among the inputs of the graph."""
         for call in self.calls:
             for site in call.sites:
                 if not site.is_parameter:
@@ -96,16 +96,16 @@ class GraphPlan:
 
 
 Target = tuple[FunctionRole, Ports, int | None]
-"""Of a function in a graph: its role, its tensors, and which element of its result is the output."""
+"""The role of a function, its ports, and the index of the output in its result, or None if the result is the output."""
 
 SITES: dict[int, GraphSite] = {}
-"""All sites of graphs that were compiled, by number."""
+"""The sites of all compiled graphs, by number."""
 
 _numbers = itertools.count(2, 2)
 
 
 def put_taps_around(graph: fx.GraphModule, targets: Mapping[Any, Target], plan: GraphPlan) -> fx.GraphModule:
-    """A copy of the graph with taps, and one input more, the ticket; what they record is added to the plan."""
+    """A copy of the graph with taps and with the ticket as an additional last input. Adds the calls to the plan."""
     copy = _copied(graph)
     ticket = _with_ticket(copy)
     _tap_graph(copy, ticket, targets, plan, inputs={node: at for at, node in enumerate(_inputs(copy))})
@@ -114,7 +114,7 @@ def put_taps_around(graph: fx.GraphModule, targets: Mapping[Any, Target], plan: 
 
 
 def erase_marks(graph: fx.GraphModule) -> None:
-    """Take all marks out of a graph, and of those within it."""
+    """Remove all marks from a graph and its subgraphs."""
     for module in graph.modules():
         if isinstance(module, fx.GraphModule):
             for mark in (mark_layer, mark_call, mark_result):
@@ -129,7 +129,7 @@ def _copied(graph: fx.GraphModule) -> fx.GraphModule:
     new.output(new.graph_copy(graph.graph, nodes))
     for old, node in nodes.items():
         if hasattr(old, "_dynamo_source"):
-            node._dynamo_source = old._dynamo_source  # noqa: SLF001  (what AOT asks for)
+            node._dynamo_source = old._dynamo_source  # noqa: SLF001  (AOTAutograd needs it)
     copy = fx.GraphModule(graph, new)
     copy.meta = dict(graph.meta)
     for name in ("_param_name_to_source", "_source_to_user_stacks"):
@@ -152,7 +152,7 @@ def _with_ticket(graph: fx.GraphModule) -> fx.Node:
     with position:
         ticket = graph.graph.placeholder("ranktape_ticket")
     ticket.meta["example_value"] = torch.tensor(0)
-    ticket._dynamo_source = None  # noqa: SLF001  (of no variable of the program)
+    ticket._dynamo_source = None  # noqa: SLF001  (it is not a variable of the program)
     return ticket
 
 
@@ -194,7 +194,7 @@ def _tap_segment(
     *,
     inputs: Mapping[fx.Node, int],
 ) -> None:
-    """Of a checkpoint: what it runs is a graph of its own, which is given the ticket, too."""
+    """Put taps into the subgraph that an activation checkpoint runs, and pass it the ticket."""
     body: Any = node.args[0]
     segment = getattr(graph, body.target)
     pairs = zip(_inputs(segment), node.args[1:], strict=True)
@@ -205,7 +205,7 @@ def _tap_segment(
 
 
 def _span(nodes: Sequence[fx.Node], mark: fx.Node) -> Sequence[fx.Node]:
-    """The nodes of a call that begins at a mark, with the mark at its end; none where the graph ends before."""
+    """The nodes of a call after its first mark, up to and including the mark of its result; none if that is missing."""
     rest = itertools.islice(nodes, nodes.index(mark) + 1, None)
     span = list(itertools.takewhile(lambda node: node.target is not mark_call, rest))
     ends = [at for at, node in enumerate(span) if node.target is mark_result and node.args[0] == mark.args[0]]
@@ -222,7 +222,7 @@ def _tap_call(
     inputs: Mapping[fx.Node, int],
     span: Sequence[fx.Node] = (),
 ) -> None:
-    """Of one node, or of what lies between a mark, the node, and another one, which is the last of the span."""
+    """Tap a call: the node itself, or, if it is a mark, the nodes of the span, whose last one is the second mark."""
     role, ports, element = target
     given: Any = node.args[1:] if span else (node.args, node.kwargs)
     args, kwargs = given
@@ -233,7 +233,7 @@ def _tap_call(
         weight = named[role.owner]
         owner, rows = _owner(_origin(weight) if role.is_grouped else weight, inputs)
     if role.owner and owner is None:
-        return  # its weight is computed, and no parameter
+        return  # its weight is computed and not a parameter
     call = GraphCall(
         role=role,
         ports=ports,
@@ -265,7 +265,7 @@ def _tap_call(
 def _tap_layer(
     graph: fx.Graph, node: fx.Node, ticket: fx.Node, plan: GraphPlan, *, inputs: Mapping[fx.Node, int]
 ) -> None:
-    """In the place of a mark."""
+    """Replace the mark of a layer by a tap."""
     value: Any
     value, is_first = node.args
     path, dtype = _path(node), getattr(value.meta.get("example_value"), "dtype", torch.float32)
@@ -299,7 +299,7 @@ def _tap_operand(
     inputs: Mapping[fx.Node, int],
     is_shared: bool,
 ) -> fx.Node:
-    """An alias of an operand, with taps."""
+    """Put a tap before the node. The result is the node that replaces the operand."""
     is_parameter = value in inputs and not any(port.value.has_samples for port in argument.ports)
     if is_parameter:
         call.parameters.update({port.name: inputs[value] for port in argument.ports})
@@ -311,7 +311,7 @@ def _tap_operand(
 
 
 def _said(given: Any) -> Any:
-    """What is said of an argument of a node."""
+    """The argument of a node, or the class name of a tensor, or None for another computed value."""
     if not isinstance(given, fx.Node):
         return given
     return torch.Tensor.__name__ if isinstance(given.meta.get("example_value"), torch.Tensor) else None
@@ -328,7 +328,7 @@ def _site(call: GraphCall, value: fx.Node, ports: tuple[Port, ...], *, is_parame
 
 
 def _owner(weight: Any, inputs: Mapping[fx.Node, int]) -> tuple[int | None, tuple[int, int | None] | None]:
-    """Which input of a graph a weight is, or is some rows of; and which rows."""
+    """The index of the graph input that is, or contains, a weight, and the rows of the input if it is a part."""
     if weight in inputs or not isinstance(weight, fx.Node):
         return inputs.get(weight), None
     part = weight.meta.get("example_value")
@@ -339,11 +339,11 @@ def _owner(weight: Any, inputs: Mapping[fx.Node, int]) -> tuple[int | None, tupl
 
 
 _SAME_VALUES = frozenset({"transpose", "permute", "to", "bfloat16", "half", "float", "mT", "t"})
-"""What is called of a tensor that has the same values then, in another order or dtype."""
+"""Functions and methods whose result has the values of the tensor, in another order or dtype."""
 
 
 def _origin(weight: Any) -> Any:
-    """What a weight is, transposed or in another dtype."""
+    """The node of the weight before it was transposed or cast."""
     node = weight
     while isinstance(node, fx.Node) and node.args and _name_of(node) in _SAME_VALUES:
         node = node.args[0]
@@ -357,12 +357,12 @@ def _name_of(node: fx.Node) -> str:
 
 
 def _path(node: fx.Node) -> str:
-    """The module that runs where a node is, as the graph calls it; empty for the outermost."""
+    """The path, in the graph, of the module that a node belongs to; empty for the outermost module."""
     paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
     return str(paths[-1]) if paths else ""
 
 
-# What follows is called by the graph, and traced by the next part of the compiler.
+# The graph calls the functions below, and AOTAutograd traces through them.
 
 
 def _element(given: Sequence[Any], at: int) -> Any:
@@ -370,12 +370,12 @@ def _element(given: Sequence[Any], at: int) -> Any:
 
 
 def _tap_operand_value(value: torch.Tensor, ticket: torch.Tensor, number: int, is_shared: bool) -> torch.Tensor:  # noqa: FBT001
-    """The operand to go on with: an alias, where its gradient is recorded."""
+    """The tensor that replaces the operand: an alias if its gradient is recorded, otherwise the operand itself."""
     site = SITES[number]
     if value.is_floating_point():
         kind = value.device.type
         is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        # The first operand comes last.
+        # The first operand is tapped last, so its dtype remains.
         site.call.dtype = torch.get_autocast_dtype(kind) if is_cast else value.dtype
     site.has_gradient = value.requires_grad and torch.is_grad_enabled() and not is_shared
     if not site.has_gradient:
@@ -411,13 +411,13 @@ def _tap_gradient(value: torch.Tensor, ticket: torch.Tensor, site: GraphSite) ->
 
 
 def _local(value: Any) -> torch.Tensor:
-    """The tensor itself, or this rank's shard."""
+    """The tensor itself, or this rank's shard if it is a DTensor."""
     return value._local_tensor if is_dtensor(value) else value  # noqa: SLF001
 
 
 def _placement(value: torch.Tensor) -> str | None:
     if not is_dtensor(value):
         return None
-    with _disable_current_modes():  # the coordinates of its mesh are real
+    with _disable_current_modes():  # the coordinates in the mesh are real tensors, not fake ones
         shard = shard_of(value)
     return None if shard is None else shard.text

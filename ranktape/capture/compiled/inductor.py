@@ -1,14 +1,14 @@
-"""Has inductor compile a graph with taps in it as it compiles the same graph without them.
+"""Compiles a graph with taps by inductor so that its results have the same bits as without taps.
 
-An operation whose result somebody else reads, too, is fused otherwise, kept for the backward pass otherwise, and not
-merged with the next one: other bits. So neither inductor's own passes see taps, nor its code generation:
+An additional reader of a value changes how inductor fuses, saves and merges operations, and so changes bits. Therefore
+taps are hidden from the passes of inductor and from its code generation:
 
-    joint graph      taps are taken out, and written down; the graph is what it is without a capture
-    partition        into forward and backward; taps are put back, so that compiled autograd passes them on
-    each of the two  taps are taken out again, and put back behind the last pass, at the end, using nothing
+    joint graph      taps are removed and remembered, so the graph is the same as without a capture
+    partition        taps are put into the forward and the backward graph, where compiled autograd preserves them
+    either graph     taps are removed again, and put back at the end, after the last pass, without uses of values
 
-What a pass has replaced, as a product that is merged with a sum, is computed once more for the tap alone, and so is
-what exists only within the operation that uses it: rounded to its dtype, as in eager code.
+If a pass has replaced a value, for example a product that it merged with a sum, or if the value exists only within a
+fused operation, it is computed again for the tap alone, rounded to its dtype as in eager code.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ class Tapped(NamedTuple):
     value: str
     """Name of the node whose value is recorded."""
     ticket: str
-    """Name of the node that holds the ticket."""
+    """Name of the node of the ticket."""
     site: int
     """Number of the site."""
 
 
 class Origin(NamedTuple):
-    """How a node is computed."""
+    """The operation and the arguments that compute a node."""
 
     target: Callable[..., Any]
     """The operation."""
     args: Any
-    """Its arguments."""
+    """The positional arguments."""
     kwargs: Any
-    """Those that are named."""
+    """The keyword arguments."""
     value: Any
-    """What it gives, as a tensor without values."""
+    """The result as a fake tensor."""
 
 
 Origins = Mapping[str, Origin]
-"""By the names of nodes."""
+"""The origin of each node, by name."""
 
 
 class TapError(Exception):
-    """A tap cannot be put into a graph."""
+    """A tap that cannot be put into a graph."""
 
 
 def compile_tapped(
@@ -78,10 +78,10 @@ def compile_tapped(
     patches: Mapping[str, Any],
     name: str | None,
 ) -> Callable[..., Any]:
-    """What inductor makes of a graph in which there are taps, with its settings changed by the patches of a mode.
+    """Compile a graph with taps by inductor, with its configuration changed by `patches`, such as those of a mode.
 
     Raises:
-        TapError: a tap cannot be put where it belongs.
+        TapError: a tap cannot be put into the graph.
     """
     taps = _Taps()
 
@@ -102,20 +102,20 @@ def compile_tapped(
 
 @dataclass(slots=True)
 class _Taps:
-    """The taps of a graph, while they are out of it."""
+    """The taps of a graph while they are removed from it."""
 
     taken: list[Tapped] = field(default_factory=list)
     recipes: dict[str, Origin] = field(default_factory=dict)
 
     def __deepcopy__(self, _: Any) -> _Taps:
-        """Itself: inductor copies its settings, and what they hold."""
+        """The object itself, because inductor copies its configuration deeply."""
         return self
 
 
 def _with_taps(graph: fx.Graph, known: _Taps) -> tuple[Any, ...]:
-    """Inductor's last passes, and ours behind them; the taps that are in a graph, if any, are taken out of it.
+    """The last passes of inductor, followed by the one that puts taps back. Removes the taps from the graph.
 
-    Of a graph without a backward pass they were before.
+    If there is no backward graph, they have been removed before.
     """
     taken, recipes = take_taps(graph) if _has_taps(graph) else (known.taken, _recipes(graph))
     own = _Replaced(_Taps(taken, {**known.recipes, **recipes}))
@@ -123,7 +123,7 @@ def _with_taps(graph: fx.Graph, known: _Taps) -> tuple[Any, ...]:
 
 
 def take_taps(graph: fx.Graph) -> tuple[list[Tapped], dict[str, Origin]]:
-    """Take all taps out of a graph, and the aliases that were made for them; where they were, and all recipes."""
+    """Remove all taps and the aliases made for them. The removed taps, and the origins of all nodes."""
     nodes = graph.find_nodes(op="call_function", target=tap_operator())
     taken = []
     for node in nodes:
@@ -145,8 +145,8 @@ def take_taps(graph: fx.Graph) -> tuple[list[Tapped], dict[str, Origin]]:
 
 
 def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
-    """Take out what was computed for a tap alone: as a use of its operands it would keep them from being merged."""
-    # torch warns where a node is erased twice, and has no public name for one that was.
+    """Remove nodes that only a tap used, because as users of their operands they would prevent merges."""
+    # torch warns if a node is erased twice, and has no public way to ask.
     if node._erased or node.op != "call_function" or node.users or node.is_impure():  # noqa: SLF001
         return
     operands = node.all_input_nodes
@@ -156,11 +156,11 @@ def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def put_last_taps(graph: fx.Graph, taps: Sequence[Tapped], recipes: Origins) -> None:
-    """Put taps into a graph that goes to code generation next.
+    """Put taps into a graph just before code generation.
 
-    It makes a value by what uses it: where that is a tap, too, it would be kept otherwise, and fused otherwise. So taps
-    use nothing in the graph. They stand at its end, and name what they record; of memory that is changed in place they
-    stand before that, and where a last pass may change it they use it, which keeps it from that.
+    If taps used their values, these would be stored and fused differently. Therefore taps are at the end of the graph
+    and refer to values by name. If the memory of a value is changed in place, its tap precedes the change. If a later
+    pass may change it in place, the tap uses the value, which prevents that.
     """
     for tap in taps:
         value = _find(graph, tap.value, recipes)
@@ -176,7 +176,7 @@ def put_last_taps(graph: fx.Graph, taps: Sequence[Tapped], recipes: Origins) -> 
 
 
 def _uses_of_memory(node: fx.Node) -> set[fx.Node]:
-    """What uses a node, or another one that has the same memory."""
+    """The users of a node and of all nodes that share its memory."""
     while _is_view(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     known, waiting = set[fx.Node](), [node]
@@ -196,30 +196,30 @@ def _is_mutable(node: fx.Node) -> bool:
 
 
 def _may_change_in_place(node: fx.Node) -> bool:
-    """Whether a pass behind ours may have the node write into an operand."""
+    """Whether a later pass may have the node write to an operand in place."""
     return node.target in inplaceable_ops or not isinstance(node.target, torch._ops.OpOverload)  # noqa: SLF001
 
 
 @has_side_effect
 def _keep_values() -> None:
-    """Have code generation know each value until its end."""
+    """Have code generation keep all values until it finishes."""
     V.graph.garbage_collect_values = False
 
 
 @has_side_effect
 def _tap_at_end(value: Any, ticket: Any, site: int) -> None:
-    """Generate a tap of a value, or of that of the name."""
+    """Generate code for the tap of a value, which may be given by name."""
     if isinstance(value, str):
         value = next(known for node, known in V.graph.env.items() if node.name == value)
     fallback_handler(tap_operator(), add_to_fallback_set=False)(value, ticket, site)
 
 
 for _lowering in (_keep_values, _tap_at_end):
-    vars(_lowering)["_inductor_lowering_function"] = True  # torch's word for what generates code
+    vars(_lowering)["_inductor_lowering_function"] = True  # inductor calls such functions to generate code
 
 
 def put_taps(graph: fx.Graph, taps: Sequence[Tapped], recipes: Origins) -> None:
-    """Put taps into a graph; a value that it does not compute any more is computed for them."""
+    """Put taps into a graph. A value that the graph no longer computes is computed again."""
     for tap in taps:
         value = _find(graph, tap.value, recipes)
         ticket = next(node for node in graph.nodes if node.name == tap.ticket)
@@ -232,7 +232,7 @@ def _has_taps(graph: fx.Graph) -> bool:
 
 
 class _NodeName(str):
-    """The name of a node, in the arguments of a recipe."""
+    """The name of a node in the arguments of an origin."""
 
     __slots__ = ()
 
@@ -249,10 +249,10 @@ def _recipes(graph: fx.Graph) -> dict[str, Origin]:
 
 
 def _find(graph: fx.Graph, name: str, recipes: Origins) -> Any:
-    """The node of that name; made again where it is gone.
+    """The node with a name. If it is gone, it is created again from its origin.
 
     Raises:
-        TapError: it cannot be made again.
+        TapError: it cannot be created again.
     """
     recipe = recipes.get(name)
     for node in graph.nodes:
@@ -280,13 +280,13 @@ def _nodes_in(arguments: Any) -> list[fx.Node]:
 
 
 def _after(graph: fx.Graph, *needed: fx.Node) -> Any:
-    """The node after which all of these have been computed, and the graph has all of its inputs."""
+    """The last one of these nodes and the inputs of the graph, in the order of the graph."""
     *_, last_input = graph.find_nodes(op="placeholder")
     return max((*needed, last_input))
 
 
 def _is_alias(node: Any) -> bool:
-    """Whether a node gives its first argument as it is."""
+    """Whether a node is a view of its first argument with the same shape and dtype."""
     if not (isinstance(node, fx.Node) and node.op == "call_function" and node.target in _views()):
         return False
     source = node.args[0]
@@ -309,7 +309,7 @@ def _unaliased(node: fx.Node, aliases: set[fx.Node]) -> fx.Node:
 
 
 def _carry_ticket(joint: fx.Graph, taken: Sequence[Tapped]) -> None:
-    """Have the ticket reach the backward pass: it takes the place of its own gradient, which is None."""
+    """Pass the ticket to the backward graph, as the last output instead of its own gradient, which is None."""
     if not any(node.name.startswith("tangents") for node in joint.find_nodes(op="placeholder")):
         return
     output = joint.output_node()
@@ -322,49 +322,49 @@ def _carry_ticket(joint: fx.Graph, taken: Sequence[Tapped]) -> None:
 
 
 class _TakenOut(CustomGraphPass):
-    """Takes the taps out of a joint graph, or one without a backward pass."""
+    """Removes the taps from a joint graph, or from a forward graph without a backward graph."""
 
     def __init__(self, taps: _Taps) -> None:
         self._taps = taps
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Of the graph, in place."""
+        """Remove the taps in place."""
         if _has_taps(graph):
             self._taps.taken, self._taps.recipes = take_taps(graph)
             _carry_ticket(graph, self._taps.taken)
 
     def uuid(self) -> Any:
-        """What tells it from other passes."""
+        """The identity of the pass in the caches of inductor."""
         return "ranktape"
 
 
 class _Replaced(CustomGraphPass):
-    """Puts taps back."""
+    """Puts the taps back before code generation."""
 
     def __init__(self, taps: _Taps) -> None:
         self._taps = taps
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Into the graph, in place; those within its operators, as the mask of an attention, have no ticket."""
+        """Put the taps back in place. Subgraphs, such as the mask of an attention, have no ticket and get no taps."""
         inputs = {node.name for node in graph.find_nodes(op="placeholder")}
         if any(tap.ticket in inputs for tap in self._taps.taken):
             put_last_taps(graph, self._taps.taken, self._taps.recipes)
 
     def uuid(self) -> Any:
-        """What tells it from other passes."""
+        """The identity of the pass in the caches of inductor, which depends on the taps."""
         recipes = [(name, str(one.target), one.args, one.kwargs) for name, one in self._taps.recipes.items()]
         return get_hash_for_files((__file__,), str((self._taps.taken, recipes)))
 
 
 class _Partitioner(CustomPartitionerFn):
-    """Splits a joint graph as it would be without us, and puts the taps into its parts."""
+    """Partitions a joint graph as without a capture, then puts the taps into the two graphs."""
 
     def __init__(self, taps: _Taps, partition: Callable[..., Any]) -> None:
         self._taps = taps
         self._partition = partition
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
-        """The forward and the backward graph."""
+        """The forward graph and the backward graph."""
         recipes = {**self._taps.recipes, **_recipes(gm.graph)}
         forward, backward = self._partition(gm, joint_inputs, **kwargs)
         taken, self._taps.taken = self._taps.taken, []
@@ -374,16 +374,16 @@ class _Partitioner(CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> Any:
-        """What tells it from other partitioners."""
+        """The identity of the partitioner in the caches of inductor."""
         return "ranktape"
 
     def __reduce__(self) -> Any:
-        """Its name: inductor's cache makes a key of all settings, and what is in here has tensors without values."""
+        """The pickled form is the name, because inductor pickles its configuration and the taps have fake tensors."""
         return str, (self.uuid(),)
 
 
 def _arrived(backward: fx.Graph, taken: Sequence[Tapped]) -> list[Tapped]:
-    """The taps of gradients, with the node that the ticket is in the backward pass: its own gradient, None again."""
+    """The taps of gradients, with the ticket's node in the backward graph. Resets the ticket's gradient to None."""
     output = backward.output_node()
     leaves, spec = pytree.tree_flatten(output.args)
     ticket, leaves[-1] = leaves[-1], None

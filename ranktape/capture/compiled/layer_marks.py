@@ -1,7 +1,7 @@
-"""Marks in the graph that dynamo makes of a model what its layers are given and give: taps take the places of marks.
+"""Marks the outputs of layers, and the input of the first layer, in the graphs that dynamo traces.
 
-The graph has the functions that layers call, and not the layers. So while dynamo looks at them they have hooks of
-another kind in the places of ours, which it can trace.
+The graph has the functions that layers call, but not the layers. Therefore, while dynamo traces, the hooks on layers
+are replaced by the traceable ones below. Later, taps replace the marks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ranktape.capture.hooks.calls import tensor_in
 @has_side_effect
 @allow_in_graph  # type: ignore[untyped-decorator]  # torch's has no types
 def mark_layer(value: torch.Tensor, is_first: bool) -> None:  # noqa: FBT001  (graphs call it by position)
-    """Stands in the graph behind what a layer gives, or, of the first one, is given; does nothing."""
+    """Mark in the graph, for the output of a layer or the input of the first layer. Does nothing."""
 
 
 def mark_given(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook on the first layer."""
+    """Forward pre-hook of the first layer."""
     for one in (*args, *kwargs.values()):
         if isinstance(one, torch.Tensor) and one.is_floating_point():
             mark_layer(one, True)  # noqa: FBT003
@@ -31,7 +31,7 @@ def mark_given(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 
 def mark_output(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ARG001
-    """A forward hook on a layer."""
+    """Forward hook of a layer."""
     tensor = tensor_in(output, None)
     if tensor is not None:
         mark_layer(tensor, False)  # noqa: FBT003

@@ -1,8 +1,8 @@
-"""Has compiled regions run with taps in their graphs while an iteration is captured.
+"""Runs compiled regions with taps in their graphs while an iteration is captured.
 
-A region that begins asks torch for the callback that compiles it. Meanwhile that is one of ours: the region's own, with
-another backend, which puts taps into each graph before inductor compiles it. torch keeps what was compiled by backend:
-what has taps and what has none lie side by side, and neither is compiled anew for the other.
+When a region starts, torch looks up the callback that compiles it. During a capture, this is a copy of the region's own
+callback whose backend puts taps into each graph before inductor compiles it. torch caches compiled code by backend, so
+the code with taps and the code without are cached side by side, and a capture recompiles neither of them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ranktape.capture.hooks.functions import FunctionHooks
 from ranktape.capture.hooks.hook import Hook
 
 Targets = Mapping[Any, Target]
-"""The functions with a role, as they stand in graphs."""
+"""The role of each function in graphs."""
 
 
 class Regions:
-    """Compiled regions, from when it is made until it is removed."""
+    """Puts taps into compiled regions, from its construction until `remove()`."""
 
     def __init__(
         self,
@@ -49,29 +49,29 @@ class Regions:
         tell: Callable[[str], None],
         begins: Callable[[str | None], None],
     ) -> None:
-        """Begin.
+        """Replace torch's lookup of callbacks.
 
         Args:
             calls: Records the calls of graphs.
-            targets: What is recorded in them.
-            modules: The modules that have hooks of ours.
-            functions: What stands in the places of functions.
-            aside: Has, in its context, nothing of ours among torch's hooks of all modules.
-            meet: Called with the modules that a region is seen to run.
-            hidden: Gives what of the models that are known no graph shows; None where graphs show all.
-            tell: Called with what a person should know.
-            begins: Called when a region begins: with why it runs eagerly, or with None where its graphs are recorded.
+            targets: Returns the functions that are recorded in graphs.
+            modules: Returns the modules with hooks of a capture.
+            functions: The replacements of functions.
+            aside: A context without the capture's global module hooks.
+            meet: Called with each module that a region is seen to run.
+            hidden: Names the part of the known models that graphs do not show; None if they show everything.
+            tell: Called with messages for the user.
+            begins: Called when a region starts, with the reason why it runs eagerly; None if its graphs are recorded.
         """
         self._calls = calls
         self._aside = aside
         self.modules = modules
-        """As they were given."""
+        """Returns the modules with hooks of a capture."""
         self.layer_hooks = calls.layer_hooks
-        """Those that record what layers give, or the first one is given, and where they are."""
+        """The hooks on the outputs of layers and the input of the first one, each with its module."""
         self.functions = functions
-        """As they were given."""
+        """The replacements of functions."""
         self.ways: dict[str, None] = {}
-        """How the regions that have begun are recorded."""
+        """The ways in which regions have been recorded so far: in their graphs, or eagerly for a reason."""
         self._meet = meet
         self._hidden = hidden
         self._thread = threading.local()
@@ -80,7 +80,7 @@ class Regions:
         TappedBackend.tell = staticmethod(tell)
         TappedCallback.regions = self
         GraphCalls.current = calls
-        # They run within regions, between graphs: dynamo would compile them, and all that they call.
+        # These run inside regions, between graphs. Dynamo would compile them and everything that they call.
         never = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # noqa: SLF001
         for code in (Hook.__call__.__code__, *functions.own_codes):
             frames.set_code_exec_strategy(code, never)
@@ -89,10 +89,10 @@ class Regions:
         eval_frame._maybe_set_eval_frame = self._enter_or_leave  # noqa: SLF001
 
     def remove(self) -> None:
-        """End."""
+        """Restore torch's lookup of callbacks."""
         eval_frame._callback_from_stance = self._from_stance  # noqa: SLF001
         GraphCalls.current = None
-        if getattr(_forced, "stance", None) is None:  # else the region that runs eagerly ends first
+        if getattr(_forced, "stance", None) is None:  # else it is restored when the region that runs eagerly finishes
             eval_frame._maybe_set_eval_frame = _SET  # noqa: SLF001
         self._leave()
         self._calls.remove()
@@ -101,12 +101,12 @@ class Regions:
         own: Any = self._from_stance(callback)
         if own is None or own is False or isinstance(own, TappedCallback):
             return own
-        for module in _modules_of(sys._getframe(1)):  # noqa: SLF001  (hooks cannot tell: there are none yet)
+        for module in _modules_of(sys._getframe(1)):  # noqa: SLF001  (the modules may not have hooks yet)
             self._meet(module)
         hidden = self._hidden()
         tapped = None if hidden else tapped_callback(own)
         if tapped is None:
-            # A region that asks for one graph would miss it.
+            # Under the default stance, a region with `fullgraph=True` raises if nothing was compiled.
             _forced.stance = id(sys._getframe(1)), eval_frame._stance  # noqa: SLF001
             eval_frame._stance = eval_frame.DynamoStance(stance="force_eager")  # noqa: SLF001
             backend = eval_frame.innermost_backend(own)
@@ -133,7 +133,7 @@ class Regions:
                     eval_frame._maybe_set_eval_frame = _SET  # noqa: SLF001
             _forced.is_entered = True
         if getattr(_converting, "is_on", False):
-            pass  # dynamo looks at what guards will look at when the region begins again
+            pass  # dynamo must see the hooks in the state that guards check when the region starts again
         elif callback is None or callback is False:
             self._leave()
         elif getattr(self._thread, "context", None) is None:
@@ -152,7 +152,7 @@ _IN_GRAPHS = "in its graphs"
 
 
 def _modules_of(frame: FrameType) -> Iterator[nn.Module]:
-    """The modules that a region runs which has begun in a frame, as far as they can be seen."""
+    """The modules that the region started in this frame runs, as far as they are in its arguments and variables."""
     function = frame.f_locals.get("fn")
     code = getattr(function, "__code__", None)
     closure = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
@@ -173,7 +173,7 @@ _ISOLATED: dict[int, int] = {}
 
 
 def _isolated(own: int) -> int:
-    """Where what is compiled with taps is kept and counted, of a region that has a place of its own or none."""
+    """The identifier under which torch caches and counts a region's code with taps, given that of its own code."""
     if own in _ISOLATED.values():
         return own
     if own not in _ISOLATED:
@@ -187,10 +187,10 @@ _SET = eval_frame._maybe_set_eval_frame  # noqa: SLF001
 
 
 class TappedCallback:
-    """Compiles a frame of a region, with taps."""
+    """Compiles a frame of a region with taps."""
 
     regions: ClassVar[Regions]
-    """Those of the iteration that is captured."""
+    """The regions of the captured iteration."""
 
     def __init__(self, own: Any, backend: TappedBackend) -> None:
         inner = own._torchdynamo_orig_backend  # noqa: SLF001
@@ -198,7 +198,7 @@ class TappedCallback:
         self._torchdynamo_orig_backend = CatchErrorsWrapper(inner._clone_with_backend(backend), hooks)  # noqa: SLF001
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the region's own callback gives, with nothing of ours on the modules and in the places of functions."""
+        """Call the region's own callback while the capture's module hooks and function replacements are removed."""
         _converting.is_on = True
         try:
             functions, modules = self.regions.functions, self.regions.modules()
@@ -210,10 +210,10 @@ class TappedCallback:
 
 
 def _kept_guards(hooks: Any, guards: Sequence[Any]) -> list[bool]:
-    """Which guards are kept: not those of what is another when the region begins again, for what we put there.
+    """Whether to keep each guard: those on objects that the capture replaces would fail at the next call.
 
-    That is functions, what registries' methods hold, and the hooks of modules that have some of their own. Of modules
-    that had none when they were compiled torch does not ask either whether they have some.
+    These objects are functions, attributes of registries' methods, and hooks of modules. If a module has no hooks when
+    it is compiled, torch has no guard on its hooks either.
     """
     own = hooks.guard_filter_fn
     kept = [True] * len(guards) if own is None else own(guards)
@@ -238,7 +238,7 @@ _backends: list[TappedBackend] = []
 
 
 def tapped_callback(own: Any) -> TappedCallback | None:
-    """A callback as the region's own, whose backend puts taps into graphs; None for a backend that is not known."""
+    """A copy of a region's own callback whose backend puts taps into graphs; None if the backend is not inductor."""
     found = _callbacks.get(id(own))
     if found is None:
         backend = tapped_backend(eval_frame.innermost_backend(own)) if isinstance(own, CatchErrorsWrapper) else None
@@ -247,7 +247,7 @@ def tapped_callback(own: Any) -> TappedCallback | None:
 
 
 def tapped_backend(own: Any) -> TappedBackend | None:
-    """The one backend that stands for a region's own while taps are wanted; None for one that is not known."""
+    """The one backend with taps for a region's own backend; None if that is not inductor."""
     if type(own) is not torch._TorchCompileInductorWrapper:  # noqa: SLF001
         return None
     backend = next((one for one in _backends if one.own == own), None)
@@ -258,11 +258,11 @@ def tapped_backend(own: Any) -> TappedBackend | None:
 
 
 _MAX_REASON = 400
-"""Characters of why a graph takes no taps."""
+"""Maximum length of the reason why a graph has no taps, in characters."""
 
 
 class TappedBackend:
-    """Compiles graphs as another backend does, with taps in them; without where that fails."""
+    """Compiles graphs with taps for another backend, or without taps if that fails."""
 
     targets: Callable[[], Targets] = staticmethod(dict)
     tell: Callable[[str], None] = staticmethod(lambda _: None)
@@ -271,8 +271,8 @@ class TappedBackend:
         self.own = own
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """What runs in place of the graph."""
-        from ranktape.capture.compiled.inductor import compile_tapped  # not before all of the compiler is loaded
+        """Compile a graph."""
+        from ranktape.capture.compiled.inductor import compile_tapped  # late: it needs the whole compiler
 
         plan = GraphPlan(calls=[])
         try:
@@ -284,7 +284,7 @@ class TappedBackend:
             patches, name = self.own.config, self.own.name
             compiled = compile_tapped(tapped, given, patches=patches, name=name)
             return TappedGraph(compiled, plan)
-        except Exception as error:  # noqa: BLE001  (whatever fails in it, the training goes on)
+        except Exception as error:  # noqa: BLE001  (no failure may stop the training)
             reason = f"its compiled graph takes no taps: {type(error).__name__}: {error}"[:_MAX_REASON]
             self.tell(reason)
             plan.give_up(reason)
@@ -292,13 +292,13 @@ class TappedBackend:
             return TappedGraph(self.own(graph, inputs), plan, takes_ticket=False)
 
     def reset(self) -> None:
-        """As the backend itself, when torch forgets what was compiled."""
+        """Reset the backend, when torch clears its caches."""
         if hasattr(self.own, "reset"):
             self.own.reset()
 
 
 class TappedGraph:
-    """A compiled graph with taps, or one of which nothing is recorded, as its plan says."""
+    """A compiled graph with its plan. It has taps unless compiling with them failed."""
 
     def __init__(self, compiled: Callable[..., Any], plan: GraphPlan, *, takes_ticket: bool = True) -> None:
         self._compiled = compiled
@@ -306,7 +306,7 @@ class TappedGraph:
         self._takes_ticket = takes_ticket
 
     def __call__(self, *inputs: Any) -> Any:
-        """What the graph gives."""
+        """Run the graph, and record its taps if an iteration is being captured."""
         calls = GraphCalls.current
         if calls is None:
             return self._run(inputs, 0)
@@ -319,7 +319,7 @@ class TappedGraph:
 
 @contextlib.contextmanager
 def _without_hooks(modules: Iterator[nn.Module], layer_hooks: Mapping[Hook, nn.Module]) -> Iterator[None]:
-    """Dynamo sees none of our hooks, but in the places of those of layers what marks them."""
+    """Context in which modules have no hooks of the capture, and layers have the hooks that put marks instead."""
     taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for module in {*modules, *layer_hooks.values()}:
         for hooks, mark in ((module._forward_pre_hooks, mark_given), (module._forward_hooks, mark_output)):  # noqa: SLF001
