@@ -236,11 +236,12 @@ def middles_of(groups: Codes, values: Floats) -> tuple[Floats, Floats]:
     if not groups.size:
         return values, values
     order = np.lexsort((values, groups))
-    sorted_values = values[order]
-    labels, starts, sizes = np.unique(groups[order], return_index=True, return_counts=True)
-    places = np.searchsorted(labels, groups)
-    low, high = sorted_values[starts + (sizes - 1) // 2], sorted_values[starts + sizes // 2]
-    return low[places], high[places]
+    starts = np.flatnonzero(np.diff(groups[order], prepend=-1))
+    sizes = np.diff(starts, append=groups.size)
+    middles = np.empty((2, groups.size))
+    middles[0, order] = np.repeat(values[order[starts + (sizes - 1) // 2]], sizes)
+    middles[1, order] = np.repeat(values[order[starts + sizes // 2]], sizes)
+    return middles[0], middles[1]
 
 
 def medians_of(groups: Codes, values: Floats) -> Floats:
