@@ -26,7 +26,7 @@ from ranktape.analyze.numerics.recipes.plan_file import (
 from ranktape.analyze.numerics.recipes.recipe import HighPrecision, OperandRecipe, Recipe, products_of
 from ranktape.analyze.numerics.recipes.words import parse_recipes
 from ranktape.analyze.questions.replay import _plan_table
-from ranktape.analyze.replays.precision_plan import MIN_GAP, _gap, parse_targets, precision_plan
+from ranktape.analyze.replays.precision_plan import _gap, parse_targets, precision_plan
 from ranktape.analyze.replays.replayed import Replayed, replay_calls
 from ranktape.capture import Capture
 from ranktape.errors import NoRecordsError, UsageError
@@ -354,12 +354,16 @@ def test_a_layer_far_below_all_others_is_the_gap() -> None:
 
 
 def test_the_gap_of_a_plan_is_in_the_cheapest_recipe(tmp_path: Path) -> None:
-    run = _run(tmp_path)
-    everything = precision_plan(run.select(), recipe="mxfp4", target_sqnr=-100).modules
-    least = sorted(min(one.sqnr.values()) for one in everything)
-    gap = precision_plan(run.select(), recipe="mxfp8,mxfp4", target_sqnr=20).gap
-    assert (gap is None) == (least[1] - least[0] < MIN_GAP)
-    assert gap is None or (gap.recipe, gap.below) == ("mxfp4", least[1] - least[0])
+    good, bad = call_arrays(), call_arrays(seed=1)
+    for name in ("input", "weight"):
+        # Half way between two numbers of four bits, so that each is rounded down by a fifth.
+        bad[name] = np.where(bad[name] < 0, np.float32(-1.25), np.float32(1.25))
+    records = store(tmp_path / "run", call_tensors(good, module="good") + call_tensors(bad, module="bad")).select()
+    everything = precision_plan(records, recipe="mxfp4", target_sqnr=-99).modules
+    least = {one.module: min(one.sqnr.values()) for one in everything}
+    gap = precision_plan(records, recipe="mxfp8,mxfp4", target_sqnr=20).gap
+    assert gap is not None
+    assert (gap.recipe, gap.module, gap.below) == ("mxfp4", "bad", least["good"] - least["bad"])
 
 
 @pytest.mark.parametrize(
