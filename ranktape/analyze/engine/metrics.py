@@ -294,8 +294,9 @@ def _floored(known: Digests) -> NDArray[np.float64]:
 
 
 def _is_coarse(magnitudes: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Which finite magnitudes have few significant bits: of a float64 all bits behind the first of them are zero."""
-    return (magnitudes.view(np.int64) & _FINE_BITS == 0) & (magnitudes > 0) & np.isfinite(magnitudes)
+    """Which finite positive magnitudes have few significant bits, so that the other bits of their float64 are zero."""
+    is_short: NDArray[np.bool_] = magnitudes.view(np.int64) & _FINE_BITS == 0
+    return is_short & (magnitudes > 0) & np.isfinite(magnitudes)
 
 
 @functools.cache
