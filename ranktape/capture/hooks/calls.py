@@ -3,10 +3,10 @@
     forward pre     the operands        as they are passed
     forward post    the output
     backward pre    grad_output         a tensor hook on the output
-    backward post   grad_<operand>      a tensor hook on an alias of the operand: this call's share alone
+    backward post   grad_<operand>      a tensor hook on an alias of the operand, which sees only this call's share
 
-The same for modules and for functions. Module backward hooks are not used: they break in-place consumers, cost more
-than the layer, and change bits.
+This holds for modules and for functions. Module backward hooks are not used because they fail if an output is changed
+in place, cost more time than the layer, and change bits.
 """
 
 from __future__ import annotations
@@ -45,89 +45,89 @@ if TYPE_CHECKING:
     from ranktape.capture.roles.table import Argument, Port, Ports
 
 Placement = Callable[[str, torch.Tensor], str | None]
-"""Gives for a tensor name and a tensor where in a whole it lies, as JSON."""
+"""A function from a tensor name and a tensor to the placement of a shard as JSON; None for a whole tensor."""
 
 
 @functools.lru_cache
 def tags_of(*words: str) -> Tags:
-    """Tags whose metadata says these words of a record."""
+    """Tags whose metadata sets each of these keys to true."""
     return Tags(metadata=json.dumps(dict.fromkeys(words, True))) if words else NO_TAGS
 
 
 WITHOUT_BIAS = "without_bias"
-"""Of the output of a call that could have been given a bias, and was given none."""
+"""Key in the metadata of an output if the function takes a bias and none was passed."""
 
 OWN_FORWARD = "own_forward"
-"""Of the output of a layer, and of its gradient, that computes in a forward of its own, which shows no product; and of
-what a layer was given or has, where its own forward computed the operand of the product."""
+"""Key in the metadata of the output, and its gradient, of a layer whose class overrides `forward` without a visible
+product; and of the input or weight of a layer whose own `forward` computes another operand from it."""
 
 PACKED = "saved_tensors_hooks"
-"""Of the gradient of an output: the backward pass computes with tensors that hooks of the training packed."""
+"""Key in the metadata of the gradient of an output if saved-tensor hooks of the training pack saved tensors."""
 
 
 def packs_tensors() -> bool:
-    """Whether hooks pack what autograd saves: others than torch's own, which give back the same values."""
+    """Whether saved-tensor hooks are active, other than torch's own, which return the same values."""
     hooks = saved_tensors_hooks()
     return hooks is not None and not str(getattr(hooks[0], "__module__", "")).startswith("torch.")
 
 
 @dataclass(slots=True)
 class Opened:
-    """The call of a linear layer with a forward of its own, until that calls `F.linear`."""
+    """The call of a linear layer that overrides `forward`, whose products are recorded instead of the module."""
 
     given: torch.Tensor | None
-    """Its input."""
+    """The input of the layer; None if it is not a tensor."""
     version: int
-    """How often that had been written to."""
+    """Version counter of the input at the start of the call."""
     has_gradients: bool
-    """Whether gradients were enabled."""
+    """Whether gradients were enabled at the start of the call."""
     num_products: int = 0
-    """Calls of `F.linear` that were recorded as those of the layer."""
+    """Number of calls of `F.linear` that were recorded as those of the layer."""
     has_bias: bool = False
-    """Whether one of them was given a bias."""
+    """Whether a bias was passed to one of these calls."""
 
     @property
     def is_written(self) -> bool:
-        """Whether its input has been written to since."""
+        """Whether the input has been written to since the start of the call."""
         return self.given is not None and version_of(self.given) != self.version
 
 
 @dataclass(slots=True)
 class RunningRole:
-    """A module or function with a role that is running."""
+    """A running call of a module or function with a role."""
 
     layer_type: str
-    """Its kind: what is inside of it and of the same kind is part of it."""
+    """Kind of the layer. A call of the same kind inside this one is part of it and not recorded separately."""
     owner: Any
     """The module, or the role of the function."""
     taking: Taking | None = None
-    """Records what belongs to it; None where nothing does."""
+    """Records the tensors of the call; None if it has no source."""
     call: Call | None = None
-    """None where it is not recorded."""
+    """The counted call; None if it is not recorded."""
     awaited: list[tuple[torch.Tensor, Port]] = field(default_factory=list)
-    """Parameters of which a product will tell, once it begins, whether their gradients can be seen on aliases."""
+    """Parameters that are replaced by aliases for their gradients, once a function inside the module takes them."""
     batch_size: int = 1
-    """Samples in an attention of several heads."""
+    """Number of samples in a call of `nn.MultiheadAttention`."""
     written: tuple[torch.Tensor, Port] | None = None
-    """The parameter that the call itself writes to, and what it is recorded as: read after it."""
+    """The parameter that the call itself writes to, with its port. It is recorded after the call."""
     words: tuple[str, ...] = ()
-    """What the metadata of the output says."""
+    """The keys in the metadata of the output."""
     opened: Opened | None = None
-    """The call of a module whose products are recorded where its own forward computes them; None in all others."""
+    """The state of a module whose products are recorded instead of the module; None for other calls."""
 
 
 class Running(threading.local):
-    """The modules and functions with a role that are running on this thread, the outermost first."""
+    """The running calls of modules and functions with a role on this thread, the outermost first."""
 
     def __init__(self) -> None:
         self.entries: list[RunningRole] = []
 
     def has(self, layer_type: str) -> bool:
-        """Whether one of that kind is running."""
+        """Whether a call of this kind is running."""
         return any(entry.layer_type == layer_type for entry in self.entries)
 
     def leave(self, owner: Any) -> RunningRole | None:
-        """End the innermost one of that owner, and what an exception left inside of it."""
+        """Remove and return the innermost call of an owner, and remove the calls inside it that an exception left."""
         for place in range(len(self.entries) - 1, -1, -1):
             if self.entries[place].owner is owner:
                 entry = self.entries[place]
@@ -137,7 +137,7 @@ class Running(threading.local):
 
 
 class Watch:
-    """What all hooks share that are on the training while one iteration is captured."""
+    """The state that all hooks of one captured iteration share."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Watch:
         placements: Placements,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Put nothing on yet; the placements know where shards lie, `tell` gets notes, which are printed once."""
+        """Attaches nothing. `placements` finds the placement of shards; `tell` gets notes, which are printed once."""
         self.recorder = recorder
         self.tracker = recorder.tracker
         self.weights = weights
@@ -155,27 +155,27 @@ class Watch:
         self.tell = tell
         self.running = Running()
         self.owners = Owners()
-        """Whose parameter is a tensor?"""
+        """Finds the modules that own parameters."""
         self.leaves = Leaves(recorder)
         """The hooks on parameters themselves."""
         self.handles: list[Any] = [self.leaves]
-        """All that is to be removed after it, in this order."""
+        """The handles to remove after the iteration, in this order."""
 
     def renew(self) -> None:
-        """An iteration begins with the hooks of the last one."""
+        """Prepare for another iteration with the same hooks."""
         self.leaves.remove()
         self.owners.met.clear()
 
     def remove(self) -> None:
-        """Take everything off again."""
+        """Remove all hooks."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
-        # Compiled regions keep what they were made with: not the model, too.
+        # Compiled regions keep a reference to this object, which must not keep the model alive.
         self.owners.forget()
 
     def place(self, module: nn.Module, ports: Ports) -> Placement | None:
-        """What says of a module's tensors where they lie in a whole; None in one process."""
+        """A function that finds the placement of a module's tensors; None without initialized `torch.distributed`."""
         if not (dist.is_available() and dist.is_initialized()):
             return None
         if is_megatron(module):
@@ -192,14 +192,14 @@ class Watch:
 
 
 _BESIDE = port_of(f"{WIDE}input", {}), port_of(f"{WIDE}weight", {})
-"""What a layer was given and has, where it multiplies with others."""
+"""The ports of the input and the weight of a layer that multiplies other tensors, which it computes from them."""
 
 _SHARED = "its tensor is another operand, too: one gradient for both"
 
 
 @dataclass(slots=True, kw_only=True)
 class Taking:
-    """Records what belongs to one source."""
+    """Records the tensors of one source."""
 
     watch: Watch
     source: Source
@@ -207,13 +207,13 @@ class Taking:
     is_aliased: bool = True
     """Whether operands may be replaced by views of themselves."""
     placement: Placement | None = None
-    """Says of shards where they lie."""
+    """Finds the placement of shards; None if there are none."""
     is_one_node: Callable[[Sequence[Any], Mapping[str, Any]], bool] | None = None
-    """Says of operands and named arguments whether autograd knows their call as one node; None where it never does."""
+    """Tells from operands and keyword arguments whether the call is one node in autograd; None if it never is."""
     quantised_to: Callable[[], str] | None = None
-    """Gives the `quant_type` of a call of a layer that quantises its operands itself; None where none is known."""
+    """Returns the `quant_type` of a call if the layer quantises its operands itself; None for other layers."""
     recorder: Recorder = field(init=False)
-    """At hand: each tensor asks."""
+    """The recorder of `watch`, stored here for speed."""
 
     def __post_init__(self) -> None:
         self.recorder = self.watch.recorder
@@ -226,10 +226,11 @@ class Taking:
         *more: Any,
         is_aliased: bool = True,
     ) -> Arguments:
-        """Record the operands of a call that begins; the arguments to go on with.
+        """Record the operands of a call that starts. Returns the arguments to continue with.
 
-        The first operand of real numbers, else of any, says what is computed in. Where neither the operands nor what
-        else is given hold a tensor, they are refused, and it is no call. Unless it `is_aliased`, the arguments stay.
+        The dtype of the first floating-point operand, or else of the first operand, is the compute dtype. If there is
+        no tensor among the operands and `more`, the operands are refused and no call is counted. If `is_aliased` is
+        False, the arguments are not changed.
         """
         values = [argument.find(args, kwargs) for argument in self.ports.arguments]
         tensors = [one for one in (*values, *more) if isinstance(one, torch.Tensor)]
@@ -262,9 +263,10 @@ class Taking:
         return call if self.quantised_to is None else dataclasses.replace(call, quantised_to=self.quantised_to())
 
     def _expect_gradients(self, values: Sequence[Any], call: Call | None) -> None:
-        """Expect the gradients of a call that runs without: they come with a recomputation, or not at all.
+        """Expect the gradients of a call that runs with gradients disabled, so that they are reported if missing.
 
-        A reentrant checkpoint recomputes; an `autograd.Function` computes gradients in its own backward.
+        In a reentrant checkpoint they come with the recomputation. An `autograd.Function` computes them in its own
+        backward, where they are not seen.
         """
         if torch.is_grad_enabled() or in_backward():
             return
@@ -275,16 +277,16 @@ class Taking:
             self.recorder.expect(self.source, (port.grad for port in ports))
 
     def beside(self, layer: RunningRole, call: Call, operands: Sequence[Any]) -> None:
-        """Record what a linear layer was given and has, where its own forward multiplies with other tensors.
+        """Record the input and the weight of a linear layer whose own `forward` multiplies other tensors.
 
-        The layer is running, and the operands are those of its product, which begins: input, weight and bias.
+        `layer` is the running layer, and `operands` are the input, weight and bias of its product, which is starting.
         """
         opened, module = layer.opened, layer.owner
         assert opened is not None, "only asked of such layers"
         opened.num_products += 1
         opened.has_bias |= isinstance(operands[-1], torch.Tensor)
         if "weight" not in parameters_of(module):
-            # It is computed from those of a parametrization.
+            # The weight is computed from the parameters of a parametrization.
             parts = ((part, name) for part in module.modules() for name in parameters_of(part))
             self.watch.owners.met.update(parts)
         wide = opened.given, parameters_of(module).get("weight")
@@ -302,10 +304,10 @@ class Taking:
             self.recorder.refuse(self.source, port.value, reason, call=call)
 
     def _given_twice(self, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Collection[int]:
-        """By identity the tensors that are passed as several operands, and of which no operand may be replaced.
+        """The identities of tensors that are passed as several operands and must not be replaced by aliases.
 
-        Autograd must add their gradients up as it does without us: for a function that is one node of the graph that
-        is so if the last operand has the first alias.
+        Autograd must add their gradients in the same order as without a capture. If the function is one node of the
+        graph, it does so if the aliases are created from the last operand to the first.
         """
         counts = Counter(id(value) for value in values if isinstance(value, torch.Tensor))
         twice = [number for number, count in counts.items() if count > 1]
@@ -313,7 +315,7 @@ class Taking:
         return () if is_added_up else twice
 
     def _refuse(self, argument: Argument, value: Any, entry: RunningRole) -> None:
-        """Say of an argument that is no tensor why it is not recorded, or of the output that there is no bias in it."""
+        """Report why an argument that is not a tensor is not recorded, or note on the output that there is no bias."""
         if value is None and argument.is_optional:
             if any(port.is_optional for port in argument.ports):
                 entry.words = (*entry.words, WITHOUT_BIAS)
@@ -324,7 +326,7 @@ class Taking:
             self.recorder.refuse(self.source, port.value, reason, call=entry.call)
 
     def _watched(self, value: torch.Tensor, ports: Sequence[Port], call: Call, *, is_shared: bool) -> torch.Tensor:
-        """The operand to go on with: an alias, whose gradient will be recorded, or itself where none is to be seen."""
+        """The operand to continue with: an alias if its gradient will be recorded, otherwise the tensor itself."""
         if not (value.requires_grad and torch.is_grad_enabled() and self.is_aliased):
             return value
         wanted = [port for port in ports if self.recorder.wants(self.source, port.grad, call)]
@@ -347,7 +349,7 @@ class Taking:
         return alias
 
     def alias(self, port: Port, call: Call, weight: torch.Tensor) -> torch.Tensor:
-        """A view of a parameter, on which the gradient of this call alone is seen."""
+        """A view of a parameter, whose gradient is the share of this call alone."""
         with self.recorder.guarded(self.source, port.grad):
             alias = weight.view_as(weight)
             self.grad(port, alias, call)
@@ -355,7 +357,7 @@ class Taking:
         return weight
 
     def result(self, given: Any, gives: Any, entry: RunningRole, *, at: int | str | None, of: str) -> None:
-        """Record the output in what a call gives; its gradient tells which call that of a weight is of."""
+        """Record the output of a call, taken from its result `gives` at the element `at`; `of` names it in messages."""
         call = entry.call
         assert call is not None, "only called after a call"
         found = tensor_in(gives, at)
@@ -366,7 +368,10 @@ class Taking:
         self.output(found, call, given=given, words=entry.words)
 
     def output(self, output: torch.Tensor, call: Call, *, given: Any, words: tuple[str, ...] = ()) -> None:
-        """Record the result of what was given, and its gradient when it comes."""
+        """Record the output of a call, and its gradient when it is computed. `given` are the arguments of the call.
+
+        The hook of the gradient also tells the call to the hooks on weights.
+        """
         port = self.ports.output
         on_grad = self.watch.leaves.on_grad_output(self.source)
         if not in_backward():
@@ -380,7 +385,7 @@ class Taking:
     def record(
         self, port: Port, tensor: torch.Tensor, call: Call, *, tags: Tags = NO_TAGS, placement: str | None = None
     ) -> None:
-        """Record one tensor; a weight or bias unless it was recorded as it is."""
+        """Record a tensor. A weight or bias is not recorded again if it has not changed."""
         place = self.placement(port.name, tensor) if placement is None and self.placement is not None else placement
         if port.value.has_samples:
             self.recorder.record(self.source, port.value, tensor, call=call, placement=place, tags=tags)
@@ -390,7 +395,7 @@ class Taking:
             )
 
     def record_grad_now(self, port: Port, grad: torch.Tensor, call: Call, tags: Tags) -> None:
-        """Record a gradient that is there."""
+        """Record a gradient that has been computed."""
         placement = None if self.placement is None else self.placement(port.grad.tensor_name, grad)
         own = DIFFERENTIABLE if torch.is_grad_enabled() else tags
         self.recorder.record(self.source, port.grad, grad, call=call, placement=placement, tags=own)
@@ -405,10 +410,10 @@ class Taking:
         on_grad: Callable[[Call], None] | None = None,
         tags: Tags = NO_TAGS,
     ) -> None:
-        """Record the gradient of a tensor when it comes, or what `part` makes of it."""
+        """Record the gradient of a tensor, or the result of `part` for it, when it is computed."""
         placement = None
         if self.placement is not None:
-            # Of what is recorded, which may have another shape than what the hook is on.
+            # The recorded part may have another shape than the tensor with the hook.
             placement = self.placement(port.grad.tensor_name, tensor if part is None else part(tensor.detach()))
         self.recorder.record_grad(
             self.source, port.grad, tensor, call=call, part=part, placement=placement, on_grad=on_grad, tags=tags
@@ -416,7 +421,10 @@ class Taking:
 
 
 def tensor_in(output: Any, element: int | str | None) -> torch.Tensor | None:
-    """The element of a result, or the first tensor in it: of tuples, dictionaries and dataclasses; None without one."""
+    """An element of a result, by default its first tensor; None if there is none. A tensor is returned itself.
+
+    Results may be tuples, lists, mappings or dataclasses.
+    """
     if isinstance(output, torch.Tensor):
         return output
     if element is None:
@@ -440,10 +448,11 @@ def _elements(output: Any) -> Sequence[Any]:
 
 
 def before_views(output: torch.Tensor, *, given: Any) -> torch.Tensor:
-    """The tensor whose hook sees the output's gradient, whatever is done to the output in place.
+    """The tensor for the hook on the output's gradient, so that in-place changes of the output do not disable it.
 
-    With a bias and three dimensions the output is a view of the product. An operation in place on a view
-    takes its hooks out of the graph; those of what it is a view of stay. What was given to the call has other uses.
+    With a bias and three dimensions, the output is a view of the product. An in-place operation on a view removes the
+    view's hooks from the graph, but not those of its base. The base is not used if it is an argument of the call or
+    the base of one, because such a tensor has other uses.
     """
     if type(output) is not torch.Tensor:
         return output

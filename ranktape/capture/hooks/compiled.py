@@ -1,4 +1,4 @@
-"""While hooks are attached compiled code runs with taps in its graphs, or as written where graphs show too little."""
+"""Runs compiled code with taps in its graphs while hooks are attached, or eagerly if graphs do not show enough."""
 
 from __future__ import annotations
 
@@ -31,31 +31,35 @@ _HOOKS_WARNING = (
     None,
     0,
 )
-"""A compiled module warns of our global hook, which is there for this iteration and never calls a hook twice."""
+"""The filter for the warning of compiled modules about global hooks. The capture's hook never causes the problem that
+torch warns about, that hooks are called twice."""
 
 
 class IgnoredWarning:
-    """Has compiled code say nothing of our global hook, from when it is made until it is removed."""
+    """Suppresses the warning of compiled code about global hooks, from its construction until `remove()`."""
 
     def __init__(self) -> None:
-        # Not by `warnings.filterwarnings`: Python forgets then what it has shown, and shows all of it again.
+        # Not by `warnings.filterwarnings`, after which Python shows earlier warnings again.
         filters: Any = warnings.filters
         filters.insert(0, _HOOKS_WARNING)
         self._filters: list[Any] = filters
 
     def remove(self) -> None:
-        """End."""
+        """Show the warning again."""
         _remove(self._filters, _HOOKS_WARNING)
 
 
 class EagerMode:
-    """Has compiled code run as written, and says nothing of our global hook, from when it is made until it is removed.
+    """Runs compiled code eagerly or with taps, and suppresses the warning about global hooks, until `remove()`.
 
-    torch's compiler is not loaded for that; where the training loads it meanwhile, it is met then.
+    This does not import torch's compiler. If the training imports it later, this takes effect then.
     """
 
     def __init__(self, begin: Callable[[], Any] | None = None) -> None:
-        """Begin; `begin` is called once the compiler is there, for what is to be removed in the end."""
+        """`begin` is called once the compiler is imported, and may return a handle to remove at the end.
+
+        If it returns a handle, compiled code is recorded in its graphs; otherwise, compiled code runs eagerly.
+        """
         self._begin = begin
         self._stack = contextlib.ExitStack()
         self._stack.callback(IgnoredWarning().remove)
@@ -68,7 +72,7 @@ class EagerMode:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Python asks for a module that is being imported; ours is the compiler alone."""
+        """The specification of the compiler's module when Python imports it; None for other modules."""
         spec = PathFinder.find_spec(name, path, target) if name == _COMPILER else None
         if spec is None or spec.loader is None:
             return None
@@ -78,11 +82,11 @@ class EagerMode:
             load(module)
             self._force()
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this loader, which loads nothing else
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # this loader loads no other module
         return spec
 
     def remove(self) -> None:
-        """End."""
+        """Undo everything."""
         self._stack.close()
 
     def _force(self) -> None:
@@ -94,7 +98,7 @@ class EagerMode:
 
 
 def is_proven() -> bool:
-    """Whether graphs of this version of torch are known to be recorded without another bit, in float32."""
+    """Whether tests have shown for this version of torch that recording graphs does not change bits in float32."""
     return torch.__version__.startswith(_PROVEN)
 
 
@@ -102,7 +106,7 @@ _PROVEN = ("2.13.",)
 
 
 def why_eager(options: CaptureOptions) -> str | None:
-    """Why compiled code runs eagerly where it is captured; None where it is recorded inside of its graphs."""
+    """The reason why compiled code runs eagerly in captured iterations; None if it is recorded in its graphs."""
     if options.compiled == "eager":
         return "--compiled eager"
     if find_spec("ranktape.capture.compiled") is None:
@@ -111,15 +115,20 @@ def why_eager(options: CaptureOptions) -> str | None:
 
 
 _SHOWN_IN_GRAPHS = frozenset({torch.nn.Linear.forward, torch.nn.Embedding.forward})
-"""Layers that are one function of torch on their own parameters."""
+"""The forwards of layers that call a single function of torch with their own parameters."""
 
 
 def hidden_in_graphs(
     recorded: Iterable[torch.nn.Module], attached: Iterable[torch.nn.Module], found: Iterable[FunctionRole]
 ) -> str | None:
-    """What of the models compiled code cannot be asked for: it shows functions of torch, and no calls of layers.
+    """The part of the models that graphs do not show, because they have functions but no calls of modules.
 
-    Asked of the modules that are recorded themselves, of all that have hooks, and of the roles that functions have.
+    None if graphs show everything.
+
+    Args:
+        recorded: The modules with a role that are recorded.
+        attached: All modules with hooks.
+        found: The roles of functions.
     """
     kinds = {
         type(module)
@@ -127,7 +136,7 @@ def hidden_in_graphs(
         if type(module).forward not in _SHOWN_IN_GRAPHS or is_parametrized(module, "weight")
     }
     types = set(map(type, attached))
-    # One operator in graphs, products and attention and all.
+    # In graphs, the whole module is a single operator.
     kinds.update(kind for kind in types if issubclass(kind, torch.nn.MultiheadAttention))
     if kinds:
         return f"layers of the class {min(kind.__name__ for kind in kinds)}"
@@ -140,19 +149,19 @@ def hidden_in_graphs(
 
 
 def is_left_compiled(options: CaptureOptions) -> bool:
-    """Whether this process has compiled something, and its iterations end without a look at its models."""
+    """Whether this process has compiled something and the ends of its iterations are found without hooks on models."""
     return has_compiled() and options.advance_on != "forward" and Mode.TRAIN in options.wanted_modes
 
 
 def has_compiled() -> bool:
-    """Whether this process has given something to `torch.compile`."""
-    # torch has no public way to ask. What `torch.compiler.disable` leaves there cannot be called.
+    """Whether this process has called `torch.compile`."""
+    # torch has no public way to ask. The entries of `torch.compiler.disable` are not callable.
     backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
     return any(callable(backend) for backend in backends.values())
 
 
 def _remove(entries: list[Any], entry: object) -> None:
-    # By identity: another list takes its place within `warnings.catch_warnings`, and it is gone after that.
+    # By identity. The entry may be missing: `warnings.catch_warnings` replaces the list temporarily.
     for place, one in enumerate(entries):
         if one is entry:
             del entries[place]

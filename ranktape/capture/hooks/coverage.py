@@ -1,4 +1,4 @@
-"""Tells the share of a model's weights that hooks see, the parts that they do not see, and why nothing was recorded."""
+"""Computes the share of a model's weights that hooks see, lists unseen parts, and explains why nothing was recorded."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ if TYPE_CHECKING:
 
 
 MIN_SHARE = 0.01
-"""Parts of the model that hold less of its weights are not named."""
+"""The smallest share of the weights of parts that are named."""
 
 _MIN_DIMS = 2
-"""Of a weight: norms and biases are no operands of a product."""
+"""The least number of dimensions of a weight. Parameters with fewer, such as norms and biases, are ignored."""
 
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
-"""What classes that compute attention are called."""
+"""Pattern of the names of classes that compute attention."""
 
 _BY_HAND = "its attention calls no function that is known: add a role for it (docs/roles.md)"
 
 
 class Sight(StrEnum):
-    """What hooks see of a weight, best first."""
+    """Whether hooks see a weight, best first."""
 
     SEEN = "seen"
-    """It is an operand of something recorded."""
+    """The weight is an operand of a recorded call."""
     LEFT_OUT = "left out"
-    """The selection leaves it out."""
+    """The selection excludes the weight."""
     UNSEEN = "unseen"
-    """No hook is on what computes with it."""
+    """No hook sees the computation with the weight."""
     USED = "used"
-    """The module that has it was not called, and its gradient came all the same."""
+    """The module of the weight was not called, but a gradient of the weight was computed."""
     IDLE = "idle"
-    """The module that has it was not called, and no gradient of it was seen."""
+    """The module of the weight was not called, and no gradient of the weight was seen."""
 
 
 _REASONS = {
@@ -59,21 +59,21 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """What hooks see of a model."""
+    """The parts of a model that hooks see."""
 
     seen: float
-    """The share of the weights, by number of values, that are an operand of something recorded."""
+    """Share of the weights, by number of values, that are operands of recorded calls."""
     left_out: float
-    """The share that the selection leaves out."""
+    """Share of the weights that the selection excludes."""
     idle: float
-    """The share in modules that were not called."""
+    """Share of the weights in modules that were not called."""
     unseen: dict[str, str]
-    """The parts of the model that no hook sees, layers written as `*`, each with the reason."""
+    """The reason for each part of the model that no hook sees. Layer numbers in its name are replaced by `*`."""
     shares: dict[str, float]
-    """The share of the weights in each part that no hook sees, the largest first; also of those too small to name."""
+    """Share of the weights in each part that no hook sees, in descending order, including parts too small to name."""
 
     def text(self) -> str:
-        """One line for a person."""
+        """A summary in one line."""
         notes = (
             (self.left_out, "are left out by the selection"),
             (self.idle, "are in modules that were not called"),
@@ -82,7 +82,7 @@ class Coverage:
         return f"hooks see {_percent(self.seen)} of the model's weights{rest and f' ({rest})'}"
 
     def lines(self, *, count: int) -> Iterator[str]:
-        """The parts that no hook sees, that many at most one by one, and a line that sums up the others."""
+        """One line for each part that no hook sees, at most `count`, and one that sums up the others."""
         named = dict(itertools.islice(self.unseen.items(), count))
         yield from (f"{part}: {reason}" for part, reason in named.items())
         others = (self.shares.keys() | self.unseen.keys()) - named.keys()
@@ -101,13 +101,13 @@ def find_coverage(
     attending: Iterable[Frame],
     sources: Collection[Source],
 ) -> Coverage:
-    """What hooks have seen in an iteration; of a model without weights, all of it.
+    """The coverage in an iteration. If a model has no weights, the whole model is seen.
 
     Args:
-        frames: The model's modules.
-        sight: Says of a module and its name of a parameter what hooks see of it.
-        attending: The modules that compute attention, as their classes are called, and ran.
-        sources: What was recorded, or would have been.
+        frames: The modules of the model.
+        sight: Tells from a module and the name of a parameter whether hooks see the parameter.
+        attending: The modules that ran and compute attention according to the names of their classes.
+        sources: The sources that were recorded, or would have been.
     """
     weights: dict[int, tuple[Sight, int, str]] = {}
     for frame in frames:
@@ -116,7 +116,7 @@ def find_coverage(
                 continue
             own = sight(frame, name), weight.numel(), _label(f"{frame.path}.{name}", frame.module)
             known, num_values, label = weights.get(id(weight), own)
-            # One that several modules have is seen where any of them is.
+            # A shared weight is seen if it is seen in any of its modules.
             weights[id(weight)] = min(own[0], known, key=list(Sight).index), num_values, label
     counts: Counter[Sight] = Counter()
     unseen: Counter[str] = Counter()
@@ -143,12 +143,12 @@ def find_coverage(
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module computes attention, as its class is called."""
+    """Whether a module computes attention, according to the name of its class."""
     return _ATTENTION.search(type(module).__name__) is not None
 
 
 def _attention_by_hand(frames: Iterable[Frame], *, sources: Collection[Source]) -> dict[str, str]:
-    """The modules of attention none of whose attention hooks saw; `sources` are what they saw run."""
+    """The attention modules inside which no attention function was seen. `sources` are all sources that ran."""
     attended = {source.module for source in sources if source.layer_type == "attention"}
     return {
         _label(frame.path, frame.module): _BY_HAND
@@ -158,7 +158,7 @@ def _attention_by_hand(frames: Iterable[Frame], *, sources: Collection[Source]) 
 
 
 def is_within(path: str, outer: str) -> bool:
-    """Whether a dotted path is that of a module, or of something in it."""
+    """Whether a dotted path is that of a module or of something inside it."""
     return not outer or path == outer or path.startswith(f"{outer}.")
 
 
@@ -167,7 +167,7 @@ def _label(path: str, module: nn.Module) -> str:
 
 
 def _percent(share: float) -> str:
-    """Rounded down: what is not whole is never 100 %."""
+    """The percentage, rounded down, so that an incomplete share is never 100 %."""
     return f"{math.floor(share * 100)} %" if share >= MIN_SHARE or not share else "less than 1 %"
 
 
@@ -178,11 +178,11 @@ NOTHING_CALLED = (
     "no module with parameters was called: hooks do not see a script that calls the forward method of its model, as in "
     "model.forward(x); call model(x), or give the model to Capture(model=...)"
 )
-"""Why nothing was recorded of models that are looked for."""
+"""The reason why nothing was recorded if no model was given and none was found."""
 
 
 def explain_silence(options: CaptureOptions, recorder: Recorder, *, paths: Collection[str], has_stack: bool) -> str:
-    """Why nothing was recorded of models with modules at these paths, and the way out."""
+    """The reason why nothing was recorded for models with modules at these paths, and the remedy."""
     globs = options.named_modules
     if globs and not any(map(options.wants_module, paths)):
         close = {name for glob in globs for name in difflib.get_close_matches(glob, paths, _MAX_NAMED, 0)}
@@ -204,7 +204,7 @@ def explain_silence(options: CaptureOptions, recorder: Recorder, *, paths: Colle
 
 
 def explain_unmatched(role: ModuleRole | FunctionRole, kinds: Collection[type]) -> str:
-    """The message about a registered role that has matched nothing, where the models have these classes."""
+    """The message about a registered role that matched nothing. `kinds` are the classes of the models' modules."""
     if isinstance(role, FunctionRole):
         hint = "check its name, and whether it is loaded"
         return f"the role for {role.name} matches no function that is loaded: {hint}"

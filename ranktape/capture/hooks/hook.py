@@ -1,10 +1,8 @@
-"""What a capture puts on a training: hooks whose copies do nothing, and a mode that is passed calls of functions.
+"""Attaches to a training: hooks whose copies do nothing, a mode that sees calls of functions, and replaced functions.
 
-Between two optimizer steps a training copies, pickles or averages its model as it likes, and the hooks of the iteration
-that is captured are on it then. A closure would be shared with the copy, and record it under the original's names; what
-holds the capture itself cannot be copied. So all that is put on modules and tensors is a `Hook`.
-
-A framework's own function is replaced where it is.
+Between two optimizer steps, a training may copy, pickle or average its model while the hooks of a captured iteration
+are attached. If a hook were a closure, a copy of the model would share it and be recorded under the original's names.
+Objects that refer to the capture cannot be copied. Therefore everything attached to modules and tensors is a `Hook`.
 """
 
 from __future__ import annotations
@@ -33,37 +31,37 @@ from ranktape.capture.torch_private import (
 )
 
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Makes from a function what takes its place."""
+"""A function that makes the replacement of a function."""
 
 
 class _Thread(threading.local):
-    """What the mode does on this thread."""
+    """The state of the mode on one thread."""
 
     def __init__(self) -> None:
         self.entered: list[tuple[nn.Module, Callable[[], Any]]] = []
-        """The running modules at which the mode changed, and how each change is undone."""
+        """The running modules that activated the mode, or that call themselves, each with a function that undoes it."""
         self.num_suspended = 0
-        """How many compiled regions are running."""
+        """Number of nested contexts that suspend the mode."""
 
 
 class FunctionMode(TorchFunctionMode):
     """Passes the calls of torch's functions to the hooks of the captured iteration.
 
-    It lies at the bottom of the thread's stack of modes, above a default device, which has to be lowest. So modes of
-    the training that are entered before it and left within, or the other way round, stay in their order; and what they
-    change of a call is seen.
+    The mode is at the bottom of the thread's stack of modes, above only a default device, which must be lowest. Thus
+    the modes of the training keep their order, even if one is entered before this mode and left inside it or vice
+    versa, and the changes that they make to a call are seen.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.hooks: Any = None
-        """The `FunctionHooks` of the captured iteration; None outside of one."""
+        """The `FunctionHooks` of the captured iteration; None if no iteration is being captured."""
         self._thread = _Thread()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """What the function returns."""
+        """Call the function, through the hooks if it has a role."""
         hooks = self.hooks
         target = None if hooks is None else hooks.targets.get(func)
         if hooks is None or target is None or is_traced():
@@ -71,7 +69,7 @@ class FunctionMode(TorchFunctionMode):
         return hooks.call(target, func, args, kwargs or {})
 
     def enter(self, module: nn.Module) -> None:
-        """A module is running in which functions are recorded, until `leave`."""
+        """Be active on this thread while a module runs, until `leave` is called with it."""
         thread = self._thread
         if thread.entered and thread.entered[-1][0] is module:
             thread.entered.append((module, _nothing))  # it calls itself
@@ -80,22 +78,22 @@ class FunctionMode(TorchFunctionMode):
             thread.entered.append((module, self._take_out))
 
     def leave(self, module: nn.Module) -> None:
-        """A module has ended."""
+        """Undo `enter`, after a module has returned or raised."""
         entered = self._thread.entered
         if entered and any(one is module for one, _ in entered):
-            while True:  # those in which an exception passed by the hooks are undone, too
+            while True:  # also for inner modules whose hooks an exception skipped
                 one, undo = entered.pop()
                 undo()
                 if one is module:
                     return
 
     def stay(self) -> None:
-        """Be active on this thread until `reset`: no hook tells where a forward ends that is called directly."""
+        """Be active on this thread until `reset`, because no hook runs after a `forward` that is called directly."""
         if self.hooks is not None and not self._thread.num_suspended and not self.is_active:
             self._put_in()
 
     def reset(self) -> None:
-        """Be active on this thread no more, though modules were left without a call of their hooks."""
+        """Be inactive on this thread, even if modules were left without a call of their hooks."""
         self._thread.entered.clear()
         self._take_out()
 
@@ -113,7 +111,7 @@ class FunctionMode(TorchFunctionMode):
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Be inactive in this context, on this thread, whatever modules it enters."""
+        """Be inactive in this context, on this thread, even if modules are entered."""
         self._thread.num_suspended += 1
         try:
             with self.inactive():
@@ -123,7 +121,10 @@ class FunctionMode(TorchFunctionMode):
 
     @contextlib.contextmanager
     def inactive(self) -> Iterator[None]:
-        """Be inactive in this context, on this thread, until a module is entered; and after it, if no iteration is."""
+        """Be inactive in this context, on this thread, until a module is entered. Afterwards, restore the mode.
+
+        The mode is not restored if no iteration is being captured then.
+        """
         was_active = self._take_out()
         try:
             yield
@@ -133,8 +134,8 @@ class FunctionMode(TorchFunctionMode):
 
     @property
     def is_active(self) -> bool:
-        """Whether calls on this thread come here; not while one of them is handled."""
-        for place in range(num_modes()):  # noqa: SIM110  (each module asks: a generator takes twice the time)
+        """Whether the mode is on this thread's stack. While it handles a call, it is not."""
+        for place in range(num_modes()):  # noqa: SIM110  (runs for each module: a generator takes twice the time)
             if mode_at(place) is self:
                 return True
         return False
@@ -147,7 +148,7 @@ class FunctionMode(TorchFunctionMode):
             push_mode(mode)
 
     def _take_out(self) -> bool:
-        """Whether it was there."""
+        """Remove the mode from the stack. Returns whether it was on it."""
         if not self.is_active:
             return False
         modes = [pop_mode() for _ in range(num_modes())]
@@ -158,64 +159,65 @@ class FunctionMode(TorchFunctionMode):
 
 
 MODE = FunctionMode()
-"""The one of this process."""
+"""The mode of this process."""
 
 
 def _nothing() -> None:
-    """Undo of what changed nothing."""
+    """Do nothing."""
 
 
 class Hook:
-    """A hook on a module or a tensor; its copies and pickles do nothing, and name nothing of ours."""
+    """A hook on a module or a tensor. Its copies and pickles do nothing and do not refer to ranktape."""
 
     __slots__ = ("_call", "_keeps_mode")
 
     __torch_unserializable__ = True
-    """Torch's word for tensor hooks that are not missed in a pickle: without it there is a warning."""
+    """Tells torch that a pickle may omit this tensor hook; otherwise, torch warns."""
 
     def __init__(self, call: Callable[..., Any], *, keeps_mode: bool = False) -> None:
-        """Call what is given; unless it `keeps_mode`, with our function mode off."""
+        """Call a function. Unless `keeps_mode` is True, `MODE` is inactive during the call."""
         self._call = call
         self._keeps_mode = keeps_mode
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the hook returns."""
+        """Call the function."""
         if self._keeps_mode or num_modes() != 1 or mode_at(0) is not MODE:
             return self._call(*args, **kwargs)
         pop_mode()
         try:
             return self._call(*args, **kwargs)
         finally:
-            if MODE.hooks is not None:  # else a signal ended the capture meanwhile
+            if MODE.hooks is not None:  # else a signal has ended the capture in the call
                 push_mode(MODE)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The exit of a context that is none takes any arguments and returns nothing, which changes nothing.
+        """Copy as `contextlib.nullcontext.__exit__`, which takes any arguments and returns None.
 
-        It holds a handle that was issued after ours: where it is unpickled, torch numbers later hooks after it, so that
-        none takes the place, and with it the signature, of what is left of ours.
+        The context holds a handle that is newer than this hook's. When that is unpickled, torch numbers later hooks
+        after it, so none of them gets the number, and with it the signature flags, of the copy of this hook.
         """
         last = RemovableHandle(OrderedDict())
         return getattr, (contextlib.nullcontext(last), "__exit__")
 
 
 class Around:
-    """A function that prepares operands for another one, which computes with them: that one is captured."""
+    """A function that prepares operands and calls another function with them, which is the captured one."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        """The other one."""
+        """The captured function."""
 
 
 def as_itself(value: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """For `__reduce__` of what stands for something else: a copy of it is a copy of that, without our name in it."""
+    """The result of `__reduce__` for a replacement of `value`: copies are copies of the value, without ranktape."""
     return operator.getitem, ((value,), 0)
 
 
 def replace(name: str, make: Make) -> Callable[[], None] | None:
-    """Have another function, or method of a class, under the dotted name of one; what puts the original back.
+    """Replace the function or method with a dotted name. Returns a function that restores the original.
 
-    Where somebody has replaced the replacement, that does nothing. None where the name is not loaded.
+    That function does nothing if the replacement has been replaced by others. The result is None if the name does not
+    exist or its module is not loaded.
     """
     found = resolve(name)
     if found is None:
@@ -236,15 +238,15 @@ def replace(name: str, make: Make) -> Callable[[], None] | None:
 
 
 class Replacements:
-    """Functions of frameworks under whose names others stand, each from when its module is loaded."""
+    """Replacements of functions of frameworks, each made once its module is loaded."""
 
     def __init__(self, wanted: Iterable[tuple[str, Make]]) -> None:
-        """Know the dotted names, and what makes the replacements; `refresh` puts them in place."""
+        """Takes dotted names with the functions that make replacements. `refresh()` makes them."""
         self._wanted = list(wanted)
         self._undo: list[Callable[[], None]] = []
 
     def refresh(self) -> bool:
-        """Put in place those that were loaded since; whether there were any."""
+        """Replace the functions that have been loaded since. Returns whether there were any."""
         wanted, self._wanted = self._wanted, []
         for name, make in wanted:
             undo = replace(name, make)
@@ -255,7 +257,7 @@ class Replacements:
         return len(self._wanted) < len(wanted)
 
     def remove(self) -> None:
-        """Put the originals back; nothing takes their places after that."""
+        """Restore the originals and replace nothing more."""
         self._wanted.clear()
         for undo in self._undo:
             undo()
@@ -263,7 +265,7 @@ class Replacements:
 
 @contextlib.contextmanager
 def without_global_hooks(owner: object) -> Iterator[None]:
-    """In it no method of an object is among torch's hooks that are called before each module."""
+    """Context in which methods of an object are not among torch's global forward pre-hooks."""
     hooks = global_forward_pre_hooks()
     own = {key: hook for key, hook in hooks.items() if getattr(hook, "__self__", None) is owner}
     for key in own:
@@ -275,7 +277,7 @@ def without_global_hooks(owner: object) -> Iterator[None]:
 
 
 def resolve(name: str) -> tuple[Any, str] | None:
-    """What holds the attribute of a dotted name, and the attribute; None where it is not loaded, or is not there."""
+    """The object that has the last attribute of a dotted name, and the attribute's name; None if it does not exist."""
     parts = name.split(".")
     for length in range(len(parts) - 1, 0, -1):
         holder: Any = sys.modules.get(".".join(parts[:length]))

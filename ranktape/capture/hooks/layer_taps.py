@@ -1,8 +1,8 @@
-"""Taps on the layers of a model that go into what is made of it: compiled code, exported programs, traced modules.
+"""Taps on the layers of a model that also work in compiled code, exported programs and traced modules.
 
-A tap is a `forward` of the layer's own. The compiler looks for one in front of each call of compiled code, so that taps
-that come after the first compilation, or go, are seen; of hooks it sees none of this. A copy of a model has taps of its
-own.
+A tap is a `forward` in the instance dictionary of the layer. The compiler guards on that attribute before each call of
+compiled code, so it notices taps that are added or removed after the first compilation, unlike hooks. A copy of a model
+has taps of its own.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Forward = Callable[..., Any]
 
 
 class _Kind(NamedTuple):
-    """What a tap does."""
+    """The behaviour of a tap."""
 
     is_first: bool
-    """A pass begins with what enters it."""
+    """Whether the layer is the first one, whose call starts a pass."""
     has_embedding: bool
-    """That is held."""
+    """Whether to keep the input of the layer."""
     is_held: bool
-    """What the layer gives is held."""
+    """Whether to keep the output of the layer."""
 
 
 class LayerTaps:
@@ -46,14 +46,14 @@ class LayerTaps:
         self._put: list[tuple[nn.Module, Forward, Forward | None]] = []
 
     def put(self, module: nn.Module, kind: _Kind) -> None:
-        """On one layer."""
+        """Put a tap on a layer."""
         own = vars(module).get("forward")
         forward = MethodType((_shared_forward if own is None else _forward)(own, kind), module)
         module.forward = forward
         self._put.append((module, forward, own))
 
     def remove(self) -> None:
-        """Take them off; programs that were exported or traced meanwhile keep theirs, and so do copies of the model."""
+        """Remove the taps. Programs that were exported or traced with taps keep them, and so do copies of the model."""
         for module, forward, own in reversed(self._put):
             if vars(module).get("forward") is not forward:
                 continue
@@ -72,14 +72,15 @@ class LayerTaps:
 
 
 def tap_layers(model: nn.Module, *, layers: Any = "all", layer_offset: int = 0) -> LayerTaps:
-    """Have each forward pass of a model leave what its layers return to `get_layer_hidden_states()`, without a run.
+    """Keep the outputs of a model's layers in each forward pass for `get_layer_hidden_states()`, without a run.
 
-    As it runs now, and in what is made of it while the taps are on: under `torch.compile`, before and after the first
-    compilation, in a program of `torch.export`, in a module of `torch.jit.trace`. The model's results stay as they are.
-    What fails in a tap is one line on stderr, and the pass has no list.
+    This works in eager mode; under `torch.compile`, even if it was compiled before; and in programs of `torch.export`
+    and modules of `torch.jit.trace` that are made while the taps are on. The results of the model are not changed, but
+    under inductor the last bits of bfloat16 and float16 may differ. If a tap fails, one line is written to stderr, and
+    the pass has no list.
 
     Raises:
-        UsageError: the model has no stack of layers, or not those that are asked for.
+        UsageError: the model has no stack of layers, or not the requested layers.
     """
     stacks = survey(model, layer_offset=layer_offset).stacks
     if not stacks:
@@ -96,7 +97,7 @@ def tap_layers(model: nn.Module, *, layers: Any = "all", layer_offset: int = 0) 
 
 
 def _forward(own: Forward | None, kind: _Kind) -> Forward:
-    """What takes the place of the forward that a layer has of its class, or of its own."""
+    """The replacement of a layer's `forward`, which is `own` or, if that is None, the one of the class."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kind.is_first:
@@ -107,24 +108,24 @@ def _forward(own: Forward | None, kind: _Kind) -> Forward:
     return forward
 
 
-# One for all layers of a kind: the compiler takes another function for other code.
+# One function for all layers of a kind, because the compiler would compile again for another function.
 _shared_forward = functools.cache(_forward)
 
 
 def _enter(args: tuple[Any, ...], kwargs: dict[str, Any], *, has_embedding: bool) -> Any:
-    """A pass begins; the arguments to go on with."""
+    """Start a pass. Returns the arguments to continue with."""
     given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)] if has_embedding else []
     tensor = next((one for one in given if one.is_floating_point()), None)
     return _tap((args, kwargs), tensor, is_first=True)
 
 
 def _leave(gives: Any) -> Any:
-    """A layer has returned; what to go on with."""
+    """Keep the output of a layer. Returns the result to continue with."""
     return _tap(gives, tensor_in(gives, None), is_first=False)
 
 
 def _tap(value: Any, tensor: torch.Tensor | None, *, is_first: bool) -> Any:
-    """Hold a tensor of a value; gives the value to go on with."""
+    """Keep a copy of a tensor in a value. Returns the value to continue with."""
     if torch.compiler.is_compiling():
         _put_operator(tensor, is_first=is_first)
         return value
@@ -134,7 +135,7 @@ def _tap(value: Any, tensor: torch.Tensor | None, *, is_first: bool) -> Any:
 
 
 def _put_operator(tensor: torch.Tensor | None, *, is_first: bool) -> None:
-    """Have the graph that is made of what runs hold a tensor."""
+    """Put the operator that keeps a tensor into the graph that is being traced."""
     is_whole = tensor is None or type(tensor) in _WHOLE
     if is_first or is_whole:
         torch.ops.ranktape.hold_layer(tensor.detach() if is_whole and tensor is not None else None, is_first)
@@ -143,7 +144,7 @@ def _put_operator(tensor: torch.Tensor | None, *, is_first: bool) -> None:
 
 
 _WHOLE = (torch.Tensor, nn.Parameter, FakeTensor)
-"""Tensors of which an operator of ours may be part of a graph: other subclasses refuse those that they do not know."""
+"""The types of tensors that a custom operator accepts in a graph. Other subclasses reject unknown operators."""
 
 
 def _tap_now(value: Any, tensor: torch.Tensor | None, *, is_first: bool) -> Any:

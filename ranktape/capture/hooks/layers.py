@@ -1,11 +1,11 @@
-"""Hooks that record the outputs of a model's layers, and hold what the last forward pass of a thread gave.
+"""Hooks that record the outputs of a model's layers, and keep those of the last forward pass of each thread.
 
-    embedding, forward post   output         what enters the first layer
-    hidden, forward post      output         what a layer returns: the first tensor
+    embedding, forward post   output         the input of the first layer
+    hidden, forward post      output         the first tensor that a layer returns
     both, backward pre        grad_output    its gradient, from everything that uses it
 
-The model's outputs stay as they are. Under a reentrant checkpoint the gradient of a layer's output is seen in the
-recomputation, that of what enters the first layer outside of it.
+The outputs of the model are not changed. Under a reentrant checkpoint, the gradient of a layer's output is seen in the
+recomputation, and that of the first layer's input outside of it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class LayerHooks:
         self._watch = watch
         self._firsts: list[weakref.ref[nn.Module]] = []
         self.hooks: dict[Hook, nn.Module] = {}
-        """Those of layers, and where they are."""
+        """The hooks on layers, each with its module."""
         self._sources: dict[tuple[str, bool], Source | None] = {}
         watch.handles.append(self)
 
     def attach(self, root: nn.Module, stack: Stack, *, prefix: str) -> None:
-        """Watch the chosen layers of a stack, and what enters it."""
+        """Put hooks on the selected layers of a stack, and on the input of its first layer."""
         first = stack.layers[0]
         self._firsts.append(weakref.ref(first.module))
         source = None
@@ -71,7 +71,7 @@ class LayerHooks:
                 self._watch.handles.append(layer.module.register_forward_hook(leave, with_kwargs=True))
 
     def remove(self) -> None:
-        """Have copies that are held go with the next forward pass."""
+        """Release the copies of hidden states at the next forward pass."""
         for reference in self._firsts:
             module = reference()
             if module is not None and holding:
@@ -79,17 +79,17 @@ class LayerHooks:
         self._firsts.clear()
 
     def source_in_graph(self, path: str, *, is_first: bool) -> Source | None:
-        """What the layer of that path gives, or, of the first one, is given; None where that is not recorded."""
+        """The source of the output of a layer, or of the first layer's input; None if it is not recorded."""
         return self._sources.get((path, is_first))
 
     def begin(self) -> None:
-        """A forward pass enters the first layer."""
+        """Start a new list of hidden states, when a forward pass enters the first layer."""
         states_here().begin(self, is_held=self._watch.tracker.is_active)
 
     def hold(self, tensor: torch.Tensor | None) -> None:
-        """Hold what a layer gave, or what enters the first; None where that cannot be taken.
+        """Keep a copy of the output of a layer or the input of the first one; None if there is no tensor to copy.
 
-        Copies of all layers may not fit on an accelerator: there they are held only for who asks for them.
+        Copies of all layers may not fit on an accelerator, so there they are kept only if the program uses them.
         """
         is_held = tensor is not None and (tensor.is_cpu or is_asked_for())
         states_here().hold(self, tensor if is_held else None)
@@ -123,9 +123,9 @@ class LayerHooks:
         states_here().hold(self, None)
 
     def _take(self, source: Source, tensor: torch.Tensor, *, given: Any) -> None:
-        """Record what a layer makes of what was given to it; what enters the first one makes itself.
+        """Record the output of a layer, called with `given`. For the input of the first layer, `given` is that input.
 
-        That is a tensor of the outer graph, even where a checkpoint recomputes the layer.
+        That input is a tensor of the outer graph, even if a checkpoint recomputes the layer.
         """
         recorder = self._watch.recorder
         if not recorder.follows(source):
@@ -137,13 +137,13 @@ class LayerHooks:
 
 
 def check_layers(wanted: Numbers, root: nn.Module, stack: Stack) -> None:
-    """Let layers pass that the model has; of a stage of a pipeline that does not say how many there are, all.
+    """Check that the model has the requested layers. Skipped for a pipeline stage of a model of unknown depth.
 
     Raises:
-        UsageError: one of those that were asked for is not there; says which there are.
+        UsageError: a requested layer does not exist; the message names the existing ones.
     """
     asked = wanted.filter
-    # In one process the stack itself is the truth.
+    # In one process, the stack has all layers.
     is_alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
     total = None if is_alone else _num_layers(root)
     layers: Sequence[int] = [layer.idx for layer in stack.layers] if total is None else range(total)
@@ -158,14 +158,14 @@ def check_layers(wanted: Numbers, root: nn.Module, stack: Stack) -> None:
 
 
 def _num_layers(root: nn.Module) -> int | None:
-    """How many layers the configuration of a model speaks of, on all stages of a pipeline; None where it does not."""
+    """Number of layers on all pipeline stages according to the model's configuration; None if it does not tell."""
     config = getattr(root, "config", None)
     found = (getattr(config, name, None) for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers"))
     return next((number for number in found if isinstance(number, int) and number > 0), None)
 
 
 def _release_at_next(module: nn.Module) -> None:
-    """Let the copies of each thread go when it enters the stack again."""
+    """Release the copies of each thread when it enters the stack again."""
 
     def hook(_: nn.Module, args: Any) -> None:  # noqa: ARG001  (torch's signature)
         if is_traced() or in_backward():

@@ -1,8 +1,8 @@
-"""Finds a model's modules, the number of each one's layer, and its stacks of layers.
+"""Finds the modules of a model, the layer number of each module, and the stacks of layers.
 
-A stack is the outermost list, dictionary or sequence of like layers that hold linear layers. A layer's number is what
-it says itself (`layer_idx`, or `layer_number` counted from 1, both global), else its key, to which `layer_offset` is
-added on a later stage of a pipeline. Names are data: one that is no small number is none.
+A stack is the outermost `ModuleList`, `ModuleDict` or `Sequential` of layers of one class that contain linear layers.
+The number of a layer is its attribute `layer_idx`, or `layer_number` minus 1, both global; otherwise its key plus
+`layer_offset`, which is for later pipeline stages. Names and numbers may be arbitrary, so large numbers are ignored.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ranktape.capture.roles.known import role_of
 from ranktape.capture.torch_private import parameters_of
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Names under which wrappers keep the module they wrap."""
+"""The names under which wrappers store the wrapped module."""
 
 _NAMES = frozenset({"layers", "layer", "h", "block", "blocks", "transformer_blocks"})
-"""What stacks are called; needed only where the layers are not alike, or there is one of them."""
+"""Usual names of stacks, under which some layers may have no linear layers or be of other classes."""
 
 _NO_STACKS = frozenset({"experts", "local_experts", "heads"})
-"""What lists of like modules are called that are no layers."""
+"""Names of lists of modules of one class that are not layers."""
 
 _ASIDE = ("encoder", "vision", "visual", "audio")
-"""Parts of the names of stacks beside that of the decoder."""
+"""Substrings of the names of stacks other than the decoder's."""
 
 _MAX_DIGITS = 6
 
@@ -38,39 +38,39 @@ class StackLayer(NamedTuple):
     """One layer of a stack."""
 
     idx: int
-    """Its number in the whole model."""
+    """Number in the whole model."""
     path: str
-    """Its dotted path."""
+    """Dotted path without the names that wrappers add."""
     module: nn.Module
 
 
 class Stack(NamedTuple):
-    """A stack of layers, in the order of their numbers."""
+    """A stack of layers."""
 
     name: str
-    """Its name in the model, wrappers included."""
+    """Name in the model, including the names that wrappers add."""
     layers: list[StackLayer]
-    """The layers that this process has."""
+    """The layers of this process, in ascending order of their numbers."""
     keys: dict[str, int]
-    """By the first part of a name inside of it: the number of the layer."""
+    """The number of each layer, by its key in the stack."""
 
     def idx_of(self, name: str) -> int | None:
-        """The number of the layer that a module of that name is in; None outside of the stack."""
+        """The number of the layer that contains the module with a name; None outside the stack."""
         prefix = f"{self.name}." if self.name else ""
         return self.keys.get(name.removeprefix(prefix).partition(".")[0]) if name.startswith(prefix) else None
 
 
 class ModelSurvey(NamedTuple):
-    """What there is in a model."""
+    """The modules and the stacks of a model."""
 
     places: list[Frame]
-    """Every module, the model itself first."""
+    """All modules, the model itself first."""
     stacks: list[Stack]
-    """Its stacks, that of its decoder first."""
+    """The stacks, that of the decoder first."""
 
 
 def module_path(path: str) -> str:
-    """The dotted path of a module without the prefixes that wrappers add."""
+    """The dotted path of a module without the names that wrappers add."""
     parts = [part for part in path.split(".") if part not in WRAPPERS]
     while parts and parts[0] == "module":
         del parts[0]
@@ -78,7 +78,7 @@ def module_path(path: str) -> str:
 
 
 def survey(root: nn.Module, *, layer_offset: int = 0) -> ModelSurvey:
-    """What there is in a model as it is now."""
+    """The modules and the stacks of a model in its present state."""
     named = list(root.named_modules())
     stated = {module: idx for _, module in named if (idx := stated_idx(module)) is not None}
     stacks = _find_stacks(named, stated, layer_offset=layer_offset)
@@ -101,14 +101,14 @@ def survey(root: nn.Module, *, layer_offset: int = 0) -> ModelSurvey:
 def _find_stacks(
     named: Sequence[tuple[str, nn.Module]], stated: Mapping[nn.Module, int], *, layer_offset: int
 ) -> list[Stack]:
-    """The outermost stacks among the modules of a model, that of its decoder first."""
+    """The outermost stacks of a model: other than encoders first, then the one with most parameters."""
     stacks: dict[str, Stack] = {}
     for name, module in named:
         is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         if not is_list or any(stack.idx_of(name) is not None for stack in stacks.values()):
             continue
         if keys := _layers_in(name, module, stated, layer_offset=layer_offset):
-            # By its children, not by its attributes: a class may have something else under the name of a stack.
+            # Not by attributes: a class may have another attribute of this name.
             layers = [
                 StackLayer(idx, module_path(f"{name}.{key}".lstrip(".")), child)
                 for key, child in module.named_children()
@@ -126,7 +126,7 @@ def _find_stacks(
 
 
 def stated_idx(module: nn.Module) -> int | None:
-    """The number of its layer that a module itself gives; None where it gives none."""
+    """The layer number in the attributes of a module; None if it has none."""
     own, number = _number_in(module, "layer_idx"), _number_in(module, "layer_number")
     if own is not None:
         return own
@@ -134,14 +134,14 @@ def stated_idx(module: nn.Module) -> int | None:
 
 
 def numbered(path: str) -> tuple[int, str]:
-    """The first number in a dotted path, and what is before it; -1 and nothing where there is none."""
+    """The first number in a dotted path and the path before it; -1 and an empty path if there is none."""
     parts = path.split(".")
     place = next((place for place, part in enumerate(parts) if _is_number(part)), None)
     return (-1, "") if place is None else (int(parts[place]), ".".join(parts[:place]))
 
 
 def _number_in(module: nn.Module, name: str) -> int | None:
-    # Most modules have none, and torch's own way to find that out is slow.
+    # Most modules do not have the attribute, and `nn.Module.__getattr__` is slow then.
     kind = type(module)
     is_plain = kind.__getattr__ is nn.Module.__getattr__ and kind.__getattribute__ is object.__getattribute__
     if is_plain and name not in vars(module) and not hasattr(kind, name):
@@ -157,7 +157,7 @@ def _is_number(text: str) -> bool:
 def _layers_in(
     name: str, container: nn.Module, stated: Mapping[nn.Module, int], *, layer_offset: int
 ) -> dict[str, int]:
-    """The keys of the layers in a container, with their numbers; empty where it is no stack."""
+    """The number of each layer in a container, by key; empty if the container is not a stack."""
     own = module_path(name).rpartition(".")[2]
     children = dict(container.named_children())
     tails = {key: key[len(key.rstrip("0123456789")) :] for key in children}
@@ -172,7 +172,7 @@ def _layers_in(
         if 2 * count <= len(children) or (len(children) == 1 and isinstance(container, nn.Sequential)):
             return {}
         kinds = {key: one for key, one in kinds.items() if one is kind}
-    # Most models state nothing: then no layer is walked through.
+    # Most models have no such attributes, and then the modules of layers need not be searched.
     within = {key: [stated[part] for part in children[key].modules() if part in stated] for key in kinds if stated}
     if within and all(within.values()) and len({found[0] for found in within.values()}) == len(within):
         return {key: found[0] for key, found in within.items()}
@@ -180,7 +180,7 @@ def _layers_in(
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """What is inside of all wrappers."""
+    """The module inside all wrappers."""
     inner = module
     while found := [child for name, child in inner.named_children() if name in WRAPPERS]:
         inner = found[0]
@@ -188,13 +188,13 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _kind(module: nn.Module) -> type:
-    """The class of what is wrapped, without the one that FSDP2 puts before it."""
+    """The class of the module inside all wrappers, before FSDP2 changed it."""
     bases = type(unwrapped(module)).__mro__
     return bases[2] if len(bases) > 2 and bases[1].__name__ == "FSDPModule" else bases[0]  # noqa: PLR2004
 
 
 def _holds_products(module: nn.Module) -> bool:
-    """Whether a layer holds linear layers, or computes with matrices of its own."""
+    """Whether a layer contains linear layers, or has matrices as parameters of its own."""
     if any(part is not module and _is_product(part) for part in module.modules()):
         return True
     own = parameters_of(module).values()
@@ -212,7 +212,10 @@ def _layer_type(module: nn.Module) -> str:
 
 
 def embedding_path(root: nn.Module, stack: Stack) -> str:
-    """The path of what makes the embedding that enters a stack: the nearest module beside it that looks up rows."""
+    """The path of the embedding before a stack: the nearest module beside the stack that contains an embedding layer.
+
+    If there is none, the result is the name `embedding` beside the stack.
+    """
     parts = stack.name.split(".") if stack.name else []
     for length in range(len(parts) - 1, -1, -1):
         above: Any = root

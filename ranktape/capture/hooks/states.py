@@ -1,9 +1,9 @@
-"""What the layers gave in the last forward pass of a thread, and the operators that hold it from inside of a graph.
+"""The hidden states of the last forward pass of each thread, and the operators that keep them from inside a graph.
 
-    ranktape::hold_layer   gives nothing: stands in what torch.compile and torch.export make of a model
-    ranktape::pass_layer   gives the tensor on, so that torch.jit.trace keeps it
+    ranktape::hold_layer   returns nothing; for graphs of torch.compile and torch.export
+    ranktape::pass_layer   returns a copy of the tensor, so that torch.jit.trace does not eliminate it
 
-A program with one of them in it is loaded where this file has been imported.
+A program with one of these operators can only be loaded after this module has been imported.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from ranktape.capture.source import Source, TensorRole
 
 
 class LayerStates:
-    """Copies of what one forward pass gave."""
+    """The copies of the hidden states of one forward pass."""
 
     def __init__(self) -> None:
         self.owner: object = None
-        """Who began them; others that see the same pass add nothing."""
+        """The object that started the list. Others that see the same pass add nothing."""
         self.tensors: list[torch.Tensor] | None = None
 
     def begin(self, owner: object, *, is_held: bool = True) -> None:
-        """A forward pass enters the stack of layers."""
+        """Start a new list if `is_held`, when a forward pass enters the stack of layers."""
         self.owner = owner
         self.tensors = [] if is_held else None
 
     def hold(self, owner: object, tensor: torch.Tensor | None) -> None:
-        """Take a copy where that owner's pass is held; what cannot be taken, None, ends that: a part is no list."""
+        """Add a copy to the list of the owner. None discards the list, because an incomplete list is not returned."""
         if self.tensors is None or self.owner is not owner:
             return
         if tensor is None:
@@ -46,7 +46,7 @@ class LayerStates:
 
 
 class _LayerThread(threading.local):
-    """Of each thread its own."""
+    """The hidden states of one thread."""
 
     def __init__(self) -> None:
         self.states = LayerStates()
@@ -54,43 +54,44 @@ class _LayerThread(threading.local):
 
 _thread = _LayerThread()
 holding: weakref.WeakSet[LayerStates] = weakref.WeakSet()
-"""Those whose copies a capture has taken."""
+"""The states of all threads with copies that a capture made."""
 
 
 def states_here() -> LayerStates:
-    """Those of this thread."""
+    """The hidden states of this thread."""
     return _thread.states
 
 
 def get_layer_hidden_states() -> list[torch.Tensor] | None:
-    """What the layers gave in the last forward pass on this thread: the embedding first, then the chosen layers.
+    """The outputs of the layers in the last forward pass on this thread: the embedding, then the selected layers.
 
-    Detached copies; the list is empty before the first layer. None where the last pass was not captured, or no capture
-    records layers, or one of them could not be taken; and, of a model on an accelerator, until the program has imported
-    this function: copies of all layers may not fit there. A later stage of a pipeline has no embedding.
+    The tensors are detached copies. The list is empty until the first layer has run. A later pipeline stage has no
+    embedding. The result is None if the last pass was not captured, if no capture records layers, or if one of the
+    outputs could not be copied. For a model on an accelerator, where the copies may not fit, it is also None until the
+    program has imported this function.
 
-    The last forward pass is the last one that entered the layers of a model that a capture or `tap_layers` knows. What
-    has no layers, as a loss module, leaves the list as it is, and so does a model that neither follows: read the list
-    before you run one. After a captured iteration the copies stay until that model runs on this thread.
+    The last forward pass is the last one that entered the layers of a model that a capture or `tap_layers` follows.
+    Other models, and modules without layers such as a loss, do not change the list. After a captured iteration, the
+    copies remain until the model runs on this thread again.
     """
     tensors = _thread.states.tensors
     return None if tensors is None else list(tensors)
 
 
 def is_asked_for() -> bool:
-    """Whether the program has taken `get_layer_hidden_states` from `ranktape.capture`."""
+    """Whether the program has imported `get_layer_hidden_states` from `ranktape.capture`."""
     return "get_layer_hidden_states" in vars(sys.modules["ranktape.capture"])
 
 
 TAPS = object()
-"""The owner of what the operators hold."""
+"""The owner of the lists that the operators start."""
 
 
 def hold(tensor: torch.Tensor | None, *, is_first: bool) -> None:
-    """Take a copy of what a layer gave, or of what enters the first: that begins the pass, of a later stage with None.
+    """Keep a copy of the output of a layer, or, if `is_first`, start a list with the input of the first layer.
 
-    None from a layer is what cannot be taken: the pass has no list. A recomputation for the backward pass adds nothing.
-    Raises nothing.
+    On a later pipeline stage, that input is None and not added. If the output of a layer is None, the pass has no list.
+    A recomputation in the backward pass adds nothing. Never raises.
     """
     if in_backward():
         return
@@ -102,7 +103,7 @@ def hold(tensor: torch.Tensor | None, *, is_first: bool) -> None:
 
 
 def lose(reason: str) -> None:
-    """The pass that a tap has begun has no list; says so once."""
+    """Discard the list of the current pass, and write a warning with the reason once."""
     _thread.states.hold(TAPS, None)
     if reason not in _told:
         _told.add(reason)
@@ -117,7 +118,7 @@ def _on_failure(error: Exception, _source: Source | None, _role: TensorRole | No
 
 
 reporting = Guard(_on_failure)
-"""A context in which what fails is one line on stderr, and the pass has no list."""
+"""A context that turns an exception into one line on stderr; the pass then has no list."""
 
 _LIBRARY = torch.library.Library("ranktape", "FRAGMENT")
 _HOLD, _PASS = "ranktape::hold_layer", "ranktape::pass_layer"
@@ -139,7 +140,7 @@ def _hold_batched(_info: object, _dims: object, _tensor: object, is_first: bool)
 
 
 def _define() -> None:
-    # CUDA graphs replay no Python: inductor splits its graphs at what has the tag, which torch 2.6 does not know.
+    # CUDA graphs do not replay Python. With this tag, which torch 2.6 lacks, inductor splits graphs at the operator.
     tags: Sequence[torch.Tag] = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
     _LIBRARY.define("hold_layer(Tensor? tensor, bool is_first) -> ()", tags=tags)
     _LIBRARY.define("pass_layer(Tensor tensor, bool is_first) -> Tensor", tags=tags)
@@ -147,7 +148,7 @@ def _define() -> None:
     _LIBRARY.impl("pass_layer", _pass_layer, "CompositeImplicitAutograd")
     torch.library.register_fake(_HOLD, lambda _tensor, _is_first: None, lib=_LIBRARY)
     torch.library.register_vmap(_HOLD, _hold_batched, lib=_LIBRARY)
-    # In its order, and never left out, though nothing uses what it gives.
+    # Keeps the order of the calls, and keeps them from being eliminated as dead code.
     _register_effectful_op(torch.ops.ranktape.hold_layer.default, _EffectType.ORDERED)
 
 

@@ -1,12 +1,13 @@
-"""Finds whose parameter a tensor is, records weights and biases once as they are, and sees their gradients.
+"""Finds the owner of a parameter, and records weights and biases once for each value, and their gradients.
 
-In one iteration a weight is recorded with its first call, and again with each call that is given another one: written
-to since, or another tensor, as the fast weights of `torch.func.functional_call`. Where nothing updates the weights, as
-in a generation of which each token is an iteration, one that is stored as it is is not stored again.
+In an iteration, a weight is recorded with its first call, and again with each call that uses another value: the weight
+was written to, or the call gets another tensor, such as the fast weights of `torch.func.functional_call`. If nothing
+updates the weights, for example if each token of a generation is an iteration, a stored weight is not stored again.
 
-Autocast casts a parameter once for all its uses: their gradients are added up in the lower precision. An alias of the
-parameter would be cast anew with each use, and the sum be one of float32: other bits. The gradient of such a weight is
-seen on the weight itself: what one graph adds up, under the last call of the backward pass.
+Autocast casts a parameter once for all its uses, whose gradients are added in the lower precision. An alias of the
+parameter would be cast again for each use, and the gradients added in float32, which changes bits. Therefore the
+gradient of such a weight is recorded on the weight itself: the sum over one graph, with the last call of the backward
+pass.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def has_same_values(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether one is the other, or the same elements of its storage in another shape."""
+    """Whether two tensors are the same object, or the same elements of one storage in any shape."""
     if tensor is other:
         return True
     if type(tensor) not in PLAIN or type(other) not in PLAIN or tensor.layout is not torch.strided:
@@ -48,10 +49,11 @@ def has_same_values(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What tells the values of a tensor from those of all others, as long as its storage, or the tensor, lives.
+    """A key that identifies the values of a tensor as long as its storage, or the tensor, is alive.
 
-    Of a plain tensor this is which part of which storage it is, and how often it was written to. The storage, not its
-    address: FSDP frees the memory of a weight and allocates it again, and `parameter.data = other` counts no write.
+    For a plain tensor, it consists of the storage, the part of it, and the version counter. The storage is not
+    identified by its address, because FSDP frees the memory of a weight and allocates it again. The version counter
+    alone is not sufficient, because `parameter.data = other` does not increase it.
     """
     if not is_plain(tensor):
         return -id(tensor), version_of(tensor)
@@ -59,43 +61,43 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _reference(tensor: torch.Tensor) -> Any:
-    """A weak reference to the storage, or to the tensor; that of a storage keeps its address from reuse."""
+    """A weak reference to the storage, whose identity it keeps from reuse, or to a tensor that is not plain."""
     return StorageWeakRef(tensor.untyped_storage()) if is_plain(tensor) else weakref.ref(tensor)
 
 
 @dataclass(slots=True)
 class _Recorded:
-    """The weight that was recorded last."""
+    """The last recorded weight of a source."""
 
     identity: tuple[Any, ...]
-    """What tells it from all others."""
+    """The key that identifies its values."""
     reference: Any
-    """A weak reference to its storage, or to itself."""
+    """A weak reference to the storage or the tensor."""
     is_stored: bool
     """Whether later iterations may rely on the record."""
     is_current: bool = True
-    """Whether it was met in this iteration."""
+    """Whether the weight was used in this iteration."""
     is_due: bool = False
-    """Whether it is to be recorded again though it is the same."""
+    """Whether to record the weight again even if it has not changed."""
 
     def is_of(self, tensor: torch.Tensor, identity: tuple[Any, ...]) -> bool:
-        """Whether it is this tensor, as it is now."""
+        """Whether a tensor with this identity has the recorded values."""
         is_alive = not isinstance(self.reference, weakref.ref) or self.reference() is tensor
         return self.identity == identity and is_alive
 
 
 class Weights:
-    """The last weight and bias that was recorded of each source: one that is given again is not recorded again.
+    """Records each weight and bias of a source unless it is the one that was recorded last.
 
-    Of two weights that take turns each is recorded in its turn, so that the last record before a call is of the weight
-    that was given to it.
+    If two weights alternate, each is recorded each time, so the last record before a call is always of the weight that
+    the call used.
     """
 
     def __init__(self) -> None:
         self._last: dict[tuple[Source, str, str], _Recorded] = {}
 
     def begin(self, *, keeps: bool) -> None:
-        """An iteration begins; whether it may rely on those before it."""
+        """Start an iteration. `keeps` tells whether it may rely on the records of earlier iterations."""
         self._last = {key: one for key, one in self._last.items() if keeps or one.is_current}
         for one in self._last.values():
             one.is_current = False
@@ -112,9 +114,9 @@ class Weights:
         placement: str | None,
         tags: Tags = NO_TAGS,
     ) -> None:
-        """Record one, unless it was."""
+        """Record a weight or bias, unless it is the one that was recorded last."""
         key = source, role.tensor_name, call.mode
-        identity = *_identity(tensor), role.layouts  # one product may take it transposed
+        identity = *_identity(tensor), role.layouts  # another product may take it transposed
         last = self._last.get(key)
         if last is not None and not last.is_due and last.is_of(tensor, identity):
             if not last.is_current:
@@ -129,11 +131,11 @@ class Weights:
 
 
 CACHED = "autocast casts it once for all its uses: one gradient for all of them"
-"""Why the gradient of an operand is not recorded."""
+"""The reason why the gradient of an operand is not recorded."""
 
 
 def is_cached_by_autocast(tensor: torch.Tensor) -> bool:
-    """Whether autocast, as it is now, keeps its cast of this tensor for later uses."""
+    """Whether autocast is active and caches its cast of this tensor."""
     if tensor.dtype != torch.float32 or not (tensor.requires_grad and tensor.is_leaf) or base_of(tensor) is not None:
         return False
     kind = tensor.device.type
@@ -142,10 +144,10 @@ def is_cached_by_autocast(tensor: torch.Tensor) -> bool:
 
 
 SUMMED = Tags(metadata='{"summed": true}')
-"""Of the gradient of a weight that several calls used: what they add up to."""
+"""The tags of the gradient of a weight that is the sum over several calls."""
 
 Take = Callable[[torch.Tensor, Call, Tags], None]
-"""Records a gradient of a weight as that of a call."""
+"""A function that records the gradient of a weight for a call."""
 
 
 class Leaves:
@@ -156,24 +158,21 @@ class Leaves:
         self._calls: dict[tuple[Source, str], Call] = {}
         self._handles: dict[Source, dict[str, tuple[Port, Any]]] = {}
         self._uses: dict[tuple[Source, str], set[Any]] = {}
-        """The calls of which a gradient will come that is seen on a weight, by mode, microbatch and index."""
+        """The calls that contribute to the gradient of each weight, by mode, microbatch and index."""
 
     def watch(self, source: Source, port: Port, weight: torch.Tensor, *, call: Call, take: Take) -> None:
-        """See the gradient of a weight on the weight itself, of all calls together.
-
-        `take` gets it, and the call that it is recorded of.
-        """
+        """Call `take` with the gradient of a weight, which is the sum over all calls, and the call to record it for."""
         handles = self._handles.setdefault(source, {})
         uses = self._uses.setdefault((source, port.name), set())
         uses.add(call.key)
         if port.name in handles:
-            if handles[port.name][0] != port:  # it multiplies in another orientation
+            if handles[port.name][0] != port:  # this call uses the weight in another orientation
                 self._recorder.refuse(source, port.grad, CACHED, call=call)
             return
 
         def hook(grad: torch.Tensor) -> None:
             with self._recorder.guarded(source, port.grad):
-                # The hook of a leaf knows no call: the gradient of this product's output came just before.
+                # The hook of a leaf does not know the call. It is that of the output gradient that came just before.
                 call = self._calls.pop((source, port.name), None)
                 if call is not None:
                     num_uses = sum(key[:2] == call.key[:2] for key in uses)  # of its microbatch
@@ -184,14 +183,14 @@ class Leaves:
         handles[port.name] = port, weight.register_hook(Hook(hook))
 
     def on_grad_output(self, source: Source) -> Callable[[Call], None] | None:
-        """What is to be called with the gradient of the output; None where no weight of that source is watched."""
+        """A function to call when the output gradient of a call is computed; None if the source has no hooks here."""
         names = self._handles.get(source)
         if names is None:
             return None
         return lambda call: self._calls.update({(source, name): call for name in names})
 
     def remove(self) -> None:
-        """Detach everything."""
+        """Remove all hooks."""
         for handles in self._handles.values():
             for _, handle in handles.values():
                 handle.remove()
@@ -202,56 +201,57 @@ class Leaves:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A parameter, or a part of one, and the module that has it."""
+    """A parameter or a part of one, with the module that has it."""
 
     frame: Frame
     """The module."""
     attribute: str
-    """Its name of the parameter."""
+    """Name of the parameter in the module."""
     first: int | None = None
-    """Of a part: its first row, or the only one; None for all of it."""
+    """First or only row of the part; None for the whole parameter."""
     last: int | None = None
-    """Of a part with several rows: the row after it."""
+    """The row after the part; None if the part is a single row."""
 
     @property
     def path(self) -> str:
-        """What the product with it is called: the module, and which of its parameters if that is not `weight`."""
+        """The name of products with it: the path of the module, the parameter if it is not `weight`, and the rows."""
         name = "" if self.attribute == "weight" else f".{self.attribute.removesuffix('_weight')}"
         rows = "" if self.first is None else f"[{self.first}]" if self.last is None else f"[{self.first}:{self.last}]"
         return f"{self.frame.path}{name}{rows}".lstrip(".")
 
 
 ANY_KIND = ""
-"""Of layers."""
+"""The key for a layer of any kind."""
 
 _Owned = tuple[torch.Tensor, Frame, str]
-"""A parameter, the module that has it, and its name there."""
+"""A parameter, the module that has it, and its name in the module."""
 
 
 class Owners:
-    """The parameters of all modules that are known, for one iteration."""
+    """The parameters of all known modules, for one iteration."""
 
     def __init__(self) -> None:
-        # The tensors are held too: another one could get the identity of one that is gone.
+        # Also references the tensors, because a new tensor could get the `id` of a deleted one.
         self._owners: dict[tuple[int, str], _Owned] = {}
         self._addresses: dict[tuple[int, torch.Size, str], _Owned] | None = None
-        """By the address and shape of a parameter; None before a recomputation asks."""
+        """The owners by address and shape of the parameter; None until a recomputation needs them."""
         self.frames: dict[nn.Module, Frame] = {}
-        """The modules that are known."""
+        """The known modules."""
         self.met: set[tuple[nn.Module, str]] = set()
-        """The modules and their names of the parameters with which a product was recorded."""
+        """The module and the name of each parameter with which a product was recorded."""
 
     def forget(self) -> None:
-        """Keep no module, and no parameter."""
+        """Drop all references to modules and parameters."""
         self._owners.clear()
         self._addresses = None
         self.frames.clear()
         self.met.clear()
 
     def add(self, frame: Frame) -> None:
-        """Know a module's own parameters.
+        """Add the parameters of a module itself.
 
-        Of one that several modules have, the owner is the one that is running, else the first, of each kind of layer.
+        If several modules share a parameter, its owner is the running module, or else the first added one, separately
+        for each kind of layer.
         """
         self.frames[frame.module] = frame
         self._addresses = None
@@ -262,12 +262,12 @@ class Owners:
                     self._owners.setdefault((id(parameter), kind), (parameter, frame, name))
 
     def find(self, weight: torch.Tensor, frame: Frame | None, *, role: FunctionRole) -> Owner | None:
-        """The owner of a weight or of some rows of one; None where it is no known parameter, or a transposed one.
+        """The owner of a weight or of some of its rows; None if it is not a known parameter, or is transposed.
 
-        Of several owners it is a layer of the kind of the function's role: a product with a weight that an embedding
-        and an output layer share is that of the output layer. In a grouped product, a transposed weight has an owner,
-        too, and so does its copy in another dtype. The module that is running is asked as well: under FSDP2 it computes
-        with other tensors than it has at rest.
+        If there are several owners, a layer of the kind of the function's role is preferred: a product with a weight
+        that an embedding and an output layer share belongs to the output layer. In a grouped product, a transposed
+        weight or a copy in another dtype also has an owner. The running module is searched as well, because under FSDP2
+        it has other parameters while it runs.
         """
         found = self._lookup(_origin(weight) if role.is_grouped else weight, frame, kind=role.layer_type)
         if found is not None:
@@ -292,7 +292,7 @@ class Owners:
         return None
 
     def _of_running(self, owned: _Owned, frame: Frame | None) -> _Owned:
-        """The parameter as the module that is running has it, if that does."""
+        """The running module as the owner, if it has the parameter."""
         if frame is None or frame.module is owned[1].module:
             return owned
         names = (name for name, parameter in parameters_of(frame.module).items() if parameter is owned[0])
@@ -300,7 +300,7 @@ class Owners:
         return owned if name is None else (owned[0], self.frames.get(frame.module, frame), name)
 
     def _at_address(self, weight: torch.Tensor, *, kind: str) -> _Owned | None:
-        """The owner of a parameter that a recomputation has detached: a reentrant checkpoint does that to arguments."""
+        """The owner of a parameter that is an argument of a reentrant checkpoint, which detaches its arguments."""
         is_detached = weight.is_leaf and not isinstance(weight, torch.nn.Parameter) and type(weight) in PLAIN
         if not is_detached or not weight.numel():
             return None
@@ -312,7 +312,7 @@ class Owners:
 
 
 def rows_of(weight: torch.Tensor, base: torch.Tensor) -> tuple[int, int | None] | None:
-    """The first row of a view in its base and the one after it, or the only one and None; None where it is no rows."""
+    """The first row of a view in its base and the row after it, or its only row and None; None if it is not rows."""
     if not base.is_contiguous() or not weight.is_contiguous() or not base.ndim:
         return None
     first, rest = divmod(int(weight.storage_offset() - base.storage_offset()), max(int(base.stride(0)), 1))
@@ -323,11 +323,11 @@ def rows_of(weight: torch.Tensor, base: torch.Tensor) -> tuple[int, int | None] 
 
 
 _SAME_VALUES = ("TransposeBackward0", "TBackward0", "PermuteBackward0", "ToCopyBackward0")
-"""Nodes of autograd behind which a tensor has the same values, in another order or dtype."""
+"""Autograd nodes whose result has the same values in another order or dtype."""
 
 
 def _origin(weight: torch.Tensor) -> torch.Tensor:
-    """The parameter that a tensor is, transposed or in another dtype; the tensor itself where autograd cannot tell."""
+    """The parameter of which a tensor is a transposed view or a cast; the tensor itself if autograd does not tell."""
     node = weight.grad_fn
     while node is not None and node.name() in _SAME_VALUES:
         node = node.next_functions[0][0]
