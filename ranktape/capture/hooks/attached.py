@@ -1,4 +1,4 @@
-"""Puts hooks on the modules of known models, and leaves them on where the next iteration would put on the same."""
+"""Puts hooks on the modules of known models, and leaves them on if the next iteration needs the same ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Attached:
-    """The modules of known models that have hooks, the hooks, and what these share."""
+    """The hooks on the modules of known models, and their shared state."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._options = options = recorder.options
@@ -46,11 +46,11 @@ class Attached:
         self._modules: dict[nn.Module, ModuleHooks] = {}
         self._inside: dict[nn.Module, Source] = {}
         self._unasked: list[nn.Module] = []
-        """Modules that are recorded and were not in `_modules` yet when the last pass ended."""
+        """The recorded modules that have not been checked for a call at the end of a pass."""
         self._idle: list[Any] = []
-        """The hooks on the weights of modules that no pass had called when it ended."""
+        """The hooks on the weights of modules that had not been called when a pass ended."""
         self._attending: dict[nn.Module, Frame] = {}
-        """The modules that compute attention, as their classes are called, and were called."""
+        """The modules that were called and compute attention according to the names of their classes."""
         self._weights = Weights()
         self.placements = Placements()
         self._watch = Watch(recorder, weights=self._weights, placements=self.placements)
@@ -61,40 +61,40 @@ class Attached:
         self._wanted: dict[tuple[str, str], bool] = {}
         self._stage_prefixes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._is_direct = False
-        """Whether the forward of a model may be called directly, without its hooks."""
+        """Whether the `forward` of a model may be called directly, without its hooks."""
         self._was_direct = False
-        """Whether one ever was."""
+        """Whether any model's `forward` has been called directly."""
         self._was_called = False
-        """Whether a model ever was, with its hooks."""
+        """Whether any model has been called with its hooks."""
         self._backwards: list[Exchanged] = []
-        """The functions that run backward passes, from the first forward that is called directly on."""
+        """The replaced functions that run backward passes; empty until a `forward` may be called directly."""
         self._is_refused = False
-        """Whether something was refused as the hooks were put on."""
+        """Whether a parameter was refused when the hooks were attached."""
         self._layout: list[Any] = []
-        """What the models were when all hooks were on; empty where the hooks must not stay."""
+        """The layout of the models after all hooks were attached; empty if the hooks must not stay."""
 
     def _living(self) -> Iterator[tuple[nn.Module, str]]:
-        """The models that there still are, with what the paths of their modules begin with."""
+        """The models that are still alive, each with the prefix of the paths of its modules."""
         yield from ((root, prefix) for reference, prefix in self._roots if (root := reference()) is not None)
 
     def weights(self) -> Iterator[tuple[Source, nn.Module, str, str]]:
-        """The parameters of the modules that hooks are on: source, module, name there, name in records."""
+        """The parameters of recorded modules: the source, the module, the name in the module, the name in records."""
         for module, hooks in self._modules.items():
             yield from ((hooks.source, module, *names) for names in hooks.parameters.items())
         for module, source in self._inside.items():
             yield from ((source, module, name, name) for name in ("weight", "bias"))
 
     def _note_layout(self) -> None:
-        """All hooks are on: they may stay for the next iteration, as far as nothing changes."""
+        """Note the layout after all hooks are attached. They may stay on as long as it does not change."""
         is_plain = self._layers is None and not self._stage_prefixes and not self._is_refused
         self._layout = self._present_layout() if is_plain else []
 
     def _may_stay(self) -> bool:
-        """Whether all that is on is what would be put on now."""
+        """Whether the attached hooks are the same as would be attached now."""
         return bool(self._layout) and self._layout == self._present_layout()
 
     def _present_layout(self) -> list[Any]:
-        """All that decides which hooks are put on, and where: none may have come between ours and the module."""
+        """Everything that determines the hooks, including the order of other hooks on the modules."""
         hooks = tuple(global_forward_pre_hooks())
         layout: list[Any] = [hooks, registered_roles(), dist.is_available() and dist.is_initialized()]
         for root, prefix in self._living():
@@ -106,7 +106,7 @@ class Attached:
         return layout
 
     def _renew(self) -> None:
-        """Have the hooks that are on begin an iteration."""
+        """Start an iteration with the hooks that stayed on."""
         assert self._functions is not None, "only called while hooks are attached"
         self._watch.renew()
         self._watch_idle_again()
@@ -136,7 +136,7 @@ class Attached:
             frame = place._replace(path=(before + place.path).rstrip("."), layer_stack=layer_stack)
             self._attached[module] = frame
             if isinstance(module, torch.jit.ScriptModule):
-                continue  # takes no hooks; what it does inside is not Python either
+                continue  # it takes no hooks, and its code does not run in Python
             self._watch.owners.add(frame)
             enter = Hook(functools.partial(self._on_enter, frame), keeps_mode=True)
             self._watch.handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
@@ -149,7 +149,7 @@ class Attached:
             self._layers.attach(root, found.stacks[0], prefix=stage + prefix)
 
     def _attach_role(self, frame: Frame) -> None:
-        """Put hooks on a module that has a role."""
+        """Put hooks on a module if it has a role."""
         module, role = frame.module, role_of(type(frame.module))
         if self._multihead is not None and isinstance(module, nn.MultiheadAttention) and self._is_wanted(frame.path):
             self._multihead.attach(module, _source(frame, "attention", "FA"))
@@ -178,7 +178,7 @@ class Attached:
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None = None,
     ) -> None:
-        # Without keywords: torch's word for a hook that was taken off while its module is called.
+        # If the hook was removed during the call of its module, torch calls it without keyword arguments.
         if kwargs is None or is_traced():
             return
         with self._recorder.guarded():
@@ -187,11 +187,11 @@ class Attached:
                 self._attending[module] = frame
 
     def _enter(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Follow a call of a module, and see the functions that are called in it."""
+        """Follow a call of a module and the functions that are called in it."""
         tracker = self._tracker
         tracker.enter(frame, args, kwargs)
         if tracker.is_outermost and not in_backward():
-            MODE.reset()  # what an interrupt left behind, or what was entered for direct calls
+            MODE.reset()  # it may be active after an interrupt, or for direct calls
             self._is_direct = self._was_direct
         if tracker.is_active:
             if tracker.is_direct:
@@ -215,32 +215,32 @@ class Attached:
                 self._await_direct()
 
     def _await_direct(self) -> None:
-        """See the functions of a forward that is called directly, until a model is called by its hooks.
+        """Keep the function mode active for forwards that are called directly, until a model is called with its hooks.
 
-        An optimizer that steps in a backward pass may end the iteration. torch passes the call of the backward pass to
-        the mode, too, and puts the mode back after it: so the mode is taken out before.
+        An optimizer that steps in a backward pass may end the iteration. The call of the backward pass itself goes
+        through the mode, and torch puts the mode back afterwards. Therefore the mode is removed before the call.
         """
         if self._is_direct and self._functions is not None:
             MODE.stay()
-            if MODE.is_active and not self._backwards:  # it is not in a compiled region
+            if MODE.is_active and not self._backwards:  # not active inside a compiled region
                 self._backwards = [
                     Exchanged(function, self._in_backward) for function in (torch.Tensor.backward, torch.autograd.grad)
                 ]
 
     def _in_backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a function returns that runs a backward pass."""
+        """Run a backward pass without the function mode."""
         before = self._functions
         try:
             with MODE.inactive():
                 return backward(*args, **kwargs)
         finally:
             if self._functions is not before and not in_backward():
-                self._await_direct()  # an iteration began in it
+                self._await_direct()  # an iteration started in the backward pass
 
     def _watch_idle(self) -> None:
-        """A pass has ended: notice the gradients of weights whose modules it has not called, as these were used.
+        """After a pass, watch the gradients of weights whose modules were not called: such a weight was used elsewhere.
 
-        Not of a weight that several modules have.
+        Shared weights are not watched.
         """
         unasked, self._unasked = self._unasked, []
         expected, met = self._recorder.expected, self._watch.owners.met
@@ -254,7 +254,7 @@ class Attached:
                     self._idle.append(weight.register_hook(Hook(lambda _, note=note: note())))
 
     def _watch_idle_again(self) -> None:
-        """An iteration begins: every module may be one that is not called."""
+        """Start an iteration, in which no module has been called yet."""
         for handle in self._idle:
             handle.remove()
         self._idle.clear()
@@ -263,7 +263,7 @@ class Attached:
 
     def _is_wanted_kind(self, layer_type: str, path: str) -> bool:
         if (layer_type, path) not in self._wanted:
-            # What `layers` alone records of an embedding is what enters the stack.
+            # With `layers` alone, an embedding is recorded only as the input of the stack.
             is_named = not self._options.wants_layers or self._options.names_layer_type(layer_type)
             self._wanted[layer_type, path] = is_named and self._wants(layer_type) and self._is_wanted(path)
         return self._wanted[layer_type, path]
@@ -273,7 +273,7 @@ _LATE = (
     "the forward of a model is called directly: of its first call, functions before its first module are not recorded, "
     "and those of later calls are"
 )
-"""Said where the mode was off, as the model had been called as a module before."""
+"""The message if the function mode was inactive because the model had been called as a module before."""
 
 
 def _source(frame: Frame, layer_type: str, component: str) -> Source:

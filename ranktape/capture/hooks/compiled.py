@@ -31,8 +31,7 @@ _HOOKS_WARNING = (
     None,
     0,
 )
-"""The filter for the warning of compiled modules about global hooks. The capture's hook never causes the problem that
-torch warns about, that hooks are called twice."""
+"""Filter for the warning that global hooks run an extra time for compiled modules, which is harmless for this one."""
 
 
 class IgnoredWarning:

@@ -1,12 +1,12 @@
-"""Records calls of functions that have a role while an iteration is captured.
+"""Records calls of functions with a role while an iteration is captured.
 
-torch passes each call of its own functions to the function mode that is active on the thread, whatever holds the
-function: a name, a list, a partial function, a closure. The hooks of the outermost module enter the mode and leave it,
-in forward and in recomputation; in compiled regions it is not active.
+torch passes each call of its own functions to the function mode that is active on the thread, even if the function is
+called through a list, a partial function or a closure. The hooks of the outermost module activate the mode, in the
+forward pass and in recomputations. It is not active in compiled regions.
 
-A Python function that does not ask for modes, such as those of flash_attn, runs other code while an iteration is
-captured: its `__code__` is exchanged, so that the function keeps its identity. Any other callable is replaced under its
-dotted name alone. What a registry returns is wrapped. Of functions that call one another the outermost is recorded.
+A Python function that does not dispatch to modes, such as those of flash_attn, runs other code while an iteration is
+captured: its `__code__` is replaced, so the function keeps its identity. Any other callable is replaced only under its
+dotted name. Functions that a registry returns are wrapped. Of nested calls of one kind, the outermost is recorded.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ _OPERATORS = {
     "torch.nn.attention.flex_attention.flex_attention": ("higher_order.flex_attention", 0),
     "transformers.integrations.moe._grouped_mm": ("transformers.grouped_mm_fallback", None),
 }
-"""Functions that stand in graphs as operators of their own, and which element of these results is the output."""
+"""Functions that are operators in graphs, each with the operator and the index of the output in its result, or None."""
 
 _SPARSE = 6
-"""Place of `sparse` among the arguments of an embedding; a linear product has fewer."""
+"""Position of `sparse` among the arguments of an embedding. A linear product has fewer arguments."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SeenFunction:
-    """A function that has a role."""
+    """A function with a role."""
 
     role: FunctionRole
     ports: Ports
-    """Its tensors, with the places and names of this function's arguments."""
+    """The ports of the role, with the positions and names of this function's arguments."""
 
 
 _HANDLER = "handler"
 
 
 def _run_handler(*args: Any, **kwargs: Any) -> Any:
-    handler: Any = "handler"  # takes the place of this constant
+    handler: Any = "handler"  # the handler replaces this constant
     return handler(*args, **kwargs)
 
 
@@ -71,7 +71,7 @@ _TEMPLATE = _run_handler.__code__
 
 
 def _copy(function: FunctionType) -> FunctionType:
-    """A function that keeps the code which another one has now."""
+    """A copy of a function with its present code."""
     copied = FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
@@ -82,7 +82,7 @@ def _copy(function: FunctionType) -> FunctionType:
 _FUNCTIONAL = "torch.nn.functional."
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-"""What torch's Python functions call to learn whether a mode or a class of tensors handles them."""
+"""The functions that torch's Python functions call to find out whether a mode or a tensor subclass handles them."""
 
 
 def _no(*_: Any) -> bool:
@@ -90,7 +90,7 @@ def _no(*_: Any) -> bool:
 
 
 def _has_torch_function(relevant_args: Any) -> bool:
-    """In place of torch's own: as if our mode were off, with which `nn.TransformerEncoder` would compute other bits."""
+    """The replacement of torch's own, which ignores `MODE`: otherwise, `nn.TransformerEncoder` computes other bits."""
     if is_traced():
         return has_torch_function(relevant_args)
     with MODE.suspended():
@@ -98,7 +98,7 @@ def _has_torch_function(relevant_args: Any) -> bool:
 
 
 def asks_modes(function: FunctionType) -> bool:
-    """Whether a Python function of torch passes its calls to modes."""
+    """Whether a Python function of torch dispatches its calls to modes."""
     return not _QUESTION_SET.isdisjoint(function.__code__.co_names)
 
 
@@ -106,40 +106,40 @@ _QUESTION_SET = frozenset(_QUESTIONS)
 
 
 def _overloads(function: Any) -> Iterator[Any]:
-    """What modes get of an operator of `torch.ops`, beside itself."""
+    """The overloads of an operator of `torch.ops`, which modes receive besides the operator itself."""
     names = getattr(function, "overloads", None)
     yield from (getattr(function, name) for name in names()) if callable(names) else ()
 
 
 class Handler:
-    """What runs in place of the code of a function; a pickle of it, as cloudpickle makes of code, is the function."""
+    """Runs instead of the code of a function. Its pickle, as cloudpickle makes for code, is the original function."""
 
     def __init__(self, call: Callable[..., Any], function: FunctionType) -> None:
-        """Call what is given, with a copy of the function as it is now and the arguments."""
+        """`call` is called with a copy of the function, which keeps its present code, and with the arguments."""
         self._call = call
         self._original = _copy(function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns."""
+        """Call the function through `call`."""
         return self._call(self._original, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """As the function."""
+        """Pickle as the original function."""
         return as_itself(self._original)
 
 
 class Exchanged:
-    """A function that runs other code, until that is removed."""
+    """A function whose code is replaced until `remove()`."""
 
     def __init__(self, function: Any, call: Callable[..., Any]) -> None:
-        """Have the function call this, with a copy of itself and the arguments."""
+        """Have the function run `call` with a copy of the original function and the arguments."""
         self._function = function
         self._has_signature = "__signature__" in vars(function)
         if not self._has_signature:
-            # Callers ask which arguments it has, and leave out what it does not take.
+            # Callers inspect the signature and omit arguments that the function does not take.
             function.__signature__ = inspect.signature(function)
         self.code: CodeType = function.__code__
-        """Its own."""
+        """The original code."""
         handler = Handler(call, function)
         self.own = _TEMPLATE.replace(
             co_consts=tuple(handler if one == _HANDLER else one for one in _TEMPLATE.co_consts),
@@ -148,7 +148,7 @@ class Exchanged:
             co_filename=self.code.co_filename,
             co_firstlineno=self.code.co_firstlineno,
         )
-        """The other one."""
+        """The replacement."""
         function.__code__ = self.own
 
     def remove(self) -> None:
@@ -160,17 +160,17 @@ class Exchanged:
 
 
 class Wrapped:
-    """Stands for a callable in one captured iteration, and passes through at other times."""
+    """Wraps a callable, and records its calls while an iteration is captured."""
 
     def __init__(self, original: Callable[..., Any], target: SeenFunction, *, is_named: bool = False) -> None:
-        """Stand for the callable; where it `is_named`, under a name of torch by which classes of tensors know it."""
+        """`is_named` tells whether it replaces the original under its name in torch, which tensor subclasses know."""
         self._is_named = is_named
         self.original = original
         self.target = target
         functools.update_wrapper(self, original, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the original returns."""
+        """Call the original."""
         hooks = MODE.hooks
         if hooks is None or is_traced():
             return self.original(*args, **kwargs)
@@ -180,12 +180,12 @@ class Wrapped:
         return hooks.call(self.target, self.original, args, kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """As the original, so that a model which holds it can be pickled."""
+        """Pickle as the original, so that a model that refers to it can be pickled."""
         return as_itself(self.original)
 
 
 class FunctionHooks:
-    """The functions with a role that are recorded in one iteration."""
+    """Records the functions with a role in one iteration."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class FunctionHooks:
         is_wanted: Callable[[str, str], bool],
         multihead: MultiheadHooks | None,
     ) -> None:
-        """Prepare; `is_wanted` says for a kind of layer and a module's path whether it is recorded."""
+        """`is_wanted` tells from a layer type and the path of a module whether to record it."""
         self._watch = watch
         self._owners = watch.owners
         self._recorder = watch.recorder
@@ -203,24 +203,24 @@ class FunctionHooks:
         self._is_wanted = is_wanted
         self._multihead = multihead
         self.targets: dict[Any, SeenFunction] = {}
-        """By function: its role."""
+        """The role of each function."""
         self._exchanged: dict[FunctionType, Exchanged] = {}
-        """The functions that run other code."""
+        """The functions whose code is replaced."""
         self.givers: list[tuple[Any, str, Callable[..., Any], Callable[..., Any], FunctionRole]] = []
-        """The methods of registries: where each one is, itself, what wraps what it returns, and the role of that."""
+        """The methods of registries: holder, attribute, original, replacement, and role of the returned function."""
         self._stands_in = False
         self._named: dict[tuple[ModuleType, str], tuple[Any, Callable[..., Any]]] = {}
-        """By module of torch and name there: a function, and what stands in its place."""
+        """The original and the replacement of functions in modules of torch, by module and name."""
         self._undo: list[Callable[[], None]] = []
 
     @property
     def roles(self) -> Iterator[FunctionRole]:
-        """The roles of which a function was found."""
+        """The roles for which a function was found."""
         yield from dict.fromkeys(target.role for target in self.targets.values())
         yield from (role for *_, role in self.givers)
 
     def begin(self) -> None:
-        """See all functions that are loaded by now."""
+        """Start recording all functions that have been loaded."""
         MODE.hooks = self
         for role in function_roles():
             for name in role.functions:
@@ -235,7 +235,7 @@ class FunctionHooks:
         self._set_names(1)
 
     def remove(self) -> None:
-        """Record nothing more."""
+        """Stop recording and restore all functions."""
         MODE.hooks = None
         MODE.reset()
         self._set_names(0)
@@ -258,7 +258,7 @@ class FunctionHooks:
                 self.givers.append((holder, attribute, function, give, role))
             return
         if name.startswith(_FUNCTIONAL):
-            # The program may have put a function of its own there, which calls torch's.
+            # The program may have put its own function there, which calls torch's.
             function = functional(attribute) or function
         if isinstance(function, Wrapped) or self._is_seen(function):
             return
@@ -282,9 +282,9 @@ class FunctionHooks:
             return True  # cannot be a key
 
     def stand_in_functional(self) -> None:
-        """Have the functions in `torch.nn.functional` seen in compiled regions, too, where the mode is off.
+        """Record functions in `torch.nn.functional` also in compiled regions, where the mode is not active.
 
-        Those are called there that a graph break leaves to Python.
+        There, Python calls these functions after a graph break.
         """
         self._stands_in = True
         for function, target in self.targets.items():
@@ -295,20 +295,20 @@ class FunctionHooks:
         self._set_names(1)
 
     def _set_names(self, place: int) -> None:
-        """In modules of torch have the functions (0), or what stands for them (1)."""
+        """Put the originals (0) or the replacements (1) of functions into modules of torch."""
         for (holder, name), pair in self._named.items():
             if vars(holder)[name] is pair[1 - place]:
                 setattr(holder, name, pair[place])
 
     @property
     def own_codes(self) -> Iterator[CodeType]:
-        """What runs in place of the code of functions."""
+        """All code that runs instead of the code of functions."""
         yield from (exchanged.own for exchanged in self._exchanged.values())
         yield from (Handler.__call__.__code__, Wrapped.__call__.__code__, _has_torch_function.__code__)
 
     @contextlib.contextmanager
     def originals(self) -> Iterator[None]:
-        """For a moment have functions run their own code, under their own names."""
+        """Context in which all functions are the originals."""
         self._set_names(0)
         for function, exchanged in self._exchanged.items():
             function.__code__ = exchanged.code
@@ -321,7 +321,7 @@ class FunctionHooks:
 
     @contextlib.contextmanager
     def with_givers(self, make: Callable[[Callable[..., Any], FunctionRole], Callable[..., Any]]) -> Iterator[None]:
-        """For a moment have in the places of registries' methods what is made of them."""
+        """Context in which each method of a registry is replaced by the result of `make` for the original and role."""
         for holder, name, original, _, role in self.givers:
             setattr(holder, name, make(original, role))
         try:
@@ -331,12 +331,12 @@ class FunctionHooks:
                 setattr(holder, name, give)
 
     def is_changed(self, value: Any) -> bool:
-        """Whether a function runs other code, or stands in the place of another one."""
+        """Whether an object is a replaced function or the replacement of one."""
         is_named = any(value is function for function, _ in self._named.values())
         return is_named or isinstance(value, Wrapped) or (isinstance(value, FunctionType) and value in self._exchanged)
 
     def _giver(self, original: Callable[..., Any], role: FunctionRole) -> Callable[..., Any]:
-        """In place of a method that returns a function: returns it wrapped."""
+        """The replacement of a method that returns a function, which returns the function wrapped."""
         target = SeenFunction(role, resolved(ports_of(role), original))
 
         @functools.wraps(original)
@@ -352,9 +352,9 @@ class FunctionHooks:
         return give
 
     def in_graphs(self) -> dict[Any, tuple[FunctionRole, Ports, int | None]]:
-        """What compiled graphs call for each function with a role, and which element of its result is the output.
+        """The role, the ports and the index of the output for each target of a call in a graph.
 
-        Of a registry's it is the name of the role: graphs have marks around them.
+        For functions from a registry, the key is the name of the role, because graphs have marks around them.
         """
         found: dict[Any, tuple[FunctionRole, Ports, int | None]] = {}
         for function, target in self.targets.items():
@@ -376,15 +376,16 @@ class FunctionHooks:
         return is_named and options.wants_layer_type(role.layer_type)
 
     def _called(self, target: SeenFunction, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a function returns that runs other code."""
+        """Run the call of a function whose code is replaced."""
         if MODE.hooks is not self or is_traced():
             return original(*args, **kwargs)
         return self.call(target, original, args, kwargs)
 
     def _multihead_forward(self, original: FunctionType, *args: Any, **kwargs: Any) -> Any:
-        """What attention of several heads returns.
+        """Run `multi_head_attention_forward` so that its products are recorded.
 
-        torch would ask modes for all of it, and for none of its products: what runs is a copy that does not ask.
+        With a mode, torch would dispatch the whole function to it, and none of the products. Therefore a copy of the
+        function runs that does not dispatch to modes.
         """
         with MODE.suspended():
             is_overridden = has_torch_function((*args, *kwargs.values()))
@@ -399,7 +400,7 @@ class FunctionHooks:
     def call(
         self, target: SeenFunction, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What the function gives for these arguments, recorded where it is wanted."""
+        """Call the function, and record the call if it is selected."""
         running = self._running
         if not self._tracker.is_active:
             with self._recorder.guarded():
@@ -416,14 +417,14 @@ class FunctionHooks:
     def _product(
         self, target: SeenFunction, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A product with a parameter: inside of a module that is recorded, or a bare one."""
+        """Call a function that takes a parameter, inside a recorded module or on its own."""
         entries, role = self._running.entries, target.role
         weight = _owned(role).find(args, kwargs)
         if entries and OWN_FORWARD in entries[-1].words and _is_product_of(entries[-1].owner, role, weight):
-            # The module is recorded in this call, and its products in later ones.
+            # In this call, the module is recorded; in later calls, its products will be.
             learn_linear(entries[-1].owner)
         if entries and any(tensor is weight for tensor, _ in entries[-1].awaited):
-            # Else the gradient is seen on the parameter itself: inside of an `autograd.Function` an alias has none.
+            # Without gradients, as inside an `autograd.Function`, the hook remains on the parameter itself.
             if torch.is_grad_enabled():
                 args, kwargs = self._with_aliases(entries[-1], target.ports, args, kwargs)
             return original(*args, **kwargs)
@@ -436,7 +437,7 @@ class FunctionHooks:
         if layer is not None and role is LINEAR and _is_of_layer(weight, layer.owner):
             assert layer.opened is not None, "it is open"
             assert layer.taking is not None, "what is open is recorded"
-            # Inside of an `autograd.Function` it has no gradients: those of the module are recorded.
+            # Inside an `autograd.Function`, the product has no gradients, so the module is recorded instead.
             is_hidden = layer.opened.has_gradients and not torch.is_grad_enabled()
             source = None if is_hidden else layer.taking.source
             return self._recorded(target, original, source, args, kwargs, layer=layer)
@@ -452,7 +453,7 @@ class FunctionHooks:
         return output
 
     def _owner(self, role: FunctionRole, weight: torch.Tensor) -> Owner | None:
-        """The module whose parameter a tensor is; None where it is no parameter of a known module."""
+        """The owner of a weight; None if it is not a parameter of a known module."""
         with self._recorder.guarded():
             frame = self._tracker.current()
             found = self._owners.find(weight, frame, role=role)
@@ -464,7 +465,7 @@ class FunctionHooks:
     def _with_aliases(
         self, entry: RunningRole, ports: Ports, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments:
-        """The arguments with aliases of the parameters that a module awaits, but those that autocast keeps."""
+        """The arguments with aliases of the parameters that the module awaits, except those that autocast caches."""
         for argument in ports.arguments:
             value = argument.find(args, kwargs)
             found = next((port for tensor, port in entry.awaited if tensor is value), None)
@@ -484,7 +485,7 @@ class FunctionHooks:
         *,
         layer: RunningRole | None = None,
     ) -> Any:
-        """What the function gives, recorded; with `layer` as what that module computes in its own forward."""
+        """Call the function and record it, as a product of the module in `layer` if that is not None."""
         role, ports = target.role, target.ports
         if source is not None and not self._recorder.follows(source, (port.value for port in ports.all)):
             return original(*args, **kwargs)
@@ -519,13 +520,13 @@ class FunctionHooks:
         return output
 
     def _computing(self) -> Frame | None:
-        """The innermost module that was called, or whose forward was called directly inside of that."""
+        """The innermost running module, including those whose `forward` was called directly."""
         current, frames = self._tracker.current(), self._owners.frames
         module = innermost_direct_call(frames, None if current is None else current.module)
         return current if module is None else frames[module]
 
     def _source(self, role: FunctionRole, owner: Owner | None = None) -> Source | None:
-        """What a call's tensors come from; None where it is not wanted."""
+        """The source of a call; None if it is not selected."""
         of = self._computing() if owner is None else owner.frame
         path = owner.path if owner is not None else "" if of is None else of.path
         if not self._is_wanted(role.layer_type, path):
@@ -535,7 +536,7 @@ class FunctionHooks:
 
 
 def _is_of_layer(weight: torch.Tensor, module: nn.Linear) -> bool:
-    """Whether a product in the forward of a linear layer is that of the layer: with its weight or a computed one."""
+    """Whether a product in the `forward` of a linear layer is that of the layer: with its weight or a computed one."""
     own, base = parameters_of(module).get("weight"), base_of(weight)
     if weight is own:
         return True
@@ -546,22 +547,22 @@ def _is_of_layer(weight: torch.Tensor, module: nn.Linear) -> bool:
 
 
 def _is_of_layer_of_its_own(owner: Owner) -> bool:
-    """Whether a parameter is the weight of a linear layer, whose calls are recorded as those of a module."""
+    """Whether a parameter is the weight of a linear layer, which is recorded as a module."""
     role = role_of(type(owner.frame.module))
     return role is not None and role.layer_type == LINEAR.layer_type and owner.attribute == "weight"
 
 
 def _is_product_of(owner: Any, role: FunctionRole, weight: Any) -> bool:
-    """Whether a function of that role multiplies with a weight of a linear layer, or one computed by its forward.
+    """Whether a function is a product with the weight of a linear layer, or with a weight that its `forward` computes.
 
-    Not without gradients: it may be inside of an `autograd.Function`, whose gradients are those of the module.
+    False if gradients are disabled, because the call may be inside an `autograd.Function`, which has the gradients.
     """
     is_linear = role is LINEAR and isinstance(owner, nn.Linear) and isinstance(weight, torch.Tensor)
     return is_linear and torch.is_grad_enabled() and _is_of_layer(weight, owner)
 
 
 def _is_of_layers(role: FunctionRole, weight: torch.Tensor, args: tuple[Any, ...]) -> bool:
-    """Whether a product may be that of a layer: not a sum with another activation, and no dot product."""
+    """Whether a product may be that of a layer, which excludes sums with other activations and dot products."""
     if role not in PARAMETER_PRODUCTS:
         return True
     has_bias = role is not ADDMM or not args or args[0].ndim == 1
@@ -569,7 +570,7 @@ def _is_of_layers(role: FunctionRole, weight: torch.Tensor, args: tuple[Any, ...
 
 
 def _operators(name: str) -> Iterator[tuple[Any, int | None]]:
-    """What stands in graphs for the function of that name, if it is an operator; each as graphs may call it."""
+    """The operators that graphs call for a function, if any, each with the index of the output in its result."""
     if name in _OPERATORS:
         path, element = _OPERATORS[name]
         operator = resolve(f"torch.ops.{path}")
@@ -581,17 +582,17 @@ def _operators(name: str) -> Iterator[tuple[Any, int | None]]:
 
 
 def _is_fused(operands: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Whether torch computes this attention with one operation, and not as products and a softmax."""
+    """Whether torch computes this attention with a fused kernel, not as products and a softmax."""
     choose = getattr(torch, "_fused_sdp_choice", None)
     options = {name: named[name] for name in _CHOICE if name in named}
     return choose is not None and choose(*operands, **options) > 0
 
 
 _CHOICE = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-"""The arguments that decide what computes attention."""
+"""The arguments that determine the kernel of the attention."""
 
 
 @functools.lru_cache(maxsize=64)
 def _owned(role: FunctionRole) -> Argument:
-    """The argument that has an owner; our own roles give its place and its name."""
+    """The argument of a role with an owner. The built-in roles give both its position and its name."""
     return next(argument for argument in ports_of(role).arguments if argument.ports[0].name == role.owner)

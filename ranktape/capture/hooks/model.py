@@ -1,4 +1,4 @@
-"""Chooses the modules of a model that are captured, names them, and puts the hooks on and takes them off."""
+"""Selects and names the captured modules of models, and attaches and detaches all hooks."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ if TYPE_CHECKING:
 
 
 class ModelHooks(Attached):
-    """Everything that is attached to the training while an iteration is captured, and nothing besides.
+    """Everything that is attached to the training while an iteration is captured.
 
-    The models are those given, or those found: the outermost module that a training forward enters.
+    The models are the given ones. If none are given, each outermost module that a training forward enters is a model.
     """
 
     def __init__(self, recorder: Recorder, *, is_given: bool) -> None:
-        """Know no model yet; where it `is_given` it will be added, and no others are looked for."""
+        """Starts without models. If `is_given`, models will be added, and no others are searched for."""
         super().__init__(recorder)
         self._is_given = self._is_direct = is_given
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -73,30 +73,30 @@ class ModelHooks(Attached):
         self._rests = False
         self._has_stack = False
         self._is_any_called = False
-        """Whether a module with parameters was called while a model was looked for."""
+        """Whether a module with parameters was called while models were searched for."""
         self._coverage: tuple[Any, Coverage] | None = None
-        """What the last iteration saw of the models, and what that depends on."""
+        """The coverage of the last iteration, with a key of everything that it depends on."""
         self._frameworks = Replacements(())
         self._is_rehearsing = False
         self._on_root: Callable[..., None] | None = None
         self.on_note: Callable[[str], None] = lambda _: None
-        """Called with what a person should know of the names that are given."""
+        """Called with notes for the user."""
         self.on_compiled: Callable[[str | None], None] = lambda _: None
-        """Called when compiled code begins: with why it runs eagerly, or with None where its graphs are recorded."""
+        """Called when compiled code starts, with the reason why it runs eagerly; None if its graphs are recorded."""
         self.on_mistake: Callable[[UsageError], None]
-        """Called with a mistake of the user's that a model shows; set by the capture, before one is met."""
+        """Called with a user's mistake that is detected when a model is found. The capture sets it before that."""
 
     def tell_of_roots(self, watch: Callable[..., None]) -> None:
-        """Have `watch` called with every model that is known or will be, and `is_running` where it runs already."""
+        """Have `watch` called with each present and future model, and for a future one also with `is_running`."""
         self._on_root = watch
         for root, _ in self._living():
             watch(root)
 
     def add_root(self, root: nn.Module, *, is_running: bool = False) -> None:
-        """Know a model, or what wraps a model that is known; `is_running` where this is found in a call of it.
+        """Add a model, or a wrapper of a known model. `is_running` tells whether a call of it is in progress.
 
         Raises:
-            UsageError: it has not the layers that were asked for.
+            UsageError: the model does not have the requested layers.
         """
         self._check_layers(root)
         stage = self._stage_prefixes.get(root, "")
@@ -115,7 +115,7 @@ class ModelHooks(Attached):
             self._on_root(root, is_running=is_running)
 
     def meet_stage(self, module: nn.Module, stage: int) -> None:
-        """A stage of a pipeline is about to run: give it names that no other stage has."""
+        """Give a pipeline stage that is about to run names that no other stage has."""
         if module in self._stage_prefixes or (self._is_given and module not in self._known):
             return
         offset = self._options.layer_offset
@@ -126,7 +126,7 @@ class ModelHooks(Attached):
         if module not in self._known:
             self.add_root(module)
         elif prefix:
-            self.detach()  # it was attached under other names
+            self.detach()  # the stage was attached under other names
             self.attach()
         self._attach_known()
         if prefix:
@@ -136,18 +136,18 @@ class ModelHooks(Attached):
             )
 
     def explain_silence(self) -> str:
-        """Why nothing was recorded, and the way out."""
+        """The reason why nothing was recorded, and the remedy."""
         if not self._is_given and not self._is_any_called:
             return NOTHING_CALLED
         return explain_silence(self._options, self._recorder, paths=self.paths, has_stack=self._has_stack)
 
     def await_model(self) -> None:
-        """Attach with the first module that runs, unless the training is compiled by then: no iteration is watched."""
+        """Attach when the first module runs, unless the training is compiled; then this iteration is not captured."""
         self.put_back()
         self._watch.handles += [IgnoredWarning(), register_module_forward_pre_hook(self._meet_first)]
 
     def _meet_first(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        """A global pre-hook; what it returns replaces the arguments, though torch's type says that nothing does."""
+        """Global pre-hook of the first module. Its result replaces the arguments, despite torch's type."""
         if is_traced() or in_backward():
             return None
         self.detach()
@@ -156,13 +156,16 @@ class ModelHooks(Attached):
             return None
         with self._recorder.guarded():
             self.attach()
-            # What is attached in a call comes too late for it.
+            # Hooks that are attached during a call do not run for it.
             if module in self._attached:
                 return (self.enter_late(module, (args, keyword_arguments(module))) or (None,))[0]
         return None if self._is_given else self._meet(module, args)
 
     def attach(self, *, keeps_weights: bool = False) -> None:
-        """Put the hooks on all known models, and wait for others; weights of earlier iterations may be relied on."""
+        """Put hooks on all known models, and on others when they run.
+
+        If `keeps_weights`, weights that earlier iterations stored are not stored again.
+        """
         tracker = self._tracker
         self._weights.begin(keeps=keeps_weights)
         if self._rests and self._may_stay():
@@ -192,7 +195,7 @@ class ModelHooks(Attached):
         self._await_direct()
 
     def _watch_compiler(self) -> None:
-        """Meet compiled code in this iteration."""
+        """Handle compiled code in this iteration."""
         assert self._functions is not None, "only called while hooks are attached"
         handles, before = self._watch.handles, self._eager
         place = len(handles)
@@ -205,7 +208,7 @@ class ModelHooks(Attached):
         handles.insert(place, self._eager)
 
     def _begin_regions(self) -> Any:
-        """Record compiled code inside of its graphs."""
+        """Record compiled code in its graphs."""
         from ranktape.capture.compiled.graph_calls import GraphCalls
         from ranktape.capture.compiled.regions import Regions
 
@@ -226,19 +229,19 @@ class ModelHooks(Attached):
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """In it nothing of ours is seen by code that is compiled."""
+        """Context in which compiled code sees neither the global hooks nor the function mode of the capture."""
         with without_global_hooks(self), MODE.suspended():
             yield
 
     def compiled_way(self) -> str:
-        """How compiled code was recorded in the iteration that ends; empty where none ran."""
+        """The way in which compiled code was recorded in the iteration; empty if none ran."""
         if self._regions is not None:
             return "; ".join(self._regions.ways)
         why = why_eager(self._options)
         return f"eagerly: {why}" if why is not None and has_compiled() else ""
 
     def _meet_in_region(self, module: nn.Module) -> None:
-        """Know a model that compiled code is about to run, and of which no hook will tell."""
+        """Add a model that compiled code is about to run, where no hook would find it."""
         if self._is_given or module in self._known or self._tracker.current() is not None or in_backward():
             return
         with self._recorder.guarded():
@@ -247,33 +250,36 @@ class ModelHooks(Attached):
                 self._attach_to(module, self._roots[-1][1])
 
     def enter_late(self, module: nn.Module, arguments: Arguments) -> Arguments | None:
-        """Do what a model's own pre-hooks would, in the call in which they were attached; the arguments after that."""
+        """Do the work of a module's pre-hooks for the call in which they were attached.
+
+        Returns the arguments to continue with; None if they are unchanged.
+        """
         args, kwargs = arguments
         self._enter(self._attached[module], args, kwargs)
         return self._modules[module].before(module, args, kwargs) if module in self._modules else None
 
     def detach(self) -> None:
-        """Take everything off again."""
+        """Remove all hooks."""
         self._take_off()
         for backward in self._backwards:
             backward.remove()
         self._backwards.clear()
-        MODE.reset()  # torch put it back after a backward pass in which the iteration ended
+        MODE.reset()  # torch puts the mode back after a backward pass in which the iteration finished
 
     def rest(self, *, stays: bool) -> None:
-        """The iteration has ended: leave on what the next one may want, too; where all that `stays`, the hooks."""
+        """Finish an iteration. If `stays`, leave the hooks on for the next one, unless a call is still running."""
         self._rests = stays and self._tracker.current() is None and not self._watch.running.entries
         if not self._rests:
             self._take_off()
 
     def put_back(self) -> None:
-        """What was left on is not wanted in this iteration."""
+        """Remove the hooks that were left on, because they are not needed in this iteration."""
         if self._rests:
             self._take_off()
-        MODE.reset()  # another thread may have ended the iteration
+        MODE.reset()  # another thread may have finished the iteration
 
     def _take_off(self) -> None:
-        """As `detach`."""
+        """Remove all hooks except those on the functions that run backward passes."""
         self._rests, self._is_refused, self._layout = False, False, []
         self._watch.remove()
         self._watch = Watch(self._recorder, weights=self._weights, placements=self.placements)
@@ -289,14 +295,14 @@ class ModelHooks(Attached):
         return None if found is None else (self._attached[found.module], found)
 
     def _meet(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        """A global pre-hook: a module that is entered first and is not known is a model, or part of one.
+        """Global pre-hook: an unknown outermost module is a new model.
 
-        Where a script calls the forward of its model directly, the first module that is entered is inside of it.
+        If a script calls the `forward` of its model directly, the first module that is entered is inside the model.
         """
         if is_traced() or module in self._known or self._tracker.current() is not None or in_backward():
             return None
         with self._recorder.guarded():
-            # A loss is a module, too.
+            # A loss without parameters is a module, too.
             self._is_any_called = self._is_any_called or next(module.parameters(), None) is not None
         if not self._tracker.records(module):
             self._tracker.pass_over(module)
@@ -312,18 +318,18 @@ class ModelHooks(Attached):
             if mistake is None and not self._refresh():
                 self.add_root(model, is_running=direct is None)
                 self._attach_to(model, self._roots[-1][1])
-                # Its own pre-hooks came too late for this call, and torch gives a global one no keywords.
+                # The module's own pre-hooks do not run for this call, and torch passes no keywords to a global one.
                 changed = self.enter_late(module, (args, keyword_arguments(module)))
                 return None if changed is None else changed[0]
         if mistake is not None:
-            self.on_mistake(mistake)  # it is the user's, who should know at once
+            self.on_mistake(mistake)  # outside the guard, so that the user learns of it at once
         return None
 
     def _check_layers(self, root: nn.Module) -> None:
-        """Look for the layers that were asked for in the first model that has a stack.
+        """Check that the first model with a stack has the requested layers.
 
         Raises:
-            UsageError: it has not all of them.
+            UsageError: a requested layer does not exist.
         """
         stacks = [] if self._has_stack else self._survey(root).stacks
         if stacks:
@@ -332,7 +338,7 @@ class ModelHooks(Attached):
                 check_layers(read_numbers("layers", self._options.layers), root, stacks[0])
 
     def _refresh(self) -> bool:
-        """Meet frameworks and process groups that came since; whether a pipeline schedule is rehearsing."""
+        """Handle newly loaded frameworks and new process groups. Returns whether a pipeline schedule is rehearsing."""
         keep_process_groups()
         if self._frameworks.refresh():
             self._is_rehearsing = True
@@ -344,11 +350,11 @@ class ModelHooks(Attached):
             self._attach_to(root, prefix)
 
     def find_coverage(self) -> Coverage | None:
-        """What the hooks see of the models, where linear layers are recorded; asked before they are taken off."""
-        # What a selection leaves out is left out on purpose.
+        """The coverage of the models, or None if it is not of interest. Call it before the hooks are removed."""
+        # With a selection, parts are left out on purpose.
         if not self._attached or not self._wants("linear") or is_given(self._options.select):
             return None
-        # To walk through all parameters takes the training's time: once, and again where something else is seen.
+        # A walk through all parameters delays the training, so it is repeated only if hooks see something else.
         expected = self._recorder.expected
         sights = {module: self._sight_of(hooks.source) for module, hooks in self._modules.items()}
         others = frozenset((module, sight) for module, sight in sights.items() if sight is not Sight.SEEN)
@@ -367,7 +373,7 @@ class ModelHooks(Attached):
         return self._coverage[1]
 
     def _attention_that_ran(self, paths: Collection[str]) -> Iterator[Frame]:
-        """The modules of attention in which something ran that is recorded, or that were called themselves."""
+        """The attention modules that were called, or that contain a source that ran."""
         for module, frame in self._attached.items():
             is_wanted = is_attention(module) and self._is_wanted(frame.path)
             if is_wanted and (module in self._attending or any(is_within(path, frame.path) for path in paths)):
@@ -378,7 +384,7 @@ class ModelHooks(Attached):
         return Sight.SEEN if not expected.is_idle(source) else Sight.USED if expected.is_used(source) else Sight.IDLE
 
     def _sight(self, frame: Frame, name: str, of_module: Sight | None) -> Sight:
-        """What hooks see of a parameter; `of_module` is what they see of its module, where that is recorded."""
+        """Whether hooks see a parameter. `of_module` is the result for its module; None if that is not recorded."""
         if (frame.module, name) in self._watch.owners.met:
             return Sight.SEEN
         if of_module is not None:
@@ -388,7 +394,7 @@ class ModelHooks(Attached):
         return Sight.UNSEEN if is_wanted else Sight.LEFT_OUT
 
     def unmatched_roles(self) -> Iterator[str]:
-        """The messages about registered roles that have matched nothing."""
+        """The messages about registered roles that matched nothing."""
         kinds = {type(module) for root, _ in self._living() for module in root.modules()}
         missed = [role for role in registered_roles() if role not in self._matched and self._wants(role.layer_type)]
         return (explain_unmatched(role, kinds) for role in missed)

@@ -1,17 +1,18 @@
-"""The hooks that see the tensors of a module with a role, for one iteration.
+"""The hooks that record the tensors of a module with a role, for one iteration.
 
 input, output, their gradients   see `calls.py`
-weight, bias                     with the first call of the iteration, read when it is computed with
-grad_weight, grad_bias           a tensor hook on an alias of the parameter where `F.linear` or `F.embedding` takes
-                                 it: this call's share alone; else on itself: what one graph adds up
+weight, bias                     with the first call of the iteration, read when the call uses it
+grad_weight, grad_bias           a tensor hook on an alias of the parameter, if `F.linear` or `F.embedding` takes it,
+                                 which sees only this call's share; otherwise on the parameter: the sum over one graph
 
-A class derived from `nn.Linear` may compute with other tensors in a forward of its own: merge adapters, round operands.
-Of such a module, the calls of `F.linear` inside of it are recorded, and nothing before them. If there are none, the
-module is recorded after the call, and later calls as any other module, with `own_forward` in the metadata.
+A subclass of `nn.Linear` that overrides `forward` may multiply other tensors, for example with merged adapters or
+rounded operands. For such a module, the calls of `F.linear` inside `forward` are recorded instead of the module. If
+there are none, the module is recorded after the call, and in later calls like any other module, with `own_forward` in
+the metadata.
 
-Of `nn.MultiheadAttention` that is asked for its weights, and calls no function for its attention, the query, key and
-value are what its input projections give, and the output is what enters the output projection. All of these are bare
-products with parameters of the module, which `functions.py` sees.
+With `need_weights`, `nn.MultiheadAttention` calls no attention function. Then query, key and value are the results of
+its input projections, and the output is the input of its output projection. All of these are products with parameters
+of the module, which `functions.py` sees.
 """
 
 from __future__ import annotations
@@ -49,34 +50,34 @@ from ranktape.capture.torch_private import parameters_of, version_of
 from ranktape.storage.format.record_info import Operation
 
 ACCUMULATED = tags_of("accumulated")
-"""Of the gradient of a weight that the layer itself adds up: it holds that of the microbatches before, too."""
+"""The tags of a weight gradient that the layer itself accumulates. It includes earlier microbatches."""
 
 RETURNED = tags_of("returned")
-"""Of a bias that the layer returns beside its output: it is not in the output."""
+"""The tags of a bias that the layer returns beside its output instead of adding it."""
 
 _OPEN = "products of a linear layer"
-"""What is running; no kind of layer, so that the products inside of it are recorded."""
+"""The kind of a running module whose products are recorded. It is no layer type, so that they are not part of it."""
 
 _calls_linear: MutableMapping[Callable[..., Any], bool] = weakref.WeakKeyDictionary()
-"""Whether forwards of classes derived from `nn.Linear` have called `F.linear`, of those that have run."""
+"""Whether the `forward` of a subclass of `nn.Linear` has called `F.linear`, for those that have run."""
 
 _UNKNOWN = "its forward had not run yet, and calls no F.linear: later calls have it"
-"""Why the first call has no gradient of its input."""
+"""The reason why the first call has no gradient of its input."""
 
 _NO_BIAS = "the forward of the layer gives no bias to F.linear"
-"""Why a layer that has a bias has no record of it."""
+"""The reason why the bias of a layer is not recorded."""
 
 _SOMETIMES = "its forward calls F.linear in some calls, and did not in this one"
-"""Why a call of a forward with several ways to compute has no gradient of its input."""
+"""The reason why the gradient of the input is missing for a call of a `forward` that uses `F.linear` only sometimes."""
 
 
 class ModuleHooks:
     """The hooks on one module for one iteration."""
 
     def __init__(self, module: nn.Module, role: ModuleRole, source: Source, watch: Watch) -> None:
-        """Put them on a module with that role; its tensors come from the source."""
+        """Put hooks on a module with a role."""
         self.source = source
-        """What its tensors come from."""
+        """The source of the module's tensors."""
         self._role = role
         self._recorder = watch.recorder
         self._running = watch.running
@@ -99,25 +100,25 @@ class ModuleHooks:
         self._returned = frozenset({"bias"} if role.returned is not None and role.returned(module) else ())
         self.begin(module)
         watch.handles += [
-            # Appended last and first: innermost, so that wrappers' own hooks have done their part.
+            # The last pre-hook and the first hook: they run innermost, inside the hooks of wrappers.
             module.register_forward_pre_hook(Hook(self.before), with_kwargs=True),
             module.register_forward_hook(Hook(self._after), with_kwargs=True, prepend=True, always_call=True),
         ]
 
     def begin(self, module: nn.Module) -> None:
-        """An iteration begins with the hooks on the module."""
+        """Start an iteration with the hooks attached."""
         self._recorder.attach(self.source, self._certain_roles(module))
 
     @property
     def parameters(self) -> dict[str, str]:
-        """For each parameter that is recorded the module's name of it, and the name in records."""
+        """The name in records for each recorded parameter, by its name in the module."""
         return {attribute: port.name for attribute, port in self._ports.parameters}
 
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> Arguments | None:
-        """Record what is passed; the arguments to go on with."""
-        # Without keywords: torch's word for a hook that was taken off while its module is called.
+        """Record the operands of a call. Returns the arguments to continue with; None if they are unchanged."""
+        # If the hook was removed during the call of its module, torch calls it without keyword arguments.
         if kwargs is None or is_traced():
             return None
         entry = RunningRole(self._role.layer_type, module, self._taking)
@@ -139,7 +140,7 @@ class ModuleHooks:
         return args, kwargs
 
     def _note_own(self, entry: RunningRole, module: nn.Module) -> None:
-        """Say of a call that the module computes it in its own forward, or quantises its operands itself."""
+        """Note that the module overrides `forward` or quantises its operands itself."""
         if self._is_own:
             entry.words = (OWN_FORWARD,)
             self._refuse_scales(module)
@@ -156,7 +157,7 @@ class ModuleHooks:
             )
 
     def _certain_roles(self, module: nn.Module) -> Iterator[TensorRole]:
-        """What a call with gradients shows in any case: of operands nobody knows whether they need gradients."""
+        """The roles that every call with gradients has. Not gradients of operands, which may not require any."""
         for argument in self._ports.arguments:
             yield from (port.value for port in argument.ports)
         own = [(_own(module, attribute), port) for attribute, port in self._ports.parameters]
@@ -170,12 +171,12 @@ class ModuleHooks:
     def _take_parameter(
         self, entry: RunningRole, module: nn.Module, attribute: str, port: Port, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Record a parameter; the named arguments to go on with."""
+        """Record a parameter. Returns the keyword arguments to continue with."""
         call = entry.call
         assert call is not None, "only called in a call"
-        # Megatron's output layer is given the weight that it shares with the embedding.
+        # Megatron passes the weight that the output layer shares with the embedding.
         given = kwargs.get(attribute)
-        # Read here and not when we were attached: under FSDP this is the weight that is computed with.
+        # Read in the call, because FSDP replaces the weight for the time of the call.
         weight = given if isinstance(given, torch.Tensor) else _in_call(module, attribute)
         if weight is None:
             if not port.is_optional:
@@ -184,30 +185,30 @@ class ModuleHooks:
                 entry.words = (*entry.words, WITHOUT_BIAS)
             return kwargs
         is_returned = port.name in self._returned
-        # An embedding with `max_norm` writes to its weight before it computes with it.
+        # An embedding with `max_norm` writes to its weight before it uses it.
         is_written = _attribute(module, "max_norm") is not None
         if is_written:
             entry.written = weight, port
         elif not in_backward():
             self._taking.record(port, weight, call, tags=RETURNED if is_returned else NO_TAGS)
-        # Of what others add, the gradient comes before the layer's, so that nobody knows of which call it is.
+        # If others add the bias, its gradient comes before those of the layer, and its call cannot be determined.
         if is_returned or not (weight.requires_grad and torch.is_grad_enabled()):
             return kwargs
         if not self._recorder.wants(self.source, port.grad, call):
             return kwargs
         if isinstance(given, torch.Tensor) and type(given) in PLAIN and not is_cached_by_autocast(given):
             return {**kwargs, attribute: self._taking.alias(port, call, given)}
-        # A sparse gradient cannot pass through an alias, and what writes to an alias takes its hooks out of the graph.
+        # A sparse gradient cannot pass through an alias, and writing to an alias removes its hooks from the graph.
         can_alias = type(weight) in PLAIN and not _attribute(module, "sparse") and not is_written
         if can_alias:
-            # Taken by F.linear, if that is what computes the product.
+            # Replaced by an alias when `F.linear` takes it, if the layer calls that.
             entry.awaited.append((weight, port))
         else:
             self._watch_leaf(module, weight, port, call)
         return kwargs
 
     def _refuse_scales(self, module: nn.Module) -> None:
-        """Say of a weight of codes that its scales, which the module holds beside it, are not recorded."""
+        """Report that the scales of a quantised weight, which are other tensors of the module, are not recorded."""
         weight = _own(module, "weight")
         if weight is None or weight.dtype.itemsize > 1:
             return
@@ -244,7 +245,7 @@ class ModuleHooks:
             self._taking.result(called[:-1], output, entry, at=self._role.output, of="forward")
 
     def _refuse_bias(self, opened: Opened, module: nn.Module) -> None:
-        """Say that the bias of a layer is in none of its products, if that is so."""
+        """Report the bias of a layer as not recorded if none of the layer's products takes it."""
         bias = _own(module, "bias")
         port = dict(self._ports.parameters).get("bias")
         if bias is None or port is None or opened.has_bias:
@@ -255,7 +256,7 @@ class ModuleHooks:
     def _take_late(
         self, entry: RunningRole, opened: Opened, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Record the operands of a module whose forward has called no `F.linear`."""
+        """Record the operands of a module after its `forward`, which has not called `F.linear`."""
         reason = _SOMETIMES if _calls_linear.setdefault(type(module).forward, False) else _UNKNOWN
         [port] = self._ports.arguments[0].ports
         if opened.is_written:
@@ -272,7 +273,7 @@ class ModuleHooks:
             self._take_parameter(entry, module, attribute, own, kwargs)
 
     def _watch_leaf(self, module: nn.Module, weight: torch.Tensor, port: Port, call: Call) -> None:
-        """See the gradient of a weight on the weight itself."""
+        """Record the gradient of a weight by a hook on the weight itself."""
 
         def take(grad: torch.Tensor, call: Call, tags: Tags) -> None:
             own = None if self._role.accumulated is None else self._role.accumulated(module, weight)
@@ -285,14 +286,15 @@ class ModuleHooks:
 
 
 def computes_itself(module: nn.Module, base: type) -> bool:
-    """Whether a module has another forward than the class that its role is about."""
+    """Whether a module overrides the `forward` of the class that its role is for."""
     return type(module).forward is not base.forward or "forward" in vars(module)  # type: ignore[attr-defined]
 
 
 def may_open(module: nn.Module, role: ModuleRole) -> bool:
-    """Whether products in the forward of a module are recorded, not the module: it may multiply with other tensors.
+    """Whether the products in the `forward` of a module are recorded instead of the module.
 
-    A linear layer with a forward of its own, or of which a parameter is computed when it is read.
+    This is so for a linear layer that overrides `forward` or has a parametrized parameter, because it may multiply
+    other tensors.
     """
     if class_of(type(module), role) is not nn.Linear:
         return False
@@ -303,19 +305,19 @@ def may_open(module: nn.Module, role: ModuleRole) -> bool:
 
 
 def learn_linear(module: nn.Module) -> None:
-    """Know that the forward of a linear layer calls `F.linear`, at least in some calls."""
+    """Note that the `forward` of a linear layer calls `F.linear`, at least in some calls."""
     _calls_linear[type(module).forward] = True
 
 
 def _is_expected_to_call_linear(module: nn.Module) -> bool:
-    """Whether the forward of a module has called `F.linear`; of one that has not run, whether it seems to call it."""
+    """Whether the `forward` of a module has called `F.linear`, or, if it has not run yet, seems to call it."""
     kind = type(module)
     known = _calls_linear.get(kind.forward)
     return known if known is not None else "forward" in vars(module) or _names_linear(kind.forward, kind, set())
 
 
 def _names_linear(function: Callable[..., Any], kind: type, seen: set[CodeType]) -> bool:
-    """Whether a function, or one that it names of its class or file, names `F.linear` or the forward of a base."""
+    """Whether a function uses the name `linear` or `forward`, itself or in a helper of its class or file."""
     function = inspect.unwrap(function)
     code = getattr(function, "__code__", None)
     if code is None:
@@ -336,9 +338,10 @@ _LINEAR = frozenset({"linear", "forward"})
 
 
 def is_seen_inside(module: nn.Module, role: ModuleRole) -> bool:
-    """Whether the product is recorded, not the module: its forward turns plain tensors into DTensors and back.
+    """Whether the product is recorded instead of the module, whose `forward` converts its operands to DTensors.
 
-    As transformers' `tp_plan` has it, where what goes in and comes out does not say which share of it a rank has.
+    With the `tp_plan` of transformers, the input and the output of the module are plain tensors, which do not tell
+    which share a rank has.
     """
     weight = _own(module, "weight")
     is_shared_out = weight is not None and is_dtensor(weight)
@@ -346,9 +349,9 @@ def is_seen_inside(module: nn.Module, role: ModuleRole) -> bool:
 
 
 def is_hidden(module: nn.Module, attribute: str) -> bool:
-    """Whether a parameter cannot be read as it is: a parametrized one is computed then, a lazy one is not made yet.
+    """Whether a parameter cannot be read because it is parametrized, and so computed when read, or not initialised yet.
 
-    One that the module does not have, or is given with each call, is None or without values at rest.
+    False if the module does not have it, or if it is passed to each call. Outside a call, it is then None or empty.
     """
     own = _own(module, attribute)
     if own is not None:
@@ -358,17 +361,17 @@ def is_hidden(module: nn.Module, attribute: str) -> bool:
 
 
 def _own(module: nn.Module, attribute: str) -> torch.Tensor | None:
-    """The parameter that a module has; not by `getattr`, which would compute one that is parametrized."""
+    """A parameter of a module; None if there is none. `getattr` would compute a parametrized one."""
     return parameters_of(module).get(attribute)
 
 
 def _attribute(module: nn.Module, name: str) -> Any:
-    """An attribute of a module, None without; `getattr` alone is slow where a module has none of that name."""
+    """An attribute of a module; None if it does not exist, for which `getattr` alone is slow."""
     return getattr(module, name, None) if name in vars(module) or hasattr(type(module), name) else None
 
 
 def _in_call(module: nn.Module, attribute: str) -> torch.Tensor | None:
-    """The parameter, or what takes its place for the time of a call, as under FSDP1."""
+    """The parameter, or the tensor that replaces it during a call, as under FSDP1."""
     own, view = _own(module, attribute), vars(module).get(attribute)
     return view if own is None and isinstance(view, torch.Tensor) and view.numel() else own
 
@@ -376,11 +379,11 @@ def _in_call(module: nn.Module, attribute: str) -> torch.Tensor | None:
 _NAMES = ("query", "key", "value")
 _SEPARATE = {"q_proj_weight": "query", "k_proj_weight": "key", "v_proj_weight": "value"}
 _NEED_WEIGHTS = 4
-"""Place of `need_weights` among the arguments."""
+"""Position of `need_weights` among the arguments."""
 
 
 class MultiheadHooks:
-    """The hooks on all `nn.MultiheadAttention` for one iteration."""
+    """The hooks on all `nn.MultiheadAttention` modules for one iteration."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -389,7 +392,7 @@ class MultiheadHooks:
         self._takings: dict[nn.Module, Taking] = {}
 
     def attach(self, module: nn.MultiheadAttention, source: Source) -> None:
-        """Watch one module."""
+        """Put hooks on a module."""
         self._takings[module] = Taking(watch=self._watch, source=source, ports=ports_of(MULTIHEAD))
         self._watch.handles += [
             module.register_forward_pre_hook(Hook(self._before), with_kwargs=True),
@@ -397,7 +400,7 @@ class MultiheadHooks:
         ]
 
     def see(self, owner: Owner, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Record what the product with a parameter is to the attention that is running, if one is: given or gives."""
+        """Record a product with a parameter as operands or output of the running attention, if it belongs to one."""
         entries = self._running.entries
         entry = entries[-1] if entries else None
         if entry is None or entry.layer_type != _KIND or entry.taking is None or entry.call is None:
@@ -458,15 +461,15 @@ class MultiheadHooks:
 
 
 _KIND = "multihead attention"
-"""What is running; no kind of layer, so that the products inside of it are recorded."""
+"""The kind of a running attention. It is no layer type, so that the products inside are recorded, too."""
 
 
 _APPENDED = "a row is appended to it (add_bias_kv, add_zero_attn), which no product gave"
-"""Why the gradients of some keys and values are not recorded."""
+"""The reason why the gradients of some keys and values are not recorded."""
 
 
 def _projections(owner: Owner, *, embed_dim: int) -> tuple[str, ...]:
-    """What the product with a parameter of the attention's module, or with a part of one, gives."""
+    """The names of the projections that a product with a parameter of the attention, or a part of one, computes."""
     if owner.attribute in _SEPARATE:
         return (_SEPARATE[owner.attribute],)
     first = (owner.first or 0) // embed_dim
@@ -475,7 +478,7 @@ def _projections(owner: Owner, *, embed_dim: int) -> tuple[str, ...]:
 
 
 def _appended(module: Any, name: str, *, batch_size: int) -> list[torch.Tensor]:
-    """What the attention appends to its keys or values, each row as [1, batch, heads, head]."""
+    """The rows that the attention appends to its keys or values, each of shape [1, batch, heads, head]."""
     shape = 1, batch_size, module.num_heads, module.head_dim
     bias = {"key": module.bias_k, "value": module.bias_v}[name]
     rows = [] if bias is None else [bias.detach().reshape(1, 1, *shape[2:]).expand(shape)]
@@ -483,11 +486,11 @@ def _appended(module: Any, name: str, *, batch_size: int) -> list[torch.Tensor]:
 
 
 def _heads(tensor: torch.Tensor, *, lead: tuple[int, int], heads: int) -> torch.Tensor:
-    """Joined heads of tokens and samples, [tokens * batch, hidden], as [tokens, batch, heads, head]."""
+    """A tensor of shape [tokens * batch, hidden] in the shape [tokens, batch, heads, head]."""
     return tensor.reshape(*lead, heads, -1)
 
 
 def _slice(tensor: torch.Tensor, *, place: int, count: int, shape: tuple[int, ...], heads: int) -> torch.Tensor:
-    """One of several projections side by side, as [tokens, batch, heads, head]."""
+    """One of `count` concatenated projections, in the shape [tokens, batch, heads, head]."""
     projected = tensor.reshape(shape).chunk(count, dim=-1)[place]
     return projected.reshape(*projected.shape[:-1], heads, -1)
