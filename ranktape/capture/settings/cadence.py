@@ -1,7 +1,7 @@
-"""The iterations in which anything is captured, and those that this rank still captures.
+"""The iterations that may be captured, and those that this rank still has to capture.
 
-Every N-th iteration is captured, from the first one on. The first iterations follow from the options and are the same
-on every rank. Later ones are named by the coordinator, through the writer, when those were not enough.
+Every N-th iteration may be captured, from a first one on. The first iterations follow from the options and are the same
+on every rank. If they are not enough, the coordinator names later ones, through the writer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _LAST = 2**62
-"""No iteration is above it: what is computed with them stays within 64 bits."""
+"""Limit of an iteration's number, so that calculations with it stay within 64 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,22 +20,22 @@ class Cadence:
     """Every N-th iteration from a first one on."""
 
     start: int
-    """The first that may be captured."""
+    """The first iteration that may be captured."""
     every: int
-    """The distance between two of them."""
+    """Distance between two iterations."""
     first: int = 0
-    """The training's first step: none before it can be captured."""
+    """The training's first step. No iteration before it can be captured."""
 
     def due(self, iteration: int) -> bool:
-        """Whether an iteration is one of them."""
+        """Whether an iteration may be captured."""
         return iteration >= self.start and (iteration - self.start) % self.every == 0
 
     def following(self, after: int = -1, *, count: int, without: Collection[int] = ()) -> tuple[int, ...]:
-        """The next iterations above `after`, ascending; fewer where there are no more."""
+        """The next `count` iterations above `after`, ascending; fewer if there are no more."""
         return self._following(max(after, self.first - 1), count=count, without=without)
 
     def past(self, *, count: int, without: Collection[int] = ()) -> list[int]:
-        """Those of the first iterations from the start on that come before the training's first step."""
+        """The iterations before the training's first step, among the first `count` from the start on."""
         asked = self._following(-1, count=count, without=without)
         return [iteration for iteration in asked if iteration < self.first]
 
@@ -49,39 +49,39 @@ _MAX_NAMED = 3
 
 
 class Schedule:
-    """The iterations that are wanted, as far as this rank knows."""
+    """The wanted iterations that this rank knows of."""
 
     def __init__(self, words: Mapping[str, Any]) -> None:
-        """Take over what the writer says at the start."""
+        """Take the state that the writer sends at the start."""
         self._wanted: set[int] = set(words["iterations"])
         self.is_done = bool(words["is_done"])
-        """Whether none is captured any more."""
+        """Whether no further iteration is captured."""
         self.is_enough = bool(words["is_enough"])
         """Whether enough iterations are complete."""
         self._asked: dict[int, Mapping[str, Any]] = {}
 
     @property
     def iterations(self) -> list[int]:
-        """All that are or were wanted, ascending."""
+        """All iterations that are or were wanted, ascending."""
         return sorted(self._wanted)
 
     def wants(self, iteration: int) -> bool:
-        """Whether an iteration is to be captured."""
+        """Whether to capture an iteration."""
         return not self.is_done and iteration in self._wanted
 
     def settings_of(self, iteration: int) -> Mapping[str, Any] | None:
-        """What is selected in an iteration that somebody asked for; None for one that nobody did."""
+        """The settings of an iteration that was requested during the training; None for any other iteration."""
         return self._asked.get(iteration)
 
     def between(self, before: int, after: int) -> list[int]:
-        """Those that are wanted and that a training never enters which goes from one iteration to another."""
-        is_jump = after > before + 1  # asked at each step of the training
+        """The wanted iterations that a training skips if it goes from `before` to `after`."""
+        is_jump = after > before + 1  # a quick check, as this is called at each step of the training
         return (
             [wanted for wanted in self.iterations if before < wanted < after and self.wants(wanted)] if is_jump else []
         )
 
     def learn(self, words: Mapping[str, Any], *, iteration: int) -> list[int]:
-        """Take over what the writer says now; those of the new iterations that are past already."""
+        """Update the state from the writer's message; returns the new iterations that are already past, ascending."""
         named = set(words.get("iterations", self._wanted))
         late = sorted(new for new in named - self._wanted if new < iteration)
         self._wanted |= named
@@ -93,14 +93,14 @@ class Schedule:
     def describe_end(
         self, *, iteration: int, num_steps: int, num_recorded: int, is_interrupted: bool, why_unended: str | None
     ) -> str:
-        """How the training ended, as far as the wanted iterations are concerned.
+        """A message on how the training ended, with the iterations that are still wanted.
 
         Args:
-            iteration: The one that was running.
-            num_steps: Iterations that the training had ended.
-            num_recorded: Those of them that were captured.
-            is_interrupted: The training ended in the middle of a captured one.
-            why_unended: Why no iteration has ended, though the training ran; None where one has, or nothing ran.
+            iteration: The iteration that was running.
+            num_steps: Number of iterations that the training finished.
+            num_recorded: Number of finished iterations that were captured.
+            is_interrupted: Whether the training ended in the middle of a captured iteration.
+            why_unended: Why no iteration finished although the training ran; None if one did, or if nothing ran.
         """
         left = [wanted for wanted in self.iterations if wanted >= iteration]
         if self.is_done or not left:
@@ -120,41 +120,41 @@ class Schedule:
 
 
 class ScheduleOfOne(Schedule):
-    """Of a process that records for itself: the first iterations in which it does, whichever they are."""
+    """The schedule of a process that records by hand: the first iterations in which it records are captured."""
 
     def __init__(self, words: Mapping[str, Any], *, cadence: Cadence) -> None:
-        """Take over what the writer says at the start, and which iterations may be captured."""
+        """Take the state that the writer sends at the start, and the iterations that may be captured."""
         super().__init__({**words, "iterations": []})
         self._cadence = cadence
         self._completed = set(words["completed"])
         self._num_named = len(words["iterations"])
 
     def wants(self, iteration: int) -> bool:
-        """Whether an iteration is to be captured, in which something is recorded now."""
+        """Whether to capture an iteration in which something is being recorded."""
         may_begin = len(self._wanted) < self._num_named and iteration not in self._completed
         if may_begin and self._cadence.due(iteration):
             self._wanted.add(iteration)
         return super().wants(iteration)
 
     def learn(self, words: Mapping[str, Any], *, iteration: int) -> list[int]:
-        """Take over how many iterations the writer names now; none of them has passed."""
+        """Update the number of wanted iterations from the writer's message; no iteration is ever past."""
         self._num_named = len(words.get("iterations", range(self._num_named)))
         return super().learn({**words, "iterations": []}, iteration=iteration)
 
 
 class ScheduleOfRecorder(Schedule):
-    """Of a flight recorder: every iteration in which a rule is due is held."""
+    """The schedule of a flight recorder, which holds every iteration of the cadence."""
 
     def __init__(self, words: Mapping[str, Any], *, cadence: Cadence) -> None:
-        """Plan nothing."""
+        """Take the cadence; no iteration is planned."""
         super().__init__({**words, "iterations": [], "is_done": False})
         self._cadence = cadence
 
     def wants(self, iteration: int) -> bool:
-        """Whether an iteration is to be held."""
+        """Whether to hold an iteration."""
         return self._cadence.due(iteration)
 
     def learn(self, words: Mapping[str, Any], *, iteration: int) -> list[int]:
-        """Nothing: no iteration is named."""
+        """Ignore the writer's message: the writer names no iterations."""
         del words, iteration
         return []

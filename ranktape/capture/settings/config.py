@@ -1,7 +1,7 @@
 """Gathers a capture's settings from a command line, the environment, a file and the legacy tools' variables.
 
-The command line has the first word, then the environment (`RANKTAPE_EVERY=10`), then the file that `--capture-config`
-or `RANKTAPE_CAPTURE_CONFIG` names, then the defaults of `CaptureOptions`.
+The command line has precedence over the environment (`RANKTAPE_EVERY=10`), which has precedence over the file that
+`--capture-config` or `RANKTAPE_CAPTURE_CONFIG` names. Last are the defaults of `CaptureOptions`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from ranktape.errors import UsageError, nearest
 from ranktape.storage.places.urls import parse_storage_options
 
 DEFAULT_SAVE_DIR = "./enhanced_tensor_logs"
-"""Where the legacy tools saved where nothing said where to."""
+"""The default directory of the legacy tools."""
 
 
 def legacy_environment(environment: Mapping[str, str] = os.environ) -> tuple[bool, str, int]:
-    """Whether the legacy tools' variables ask for a capture, where to, and the number of its first iteration."""
+    """Whether the legacy tools' variables enable a capture, its directory, and the number of its first iteration.
+
+    Raises:
+        UsageError: a variable has a value that is not allowed.
+    """
     enabled = environment.get("TENSOR_SAVE_ENABLED", "").strip().lower()
     if enabled and enabled not in SWITCH_WORDS:
         raise UsageError(f"TENSOR_SAVE_ENABLED={enabled!r} is not allowed: set it to true or false")
@@ -41,7 +45,7 @@ OTHER_VARIABLES = frozenset(
         *("QUANT", "QUANT_PLAN", "QUANT_ATTENTION"),
     )
 )
-"""Variables that begin so and are no setting of a capture."""
+"""The variables of ranktape that are not settings of a capture."""
 
 _URL, _FILE = "capture", "capture_config"
 
@@ -51,17 +55,20 @@ _BY_NAME: dict[str, Setting] = {setting.name: setting for setting in SETTINGS}
 def resolve(
     given: Mapping[str, Any], *, environment: Mapping[str, str] | None = None, iteration: int | None = None
 ) -> tuple[str, CaptureOptions] | None:
-    """Where to record, and with which options; None for nowhere.
+    """The URL to record to and the options; None if no URL is given.
 
-    Where nothing else says where to record, the legacy tools' variables are honoured: `TENSOR_SAVE_ENABLED`,
-    `TENSOR_SAVE_DIR`, `TENSOR_SAVER_ITERATION`.
+    If nothing else gives a URL, the legacy tools' variables do: `TENSOR_SAVE_ENABLED`, `TENSOR_SAVE_DIR`,
+    `TENSOR_SAVER_ITERATION`.
 
     Args:
-        given: Values as a command line has them, by the settings' names, by `capture` the URL and by `capture_config`
-            the file; what is None was not given.
+        given: Values of a command line by the settings' names, with the URL as `capture` and the file as
+            `capture_config`. None means 'not given'.
         environment: The variables; those of the process by default.
-        iteration: The number of the first iteration of a capture in the legacy tools' place: it begins at once, and
-            adds to the run that is there, unless something else is set.
+        iteration: The number of the first iteration of a capture that replaces the legacy tools. It starts at once
+            and adds to an existing run, unless other settings are given.
+
+    Raises:
+        UsageError: a value is not allowed.
     """
     variables = os.environ if environment is None else environment
     said = _from_environment(variables)
@@ -82,12 +89,12 @@ def resolve(
 
 
 def given_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The parsed command line values that were given, in Python's form; None stands for 'not given'."""
+    """The given values of a parsed command line, in Python's form. None means 'not given'."""
     return {one.name: _in_python(one, values[one.name]) for one in SETTINGS if is_given(values.get(one.name))}
 
 
 def _in_python(setting: Setting, value: Any) -> Any:
-    """A setting's value in Python's form, as a command line, a file or the environment has it."""
+    """A value from a command line, a file or the environment, in Python's form."""
     if setting.name == "storage_options" and isinstance(value, str):
         return parse_storage_options(value)
     if setting.takes_several:
@@ -96,7 +103,7 @@ def _in_python(setting: Setting, value: Any) -> Any:
 
 
 def options_of(settings: Mapping[str, Any], *, capture_config: str | os.PathLike[str] | None) -> CaptureOptions:
-    """The options of Python's settings, and of a file where they leave something out."""
+    """The options from Python's settings, with those that are not given from a file."""
     known = sorted(one.name for one in dataclasses.fields(CaptureOptions))
     if unknown := sorted(set(settings) - set(known)):
         raise UsageError(f"{unknown[0]!r} is no option of a capture: {nearest(unknown[0], known)}")
@@ -106,7 +113,7 @@ def options_of(settings: Mapping[str, Any], *, capture_config: str | os.PathLike
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a file says: settings in Python's form, and by `capture` the URL."""
+    """The settings of a file in Python's form, with the URL as `capture`."""
     file = Path(path).expanduser()
     values: dict[str, Any] = {}
     for key, value in _read_file(file).items():
@@ -130,7 +137,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    # Not at the top: PyYAML is loaded only where there is such a file.
+    # Not at the top: PyYAML is loaded only if there is such a file.
     from ranktape.yaml_file import parse_toml, parse_yaml, read_text
 
     suffix = path.suffix.lower()
@@ -146,7 +153,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def stray_variables(environment: Mapping[str, str] | None = None) -> list[str]:
-    """A line for each of our variables that nobody reads, with the nearest name."""
+    """A message for each `RANKTAPE_` variable that is not a setting, with the nearest name."""
     variables = os.environ if environment is None else environment
     known = {*OTHER_VARIABLES, *(setting.variable for setting in SETTINGS)}
     return [
@@ -166,10 +173,10 @@ def _from_environment(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _alone(setting: Setting, value: Any, *, label: str) -> Any:
-    """A value in Python's form, checked by itself, so that the message can say where it was given."""
+    """A value in Python's form. It is checked separately, so that the message can name its source."""
     try:
         read = _in_python(setting, value)
-        # A limit alone is refused: it is one of a flight recorder.
+        # `trigger` is only allowed for a flight recorder.
         CaptureOptions(**{setting.name: read, **({"record_last": 1} if setting.name == "trigger" else {})})
     except UsageError as error:
         raise type(error)(f"{label}: {error}") from error
@@ -177,7 +184,7 @@ def _alone(setting: Setting, value: Any, *, label: str) -> Any:
 
 
 def _of_text(setting: Setting, text: str, *, label: str) -> Any:
-    """What the text of a variable stands for, as a file would say it."""
+    """The value of a variable's text, as a file would give it."""
     if setting.kind is bool:
         if text.lower() not in SWITCH_WORDS:
             raise UsageError(f"{label}={text!r:.60} is not allowed: set it to true or false")
@@ -189,24 +196,23 @@ def _of_text(setting: Setting, text: str, *, label: str) -> Any:
 
 
 _DEST = "capture_"
-"""Beginning of the names in a script's namespace: the script may have a `--dtype` of its own."""
+"""Prefix of the names in a script's namespace, because the script may have options of the same names."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--capture URL` and the options of a capture to a script's own parser, after the script's own.
+    """Add `--capture URL` and the options of a capture to a script's parser, after the script's own options.
 
-    Each option has two names, `--every` and `--capture-every`; where the parser has the first one already it stays
-    the script's, and ours is the second. An option that was not given stays None in the namespace, so that defaults
-    live in one place.
+    Each option has two names, such as `--every` and `--capture-every`. If the parser already has the first, only the
+    second is added. An option that is not given is None in the namespace, so that defaults are defined in one place.
     """
-    taken = parser._option_string_actions  # noqa: SLF001  (argparse tells it in no other way)
+    taken = parser._option_string_actions  # noqa: SLF001  (argparse has no public attribute for it)
     group = parser.add_argument_group("capture (ranktape)")
     group.add_argument("--capture", metavar="URL", default=None, help="Record tensors into the run at this URL.")
     group.add_argument("--capture-config", metavar="FILE", default=None, help=FILE_HELP)
     for setting in SETTINGS:
         names = (setting.flag, "--capture-" + setting.flag.removeprefix("--"))
         flags = [name for name in dict.fromkeys(names) if name not in taken]
-        # A percent sign in a help text is argparse's own.
+        # argparse formats help texts with `%`.
         about: dict[str, Any] = {"dest": _DEST + setting.name, "default": None, "help": setting.help.replace("%", "%%")}
         if setting.kind is bool:
             group.add_argument(*flags, action="store_true", **about)
@@ -222,6 +228,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def given_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The values of `add_arguments`' options, by the settings' names, and where to record."""
+    """The values of the options of `add_arguments`, by the settings' names, with the URL and the file."""
     given = {setting.name: getattr(args, _DEST + setting.name, None) for setting in SETTINGS}
     return {**{name: getattr(args, name, None) for name in (_URL, _FILE)}, **given}

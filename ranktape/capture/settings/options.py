@@ -1,7 +1,7 @@
-"""The settings of a capture: one table from which Python, the command line, a file and the environment take them.
+"""The table of a capture's settings, which Python, the command line, a file and the environment share.
 
-A setting has one name everywhere: `host_budget_nbytes` in Python is `--host-budget-nbytes` on a command line and
-RANKTAPE_HOST_BUDGET_NBYTES in the environment. Rules of `select` are read by `ranktape.capture.settings.rules`.
+The setting `host_budget_nbytes` in Python is `--host-budget-nbytes` on a command line and RANKTAPE_HOST_BUDGET_NBYTES
+in the environment. The rules of `select` are parsed by `ranktape.capture.settings.rules`.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ if TYPE_CHECKING:
     from ranktape.capture.settings.rules import CaptureRule
 
 MAX_ITERATIONS = 100_000
-"""Iterations that a capture may guarantee or go on to: every rank is told the list of them as a whole."""
+"""Largest `min_iterations` and `max_iterations`. The full list of iterations is sent to every rank."""
 
 DEFAULT_LAYER_TYPES = ("linear", "attention")
 LAYER_OUTPUTS = ("embedding", "hidden")
-"""The kinds of layers that `layers` asks for."""
+"""The layer types that `layers` selects."""
 
 
 class Policy(enum.StrEnum):
-    """What happens when an iteration does not fit into the host budget, because the store is slow or does not answer.
+    """What happens if an iteration does not fit into the host budget, because the store is slow or does not answer.
 
-    Until the guaranteed minimum is stored it is always `block`.
+    Until the guaranteed minimum is stored, the policy is always `block`.
     """
 
     BLOCK = "block"
     """The training waits for the writer, at most `block_timeout_seconds`."""
     SKIP = "skip"
-    """The whole iteration is skipped on every rank, and the run says so."""
+    """The whole iteration is skipped on every rank, and the run records that."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureOptions:
-    """The settings of a capture, checked.
+    """The checked settings of a capture.
 
     Raises:
-        UsageError: a value is outside of what its field allows; the message names the option.
+        UsageError: a field does not allow its value; the message names the option.
     """
 
-    # Not `start` and `master`: torchrun takes these flags, wherever they stand, for abbreviations of its own.
+    # Not `start` and `master`: torchrun reads these flags, at any position, as abbreviations of its own.
     start_at: int = option(0, "First iteration to capture, counted from 0.", least=0)
     every: int = option(1, "Capture every N-th iteration from the first one on.", least=1)
     min_iterations: int = option(
@@ -171,15 +171,15 @@ class CaptureOptions:
         metavar="JSON",
     )
     layer_offset: int = 0
-    """Added to the index of each layer, on a later pipeline stage; only in Python, as each rank has its own."""
+    """Added to the index of each layer on a later pipeline stage. Only in Python, because each rank has its own."""
     adds: bool = False
-    """Whether the records of a run at the URL are shown beside the new ones, as in a folder of the legacy tools."""
+    """Whether the records of a run at the URL are shown with the new ones, as in a folder of the legacy tools."""
 
     def __post_init__(self) -> None:
-        """Check every value, and the rules among them.
+        """Check every value, including the rules.
 
         Raises:
-            UsageError: one is not allowed.
+            UsageError: a value is not allowed.
         """
         for setting in SETTINGS:
             setting.check(getattr(self, setting.name))
@@ -218,7 +218,7 @@ class CaptureOptions:
             _ = self.wanted_modes
 
     def _check_recorder(self) -> None:
-        """Return if the values fit a flight recorder, or a capture that is none."""
+        """Check the values that depend on whether this is a flight recorder."""
         if self.record_last is None:
             if is_given(self.trigger):
                 raise UsageError("--trigger is for a flight recorder: add --record-last, the iterations that it holds")
@@ -249,19 +249,19 @@ class CaptureOptions:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields alone: the writer reads no rules."""
+        """The fields without the cached properties: the writer needs no parsed rules."""
         return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
 
     @functools.cached_property
     def rules(self) -> tuple[CaptureRule, ...]:
-        """The rules of which the first that fits a tensor decides; there is at least one."""
+        """The rules; the first that matches a tensor decides. There is at least one."""
         from ranktape.capture.settings.rules import read_rules
 
         return read_rules(self.select, keep=self.keep, outputs=LAYER_OUTPUTS if self.wants_layers else ())
 
     @functools.cached_property
     def triggers(self) -> tuple[SiteTrigger, ...]:
-        """The limits of metrics at which a flight recorder stores what it holds."""
+        """The limits of metrics at which a flight recorder stores the iterations that it holds."""
         if not is_given(self.trigger):
             return ()
         from ranktape.capture.flight.rules import read_site_triggers
@@ -275,12 +275,12 @@ class CaptureOptions:
 
     @property
     def guaranteed_iterations(self) -> int:
-        """How many iterations are guaranteed to be stored complete; a flight recorder guarantees none."""
+        """Number of iterations that are guaranteed to be stored complete; 0 for a flight recorder."""
         return self.min_iterations if self.record_last is None else 0
 
     @property
     def target_iterations(self) -> int:
-        """How many complete iterations end the capture; a flight recorder does not end for any."""
+        """Number of complete iterations after which the capture stops; 0 for a flight recorder, which never does."""
         if self.record_last is not None:
             return 0
         return self.min_iterations if self.max_iterations is None else self.max_iterations
@@ -292,44 +292,48 @@ class CaptureOptions:
 
     @functools.cached_property
     def _written(self) -> list[CaptureRule]:
-        """The rules that `select` gives."""
+        """The rules of `select`, without those that follow from other settings."""
         return [rule for rule in self.rules if rule.number]
 
     @functools.cached_property
     def wanted_layer_types(self) -> tuple[str, ...]:
-        """The kinds of layers to attach to: names or globs."""
+        """The layer types to attach to, as names or globs."""
         outputs = LAYER_OUTPUTS if self.wants_layers else ()
         usual = () if outputs else DEFAULT_LAYER_TYPES
         found = [one for rule in self._written for one in rule.texts("layer_type") or usual] if self._written else usual
         return tuple(dict.fromkeys((*found, *outputs)))
 
     def wants_layer_type(self, layer_type: str) -> bool:
-        """Whether to attach to layers of that kind."""
+        """Whether to attach to layers of that type."""
         return _fits(self.wanted_layer_types, layer_type)
 
     def names_layer_type(self, layer_type: str) -> bool:
-        """Whether a rule names layers of that kind, so that they are not asked for by `layers` alone."""
+        """Whether a rule names that layer type, so that it is not selected by `layers` alone."""
         return any(_fits(rule.texts("layer_type"), layer_type) for rule in self._written)
 
     def wants_module(self, path: str) -> bool:
-        """Whether to attach to modules of that path."""
+        """Whether to attach to the module with that path."""
         modules = [rule.texts("module") for rule in self._written]
         return not modules or any(not texts or _fits(texts, path) for texts in modules)
 
     @property
     def named_modules(self) -> list[str]:
-        """The globs of modules, where every rule names some."""
+        """The globs of modules of all rules; empty if a rule names no modules."""
         modules = [rule.texts("module") for rule in self._written]
         return [one for texts in modules for one in texts] if all(modules) else []
 
     @property
     def names_mode(self) -> bool:
-        """Whether a rule says in which mode the passes are."""
+        """Whether a rule selects by mode."""
         return any("mode" in rule.names for rule in self.rules)
 
     @functools.cached_property
     def wanted_modes(self) -> tuple[str, ...]:
-        """The modes of the passes that are recorded: those of the rules; by default `train`, with `layers` both."""
+        """The modes of the passes that are recorded. A rule without one means `train`, or both if `layers` is given.
+
+        Raises:
+            UsageError: a rule fits no mode.
+        """
         modes = tuple(map(str, Mode))
         usual = modes if self.wants_layers else (Mode.TRAIN.value,)
         if not self.names_mode:
@@ -349,27 +353,27 @@ class CaptureOptions:
         return tuple(mode for mode in modes if mode in found)
 
     def asked(self, settings: Mapping[str, Any]) -> CaptureOptions:
-        """The options for an iteration that somebody asked for, in which these settings select, where any is given."""
+        """The options for an iteration that was requested during the training; its settings, if any, select in it."""
         if unknown := sorted(settings.keys() - set(ASKED_SETTINGS)):
             raise UsageError(f"{unknown[0]!r:.60} selects nothing: {nearest(unknown[0], ASKED_SETTINGS)}")
         own = {"select": (), "keep": Keep.VALUES.value, "layers": None, **settings} if settings else {}
         return dataclasses.replace(self, **own)
 
     def plain(self) -> dict[str, Any]:
-        """The settings as JSON has them, for another process: numbers and texts, without a script's own classes."""
+        """The settings as values for JSON, without the script's own classes, for another process."""
         values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         written: dict[str, Any] = json.loads(json.dumps(values, default=_plain))
         return written
 
     def document(self) -> dict[str, Any]:
-        """What the run's document says of the capture: JSON, without secrets."""
+        """The settings for the run's document: values for JSON, without secrets."""
         public = self.plain() | {"min_iterations": self.guaranteed_iterations}
         del public["storage_options"]
         return public
 
 
 class CaptureSettings(TypedDict, total=False):
-    """The keyword arguments of `Capture`: the fields of `CaptureOptions`, whose help says what each means."""
+    """The keyword arguments of `Capture`. They are the fields of `CaptureOptions`, whose help explains each."""
 
     start_at: int
     every: int
@@ -408,14 +412,20 @@ SETTINGS: Sequence[Setting] = tuple(
     for item in dataclasses.fields(CaptureOptions)
     if "setting" in item.metadata
 )
-"""Every setting, in the order of `CaptureOptions`."""
+"""All settings, in the order of `CaptureOptions`."""
 
 ASKED_SETTINGS = ("select", "keep")
-"""The settings that may be given for iterations that somebody asks for while the training runs."""
+"""The settings that a request for iterations of a running training may give."""
 
 
 def check_layer_types(options: CaptureOptions, *, known: Sequence[str]) -> None:
-    """Return if there are layers of the wanted kinds; besides known ones, some may be recorded by hand."""
+    """Check that the wanted layer types are known.
+
+    An unknown one is allowed if it resembles no known one and not all are unknown: it may be recorded by hand.
+
+    Raises:
+        UsageError: an unknown layer type is not allowed.
+    """
     unknown = (
         []
         if options.manual
@@ -434,7 +444,7 @@ def _fits(patterns: tuple[str, ...], text: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON cannot hold, as one that it can."""
+    """A value for JSON instead of one that JSON cannot represent."""
     if isinstance(value, set | frozenset):
         return sorted(value, key=str)
     if hasattr(value, "tolist"):

@@ -1,8 +1,7 @@
-"""The rules by which a capture chooses tensors.
+"""The rules by which a capture selects tensors.
 
-They are checked once, before the training begins. The filters are those of queries (`ranktape.storage.query`), on the
-fields that are known when a tensor is captured. A rule such as `layer_type=attention where="call > 0"` is read word by
-word:
+They are checked once, before the training starts. The filters are those of queries (`ranktape.storage.query`), on the
+fields that are known when a tensor is captured. The grammar of a text such as `layer_type=attention where="call > 0"`:
 
     rules  = rule { ";" rule }
     rule   = item { white-space item }
@@ -11,8 +10,8 @@ word:
     bare   = characters other than white-space, quotes and ";"
     quoted = characters in single or double quotes, with a backslash before a quote or a backslash
 
-Names are a record's fields, `where`, `samples` and `keep`; a hyphen in a name is an underscore. The text is data: it is
-read by the expression below, and nothing of it is ever run.
+Names are a record's fields, `where`, `samples` and `keep`; a hyphen in a name is an underscore. The text is parsed by
+the regular expression below and never executed.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ NUMBER_FIELDS = (
     "numel",
 )
 FIELDS = (*TEXT_FIELDS, *NUMBER_FIELDS)
-"""What is known of a tensor when it is captured."""
+"""The fields that are known when a tensor is captured."""
 
 CLOSED = {"operation": tuple(map(str, Operation)), "mode": tuple(map(str, Mode))}
-"""Fields of which all values are known."""
+"""The allowed values of the fields that have a fixed set of them."""
 
 KEEPS = tuple(map(str, Keep))
 
 MAX_LENGTH = 100_000
-"""Characters of a text; Linux passes 131,072 in a variable, which holds the rules of all `--select` together."""
+"""Longest text, in characters. The rules of all `--select` share one environment variable; Linux allows 131,072."""
 
 _ITEM = re.compile(
     r"""\s*(?:
@@ -61,22 +60,22 @@ _ITEM = re.compile(
 )
 
 _CONTEXT = 30
-"""Characters shown from a mistake on."""
+"""Number of characters that a message shows from the position of a mistake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """Some of the whole numbers from 0 on."""
+    """A set of whole numbers from 0 on."""
 
     filter: Filter | None
-    """Which; None for all."""
+    """The filter that selects them; None for all numbers."""
 
     def holds(self, number: int) -> bool:
-        """Whether a number is one of them."""
+        """Whether the set contains a number."""
         return self.filter is None or bool(self.filter.mask(lambda _: np.array([number]), 1)[0])
 
     def below(self, count: int) -> list[int]:
-        """Those below `count`, ascending."""
+        """The numbers below `count`, ascending."""
         return list(range(count)) if self.filter is None else _below(self.filter, count)
 
 
@@ -89,14 +88,14 @@ def _below(chosen: Filter, count: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CaptureRule:
-    """Some tensors, and what is kept of them; each rule is equal to itself alone."""
+    """The tensors that a rule selects, and what is kept of them. Rules are compared by identity."""
 
     number: int
-    """Its number among those of `select`; 0 for one that follows from other settings."""
+    """Number of the rule in `select`, from 1; 0 for a rule that follows from other settings."""
     filters: tuple[Filter, ...]
-    """All of them must hold."""
+    """The filters, all of which a tensor has to match."""
     where: Where | None
-    """An expression that must hold too."""
+    """An expression that has to be true as well; None if the rule has none."""
     samples: Numbers | None
     """The samples that are kept; None for all."""
     keep: str
@@ -104,15 +103,15 @@ class CaptureRule:
 
     @property
     def names(self) -> frozenset[str]:
-        """The fields that it asks for."""
+        """The fields by which the rule selects."""
         return frozenset({one.field for one in self.filters} | set(self.where.names if self.where else ()))
 
     def texts(self, field: str) -> tuple[str, ...]:
-        """What the filters of a field name, each part between commas for itself; empty where there is none."""
+        """The comma-separated parts of a field's filters; empty if it has none."""
         return tuple(str(part) for one in self.filters if one.field == field for part in one.parts)
 
     def can_hold(self, source: ColumnSource, *, num_rows: int, known: Collection[str] | None = None) -> Mask:
-        """The rows that it can fit, where only some fields are known, by default all; `source` has their columns."""
+        """The rows that the rule can match, given the columns of the known fields, by default all, in `source`."""
         known = self.names if known is None else known
         found = np.ones(num_rows, dtype=np.bool_)
         for one in self.filters:
@@ -124,12 +123,15 @@ class CaptureRule:
 
 
 def read_rules(select: Any, *, keep: str, outputs: Sequence[str]) -> tuple[CaptureRule, ...]:
-    """The rules of which the first that fits a tensor decides; one of them at least.
+    """The rules; the first that matches a tensor decides. There is at least one.
 
     Args:
         select: The rules, as texts and mappings.
-        keep: What is kept where a rule does not say it.
-        outputs: Kinds of layers that are taken whatever the rules choose; where a rule fits one, it alone decides.
+        keep: What is kept if a rule does not specify it.
+        outputs: Layer types that are always captured. If a rule of `select` can match one, it alone decides.
+
+    Raises:
+        UsageError: a rule is not valid, or can never apply.
     """
     rules = [_rule(words, keep=keep, number=number) for number, words in enumerate(rule_words(select), start=1)]
     for number, rule in enumerate(rules[:-1], start=1):
@@ -147,7 +149,7 @@ def read_rules(select: Any, *, keep: str, outputs: Sequence[str]) -> tuple[Captu
 
 
 def parse_rules(text: str) -> list[dict[str, str]]:
-    """The rules of a text, each with the text of every name."""
+    """Parse a text into rules, each a mapping from names to texts."""
     if len(text) > MAX_LENGTH:
         raise UsageError(f"--select has {len(text)} characters: give at most {MAX_LENGTH}")
     rules: list[dict[str, str]] = [{}]
@@ -179,7 +181,7 @@ def parse_rules(text: str) -> list[dict[str, str]]:
 
 
 def rule_words(given: Any) -> list[dict[str, Any]]:
-    """What each rule says, by name."""
+    """The names and values of each rule."""
     rules: list[dict[str, Any]] = []
     for rule in (given if isinstance(given, list | tuple) else (given,)) if is_given(given) else ():
         if isinstance(rule, str):
@@ -206,13 +208,13 @@ _EXAMPLES = {
 
 
 def read_numbers(name: str, value: Any) -> Numbers:
-    """The numbers that the setting `layers` or `samples` gives."""
+    """The numbers that a value of the setting `layers` or `samples` selects."""
     if value is True or value == "all":
         return Numbers(filter=None)
     if value is False or not is_given(value):
         return Numbers(filter=Filter(field=name, alternatives=()))
     chosen = parse_filter(name, value)
-    chosen.mask(lambda _: np.arange(1), 1)  # texts are read here, and refused
+    chosen.mask(lambda _: np.arange(1), 1)  # parses texts, and raises for invalid ones
     if not all(map(_counts_from_zero, chosen.parts)):
         raise UsageError(f"--{name} {shown(value)} is not allowed: give {_EXAMPLES[name]}, counted from 0")
     return Numbers(filter=chosen)
@@ -230,7 +232,7 @@ def _counts_from_zero(alternative: Any) -> bool:
 
 
 def _rule(words: Mapping[str, Any], *, keep: str, number: int) -> CaptureRule:
-    # None is a missing value, as in a query; of what is no field it stands for 'not given'.
+    # For a field, None selects missing values, as in a query. For other names, it means 'not given'.
     given = {name: value for name, value in words.items() if value is not None or name in FIELDS}
     where = given.pop("where", None)
     samples = given.pop("samples", None)
@@ -294,5 +296,5 @@ def _no_rows(name: str, /) -> Column:
 
 @functools.lru_cache(maxsize=1 << 16)
 def fits(patterns: tuple[str, ...], text: str) -> bool:
-    """Whether a text is what one of the patterns means."""
+    """Whether one of the patterns matches a text."""
     return any(glob(pattern)(text) for pattern in patterns)

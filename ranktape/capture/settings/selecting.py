@@ -1,10 +1,10 @@
-"""Decides of each tensor whether the capture takes it and what is kept of it, and names what a selection missed.
+"""Decides whether each tensor is captured and what is kept of it, and reports what a selection did not match.
 
-The answer follows from the rules by the same code that selects records when a run is read, on columns of one row. It is
-found once for tensors that the rules cannot tell apart, and looked up from then on.
+The rules are evaluated by the code that selects records when a run is read, on columns of one row. The decision is
+cached for all tensors that the rules cannot distinguish.
 
-Most fields of a record are open: a tensor may be called anything. So a name that is mistyped is no error, and is told
-of once it is known what there is: after the first iteration, with the nearest name that was seen.
+Most fields of a record are open: a tensor may have any name. A mistyped name is therefore no error. It is reported
+after the first iteration, when the existing names are known, with the nearest of them.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ if TYPE_CHECKING:
 
 
 OF_SITES = ("module", "layer_type", "layer_stack", "layer_idx", "component", "operation", "phase", "tensor_name")
-"""What is the same in every iteration, and known of each site."""
+"""The fields of a site, which are the same in every iteration."""
 
 _OF_TENSORS = ("dtype", "compute_dtype", "quant_type")
-"""What is known of each tensor, and mostly the same in every iteration."""
+"""The fields of single tensors that are mostly the same in every iteration."""
 
 _MAX_LISTED = 8
 
 
 @dataclass(slots=True)
 class Sightings:
-    """What a capture has met on this rank, whether it took it or not."""
+    """The sites and values that a capture has seen on this rank, whether it took them or not."""
 
     rank: int
-    """This one."""
+    """Global rank."""
     sites: dict[tuple[Source, TensorRole, str], None] = field(default_factory=dict)
-    """Sources and roles, with what follows the name of the tensor."""
+    """Sources and roles, with the suffix of the tensor's name."""
     values: dict[str, set[str]] = field(default_factory=lambda: {name: set() for name in _OF_TENSORS})
-    """Of the fields of single tensors."""
+    """The values of the fields of single tensors."""
 
     def column(self, name: str, /) -> Column:
-        """The field of all sites; of single tensors the values that there are."""
+        """A field of all sites, or the distinct values of a field of single tensors."""
         if name == "rank":
             return np.array([self.rank])
         if name in self.values:
@@ -59,9 +59,15 @@ class Sightings:
 
 
 def find_unmatched(options: CaptureOptions, seen: Sightings, *, paths: Collection[str]) -> Iterator[str]:
-    """A line for each alternative of a filter, and each rule, that nothing matched in a model with these modules."""
+    """A message for each alternative of a filter, and each rule, that matched nothing.
+
+    Args:
+        options: The settings of the capture.
+        seen: What the capture has seen.
+        paths: The paths of the model's modules, for hints.
+    """
     if not seen.sites:
-        return  # there was nothing to match, as in a capture of evaluation before that comes
+        return  # nothing has run yet, as in a capture of an evaluation that has not started
     for rule in options.rules:
         if not rule.number:
             continue
@@ -84,7 +90,7 @@ def _unmatched_of(chosen: Filter, seen: Sightings, *, paths: Collection[str]) ->
 
 
 def _hint(given: str, column: Column, *, paths: Collection[str]) -> str:
-    """What to give in its place."""
+    """The part of a message that suggests a value, or lists those seen; empty if there are too many."""
     if not isinstance(column, StringColumn):
         return f" (seen were {column.min()} to {column.max()})" if len(column) > 1 else ""
     names = sorted({*filter(None, column.table), *paths})
@@ -94,7 +100,7 @@ def _hint(given: str, column: Column, *, paths: Collection[str]) -> str:
 
 
 def _site_values(source: Source, role: TensorRole, suffix: str) -> dict[str, Any]:
-    """The fields of a site, of a tensor whose name has a suffix."""
+    """The fields of a site, with a suffix added to the tensor's name."""
     return {
         **source._asdict(),
         "operation": str(role.operation),
@@ -104,42 +110,42 @@ def _site_values(source: Source, role: TensorRole, suffix: str) -> dict[str, Any
 
 
 MAX_ANSWERS = 1 << 17
-"""Answers that are kept: shapes and calls without end must not fill the memory."""
+"""Largest number of cached decisions, so that ever new shapes and calls do not fill the memory."""
 
 _ALWAYS_KNOWN = frozenset({*OF_SITES, "rank"})
-"""What is known before a tensor is seen."""
+"""The fields that are known before a module is called."""
 
 _OF_CALL = ("microbatch", "compute_dtype", "batch_size", "mode")
-"""What is known when a module is called; not `call`, which is counted on where two backward passes bring a gradient."""
+"""The fields that are known when a module is called. `call` is not: a second backward pass increments it."""
 
 _call_values = operator.attrgetter(*_OF_CALL)
 
 _OF_TENSOR = (*_OF_CALL, "call", "quant_type", "dtype", "shape", "nbytes", "numel")
-"""What is known when a tensor is seen."""
+"""The fields of calls and tensors that are known when a tensor is seen."""
 
 _SUFFIXES = ("", "_codes", "_scales")
-"""What may follow the name of a tensor: quantised operands are recorded as codes and scales."""
+"""The possible suffixes of a tensor's name. Quantised operands are recorded as codes and scales."""
 
 
 class Selecting:
     """The rules of a capture on one rank."""
 
     def __init__(self, options: CaptureOptions, *, rank: int, is_asked: bool = False) -> None:
-        """Take the rules; with `is_asked` those of an iteration that somebody asked for, without sightings."""
+        """Take the rules. `is_asked` means those of a requested iteration, for which no sightings are collected."""
         self._rules = options.rules
         self._rank = rank
         names = frozenset[str]().union(*(rule.names for rule in self._rules))
         self._is_general = not names
         self.of_all = self._rules[0] if self._is_general else None
-        """What is kept of every tensor, where no rule tells one from another."""
+        """The rule for all tensors, if no rule selects by a field; otherwise None."""
         self._asked = [number for number, name in enumerate(_OF_TENSOR) if name in names]
         of_call = [name for name in _OF_CALL if name in names]
         self.asks_for_calls = bool(of_call)
-        """Whether it depends on the call whether a tensor is taken: its microbatch, dtype, batch or mode."""
+        """Whether the decision depends on the call: its microbatch, compute dtype, batch size or mode."""
         self._asked_of_call = operator.attrgetter(*of_call) if of_call else None
         self._is_by_name = "tensor_name" in names
         self.sightings: Sightings | None = None if self._is_general or is_asked else Sightings(rank)
-        """What there was to choose from so far; None once nobody will ask."""
+        """The sites and values seen so far; None if they are not, or no longer, needed."""
         self._answers: dict[Any, int] = {}
         self._possible: dict[Any, bool] = {}
 
@@ -155,7 +161,7 @@ class Selecting:
         quant_type: str,
         suffix: str = "",
     ) -> CaptureRule | None:
-        """What is kept of a tensor, whose name may have a suffix; None where it is not taken."""
+        """The rule that decides what is kept of a tensor, given the suffix of its name; None if it is not captured."""
         if self.of_all is not None:
             return self.of_all
         seen = (*_call_values(call), call.index, quant_type, dtype, shape, nbytes, math.prod(shape))
@@ -169,13 +175,13 @@ class Selecting:
         return self._rules[number] if number >= 0 else None
 
     def may_take(self, source: Source, role: TensorRole, call: Call | None = None) -> bool:
-        """Whether a tensor of that source and role, and of that call, can be taken.
+        """Whether a tensor of that source, role and call can be captured.
 
-        Asked before the tensor is seen: what is not known of it may be anything.
+        This is called before the tensor exists: its unknown fields may have any value.
         """
         if self.of_all is not None:
             return True
-        # What no rule names tells no answers apart: most are found once for all microbatches.
+        # The key has only fields by which a rule selects, so that most decisions are made once for all microbatches.
         asked = self._asked_of_call
         key = (source, role, call is None, None if call is None or asked is None else asked(call))
         found = self._possible.get(key)
@@ -209,7 +215,7 @@ class Selecting:
 
 
 def _source_of(values: Mapping[str, Any]) -> Callable[[str], Column]:
-    """The values as columns of one row, of the types that a catalogue gives."""
+    """The values as columns of one row, with the types of a catalogue's columns."""
 
     def column(name: str, /) -> Column:
         value = values[name]
