@@ -192,7 +192,7 @@ class Watch:
 
 
 _BESIDE = port_of(f"{WIDE}input", {}), port_of(f"{WIDE}weight", {})
-"""The ports of the input and the weight of a layer that multiplies other tensors, which it computes from them."""
+"""The ports of the input and the weight of a layer that multiplies other tensors, which are computed from these."""
 
 _SHARED = "its tensor is another operand, too: one gradient for both"
 

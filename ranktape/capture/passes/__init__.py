@@ -1,1 +1,1 @@
-"""Follow the passes, microbatches, calls and iterations of a training."""
+"""Follows the passes, microbatches, calls and iterations of a training."""

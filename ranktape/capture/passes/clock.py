@@ -1,15 +1,15 @@
-"""Calls back when an iteration of the training has ended.
+"""Calls back when an iteration of the training has finished.
 
-That is when its optimizer has stepped, unless `advance_on` names another event. Where there is no training at all, with
-each outermost forward: an iteration ends when the next one begins, or with the capture.
+An iteration finishes when the optimizer has stepped, unless `advance_on` names another event. Without a training, each
+outermost forward pass is an iteration, which finishes when the next one starts or when the capture stops.
 
-Two optimizers step once each in an iteration: the first one that stepped leads, and the others follow. One that steps
-twice while the leader does not has taken its place. A step inside of another one's (an optimizer that wraps another) is
-part of it; optimizers that step in the backward pass, one for each parameter, step together when it has ended; a step
-that a gradient scaler skips ends an iteration too.
+If several optimizers step in an iteration, the one that stepped first is the leader and finishes it; the others are
+followers. A follower that steps twice between two steps of the leader becomes the leader. A step inside the step of
+another optimizer, which wraps it, is part of that. Optimizers that step in the backward pass, one for each parameter,
+count as one step when that has finished. A step that a gradient scaler skips also finishes an iteration.
 
-Where forwards end the iterations, each model that is known has two light hooks for the whole capture. Forwards that
-several threads run at once belong to one iteration.
+If forward passes finish iterations, each known model has two cheap hooks during the whole capture. Forward passes that
+several threads run at the same time belong to one iteration.
 """
 
 from __future__ import annotations
@@ -46,29 +46,29 @@ if TYPE_CHECKING:
 
 
 OnForward = Callable[["nn.Module", Arguments], Arguments | None]
-"""Called with a model and its arguments; gives the arguments to go on with, None for the same."""
+"""A function of a model and its arguments that returns the arguments to continue with; None if they are unchanged."""
 
 
 OnSkip = Callable[[torch.Tensor | None], None]
-"""Called where a step is skipped, or with the tensor that is not 0 where it is."""
+"""A function to call with None for a skipped step, or with a tensor that is not 0 if the step will be skipped."""
 
 
 class _Models(list["nn.Module"]):
-    """The models that a thread is running, outermost first."""
+    """The models that are running on a thread, the outermost first."""
 
 
 class _ForwardThread(threading.local):
-    """What a thread is running; `of_all` has that of each thread that lives."""
+    """The running models of a thread. `of_all` has those of all living threads."""
 
     def __init__(self, of_all: weakref.WeakValueDictionary[int, _Models]) -> None:
         self.models = of_all[threading.get_ident()] = _Models()
 
 
 class ForwardClock:
-    """Calls back when an outermost forward of a known model begins."""
+    """Calls back when an outermost forward pass of a known model starts."""
 
     def __init__(self, on_forward: OnForward, *, on_late: OnForward) -> None:
-        """Know no model yet; `on_late` is called where another thread has put hooks on a model since its call began."""
+        """`on_late` is called if another thread has put hooks on a model since its call started."""
         self._on_forward = on_forward
         self._on_late = on_late
         self._owner = os.getpid()
@@ -83,25 +83,25 @@ class ForwardClock:
         return bool(self._thread.models)
 
     def watch(self, model: nn.Module, *, is_running: bool = False) -> None:
-        """Listen to a model, from its next call on; to the end of this one where it is running."""
+        """Follow a model from its next call on. If `is_running`, also the end of the call in progress."""
         self._handles.append(model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True, prepend=True))
         self._handles.append(model.register_forward_hook(Hook(self._end), always_call=True))
         if is_running:
             self._thread.models.append(model)
 
     def stop(self) -> None:
-        """Listen no more; torch would go wrong if a model were running."""
+        """Stop following models. None may be running, because torch fails if hooks are removed then."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Arguments | None:
-        # Without keywords: torch's word for a hook that was taken off while the model runs.
+        # If the hook was removed during the call of its model, torch calls it without keyword arguments.
         if kwargs is None or is_traced() or os.getpid() != self._owner or in_backward():
             return None
         running = self._thread.models
         if running and running[0] is model and not calls_itself(model):
-            running.clear()  # an interrupt took the last pass away, and no hook was called
+            running.clear()  # an interrupt ended the last pass without a call of its hooks
         is_outermost = not running
         hooks = list(model._forward_pre_hooks)  # noqa: SLF001  (torch has no public way)
         with self._lock:
@@ -112,7 +112,7 @@ class ForwardClock:
                 return None
             if not is_shared:
                 return self._on_forward(model, (args, kwargs))
-            # Those that another thread put on while this one waited for it are not called for this call.
+            # Hooks that another thread attached while this one waited do not run for this call.
             is_late = hooks != list(model._forward_pre_hooks)  # noqa: SLF001  (as above)
             return self._on_late(model, (args, kwargs)) if is_late else None
 
@@ -123,7 +123,7 @@ class ForwardClock:
 
 
 class OptimizerClock:
-    """Calls back when an iteration has ended, as far as optimizers end it."""
+    """Calls back when an optimizer has finished an iteration."""
 
     def __init__(
         self,
@@ -133,15 +133,16 @@ class OptimizerClock:
         on_skip: OnSkip = lambda _: None,
         on_note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Listen to every optimizer of the process from now on.
+        """Follow all optimizers of the process.
 
         Args:
             on_tick: Called at the end of an iteration.
-            advance_on: `optimizer` for the first that steps, `optimizer:N` for the N-th, an optimizer, or the
-                name of another event: then no step ends an iteration.
-            on_skip: Called when a gradient scaler has skipped a step, before the iteration ends, with None; and in each
-                step of an optimizer that unscales in its kernel, with what says there whether it is skipped.
-            on_note: Called with what a person should know of the optimizers.
+            advance_on: `optimizer` for the first one that steps, `optimizer:N` for the N-th, an optimizer, or the name
+                of another event, in which case no step finishes an iteration.
+            on_skip: Called with None when a gradient scaler has skipped a step, before the end of the iteration. In
+                each step of an optimizer that unscales in its kernel, called with the tensor that tells whether the
+                step is skipped.
+            on_note: Called with notes for the user about the optimizers.
         """
         self._on_tick = on_tick
         self._on_skip = on_skip
@@ -153,32 +154,32 @@ class OptimizerClock:
         self._leader: weakref.ref[Any] | None = None
         self._followers: set[int] = set()
         self._num_followed: Counter[int] = Counter()
-        """By number of an optimizer: in how many iterations it stepped and another one led."""
+        """Number of iterations in which each optimizer stepped as a follower, by its number."""
         self._num_since_tick = 0
         self.is_single_step = True
-        """Whether the last iteration that ended had no step but the one that ended it."""
+        """Whether the last finished iteration had only a single step."""
         self._num_steps = 0
         self._waiting: set[int] = set()
-        """Optimizers that have stepped in a backward pass that has not ended yet; as one they are this clock."""
+        """The optimizers that have stepped in the running backward pass. Together, they count as one: this clock."""
         self._task = -1
         self.has_ticked = False
-        """Whether the step of an optimizer has ended an iteration."""
+        """Whether the step of an optimizer has finished an iteration."""
         self._handle = register_optimizer_step_post_hook(self._on_step)
         self._put_back = replace("torch.amp.grad_scaler.GradScaler.step", self._around_scaler)
 
     @property
     def has_stepped(self) -> bool:
-        """Whether some optimizer has stepped, whether that ended an iteration or not."""
+        """Whether any optimizer has stepped."""
         return bool(self._order)
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Stop following optimizers."""
         self._handle.remove()
         if self._put_back is not None:
             self._put_back()
 
     def explain(self, num_passes: int = 0) -> str:
-        """Why no iteration ends after that many training passes, 0 where they were not counted, and what to do."""
+        """The reason why no iteration finishes, and the remedy. `num_passes` is 0 if passes were not counted."""
         passes = f" in {num_passes} training pass{'es' * (num_passes > 1)}" if num_passes else ""
         by_hand = "call capture.step() after each iteration"
         if self._advance_on == "step":
@@ -201,7 +202,7 @@ class OptimizerClock:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             before = self._num_steps
             result = original(scaler, optimizer, *args, **kwargs)
-            # Gradients that are not finite: the optimizer was not called, and the iteration is over all the same.
+            # Gradients were not finite. The optimizer was not called, but the iteration is over.
             if self._num_steps == before and os.getpid() == self._owner:
                 self._on_skip(None)
                 self._stepped(optimizer)
@@ -256,7 +257,7 @@ class OptimizerClock:
         return True
 
     def _number(self, optimizer: Any) -> int:
-        """The place of an optimizer in the order of the first steps."""
+        """The index of an optimizer in the order of first steps."""
         for number, (known, _) in enumerate(self._order):
             if known() is optimizer:
                 return number
@@ -266,16 +267,16 @@ class OptimizerClock:
 
     def _step_in_backward(self, optimizer: Optimizer) -> None:
         if id(optimizer) in self._waiting:
-            self._finish_backward()  # its last step was in another backward pass, whose end nothing has shown
+            self._finish_backward()  # its last step was in another backward pass, whose end was not seen
         self._waiting.add(id(optimizer))
-        task = current_graph_task_id()  # what tells backward passes apart
+        task = current_graph_task_id()  # identifies the backward pass
         if task != self._task:
             self._task = task
             engine = torch.autograd.Variable._execution_engine  # noqa: SLF001  (as torch's own DDP does)
             engine.queue_callback(self._on_backward_end)
 
     def _on_backward_end(self) -> None:
-        # A backward pass inside of another one is a recomputed segment: the outer one goes on.
+        # A backward pass inside another one is that of a recomputed segment; the outer one continues.
         if self._waiting and not in_nested_backward():
             self._finish_backward()
 
@@ -286,11 +287,11 @@ class OptimizerClock:
 
 _MAX_NAMED = 5
 _MIN_FOLLOWED = 2
-"""Iterations in which an optimizer stepped beside the one that ends them, before it is named."""
+"""Number of iterations in which an optimizer steps as a follower before the user is told."""
 
 
 class Clock(OptimizerClock):
-    """Calls back when an iteration has ended, by whatever ends it."""
+    """Calls back when an iteration has finished, by a step of an optimizer or a forward pass."""
 
     def __init__(
         self,
@@ -302,10 +303,11 @@ class Clock(OptimizerClock):
         on_late: OnForward,
         on_note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Listen from now on; the iteration has ended with `on_step`, or with an `on_forward` that another one began.
+        """Follow optimizers, and models if forward passes may finish iterations.
 
-        `on_skip` is called before that where a gradient scaler has skipped the step; `on_late` in a forward that began
-        before the hooks of its iteration were put on; `on_note` with what a person should know of the optimizers.
+        An iteration has finished when `on_step` is called, or when `on_forward` is called for the next one. Before
+        that, `on_skip` is called if a gradient scaler has skipped the step. `on_late` is called for a forward pass that
+        started before the hooks of its iteration were attached, and `on_note` with notes for the user.
         """
         self._modes = options.wanted_modes
         self._is_by_forward = options.advance_on == "forward"
@@ -315,7 +317,7 @@ class Clock(OptimizerClock):
         self._num_forwards = 0
         super().__init__(on_step, advance_on=options.advance_on, on_skip=on_skip, on_note=on_note)
         self._forwards: ForwardClock | None = None
-        # Without a training there is no optimizer; one that was asked for will have one.
+        # Without a training there is no optimizer, but a requested training has one.
         is_inference = options.advance_on == "optimizer" and Mode.EVAL in self._modes and not self._is_over_training
         if self._is_by_forward or is_inference:
             self._forwards = ForwardClock(self._begin, on_late=on_late)
@@ -323,17 +325,17 @@ class Clock(OptimizerClock):
 
     @property
     def listens_to_forwards(self) -> bool:
-        """Whether a forward that begins may end an iteration."""
+        """Whether the start of a forward pass may finish an iteration."""
         return self._forwards is not None
 
     @property
     def ends_at_close(self) -> bool:
-        """Whether the running iteration has all it will have: nothing but another forward would end it."""
+        """Whether the running iteration is complete, because only the start of another forward pass would finish it."""
         return self._is_counting and self._num_forwards > 0
 
     def watch(self, model: nn.Module, *, is_running: bool = False) -> None:
-        """Know a model; `is_running` where it became known in a call of it."""
-        # A loss is a module too, and no model.
+        """Follow a model. `is_running` tells whether a call of it is in progress."""
+        # A module without parameters, such as a loss, is not a model.
         if self._forwards is None or next(model.parameters(), None) is None:
             return
         self._forwards.watch(model, is_running=is_running)
@@ -341,24 +343,24 @@ class Clock(OptimizerClock):
             self._num_forwards += 1
 
     def begin_iteration(self) -> None:
-        """An iteration begins, whatever has ended the one before."""
+        """Start an iteration."""
         self._num_forwards = 0
         if self._forwards is not None and not self._is_counting and not self._forwards.is_running:
             self._forwards.stop()
             self._forwards = None
 
     def step_by_hand(self) -> None:
-        """The program ends the iterations itself: forwards do not any more."""
+        """Note that the program finishes iterations itself, so that forward passes no longer do."""
         self._is_counting &= self._is_by_forward
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Stop following optimizers and models."""
         super().stop()
         if self._forwards is not None:
             self._forwards.stop()
 
     def _counts(self, model: nn.Module) -> bool:
-        """Whether a forward that begins now is one of those that end iterations."""
+        """Whether a forward pass that starts now is an iteration."""
         mode = mode_of(model)
         if not self._is_by_forward and (mode is Mode.TRAIN or self.has_stepped):
             self._is_counting = False  # it is a training

@@ -1,12 +1,12 @@
-"""Follows pipeline schedules, and tells the calls that a recomputation repeats from new ones.
+"""Follows pipeline schedules and activation checkpoints of frameworks.
 
-A schedule of `torch.distributed.pipelining` runs its microbatches in an order of its own, and rehearses once on data
-that is none. It says what it runs to its stages: there we listen while an iteration is captured.
+A schedule of `torch.distributed.pipelining` runs its microbatches in its own order, and rehearses once with meaningless
+data. Its calls of its stages, which are wrapped while an iteration is captured, tell what it runs.
 
-Activation checkpointing runs a segment of the forward again in the backward pass. What is recorded there must be
-named like the first pass, whose microbatch may long be over, and a layer that is called twice in a segment must
-not exchange its calls. So every function that is handed to a checkpoint carries the moment at which it ran first.
-Under a checkpoint of a kind that is not listed here, calls are taken from the last to the first.
+Activation checkpointing runs a segment of the forward pass again in the backward pass. Tensors that are recorded there
+must be named as in the first pass, even if its microbatch is over, and two calls of a layer in one segment must not be
+swapped. Therefore each function that is passed to a checkpoint remembers the state of the pass at its first run. Under
+a checkpoint that is not listed here, calls are assumed to be repeated from the last to the first.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _REHEARSALS = ("_prepare_forward_infra", "_prepare_backward_infra")
 
 
 def is_rehearsing() -> bool:
-    """Whether a schedule rehearses on this thread; what was loaded in the middle of it has not seen it begin."""
+    """Whether a schedule is rehearsing on this thread. Asks the stack, as wrappers may have been put on too late."""
     return any(is_running(name) for name in _REHEARSALS)
 
 
 def stage_prefix(stage: int, layer_indexes: list[int]) -> str:
-    """What the paths of a stage's modules begin with, so that no two stages have the same.
+    """The prefix of the paths of a pipeline stage's modules, so that paths differ between stages.
 
-    Empty where the layers are numbered through all stages: the first stage has none, so its own begin at 0.
+    It is empty for the first stage, and if the layers are numbered continuously over all stages.
     """
     known = [index for index in layer_indexes if index >= 0]
     return "" if stage == 0 or (known and min(known) > 0) else f"stage{stage}."
@@ -52,16 +52,16 @@ _HANDED = (
     ("transformer_engine.pytorch.distributed._CheckpointFunction.forward", 1, True),
     ("deepspeed.runtime.activation_checkpointing.checkpointing.CheckpointFunction.forward", 1, True),
 )
-"""Functions that are handed the function of a segment: which argument that is, and whether the first pass calls what it
-was handed, too."""
+"""The functions that take the function of a segment, with the position of that argument, and whether the first pass
+also calls the argument."""
 
 
 def framework_replacements(
     tracker: Tracker, guard: Guard, on_stage: Callable[[nn.Module, int], None]
 ) -> Iterator[tuple[str, Make]]:
-    """What listens to pipeline schedules, and stands between checkpoints and their segments, by dotted names.
+    """The replacements that follow pipeline schedules and checkpoints, by dotted names.
 
-    `on_stage` is called with a stage that is about to run, and its index; the guard contains what goes wrong.
+    `on_stage` is called with the module of a stage that is about to run and its index. The guard handles exceptions.
     """
 
     def staged(stage: Any, fwd_chunk_id: int, *_args: Any, **_kwargs: Any) -> AbstractContextManager[None]:
@@ -107,7 +107,7 @@ def framework_replacements(
 
 
 class Segment:
-    """A function that a checkpoint runs again, and that says so to the tracker."""
+    """The function of a checkpoint's segment, which tells the tracker when it runs again."""
 
     def __init__(self, function: Callable[..., Any], *, tracker: Tracker, runs_first: bool) -> None:
         self._function = function
@@ -115,7 +115,7 @@ class Segment:
         self._repeating = tracker.repetition()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns."""
+        """Call the function."""
         if self._is_first:
             self._is_first = False
             return self._function(*args, **kwargs)
@@ -126,5 +126,5 @@ class Segment:
         return getattr(self._function, name)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """As the function: a framework keeps it on a module until the backward pass."""
+        """Pickle as the function, because a framework stores it on a module until the backward pass."""
         return as_itself(self._function)

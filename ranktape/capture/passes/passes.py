@@ -1,7 +1,7 @@
-"""The passes of a training, their calls, which of these are counted together, and what runs now.
+"""The passes of a training, their microbatches and calls, and questions about the code that is running.
 
-Python's stack is asked only where hooks cannot tell: after an interrupt, in a hook that is given no keyword arguments,
-in an optimizer that steps inside of another one's step, and where a script calls the forward of a module directly.
+Python's stack is inspected only if hooks cannot tell: after an interrupt, in a hook without keyword arguments, if an
+optimizer steps inside another one's step, and if a script calls the `forward` of a module directly.
 """
 
 from __future__ import annotations
@@ -32,91 +32,91 @@ from ranktape.errors import UsageError
 from ranktape.storage.format.record_info import Mode
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Those of a call: positional and by keyword."""
+"""The positional and the keyword arguments of a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of a module, bound to its gradients' hooks when it happens."""
+    """One call of a module or function. The hooks of its gradients refer to it."""
 
     iteration: int
     """Training step."""
     microbatch: int
-    """Index of the pass within the step, among those of its mode."""
+    """Index of the microbatch in the iteration, separately for each mode."""
     index: int
-    """How many calls of the module came before in the microbatch."""
+    """Number of earlier calls of the module in the microbatch."""
     compute_dtype: str
-    """What the operation computes in; autocast included."""
+    """Dtype in which the operation computes, with autocast taken into account."""
     batch_size: int | None
-    """Samples in the microbatch; None where it is not known."""
+    """Number of samples in the microbatch; None if it is not known."""
     sample_ids: tuple[int | str, ...] | None = None
-    """The user's identifiers of the samples; None where none were given."""
+    """Identifiers of the samples; None if the user gave none."""
     mode: Mode = Mode.TRAIN
-    """Whether it was a training pass."""
+    """Mode of the pass."""
     quantised_to: str = ""
-    """The `quant_type` of a layer that quantises its operands itself; empty where that is not known of it."""
+    """The `quant_type` if the layer quantises its operands itself; empty otherwise."""
     key: tuple[Mode, int, int] = field(init=False, repr=False, compare=False)
-    """Mode, microbatch and index: what it is counted by among the calls of its module in the iteration."""
+    """Mode, microbatch and index, which identify the call among those of its module in the iteration."""
 
     kind: tuple[str, int | None, Mode, str] = field(init=False, repr=False, compare=False)
-    """What of it decides on the form of a record: computed in, samples, mode and quantised to."""
+    """The values that determine the form of a record: compute dtype, number of samples, mode and quantisation."""
 
     def __post_init__(self) -> None:
-        """Made once, and not for each of its tensors."""
+        """Compute the keys once, instead of for each tensor."""
         object.__setattr__(self, "key", (self.mode, self.microbatch, self.index))
         object.__setattr__(self, "kind", (self.compute_dtype, self.batch_size, self.mode, self.quantised_to))
 
     @property
     def quant_type(self) -> str:
-        """The tag of a run that names none: what the operation computes in."""
+        """The default tag: the type to which the layer quantises, or the compute dtype."""
         return self.quantised_to or QUANT_TYPES.get(self.compute_dtype, self.compute_dtype)
 
 
 QUANT_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-"""The field's short words for dtypes."""
+"""The usual short names of dtypes."""
 
 
 class Frame(NamedTuple):
-    """A module and where it is in its model."""
+    """A module and its position in the model."""
 
     path: str
-    """Its dotted path."""
+    """Dotted path."""
     module: nn.Module
     """The module."""
     layer_idx: int
-    """Its layer; -1 outside of the stack."""
+    """Number of the layer; -1 outside any stack of layers."""
     layer_stack: str = ""
-    """Dotted path of the list that holds its layer, the same on every rank that has the layer; empty outside of any."""
+    """Dotted path of the stack with the layer, the same on all ranks with the layer; empty outside any stack."""
 
 
 @dataclass(slots=True)
 class Microbatch:
-    """What is counted of one microbatch."""
+    """The counts of one microbatch."""
 
     mode: Mode
     index: int
     num_calls: dict[str, int] = field(default_factory=dict)
-    """Calls so far, of each module or function."""
+    """Number of calls so far, by module or function."""
     num_failed: int = 0
-    """Calls of those that have none yet: as many as the furthest had when a pass failed."""
+    """The first index of calls after a pass failed: the largest number of calls of any module until then."""
     roots: set[int] = field(default_factory=set)
-    """The outermost modules that were entered."""
+    """The identities of the outermost modules that were entered."""
 
     def count(self, key: str) -> int:
-        """The index of the call that begins."""
+        """The index of a new call of a module or function."""
         index = self.num_calls.get(key, self.num_failed)
         self.num_calls[key] = index + 1
         return index
 
     def fail(self) -> None:
-        """A pass ended in an exception: the one that takes its place has calls of one number in all modules."""
+        """Note that a pass raised an exception, so that the calls of its repetition have one index in all modules."""
         self.num_failed = max(self.num_calls.values(), default=self.num_failed)
         self.num_calls.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """One outermost forward."""
+    """One forward pass of an outermost module."""
 
     iteration: int
     microbatch: Microbatch
@@ -126,12 +126,12 @@ class ForwardPass:
 
 
 def checked_sample_ids(sample_ids: Iterable[int | str] | torch.Tensor) -> tuple[int | str, ...]:
-    """The identifiers of samples as records carry them.
+    """The identifiers of samples as a tuple, as they are stored.
 
     Raises:
-        UsageError: one is neither a number nor text.
+        UsageError: an identifier is neither an integer nor a string.
     """
-    # What a loader gives is often a tensor.
+    # Data loaders often return a tensor.
     listed = sample_ids.tolist() if hasattr(sample_ids, "tolist") else list(sample_ids)
     if wrong := [item for item in listed if not isinstance(item, int | str)]:
         raise UsageError(f"sample id {wrong[0]!r} is a {type(wrong[0]).__name__}: give whole numbers or text")
@@ -140,34 +140,34 @@ def checked_sample_ids(sample_ids: Iterable[int | str] | torch.Tensor) -> tuple[
 
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype in a record's words."""
+    """The name of a dtype in records."""
     return str(dtype).removeprefix("torch.")
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is running on this thread; in a forward hook: whether this is a recomputation."""
+    """Whether a backward pass is running on this thread. In a forward hook, this means a recomputation."""
     return current_graph_task_id() != -1
 
 
 def is_traced() -> bool:
-    """Whether a graph is made of what runs, or it is asked for shapes: it has no values, and must not be changed."""
+    """Whether the running code is being traced, or runs with fake tensors. Then tensors have no values to record."""
     if torch.compiler.is_compiling():
-        return True  # torch looks into all that follows where it makes the graph of the source (torch.export)
+        return True  # dynamo, as in torch.export, would trace the code below
     return get_dispatch_mode(FAKE) is not None or is_jit_traced()
 
 
 def is_jit_traced() -> bool:
-    """Whether `torch.jit.trace` makes a graph of what runs."""
+    """Whether `torch.jit.trace` is tracing the running code."""
     return get_tracing_state() is not None
 
 
 def is_transformed() -> bool:
-    """Whether what runs is inside of a transform of `torch.func`: its tensors are no values that could be stored."""
+    """Whether the running code is inside a transform of `torch.func`, whose tensors cannot be stored."""
     return transform_level() is not None
 
 
 def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor of a transform of `torch.func` stands for; another one itself."""
+    """The tensor inside all wrappers of `torch.func` transforms; the tensor itself if there are none."""
     inner = tensor
     while is_transformed_tensor(inner):
         inner = untransformed(inner)
@@ -175,11 +175,11 @@ def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
 
 
 TRANSFORMED = "it ran inside of a transform of torch.func, whose tensors are not recorded"
-"""The reason that such a call is not recorded."""
+"""The reason why such a call is not recorded."""
 
 
 def _step(_: torch.optim.Optimizer) -> None:
-    """Stands for an optimizer's step."""
+    """A step to be wrapped like that of an optimizer, in order to find the code of the wrapper."""
 
 
 _HOOKED: Callable[..., Any] = torch.optim.Optimizer.profile_hook_step(_step)
@@ -192,7 +192,7 @@ def calls_itself(module: nn.Module) -> bool:
 
 
 def keyword_arguments(module: nn.Module) -> dict[str, Any]:
-    """Those of the innermost call of the module, for a hook that torch gives none."""
+    """The keyword arguments of the innermost call of a module, for a hook to which torch does not pass them."""
     for frame in _frames(MODULE_CALL):
         if frame.f_locals.get("self") is module:
             given = frame.f_locals.get("kwargs")
@@ -201,18 +201,21 @@ def keyword_arguments(module: nn.Module) -> dict[str, Any]:
 
 
 class DirectCall(NamedTuple):
-    """A forward that runs though its module was not called, so that no hook of the module did."""
+    """A running call of the `forward` of a module, which does not run the module's hooks."""
 
     module: nn.Module
     """The module."""
     args: tuple[Any, ...]
-    """Its arguments."""
+    """The arguments, by position."""
     number: int
-    """Tells it from other calls that are running on its thread."""
+    """The identity of the call among those that are running on the thread."""
 
 
 def outermost_direct_call(is_known: Callable[[nn.Module], bool]) -> DirectCall | None:
-    """The outermost forward of a known module on this thread; asked where no module is known to have been called."""
+    """The outermost running `forward` of a known module on this thread, if any.
+
+    To be used only if no known module was called with its hooks.
+    """
     found: tuple[FrameType, nn.Module] | None = None
     for frame in _frames():
         module = _module_of(frame)
@@ -226,7 +229,7 @@ def outermost_direct_call(is_known: Callable[[nn.Module], bool]) -> DirectCall |
 
 
 def innermost_direct_call(known: Container[nn.Module], current: nn.Module | None) -> nn.Module | None:
-    """The known module whose forward runs inside of the current one, which was called; None where none does."""
+    """The innermost known module whose `forward` was called directly inside the current module, if any."""
     own = None if current is None else _innermost_code(type(current).forward)
     for frame in _frames():
         if frame.f_code is MODULE_CALL or frame.f_code is own:
@@ -238,12 +241,12 @@ def innermost_direct_call(known: Container[nn.Module], current: nn.Module | None
 
 
 def is_on_stack(number: int) -> bool:
-    """Whether a direct call is still running on this thread."""
+    """Whether the direct call with this number is still running on this thread."""
     return any(id(frame) == number for frame in _frames())
 
 
 def _module_of(frame: FrameType) -> nn.Module | None:
-    """The module whose forward a call is: other functions are not asked, as Python copies all names of one for that."""
+    """The module if the frame is a call of its `forward`. Other frames are skipped early, as `f_locals` is slow."""
     code = frame.f_code
     if code.co_name != "forward" or not code.co_argcount:
         return None
@@ -253,27 +256,27 @@ def _module_of(frame: FrameType) -> nn.Module | None:
 
 @functools.cache
 def _innermost_code(function: Callable[..., Any]) -> CodeType | None:
-    """That of a function, inside of what decorates it."""
+    """The code of a function inside its decorators."""
     return getattr(inspect.unwrap(function), "__code__", None)
 
 
 def in_nested_step() -> bool:
-    """Whether an optimizer's step is running inside of another one's."""
+    """Whether the step of an optimizer is running inside the step of another one."""
     return len(list(_frames(_OPTIMIZER_STEP))) > 1
 
 
 def in_nested_backward() -> bool:
-    """Whether the backward pass of a function is running, which may have begun another backward pass inside."""
+    """Whether the `backward` of an `autograd.Function` is running, inside which another backward pass may run."""
     return any(_frames(FUNCTION_BACKWARD))
 
 
 def is_running(name: str) -> bool:
-    """Whether a function of that name is running on this thread."""
+    """Whether a function with this name is running on this thread."""
     return any(frame.f_code.co_name == name for frame in _frames())
 
 
 def _frames(code: CodeType | None = None) -> Iterator[FrameType]:
-    """The calls that are running on this thread, the innermost first; with `code`, those of one function."""
+    """The running calls on this thread, or only those of `code`, the innermost first."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  (Python has no public name for it)
     while frame is not None:
         if code is None or frame.f_code is code:

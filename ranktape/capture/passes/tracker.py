@@ -1,11 +1,10 @@
-"""Follows which pass, which microbatch and which module the training is in.
+"""Tracks the current pass, microbatch and module of the training.
 
-One fact carries it all: `current_graph_task_id()` is -1 exactly when no backward pass is running.
-A forward hook that fires while one runs belongs to a recomputation (activation checkpointing), unless a hook of a
-gradient called the module: its values were recorded before, but under a reentrant checkpoint only its gradients' hooks
-will fire.
+This relies on one fact: `current_graph_task_id()` is -1 exactly if no backward pass is running. A forward hook that
+runs during a backward pass belongs to a recomputation (activation checkpointing), unless a gradient hook called the
+module. Its values have already been recorded, but under a reentrant checkpoint only its hooks will see gradients.
 
-What a thread is in is kept for each thread: autograd has threads of its own.
+The state is stored for each thread, because autograd runs backward passes on its own threads.
 """
 
 from __future__ import annotations
@@ -40,51 +39,51 @@ from ranktape.storage.format.record_info import Mode
 
 
 class _PassThread(threading.local):
-    """What one thread is in."""
+    """The state of one thread."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.running: ForwardPass | None = None
         self.repeated: ForwardPass | None = None
         self.stage: tuple[int, int | None] | None = None
-        """The microbatch that a pipeline schedule runs, and of how many, where that is known."""
+        """The microbatch that a pipeline schedule runs, and their number if it is known; None without a schedule."""
         self.is_rehearsing = False
         self.direct: int | None = None
-        """The number of the direct call of a forward that began the pass; None where a module was called."""
+        """The number of the direct call of a `forward` that started the pass; None if a module was called."""
 
 
 def mode_of(module: nn.Module) -> Mode:
-    """The mode of a pass that begins with this module now."""
+    """The mode of a pass that starts now with a module."""
     return Mode.TRAIN if module.training and torch.is_grad_enabled() else Mode.EVAL
 
 
 class Tracker:
-    """Follows the passes of one captured iteration."""
+    """Tracks the passes of one captured iteration."""
 
     def __init__(self, *, modes: Collection[str] = (Mode.TRAIN,)) -> None:
         self._modes = frozenset(modes)
         self.sample_ids: tuple[int | str, ...] | None = None
-        """Identifiers of the samples of the passes to come."""
+        """Identifiers of the samples of the following passes."""
         self.before_pass: Callable[[], bool] | None = None
-        """Called when an outermost forward begins; whether it is a rehearsal, on data that is none."""
+        """Called when a pass starts. Returns whether it is a pipeline schedule's rehearsal with meaningless data."""
         self.find_direct: Callable[[], tuple[Frame, DirectCall] | None] | None = None
-        """Finds the known module whose forward was called directly, outermost; None while no modules are known."""
+        """Finds the outermost known module whose `forward` was called directly; None while no hooks are attached."""
         self.is_training = False
-        """Whether a training pass was seen in any iteration."""
+        """Whether any iteration had a training pass."""
         self.reset(0)
 
     def reset(self, iteration: int) -> None:
-        """Begin an iteration; forget what was left behind by passes that ended in an exception."""
+        """Start an iteration, and discard the state that failed passes left."""
         self._iteration = iteration
         self._thread = _PassThread()
         self.num_passes = 0
-        """Outermost forwards, of those that are recorded and of all training passes."""
+        """Number of forward passes that were recorded or are training passes."""
         self.num_train_passes = 0
-        """Training passes, recorded or not."""
+        """Number of training passes, recorded or not."""
         self.num_unended = 0
-        """Passes of which an optimizer should have ended the iteration; in a training, validation is none."""
+        """Number of passes after which an optimizer should step. In a training, validation passes do not count."""
         self.is_adding_weights = False
-        """Whether a pipeline schedule runs a backward pass again for its weights, on whichever thread autograd is."""
+        """Whether a pipeline schedule runs a backward pass again for weight gradients, on any thread."""
         self._is_backward_seen = False
         self._is_staged = False
         self._microbatches: dict[tuple[Mode, int], Microbatch] = {}
@@ -95,48 +94,48 @@ class Tracker:
 
     @property
     def is_active(self) -> bool:
-        """Whether what runs now on this thread is recorded; in a recomputation: whether its first pass was."""
+        """Whether the code that is running on this thread is recorded, or, in a recomputation, its first pass was."""
         thread = self._thread
         self._drop_ended(thread)
         if thread.repeated is None and in_backward():
-            # Where no checkpoint announced a recomputation, it runs in the backward of an `autograd.Function`. What
-            # runs in a hook of a gradient is none.
+            # A recomputation that no known checkpoint announced runs in the backward of an `autograd.Function`. A
+            # module that a gradient hook calls is not a recomputation.
             return self._unfollowed.is_recorded and in_nested_backward()
         return self.is_in_recorded_pass
 
     @property
     def is_in_recorded_pass(self) -> bool:
-        """Whether the pass is recorded that is running on this thread, or whose gradients are computed on it."""
+        """Whether the pass that is running on this thread, or whose gradients are being computed, is recorded."""
         thread = self._thread
         running = thread.repeated or (self._unfollowed if in_backward() else thread.running)
         return running is not None and running.is_recorded
 
     @property
     def microbatch(self) -> int:
-        """Index of the current microbatch, among those of its mode."""
+        """Index of the current microbatch, separately for each mode."""
         return self._present.microbatch.index
 
     @property
     def mode(self) -> Mode:
-        """The mode of the current pass, or of the last one."""
+        """The mode of the current or last pass."""
         return self._present.microbatch.mode
 
     def records(self, module: nn.Module) -> bool:
-        """Whether a pass that begins with this module now would be recorded."""
+        """Whether a pass that starts now with this module would be recorded."""
         return mode_of(module) in self._modes and not self._thread.is_rehearsing
 
     def pass_over(self, module: nn.Module) -> None:
-        """A pass begins with a module that nobody follows."""
+        """Count a pass that starts with this module and is not recorded."""
         if mode_of(module) is Mode.TRAIN and not self._thread.is_rehearsing:
             self._count_pass(Mode.TRAIN)
 
     def enter(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A module begins; the outermost one begins a pass."""
+        """Enter a module. An outermost module starts a pass."""
         thread = self._thread
         if not in_backward():
             self._drop_ended(thread)
             if thread.frames and thread.frames[0].module is frame.module and not calls_itself(frame.module):
-                thread.frames.clear()  # an interrupt took the last pass away, and no hook was called
+                thread.frames.clear()  # an interrupt ended the last pass without a call of its hooks
                 thread.direct = None
             self.meet_direct()
             if not thread.frames:
@@ -144,7 +143,7 @@ class Tracker:
         thread.frames.append(frame)
 
     def meet_direct(self) -> None:
-        """Begin the pass of a known module whose forward was called directly, where no module of one was called."""
+        """Start the pass of a known module whose `forward` was called directly, if no pass is running."""
         thread = self._thread
         if thread.frames or thread.repeated is not None or in_backward() or self.find_direct is None:
             return
@@ -156,15 +155,15 @@ class Tracker:
             thread.direct = call.number
 
     def _drop_ended(self, thread: _PassThread) -> None:
-        """End the pass of a forward that was called directly, once it has returned: no hook tells of that."""
-        # Another call may have the number of one that has ended; between two passes of a training is a backward pass.
+        """Finish the pass of a `forward` that was called directly, once it has returned, as no hook runs then."""
+        # A new call may have the number of a finished one. A backward pass separates two passes of a training.
         if thread.direct is None or (is_on_stack(thread.direct) and not self._is_backward_seen) or in_backward():
             return
         thread.frames.clear()
         thread.running = thread.direct = None
 
     def leave(self, module: nn.Module, output: Any) -> None:
-        """A module ends, or was left by an exception together with what it had called."""
+        """Leave a module, together with inner modules that an exception left."""
         thread = self._thread
         frames = thread.frames
         depth = len(frames)
@@ -183,26 +182,26 @@ class Tracker:
 
     @property
     def is_outermost(self) -> bool:
-        """Whether one module alone is running on this thread, and it was called."""
+        """Whether exactly one module is running on this thread, and it was called with its hooks."""
         return len(self._thread.frames) == 1 and self._thread.direct is None
 
     @property
     def is_direct(self) -> bool:
-        """Whether a forward is running on this thread that was called directly."""
+        """Whether a `forward` that was called directly is running on this thread."""
         return self._thread.direct is not None
 
     def current(self) -> Frame | None:
-        """The innermost module that is running; None outside of all."""
+        """The innermost running module; None outside all modules."""
         self._drop_ended(self._thread)
         frames = self._thread.frames
         return frames[-1] if frames else None
 
     def note_backward(self) -> None:
-        """A gradient was seen: the next outermost forward begins another microbatch."""
+        """Note that a gradient was computed, so that the next forward pass starts another microbatch."""
         self._is_backward_seen = True
 
     def begin_call(self, key: str, *, dtype: torch.dtype, device_type: str) -> Call:
-        """The call of a module or function that begins now; in a recomputation, the one that is repeated."""
+        """A new call of a module or function; in a recomputation, the call that is repeated."""
         thread = self._thread
         compute_dtype = _compute_dtype(dtype, device_type)
         if thread.repeated is not None:
@@ -216,15 +215,15 @@ class Tracker:
         return call
 
     def free_call(self, *, index: int, dtype: torch.dtype, device_type: str) -> Call:
-        """The call of a tensor that is recorded by hand, outside of what is followed."""
+        """The call for a tensor that is recorded by hand."""
         call = self._call(self._present, index, _compute_dtype(dtype, device_type))
         return call if call.sample_ids is not None else dataclasses.replace(call, sample_ids=self.sample_ids)
 
     def repetition(self) -> Callable[[], AbstractContextManager[None]]:
-        """Gives contexts: what runs in one repeats, on its thread, what comes after this moment of the forward."""
+        """A function that returns contexts, in which the code repeats the forward pass from the present moment on."""
         thread = self._thread
         running = thread.repeated or (self._unfollowed if in_backward() else thread.running or self._last)
-        if thread.is_rehearsing:  # in a model that nobody follows yet, perhaps
+        if thread.is_rehearsing:  # perhaps in a model without hooks
             running = ForwardPass(self._iteration, Microbatch(Mode.TRAIN, 0), is_recorded=False)
         now = running.microbatch
         num_calls, num_failed, frames = dict(now.num_calls), now.num_failed, list(thread.frames)
@@ -237,27 +236,27 @@ class Tracker:
         return repeating
 
     def staged(self, microbatch: int, *, of: int | None) -> AbstractContextManager[None]:
-        """A pass that begins in it on this thread is that of a pipeline's stage and this of its microbatches."""
+        """Context in which passes on this thread are those of a pipeline stage for this one of `of` microbatches."""
         return _meanwhile(self._thread, stage=(microbatch, of))
 
     def adding_weights(self) -> AbstractContextManager[None]:
-        """The backward pass that runs in it has run before, without the gradients of weights."""
+        """Context for a backward pass that has already run without the gradients of weights."""
         return _meanwhile(self, is_adding_weights=True)
 
     def rehearsing(self) -> AbstractContextManager[None]:
-        """A pass that begins in it on this thread is on data that is none, and is not followed."""
+        """Context in which passes on this thread are rehearsals with meaningless data, and not recorded."""
         return _meanwhile(self._thread, is_rehearsing=True)
 
     @property
     def _present(self) -> ForwardPass:
         thread = self._thread
-        # After a validation, what is recorded by hand belongs to the training again.
+        # After a validation, tensors that are recorded by hand belong to the training again.
         last = self._unfollowed if torch.is_grad_enabled() else self._last
         return thread.repeated or thread.running or last
 
     @property
     def _unfollowed(self) -> ForwardPass:
-        """The pass of which a recomputation that nobody announced is taken to be one."""
+        """The pass to which a recomputation belongs if no known checkpoint announced it."""
         return self._latest.get(Mode.TRAIN, self._none_yet)
 
     def _begin_pass(
@@ -291,7 +290,7 @@ class Tracker:
             return self._microbatch(mode, stage[0])
         current = self._microbatch(mode, self._microbatch_index(mode))
         if self._is_staged:
-            return current  # the schedule counts them; this is the loss, or another model beside the stages
+            return current  # the schedule counts microbatches; this is the loss, or another model beside the stages
         given = _scheduled_microbatch(module)
         if given is not None:
             return self._microbatch(mode, given)
@@ -325,13 +324,13 @@ class Tracker:
         )
 
     def _watch_backward(self, output: Any) -> None:
-        """Notice the backward pass of a model of which nothing that is recorded has a gradient."""
+        """Notice the backward pass even if no recorded tensor of the model has a gradient."""
         tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
         if (first := next(tensors, None)) is not None:
             first.register_hook(Hook(lambda _: self.note_backward()))
 
     def _repeated_call(self, key: str, compute_dtype: str) -> Call:
-        """The call that is repeated where no checkpoint that is known announced the recomputation."""
+        """The call that is repeated by a recomputation that no known checkpoint announced."""
         running = self._unfollowed
         place = (key, running.microbatch.mode, running.microbatch.index)
         if calls := self._calls[place]:
@@ -343,7 +342,7 @@ class Tracker:
 
 @contextlib.contextmanager
 def _meanwhile(holder: Any, **values: Any) -> Iterator[None]:
-    """Attributes have other values in it."""
+    """Context in which attributes have other values."""
     before = {name: getattr(holder, name) for name in values}
     for name, value in values.items():
         setattr(holder, name, value)
@@ -355,7 +354,7 @@ def _meanwhile(holder: Any, **values: Any) -> Iterator[None]:
 
 
 def _scheduled_microbatch(module: nn.Module) -> int | None:
-    """The microbatch that Megatron-core's schedules write onto the layers; None where there is none."""
+    """The microbatch that Megatron Core's schedules set on layers; None if there is none."""
     for part in module.modules():
         given = part.__dict__.get("current_microbatch")
         if isinstance(given, int) and given >= 0:
@@ -366,7 +365,7 @@ def _scheduled_microbatch(module: nn.Module) -> int | None:
 def _share(
     sample_ids: tuple[int | str, ...] | None, stage: tuple[int, int | None] | None
 ) -> tuple[int | str, ...] | None:
-    """The identifiers of a pass: those of its share of the batch where a schedule has split it."""
+    """The identifiers of the samples of a pass, which is a share of the batch if a schedule has split it."""
     if sample_ids is None or stage is None or stage[1] is None:
         return sample_ids
     size, rest = divmod(len(sample_ids), stage[1])
