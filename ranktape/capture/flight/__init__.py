@@ -1,1 +1,1 @@
-"""Hold the last iterations, and store them on all ranks when something happens on one."""
+"""The flight recorder: holds the last iterations, and stores them on all ranks when an event happens on one."""

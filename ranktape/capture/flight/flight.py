@@ -1,10 +1,10 @@
-"""The flight recorder in a writer process: holds what the trainer stages, and commits it when something happens.
+"""The flight recorder in a writer process: holds what the trainer stages, and commits it after a trigger.
 
-    held      the last iterations: values in the ring as long as there is room, histograms or statistics after that
-    trigger   on this rank (a tensor, the trainer's word, its death) or on another one (`watch.py`)
+    held      the last iterations: values in the ring while there is room, histograms or statistics after that
+    trigger   an event on this rank (a tensor, the trainer's report, its death) or on another one (`watch.py`)
     window    the iteration of the trigger, the last ones recorded before it (`record_last`), and the one after it
 
-Every rank commits the same window, each from what it holds. What a rank does not hold any more, or never had, it says.
+All ranks commit the same window, each from what it holds. A rank reports the iterations that it does not hold.
 """
 
 from __future__ import annotations
@@ -34,32 +34,33 @@ if TYPE_CHECKING:
     from ranktape.capture.writing.storing import Storer
 
 _AFTER = 1
-"""Iterations of the cadence that are stored after the one in which something happened."""
+"""Number of iterations of the cadence that are stored after that of a trigger."""
 
 _LOOKS_HELD = 4
-"""Looks for triggers of other ranks during which an iteration is held at least, however fast the training steps."""
+"""Smallest number of polls for triggers of other ranks while an iteration is held, however fast the training steps."""
 
 _GRACE_SECONDS = 10.0
-"""For which one is held beside that while there is room: ranks on a busy machine look late."""
+"""Shortest time that an iteration is held while there is room, because ranks on a busy machine poll late."""
 
 _MAX_EXTRA = 64
-"""Iterations that are held for that reason alone."""
+"""Largest number of iterations that are held only for these two reasons."""
 
 _FREE_SHARE = 0.5
-"""Part of the ring that is kept free for the next iteration, at most."""
+"""Largest share of the ring that is kept free for the next iteration."""
 
 _NOT_HELD = "this rank did not hold it: there was no room while what it held waited for the store, or its writer died"
 
 _LAST_LOOK_SECONDS = 20.0
 _QUIET_SECONDS = 2.0
-"""At the end of a training, for what other ranks may have to say of the last iteration."""
+"""Longest duration of the last poll, if this rank had a trigger and if not. `_QUIET_SECONDS` is also the shortest pause
+before it, in which other ranks may report triggers of the last iteration."""
 
 
 class Flight:
-    """What is held, and what becomes of it; one thread, the writer's own, calls it."""
+    """Holds the iterations of a rank, and commits or drops them. It is not thread-safe, except for `ask`."""
 
     def __init__(self, storer: Storer, *, committer: Committer, say: Callable[..., None]) -> None:
-        """Hold nothing yet, and watch for triggers."""
+        """Start to watch for triggers; nothing is held yet."""
         config, options = storer.config, storer.config.options
         assert options.record_last is not None
         self._before = options.record_last
@@ -73,19 +74,19 @@ class Flight:
         )
         self._held: dict[int, HeldIteration] = {}
         self._queue: deque[tuple[HeldIteration, TensorInFlight]] = deque()
-        """Tensors that are being judged, in the order in which they came."""
+        """The tensors that are being judged, in the order of their arrival."""
         self._said: dict[str, int] = {}
-        """By rule the last iteration in which it had something to say."""
+        """The last iteration with a hit, by rule."""
         self._wanted: set[int] = set()
         self._settled: set[int] = set()
         self._last_end: dict[str, Any] = {}
         self._newest = self._gone_until = -1
         self._stored_for: defaultdict[TriggerKind, set[int]] = defaultdict(set)
-        """By kind, the iterations of triggers, of all ranks, for which is stored what is held."""
+        """The iterations with stored triggers of all ranks, by kind."""
         self._num_posted: defaultdict[TriggerKind, int] = defaultdict(int)
-        """By kind, the triggers of this rank that have a document each."""
+        """The number of triggers of this rank with a document of their own, by kind."""
         self._repeated: dict[TriggerKind, Trigger] = {}
-        """By kind, the trigger of this rank that counts the later ones."""
+        """The trigger of this rank that counts the later ones, by kind."""
         self._iterations_said: set[int] = set()
         self._has_failed = False
         self._iteration_nbytes = 0
@@ -96,11 +97,11 @@ class Flight:
         self._asking = threading.Lock()
 
     def handle(self, slot: Slot) -> None:
-        """Take over what the trainer has published."""
+        """Handle a slot that the trainer has published."""
         iteration = int(slot.header["iteration"])
         if slot.kind is SlotKind.TRIGGER:
             header = slot.header
-            self._wait_for_judged()  # what a program met may follow from what its tensors show
+            self._wait_for_judged()  # the tensors may show the cause of this trigger
             self._happened(
                 TriggerKind(header["kind"]),
                 iteration,
@@ -128,13 +129,17 @@ class Flight:
             self._iteration_nbytes = max(self._iteration_nbytes, held.nbytes)
             if held.end is not None:
                 self._last_end = held.end.header
-            # Not only where nothing waits: of a training that is faster than this writer, something always does.
+            # Not only when the ring is empty: it never is if the training is faster than this writer.
             self.tick()
             return
         self._read_judged()
 
     def ask(self, by: str) -> str | None:
-        """Have what is held stored soon, as somebody asked; the refusal, where it is not. Called by any thread."""
+        """Request that the held iterations be stored soon. Any thread may call it.
+
+        Returns:
+            Why the request is refused; None if it is accepted.
+        """
         with self._asking:
             if not self._may_ask:
                 return ENDED
@@ -144,7 +149,7 @@ class Flight:
             return None
 
     def tick(self) -> None:
-        """Called again and again: learn what happened elsewhere, commit what is due, make room."""
+        """Read the triggers of other ranks, commit what is due, and make room. Called repeatedly."""
         self._read_judged()
         if (count := self._ring.counter(Counter.SIGNALS)) != self._num_signals:
             self._num_signals = count
@@ -158,11 +163,11 @@ class Flight:
         self._make_room()
 
     def end(self, reason: str, *, death: str | None) -> None:
-        """The trainer has gone; commit what is wanted, and let go of the rest.
+        """Commit the wanted iterations and drop the others, after the trainer has ended.
 
         Args:
             reason: Why the capture is over.
-            death: How the process died that said nothing any more; None for one that ended the capture.
+            death: How the training process died; None if it ended the capture itself.
         """
         self._wait_for_judged()
         with self._asking:
@@ -194,12 +199,12 @@ class Flight:
 
     @property
     def _step(self) -> int:
-        """The iteration that the training is in."""
+        """The current iteration of the training."""
         return max(self._newest, self._ring.counter(Counter.STEP))
 
     @property
     def _needed_nbytes(self) -> int:
-        """Bytes of the ring that the next iteration needs, as far as it can have them."""
+        """Bytes of the ring to keep free for the next iteration."""
         capacity = self._ring.capacity
         return max(capacity // 16, min(int(_FREE_SHARE * capacity), int(ROOM_FOR_NEXT * self._iteration_nbytes)))
 
@@ -221,7 +226,7 @@ class Flight:
 
     def _judge(self, slot: Slot) -> Future[list[Hit]]:
         if slot.header.get("taken"):
-            # The trainer has counted it already: it is judged faster than a thread wakes up.
+            # The trainer has computed the statistics: judging them takes less time than waking up a thread.
             done: Future[list[Hit]] = Future()
             done.set_result(self._hits(slot))
             return done
@@ -237,7 +242,7 @@ class Flight:
         self._read_judged()
 
     def _read_judged(self) -> None:
-        """Take over what tensors show, in the order in which they came."""
+        """Handle the hits of judged tensors, in the order of their arrival."""
         while self._queue and self._queue[0][1].judged.done():
             held, tensor = self._queue.popleft()
             for hit in tensor.judged.result():
@@ -248,7 +253,7 @@ class Flight:
         last = self._said.get(hit.rule)
         self._said[hit.rule] = iteration
         if last is not None and (last == iteration or last in self._previous(iteration, count=1)):
-            return  # it goes on
+            return  # the condition persists
         self._happened(hit.kind, iteration, hit.text, where={**hit.where}, metric=hit.metric, value=hit.value)
 
     def _happened(
@@ -271,7 +276,7 @@ class Flight:
             attempt=self._attempt.number,
             **evidence,
         )
-        # Where others know of the iteration already, one of many triggers in it need not be told apart.
+        # If the other ranks know of the iteration already, further triggers in it need no documents of their own.
         if not is_stored or (self._num_posted[kind] >= MAX_STORED and not is_new):
             self._repeat(trigger)
             return
@@ -281,7 +286,7 @@ class Flight:
         self._say_first(iteration, f"what is held is stored: {trigger.message()}")
 
     def _repeat(self, trigger: Trigger) -> None:
-        """Count a trigger of a kind that repeats in the one document of those for which nothing is stored."""
+        """Count a trigger in the one document of its kind for triggers for which nothing is stored."""
         first = self._repeated.get(trigger.kind)
         if first is None:
             repeated = dataclasses.replace(trigger, is_stored=False)
@@ -292,13 +297,13 @@ class Flight:
         self._watch.post(repeated)
 
     def _say_first(self, iteration: int, text: str) -> None:
-        """Tell the trainer's console what came first in an iteration: what follows from it would hide it."""
+        """Print the first message of an iteration on the trainer's console; later ones would hide the cause."""
         if iteration not in self._iterations_said:
             self._iterations_said.add(iteration)
             self._say(notice=text)
 
     def _want(self, iteration: int) -> None:
-        """Have the window around an iteration committed."""
+        """Request the window around an iteration; its lost iterations are marked as failed."""
         before = self._previous(iteration, count=self._before)
         own = [iteration] if self._cadence.due(iteration) else []
         after = self._cadence.following(iteration, count=_AFTER)
@@ -311,7 +316,7 @@ class Flight:
                 self._committer.mark(lost, Mark.FAILED, reason)
 
     def _previous(self, iteration: int, *, count: int) -> list[int]:
-        """The last iterations before one that are recorded, as far as the training has any."""
+        """The last `count` recorded iterations before one, the latest first; fewer at the start of the training."""
         found: list[int] = []
         span = count * self._cadence.every
         for earlier in range(iteration - 1, max(self._cadence.first, iteration - span) - 1, -1):
@@ -327,7 +332,7 @@ class Flight:
                 self._commit(held, None)
 
     def _commit(self, held: HeldIteration, header: dict[str, Any] | None) -> None:
-        """Store an iteration that was held; with a header, one that did not end."""
+        """Commit a held iteration; `header` replaces the end of one that did not finish, otherwise None."""
         del self._held[held.iteration]
         self._settled.add(held.iteration)
         if held.skip is not None:
@@ -349,9 +354,9 @@ class Flight:
             self._committer.commit_cut_off(staged, header)
 
     def _let_go_old(self) -> None:
-        """Let go of iterations that no trigger can ask for any more."""
+        """Drop the iterations that no trigger can request any more."""
         over = [held for held in self._held.values() if held.is_over and held.is_judged]
-        # What is not judged yet may be what happens.
+        # A tensor that is not judged yet may cause a trigger.
         oldest_new = min(self._queue[0][0].iteration, self._newest) if self._queue else self._newest
         oldest_kept = min(self._previous(oldest_new, count=self._before), default=oldest_new)
         now = time.monotonic()
@@ -374,7 +379,7 @@ class Flight:
             self._committer.pass_over()
 
     def _make_room(self) -> None:
-        """Give up the values of the oldest iterations, as far as the next one needs their room."""
+        """Reduce the values of the oldest iterations until there is room for the next one."""
         capacity = self._ring.capacity
         is_waiting = self._ring.counter(Counter.WAITING) == 1
         need = self._needed_nbytes
@@ -387,7 +392,7 @@ class Flight:
             due = one.in_ring
             if not due:
                 continue
-            # Slots are freed in order: the word that began an iteration holds up its tensors.
+            # Slots are freed in order: an iteration's first slot blocks those of its tensors.
             one.free_words(self._ring)
             room = max(0, HELD_NBYTES - held) // len(due)
             reduce = lambda tensor, room=room: tensor.reduce(  # noqa: E731

@@ -1,4 +1,4 @@
-"""What is held of an iteration: tensors in the ring, or in memory what they came to."""
+"""A held iteration: its tensors in the ring, or their histograms and statistics in memory."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ if TYPE_CHECKING:
     from ranktape.storage.format.record_info import RecordInfo
 
 ROOM_FOR_NEXT = 1.1
-"""Of what an iteration takes in the ring: the room that is kept free for the next one."""
+"""Room that is kept free for the next iteration, relative to the largest so far."""
 
 _SMALL_NBYTES = 256
-"""What takes no more is kept as it is."""
+"""Largest size at which values are not reduced, in bytes."""
 
 _WORTH_COUNTING = 4
-"""A histogram takes the place of values that take so many times its room; statistics that of others."""
+"""A histogram replaces values that are at least this many times as large; statistics replace others."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TensorInFlight:
-    """One tensor."""
+    """A held tensor."""
 
     slot: Slot | None
-    """Where it lies in the ring; None once that was given back."""
+    """Its slot in the ring; None once that has been freed."""
     judged: Future[list[Hit]]
-    """What it shows."""
+    """The hits of the triggers."""
     reduced: tuple[np.ndarray[Any, Any], RecordInfo] | None = None
-    """What stands for its values, once they were given up."""
+    """The array that replaces its values in memory, and its record; None while the slot is not freed."""
 
     @property
     def site(self) -> tuple[str, str]:
-        """Of which module it is, and what: `layers.0.up`, `output`."""
+        """Path of the module and name of the tensor, such as `layers.0.up` and `output`."""
         if self.slot is not None:
             return self.slot.header["module"], self.slot.header["tensor_name"]
         assert self.reduced is not None
         return self.reduced[1].module, self.reduced[1].tensor_name
 
     def reduce(self, ring: RingConsumer, *, rank: int, attempt: int, room_nbytes: int) -> int:
-        """Keep a histogram, or statistics, in the place of the values; the bytes that takes."""
+        """Replace the values with a histogram, or with statistics if one is too large; returns the size in bytes."""
         assert self.slot is not None
         slot = self.slot
         array, info = staged_record(slot, rank=rank, attempt=attempt)
@@ -74,55 +74,55 @@ class TensorInFlight:
 
 @dataclass(slots=True, kw_only=True)
 class HeldIteration:
-    """One iteration."""
+    """A held iteration."""
 
     iteration: int
     """Training step."""
     words: list[Slot] = field(default_factory=list)
-    """What the trainer said of it, in the ring."""
+    """Slots of its start and end, in the ring."""
     tensors: list[TensorInFlight] = field(default_factory=list)
-    """Its tensors, in the order in which they came."""
+    """The tensors, in the order of their arrival."""
     notes: list[Slot] = field(default_factory=list)
-    """What was said of it between its tensors, no longer in the ring."""
+    """Copies of the slots of `NOTES`, no longer in the ring."""
     end: Slot | None = None
-    """What it said when it had ended it."""
+    """The slot of its end; None if it has not finished or was skipped."""
     skip: str | None = None
-    """Why the rank did not take it."""
+    """Why the rank skipped it; None if it did not."""
     ended_at: float | None = None
-    """When that was, by `time.monotonic`."""
+    """Time of its end by `time.monotonic`; None before it."""
     nbytes: int = 0
-    """Bytes that it took in the ring."""
+    """Size of its tensors in the ring, in bytes."""
     reduced_nbytes: int = 0
-    """Bytes of memory that stand for values that were given up."""
+    """Size of what replaces values in memory, in bytes."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more of it will come."""
+        """Whether it has finished or was skipped."""
         return self.ended_at is not None
 
     @property
     def is_judged(self) -> bool:
-        """Whether all that it shows is known."""
+        """Whether all tensors are judged."""
         return all(one.judged.done() for one in self.tensors)
 
     @property
     def in_ring(self) -> list[TensorInFlight]:
-        """Its tensors that lie in the ring still and may be given up."""
+        """The tensors that are still in the ring and are judged, so that their values may be reduced."""
         return [one for one in self.tensors if one.slot is not None and one.judged.done()]
 
     def close(self, slot: Slot, *, skip: str | None = None) -> None:
-        """It has ended."""
+        """Take the slot of its end, with the reason if the rank skipped it."""
         self.words.append(slot)
         self.end, self.skip, self.ended_at = (slot if skip is None else None), skip, time.monotonic()
 
     def free_words(self, ring: RingConsumer) -> None:
-        """Give back the room of what was said of it, which is remembered."""
+        """Free the slots of its start and end; `end` and `skip` stay valid."""
         for slot in self.words:
             ring.free(slot)
         self.words.clear()
 
     def let_go(self, ring: RingConsumer) -> None:
-        """Give back all that it takes."""
+        """Free all of its slots."""
         for slot in (*self.words, *(one.slot for one in self.tensors)):
             if slot is not None:
                 ring.free(slot)
@@ -137,13 +137,15 @@ def take_over(
     ends: Sequence[tuple[int, int, dict[str, Any]]],
     given_up: str | None = None,
 ) -> list[Slot]:
-    """What a writer held that was killed, in order; what it was storing is settled, what it had in memory is lost.
+    """The slots that a killed writer held, in order. Iterations that it was storing are settled here.
+
+    What it held only in memory is lost.
 
     Args:
-        ring: Of which nothing is taken yet.
-        committer: Settles what it had stored.
-        ends: Slots that ended an iteration, and may be free already: end, kind and header of each.
-        given_up: Why the iteration is given up that was being judged or stored; None where none is.
+        ring: The ring, of which no slot is taken yet.
+        committer: Settles the iterations of which something is stored.
+        ends: Slots of the ends of iterations, which may be free already: end, kind and header of each.
+        given_up: Why the iteration that was being judged or stored is given up; None if it is not.
     """
     judging = ring.counter(Counter.JUDGING) - 1
     stored = committer.uncommitted()
@@ -158,7 +160,7 @@ def take_over(
         if left.is_over and iteration in stored and not is_given_up:
             committer.recover(iteration, left)
         elif is_given_up or (left.is_over and not has_end):
-            for slot in (*left.words, *left.tensors):  # or its values were being given up
+            for slot in (*left.words, *left.tensors):  # without an end in the ring, its values were being reduced
                 ring.free(slot)
         else:
             held += (*left.words, *left.tensors)
@@ -166,12 +168,12 @@ def take_over(
 
 
 def cut_off(held: HeldIteration, *, like: Mapping[str, Any], reason: str) -> dict[str, Any]:
-    """What the commit of an iteration that did not end says of the tensors that it should have had.
+    """The header for the commit of an iteration that did not finish, with the tensors that are missing.
 
     Args:
         held: The iteration.
-        like: What was said at the end of one before it; empty where none had ended.
-        reason: Why it did not.
+        like: The header of the end of an earlier iteration; empty if none has finished.
+        reason: Why the iteration did not finish.
     """
     came = {one.site for one in held.tensors}
     missing: dict[str, list[str]] = {}
@@ -188,10 +190,10 @@ def cut_off(held: HeldIteration, *, like: Mapping[str, Any], reason: str) -> dic
     silent = {f"{place} {', '.join(names)}": reason for place, names in list(missing.items())[:MAX_PLACES]}
     if len(missing) > MAX_PLACES:
         silent[f"and {len(missing) - MAX_PLACES} more"] = reason
-    # Where nothing is known of what should have come, the reason is all that can be said.
+    # If it is not known which tensors are missing, only the reason is recorded.
     silent = silent or {"the end of the iteration": reason}
     counts = {"num_expected": num_expected, "num_missing": num_missing} if lines else {}
     recorded = f"{num_expected - num_missing} of {num_expected} expected tensors" if lines else f"{len(came)} tensors"
-    # What came of an iteration that was cut off may be nothing: nothing was due then.
+    # An iteration without tensors expects none: it was cut off before any was due.
     expected = list(lines) if held.tensors else []
     return {"expected": expected, "silent_sites": silent, "cut_off": f"{reason}, after {recorded}", **counts}

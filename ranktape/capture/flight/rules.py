@@ -1,7 +1,7 @@
-"""Reads the limits of `--trigger`, and judges each tensor that a flight recorder sees: NaN, infinities, these limits.
+"""Parses the limits of `--trigger`, and checks each tensor of a flight recorder for NaN, infinities and these limits.
 
 A limit is a condition on metrics of one tensor, and the records to which it applies, both as in `--where`:
-`absmax > 448 where tensor_name == 'input'`. It is checked once, before the training begins.
+`absmax > 448 where tensor_name == 'input'`. It is parsed once, before the training starts.
 
 A condition that persists triggers once; it re-arms after an iteration in which it is false.
 """
@@ -36,7 +36,7 @@ _WHERE = (
     *("module", "layer_type", "layer_idx", "layer_stack", "operation", "phase", "component", "tensor_name"),
     *("microbatch", "call", "mode", "dtype", "counter"),
 )
-"""The fields that say where it was seen."""
+"""The fields that identify the tensor of a hit."""
 
 _TEXTS = frozenset(field_names(lambda field: field.kind.name in {"TEXT", "JSON"}))
 
@@ -45,29 +45,33 @@ OF_STATISTICS = (
     *("absmax", "minimum", "maximum", "mean", "mean_magnitude", "variance", "std", "rms", "norm"),
     *("skewness", "kurtosis"),
 )
-"""Metrics of the finite values."""
+"""The metrics of the finite values."""
 
 OF_OVERFLOW = (
     *(f"overflow.{kind}.{what}" for kind in TALLY_KINDS for what in ("count", "ratio")),
     *(f"overflow.{name}" for name in (*EXTREMES, "total", "ratio")),
 )
-"""Metrics at the limits of the dtype, infinities included."""
+"""The metrics at the limits of the dtype, infinities included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteTrigger:
-    """A limit of a metric, and the tensors that it holds for."""
+    """A limit of metrics, and the tensors to which it applies."""
 
     text: str
-    """As it was given."""
+    """The limit as it was given, with single spaces."""
     condition: Where
-    """What has to hold of a tensor's metrics for something to have happened."""
+    """The expression on a tensor's metrics that triggers if it is true."""
     where: Where | None
-    """What has to hold of its fields; None for all tensors."""
+    """The expression that selects tensors by their fields; None for all tensors."""
 
 
 def read_site_triggers(values: Any) -> tuple[SiteTrigger, ...]:
-    """The limits that the option gives, with semicolons between those of one text."""
+    """The limits of the option; semicolons separate those of one text.
+
+    Raises:
+        UsageError: a limit is not valid.
+    """
     given: Sequence[Any] = values if isinstance(values, list | tuple) else [values]
     return tuple(_read(rule) for text in given if is_given(text) for rule in _split(str(text)))
 
@@ -76,7 +80,7 @@ _PART = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^;'"]+|.""", re.DOTA
 
 
 def _split(text: str) -> list[str]:
-    """The rules between semicolons; one inside quotes belongs to its text."""
+    """The rules between semicolons; a semicolon inside quotes does not separate."""
     rules = [""]
     for part in _PART.findall(text):
         if part == ";":
@@ -107,30 +111,30 @@ def _read(text: str) -> SiteTrigger:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hit:
-    """A tensor that shows that something happened."""
+    """A tensor that contains NaN or infinities, or exceeds a limit."""
 
     kind: TriggerKind
-    """What kind of thing."""
+    """Kind of the trigger."""
     text: str
-    """In a sentence."""
+    """Description in one sentence."""
     where: Mapping[str, Any]
-    """The fields that say where."""
+    """The fields that identify the tensor."""
     metric: str
-    """What was judged."""
+    """Name of the metric."""
     value: float | None
-    """How large it was; None where it is not finite."""
+    """Value of the metric; None if it is not finite."""
     rule: str
-    """Tells what is judged: of one rule the first tensor of an iteration counts."""
+    """Identifies the rule. Only the first hit of a rule in an iteration counts."""
 
 
 def site_text(where: Mapping[str, Any]) -> str:
-    """What a tensor is called: `layers.5.mlp.up forward post output`."""
+    """The name of a tensor in messages, such as `layers.5.mlp.up forward post output`."""
     name = where.get("module") or f"layer {where.get('layer_idx')} {where.get('layer_type')}"
     return f"{name} {where.get('operation')} {where.get('phase')} {where.get('tensor_name')}"
 
 
 def judge(triggers: Sequence[SiteTrigger], info: RecordInfo, statistics_of: Callable[[], Statistics]) -> Iterator[Hit]:
-    """What a tensor shows; `statistics_of` is asked where a limit is one of its finite values."""
+    """The hits of a tensor. `statistics_of` is called only if a limit needs the statistics of its finite values."""
     where = {name: getattr(info, name) for name in _WHERE}
     total = max(1, int(np.prod(info.shape, dtype=np.int64)))
     for kind, tally in ((TriggerKind.NAN, info.overflow.nan), (TriggerKind.INF, info.overflow.inf)):

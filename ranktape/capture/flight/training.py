@@ -1,12 +1,12 @@
-"""The flight recorder in the training process: signals, word from other ranks, and whether there is room.
+"""The flight recorder in the training process: signals, triggers of other ranks, and the room in the ring.
 
-A signal handler only counts: the writer process looks. SIGUSR1 asks for what is held to be stored, and so does SIGTERM
-where the program handles it; a process that SIGTERM simply ends needs no handler, as its writer sees that.
+A signal handler only increments a counter, which the writer process reads. SIGUSR1 requests that the held iterations be
+stored, and so does SIGTERM if the program handles it. Without a handler, SIGTERM ends the process, which its writer
+notices.
 
-What happened is written into the run, where every writer process looks for it. A run's store may be slow or dead just
-then; the launch's own key-value store is not. A thread of the trainer, which a collective that hangs does not stop,
-tells what its writer found and hears of the others': the iteration alone. It has a connection of its own; nobody waits
-for it.
+Triggers are written into the run, where the writer processes of all ranks find them. Because the run's store may be
+slow or unavailable, a thread of the trainer also exchanges their iterations through the launch's key-value store. It
+has its own connection. A collective that hangs does not block it, and nothing waits for it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _Handler = Callable[[int, FrameType | None], Any]
 
 
 class Signals:
-    """The handlers that are in place."""
+    """The installed signal handlers."""
 
     def __init__(self, on_signal: Callable[[int], None]) -> None:
-        """Put handlers in place, if this is the main thread; no other one may."""
+        """Install the handlers, if this is the main thread; Python allows no other thread to do it."""
         self._on_signal = on_signal
         self._replaced: list[tuple[signal.Signals, Any, _Handler]] = []
         if threading.current_thread() is not threading.main_thread():
@@ -42,7 +42,7 @@ class Signals:
             self._wrap(signal.SIGTERM)
 
     def stop(self) -> None:
-        """Put the program's own handlers back, where it has not put others there since."""
+        """Restore the program's handlers, unless the program has replaced ours since."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number, before, own in self._replaced:
@@ -65,14 +65,14 @@ class Signals:
 
 
 _STOP_SECONDS = 2.0
-"""Longest wait for the thread: a server that does not answer may hold it, and it ends with the process."""
+"""Longest wait for the thread. A server that does not answer may block it; it ends with the process."""
 
 
 class Peers:
-    """Tells the other ranks what happened on this one, and hears of them, in a thread."""
+    """A thread that exchanges the iterations of triggers with the other ranks."""
 
     def __init__(self, bulletin: Bulletin, *, ring: RingProducer, world_size: int) -> None:
-        """Begin."""
+        """Start the thread."""
         from ranktape.capture.flight.watch import look_seconds
 
         self._bulletin = bulletin
@@ -81,11 +81,11 @@ class Peers:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ranktape-peers", daemon=True)
         self._thread.start()
-        # A thread that is inside of torch when the interpreter ends would abort the process.
+        # A thread inside torch would abort the process when the interpreter exits.
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         atexit.unregister(self.stop)
         self._is_over.set()
         self._thread.join(_STOP_SECONDS)
@@ -104,30 +104,30 @@ class Peers:
                     elsewhere = noted(self._ring.counter(Counter.ELSEWHERE), int(text))
                     self._ring.set_counter(Counter.ELSEWHERE, elsewhere)
             except dist.DistError:
-                return  # the server has gone, as at the end of a training: what is in the run is found all the same
+                return  # the server is gone, as at the end of a training; triggers are still found in the run
 
 
 _RETRY_SECONDS = 30.0
-"""After which one that had no room for an iteration tries another one, should no room have come."""
+"""Time after which another iteration is tried although no more room has become free."""
 
 
 class Room:
-    """What the trainer knows of the room that the last iterations found; a store that is dead leaves none."""
+    """Whether the ring had room for the last iterations; if the store does not answer, it has none."""
 
     def __init__(self) -> None:
         self.owed: dict[str, Any] | None = None
-        """A word on an iteration for which there was no room, either."""
+        """The header of a skipped iteration that could not be sent for lack of room; None if there is none."""
         self._free_nbytes = self._too_little_nbytes = -1
         self._tries_again_at = 0.0
 
     def may_suffice(self, free_nbytes: int) -> bool:
-        """Whether so much may do for an iteration: it is more than what was too little."""
+        """Whether to try an iteration with so much free room: not if it was too little before, for a while."""
         if free_nbytes <= self._too_little_nbytes and time.monotonic() < self._tries_again_at:
             return False
         self._free_nbytes, self._too_little_nbytes = free_nbytes, -1
         return True
 
     def was_too_small(self, owed: dict[str, Any] | None = None) -> None:
-        """It did not do; a word may be owed."""
+        """Note that the room did not suffice; `owed` is the header that could not be sent, if any."""
         self.owed = owed
         self._too_little_nbytes, self._tries_again_at = self._free_nbytes, time.monotonic() + _RETRY_SECONDS

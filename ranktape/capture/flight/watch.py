@@ -1,7 +1,7 @@
-"""Carries triggers from rank to rank through the store, in a thread of its own: no rank waits for another.
+"""Exchanges triggers between ranks through the store, in a separate thread. No rank waits for another.
 
-Each writer process writes what happened on its rank as a small object, and looks now and then which ones there are. A
-rank that hangs in a collective, or whose trainer is dead, learns of them like any other.
+Each writer process writes the triggers of its rank as small objects, and polls for those of other ranks. It finds them
+even if its trainer hangs in a collective or has died.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ if TYPE_CHECKING:
     from ranktape.storage.places.backend import Backend
 
 LOOK_SECONDS = 0.25
-"""Between two looks of one rank, on a store that answers fast."""
+"""Shortest time between two polls of one rank, on a store that answers fast."""
 
 LOOKS_PER_SECOND = 200
-"""Of all ranks together: a store is paid by the request."""
+"""Largest number of polls of all ranks together, as object stores charge for each request."""
 
 MAX_LOOK_SECONDS = 10.0
-"""Between two looks on a store that is slow, or that does not answer."""
+"""Longest time between two polls, on a store that is slow or does not answer."""
 
 _SHARE = 10
-"""A look takes at most one part in so many of the time."""
+"""The time between two polls is at least this many times the duration of one."""
 
 _RETRY_SECONDS = 1.0
 
 
 def look_seconds(world_size: int) -> float:
-    """Between two looks of one of so many ranks."""
+    """The time between two polls of each of `world_size` ranks."""
     return max(LOOK_SECONDS, world_size / LOOKS_PER_SECOND)
 
 
 class TriggerWatch:
-    """Posts this rank's triggers, and finds those of the others."""
+    """A thread that writes this rank's triggers and reads those of the others."""
 
     def __init__(
         self, backend: Backend, *, attempt: Attempt, rank: int, say: Callable[..., None], is_successor: bool = False
     ) -> None:
-        """Begin to watch; one that follows a killed one finds what that one has posted, too."""
+        """Start the thread. The successor of a killed writer also reads the triggers that that one has written."""
         self._backend = backend
         self._attempt = attempt
         self._rank = rank
@@ -54,11 +54,11 @@ class TriggerWatch:
         size = attempt.launch.world_size
         self._least_seconds = look_seconds(size)
         self.seconds = self._least_seconds
-        """Between two looks, as the store answers now."""
+        """Current time between two polls, which depends on how fast the store answers."""
         self._is_alone = size == 1
         self._forgets_own = not is_successor
         self._outbox: dict[str, tuple[Trigger, int]] = {}
-        """What is to be written, by the names of the documents."""
+        """The triggers to write and their numbers, by the names of the documents."""
         self._is_due = False
         self._num_in: defaultdict[int, int] = defaultdict(int)
         self._numbers: dict[TriggerKind, int] = {}
@@ -71,9 +71,9 @@ class TriggerWatch:
         self._thread.start()
 
     def post(self, trigger: Trigger) -> None:
-        """Say to all ranks what happened on this one; written in the background.
+        """Report a trigger of this rank to all ranks, in the background.
 
-        A trigger for which nothing is stored takes the place of the one before it of its kind, at the next look.
+        A trigger for which nothing is stored replaces the previous one of its kind. It is written at the next poll.
         """
         number = None if trigger.is_stored else self._numbers.get(trigger.kind)
         if number is None:
@@ -89,20 +89,20 @@ class TriggerWatch:
             self._changed.notify_all()
 
     def found(self) -> list[Trigger]:
-        """The triggers of other ranks that were found since this was asked last."""
+        """The triggers of other ranks that were found since the last call."""
         found = []
         while self._found:
             found.append(self._found.popleft())
         return found
 
     def last_look(self, *, seconds: float) -> None:
-        """Look once more, and write what is not written yet, for at most so long."""
+        """Poll once more and write the remaining triggers; failures are retried for at most `seconds`."""
         deadline = time.monotonic() + seconds
         while not self._post_and_look() and time.monotonic() < deadline:
             time.sleep(min(_RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -124,7 +124,7 @@ class TriggerWatch:
                 time.sleep(_RETRY_SECONDS)
 
     def _post_and_look(self) -> bool:
-        """Whether everything was written, and the store could be read."""
+        """Write the remaining triggers and read new ones; returns whether the store allowed both."""
         with self._looking:
             try:
                 while self._outbox:
