@@ -1,9 +1,10 @@
-"""The cache of what was measured: columns of many records in one object, beside the run.
+"""The cache of measurements. One object has the columns of many records.
 
-In the run itself, below `layout.ANALYSIS`; of a run that cannot be written, beside it; else, and of files, in the
-user's cache directory. For each version, each measure and each iteration of a rank there are objects, each named after
-the records in it: two processes that measure the same records write the same object. A record is known by its identity
-and its checksum. A damaged object is measured again; whatever goes wrong here costs time and no answer.
+The cache of a run is in the run itself, below `layout.ANALYSIS`. If the run cannot be written, it is in a directory
+beside the run, and otherwise, as for files, in the user's cache directory. Each version, measure and iteration of a
+rank has its own objects. An object is named after its records, so that two processes that measure the same records
+write the same object. A record is identified by its fields and its checksum. A damaged object is measured again. Errors
+of the cache cost time but never change an answer.
 """
 
 from __future__ import annotations
@@ -42,43 +43,43 @@ BESIDE = ".analysis"
 """Suffix of the directory beside a run that cannot be written."""
 
 FOLDER_VARIABLE = "RANKTAPE_CACHE_DIR"
-"""Names another directory than the user's own for caches."""
+"""The environment variable that names a directory to use instead of the user's cache directory."""
 
 MAX_OBJECT_NBYTES = 256 << 20
-"""A larger object is not read."""
+"""Maximum size of an object that is read, in bytes."""
 
 Payload = dict[str, NDArray[Any]]
-"""What was measured of one record, as named arrays."""
+"""The measurements of one record, as named arrays."""
 
 Keys = NDArray[np.uint64]
-"""Keys of records: shape (records, 2)."""
+"""Keys of records, of shape (records, 2)."""
 
 _SUFFIX = ".counts"
 _NAME = re.compile(r"[0-9a-f]{32}\.counts")
 _NUM_THREADS = 8
-"""Prefixes that are listed at once."""
+"""Number of prefixes that are listed concurrently."""
 
 _MAX_LISTS = 16
-"""Ranks that are listed one by one; of more the attempt is listed as a whole."""
+"""Maximum number of ranks that are listed one by one. With more, the whole attempt is listed."""
 
 _MAX_NAME_LENGTH = 120
 _MAGIC = b"rtcolum1"
 _HEAD = struct.Struct("<8sII")
-"""Magic, CRC-32C of all that follows it, bytes of the index."""
+"""Magic, CRC-32C of all bytes after it, size of the index in bytes."""
 
 _CHECKED_FROM = 12
 _LEVEL = 1
-"""Of Zstandard: a higher level takes far longer and gains little."""
+"""The level of Zstandard. Higher levels take much longer and gain little."""
 
 
 class DamagedObjectError(Exception):
-    """An object is not one that `pack` made."""
+    """An object was not written by `pack`."""
 
 
 class Columns:
-    """What was measured of several records: named arrays, of each of which a record has a number of rows.
+    """Measurements of several records: named arrays, in each of which a record has a number of rows.
 
-    An array may be given as a function, which is called when the array is first asked for.
+    An array may be given as a function, which is called when the array is first used.
     """
 
     def __init__(
@@ -88,14 +89,14 @@ class Columns:
         sizes: Mapping[str, NDArray[np.int64]] | None = None,
         num_records: int,
     ) -> None:
-        """Take the arrays; `sizes` are the rows of each record in an array where they are not one for each."""
+        """Take the arrays, and the rows of each record for arrays in which records do not have one row each."""
         self._arrays = dict(arrays)
         self._sizes = dict(sizes or {})
         self.num_records = num_records
 
     @classmethod
     def of_payloads(cls, payloads: Sequence[Payload]) -> Columns:
-        """The columns of records that were measured one by one; what a record lacks has no row."""
+        """The columns of records that were measured one by one. A record has no row in an array that it lacks."""
         names = dict.fromkeys(name for payload in payloads for name in payload)
         arrays, sizes = {}, {}
         for name in names:
@@ -107,27 +108,27 @@ class Columns:
 
     @property
     def names(self) -> list[str]:
-        """The arrays."""
+        """The names of the arrays."""
         return list(self._arrays)
 
     @property
     def sized(self) -> list[str]:
-        """The arrays of which records do not have one row each."""
+        """The names of the arrays in which records do not have one row each."""
         return list(self._sizes)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        """An array: the rows of all records, one record after the other."""
+        """An array with the rows of all records, in the order of the records."""
         found = self._arrays[name]
         if not isinstance(found, np.ndarray):
             found = self._arrays[name] = found()
         return found
 
     def sizes(self, name: str) -> NDArray[np.int64]:
-        """Rows of each record in an array."""
+        """Number of rows of each record in an array."""
         return self._sizes[name] if name in self._sizes else np.ones(self.num_records, dtype=np.int64)
 
     def payloads(self) -> Iterable[Payload]:
-        """The arrays of each record."""
+        """The arrays of each record, in order."""
         ends = {name: np.cumsum(self.sizes(name)).tolist() for name in self._arrays}
         for place in range(self.num_records):
             found = {}
@@ -137,11 +138,11 @@ class Columns:
             yield found
 
     def beside(self, arrays: Mapping[str, NDArray[Any]]) -> Columns:
-        """The same, and arrays of which each record has one row."""
+        """These columns and further arrays in which each record has one row."""
         return Columns({**self._arrays, **arrays}, sizes=self._sizes, num_records=self.num_records)
 
     def take(self, places: NDArray[np.int64]) -> Columns:
-        """The columns of some of the records; these themselves where all are taken in their order."""
+        """The columns of the records at these indices; `self` if they are all records in their order."""
         if np.array_equal(places, np.arange(self.num_records)):
             return self
         arrays = {name: partial(self._rows, name, places) for name in self._arrays}
@@ -158,12 +159,12 @@ class Columns:
 
     @staticmethod
     def join(parts: Sequence[Columns]) -> Columns:
-        """The columns of the records of all parts, one part after the other."""
+        """The columns of the records of all parts, in order."""
         if len(parts) == 1:
             return parts[0]
         names = dict.fromkeys(name for one in parts for name in one.names)
         sized = {name for one in parts for name in one.sized}
-        # An array that a part lacks has no row there.
+        # A record has no row in an array that its part lacks.
         absent = {name for name in names if any(name not in one.names for one in parts)}
 
         def joined(name: str) -> NDArray[Any]:
@@ -184,7 +185,7 @@ class Columns:
 
 
 def pack(keys: Keys, columns: Columns) -> bytes:
-    """The object that holds the columns of the records with these keys."""
+    """The bytes of an object with the columns of the records with these keys."""
     from numcodecs import zstd
 
     named = {f"array/{name}": columns[name] for name in columns.names}
@@ -200,13 +201,13 @@ def pack(keys: Keys, columns: Columns) -> bytes:
 
 
 class CacheObject:
-    """The columns in an object, each of which is unpacked when it is first asked for, and the keys of the records."""
+    """The keys of the records in an object, and their columns, each of which is decompressed when it is first used."""
 
     def __init__(self, data: bytes) -> None:
         """Read the index.
 
         Raises:
-            DamagedObjectError: it is no such object.
+            DamagedObjectError: the object was not written by `pack`.
         """
         if len(data) < _HEAD.size or data[: len(_MAGIC)] != _MAGIC:
             raise DamagedObjectError("it is no object of columns")
@@ -224,7 +225,7 @@ class CacheObject:
         self.columns = Columns(columns, sizes=sizes, num_records=len(self.keys))
 
     def look_up(self, keys: Keys) -> NDArray[np.int64]:
-        """The place of each key among the records; -1 for one that is not there."""
+        """The index of each key in the object, or -1 if it is not there."""
         if np.array_equal(keys, self.keys):
             return np.arange(len(keys))
         if not len(self.keys):
@@ -245,15 +246,15 @@ def _unpacked(data: memoryview, dtype: str, shape: tuple[int, ...]) -> NDArray[A
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlace:
-    """A store that may hold objects of the cache; it can be pickled."""
+    """A store that may contain objects of the cache. It can be pickled."""
 
     backend: Backend
     """The store."""
     prefix: str
-    """Prefix of all keys; empty where the store holds nothing else."""
+    """Prefix of all keys; empty if the store contains nothing else."""
 
     def prepare(self) -> None:
-        """Make sure that something can be written, and that plain Zarr ignores what will be."""
+        """Check that the store can be written, and make plain Zarr ignore the objects."""
         key = layout.document_key(self.prefix)
         document = blob_document(b"", attributes={"holds": "what analysis has counted; it can be deleted"})
         self.backend.put(key, [json.dumps(document).encode()])
@@ -265,17 +266,17 @@ class CachePlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shelf:
-    """Where the objects of one measure and group are written to; it can be pickled."""
+    """The location for the objects of one measure and group. It can be pickled."""
 
     place: CachePlace
     """A store that can be written."""
     path: str
-    """The prefix of the objects."""
+    """Prefix of the objects."""
     damaged: tuple[str, ...] = ()
-    """Keys of objects there that cannot be read."""
+    """Keys of the objects there that cannot be read."""
 
     def put(self, keys: Keys, columns: Columns) -> None:
-        """Write one object, atomically, and remove those that are damaged."""
+        """Write one object atomically and remove the damaged ones."""
         name = hashlib.blake2b(keys.tobytes(), digest_size=16).hexdigest()
         key = f"{self.path}/{name}{_SUFFIX}"
         self.place.backend.put(key, [pack(keys, columns)])
@@ -284,15 +285,15 @@ class Shelf:
 
 
 class Cache:
-    """What is known of a measure in a run, or in a folder of files."""
+    """The cached objects of one measure for a run, or for a folder of files."""
 
     def __init__(self, reader: RecordOrigin, *, name: str, groups: Iterable[str], warn: Callable[[str], None]) -> None:
-        """List what is there.
+        """List the objects.
 
         Args:
-            reader: Where the records come from.
-            name: That of the measure, with its version and every parameter.
-            groups: The paths of the groups that will be asked about.
+            reader: The origin of the records.
+            name: The name of the measure, with its version and every parameter.
+            groups: The paths of the groups that are looked up later.
             warn: Called with one line if the cache cannot be read or written.
         """
         self._warn = warn
@@ -304,7 +305,7 @@ class Cache:
         self._listed = [(place, self._list(place, paths)) for place in self._places]
 
     def find(self, group: str) -> tuple[Sequence[CacheObject], Sequence[str]]:
-        """The objects of a group; and the keys of those that cannot be read, where they could be replaced."""
+        """The objects of a group, and the keys of those that are damaged, if they can be replaced."""
         objects, damaged = [], []
         for place, listed in self._listed:
             for key in listed.get(group, ()):
@@ -316,7 +317,7 @@ class Cache:
         return objects, damaged
 
     def shelf(self, group: str, *, damaged: Sequence[str]) -> Shelf | None:
-        """Where the objects of a group can be written to; None, with one warning, if nowhere."""
+        """The location for the objects of a group. None, with one warning, if no store can be written."""
         target = self._writable()
         if target is None:
             return None
@@ -324,7 +325,7 @@ class Cache:
         return Shelf(place=target, path=target.key(self._measure, group), damaged=own)
 
     def keep(self, group: str, keys: Keys, columns: Columns) -> None:
-        """Write one object of a group; nothing more, with one warning, where that fails."""
+        """Write one object of a group. If that fails, warn once and write nothing more."""
         shelf = self.shelf(group, damaged=())
         if shelf is not None:
             try:
@@ -354,7 +355,7 @@ class Cache:
         return self._target
 
     def _list(self, place: CachePlace, groups: Sequence[str]) -> Mapping[str, list[str]]:
-        """The keys of the objects of each group; one LIST for each rank, or one for all of many."""
+        """The keys of the objects of each group, from one LIST per rank, or one per attempt if there are many ranks."""
         parents = sorted({group.rpartition("/")[0] for group in groups})
         if len(parents) > _MAX_LISTS:
             parents = sorted({parent.rpartition("/")[0] for parent in parents})
@@ -385,11 +386,11 @@ class Cache:
 
 
 _FACTORS = (0x9E37_79B9_7F4A_7C15, 0xC2B2_AE3D_27D4_EB4F)
-"""Odd numbers that spread the bits of both halves of a key."""
+"""Odd numbers that mix the bits of both halves of a key."""
 
 
 def record_keys(columns: Sequence[Column | Sequence[Any]]) -> Keys:
-    """The key of each record, from the columns that tell it from others."""
+    """The key of each record, from the columns that identify it."""
     known: Keys | None = None
     for column in columns:
         hashes = _hashes(column)
@@ -400,7 +401,7 @@ def record_keys(columns: Sequence[Column | Sequence[Any]]) -> Keys:
 
 
 def _hashes(column: Column | Sequence[Any]) -> Keys:
-    """Two numbers for each value of a column: those of numbers hold the number itself."""
+    """Two numbers for each value of a column: hashes of a text, or the bits of a number."""
     if isinstance(column, np.ndarray) and column.dtype.kind in "iuf":
         wide = column.astype(np.float64).view(np.uint64) if column.dtype.kind == "f" else column.astype(np.uint64)
         return np.stack([wide, wide], axis=1)
@@ -417,18 +418,18 @@ def _hashes(column: Column | Sequence[Any]) -> Keys:
 
 
 def name_of_text(text: str) -> str:
-    """A name of 32 letters for a text of any length."""
+    """A hash of a text as 32 hexadecimal digits."""
     return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 def _path_name(name: str) -> str:
-    """The name of a measure as a part of a key."""
+    """The name of a measure in the form that is used in keys."""
     quoted = quote(name, safe="=,+")
     return quoted if len(quoted) <= _MAX_NAME_LENGTH else f"{quoted[: _MAX_NAME_LENGTH - 33]}-{name_of_text(name)}"
 
 
 def _places(reader: RecordOrigin) -> Iterable[CachePlace]:
-    """Where objects may be, the first choice first."""
+    """The locations of the cache, in order of preference."""
     backend = getattr(reader, "backend", None)
     if backend is not None:
         yield CachePlace(backend=backend, prefix=layout.ANALYSIS)
@@ -441,7 +442,7 @@ def _places(reader: RecordOrigin) -> Iterable[CachePlace]:
 
 
 def _user_folder() -> Path | None:
-    """The directory for caches of this user, if there is one."""
+    """The directory for caches of this user; None if there is none."""
     if own := os.environ.get(FOLDER_VARIABLE, ""):
         return Path(own)
     named = os.environ.get("XDG_CACHE_HOME", "")

@@ -1,8 +1,8 @@
-"""Measures the records of a question: in this process, in several of this machine, or on a Dask cluster.
+"""Measures records in this process, in several processes of this machine, or on a Dask cluster.
 
-Whatever the number of workers, results come in the order of what was asked for, and are the same to the last bit.
-What takes long to make, and follows from more than the columns of a measure, is kept as values: of each record, of
-keys, or of records together. A value is anything that JSON in Python holds, NaN and infinities among it, or an array.
+Results come in the order of the records or tasks and are bit-identical for any number of workers. Slow results that
+depend on more than one measure's columns are cached as values: of records, of keys, or of several records together. A
+value is an array or anything that Python's JSON can represent, including NaN and infinities.
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 BATCH_NBYTES = 128 << 20
-"""Records are measured together up to so many bytes."""
+"""Maximum size of a batch of records that are measured together, in bytes."""
 
 BATCH_RECORDS = 1024
-"""Records that are measured together at most."""
+"""Maximum number of records that are measured together."""
 
 KEPT_NBYTES = 64 << 20
-"""Freed memory is kept up to here, in blocks of at most half of it: glibc takes no more."""
+"""Amount of freed memory that the allocator retains, in bytes. glibc allows blocks of at most half of it."""
 
 PARTS_IN_TURN = 4
-"""Parts at least into which tasks are divided, for each that is given out at once."""
+"""Minimum number of parts into which tasks are divided, for each part that may be in flight."""
 
 KEY_COLUMNS = ("site", "checksum", "dtype", "compute_dtype", "shape", "sample_dim", "keep", "nbytes")
-"""What tells a record of a run from every other one at the same path, and from what it was before."""
+"""The columns that identify a record and its content among the records of a group."""
 
 MAX_ROWS = 1 << 13
-"""Values of one object: who ends a question early loses no more."""
+"""Maximum number of values in one object, and so the most that an interrupted question loses."""
 
 _LOOKS_AHEAD = 8
-"""Groups whose cached objects are fetched before they are needed."""
+"""Number of groups whose cached objects are fetched in advance."""
 
 _FILES = "files"
 """The group of the records of a folder."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""From <malloc.h>."""
+"""Parameters of `mallopt`, from <malloc.h>."""
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -79,37 +79,37 @@ Answer = TypeVar("Answer")
 
 
 class Measure(Protocol):
-    """Something that is measured of records; it can be pickled."""
+    """A measurement of records. It can be pickled."""
 
     @property
     def name(self) -> str:
-        """The name in the cache: two measures of one name give the same columns of the same record.
+        """The name in the cache. Two measures with the same name give the same columns for a record.
 
-        It holds the measure's version and every parameter, in letters that a key of an object may have.
+        It contains the version of the measure and all its parameters, in characters that are allowed in a key.
         """
         ...
 
     def __call__(self, records: Iterable[Record], /) -> Columns:
-        """Read the records, one after the other, and measure them.
+        """Read the records one by one and measure them.
 
         Raises:
             DataError: the bytes of a record are missing or damaged.
             StorageError: the store cannot be read.
-            UsageError: what was kept of a record does not answer the question.
+            UsageError: what was stored of a record does not answer the question.
         """
         ...
 
 
 Measured = tuple[Columns, dict[int, RanktapeError], str]
-"""The columns of the records of a batch that did not fail; by the place of a record why it failed; and why the columns
-could not be written, empty if they were, or were not to be."""
+"""The columns of the records of a batch that did not fail, the error of each record that failed by its index, and why
+the columns could not be written to the cache (empty if they were written, or if there is no cache)."""
 
 
 def measure_batch(records: Records, keys: Keys, measure: Measure, shelf: Shelf | None, *, raises: bool) -> Measured:
-    """Measure records, and write their columns to the cache.
+    """Measure records and write their columns to the cache.
 
     Raises:
-        RanktapeError: what the measure raises, if the first record that fails `raises`.
+        RanktapeError: what the measure raises for the first record that fails, if `raises` is set.
     """
     keep_freed_memory()
     errors: dict[int, RanktapeError] = {}
@@ -137,7 +137,7 @@ def measure_batch(records: Records, keys: Keys, measure: Measure, shelf: Shelf |
 
 
 def each_record(records: Sequence[Record | RanktapeError]) -> Iterator[Record | RanktapeError]:
-    """The records, one after the other; the reason in the place of one that cannot be looked at."""
+    """The records in order, with the error in place of each record that cannot be opened."""
     done = 0
     try:
         for record in records:
@@ -152,10 +152,10 @@ def each_record(records: Sequence[Record | RanktapeError]) -> Iterator[Record | 
 
 
 def unless_failed(found: Answer | RanktapeError) -> Answer:
-    """What was found.
+    """The argument, unless it is an error.
 
     Raises:
-        RanktapeError: it is the reason why there is nothing.
+        RanktapeError: the argument, if it is an error.
     """
     if isinstance(found, RanktapeError):
         raise found
@@ -164,26 +164,26 @@ def unless_failed(found: Answer | RanktapeError) -> Answer:
 
 @functools.cache
 def keep_freed_memory(nbytes: int = KEPT_NBYTES) -> None:
-    """Use the memory of a chunk again for the next one: its page faults take as long as the counting.
+    """Make the allocator reuse the memory of a chunk, because page faults take as long as the counting.
 
-    glibc does so by itself after the first large block is freed, but not where MALLOC_TRIM_THRESHOLD_ is set: Dask sets
-    it for its workers. Blocks of more than half of so many bytes are returned; older versions of glibc take no more
-    than the default.
+    glibc does so by itself after the first large block is freed, unless MALLOC_TRIM_THRESHOLD_ is set, which Dask does
+    for its workers. Blocks of more than half of `nbytes` are returned to the system. Older versions of glibc accept at
+    most the default.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # which other C libraries lack
+    if mallopt is not None:  # other C libraries lack it
         mallopt(_M_MMAP_THRESHOLD, nbytes // 2)
         mallopt(_M_TRIM_THRESHOLD, nbytes)
 
 
 def call_all(function: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
-    """What the function returns for each task."""
+    """The results of a function for several tasks."""
     keep_freed_memory()
     return [function(task) for task in tasks]
 
 
 def shares(sizes: Sequence[int], *, max_nbytes: int = BATCH_NBYTES, max_number: int = BATCH_RECORDS) -> list[slice]:
-    """Neighbours that are done together, by their sizes in bytes: one, or as many as are below the bounds."""
+    """Consecutive slices of items with these sizes in bytes; each has one item or stays within both bounds."""
     found = []
     start, total = 0, 0
     for place, size in enumerate(sizes):
@@ -198,17 +198,17 @@ class WorkPlan:
     """The groups, keys and sizes of the records of one source, from columns alone."""
 
     def __init__(self, records: Records) -> None:
-        """Look at the columns."""
+        """Read the columns."""
         self._files: Sequence[Any] = getattr(records, "files", ())
         self.groups = [(_FILES, slice(0, len(records)))] if self._files else list(records.groups())
-        """The paths of the groups that the records are in, and where in the selection each is."""
+        """The path of each group of records, and its slice of the selection."""
         self._records = records
         self.sizes: list[int] = records.column("nbytes").tolist()
-        """Bytes of each record."""
+        """Size of each record, in bytes."""
 
     @property
     def paths(self) -> list[str]:
-        """The groups that the records are in, each once."""
+        """The distinct groups of the records."""
         return list(dict.fromkeys(path for path, _ in self.groups))
 
     @functools.cached_property
@@ -220,33 +220,33 @@ class WorkPlan:
 
 
 def _state_of(file: Any) -> str:
-    """What tells a file from what it was before it was written again."""
+    """A text that changes when a file is written again."""
     status: os.stat_result | None = None
-    with suppress(OSError):  # whoever reads it says why it cannot be
+    with suppress(OSError):  # reading the file reports the error
         status = file.path.stat()
     if status is None:
         return f"{file.site}\n{os.urandom(16).hex()}"
-    # The two last change where a file was written over by one of the same size, and its time set back or kept.
+    # The last two change even if a file is overwritten by one of the same size and modification time.
     return "\n".join(map(str, (file.site, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Span:
-    """Neighbouring records of one group of one source; those that are not known are measured together."""
+    """Consecutive records of one group of one source. Those that are not cached are measured together."""
 
     known: Sequence[tuple[Columns, NDArray[np.int64]]]
-    """Objects that hold some of its records, and the place of each record in the object, or -1."""
+    """Cached objects with some of its records, and the index of each record in the object, or -1."""
     missing: NDArray[np.int64]
-    """Places in the span of the records that are not known."""
+    """Indices in the span of the records that are not cached."""
     work: tuple[Any, ...] | None
-    """The measuring of these; None where all are known."""
+    """The function that measures these and its arguments; None if all are cached."""
     cache: Cache | None
     num_records: int
     nbytes: int
-    """Of all its records."""
+    """Size of all its records, in bytes."""
 
     def together(self, measured: Measured | None) -> tuple[Columns, dict[int, RanktapeError]]:
-        """The columns of the span, without the records that failed; and by their places in the span why they did."""
+        """The columns of the records that did not fail, and the errors of the others by their index in the span."""
         parts, places = [], [np.zeros(0, dtype=np.int64)]
         left = np.ones(self.num_records, dtype=np.bool_)
         for columns, found in self.known:
@@ -268,7 +268,7 @@ class _Span:
 def _spans(
     records: Records, plan: WorkPlan, cache: Cache | None, measure: Measure, *, raises: bool
 ) -> Generator[_Span, None, None]:
-    """All records of one source in their order."""
+    """The spans of all records of one source, in order."""
     for (path, places), (objects, damaged) in zip(plan.groups, _looked_up(plan, cache), strict=True):
         first, last = int(places.start), int(places.stop)
         keys = np.zeros((last - first, 2), dtype=np.uint64) if cache is None else plan.keys[first:last]
@@ -277,7 +277,7 @@ def _spans(
         for _, found in looked:
             is_known |= found >= 0
         sizes = np.array(plan.sizes[first:last], dtype=np.int64)
-        # What is known is not read, and fills no batch.
+        # Cached records are not read and do not count towards the size of a batch.
         for part in shares(np.where(is_known, 0, sizes).tolist()):
             missing, work = np.flatnonzero(~is_known[part]), None
             if missing.size:
@@ -295,7 +295,7 @@ def _spans(
 
 
 def _looked_up(plan: WorkPlan, cache: Cache | None) -> Iterator[tuple[Sequence[CacheObject], Sequence[str]]]:
-    """What `Cache.find` gives of each group, some of them ahead."""
+    """The results of `Cache.find` for all groups in order. Some are fetched in advance."""
     if cache is None:
         yield from itertools.repeat(((), ()), len(plan.groups))
         return
@@ -315,22 +315,22 @@ def _looked_up(plan: WorkPlan, cache: Cache | None) -> Iterator[tuple[Sequence[C
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """Where questions are answered."""
+    """How questions are answered: the workers, the cache and the progress bar."""
 
     workers: int = 1
-    """Processes of this machine that read and count; 1 is this process alone."""
+    """Number of processes of this machine that read and count; with 1, only this process does."""
     scheduler: str | None = None
-    """Address of a Dask scheduler, whose workers take the place of processes of this machine."""
+    """Address of a Dask scheduler, whose workers replace processes of this machine."""
     use_cache: bool = True
-    """Whether measurements are kept beside the run, and taken from there."""
+    """Whether measurements are cached beside the run and read from there."""
     show_progress: bool = False
-    """Whether a bar on a terminal's stderr shows bytes, rate and the time left."""
+    """Whether a bar shows bytes, rate and remaining time, if stderr is a terminal."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work, also where every answer is kept and nothing is left to do.
+        """Check the arguments, even if every answer turns out to be cached.
 
         Raises:
-            UsageError: `workers` is less than 1, or `scheduler` is no address.
+            UsageError: `workers` is less than 1, or `scheduler` is not a valid address.
         """
         if self.workers < 1:
             raise UsageError(f"workers={self.workers} is not a number of processes: give 1 or more")
@@ -338,28 +338,28 @@ class Engine:
             raise UsageError(f"scheduler {self.scheduler!r} is no address of a Dask scheduler: give tcp://HOST:PORT")
 
     def columns(self, records: Records, measure: Measure) -> Iterator[Columns]:
-        """What a measure finds in the records, in their order, some hundred at a time; what is known is not read again.
+        """The columns of a measure for the records in order, a few hundred at a time, from the cache if possible.
 
         Raises:
             DataError: a record's bytes are missing or damaged.
             StorageError: the store cannot be read.
-            UsageError: what was kept of a record does not answer the question; Dask is not installed.
-            WorkersError: the processes or the cluster cannot be had, or were lost.
+            UsageError: what was stored of a record does not answer the question, or Dask is not installed.
+            WorkersError: the processes or the cluster are not available, or were lost.
         """
         for columns, _ in self._measure(records, measure, raises=True):
             yield columns
 
     def measure(self, records: Records, measure: Measure) -> Iterator[Payload]:
-        """What a measure finds in each record, in their order. Raises as `columns`."""
+        """The result of a measure for each record, in order. Raises the errors of `columns`."""
         for columns in self.columns(records, measure):
             yield from columns.payloads()
 
     def measure_each(self, records: Records, measure: Measure) -> Iterator[Payload | RanktapeError]:
-        """The same; in the place of a record that fails the reason, and the rest goes on.
+        """The result of a measure for each record, in order, with the error in place of each record that fails.
 
         Raises:
             UsageError: Dask is not installed.
-            WorkersError: the processes or the cluster cannot be had, or were lost.
+            WorkersError: the processes or the cluster are not available, or were lost.
         """
         for columns, errors in self._measure(records, measure, raises=False):
             payloads = iter(columns.payloads())
@@ -398,13 +398,13 @@ class Engine:
     def map(
         self, function: Callable[[Task], Result], tasks: Sequence[Task], *, sizes: Sequence[int] | None = None
     ) -> Iterator[Result]:
-        """What a function returns for each task, in order; both can be pickled. `sizes` are bytes that each reads.
+        """The results of a function for each task, in order. The function and the tasks can be pickled.
 
-        Small tasks whose sizes are given are sent together.
+        `sizes` are the bytes that each task reads. If they are given, small tasks are sent together.
 
         Raises:
             RanktapeError: what the function raises.
-            WorkersError: the processes or the cluster cannot be had, or were lost.
+            WorkersError: the processes or the cluster are not available, or were lost.
         """
         if not tasks:
             return
@@ -412,7 +412,7 @@ class Engine:
         alone = [slice(place, place + 1) for place in range(len(tasks))]
         together = alone
         if sizes is not None and workers.in_flight > 1:
-            # All workers are to be at work until near the end.
+            # All workers should be busy until near the end.
             together = shares(sizes, max_nbytes=min(BATCH_NBYTES, sum(sizes) // (PARTS_IN_TURN * workers.in_flight)))
         is_shown = self.show_progress and sizes is not None
         with bytes_left(sum(sizes or ()), is_shown=is_shown, description="reading") as advance:
@@ -435,13 +435,13 @@ def _value(payload: Payload) -> Any:
 def values_of_records(
     records: Records, compute: Callable[[Records], Iterator[Any]], *, name: str, engine: Engine
 ) -> list[Any]:
-    """The value of each record, or the `RanktapeError` that is in its place; those not kept are made, and kept.
+    """The value of each record, or its `RanktapeError`. Values that are not cached are computed and cached.
 
     Args:
         records: The records.
-        compute: Makes the values of a selection, in its order.
-        name: As that of a `Measure`: with every version and every parameter.
-        engine: Says whether anything is kept.
+        compute: Computes the values of a selection, in order.
+        name: A name like that of a `Measure`, with every version and every parameter.
+        engine: Determines whether the cache is used.
     """
     if not engine.use_cache or not len(records):
         return list(compute(records))
@@ -458,7 +458,7 @@ def values_of_records(
     return values
 
 
-def values_of_keys(  # where, of what, and how
+def values_of_keys(  # location, subject, and method
     reader: RecordOrigin,
     groups: Sequence[tuple[str, slice]],
     keys: Keys,
@@ -467,15 +467,15 @@ def values_of_keys(  # where, of what, and how
     name: str,
     max_rows: int = MAX_ROWS,
 ) -> list[Any]:
-    """The value of each key; those not kept are made, in their order, and kept, but for errors.
+    """The value of each key. Values that are not cached are computed in order and cached, except errors.
 
     Args:
-        reader: What they are kept with.
-        groups: The paths of the groups, and which keys each has.
+        reader: The origin of the records, which determines the location of the cache.
+        groups: The path of each group, and its slice of the keys.
         keys: The keys.
-        make: Makes the values of the keys at some places; a `RanktapeError` in the place of one that fails.
-        name: As that of a `Measure`: with every version and every parameter.
-        max_rows: Values of one object.
+        make: Computes the values of the keys at the given indices, with a `RanktapeError` in place of one that fails.
+        name: A name like that of a `Measure`, with every version and every parameter.
+        max_rows: Maximum number of values in one object.
     """
     cache = Cache(reader, name=name, groups={path for path, _ in groups}, warn=warn_once)
     values: dict[int, Any] = {}
@@ -500,9 +500,10 @@ def values_of_keys(  # where, of what, and how
 
 
 def value_of_all(records: Sequence[Records], about: Sequence[str], make: Callable[[], Any], *, name: str) -> Any:
-    """A value of records together, made unless it was kept under the keys of these and all that was asked.
+    """A value that depends on several selections of records, from the cache or from `make`.
 
-    A `RanktapeError` is not kept. The name holds the version; the value is kept with the first records.
+    The key consists of the keys of the records and `about`. A `RanktapeError` is not cached. `name` contains the
+    version. The value is cached with the first selection.
     """
     words = [word for one in records for word in (str(len(one)), WorkPlan(one).keys.tobytes().hex())]
     path = f"together/{name_of_text(chr(0).join([*words, *about]))}"
@@ -513,13 +514,13 @@ def value_of_all(records: Sequence[Records], about: Sequence[str], make: Callabl
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Say on stderr what costs time and no answer."""
+    """Print a warning on stderr, once for each text, about something that costs time but does not change the answer."""
     say(f"warning: {printable(text)}", err=True)
 
 
 @contextlib.contextmanager
 def work_bar(description: str) -> Iterator[Callable[[int, int], object]]:
-    """A function to call with the pieces of work done and all that are known; a bar if stderr is a terminal."""
+    """A function that takes the numbers of finished and of known items. It moves a bar if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
         return
@@ -534,23 +535,23 @@ def work_bar(description: str) -> Iterator[Callable[[int, int], object]]:
 
 @dataclass(slots=True)
 class _Screen:
-    """What is shown on the terminal, and for how many questions that are asked at the same time."""
+    """A progress display on the terminal, and the number of concurrent questions that use it."""
 
     shown: Progress
     num_users: int = 0
 
 
 _screens: list[_Screen] = []
-"""The one that is shown just now, if there is one: a terminal has room for one."""
+"""The current display, if there is one. A terminal has only one."""
 
 
 _steps: ContextVar[list[int] | None] = ContextVar("steps", default=None)
-"""The number of the step that is worked on, and how many there are; None for work that has none."""
+"""The number of the current step and the number of steps; None if the work has no steps."""
 
 
 @contextlib.contextmanager
 def steps(total: int) -> Iterator[None]:
-    """Work in so many steps, each of which `next_step` begins: bars of bytes say which one it is."""
+    """Divide the work into steps, each of which starts with `next_step`. Progress bars show the step's number."""
     token = _steps.set([0, total])
     try:
         yield
@@ -559,16 +560,16 @@ def steps(total: int) -> Iterator[None]:
 
 
 def next_step() -> None:
-    """Begin the next step of work that has several."""
+    """Start the next step, if the work has steps."""
     if (known := _steps.get()) is not None:
         known[0] += 1
 
 
 @contextlib.contextmanager
 def one_step(description: str, *, is_shown: bool) -> Iterator[None]:
-    """The next step of work that has several; a line says which, if stderr is a terminal and it is to be shown.
+    """Run the next step. A line names it if the work has steps, `is_shown` is set and stderr is a terminal.
 
-    The line is gone when the step is over, so that what is printed then stands alone.
+    The line is removed when the step is finished, before anything else is printed.
     """
     next_step()
     known = _steps.get()
@@ -581,11 +582,11 @@ def one_step(description: str, *, is_shown: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bytes_left(total: int, *, is_shown: bool, description: str) -> Iterator[Callable[[int], object]]:
-    """A function to call with the bytes that have been read, or were known already, out of `total`.
+    """A function to call with the number of bytes, of `total`, that have been read or were cached.
 
-    It moves a bar with bytes, rate and the time left, if stderr is a terminal and it is to be shown. Each question has
-    a line of its own, which never runs backwards, and is gone when the question is answered; of work in several steps
-    it begins with the number of the step.
+    It moves a bar with bytes, rate and remaining time if `is_shown` is set and stderr is a terminal. Each question has
+    its own line, which is removed when the question is answered. If the work has steps, the line starts with the number
+    of the step.
     """
     if not is_shown or not sys.stderr.isatty():
         yield lambda _: None
