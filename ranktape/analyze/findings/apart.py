@@ -1,7 +1,7 @@
 """Finds ranks, layers, samples and channels that are far from their peers, and channels that are zero.
 
-Sizes are compared as logarithms to base 2, in binades. A channel is an index of the last dimension: digests do not know
-it, so that records are read once more, and what is measured is kept.
+Sizes are compared as base-2 logarithms, in binades. A channel is an index of the last dimension. Digests do not contain
+channels, so they are measured by reading the records once more, and the measurements are cached.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from ranktape.storage.format.record_info import Keep
 
 _PAIR = 2
 _MIN_WITHIN = 3
-"""Of two samples in a tensor the median is half way between them."""
+"""The smallest number of samples in a tensor with a useful median: that of two is halfway between them."""
 
 
 def rank_differs(survey: Survey) -> Iterator[Finding]:
-    """One for each site and rank that is far from the other ranks in the same iteration, microbatch and call.
+    """A finding for each site and rank that is far from the other ranks in the same iteration, microbatch and call.
 
-    The metric that shows it best counts. Where a single sample is larger the sample stands out, not the rank: the
-    gradient of a rank does if the median of its samples does. Of two ranks the one stands out whose metric is farther
-    from the layers around it, and from its own in other iterations; where neither is, both do.
+    It is about the metric with the largest difference. A large gradient of a single sample does not make its rank an
+    outlier; the median of the rank's samples decides. Of two ranks, the outlier is the one whose metric is farther from
+    its other layers and iterations; if there is no clear difference, the finding is about both.
     """
     best: dict[tuple[int, int], Finding] = {}
     least = _least(survey)
@@ -108,7 +108,7 @@ def _ranks_by_metric(survey: Survey, name: str, *, least: Floats) -> Iterator[Fi
 
 
 def _compared(survey: Survey, values: Floats) -> tuple[Codes, Codes]:
-    """The records with a value that have peers on other ranks, and which are peers."""
+    """The records with a value that have peers on other ranks, and the group of each."""
     known = np.flatnonzero(np.isfinite(values) & survey.is_floating)
     groups = codes_of(survey.codes("attempt", "iteration", "microbatch", "call")[known], survey.sites[known])
     has_peers = sizes_of(groups) > 1
@@ -116,13 +116,13 @@ def _compared(survey: Survey, values: Floats) -> tuple[Codes, Codes]:
 
 
 def _least(survey: Survey) -> Floats:
-    """The smallest difference from the other ranks that is a finding, for each record."""
-    # Of shards each is another part of the tensor, and a few large channels are on one rank alone.
+    """For each record, the smallest difference from the other ranks that is a finding."""
+    # Shards are different parts of a tensor, and a few large channels can be on one rank only.
     texts = survey.records.column("placement").tolist()
     sharded = {text: "shard(" in text for text in set(texts)}
     is_shard = np.array([sharded[text] for text in texts], dtype=bool)
     usual = np.where(survey.is_gradient, limit.GRADIENT_TAIL_BINADES, limit.RANK_BINADES)
-    # Where not a single sample, but the median of three and more, is far from that of other ranks.
+    # A lower limit applies if the median of at least three samples, not a single one, is far from other ranks.
     sizes = binades(survey.sample_absmax)
     finite = np.flatnonzero(np.isfinite(sizes))
     finite = finite[sizes_of(survey.sample_records[finite]) >= _MIN_WITHIN]
@@ -137,19 +137,19 @@ def _least(survey: Survey) -> Floats:
 
 
 def _from_other_ranks(groups: Codes, values: Floats, *, roles: Codes) -> tuple[Floats, Floats]:
-    """How far each value is from its peers, and the spread among them."""
+    """The difference of each value from its peers, and their spread."""
     apart, mads = deviations_of(groups, values)
     is_pair = sizes_of(groups) == _PAIR
-    # Of two the middle is half way: the peer of each is the other one, and both are as far apart to the last bit.
+    # The peer of each of two values is the other one, not the median halfway; both differences have equal magnitude.
     low, high = middles_of(groups, values)
     apart = np.where(is_pair, np.where(values == high, high - low, low - high), apart)
     pooled = medians_of(roles, np.abs(apart))
-    # A handful of ranks says little about their own spread; the same tensor of all layers says more.
+    # The spread of a few ranks is uncertain; that of the same tensor over all layers is less so.
     return apart, np.where(is_pair, np.minimum(pooled, limit.MAX_POOLED_MAD_BINADES), np.maximum(mads, pooled))
 
 
 def _culprits(survey: Survey, values: Floats, known: Codes, groups: Codes, *, chosen: Mask) -> Mask:
-    """Of pairs that differ the one that is clearly farther from its own rank's other layers, or other iterations."""
+    """In each pair that differs, the record that is clearly farther from its rank's other layers or iterations."""
     found = np.zeros(known.size, dtype=bool)
     places = np.flatnonzero(chosen)
     if not places.size:
@@ -175,25 +175,25 @@ def _culprits(survey: Survey, values: Floats, known: Codes, groups: Codes, *, ch
 
 
 def layer_differs(survey: Survey) -> Iterator[Finding]:
-    """One for each site of a layer that is far from the layers on both sides, by the metric that shows it best."""
+    """A finding for each site of a layer that is far from the layers on both sides, about the most different metric."""
     found: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for name in ("rms", "absmax"):
         for known in _layers_by_metric(survey, name):
             found[int(survey.sites[known["places"][0]])].append(known)
     for several in found.values():
         worst = max(several, key=lambda known: abs(known["binades"]))
-        # With the records of every iteration in which it shows.
+        # Includes the records of every iteration in which the layer differs.
         places = list(dict.fromkeys(place for known in (worst, *several) for place in known["places"].tolist()))
         seen = f"{worst['seen']}, in {survey.numbered('iteration', places)}"
         yield far_finding(survey, **worst | {"places": places, "seen": seen})
 
 
 def _layers_by_metric(survey: Survey, name: str) -> Iterator[dict[str, Any]]:
-    """What `far_finding` takes of each layer that stands out among those of one role and one iteration."""
+    """The arguments of `far_finding` for each layer that differs from the others of its role and iteration."""
     sizes, layers = binades(survey.metrics[name]), survey.fields["layer_idx"].astype(np.int64)
     known = np.flatnonzero(survey.is_floating & (layers >= 0) & np.isfinite(sizes))
     groups, at = codes_of(survey.roles[known], survey.times[known]), layers[known]
-    # Over ranks and microbatches the two in the middle: what one of two ranks does alone is none of the layer's.
+    # Takes both medians over ranks and microbatches, so that one of two ranks alone does not make the layer an outlier.
     middles = np.stack(middles_of(codes_of(groups, at), sizes[known]))
     for part in members_of(groups, at):
         steps, firsts = np.unique(at[part], return_index=True)
@@ -209,7 +209,7 @@ def _layers_by_metric(survey: Survey, name: str) -> Iterator[dict[str, Any]]:
             is_edge, far = number in {0, steps.size - 1}, float(apart[number])
             places = known[part[at[part] == steps[number]]]
             middle = float(np.median(sizes[places]))
-            # Of all that a layer has, its weights are most like those of the layers around it.
+            # Weights are the tensors that differ least between neighbouring layers.
             is_serious = not is_edge and (abs(far) >= limit.SERIOUS_BINADES or bool(survey.is_weight[places[0]]))
             yield {
                 "places": places[np.argsort(-np.abs(sizes[places] - middle + far), kind="stable")],
@@ -225,7 +225,7 @@ def _layers_by_metric(survey: Survey, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _from_neighbours(values: Floats) -> Floats:
-    """How far each layer is from those on both sides, the nearer ones; 0 where it lies between them."""
+    """The difference of each layer from the nearer of its two sides; 0 if it is between them."""
     below, above = values - _before(values), values - _before(values[::-1])[::-1]
     nearer = np.where(np.abs(below) <= np.abs(above), below, above)
     apart = np.where(below * above > 0, nearer, 0.0)
@@ -235,25 +235,25 @@ def _from_neighbours(values: Floats) -> Floats:
 
 
 def _nearer_middle(values: Floats) -> float:
-    """The median; of two values in the middle the one nearer to 0, and 0 if it lies between them.
+    """The median; of two middle values, the one nearer to 0, or 0 if their signs differ.
 
-    Of three layers one that is far off would else move what the other two are compared with by half of that.
+    Otherwise, an outlier among three layers would shift the reference of the other two by half of its distance.
     """
     low, high = np.sort(values)[[(values.size - 1) // 2, values.size // 2]].tolist()
     return 0.0 if low * high < 0 else min(low, high, key=abs)
 
 
 def _before(values: Floats) -> Floats:
-    """The mean of the two layers before each; of the second the first, and of the first itself."""
+    """The mean of the two layers before each; for the second, the first one, and for the first, itself."""
     return np.concatenate((values[:1], values[:1], (values[:-2] + values[1:-1]) / 2))
 
 
 def sample_outlier(survey: Survey) -> Iterator[Finding]:
-    """One for each sample of each rank and site that is far above its peers, in any of the records.
+    """A finding for each sample of each rank and site that is far above its peers in any record.
 
-    Peers are the samples of the site over all ranks, microbatches and iterations. A sample also has to stand out among
-    those of its own iteration, and of its own tensor where there are others: when all samples of a rank are larger,
-    the rank is what stands out, and when all of an iteration are, the iteration is.
+    Peers are the samples of the site over all ranks, microbatches and iterations. A sample also has to be far above
+    those of its own iteration and, if there are others, of its own tensor: if all samples of a rank or an iteration are
+    larger, the rank or the iteration is the outlier.
     """
     values = binades(survey.sample_absmax)
     known = np.flatnonzero(np.isfinite(values) & survey.is_floating[survey.sample_records])
@@ -261,7 +261,7 @@ def sample_outlier(survey: Survey) -> Iterator[Finding]:
         return
     records, sizes = survey.sample_records[known], values[known]
     sites = survey.sites[records]
-    # What all of an iteration share is no sample's own: learning makes every gradient smaller.
+    # Subtracts what all samples of an iteration share: training makes every gradient smaller.
     apart = sizes - medians_of(codes_of(sites, survey.times[records]), sizes)
     scores = robust_z(apart, medians_of(sites, np.abs(apart)))
     within = sizes - medians_of(records, sizes)
@@ -302,7 +302,7 @@ def sample_outlier(survey: Survey) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelMeasure:
-    """Measures the largest finite magnitude of each channel; nothing where values were not kept, or of vectors."""
+    """The largest finite magnitude of each channel; empty for vectors, scalars and records without stored values."""
 
     view: View = View.COMPUTE
 
@@ -312,7 +312,7 @@ class ChannelMeasure:
         return f"channels_{self.view}_v1"
 
     def __call__(self, records: Iterable[Record], /) -> Columns:
-        """The largest magnitudes as `absmax`."""
+        """The largest magnitudes, as `absmax`."""
         return Columns.of_payloads([self._payload(record) for record in records])
 
     def _payload(self, record: Record) -> Payload:
@@ -322,17 +322,17 @@ class ChannelMeasure:
 
 
 def channel_absmax(array: NDArray[np.generic]) -> NDArray[np.float64]:
-    """The largest finite magnitude at each index of the last dimension; 0 where nothing is finite."""
+    """The largest finite magnitude at each index of the last dimension; 0 if no value is finite."""
     found = np.zeros(array.shape[-1])
     for part in pieces(array.reshape(-1, array.shape[-1]), axis=1, block_size=array.shape[-1] or 1):
-        with np.errstate(invalid="ignore"):  # of a NaN that signals
+        with np.errstate(invalid="ignore"):  # from signaling NaN
             magnitudes = np.abs(part if part.dtype.kind == "c" else part.astype(np.float64))
         np.maximum(found, np.where(np.isfinite(magnitudes), magnitudes, 0).max(axis=0, initial=0), out=found)
     return found
 
 
 def channels(survey: Survey) -> Iterator[Finding]:
-    """One for each site with channels that stand out in at least half of its records, and one for channels of zeros."""
+    """A finding for each site with outlying channels in at least half of its records, and one for channels of zeros."""
     sites: dict[tuple[int, int], list[tuple[int, Floats]]] = defaultdict(list)
     for place, payload in enumerate(survey.engine.measure(survey.records, ChannelMeasure(view=survey.view))):
         absmax = payload["absmax"]
@@ -343,7 +343,7 @@ def channels(survey: Survey) -> Iterator[Finding]:
 
 
 def _channels_of(survey: Survey, places: list[int], absmax: Floats) -> Iterator[Finding]:
-    """What stands out, and what is zero everywhere, in the records of one site; `absmax` is of records by channels."""
+    """The findings of one site: outlying channels and channels of zeros; `absmax` has a row for each record."""
     count, of_all, largest = absmax.shape[1], records_text(len(places)), absmax.max(axis=0)
     sizes = binades(absmax)
     sizes = sizes[np.isfinite(sizes).sum(axis=1) >= limit.MIN_CHANNELS]

@@ -1,9 +1,8 @@
-"""Says which findings follow from which: a consequence is computed from its cause, with nothing clean between them.
+"""Separates causes from consequences: a consequence is computed from its cause, with nothing clean between them.
 
-Within a pass that is what is computed later, on the same rank and for the same microbatch. From one iteration to a
-later one NaN and infinities are carried by the weights, unless a gradient scaler skipped the step or an iteration
-between is clean. Records do not say which operations read a tensor, so that two branches of one pass may be taken for
-one.
+Within a pass, consequences are computed later, on the same rank and for the same microbatch. NaN and infinities reach
+a later iteration through the weights, unless a gradient scaler skipped the step or an iteration in between is clean.
+Records do not show which operations read a tensor, so two branches of one pass can be mistaken for one.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ _LOST = frozenset({"nan", "inf", "overflow"})
 """Kinds that spread to everything that is computed from them, and to all ranks with the next step."""
 
 _TOO_LARGE = frozenset({"rank_differs", "sample_outlier", "layer_differs"})
-"""Kinds that may end in an overflow."""
+"""Kinds that can cause an overflow."""
 
 _LOCAL = frozenset({"replica_differs", "channel_outlier"})
-"""Kinds that explain only what else is found at their own site."""
+"""Kinds that explain only other findings at the same site."""
 
 _KIND_ORDER = {kind: number for number, kind in enumerate(KINDS)}
 
@@ -36,66 +35,66 @@ Moment = tuple[int, int, int]
 
 
 class _Event:
-    """A finding, and what decides what it follows from; a cause has its consequences."""
+    """A finding with the properties that decide what it follows from; a cause has its consequences."""
 
     def __init__(self, survey: Survey, finding: Finding) -> None:
         chosen, fields = list(finding.places), survey.fields
         first = min(chosen, key=survey.when)
         self.finding, self.kind = finding, finding.kind
         self.root, self.following, self.alike = self, list[_Event](), list[_Event]()
-        """The cause; what follows from it; the same kind at other sites, of which none follows from another."""
+        """The cause; its consequences; independent findings of the same kind at other sites."""
         self.is_low = finding.severity is Severity.LOW
         is_odd_gradient = self.kind == "layer_differs" and bool(survey.is_gradient[chosen[0]])
         is_small = is_odd_gradient and (finding.binades or 0) < 0
         self.is_shrinking = self.kind in {"gradient_underflow", "zero"} or is_small
-        """Explains smaller values downstream, and nothing else."""
+        """Whether it explains smaller values downstream, and nothing else."""
         self.is_exploding = is_odd_gradient and not is_small
         self.is_lost = self.kind in _LOST and not self.is_low
-        """Numbers are lost; infinities of a mask are not."""
+        """Whether values are lost; infinities of a mask do not count."""
         self.sample, self.channel = (finding.where.get(name) for name in ("sample", "channel"))
         self.start, self.site = survey.when(first), int(survey.sites[first])
         self.time = self.start[0]
         self.module, self.is_backward = str(fields["module"][first]), fields["operation"][first] == "backward"
         self.is_weight = bool(survey.is_weight[chosen[0]])
         self.is_reduced = str(fields["tensor_name"][first]).startswith("reduced_")
-        """About a gradient that the optimizer got: from all ranks and microbatches, clipped together."""
+        """Whether it is about a gradient as the optimizer got it: over all ranks and microbatches, and clipped."""
         self.layer, self.stack = int(fields["layer_idx"][first]), str(fields["layer_stack"][first])
         self.moments: dict[Moment, int] = {}
-        """The moments of its records, with the order of the first of them."""
+        """For each moment of its records, the order of the first record."""
         columns = (survey.times, fields["rank"], fields["microbatch"], survey.order)
         for time, rank, microbatch, order in zip(*(column[chosen].tolist() for column in columns), strict=True):
-            # A weight is the same in all microbatches, whichever it was recorded in.
+            # A weight is the same in all microbatches.
             moment = time, rank, 0 if self.is_weight else microbatch
             self.moments[moment] = min(order, self.moments.get(moment, order))
         self.times = frozenset(time for time, _, _ in self.moments)
         is_spread = self.kind in _LOST
         self.ranks = frozenset(rank for time, rank, _ in self.moments if time == self.time or not is_spread)
-        """The ranks on which it was first seen, for what spreads; else of all records."""
+        """The ranks of the first iteration, if the kind spreads; otherwise the ranks of all records."""
 
     @property
     def order(self) -> tuple[tuple[int, int], int]:
-        """What begins earlier comes first; of what begins together what says more."""
+        """The sort key: the earliest start first, then the most informative kind."""
         return self.start, _KIND_ORDER[self.kind]
 
     @property
     def members(self) -> list[_Event]:
-        """The cause and all that is told with it."""
+        """The cause, the findings like it, and the consequences."""
         return [self, *self.alike, *self.following]
 
     @property
     def severity(self) -> Severity:
-        """That of the worst of all members."""
+        """The worst severity of all members."""
         return min((one.finding.severity for one in self.members), key=lambda one: one.order)
 
     @property
     def badness(self) -> tuple[object, ...]:
-        """The worst cause comes first; of numbers that are lost what began first."""
+        """The sort key: the worst cause first; among lost values, the earliest start first."""
         if self.is_lost:
             return self.severity.order, _KIND_ORDER["nan"], self.start
         return self.severity.order, _KIND_ORDER[self.kind], (), -self.finding.score
 
     def told(self) -> Finding:
-        """The finding of a cause, with all else as its consequences."""
+        """The finding of a cause, with its consequences and the findings like it."""
         finding, following = self.finding, sorted(self.following, key=lambda one: one.order)
         here = [one.finding for one in following if one.site == self.site]
         return dataclasses.replace(
@@ -110,18 +109,18 @@ class _Event:
 
 
 def with_consequences(survey: Survey, findings: Sequence[Finding]) -> list[Finding]:
-    """Each cause with what follows from it; the worst cause first."""
+    """The causes with their consequences, the worst cause first."""
     roots: list[_Event] = []
     here: dict[int, list[_Event]] = defaultdict(list)
-    # Consequences from which more follows, by what they have in common with it.
+    # Consequences that can have consequences themselves, by episode.
     spreading: dict[int, list[_Event]] = defaultdict(list)
     ordered = sorted((_Event(survey, finding) for finding in findings), key=lambda one: one.order)
     flow = _Flow(survey, ordered)
     for one in ordered:
         episode = int(flow.episodes[one.time])
-        # What is said of the same numbers, be they a consequence already, is nearer than all that came before.
+        # A finding about the same values, even if it is a consequence, is a nearer cause than any earlier one.
         same = (other for other in here[one.site] if _is_same_thing(other, one))
-        # What follows from a consequence follows from its cause: weights are NaN as gradients were, as a layer grew.
+        # The cause of a consequence is also the cause of what follows: a layer grew, so gradients and weights are NaN.
         causes = (other for other in itertools.chain(roots, spreading[episode]) if flow.explains(other, one))
         cause = next(itertools.chain(same, causes), None)
         if cause is None:
@@ -138,46 +137,46 @@ def with_consequences(survey: Survey, findings: Sequence[Finding]) -> list[Findi
 
 
 class _Flow:
-    """What is computed from what, as far as records say."""
+    """The flow of computation, as far as records show it."""
 
     def __init__(self, survey: Survey, events: Sequence[_Event]) -> None:
         self._survey = survey
         self._lost = _records_of(survey, [one for one in events if one.is_lost])
         self._shrunk = _records_of(survey, [one for one in events if one.is_shrinking])
         self.episodes = survey.episodes(self._lost)
-        """Number of the captured iterations without a clean one between them; -1 of clean ones."""
+        """For each captured iteration, the number of its episode of lost values; -1 if the iteration is clean."""
 
     def explains(self, cause: _Event, one: _Event) -> bool:
-        """Whether an event follows from what began earlier at another site."""
+        """Whether an event follows from an event that started earlier at another site."""
         if cause.site == one.site or {cause.kind, one.kind} & _LOCAL:
             return False
-        # Infinities of a mask are there on purpose: they spread to nothing, and come from nothing.
+        # Infinities of a mask are intended: they are neither causes nor consequences.
         if any(other.kind in _LOST and not other.is_lost for other in (cause, one)):
             return False
         if cause.is_lost and one.is_lost and self._is_carried(cause, one):
             return True
         if one.is_weight:
-            # Within an iteration, no weight is computed from anything.
+            # Within an iteration, weights do not change.
             return self._is_step_with(cause, one)
         return _is_plausible(cause, one) and self._is_downstream(cause, one)
 
     def _is_downstream(self, cause: _Event, one: _Event) -> bool:
-        """Whether the cause was in what the other event was computed from in the same passes."""
+        """Whether the other event was computed from the cause in the same passes."""
         if one.time not in cause.times:
             return False
         if cause.sample is not None:
             if one.sample not in {None, cause.sample} or not one.moments.keys() <= cause.moments.keys():
                 return False
         elif one.sample is not None and not cause.is_lost and not one.is_backward:
-            # A weight, or a rank, is the same to all of its samples.
+            # A weight or a rank affects all samples alike.
             return False
         covered = {moment: _comes_before(cause, one, moment) for moment in one.moments}
-        # It has to explain how it began, and most of what came later.
+        # The cause has to explain the start, and most of what came later.
         is_explained = all(known for moment, known in covered.items() if moment[0] == one.time)
         return is_explained and 2 * sum(covered.values()) > len(covered) and not self._is_clean_between(cause, one)
 
     def _is_clean_between(self, cause: _Event, one: _Event) -> bool:
-        """Whether what it was computed from, or some layer between them, is clean in the pass in which it began."""
+        """Whether its module's inputs, or a layer between the two, are clean in the pass in which it started."""
         if cause.is_lost and self._is_own(one):
             return True
         is_alike = one.kind in _LOST if cause.is_lost else cause.is_shrinking and one.is_shrinking
@@ -196,7 +195,7 @@ class _Flow:
         )
 
     def _is_own(self, one: _Event) -> bool:
-        """Whether a module lost the numbers itself: it was given some, and all that it had before is clean."""
+        """Whether a module lost the values itself: its inputs were recorded, and all its earlier records are clean."""
         if not one.is_lost or one.is_weight or one.is_reduced:
             return False
         survey, fields = self._survey, self._survey.fields
@@ -205,7 +204,7 @@ class _Flow:
         own = (fields["module"] == one.module) & (survey.times == time) & (fields["rank"] == rank)
         own &= (survey.order < order) & survey.is_floating
         is_given = own & (fields["phase"] == "pre") & ~survey.is_weight & (fields["microbatch"] == microbatch)
-        # Gradients are computed from what the forward pass was given, too.
+        # Gradients are computed from the inputs of the forward pass, too.
         operations = {"forward", "backward"} if one.is_backward else {"forward"}
         return operations <= set(fields["operation"][is_given].tolist()) and not self._lost[own].any()
 
@@ -218,7 +217,7 @@ class _Flow:
         return _clean_layers(self._survey, self._shrunk)
 
     def _is_carried(self, cause: _Event, one: _Event) -> bool:
-        """Whether lost numbers of an iteration before reach another one by a step, and all between is lost, too."""
+        """Whether lost values of an earlier iteration reach a later one by a step, with no clean iteration between."""
         if cause.time >= one.time or self.episodes[cause.time] != self.episodes[one.time]:
             return False
         before = [time for time in cause.times if time < one.time]
@@ -231,9 +230,9 @@ class _Flow:
 
     @functools.cached_property
     def _carriers(self) -> Mapping[tuple[int, int], tuple[bool, bool]]:
-        """For each captured iteration and rank: whether weights were recorded, and whether one of them is lost.
+        """For each captured iteration and rank, whether weights were recorded, and whether one of them is lost.
 
-        Where no weight was recorded, whether another tensor of the forward pass is.
+        If no weight was recorded, the second is whether another tensor of the forward pass is lost.
         """
         survey, found = self._survey, dict[tuple[int, int], tuple[bool, bool]]()
         is_forward = (survey.fields["operation"] == "forward") & survey.is_floating
@@ -246,9 +245,9 @@ class _Flow:
         return found
 
     def _is_step_with(self, gradient: _Event, weight: _Event) -> bool:
-        """Whether a weight became too large by a step that was taken with its gradient, which had exploded before.
+        """Whether a weight became too large in a step with an exploded gradient.
 
-        What explodes in a layer reaches those before it.
+        A gradient that explodes in one layer also reaches the layers before it.
         """
         before = [time for time in gradient.times if time < weight.time]
         return (
@@ -261,7 +260,7 @@ class _Flow:
         )
 
     def _is_seen_between(self, one: _Event, time: int) -> bool:
-        """Whether its site was recorded after that captured iteration and before the one in which it began."""
+        """Whether its site was recorded after that captured iteration and before the one in which it started."""
         own = self._survey.times[self._survey.sites == one.site]
         return bool(((own > time) & (own < one.time)).any())
 
@@ -273,7 +272,7 @@ def _records_of(survey: Survey, events: Sequence[_Event]) -> Mask:
 
 
 def _comes_before(cause: _Event, one: _Event, moment: Moment) -> bool:
-    """Whether the cause was seen in that pass before the other event."""
+    """Whether the cause precedes the other event in that pass."""
     time, rank, microbatch = moment
     if one.is_reduced:
         return any(time == own and (cause.is_lost or rank == on_rank) for own, on_rank, _ in cause.moments)
@@ -282,7 +281,7 @@ def _comes_before(cause: _Event, one: _Event, moment: Moment) -> bool:
 
 
 def _clean_layers(survey: Survey, mask: Mask) -> Mapping[tuple[object, ...], list[int]]:
-    """For each pass the layers of which no tensor is in the mask; weights are in no pass."""
+    """For each pass, the layers without a tensor in the mask; weights do not belong to a pass."""
     fields = survey.fields
     chosen = np.flatnonzero((fields["layer_idx"] >= 0) & survey.is_floating & ~survey.is_weight)
     names = ("rank", "microbatch", "layer_stack", "operation", "layer_idx")
@@ -297,14 +296,14 @@ def _clean_layers(survey: Survey, mask: Mask) -> Mapping[tuple[object, ...], lis
 
 
 def _is_plausible(cause: _Event, one: _Event) -> bool:
-    """Whether what was found of the one can come of what was found of the other, wherever they are."""
+    """Whether a finding of the cause's kind can lead to one of the other's kind, wherever they are."""
     if cause.finding.metric.startswith("flushed"):
-        # It is about a format that the run did not use.
+        # The finding is about a format that the run did not use.
         return False
     shrinks = one.is_shrinking or (one.finding.binades or 0) < 0
     if cause.is_shrinking:
         is_worse = one.is_shrinking and one.finding.severity.order < cause.finding.severity.order
-        # Both by the part that is lost: what loses far more has a reason of its own.
+        # Compares the lost parts: a gradient that loses far more has its own cause.
         is_worse |= cause.kind == one.kind == "gradient_underflow" and one.finding.score > 2 * cause.finding.score
         is_zero = cause.kind == one.kind == "zero" and cause.module == one.module
         return shrinks and not is_worse and ((cause.is_backward and one.is_backward) or is_zero)
@@ -312,17 +311,17 @@ def _is_plausible(cause: _Event, one: _Event) -> bool:
         return False
     if one.kind in _LOST:
         return cause.is_lost or (cause.kind in _TOO_LARGE and not cause.is_low)
-    # What is merely worth knowing is the cause of what is worse in its own module alone: of its gradients, say.
+    # A low finding explains a worse one only within its own module, such as one about its gradients.
     return not cause.is_low or one.is_low or (cause.kind in _TOO_LARGE and cause.module == one.module)
 
 
 def _is_same_thing(cause: _Event, one: _Event) -> bool:
-    """Whether two findings at one site, of which the first came earlier or says more, are about the same numbers."""
+    """Whether two findings at one site are about the same values; the first is earlier or more informative."""
     if (cause.is_low and not one.is_low) or not cause.times & one.times:
-        # What is merely worth knowing is not the headline of what is wrong.
+        # A low finding does not give the title of a worse one.
         return False
     if cause.is_lost and not one.is_lost and not one.times <= cause.times:
-        # Where all is finite it is found, too.
+        # The other finding also occurs in iterations without lost values.
         return False
     if cause.channel is not None and one.channel is not None:
         return bool(cause.channel == one.channel)
@@ -334,10 +333,10 @@ def _is_same_thing(cause: _Event, one: _Event) -> bool:
 
 
 def _mark_as_skipped(survey: Survey, root: _Event) -> None:
-    """Make a cause LOW if its infinities are those of a loss scale that was too high.
+    """Make a cause LOW if its infinities come from a loss scale that was too high.
 
-    These begin in a gradient, in iterations whose steps a gradient scaler skipped, and later gradients of the same
-    site are finite. Where NaN is all that there is, a smaller scale is no remedy.
+    They start in a gradient, in iterations whose steps a gradient scaler skipped, and later gradients of the same
+    site are finite. If there is only NaN, a smaller scale would not help.
     """
     if not (root.is_lost and root.is_backward and survey.skipped_times[list(root.times)].all()):
         return
@@ -351,7 +350,7 @@ def _mark_as_skipped(survey: Survey, root: _Event) -> None:
 
 
 def _again(survey: Survey, roots: Sequence[_Event]) -> Iterable[_Event]:
-    """Causes of numbers that were lost at the same site, after clean iterations, as one that says so."""
+    """Merge causes of lost values at one site that recur after clean iterations; the evidence says so."""
     groups: dict[tuple[object, ...], list[_Event]] = defaultdict(list)
     for number, root in enumerate(roots):
         groups[(root.site, root.kind, root.finding.severity) if root.is_lost else (number,)].append(root)
@@ -378,15 +377,15 @@ def _again(survey: Survey, roots: Sequence[_Event]) -> Iterable[_Event]:
 
 
 def _alike(roots: Iterable[_Event]) -> list[_Event]:
-    """Causes of which many are alike as one: the same kind on the same ranks, which began at the same time.
+    """Merge many like causes into one: of the same kind on the same ranks, with the same start.
 
-    The worst of them stands for all; of numbers that are lost the first.
+    The worst of them represents all; of lost values, the first.
     """
     groups: dict[tuple[object, ...], list[_Event]] = defaultdict(list)
     for root in roots:
         severity = root.finding.severity
         about: tuple[object, ...] = (severity, root.ranks, root.time, root.is_weight, root.sample, root.channel)
-        # What is merely worth knowing is one finding for each kind, and each metric that it is about.
+        # Low findings are merged by kind and metric only.
         groups[(root.kind, *((root.finding.metric,) if severity is Severity.LOW else about))].append(root)
     found: list[_Event] = []
     for members in groups.values():

@@ -1,4 +1,4 @@
-"""Gives what is wrong in a run, and where: the question that the first screen of a report answers."""
+"""Finds what is wrong in a run, and where; the first screen of a report shows the result."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ DETECTORS = (
     *(lost, saturated, zero, unused, underflow, too_wide),
     *(sample_outlier, rank_differs, replica_differs, layer_differs),
 )
-"""What looks at every survey; `channels` reads every value once more."""
+"""The detectors that always run. `channels` is optional, because it reads every value once more."""
 
 
 def find(
     records: Records, *, view: View | None = None, engine: Engine | None = None, with_channels: bool = False
 ) -> list[Finding]:
-    """What is wrong and what stands out, the worst first; one finding for each cause.
+    """Find what is wrong or far from its peers: one finding for each cause, the worst first.
 
-    NaN and infinities are findings; all other metrics are of finite values. Records of whole numbers are judged by the
-    bits of their copies alone. Where histograms or statistics were kept, nothing is known of single samples and
-    channels. No records, no findings.
+    NaN and infinities are findings; all other metrics cover finite values only. Records of integers are only checked
+    for equal bits among copies. Samples and channels are not judged if only histograms or statistics were stored.
+    Without records, the list is empty.
 
-    Every value is read once, unless it is known from an earlier question; with `with_channels` once more.
+    Every value is read once, unless its digest is cached, and once more if `with_channels` is true.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
         StorageError: the store cannot be read.
-        UsageError: of a record values were kept that are rounded already, and are to be looked at as they were seen.
+        UsageError: the view is of values as captured, but a record stores values that are already rounded.
     """
     if len(records.sources) > 1:
-        # What one source recorded is no peer, and no cause, of what another one did.
+        # Records of one source are neither peers nor causes of those of another.
         parts = records.by_source()
         ask = functools.partial(find, view=view, engine=engine, with_channels=with_channels)
         return merged([(part, one) for part in parts for one in ask(part.records)])
@@ -55,16 +55,16 @@ def find(
 
 
 MAX_FOLLOWING = 20
-"""Later triggers that are named as consequences."""
+"""The largest number of later triggers that are named as consequences."""
 
 _MAX_PLACES = 8
-"""Records that stand for a trigger that no single one showed: the last ones of its rank."""
+"""The largest number of records for a trigger that no single record caused: the last ones of its rank."""
 
 _OF_PLACE = ("module", "layer_type", "layer_idx", "layer_stack", "operation", "phase", "component", "tensor_name")
 
 
 def _triggered(records: Records) -> list[Finding]:
-    """The first trigger that the records are about, with those after it as its consequences; none for other runs."""
+    """The first trigger in the iterations of the records, with later ones as its consequences; empty without any."""
     reader = records.reader
     if not isinstance(reader, RunReader):
         return []
@@ -101,7 +101,7 @@ def _triggered(records: Records) -> list[Finding]:
 
 
 def _trigger_places(records: Records, trigger: Trigger) -> tuple[int, ...]:
-    """The record that showed it; where none did, the last ones of its rank and iteration, else of all."""
+    """The record that caused the trigger, else the last ones of its rank and iteration, else the last ones of all."""
     is_there = (records.column("iteration") == trigger.iteration) & (records.column("rank") == trigger.rank)
     rows = np.flatnonzero(is_there)
     if len(rows) and (counter := trigger.where.get("counter")) is not None:

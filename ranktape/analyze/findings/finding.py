@@ -1,4 +1,4 @@
-"""Describes one thing that is wrong in a run: how bad it is, what, where, and the evidence."""
+"""Describes one problem in a run: its severity, its place, and the evidence."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "channel_outlier": ("stats RUN", _SITE),
     "zero": ("stats RUN", _SITE),
 }
-"""Every kind of finding, with the question to ask next and the fields that it is asked about.
+"""Every kind of finding, with the command that gives details and the fields that the command filters by.
 
-Of two kinds at one place the first says more, and is the title."""
+If two kinds occur at one place, the one listed first is more informative and gives the title."""
 
 
 class Severity(enum.StrEnum):
-    """How bad something is, the worst first."""
+    """The severity of a finding, the worst first."""
 
     HIGH = "high"
     """Numbers are lost or wrong: NaN, Inf, ranks that disagree."""
     MEDIUM = "medium"
-    """Something stands out from its peers, or much is below the normal numbers."""
+    """A value is far from its peers, or many values are subnormal."""
     LOW = "low"
-    """Worth knowing before the format becomes narrower."""
+    """Worth knowing before a narrower format is used."""
 
     @property
     def order(self) -> int:
@@ -59,57 +59,57 @@ class Severity(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something that is wrong, or stands out.
+    """A value that is wrong, or far from its peers.
 
-    Texts may hold names that a stranger gave to a module: who shows them escapes them.
+    The texts can contain module names from an untrusted source: escape them for display.
     """
 
     kind: str
     """One of `KINDS`."""
     severity: Severity
     score: float
-    """How far it is from ordinary, comparable within a kind; larger is worse."""
+    """The size of the deviation, comparable within a kind; larger is worse."""
     title: str
-    """What and where, in one sentence."""
+    """The place and the problem, in one sentence."""
     evidence: str
-    """The numbers that say so, beside those of the peers."""
+    """The numbers that show the problem, with those of the peers."""
     where: Mapping[str, Any]
-    """The fields of records, and `sample` or `channel`, that name the place."""
+    """The fields of records, and `sample` or `channel`, that identify the place."""
     places: tuple[int, ...]
-    """Rows of the selection that show it, the worst first; of NaN and infinities the earliest."""
+    """Rows of the selection that show it, the worst first; for NaN and infinities, the earliest first."""
     place: str = ""
-    """Where, in the words that begin the title."""
+    """The place, as written at the start of the title."""
     metric: str = ""
-    """The metric that is judged; empty where there is none."""
+    """The metric that is judged; empty if there is none."""
     value: float | None = None
-    """That metric at the worst place; None where there is none."""
+    """The metric at the worst place; None if there is no metric."""
     expected: float | None = None
-    """The median of the same metric over the peers; None where there are none."""
+    """The median of the metric over the peers; None if there are no peers."""
     deviation: float | None = None
-    """How far the value is from the peers, in MADs made comparable to standard deviations: the robust z."""
+    """The robust z: the distance of the value from its peers, in MADs scaled to standard deviations."""
     binades: float | None = None
-    """How far the value is from the peers, in powers of two; None for metrics that are not on such a scale."""
+    """The distance of the value from its peers, in powers of two; None for metrics without such a scale."""
     consequences: tuple[str, ...] = ()
     """The titles of all findings that follow from this one, the nearest first."""
     alike: tuple[str, ...] = ()
-    """The titles of findings of the same kind at other places, which none of them explains."""
+    """The titles of findings of the same kind at other places that do not explain one another."""
     followed_by: tuple[int, ...] = ()
-    """For each consequence the row that shows it worst; none where they are not seen in records."""
+    """For each consequence, the row that shows it worst; empty if the consequences are not in records."""
     command: str = ""
-    """The command that looks closer, with RUN for the run."""
+    """The command that gives details, with RUN as a placeholder for the run."""
 
     @property
     def reason(self) -> str:
-        """What the title says of the place."""
+        """The title without the place."""
         return self.title.removeprefix(self.place).strip()
 
     def command_in(self, url: str) -> str:
-        """The command that looks closer, to be pasted into a terminal; RUN stays where there is no URL."""
+        """The command that gives details, ready for a terminal. If the URL is empty, RUN is not replaced."""
         return printable(self.command.replace(" RUN", f" {shlex.quote(url or 'RUN')}", 1))
 
 
 def merged(found: Sequence[tuple[SourcePart, Finding]]) -> list[Finding]:
-    """The findings of several sources: those of one kind at one place are one, the worst; the worst first."""
+    """The findings of several sources, the worst first. Those of one kind at one place become one, the worst."""
     groups: dict[tuple[str, str], list[tuple[SourcePart, Finding]]] = {}
     for part, one in found:
         groups.setdefault((one.kind, one.place), []).append((part, one))
@@ -134,7 +134,7 @@ def merged(found: Sequence[tuple[SourcePart, Finding]]) -> list[Finding]:
 
 
 def headline(findings: Sequence[Finding], *, num_records: int) -> str:
-    """What was found, in one sentence."""
+    """The number of findings of each severity, in one sentence."""
     if not findings:
         return f"Nothing stands out in {num_records:,} record{'' if num_records == 1 else 's'}."
     severities = [finding.severity for finding in findings]
@@ -146,10 +146,10 @@ def headline(findings: Sequence[Finding], *, num_records: int) -> str:
 def finding_of(
     survey: Survey, *, places: Sequence[int] | NDArray[Any], kind: str, score: float, text: str, **known: Any
 ) -> Finding:
-    """A finding about records of one place of the model; `text` is the sentence that follows the place.
+    """A finding about records of one place in the model; `text` is the rest of the title, after the place.
 
-    `sample` or `channel` says which one it is about, and `options` are those of the command; all else is as in
-    `Finding`.
+    `sample` or `channel` adds that index to `where`, and `options` are options of the command. All other arguments
+    are fields of `Finding`.
     """
     chosen = [int(place) for place in places]
     where = _where(survey, chosen) | {name: known.pop(name) for name in ("sample", "channel") if name in known}
@@ -169,7 +169,7 @@ def far_finding(
     text: str = "",
     **known: Any,
 ) -> Finding:
-    """A metric that is far from that of its peers; `seen` ends the evidence, and says in how many records it is."""
+    """A finding about a metric that is far from that of its peers; `seen` is the end of the evidence."""
     metric, expected = known["metric"], value / 2.0**binades
     sentence = text or f"has an {metric} of {factor_text(binades)} times that of {peers}"
     beside = f"{peers} {number_text(expected)}: {number_text(abs(binades))} binades"
@@ -188,18 +188,18 @@ def records_text(count: int) -> str:
 
 
 def number_text(value: float) -> str:
-    """A number as sentences have it."""
+    """A number with four significant digits."""
     return f"{value:.4g}"
 
 
 def percent_text(ratio: float) -> str:
-    """A part of a whole in percent; only a true zero is 0, and only a true whole is 100."""
+    """A ratio in percent; 100 % only if the ratio is exactly 1."""
     text = f"{100 * ratio:.3g} %"
     return "<100 %" if text == "100 %" and ratio < 1 else text
 
 
 def factor_text(binades: float) -> str:
-    """A factor as people say it, `20`, `4,096` or `1/8`; beyond a million as a power of two."""
+    """A factor as `20`, `4,096` or `1/8`; above a million, or below a millionth, as a power of two."""
     if abs(binades) > 20:  # noqa: PLR2004 - more digits cannot be read
         return f"2^{binades:.0f}"
     factor = 2.0 ** abs(binades)
@@ -208,7 +208,7 @@ def factor_text(binades: float) -> str:
 
 
 def _where(survey: Survey, places: list[int]) -> dict[str, Any]:
-    """The fields in which all of the records agree; several ranks, or iterations, as a list of `ranks`."""
+    """The fields in which all records agree; several ranks or iterations as lists, `ranks` and `iterations`."""
     found: dict[str, Any] = {}
     for name in IDENTITY:
         values = list(dict.fromkeys(survey.fields[name][places].tolist()))
@@ -230,7 +230,7 @@ def _command(survey: Survey, kind: str, where: Mapping[str, Any], options: Mappi
 
 
 def _place(survey: Survey, places: list[int], where: Mapping[str, Any]) -> str:
-    """The place in words: `layers.2.query weight on rank 1`."""
+    """The place as text, such as `layers.2.query weight on rank 1`."""
     if "module" in where:
         fields = {name: survey.fields[name][places[0]] for name in ("module", "layer_idx", "layer_type", "tensor_name")}
         module, layer = str(fields["module"]), int(fields["layer_idx"])

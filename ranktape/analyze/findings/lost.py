@@ -1,4 +1,4 @@
-"""Finds what a tensor's own values say: NaN, infinities, zeros, and gradients that underflow."""
+"""Finds problems that a tensor's own values show: NaN, infinities, zeros, and gradients that underflow."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.storage.format.dtypes import dtype_row
 
 _SMALLEST = {row.min_subnormal: row.name for row in reversed(FORMATS.values())}
-"""Formats by their smallest number; of those that share it the best known."""
+"""The format with each smallest number; if several share it, the first of `FORMATS`."""
 
 
 def lost(survey: Survey) -> Iterator[Finding]:
-    """NaN, infinities, and values beyond the type that was computed with: one for each site and each time it begins."""
+    """NaN, Inf, and values beyond the computation's dtype: one finding for each site and each time it starts."""
     nan, inf, captured = (survey.counts[name] for name in ("nan", "inf", "captured_inf"))
     is_new = (inf > captured) & (survey.fields["dtype"] != survey.dtypes) & survey.is_floating & ~survey.is_mask
     is_captured = (captured > 0) & survey.is_floating
@@ -41,7 +41,7 @@ def lost(survey: Survey) -> Iterator[Finding]:
 
 
 def saturated(survey: Survey) -> Iterator[Finding]:
-    """Values that are the largest number of a type without infinities: one for each site."""
+    """Values that equal the largest number of a dtype without infinities: one finding for each site."""
     counts = survey.asked("saturated", np.isin(survey.dtypes, list(SATURATING))).astype(np.int64)
     mask = (survey.shares(counts) > limit.MIN_SATURATED_RATIO) & (counts > 1)
     for places in survey.by_site(mask, survey.shares(counts)):
@@ -52,7 +52,7 @@ def saturated(survey: Survey) -> Iterator[Finding]:
 def _counted(
     survey: Survey, counts: Codes, places: Codes, kind: str, what: str, *, severity: Severity = Severity.HIGH
 ) -> Finding:
-    """Records of one site, the largest ratio first; what is lost spreads, so that those where it begins name it."""
+    """A finding about records of one site. Lost values spread, so the title is about the iteration of their start."""
     times = survey.times[places]
     is_first = times == times.min()
     beginning = places[is_first]
@@ -83,18 +83,18 @@ def _counted(
 
 
 def zero(survey: Survey) -> Iterator[Finding]:
-    """Sites that are all zero in some record, gradients apart: see `underflow`."""
+    """A finding for each site that is all zero in some record. For gradients, see `underflow`."""
     elements, iterations = survey.metrics["elements"], survey.fields["iteration"]
     mask = (survey.counts["zero"] == elements) & (elements > 0) & survey.is_floating & ~survey.is_gradient
     for places in survey.by_site(mask, -iterations):
         is_here = survey.sites == survey.sites[places[0]]
         others = iterations[is_here & ~mask]
         peers = (survey.roles == survey.roles[places[0]]) & ~is_here
-        # A layer of several that is always zero is none that is meant, if no other one ever is.
+        # A layer that is always zero is not intended if no other layer ever is.
         is_alone = not others.size and np.unique(survey.sites[peers]).size > 1 and not mask[peers].any()
-        # What is always zero, or begins so as what comes out of an adapter, is that by right.
+        # Otherwise, it is ordinary to be always zero, or zero at first like the output of an adapter.
         is_ordinary = not is_alone and (not others.size or iterations[places].max() < others.min())
-        # Biases and the second matrix of an adapter begin as zeros.
+        # Biases and the second matrix of an adapter are initialized to zeros.
         if is_ordinary and survey.is_weight[places[0]]:
             continue
         yield finding_of(
@@ -114,7 +114,7 @@ def zero(survey: Survey) -> Iterator[Finding]:
 
 
 def unused(survey: Survey) -> Iterator[Finding]:
-    """Modules that were given tensors without elements in all of their calls, as experts without a token."""
+    """Modules whose tensors were empty in all of their calls, such as experts without a token."""
     is_activation = (survey.fields["operation"] == "forward") & survey.is_floating & ~survey.is_weight
     has_some = is_activation & (survey.metrics["elements"] > 0)
     modules = survey.codes("module")
@@ -138,12 +138,12 @@ def unused(survey: Survey) -> Iterator[Finding]:
 
 
 def underflow(survey: Survey) -> Iterator[Finding]:
-    """One for each site whose gradient underflows in its own type, and one for backward passes without a gradient.
+    """A finding for each site whose gradient underflows in its dtype, and one for backward passes without a gradient.
 
-    What was flushed already is zero. Rounding made the zeros where many of the other values are just above a smallest
-    one; else masks, ReLU or tokens without a loss may have. A gradient that is nothing but zeros is lost if the layer's
-    tensors of the forward pass are not, or the same gradient of other layers; that of a module without tokens is empty,
-    and where all gradients of a backward pass are zero, it had no loss.
+    Flushed values are zeros. Rounding made them if many other values are just above a smallest one; otherwise masks,
+    ReLU or tokens without a loss may have. A gradient of all zeros is lost if the layer's tensors in the forward pass,
+    or the same gradient of other layers, are not zero. A module without tokens has an empty gradient. If all gradients
+    of a backward pass are zero, it had no loss.
     """
     known = _Gradients(survey)
     zeros, is_judged = known.zeros, known.is_judged
@@ -155,12 +155,12 @@ def underflow(survey: Survey) -> Iterator[Finding]:
     is_empty = is_judged & (zeros == 1) & (is_more | (zeros - known.in_forward > limit.ZERO_EXCESS))
     is_small = is_judged & (known.subnormal > limit.LOST_RATIO)
     is_sparse = is_more & ~is_rounded & ~is_empty & ~is_small
-    # Where nothing is left of other records of the site, or rounding made their zeros, it made these, too.
+    # If other records of the site are lost, or rounding made their zeros, rounding made these zeros, too.
     is_of_lost = is_sparse & np.isin(survey.sites, survey.sites[is_rounded | is_empty])
     parts = known.subnormal + np.where(is_rounded | is_empty | is_of_lost, zeros, 0.0)
     for places in survey.by_site(is_small | is_rounded | is_empty | is_of_lost, parts):
         marked, empty = places[(is_rounded | is_small)[places]], places[is_empty[places]]
-        # In one iteration all layers alike may begin with zeros.
+        # In one iteration, all layers alike can start with zeros.
         is_alone = bool((is_more & ~known.is_silent)[empty].any()) or np.unique(survey.times[empty]).size > 1
         is_serious = bool(marked.size) and parts[marked[0]] >= limit.LOST_RATIO_SERIOUS
         is_zero = not marked.size or bool(is_rounded[marked[0]])
@@ -176,7 +176,7 @@ def underflow(survey: Survey) -> Iterator[Finding]:
 
 
 class _Gradients:
-    """The parts of each gradient that are small or zero, beside those of its peers."""
+    """The parts of each gradient that are subnormal or zero, compared with those of its peers."""
 
     def __init__(self, survey: Survey) -> None:
         self._survey = survey
@@ -189,12 +189,12 @@ class _Gradients:
         self._is_quiet = is_asked & self._are_silent(is_asked, survey.times)
         self.is_judged = is_asked & (~self.is_silent | self._is_quiet)
         self.in_layers = _fewest_in_layers(survey, self.zeros, self.is_judged)
-        """Zeros in that layer of the same kind which has the fewest, up to the iteration of the record."""
+        """The smallest ratio of zeros in any layer of the same kind, up to the iteration of the record."""
         self.in_forward = _most_in_forward(survey, self.zeros)
-        """Zeros in that tensor of the forward pass of the same layer which has the most; NaN where none is known."""
+        """The largest ratio of zeros in a tensor of the layer's forward pass; NaN if none was recorded."""
 
     def _are_silent(self, mask: Mask, groups: Codes) -> Mask:
-        """Of passes, or iterations, whether all gradients of several modules are zero."""
+        """Whether all gradients of a pass, or of an iteration, are zero, if it has those of several modules."""
         chosen, size = np.flatnonzero(mask), int(groups.max(initial=0)) + 1
         has_value = np.bincount(groups[chosen], weights=self.zeros[chosen] < 1, minlength=size) > 0
         modules = np.unique(np.column_stack((groups, self._survey.codes("module")))[chosen], axis=0)[:, 0]
@@ -202,10 +202,10 @@ class _Gradients:
         return (~has_value & has_several)[groups]
 
     def silent_passes(self) -> Finding:
-        """All backward passes without a gradient in iterations in which others have some."""
+        """A finding about all backward passes without a gradient in iterations in which other passes have gradients."""
         survey, silent = self._survey, np.flatnonzero(self.is_silent & ~self.is_judged)
         num_silent, num_passes = (len(np.unique(self._passes[one])) for one in (silent, survey.is_gradient))
-        # Labels may be missing by chance, but not each time. An iteration without any gradient says nothing of a rank.
+        # Labels can be missing by chance, but not every time. Iterations without any gradient are ignored.
         always: list[int] = []
         most = 0
         asked = np.flatnonzero((self.is_judged | self.is_silent) & ~self._is_quiet)
@@ -241,7 +241,7 @@ class _Gradients:
         return found
 
     def is_often(self, empty: Codes) -> bool:
-        """Whether a site has lost half of its records, or in several iterations half of those of a rank."""
+        """Whether half of a site's records are lost, or half of those of a rank, in several iterations."""
         if not empty.size:
             return False
         survey, ranks, is_here = self._survey, self._survey.fields["rank"], self._records_of_site(int(empty[0]))
@@ -251,7 +251,7 @@ class _Gradients:
         )
 
     def rounded(self, worst: int, empty: Codes, *, is_zero: bool) -> str:
-        """The sentence for records of which rounding left something, beside those of which it left nothing."""
+        """The text for a gradient that rounding lost in part, and for the records in which nothing is left."""
         survey, parts = self._survey, []
         subnormal = float(self.subnormal[worst])
         if is_zero:
@@ -268,7 +268,7 @@ class _Gradients:
         return "underflows: " + "; ".join(parts)
 
     def empty(self, places: Codes) -> str:
-        """The sentence for records that are nothing but zeros."""
+        """The text for records of all zeros."""
         num_records = int(self._records_of_site(int(places[0])).sum())
         often = "" if len(places) == num_records else f" in {len(places)} of {records_text(num_records)}"
         if self.is_silent[places].all():
@@ -279,7 +279,7 @@ class _Gradients:
         return f"is all zero{often}, and {other} is not: it underflowed, or nothing reached it"
 
     def sparse(self, worst: int) -> dict[str, Any]:
-        """Kind, severity and sentence of a gradient with far more zeros than in other layers, of rounding or not."""
+        """Kind, severity and text for a gradient with far more zeros than other layers, with or without rounding."""
         survey, part = self._survey, percent_text(float(self.zeros[worst]))
         num_left = int(survey.metrics["elements"][worst] - survey.counts["zero"][worst])
         by_right = "tokens without a loss and ReLU have such gradients"
@@ -306,7 +306,7 @@ class _Gradients:
         score: float | None = None,
         is_subnormal: bool = False,
     ) -> Finding:
-        """Judged by the part that is zero, or that is subnormal, beside the same gradient in other layers."""
+        """A finding about the zero or the subnormal part, compared with the same gradient in other layers."""
         survey, worst = self._survey, int(places[0])
         is_peer = (survey.roles == survey.roles[worst]) & (survey.sites != survey.sites[worst])
         ratios = self.subnormal if is_subnormal else self.zeros
@@ -333,25 +333,25 @@ class _Gradients:
 
 
 def _is_floored(survey: Survey, mask: Mask, is_more: Mask) -> Mask:
-    """Whether values of records in the mask end at a smallest one, as those do that rounding did not make zero.
+    """Whether records in the mask have many values close to the smallest one, as rounding leaves them.
 
-    A few are enough where there are far more zeros than in other layers, and the smallest one is that of a format.
+    A few are enough if there are far more zeros than in other layers, and the smallest value is that of a format.
     """
     floored = survey.asked("floored", mask)
     nonzero = survey.metrics["elements"] - survey.counts["zero"] - survey.counts["nan"]
     is_of_format = np.isin(survey.metrics["smallest_nonzero"], list(_SMALLEST))
     is_enough = (floored >= limit.MIN_FLOOR_ELEMENTS) | (is_more & is_of_format & (floored > 0))
-    # One number beside zero may be anything: a mean has such a gradient.
+    # A single value besides zero is no evidence: the gradient of a mean has only one.
     is_grid: Mask = (floored < nonzero) | is_of_format
     return mask & is_enough & (floored >= limit.FLOOR_RATIO * nonzero) & is_grid
 
 
 def _most_in_forward(survey: Survey, zeros: Floats) -> Floats:
     fields = survey.fields
-    # Outside of the stack a module is a layer of its own.
+    # A module outside of the layer stack counts as a layer of its own.
     layers = np.where(fields["layer_idx"] < 0, fields["module"], "")
     groups = codes_of(layers, survey.times, survey.codes("rank", "layer_stack", "layer_idx"))
-    # Biases begin as zeros, and a mask may be all zeros: gradients are not zero because of them.
+    # Biases start as zeros, and a mask can be all zeros; neither makes gradients zero.
     is_forward = (fields["operation"] == "forward") & survey.is_floating & ~survey.is_weight & ~survey.is_mask
     is_forward &= survey.metrics["elements"] > 0
     most = np.full(int(groups.max(initial=0)) + 1, -1.0)
@@ -360,9 +360,9 @@ def _most_in_forward(survey: Survey, zeros: Floats) -> Floats:
 
 
 def _fewest_in_layers(survey: Survey, zeros: Floats, mask: Mask) -> Floats:
-    """For each record the part of zeros that was usual, up to its iteration, in that layer of its kind with the fewest.
+    """For each record, the smallest median ratio of zeros in any layer of its kind, up to its iteration.
 
-    Up to it: the gradients of an adapter begin as zeros in all layers, and that they do so once more is worth a word.
+    Later iterations do not count, because the gradients of an adapter start as zeros in all layers.
     """
     found = np.zeros(len(survey))
     chosen = np.flatnonzero(mask)
@@ -376,18 +376,18 @@ def _fewest_in_layers(survey: Survey, zeros: Floats, mask: Mask) -> Floats:
 
 
 def _is_unreached(survey: Survey) -> Mask:
-    """Whether a module had no element to compute with at the same moment: an expert to which no token was sent."""
+    """Whether the record's module had only empty inputs at that moment, such as an expert without a token."""
     moments = codes_of(survey.times, survey.codes("rank", "microbatch", "module"))
     is_empty = survey.metrics["elements"] == 0
-    # Beside other inputs an empty one, as a cache that holds nothing yet, keeps no gradient away.
+    # An empty tensor beside others, such as an empty cache, does not prevent gradients.
     is_reached = (survey.fields["operation"] == "forward") & ~survey.is_weight & ~is_empty
     return np.isin(moments, moments[is_empty]) & ~np.isin(moments, moments[is_reached])
 
 
 def too_wide(survey: Survey) -> Iterator[Finding]:
-    """Gradients whose range is wider than that of the widest 8-bit format, one for each name of a tensor."""
+    """Gradients whose range is wider than that of the widest 8-bit format: one finding for each tensor name."""
     is_judged = survey.is_gradient & survey.is_floating
-    # With its largest number scaled into the format's last binade, a narrower tensor has nothing that is flushed.
+    # If its largest value is scaled into the format's top binade, a narrower tensor has no value that is flushed.
     narrow = FORMATS[NARROW_FORMAT]
     least_range = math.log2(narrow.maximum / 2 / narrow.flush_limit)
     flushed = survey.asked("flushed", is_judged & (survey.metrics["log2_range"] >= least_range))

@@ -1,8 +1,8 @@
-"""Finds tensors that ranks hold copies of and that are not the same bits on all of them.
+"""Finds replicated tensors whose bits differ between ranks.
 
-The catalogue has a checksum of every record, which finds them; values are read only to say by how much they differ.
-A placement that says `replicate` names the ranks with copies. Where no placement is known, as under DDP, weights are
-copies that are equal bit for bit in most comparable sites: the same site in other iterations, and other layers.
+Copies are compared by the checksums in the catalogue; values are read only to measure the difference. A placement with
+`replicate` gives the ranks with copies. If there is no placement, as with DDP, weights count as copies if most
+comparable sites, that is the same site in other iterations and other layers, are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ranktape.storage.records.assemble import AxisKind, Placement, parse_placeme
 _MOMENT = ("attempt", "iteration", "microbatch", "call")
 
 Partition = tuple[int, ...]
-"""For each rank of a site, in ascending order, the number of the first one that has the same bits."""
+"""For each rank of a site, in ascending order, the index of the first rank that has the same bits."""
 
 
 def parse_placements(records: Records) -> dict[str, Placement | None]:
-    """The placement of each different text; None where it cannot be understood: those copies are not compared."""
+    """The placement of each distinct text; None if it cannot be parsed. Such copies are not compared."""
     texts = records.column("placement").tolist()
     firsts = dict(zip(reversed(texts), range(len(texts) - 1, -1, -1), strict=True))
     found: dict[str, Placement | None] = {}
@@ -41,7 +41,7 @@ def parse_placements(records: Records) -> dict[str, Placement | None]:
 
 
 def unread_note(records: Records) -> str:
-    """The note that copies of some records are not compared, as their placements cannot be read; "" for none."""
+    """A note on the records whose copies are not compared, as their placements cannot be parsed; "" without any."""
     unread = [text for text, placement in parse_placements(records).items() if placement is None]
     count = int(np.isin(records.column("placement").astype(str), unread).sum()) if unread else 0
     of = "1 record" if count == 1 else f"{count:,} records"
@@ -49,7 +49,7 @@ def unread_note(records: Records) -> str:
 
 
 def replica_differs(survey: Survey) -> Iterator[Finding]:
-    """One for each site, with the ranks whose copy is not that of the others; all where no majority says which."""
+    """A finding for each site, with the ranks whose copy differs from the others; all ranks if there is no majority."""
     bits = list(zip(survey.records.column("checksum").tolist(), survey.fields["shape"].tolist(), strict=True))
     differing: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)
     equal: dict[int, list[int]] = defaultdict(list)
@@ -58,20 +58,20 @@ def replica_differs(survey: Survey) -> Iterator[Finding]:
         if len(counts) == 1:
             equal[int(survey.sites[copies[0]])].append(copies[0])
             continue
-        # Without a majority any of them may be wrong.
+        # Without a majority, any of them can be wrong.
         is_tie = counts[0][1] == counts[1][1]
         odd = copies if is_tie else [place for place in copies if bits[place] != counts[0][0]]
         differing[int(survey.sites[copies[0]])].append((odd, copies))
     for groups in differing.values():
         groups.sort(key=lambda one: survey.when(one[0][0]))
-    # Values are read of those that a person sees: those that began first.
+    # Reads only the values of the sites that differed first, which are shown first.
     ordered = sorted(differing.items(), key=lambda item: survey.when(item[1][0][0][0]))
     for number, (site, groups) in enumerate(ordered):
         yield _finding(survey, groups, equal=equal[site], is_measured=number < limit.MAX_MEASURED_COPIES)
 
 
 def _placed_copies(records: Records) -> Iterator[list[int]]:
-    """The records of one moment that are copies of one part, as their placements say; of some only one."""
+    """Groups of records of one moment that are copies of one part by their placements; some groups have one record."""
     parsed = parse_placements(records)
     if not any(parsed.values()):
         return
@@ -86,10 +86,10 @@ def _placed_copies(records: Records) -> Iterator[list[int]]:
 
 
 def _unplaced_copies(survey: Survey) -> Iterator[list[int]]:
-    """Whole weights of one site and moment that should be equal, as others of their kind are."""
+    """Groups of unplaced weights of one site and moment that should be equal, because others of their kind are."""
     places = np.flatnonzero((survey.records.column("placement") == "null") & survey.is_weight)
     moments = codes_of(survey.codes(*_MOMENT, "shape", "dtype"), survey.sites)
-    # What is one value everywhere is equal on all ranks, shards or not; but not if it is another value on one of them.
+    # A constant weight is equal on all ranks even if it is sharded, so it says nothing unless the checksums differ.
     is_telling = survey.metrics["minimum"] != survey.metrics["maximum"]
     checksums, ranks = survey.records.column("checksum"), survey.fields["rank"]
     known = []
@@ -115,9 +115,9 @@ def _unplaced_copies(survey: Survey) -> Iterator[list[int]]:
 
 
 def _usual(partitions: Counter[Partition], *, minimum: int) -> Partition | None:
-    """The way in which ranks agree at the sites of a kind, if some do and most sites say the same.
+    """The most frequent partition of the ranks, if some ranks agree in it and most sites have it; otherwise None.
 
-    Where equally many sites say so, the one in which more ranks agree is meant: bits are not equal by chance.
+    If two partitions are equally frequent, the one in which more ranks agree: bits are not equal by chance.
     """
     total = sum(partitions.values())
     agreeing = {partition: count for partition, count in partitions.items() if len(set(partition)) < len(partition)}
@@ -125,19 +125,19 @@ def _usual(partitions: Counter[Partition], *, minimum: int) -> Partition | None:
         return None
     usual = max(agreeing, key=lambda partition: (agreeing[partition], -len(set(partition))))
     is_most = agreeing[usual] >= max(limit.MIN_ALIKE_RATIO * total, minimum)
-    # A single site says nothing of which ranks differ.
+    # A single site cannot show which ranks usually differ.
     return usual if is_most and (total > 1 or len(set(usual)) == 1) else None
 
 
 def _finding(
     survey: Survey, differing: Sequence[tuple[list[int], list[int]]], *, equal: Sequence[int], is_measured: bool
 ) -> Finding:
-    """All copies of one site that differ, in order; `equal` has one record of each moment at which none does."""
+    """The finding of one site. `differing` is in order; `equal` has a record of each moment at which all are equal."""
     places = [place for odd, _ in differing for place in odd]
     odd, copies = differing[0]
     alike = [place for place in copies if place not in set(odd)]
     checksums, iterations = survey.records.column("checksum"), survey.fields["iteration"]
-    # Of copies among which there is no majority the first two that differ.
+    # If there is no majority, takes the first two copies that differ.
     first = alike[0] if alike else odd[0]
     other = next((place for place in odd if checksums[place] != checksums[first]), odd[0])
     pair = [int(survey.fields["rank"][place]) for place in (first, other)]
@@ -170,7 +170,7 @@ def _finding(
 
 
 def _difference(survey: Survey, first: int, other: int) -> Iterator[str]:
-    """In how many elements two copies differ, and by how much; nothing where values of one were not kept."""
+    """In how many elements two copies differ, and by how much; empty if the values of one were not stored."""
     a, b = (ComparedTensor(records=(survey.records[place],)) for place in (first, other))
     known = compare_tensors(a, b)
     if known is not None:

@@ -1,7 +1,7 @@
-"""Gathers the columns that findings are computed from, one element for each record, and compares records with peers.
+"""Collects the columns that findings are computed from, one element per record, and compares records with peers.
 
-Everything comes from the digests, which are kept. `groups` holds a whole number for each value: values with the same
-number are peers. Values are finite.
+All numbers come from digests, which are cached. `groups` has an integer for each value: values with the same integer
+are peers. Values are finite.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ SITE = (
     *("source", "module", "layer_type", "layer_idx", "operation", "phase", "component", "quant_type"),
     *("tensor_name", "mode"),
 )
-"""The fields that name one tensor of the model, over ranks, iterations, microbatches and calls."""
+"""The fields that identify a tensor of the model across ranks, iterations, microbatches and calls."""
 
 COUNTS = {name: f"overflow.{name}.count" for name in ("nan", "inf", "underflow", "zero")}
-"""Counts against the limits of the type that was computed with, and their metrics."""
+"""The counts relative to the limits of the computation's dtype, with their metrics."""
 
 METRICS = (
     *("elements", "absmax", "rms", "norm", "minimum", "maximum", "smallest_nonzero", "log2_range"),
     *COUNTS.values(),
 )
-"""Metrics that are read of every record."""
+"""The metrics that are read for every record."""
 
 
 class Survey:
-    """The records of a selection, as columns with one element for each."""
+    """The records of a selection, as columns with one element per record."""
 
     def __init__(self, records: Records, *, view: View | None = None, engine: Engine | None = None) -> None:
         self.records, self.view, self.engine = records, view or View.COMPUTE, engine or Engine()
@@ -54,34 +54,34 @@ class Survey:
         self.fields: dict[str, NDArray[Any]] = {name: records.column(name) for name in ("source", *IDENTITY, "counter")}
         names, ranks = self.fields["tensor_name"], self.fields["rank"]
         self.dtypes = np.array(viewed_dtypes(records, view=self.view), object)
-        """The types that values were computed with."""
+        """The dtypes of the values in the view: by default, those of the computation."""
         self.is_floating = _mask(self.dtypes, lambda name: dtype_row(name).is_floating or dtype_row(name).is_complex)
-        """Real and complex floating point numbers: others are not judged."""
+        """Whether values are real or complex floating point; values of other records are not judged."""
         self.is_gradient = _mask(names, lambda name: name.startswith("grad"))
         self.is_weight = _mask(names, is_parameter)
         self.is_mask = additive_masks(records)
-        """Additive masks, and scores with a mask: -Inf is meant."""
+        """Additive masks, and scores with a mask added, in which -Inf is intended."""
         self.sites, self.roles = self.codes(*SITE), self._roles()
-        """Records of one tensor of the model, and of tensors that differ in the layer alone."""
+        """`sites` is equal for records of one tensor, `roles` for records of tensors that differ only in the layer."""
         self.times = self.codes("attempt", "iteration")
-        """Number of the captured iteration, in order of attempts and iterations."""
+        """Number of the captured iteration from 0, in order of attempts and iterations."""
         self.num_times = int(self.times.max(initial=-1)) + 1
         self.order = _order(codes_of(self.times, ranks), self.fields["counter"])
         """Order of execution within the iteration of the rank, from 0."""
         _, firsts = np.unique(codes_of(self.sites, ranks), return_index=True)
         self.num_ranks = np.bincount(self.sites[firsts], minlength=1)[self.sites]
-        """Ranks that have records of the same site."""
+        """Number of ranks that have records of the same site."""
         self.has_many_ranks = np.unique(ranks).size > 1
         self.has_many_quant_types = len(set(self.fields["quant_type"].tolist())) > 1
         self.has_many_stacks = len(stacks_of(records)) > 1
         numbers = numbers_of(records, METRICS, view=self.view, engine=self.engine)
         self.metrics = {name: numbers.column(name) for name in METRICS}
-        """All of `METRICS`; NaN where there is none."""
+        """All of `METRICS`; NaN if a record does not have the metric."""
         self.counts = {name: self.metrics[metric].astype(np.int64) for name, metric in COUNTS.items()}
         self.counts["captured_inf"] = records.column("overflow.inf.count").astype(np.int64)
-        """All of `COUNTS`; `captured_inf`: infinities before values were rounded to what was computed with."""
+        """All of `COUNTS`, and `captured_inf`: infinities before values were rounded to the computation's dtype."""
         self.sample_records, self.sample_numbers = numbers.owners, numbers.places
-        """Record of each sample, and its number there."""
+        """The record of each sample, and the sample's index in the record."""
         self.sample_absmax = numbers.of_samples("absmax")
 
     def __len__(self) -> int:
@@ -89,14 +89,14 @@ class Survey:
         return len(self.sites)
 
     def codes(self, *names: str) -> Codes:
-        """The same number for records that agree in those fields; in the order of fields that are numbers."""
+        """The same integer for records that agree in these fields; numeric fields keep their order."""
         for name in names:
             if name not in self._field_codes:
                 self._field_codes[name] = codes_of(self.fields[name])
         return codes_of(*(self._field_codes[name] for name in names))
 
     def asked(self, name: str, mask: Mask) -> Floats:
-        """One of `NUMBERS` for the records in the mask; 0 for others."""
+        """One of `NUMBERS` for the records in the mask; 0 for all others."""
         values, places = np.zeros(len(self)), np.flatnonzero(mask)
         if places.size:
             chosen = self.records.take(places.tolist())
@@ -112,7 +112,7 @@ class Survey:
         return codes_of(roles[pairs], layers < 0, others)
 
     def episodes(self, mask: Mask) -> Codes:
-        """A number for each captured iteration: -1 without a record in the mask, equal where no such one is between."""
+        """A number for each run of successive captured iterations with records in the mask; -1 for the others."""
         has_some = np.zeros(self.num_times, dtype=bool)
         has_some[self.times[mask]] = True
         begins = has_some & ~np.concatenate(([False], has_some[:-1]))
@@ -120,9 +120,9 @@ class Survey:
 
     @functools.cached_property
     def skipped_times(self) -> Mask:
-        """Whether a gradient scaler skipped the step of a captured iteration; asked where numbers are lost."""
+        """Whether a gradient scaler skipped the step of each captured iteration; only read if it has NaN or Inf."""
         is_skipped, reader = np.zeros(self.num_times, dtype=bool), self.records.reader
-        # A scaler looks at no mask.
+        # A scaler does not check masks.
         lost = (self.counts["nan"] > 0) | ((self.counts["inf"] > 0) & ~self.is_mask)
         if not isinstance(reader, RunReader) or not lost.any():
             return is_skipped
@@ -136,21 +136,21 @@ class Survey:
         return is_skipped
 
     def when(self, place: int) -> tuple[int, int]:
-        """When a record was made: its captured iteration, and the order within its rank."""
+        """The captured iteration of a record, and its order within the iteration of its rank."""
         return int(self.times[place]), int(self.order[place])
 
     def shares(self, counts: NDArray[Any]) -> Floats:
-        """The counts over the elements of each record; 0 for tensors without any."""
+        """The counts divided by the number of elements of each record; 0 for empty tensors."""
         ratios: Floats = counts / np.maximum(self.metrics["elements"], 1)
         return ratios
 
     def by_site(self, mask: Mask, badness: NDArray[Any]) -> Iterator[Codes]:
-        """The records of a mask for each site, the worst first and equal ones in order."""
+        """The records of a mask for each site, the worst first; equal ones stay in order."""
         chosen = np.flatnonzero(mask)
         yield from (chosen[part] for part in members_of(self.sites[chosen], -badness[chosen]))
 
     def numbered(self, name: str, places: Codes | list[int]) -> str:
-        """The ranks, iterations or layers of records in words."""
+        """The ranks, iterations or layers of records as text."""
         return named_numbers(name.removesuffix("_idx"), self.fields[name][places].tolist())
 
 
@@ -170,7 +170,7 @@ def _mask(names: NDArray[Any], is_so: Callable[[str], bool]) -> Mask:
 
 
 def _order(groups: Codes, counters: NDArray[Any]) -> Codes:
-    """Records come in the order of recording; `counter` decides where a selection was put together otherwise."""
+    """The order of execution of each record in its group, from 0: by `counter`, then by row."""
     order = np.lexsort((counters, groups))
     found = np.empty(groups.size, dtype=np.int64)
     found[order] = np.arange(groups.size) - np.searchsorted(groups[order], groups[order])
@@ -178,7 +178,7 @@ def _order(groups: Codes, counters: NDArray[Any]) -> Codes:
 
 
 def binades(values: NDArray[Any]) -> Floats:
-    """Logarithms to base 2 of what is positive and finite, NaN for the rest."""
+    """Base-2 logarithms of positive finite values; NaN for all others."""
     known = np.isfinite(values) & (values > 0)
     found = np.full(values.shape, np.nan)
     np.log2(values, out=found, where=known)
@@ -186,7 +186,7 @@ def binades(values: NDArray[Any]) -> Floats:
 
 
 def codes_of(*columns: NDArray[Any]) -> Codes:
-    """One whole number for each row, equal where all columns are; from 0, without gaps, NaN equal to NaN."""
+    """An integer for each row, equal if all columns are equal; from 0, without gaps, NaN equal to NaN."""
     codes, size = np.zeros(len(columns[0]), dtype=np.int64), 1
     for column in columns:
         numbers = _numbers_of(column)
@@ -200,13 +200,13 @@ def codes_of(*columns: NDArray[Any]) -> Codes:
 
 _MAX_CODE = 1 << 62
 _MAX_PLAIN = 1 << 20
-"""Whole numbers below it are their own codes."""
+"""If a column of integers spans less than this, its codes are the values minus the smallest one."""
 
 
 def _numbers_of(column: NDArray[Any]) -> Codes:
-    """A whole number for each row, equal where the column is; not less than 0, in the order of numbers."""
+    """An integer, 0 or more, for each row, equal if the column is equal; in the order of numeric values."""
     if column.dtype == object:
-        # Texts are not sorted, which takes longer than all else.
+        # Does not sort texts, which would take longer than everything else.
         known: dict[Any, int] = {}
         for one in column.tolist():
             if one not in known:
@@ -220,19 +220,19 @@ def _numbers_of(column: NDArray[Any]) -> Codes:
 
 
 def members_of(groups: Codes, *order: NDArray[Any]) -> Iterator[Codes]:
-    """For each group where its values are, in the order of those columns."""
+    """For each group, the indices of its values, sorted by these columns."""
     places = np.lexsort((*reversed(order), groups))
     starts = np.flatnonzero(np.diff(groups[places], prepend=-1)) if places.size else places
     yield from (part for part in np.split(places, starts[1:]) if part.size)
 
 
 def sizes_of(groups: Codes) -> Codes:
-    """For each value how many peers it has, itself among them."""
+    """For each value, the size of its group."""
     return np.bincount(groups, minlength=1)[groups] if groups.size else groups
 
 
 def middles_of(groups: Codes, values: Floats) -> tuple[Floats, Floats]:
-    """For each value the two in the middle of its group: of an even number what differs of them, else the same."""
+    """For each value, the lower and the upper median of its group; they are equal in groups of odd size."""
     if not groups.size:
         return values, values
     order = np.lexsort((values, groups))
@@ -245,19 +245,19 @@ def middles_of(groups: Codes, values: Floats) -> tuple[Floats, Floats]:
 
 
 def medians_of(groups: Codes, values: Floats) -> Floats:
-    """For each value the median of its group; of an even number the mean of the two in the middle."""
+    """For each value, the median of its group; the mean of the two middle values if the size is even."""
     low, high = middles_of(groups, values)
     found: Floats = (low + high) / 2
     return found
 
 
 def deviations_of(groups: Codes, values: Floats) -> tuple[Floats, Floats]:
-    """For each value how far it is from the median of its group, and the MAD of the group."""
+    """For each value, its difference from the median of its group, and the MAD of the group."""
     apart = values - medians_of(groups, values)
     return apart, medians_of(groups, np.abs(apart))
 
 
 def robust_z(apart: Floats, mads: Floats | float, *, floor: float = limit.MIN_MAD_BINADES) -> Floats:
-    """Deviations in MADs that are made comparable to standard deviations, and are at least `floor`."""
+    """Deviations in units of the MAD, which is at least `floor` and is scaled to a standard deviation."""
     found: Floats = apart / (limit.NORMAL_MAD * np.maximum(mads, floor))
     return found
