@@ -1,12 +1,12 @@
-"""Tells which rank this is, brings the ranks of one launch together, and ends their training before one iteration.
+"""Identifies this rank, brings the ranks of a launch together, and ends their training before the same iteration.
 
-Rank, world size and restart count come from torch.distributed where it is initialised, else from torchrun's
-environment. The launch's identity is agreed through the key-value store that torch.distributed has anyway;
-torchrun's store outlives a restart of the workers, so a restarted launch finds its own run. Nothing here
-is a collective. Gloo's process groups are kept until the process ends: their end could stop it for ever.
+Rank and world size come from torch.distributed if it is initialised, else from torchrun's environment. The ranks agree
+on the launch's identity through the key-value store of torch.distributed. torchrun's store survives a restart of the
+workers, so that a restarted launch finds its own run. Nothing here is a collective. Gloo's process groups are kept
+alive until the process ends, because destroying them could block it forever.
 
-The first rank that comes to an iteration says in that store that it begins, unless rank 0 has said before that the
-training ends there. Every rank obeys what was said first: none has to be told in time, and none waits.
+The first rank to reach an iteration writes into that store that the iteration starts, unless rank 0 has written before
+that the training ends there. All ranks obey the first of the two, so that none needs a message in time, and none waits.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ _TIMEOUT = timedelta(seconds=60)
 _POLL_SECONDS = 0.05
 _LONG_SECONDS = 10.0
 _LATE = "late: "
-"""Before a text that says that a capture does not begin as somebody came too late."""
+"""Prefix of a reason why a capture does not start, if a rank was too late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Where this process stands among the ranks."""
+    """The rank of this process, and its launch."""
 
     rank: int
     """Global rank."""
     world_size: int
     """Number of ranks."""
     num_local_ranks: int
-    """Ranks on this host."""
+    """Number of ranks on this host."""
     first_rank: int = 0
-    """The lowest of the ranks, which speaks for them."""
+    """The lowest rank, which acts for all."""
     restart: int
     """Restart count of the worker group."""
 
 
 def find_place() -> RankPlace:
-    """Where this process stands; alone, where nothing says otherwise."""
+    """The rank of this process; by default rank 0 of 1."""
     environment = {name: int(os.environ.get(name) or default) for name, default in _ENVIRONMENT.items()}
     if dist.is_available() and dist.is_initialized():
         environment |= {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
@@ -73,7 +73,7 @@ def find_place() -> RankPlace:
 
 
 def collective_seconds() -> float | None:
-    """How long the training waits for a rank that does not come to a collective; None where it has no collectives."""
+    """The timeout of the training's collectives, in seconds; None if it has none."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001  (torch has no public way to it)
@@ -81,16 +81,16 @@ def collective_seconds() -> float | None:
 
 
 class Rendezvous:
-    """The ranks of one start of the worker group, meeting in a key-value store."""
+    """The ranks of one start of the worker group, connected by a key-value store."""
 
     def __init__(self, place: RankPlace, *, seconds: float, on_wait: Callable[[str], None] | None = None) -> None:
-        """Meet, waiting for rank 0 at most so long.
+        """Meet the other ranks, and wait for rank 0 for at most `seconds`.
 
         Args:
-            place: This rank's.
-            seconds: Longest wait. Where it is over, no rank begins this capture, so that none records in vain.
-            on_wait: Called with a line for the person at the terminal when the wait is long, on the first rank that
-                waits; None for a meeting that others need not hold, which tells nobody that it did not come about.
+            place: The place of this rank.
+            seconds: Longest wait. If it is exceeded, no rank starts this capture, so that none records in vain.
+            on_wait: Called with a message for the user on the first rank that waits for long. If None, the other ranks
+                can start without this one, and they are not told if it was too late.
 
         Raises:
             CaptureError: there are other ranks, and no store to meet them in.
@@ -101,7 +101,7 @@ class Rendezvous:
         if self._store is None:
             self.launch_id = f"{_own_launch_id()}-alone-{next(_serials_alone)}"
         else:
-            # Every rank begins the captures of all in the same order; a restarted process begins again from the first.
+            # All ranks start captures in the same order, and a restarted process starts again with the first.
             serial = next(_serials)
             self.launch_id = f"{self._agree(self._store, serial, seconds=seconds, on_wait=on_wait)}-{serial}"
         self._decided: dict[str, str] = {}
@@ -109,29 +109,34 @@ class Rendezvous:
 
     @property
     def rank(self) -> int:
-        """That of this process."""
+        """Rank of this process."""
         return self._place.rank
 
     def report_failure(self, text: str, *, is_late: bool = False) -> None:
-        """Tell the other ranks that this one cannot start, or that it was not ready in time."""
+        """Tell the other ranks that this one cannot start, or was not ready in time."""
         if self._store is not None:
             self._store.set(self._failure_key, _LATE + text if is_late else text)
 
     def give_up(self, text: str) -> None:
-        """Tell rank 0 that this one records nothing, so that it is not waited for."""
+        """Tell rank 0 that this rank records nothing, so that it does not wait for this one."""
         if self._store is not None:
             self._store.set(self._key("given_up", self._place.rank), text)
             self._store.set(self._key("given_up", None), "")
 
     def given_up(self) -> dict[int, str]:
-        """The ranks that record nothing, each with the reason; as far as they could say so."""
+        """The ranks that have reported that they record nothing, each with the reason."""
         if self._store is None or not self._store.check([self._key("given_up", None)]):
             return {}
         keys = {rank: self._key("given_up", rank) for rank in range(self._place.world_size)}
         return {rank: str(self._store.get(key).decode()) for rank, key in keys.items() if self._store.check([key])}
 
     def wait(self, poll: Callable[[], bool], *, seconds: float) -> bool:
-        """Call `poll` until it says True, or another rank fails, or the time is over; whether it said True."""
+        """Call `poll` until it returns True or the time is over; returns whether it did.
+
+        Raises:
+            FailedElsewhereError: another rank has failed.
+            LateElsewhereError: another rank was late.
+        """
         deadline = time.monotonic() + seconds
         while not poll():
             if self._store is not None and self._store.check([self._failure_key]):
@@ -145,11 +150,11 @@ class Rendezvous:
         return True
 
     def _agree(self, store: Store, serial: int, *, seconds: float, on_wait: Callable[[str], None] | None) -> str:
-        """The launch's identity; whoever writes first that this start begins, or that it does not, decides for all."""
+        """The launch's identity. The first rank to write that this capture starts, or that it does not, decides."""
         key = f"{_PREFIX}/{self._place.restart}/{serial}/begins"
         rank = self._place.rank
         if rank == 0:
-            # The first start of a launch sets it; its restarts find it.
+            # The first start of a launch sets the identity, and its restarts read it.
             launch_id = store.compare_set(f"{_PREFIX}/launch_id", "", _own_launch_id()).decode()
             decided = str(store.compare_set(key, "", launch_id).decode())
             if decided.startswith(_LATE):
@@ -180,26 +185,26 @@ class Rendezvous:
         return f"{_PREFIX}/{self.launch_id}/{self._place.restart}/{name}/{'any' if rank is None else rank}"
 
     def bulletin(self, name: str) -> Bulletin | None:
-        """Where ranks leave word for all others under a name; None where there are no others."""
+        """The bulletin with that name, for messages to all other ranks; None if there are no others."""
         return None if self._store is None else Bulletin(self._store.clone(), key=self._key(name, None))  # type: ignore[attr-defined]  # its stub has no clone
 
     def count(self, name: str) -> bool:
-        """Say that something is so on this rank, once; whether now every rank is known to have said so."""
+        """Report an event on this rank, at most once; returns whether all ranks have reported it now."""
         if self._store is None:
             return True
         try:
             return bool(self._store.add(self._key(name, None), 1) == self._place.world_size)
-        except dist.DistError:  # the store has gone, with the process group or the rank that served it
+        except dist.DistError:  # the store is gone, with the process group or the rank that served it
             return False
 
     def decide(self, name: str, text: str) -> str:
-        """What the first rank that was here has said of something; this one's text where it is the first."""
+        """The text of the first rank that decides under this name; the given text if this rank is the first."""
         if self._store is None:
             return self._decided.setdefault(name, text)
         return str(self._store.compare_set(self._key(name, None), "", text).decode())
 
     def forget(self, name: str) -> None:
-        """Forget what was said of something."""
+        """Delete the decision under this name."""
         if self._store is None:
             self._decided.pop(name, None)
         else:
@@ -207,9 +212,9 @@ class Rendezvous:
 
 
 class Bulletin:
-    """Words of all ranks in the order in which they came; for one thread, with a connection of its own.
+    """Messages between ranks, in order. It has its own connection, and is for one thread.
 
-    Its functions raise `torch.distributed.DistError` where the store has gone.
+    Its functions raise `torch.distributed.DistError` if the store is gone.
     """
 
     def __init__(self, store: Store, *, key: str) -> None:
@@ -219,13 +224,13 @@ class Bulletin:
         self._next = 1
 
     def post(self, text: str) -> None:
-        """Leave word."""
+        """Send a message to the other ranks."""
         number = int(self._store.add(self._key, 1))
         self._own.add(number)
         self._store.set(f"{self._key}/{number}", text)
 
     def news(self) -> list[str]:
-        """What others have left since this was asked last."""
+        """The messages of other ranks since the last call."""
         found = []
         while self._store.check([f"{self._key}/{self._next}"]):
             if self._next not in self._own:
@@ -237,43 +242,43 @@ class Bulletin:
 _BEGINS, _STOPS = "begins", "stops"
 
 _KEPT = 64
-"""Iterations behind rank 0 of which the word is kept; a rank that is further behind says the same again."""
+"""Number of iterations behind rank 0 whose decisions are stored. A rank further behind decides the same again."""
 
 
 class EndOfProcess:
-    """Ends the process groups with the process, where we have ended its training."""
+    """Destroys the process groups at the exit of the process, if ranktape has ended its training."""
 
     def __init__(self) -> None:
         self.is_ours = False
-        """Whether we have."""
+        """Whether ranktape has ended the training."""
         self._owner = os.getpid()
         if multiprocessing.parent_process() is None:
             atexit.register(self._end_groups)
-        else:  # such a process runs no handlers of `atexit` if it was forked
+        else:  # a forked child of multiprocessing runs no `atexit` handlers
             multiprocessing.util.Finalize(None, self._end_groups, exitpriority=0)
 
     def _end_groups(self) -> None:
-        """What the script would have done had it come to its end; it may have done so in a `finally`."""
+        """Destroy the groups as the end of the script would have done, unless it has done so in a `finally`."""
         if self.is_ours and os.getpid() == self._owner and dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
 
 
 @functools.cache
 def end_of_process() -> EndOfProcess:
-    """That of this process; asked for before a script runs, it comes after what the script does at its end."""
+    """The `EndOfProcess` of this process. If created before the script starts, it runs after the script's handlers."""
     return EndOfProcess()
 
 
 class StopGate:
-    """What every rank passes before each iteration."""
+    """Decides before each iteration, for all ranks alike, whether the training ends there."""
 
     def __init__(self, rendezvous: Rendezvous, *, is_first: bool, on_failure: Callable[[str], None]) -> None:
-        """Prepare, at the start of a capture.
+        """Prepare at the start of a capture.
 
         Args:
-            rendezvous: Where the ranks have met.
-            is_first: Whether this rank speaks for all.
-            on_failure: Called with why the ranks cannot agree any more: none is stopped then.
+            rendezvous: The rendezvous of the ranks.
+            is_first: Whether this rank acts for all.
+            on_failure: Called with the reason if the ranks cannot agree any more; this rank's training then goes on.
         """
         self._rendezvous = rendezvous
         self._is_first = is_first
@@ -283,7 +288,10 @@ class StopGate:
         self._ending = end_of_process()
 
     def stops_before(self, iteration: int, *, is_wanted: bool) -> bool:
-        """Whether the training ends here; asked once before each iteration, and of rank 0 whether it is to end."""
+        """Whether the training ends before `iteration`. It is called once before each iteration.
+
+        `is_wanted` is whether the training is to end; it only counts on the first rank.
+        """
         if self._is_open:
             return False
         try:
@@ -295,7 +303,7 @@ class StopGate:
 
     def _ask(self, iteration: int, *, is_wanted: bool) -> bool:
         if is_wanted and (self._stops_at is None or self._stops_at < iteration):
-            # The first that no rank has come to: they all will.
+            # The first iteration that no rank has reached, so that all of them will.
             self._stops_at = iteration
             while self._rendezvous.decide(_name(self._stops_at), _STOPS) != _STOPS:
                 self._stops_at += 1
@@ -317,25 +325,25 @@ _ENVIRONMENT = {
 
 
 def _own_launch_id() -> str:
-    """Under torchrun the same for every restart, even where the store is not: its agent is our parent."""
+    """A name for the launch. Under torchrun, it is the same after each restart: the agent is our parent process."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return f"{socket.gethostname()}-{uuid.uuid4().hex}"
     agent = os.getppid()
     try:
-        # When it began, so that a number used again is not taken for it.
+        # The start time of the agent distinguishes it from other processes with the same number.
         began = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:  # no /proc on this system: the number alone must do
+    except OSError:  # no /proc on this system: only the number
         began = "0"
     return f"{socket.gethostname()}-{agent}-{began}"
 
 
 _servers: list[Store] = []
-"""Stores that this process serves: a server ends with its object, and other ranks still need it."""
+"""The stores that this process serves. They are kept because a server ends with its object."""
 
 
 def _find_store(place: RankPlace, *, seconds: float) -> Store:
     if dist.is_available() and dist.is_initialized():
-        # A connection of its own: one client's wait blocks every other call on it.
+        # A separate connection, because a client that waits blocks all other calls on its connection.
         default = dist.distributed_c10d._get_default_store()  # noqa: SLF001  (torch has no public way to it)
         own: Store = default.clone()  # type: ignore[attr-defined]  # its stub has no clone
         return own
@@ -343,8 +351,8 @@ def _find_store(place: RankPlace, *, seconds: float) -> Store:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return TCPStore(host, port, is_master=False, timeout=_TIMEOUT)
     if {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
-        # The server that torch's own env:// rendezvous would start in rank 0: one of several tenants, so that
-        # init_process_group uses ours.
+        # The server that torch's own env:// rendezvous would start on rank 0. It is multi-tenant, so that
+        # init_process_group uses it too.
         try:
             store = TCPStore(
                 os.environ["MASTER_ADDR"],
@@ -370,16 +378,16 @@ _kept: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def keep_process_groups() -> None:
-    """Keep what gloo has of every process group of this process until the process ends; its threads stay, and wait.
+    """Keep the gloo backends of all process groups alive until the process ends, with their waiting threads.
 
-    Where DDP is the last to hold a group, torch 2.13 destroys it with the interpreter's lock held, and waits there for
-    gloo's threads, one of which may wait for that lock: for ever (docs/limits.md).
+    If DDP holds the last reference to a group, torch 2.13 destroys it while it holds the GIL, and waits for gloo's
+    threads. If one of them waits for the GIL, that is a deadlock (docs/limits.md).
     """
     if not (dist.is_available() and dist.is_gloo_available()):
         return
     c10d = dist.distributed_c10d
-    # NCCL's work holds no state of a thread, for which gloo's threads need the lock, and `destroy_process_group` itself
-    # ends NCCL's threads, without the lock. TORCH_DISTRIBUTED_DEBUG=DETAIL wraps any backend, with one of gloo.
+    # Only gloo's work has thread state, for which its threads need the GIL. NCCL's threads are ended by
+    # `destroy_process_group` without it. TORCH_DISTRIBUTED_DEBUG=DETAIL wraps any backend with one of gloo.
     kinds = (c10d.ProcessGroupGloo, c10d._ProcessGroupWrapper)  # type: ignore[attr-defined]  # noqa: SLF001  (private)
     for group in list(c10d._world.pg_map):  # noqa: SLF001  (nor a public way to all groups)
         if group in _kept:
@@ -388,5 +396,5 @@ def keep_process_groups() -> None:
         for device in group._device_types:  # noqa: SLF001  (nor to their backends)
             backend = group._get_backend(device)  # noqa: SLF001  (as above)
             if isinstance(backend, kinds):
-                # Never given back: what a module holds is destroyed in the interpreter's end, which is too early.
+                # Never decremented: objects in a module are destroyed when the interpreter exits, which is too early.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))

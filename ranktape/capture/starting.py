@@ -1,4 +1,4 @@
-"""Begins a capture on all ranks together, each with a writer that is ready, and says how it ended."""
+"""Starts a capture on all ranks together, with a writer on each, and gives its verdict at the end."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _GIT_TIMEOUT_SECONDS = 5
 
 @cache
 def describe_environment() -> dict[str, Any]:
-    """Host, versions, program and git revision, for the documents of the run."""
+    """The host, versions, program and git revision for the documents of the run."""
     return {
         "host": socket.gethostname(),
         "python": platform.python_version(),
-        "torch": str(torch.__version__),  # torch's own class of strings would have the writer import it
+        "torch": str(torch.__version__),  # unpickling torch's own string class would import torch in the writer
         "numpy": np.__version__,
         "ranktape": __version__,
         "program": Path(sys.argv[0]).name,
@@ -46,7 +46,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def _git_revision() -> str | None:
-    """The commit of the working directory; None outside of a repository, or without git."""
+    """The commit of the working directory; None outside a repository, or without git."""
     try:
         result = subprocess.run(
             ["git", "rev-parse", "HEAD"],  # noqa: S607  (whichever git the user has)
@@ -61,11 +61,15 @@ def _git_revision() -> str | None:
 
 
 WRITER_TIMEOUT_SECONDS = 300.0
-"""Longest wait for the writer to be ready, which loads and compiles its kernels: minutes where the machine is busy."""
+"""Longest wait for the writer to be ready. It loads and compiles its kernels, which takes minutes on a busy machine."""
 
 
 def open_place(url: str, options: CaptureOptions) -> RetryingBackend:
-    """The store at the URL of a run."""
+    """The store at the URL of a run.
+
+    Raises:
+        UsageError: the store cannot be shared between processes.
+    """
     backend = open_backend(url, storage_options=options.storage_options)
     if not backend.is_shared:
         raise UsageError(
@@ -76,19 +80,27 @@ def open_place(url: str, options: CaptureOptions) -> RetryingBackend:
 
 
 def try_place(backend: RetryingBackend, options: CaptureOptions) -> None:
-    """Fail now as a capture would that begins later; a directory is written into, and left as it was."""
-    # Not at the top: whoever imports `Capture` does without what reads runs.
+    """Check that a later capture can start; a directory is tried with a small file, and left unchanged.
+
+    Raises:
+        RanktapeError: a capture could not start.
+    """
+    # Not at the top: importing `Capture` should not import the code that reads runs.
     from ranktape.storage.recording.start import check_place
 
     place = backend.with_deadline(timeout_seconds=options.block_timeout_seconds)
     check_place(place, resume=options.resume or options.adds, overwrite=options.overwrite)
-    # An object store may let a writer add objects, and not remove them.
+    # Not an object store, which may let a writer add objects but not delete them.
     if "://" not in place.url:
         try_writing(place)
 
 
 def try_writing(backend: Backend) -> None:
-    """Write a small object, read it and remove it, with the folders that were made for it."""
+    """Write, read and delete a small object, and remove the directories that were created for it.
+
+    Raises:
+        StorageError: the store cannot be written, or returns other data.
+    """
     path = Path(backend.url)
     folders = [] if "://" in backend.url else [one for one in (path, *path.parents) if not one.exists()]
     key, content = f"ranktape-trial-{secrets.token_hex(4)}", secrets.token_bytes(1024)
@@ -99,7 +111,7 @@ def try_writing(backend: Backend) -> None:
         backend.delete_keys([key])
     finally:
         for folder in folders:
-            # Another rank, or somebody else, may use it already.
+            # Another rank or another program may already use it.
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
@@ -112,9 +124,9 @@ def start_writer(
     place: RankPlace,
     on_wait: Callable[[str], None] = lambda _: None,
 ) -> tuple[dict[str, Any], Rendezvous]:
-    """The words of the writer, once it is ready, and where the ranks have met.
+    """Start the writer and wait until it is ready; returns its words and the rendezvous of the ranks.
 
-    Where rank 0 is long in coming, `on_wait` is called with a line for the person at the terminal.
+    If rank 0 is late, `on_wait` is called with a message for the user.
     """
     words: dict[str, Any] = {}
     rendezvous: Rendezvous | None = None
@@ -140,7 +152,7 @@ def start_writer(
 
 
 def _meeting_seconds(options: CaptureOptions) -> float:
-    """Where ranks wait for each other in a circle, our wait for rank 0 must be the first to end."""
+    """Longest wait for rank 0. If ranks wait for each other in a cycle, it has to time out before the collectives."""
     training = collective_seconds()
     return options.block_timeout_seconds if training is None else training / 2
 
@@ -148,11 +160,11 @@ def _meeting_seconds(options: CaptureOptions) -> float:
 def _writer_config(options: CaptureOptions, *, url: str, place: RankPlace, launch_id: str) -> WriterConfig:
     from ranktape.storage.format.attempt import Launch
 
-    # What chooses tensors, and what ends an iteration, is the trainer's alone.
+    # Only the trainer needs the settings that select tensors and end iterations.
     trainers = ("select", "layers", "advance_on")
     changed: dict[str, Any] = {one.name: one.default for one in SETTINGS if one.name in trainers}
     if options.spill_dir is not None:
-        # The program may change its working directory before it is used.
+        # The program may change its working directory before the path is used.
         changed["spill_dir"] = str(Path(options.spill_dir).expanduser().absolute())
     plain = CaptureOptions(**{**options.plain(), **changed})
     return WriterConfig(
@@ -179,9 +191,9 @@ def verdict_of(
     required: int,
     waited_seconds: float,
 ) -> RunVerdict:
-    """The writer's verdict on rank 0; elsewhere, and without one, what the store says and this rank knows.
+    """The writer's verdict. If it has none, the verdict follows from the run, on rank 0, and this rank's problems.
 
-    `words` are the writer's last ones; what went wrong is said on the console.
+    `words` are the writer's last words. Problems are printed on the console.
     """
     console.pass_on(words)
     if "verdict" in words:
@@ -197,13 +209,13 @@ def verdict_of(
     if problem is not None:
         console.warn_once(str(problem))
     missing = [] if problem is None else [f"rank {rank}: {problem}"]
-    # Only rank 0 has a coordinator; the others answer for what they stored themselves.
+    # Only rank 0 has a coordinator. Other ranks only judge what they stored themselves.
     if rank == 0:
-        # Not at the top: whoever imports `Capture` does without what reads runs.
+        # Not at the top: importing `Capture` should not import the code that reads runs.
         from ranktape.storage.format.progress import read_verdict
 
         try:
-            # Not by the attempt of another launch that has taken the run.
+            # Not the verdict of another launch that has taken over the run.
             judged = read_verdict(backend, until=words.get("attempt"))
         except RanktapeError as error:
             judged = None

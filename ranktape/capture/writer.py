@@ -1,10 +1,10 @@
-"""The process that takes the staged tensors from the ring and stores them, while the training goes on and after it.
+"""The writer process, which takes staged tensors from the ring and stores them, during the training and after it.
 
-`python -m ranktape.capture.writer`, one for each rank, started by the trainer in a session of its own. It
-loads neither torch nor zarr. It takes slots in order, measures, checksums and stores the tensors in a few
-threads (`storing.py`), and commits an iteration when the trainer said that it ended and all of it is stored
-(`committing.py`). It ends when the trainer has finished or died and everything that was staged is stored. Where it is
-killed, the trainer starts another one, which goes on with what is stored and what is in the ring.
+The trainer of each rank starts one, as `python -m ranktape.capture.writer`, in a separate session. It loads neither
+torch nor zarr. It takes slots in order; measures, checksums and stores the tensors in a few threads (`storing.py`); and
+commits an iteration once the trainer has finished it and all of its tensors are stored (`committing.py`). It exits when
+the trainer has finished or died and everything that was staged is stored. If it is killed, the trainer starts another
+one, which continues with what is stored and what is in the ring.
 """
 
 from __future__ import annotations
@@ -40,42 +40,42 @@ from ranktape.storage.places.urls import open_backend
 from ranktape.storage.recording.start import Lease, begin_attempt, claim_run, join_attempt
 
 NICENESS = 19
-"""Added to the process's niceness: the training comes first."""
+"""Added to the niceness of the process, so that the training has priority."""
 
 _IDLE_SECONDS = 0.2
 _MAX_NOTICES = 16
-"""Notices that the trainer can still read, the last ones."""
+"""Number of last notices that the trainer can still read."""
 
 _CONSOLE_SECONDS = 10.0
-"""Longest time for which the writer keeps the console of a trainer that died: a pipe from it stays open as long."""
+"""Longest time for which the writer keeps the console of a dead trainer open. Until then, a pipe from it stays open."""
 
 _OUTAGE_SECONDS = 3.0
-"""A store that has not answered for so long is spoken of."""
+"""Time after which a store that does not answer is reported."""
 
 
 _EXIT_CODE = -1
-"""The last of the fields of /proc/PID/stat: the status that a parent gets from `wait`."""
+"""The index of the last field of /proc/PID/stat: the status that a parent gets from `wait`."""
 
 _INFO = struct.Struct("<QQ11Ii")
-"""What Linux tells of a process behind a descriptor: what of it is known, ..., the status."""
+"""The struct that Linux fills for a pidfd: a mask of the fields that are set, ..., the exit status."""
 
 _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
 _HAS_STATUS = 1 << 3
 
 
 _END_SECONDS = 5.0
-"""Longest wait for the threads of a process that ends."""
+"""Longest wait for the last thread of a process that is exiting."""
 
 
 class Trainer:
-    """The process that started this one."""
+    """The training process, which started this one."""
 
     def __init__(self, pid: int) -> None:
-        """Watch it in a thread: whoever waits for its end, as torchrun does, takes away how it ended."""
+        """Watch the process in a thread, because its status is gone once its parent, such as torchrun, has read it."""
         self._pid = pid
         self._descriptor: int | None = None
         self._status = -1
-        # Not all systems have it; there it is seen a little later that this process has another parent.
+        # Not all systems have it. On others, the change of this process's parent shows the end a little later.
         with contextlib.suppress(AttributeError, OSError):
             self._descriptor = os.pidfd_open(pid)
         self._thread = threading.Thread(target=self._watch, name="ranktape-trainer", daemon=True)
@@ -84,17 +84,17 @@ class Trainer:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """What can be read from once it has ended."""
+        """The descriptors that become readable once the process has ended."""
         return () if self._descriptor is None else (self._descriptor,)
 
     def has_ended(self) -> bool:
-        """Whether it has ended, be it that nobody has asked for its exit code yet."""
+        """Whether the process has ended, even if its parent has not waited for it yet."""
         return self._descriptor is not None and bool(select.select([self._descriptor], [], [], 0)[0])
 
     def ending(self) -> str | None:
-        """How it ended, as far as this system tells: `killed by SIGKILL`; None for an exit code of 0."""
+        """How the process ended, such as `killed by SIGKILL`; None for exit code 0. The system may not know it."""
         if self._descriptor is not None:
-            # Its children have another parent some time before its last thread is gone.
+            # Its children get another parent some time before its last thread exits.
             self._thread.join(_END_SECONDS)
         if self._status < 0:
             return "how it ended is not known"
@@ -104,18 +104,18 @@ class Trainer:
         return f"exit code {code}" if code else None
 
     def _watch(self) -> None:
-        """Read how it ended as soon as it has."""
+        """Wait for the end of the process, and read its exit status at once."""
         assert self._descriptor is not None
         select.select([self._descriptor], [], [])
         self._status = self._read_status()
 
     def _read_status(self) -> int:
-        """What its parent gets, or got; -1 where that is not known any more."""
+        """The exit status that the parent gets or got from `wait`; -1 if it is not available any more."""
         waiting = self._read_waiting()
         return self._read_reaped() if waiting < 0 else waiting
 
     def _read_reaped(self) -> int:
-        """Of one for whose end its parent has waited; Linux 6.15 remembers it."""
+        """The status after the parent has waited for the process, which needs Linux 6.15; -1 if it is not available."""
         assert self._descriptor is not None
         asked = _INFO.pack(_HAS_STATUS, *[0] * 13)
         try:
@@ -125,12 +125,12 @@ class Trainer:
         return int(status) if known & _HAS_STATUS else -1
 
     def _read_waiting(self) -> int:
-        """Of one for whose end nobody has waited yet."""
+        """The status before the parent has waited for the process; -1 if it is not available."""
         try:
             text = Path(f"/proc/{self._pid}/stat").read_text()
             name_end = text.rindex(")")
             fields = text[name_end + 2 :].split()
-            # A number that is used again by another process is not in this state.
+            # A live process that reuses the number is not in one of these states.
             return int(fields[_EXIT_CODE]) if fields[0] in {"Z", "X"} else -1
         except (OSError, ValueError):
             return -1
@@ -144,7 +144,7 @@ class Writer:
         self._ring = ring
         self._wake_read = wake_read
         self._iterations: dict[int, Staged] = {}
-        # Before the first word of this one takes their place.
+        # Read the last words of the previous writer before this one replaces them.
         heritage = {} if config.attempt is None else ring.hear(Words.WRITER) or {}
         self._words: dict[str, Any] = {"state": "starting", "num_committed": heritage.get("num_committed", 0)}
         self._words_lock = threading.Lock()
@@ -161,7 +161,7 @@ class Writer:
         self._say()
 
     def run(self) -> int:
-        """Serve the trainer to its end; the exit code of the process."""
+        """Serve the trainer until it ends, and return the exit code."""
         with self._held:
             try:
                 self._start()
@@ -183,7 +183,7 @@ class Writer:
     def _start(self) -> None:
         config, options = self._config, self._config.options
         backend = open_backend(config.url, storage_options=options.storage_options)
-        if config.is_first and not options.adds:  # what adds changes nothing of what is there, and leaves it to others
+        if config.is_first and not options.adds:  # `adds` changes nothing in the run, so it needs no lease
             self._lease = self._held.enter_context(
                 claim_run(backend, launch=config.launch, resume=options.resume, overwrite=options.overwrite)
             )
@@ -218,7 +218,7 @@ class Writer:
         if config.attempt is not None:
             self._ring.advance(Counter.NEWS)
             self._take_over()
-        # Not the thread that takes slots: a store may be long in answering.
+        # Not in the thread that takes slots, because a store may answer slowly.
         threading.Thread(target=self._watch_plan, name="ranktape-plan", daemon=True).start()
 
     def _store_held(self, by: str) -> int | str:
@@ -261,7 +261,7 @@ class Writer:
         return coordinator
 
     def _take_over(self) -> None:
-        """Go on with what a writer that was killed left: tensors in the ring, and some in the store."""
+        """Continue the work of a killed writer, given its tensors in the ring and in the store."""
         if self._flight is not None:
             if self._config.gives_all_up:
                 self._give_up_ring()
@@ -270,7 +270,7 @@ class Writer:
                     self._flight.handle(slot)
             return
         lefts = read_slots(self._ring, ends=self._config.unsettled)
-        # Tensors are stored in order: the oldest iteration is what the last writer had at work.
+        # Tensors are stored in order: the last writer was working on the oldest iteration.
         at_work = min((iteration for iteration, left in lefts.items() if left.skip is None), default=None)
         for iteration, left in lefts.items():
             is_given_up = self._config.gives_all_up or (self._config.gives_up and iteration == at_work)
@@ -299,13 +299,13 @@ class Writer:
             )
 
     def _give_up_ring(self) -> None:
-        """Free what is in the ring: it may be what killed the writers before this one."""
+        """Free all slots of the ring, because one of them may have killed the previous writers."""
         while (slot := self._ring.take()) is not None:
             self._ring.free(slot)
         self._say(problem=self._given_up)
 
     def _begin_again(self, iteration: int, *, is_given_up: bool) -> set[str]:
-        """Go on with an iteration that a writer had begun that was killed; the sites of what it had stored."""
+        """Continue an iteration that a killed writer had started; returns the sites of its stored tensors."""
         self._begin(iteration)
         staged = self._iterations[iteration]
         if is_given_up:
@@ -330,7 +330,7 @@ class Writer:
         while True:
             self._ring.sleep(self._wake_read, *self._trainer.descriptors, seconds=_IDLE_SECONDS)
             _drain(self._wake_read)
-            # Look for the end before the slots: what was published before it is taken then.
+            # Check for the end before taking slots, so that everything published before the end is taken.
             is_finished = self._ring.counter(Counter.FINISHED)
             is_orphan = os.getppid() != self._config.trainer_pid or self._trainer.has_ended()
             while (is_finished or is_orphan or self._ring.is_due) and (slot := self._ring.take()) is not None:
@@ -385,7 +385,7 @@ class Writer:
             self._say(notice=f"{url} does not answer: trying on" if is_out else f"{url} answers again")
 
     def _watch_plan(self) -> None:
-        """Learn what the coordinator names: soon once everything planned has ended, and now and then before."""
+        """Poll for new plans of the coordinator, more often once all planned iterations are settled."""
         longest = max_ask_seconds(self._config.launch.world_size)
         pause = ASK_SECONDS
         while not self._has_ended.wait(pause):
@@ -413,7 +413,7 @@ class Writer:
         for iteration in sorted(self._iterations):
             staged = self._iterations.pop(iteration)
             if self._config.options.manual and staged.num_tensors:
-                self._committer.commit(staged, None)  # what was saved is saved, however the process ended
+                self._committer.commit(staged, None)  # saved tensors are committed, however the process ended
                 continue
             self._storer.finish(staged)
             self._committer.mark(iteration, Mark.FAILED, f"cut off after {staged.num_stored} tensors: {reason}")
@@ -422,7 +422,7 @@ class Writer:
             self._storer.rank_writer.close(reason=reason)
         if self._coordinator is not None:
             self._say(state="waiting")
-            # A launch that was stopped for long may end before it looks for the lease again.
+            # A launch that was suspended for a long time may end before its next check of the lease.
             if self._lease is not None and (lost := self._lease.look(self._attempt)) is not None:
                 self._say(notice=lost)
             ended = str((self._ring.hear() or {}).get("ended", ""))
@@ -432,7 +432,10 @@ class Writer:
         self._say(state="closed")
 
     def _leave_console(self, text: str | None = None) -> None:
-        """Say on the console of a trainer that died how the run ended, and let go of it; after that, nothing."""
+        """Print how the run ended on the console of a dead trainer, and close it; later calls do nothing.
+
+        If `text` is None, nothing is printed.
+        """
         with self._console_lock:
             if not self._has_console:
                 return
@@ -440,13 +443,13 @@ class Writer:
             if text is not None:
                 how = f" ({self._death})" if self._death else ""
                 line = f"ranktape: the training process of rank 0 died{how}; {' '.join(text.split())}"
-                with contextlib.suppress(OSError):  # nobody may be reading it any more
+                with contextlib.suppress(OSError):  # its reader may be gone
                     os.write(1, f"{printable(line)}\n".encode())
             with open(os.devnull, "wb") as nowhere:  # noqa: PTH123  (no path)
                 os.dup2(nowhere.fileno(), 1)
 
     def _has_failed(self) -> bool:
-        """Whether the training has failed; another launch is told then that it may wait for the lease."""
+        """Whether the training has failed. If so, another launch is told that it may wait for the lease."""
         is_killed = self._death is not None or (self._trainer.has_ended() and self._trainer.ending() is not None)
         has_failed = is_killed or bool((self._ring.hear() or {}).get("has_failed"))
         if has_failed and self._lease is not None:
@@ -456,21 +459,21 @@ class Writer:
     def _say(self, **changes: Any) -> None:
         with self._words_lock:
             if (problem := changes.pop("problem", None)) is not None:
-                # The first one is the cause of the others, which are counted, and told as they come.
+                # The first problem is taken for the cause of the others, which are counted and become notices.
                 first = self._words.get("problem")
                 if first is None:
                     changes["problem"] = problem
                 elif problem != first and problem not in self._words.get("notices", ()):
                     changes |= {"notice": problem, "num_more_problems": self._words.get("num_more_problems", 0) + 1}
             if (notice := changes.pop("notice", None)) is not None:
-                # The trainer looks now and then: the last notice alone would hide its cause.
+                # Several, because the trainer polls, and the last notice alone would hide its cause.
                 changes["notices"] = [*self._words.get("notices", ()), notice][-_MAX_NOTICES:]
             self._words |= changes
             self._ring.say(self._words)
 
 
 def _words_of(plan: IterationPlan) -> dict[str, Any]:
-    """What the trainer is told of a plan."""
+    """The part of the writer's words that describes a plan."""
     return {
         "iterations": list(plan.iterations),
         "is_done": plan.is_done,
@@ -482,7 +485,7 @@ def _words_of(plan: IterationPlan) -> dict[str, Any]:
 def _drain(descriptor: int) -> None:
     while select.select([descriptor], [], [], 0)[0]:
         if not os.read(descriptor, 1 << 16):
-            # Every writing end is closed; without a pause the loop would spin on the closed pipe.
+            # Every writing end is closed. Without a pause, the loop would spin on the closed pipe.
             time.sleep(_IDLE_SECONDS)
             return
 
@@ -490,23 +493,23 @@ def _drain(descriptor: int) -> None:
 def _yield_to_the_training() -> None:
     os.nice(NICENESS)
     if hasattr(os, "SCHED_BATCH"):
-        # Each staged tensor wakes us; without this the kernel takes the training's processor away for it.
-        with contextlib.suppress(OSError):  # some sandboxes have no schedulers; the niceness stands
+        # Without this, the kernel would preempt the training each time that it wakes the writer.
+        with contextlib.suppress(OSError):  # some sandboxes allow no other scheduler; the niceness still applies
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def main(arguments: list[str]) -> int:
-    """Run the writer on the ring and the pipe whose descriptors are given; the configuration is on stdin."""
+    """Run the writer, given the descriptors of the ring and of the pipe that wakes it; stdin is the configuration."""
     ring_descriptor, wake_read = (int(argument) for argument in arguments)
-    config: WriterConfig = pickle.load(sys.stdin.buffer)  # noqa: S301  (the trainer's own words)
+    config: WriterConfig = pickle.load(sys.stdin.buffer)  # noqa: S301  (written by the trainer)
     writer = Writer(config, ring=RingConsumer(ring_descriptor), wake_read=wake_read)
-    # Only now, and of this thread alone: the one that waits for the end of the training must come in time.
+    # Only now, and only for this thread: the thread that waits for the trainer's end has to run in time.
     _yield_to_the_training()
     return writer.run()
 
 
 if __name__ == "__main__":
-    # Where scipy is installed numba imports it, for products of matrices, of which our kernels have none: a quarter of
-    # what it takes to start.
-    sys.modules["scipy"] = None  # type: ignore[assignment]  # so Python says that a module cannot be imported
+    # If scipy is installed, numba imports it for matrix products, which our kernels do not use. The import would be a
+    # quarter of the start time.
+    sys.modules["scipy"] = None  # type: ignore[assignment]  # makes `import scipy` raise ImportError
     sys.exit(main(sys.argv[1:]))
