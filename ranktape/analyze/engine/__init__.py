@@ -1,1 +1,1 @@
-"""Reads records in batches, in several processes or on a cluster, and keeps what was counted."""
+"""Reads records in batches, in several processes or on a cluster, and caches the counts."""

@@ -1,7 +1,7 @@
-"""Measures the digests of records, and gives them back as columns, one by one, or of groups.
+"""Measures digests of records, and returns them as columns, one by one, or merged by group.
 
-What is measured does not depend on how the store holds the values: of types of at most 16 bits everything follows from
-counts; of wider ones, sums are made of each sample, or of each run of elements, and added up in that order.
+A digest does not depend on how the store holds the values. For types of at most 16 bits, everything is computed from
+counts. For wider types, sums are computed for each sample, or for each run of elements, and added in that order.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ VERSION = 2
 """Version of the columns of a digest, and part of the name of the measure."""
 
 _READ_NBYTES = 4 << 20
-"""Records of one array are counted together up to so many bytes."""
+"""Maximum size of the records of one array that are counted together, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DigestMeasure:
-    """Measures the digests of records; `digests_of` gives the columns a meaning."""
+    """Measures the digests of records; `digests_of` interprets the columns."""
 
     view: View = View.COMPUTE
-    """Which numbers are judged."""
+    """The view in which the values are counted."""
 
     @property
     def name(self) -> str:
@@ -74,7 +74,7 @@ class DigestMeasure:
         return f"digest_{self.view}_v{VERSION}"
 
     def __call__(self, records: Iterable[Record], /) -> Columns:
-        """The digests of records."""
+        """The columns of the digests of records."""
         parts: list[Columns] = []
         places: list[int] = []
         dtypes: list[str] = []
@@ -111,7 +111,7 @@ class DigestMeasure:
         )
 
     def _stacked(self, records: Records) -> Columns:
-        """The digests of records of one stored array, which have one shape and one dtype."""
+        """The digests of records of one stored array, which have the same shape and dtype."""
         first = records[0]
         dtype = numpy_dtype(self._dtype(first))
         assert isinstance(first.reader, RunReader)
@@ -134,9 +134,9 @@ class DigestMeasure:
 
 
 def _stacks_of(records: Records) -> tuple[list[list[int]], list[int] | None]:
-    """The records that lie beside each other in one stored array, and are of one kind; and those that are read alone.
+    """Batches of similar records that are adjacent in one stored array, and the records that are read alone.
 
-    None for all of them.
+    Both are indices. If all records are read alone, the second is None.
     """
     is_stacked = records.column("stack").astype(bool) & (records.column("keep") == Keep.VALUES)
     if records.is_costly or not is_stacked.any():
@@ -162,10 +162,10 @@ def _has_samples(record: Record) -> bool:
 
 
 def digests_of(columns: Columns, dtypes: Sequence[str]) -> Digests:
-    """The digests that `DigestMeasure` made columns of; `dtypes` are what the values were looked at as.
+    """The digests in columns of `DigestMeasure`, given the dtype in which each record was viewed.
 
     Raises:
-        DataError: the numbers are of other types.
+        DataError: the number of dtypes differs from the number of records.
     """
     if len(dtypes) != columns.num_records:
         raise DataError(f"{columns.num_records} digests were kept of {len(dtypes)} records: ask again with --no-cache")
@@ -187,7 +187,7 @@ def digests_of(columns: Columns, dtypes: Sequence[str]) -> Digests:
 
 
 def digest_of(payload: Payload, *, dtype: str) -> Digest:
-    """The digest that `DigestMeasure` made a payload of."""
+    """The digest in a payload of `DigestMeasure`."""
     return digests_of(Columns.of_payloads([payload]), [dtype]).digest(0)
 
 
@@ -198,9 +198,9 @@ def digest_columns(
     engine: Engine | None = None,
     is_mask: NDArray[np.bool_] | None = None,
 ) -> Iterator[Digests]:
-    """The digests of the records in their order, some hundred at a time: what is known is not read again.
+    """The digests of the records in order, a few hundred at a time. Cached digests are not measured again.
 
-    The -Inf of records that are masks are infinite in their digests, and do not overflow.
+    In records that are masks, -Inf counts as infinite but not as overflow.
     """
     dtypes, start = viewed_dtypes(records, view=view), 0
     for columns in (engine or Engine()).columns(records, DigestMeasure(view=view)):
@@ -211,15 +211,15 @@ def digest_columns(
 
 
 def digests(records: Records, *, view: View = View.COMPUTE, engine: Engine | None = None) -> Iterator[Digest]:
-    """The digest of each record, in their order. Raises as `digest_columns`."""
+    """The digest of each record, in order. Raises the errors of `digest_columns`."""
     for columns in digest_columns(records, view=view, engine=engine):
         yield from map(columns.digest, range(len(columns)))
 
 
 def merge_digests(parts: Sequence[Digest]) -> Digest:
-    """The digest of all values together; of samples nothing is said. At least one part.
+    """The digest of all values of at least one part, without samples.
 
-    The order of the parts matters to the last bit of sums, and to nothing else.
+    The order of the parts affects only the last bit of sums.
     """
     summary = merge_summaries([Summary(part.values, part.counts, part.is_exact) for part in parts])
     return Digest(
@@ -242,18 +242,18 @@ def group_digests_of(
     engine: Engine | None,
     with_values: bool = True,
 ) -> Iterator[tuple[NDArray[np.int64], Digests]]:
-    """The digests of groups of records, each as if it were one record; of samples nothing is said.
+    """The digests of groups of records, each as if the group were one record, without samples.
 
-    Groups come as soon as the last of their records was read, some hundred at a time, with their numbers. In memory are
-    the numbers of the groups that have begun, and have not ended; without `with_values` none.
+    Groups are returned with their numbers, a few hundred at a time, soon after the last record of each was read. Only
+    the distinct numbers of unfinished groups are in memory; without `with_values`, none are.
 
     Args:
         records: The records.
-        numbers: For each record the number of its group, from 0.
-        is_mask: For each record whether its -Inf are meant.
-        view: Which numbers are judged.
-        engine: What reads the records.
-        with_values: Whether the numbers that occur are asked for.
+        numbers: The number of each record's group, starting at 0.
+        is_mask: Whether -Inf is intended in each record.
+        view: The view in which the values are counted.
+        engine: The engine that reads the records.
+        with_values: Whether the distinct numbers and their counts are needed.
     """
     group_of = np.asarray(numbers, dtype=np.int64)
     sizes = np.bincount(group_of)
@@ -274,14 +274,14 @@ def group_digests_of(
 
 
 _MAX_WAITING = 1 << 20
-"""Numbers of a group that are put together at once; of groups that have ended, so many are given out at once."""
+"""Number of values of a group that are merged at once, and of finished groups that are returned at once."""
 
 _MAX_GROUPS = 1 << 12
-"""Groups that are given out at once."""
+"""Maximum number of groups that are returned at once."""
 
 
 class _Groups:
-    """What was seen of the records of groups."""
+    """The digests of groups whose records have been read in part."""
 
     def __init__(self, dtypes: Sequence[str], group_of: NDArray[np.int64], *, with_values: bool) -> None:
         num_records = len(dtypes)
@@ -290,7 +290,7 @@ class _Groups:
         self._tallies = np.zeros((num_records, 1 + len(KINDS)), dtype=np.int64)
         self._ends = np.zeros((num_records, len(ENDS)))
         self._flags = np.ones((num_records, 2), dtype=np.bool_)
-        # Sorted by groups, the records of each in their order.
+        # Sorted by group; the records of a group stay in order.
         self._order = np.argsort(group_of, kind="stable")
         self._starts = np.concatenate([[0], np.cumsum(np.bincount(group_of))])
         self._waiting: dict[int, list[tuple[str, NDArray[Any], NDArray[Any]]]] = defaultdict(list)
@@ -300,7 +300,7 @@ class _Groups:
         self._num_wide = Counter[int]()
 
     def add(self, start: int, columns: Digests) -> None:
-        """Take the digests of the records from `start` on."""
+        """Add the digests of the records from `start` on."""
         part = slice(start, start + len(columns))
         self._statistics[part], self._tallies[part], self._ends[part] = (
             columns.statistics,
@@ -319,11 +319,11 @@ class _Groups:
                     self._put_together(group)
 
     def num_ready(self, groups: Sequence[int]) -> int:
-        """How many numbers wait in these groups."""
+        """Number of values in these groups that are not merged yet."""
         return sum(self._num_waiting[group] for group in groups)
 
     def take(self, groups: Sequence[int]) -> tuple[NDArray[np.int64], Digests]:
-        """The digests of groups that have ended."""
+        """The numbers and the digests of finished groups."""
         chosen = np.array(groups, dtype=np.int64)
         counts = self._starts[chosen + 1] - self._starts[chosen]
         firsts = np.cumsum(counts) - counts
@@ -349,7 +349,7 @@ class _Groups:
         return chosen, found
 
     def _put_together(self, group: int) -> None:
-        """Count the numbers of narrow types in tables, and merge summaries of wide ones as a binary counter carries."""
+        """Count values of narrow types in tables, and merge summaries of wide types, like carries of a counter."""
         waiting = self._waiting.pop(group, [])
         self._num_waiting[group] = 0
         narrow: dict[str, list[tuple[NDArray[Any], NDArray[Any]]]] = defaultdict(list)
@@ -370,7 +370,7 @@ class _Groups:
             self._tables[group][dtype] = found
 
     def _summary(self, group: int) -> Summary:
-        """All numbers of a group, which is forgotten."""
+        """The summary of a group, which is then removed."""
         self._put_together(group)
         parts = self._wide.pop(group, [])
         for dtype, table in self._tables.pop(group, {}).items():
@@ -384,7 +384,7 @@ class _Groups:
 
 
 def _of_statistics(record: Record) -> Columns:
-    """What the catalogue and the statistics know of a record whose values were not kept."""
+    """The digest of a record without stored values, from the catalogue and the statistics."""
     statistics, overflow = record.statistics(), record.overflow
     counts = [0 if kind == "flushed" else getattr(overflow, kind).count for kind in KINDS]
     return _one(
@@ -430,7 +430,7 @@ def _columns(
     sizes: NDArray[np.int64],
     samples: NDArray[np.float64] | None,
 ) -> Columns:
-    """The columns of records whose numbers are of one kind, and that have as many samples each."""
+    """The columns of records whose codes have one dtype and that have the same number of samples."""
     num_records = len(sizes)
     num_samples = 0 if samples is None else samples.shape[1]
     return Columns(
@@ -441,7 +441,7 @@ def _columns(
             "flags": flags,
             "kinds": np.full(num_records, CODE_KINDS.index(codes.dtype), dtype=np.uint8),
             "codes": np.ascontiguousarray(codes).view(np.uint8),
-            # Most counts are small, and there are many.
+            # There are many counts and most are small.
             "counts": counts.astype(np.min_scalar_type(int(counts.max(initial=0)))),
             "has_samples": np.full(num_records, samples is not None),
             "samples": np.zeros((0, len(SAMPLE_METRICS)))
@@ -459,14 +459,14 @@ def _columns(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Table:
-    """What each pattern of a type of at most 16 bits stands for."""
+    """The meaning of each bit pattern of a type of at most 16 bits."""
 
     natures: NDArray[np.uint8]
-    """By pattern: its `Nature`."""
+    """The `Nature` of each pattern."""
     ranks: NDArray[np.uint16]
-    """By pattern: the place of its value among all values; of zeros of both signs the same, of NaN the last."""
+    """The rank of each pattern's value among all distinct values. Both zeros have the same rank; NaN has the last."""
     codes: NDArray[Any]
-    """By rank: a pattern of the value."""
+    """A pattern of the value of each rank."""
 
     @staticmethod
     @functools.cache
@@ -479,7 +479,7 @@ class _Table:
         natures[values == np.inf] = Nature.UPPER
         natures[values == -np.inf] = Nature.LOWER
         natures[np.isnan(values)] = Nature.NAN
-        with np.errstate(invalid="ignore"):  # NaN that signal
+        with np.errstate(invalid="ignore"):  # signaling NaN
             _, firsts, found = np.unique(values + 0.0, return_index=True, return_inverse=True)
         ranks = np.zeros(values.size, dtype=np.uint16)
         ranks[:] = found
@@ -491,13 +491,13 @@ class _Table:
 
 
 class _Counters(threading.local):
-    """Counters of a thread, zero between records."""
+    """Counters of a thread. They are zero between records."""
 
     def __init__(self) -> None:
         self.known: dict[int, _Counted] = {}
 
     def of(self, num_patterns: int) -> _Counted:
-        """The counters for so many patterns."""
+        """The counters for a number of patterns."""
         if num_patterns not in self.known:
             self.known[num_patterns] = _Counted(
                 np.zeros((NUM_TABLES, num_patterns), dtype=np.uint32),
@@ -509,23 +509,23 @@ class _Counters(threading.local):
 
 
 class _Counted(NamedTuple):
-    """Counters of patterns."""
+    """Counters by pattern."""
 
     tables: NDArray[np.uint32]
-    """Of one sample."""
+    """The counts of the current sample."""
     totals: NDArray[np.int64]
-    """Of one record."""
+    """The counts of the current record."""
     met: NDArray[np.uint16]
-    """Room for the list of patterns that were met."""
+    """Space for the list of patterns that occurred."""
     of_ranks: NDArray[np.int64]
-    """The totals in the order of values."""
+    """The counts of the current record by rank of the value."""
 
 
 _counters = _Counters()
 
 
 class _Room(NamedTuple):
-    """Arrays that the digests of records are written to."""
+    """Arrays into which the digests of records are written."""
 
     statistics: NDArray[np.float64]
     tallies: NDArray[np.int64]
@@ -536,7 +536,7 @@ class _Room(NamedTuple):
 
     @classmethod
     def of(cls, num_records: int, num_pairs: int) -> _Room:
-        """Room for so many records, and for so many different numbers of all of them."""
+        """Arrays for a number of records, with `num_pairs` distinct values in all of them."""
         return cls(
             np.zeros((num_records, len(STATISTICS))),
             np.zeros((num_records, 1 + len(KINDS)), dtype=np.int64),
@@ -547,7 +547,7 @@ class _Room(NamedTuple):
         )
 
     def columns(self, num_pairs: int, dtype: np.dtype[Any], samples: NDArray[np.float64] | None) -> Columns:
-        """The columns, of which `num_pairs` numbers were written."""
+        """The columns, after `num_pairs` distinct values were written."""
         return _columns(
             statistics=self.statistics,
             tallies=self.tallies,
@@ -561,7 +561,7 @@ class _Room(NamedTuple):
 
 
 def _digest_rows(samples_RSI: NDArray[Any], dtype: np.dtype[Any], *, num_samples: int, has_samples: bool) -> Columns:
-    """The digests of records of one shape, of a type of at most 16 bits; `num_samples` of each have metrics."""
+    """The digests of records of one shape and a type of at most 16 bits; `num_samples` of each have metrics."""
     table, numbers = _Table.of(dtype), pattern_values(dtype)
     counted = _counters.of(numbers.size)
     num_records = len(samples_RSI)
@@ -586,7 +586,7 @@ def _digest_rows(samples_RSI: NDArray[Any], dtype: np.dtype[Any], *, num_samples
             room.counts,
         )
     except BaseException:
-        # Counters hold the numbers of a record that was not counted to its end.
+        # The counters contain a part of a record.
         _counters.known.clear()
         raise
     return room.columns(num_pairs, dtype, metrics if has_samples else None)
@@ -595,7 +595,7 @@ def _digest_rows(samples_RSI: NDArray[Any], dtype: np.dtype[Any], *, num_samples
 def _narrow(
     parts: Iterable[NDArray[Any]], dtype: np.dtype[Any], metrics: NDArray[np.float64], *, has_samples: bool
 ) -> Columns:
-    """The digest of values of a type of at most 16 bits; the metrics of samples are filled in, if there are rows."""
+    """The digest of values of a type of at most 16 bits. Fills the rows of `metrics`, one for each sample, if any."""
     values, natures = pattern_values(dtype), _Table.of(dtype).natures
     counted = _counters.of(values.size)
     try:
@@ -607,13 +607,13 @@ def _narrow(
             num_samples += len(patterns)
         return _finished(counted, num_met, dtype, metrics[np.newaxis] if has_samples else None)
     except BaseException:
-        # As above.
+        # The counters contain a part of a record.
         _counters.known.clear()
         raise
 
 
 def _of_counts(counts: NDArray[np.int64], *, dtype: np.dtype[Any]) -> Columns:
-    """The digest of values of which each pattern occurs so often."""
+    """The digest of values, given the count of each pattern."""
     counted = _counters.of(counts.size)
     (patterns,) = np.nonzero(counts)
     counted.totals[patterns] = counts[patterns]
@@ -649,9 +649,10 @@ def load_kernels() -> None:
 
 
 def _parts(record: Record, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
-    """The parts of a record in the type that is judged; the first dimension counts samples, one where there are none.
+    """The parts of a record in the viewed dtype. The first dimension is that of samples, of size 1 without samples.
 
-    Rounding is as in `values.read_values`. A record that is one sample comes in one part, as a sample of others does.
+    Rounding is as in `values.read_values`. A record that is one sample is returned in one part, like a sample of
+    another record.
     """
     is_sample = record.sample_dim is None and record.info.num_samples
     for part in [record.read().reshape(-1)] if is_sample and math.prod(record.shape) else record.parts():
@@ -661,7 +662,7 @@ def _parts(record: Record, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
 
 
 def _metrics_of(record: Record) -> NDArray[np.float64]:
-    """A row of metrics for each sample, as of one without an element; no row where there are no samples."""
+    """A row of metrics for each sample, with the values for an empty sample. There are no rows without samples."""
     empty = [0.0 if name in _COUNTED or name == "norm" else math.nan for name in SAMPLE_METRICS]
     return np.tile(np.array(empty), (record.info.num_samples, 1))
 
@@ -673,7 +674,7 @@ _STATISTICAL = {"num_elements", *STATISTICS, "mean", "std", "norm"} & set(SAMPLE
 def _wide(
     parts: Iterable[NDArray[Any]], dtype: np.dtype[Any], metrics: NDArray[np.float64], *, has_samples: bool
 ) -> Columns:
-    """The digest of values of a type of more than 16 bits; the metrics of samples are filled in."""
+    """The digest of values of a type of more than 16 bits. Fills the rows of `metrics`, one for each sample."""
     limits = own_limits(dtype)
     statistics: list[Statistics] = []
     tallies: list[Tallies] = []
@@ -698,7 +699,7 @@ def _wide(
 
 
 def merge_tallies(parts: Sequence[Tallies]) -> Tallies:
-    """The tallies of all parts together, none where there is no part; of samples nothing is said."""
+    """The tallies of all parts together, without samples; zero counts and no extremes if there are no parts."""
     ends: dict[str, Any] = {
         name: choose((end for one in parts if (end := getattr(one, name)) is not None), default=None)
         for name, choose in zip(ENDS, (min, max, max, min), strict=True)

@@ -1,4 +1,4 @@
-"""Gives the workers of a question: this process, others of this machine, or those of a Dask cluster."""
+"""The workers that answer a question: this process, other processes of this machine, or those of a Dask cluster."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ _EXIT_CODE = 128 + signal.SIGTERM
 
 
 class _State:
-    """Of this process."""
+    """The state of this process."""
 
     num_writing = 0
-    """Threads that write an object just now."""
+    """Number of threads that are writing an object."""
     must_end = False
-    """Whether it is to end after that."""
+    """Whether the process exits when these have finished."""
     is_worker = False
-    """Whether another process started it for work."""
+    """Whether another process started this one as a worker."""
 
 
 def become_worker(environment: Mapping[str, str], num_workers: int) -> None:
-    """Make this process one that ends on SIGTERM, or when its parent does; what each worker begins with.
+    """Initialize a worker process, which exits on SIGTERM or when its parent exits.
 
     Args:
-        environment: That of the parent, which may have changed since the server was started that forks workers.
-        num_workers: Between which the cores of the machine are divided.
+        environment: The parent's environment, which may have changed since the server that forks workers was started.
+        num_workers: Number of workers that share the cores of the machine.
     """
     _State.is_worker = True
     os.environ.update(environment)
-    # That is where torch looks, when it is imported.
+    # Torch reads it when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", str(share_cores(num_workers)))
-    # Ctrl-C reaches every process of the terminal: the parent alone decides.
+    # Ctrl-C reaches every process of the terminal. Only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
     parent = multiprocessing.parent_process()
@@ -56,13 +56,13 @@ def become_worker(environment: Mapping[str, str], num_workers: int) -> None:
 
 
 def is_worker() -> bool:
-    """Whether this process does work for another one of this machine."""
+    """Whether this process is a worker of another process of this machine."""
     return _State.is_worker
 
 
 @contextlib.contextmanager
 def no_leaving() -> Iterator[None]:
-    """Around what must not be left half done; a worker that got SIGTERM ends behind it."""
+    """A context that SIGTERM does not interrupt. A worker that receives SIGTERM in it exits afterwards."""
     _State.num_writing += 1
     try:
         yield
@@ -86,13 +86,13 @@ def _leave_with(sentinel: int) -> None:
 Key = TypeVar("Key")
 
 CONNECT_SECONDS = 10
-"""How long a scheduler has to answer."""
+"""Maximum time until a scheduler answers, in seconds."""
 
 _END_SECONDS = 2.0
-"""How long workers have to end after SIGTERM, before they are killed."""
+"""Maximum time until workers exit after SIGTERM, in seconds. Then they are killed."""
 
 _HELD_BACK = 32
-"""Keys without work that are held back at most while a piece of work before them is waited for."""
+"""Maximum number of keys without work that are held back while earlier work is not finished."""
 
 _starting = threading.Lock()
 
@@ -101,28 +101,28 @@ ADDRESS = re.compile(r"(tcp|tls|ucx|wss?)://[^\s/]+:\d{1,5}|inproc://\S+")
 
 
 class Workers:
-    """An executor of `concurrent.futures`; where it is lost, a `WorkersError` says so."""
+    """An executor of `concurrent.futures` that raises a `WorkersError` if it is lost."""
 
     def __init__(
         self, executor: Executor, *, in_flight: int = 1, lost: tuple[type[BaseException], ...] = (), loss: str = ""
     ) -> None:
         self.executor = executor
         self.in_flight = in_flight
-        """Pieces of work that may be given out before the first of them is taken back."""
+        """Number of calls that may be submitted before the result of the first is taken."""
         self._lost, self._loss = lost, loss
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Have a function called."""
+        """Submit a call of a function."""
         with self._raising_loss():
             return self.executor.submit(function, *args)
 
     def result(self, future: Future[Any]) -> Any:
-        """What a function returned, or raises what it raised."""
+        """The result of a call. Raises what the function raised."""
         with self._raising_loss():
             return future.result()
 
     def end(self) -> None:
-        """End at once whatever is being done."""
+        """Stop all running calls at once."""
 
     @contextlib.contextmanager
     def _raising_loss(self) -> Iterator[None]:
@@ -134,10 +134,10 @@ class Workers:
 
 
 class _ThisProcess(Executor):
-    """Calls functions at once."""
+    """An executor that runs each call immediately."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """The result of a call."""
+        """Run a call and return its result as a future."""
         future: Future[Any] = Future()
         future.set_result(function(*args, **kwargs))
         return future
@@ -145,10 +145,11 @@ class _ThisProcess(Executor):
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Around the start of processes: Ctrl-C, which reaches them too, is held back, and no script is run by them again.
+    """A context in which to start processes: SIGINT is blocked and the main module is hidden.
 
-    `multiprocessing` has each process import the main module, which it finds by these two names: a script without
-    `if __name__ == "__main__":` would ask its question over and over, and one read from stdin cannot be found.
+    `multiprocessing` makes each process import the main module, which it locates by these two names. A script without
+    `if __name__ == "__main__":` would then ask its question again in each process, and one from stdin could not be
+    located.
     """
     with _starting:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -167,7 +168,7 @@ class Processes(Workers):
     """Several processes of this machine."""
 
     def __init__(self, num_workers: int) -> None:
-        # Neither copies the threads and locks of this process, as a plain fork does.
+        # Unlike a plain fork, neither method copies the threads and locks of this process.
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
         context = multiprocessing.get_context(method)
         if method == "forkserver":
@@ -185,10 +186,10 @@ class Processes(Workers):
         )
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Have a function called by the next process that is free.
+        """Submit a call of a function to the next idle process.
 
         Raises:
-            UsageError: it takes a function or an object of the script itself, which no other process imports.
+            UsageError: a function or an argument is defined in the script itself, which other processes do not import.
             WorkersError: a process was killed.
         """
         if any(getattr(one, "__module__", "") == "__main__" for one in args):
@@ -196,14 +197,14 @@ class Processes(Workers):
                 f"workers={self._num_workers} cannot do what the script itself defines: put it into a module that can "
                 f"be imported, or use 1 worker"
             )
-        # Processes are started here; Ctrl-C waits until it is the parent's alone to answer.
+        # This call may start processes. They must ignore SIGINT before it can reach them.
         with _undisturbed():
             return super().submit(function, *args)
 
     def end(self) -> None:
-        """Have all processes end, after the object that they are writing."""
+        """Stop all processes, each after the object that it is writing."""
         _processes.pop(self._num_workers, None)
-        # Nothing public ends a pool before Python 3.14.
+        # No public function stops the processes of a pool before Python 3.14.
         workers = list((self._pool._processes or {}).values())  # noqa: SLF001
         self._pool.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
@@ -239,7 +240,7 @@ class Cluster(Workers):
         )
 
     def end(self) -> None:
-        """Leave the cluster, which forgets what it was asked."""
+        """Close the connection. The cluster cancels the work."""
         _clusters.pop(self._address, None)
         self._client.close()
 
@@ -249,14 +250,14 @@ def _connected(address: str) -> Any:
         from distributed import Client
     except ImportError as error:
         raise UsageError(f"--scheduler needs Dask ({error}): pip install 'ranktape[dask]'") from error
-    # A client that gets no answer, or that of another service, waits beyond its deadline and is not rid of for a while.
+    # A client that gets no answer, or one from another service, exceeds its timeout and is slow to close.
     answer: Future[Any] = Future()
     threading.Thread(target=_ask, args=(address, answer), daemon=True).start()
     try:
         kind = answer.result(timeout=CONNECT_SECONDS).get("type")
         if kind != "Scheduler":
             raise WorkersError(f"at {address} there is a Dask {kind}, and no scheduler: check the address")
-        # Dask's own types end at its doors.
+        # Dask's types are not used outside this function.
         return cast("Any", Client)(address, timeout=CONNECT_SECONDS, set_as_default=False)
     except (OSError, TimeoutError, ValueError, MemoryError) as error:
         raise WorkersError(
@@ -266,7 +267,7 @@ def _connected(address: str) -> Any:
 
 
 def _ask(address: str, answer: Future[Any]) -> None:
-    """What the server at an address says that it is."""
+    """Ask the server at an address for its identity."""
     import asyncio
 
     from distributed.core import rpc
@@ -283,17 +284,17 @@ def _ask(address: str, answer: Future[Any]) -> None:
 
 _processes: dict[int, Processes] = {}
 _clusters: dict[str, Cluster] = {}
-"""What was started once and serves every question of this process."""
+"""The workers that were started once and are used for all questions of this process."""
 
 
 def workers_of(*, workers: int, scheduler: str | None) -> Workers:
-    """Where the work is done; started when it is first asked for."""
+    """The workers for these options. They are started when they are first used."""
     if scheduler is not None:
         if scheduler not in _clusters:
             _clusters[scheduler] = Cluster(scheduler)
             atexit.register(_clusters[scheduler].end)
         return _clusters[scheduler]
-    # Workers of workers would be more processes than were asked for, and Python would wait for them for ever.
+    # A worker starts no workers: there would be more processes than requested, and Python would wait for them forever.
     if workers == 1 or is_worker():
         return Workers(_ThisProcess())
     if workers not in _processes:
@@ -302,7 +303,7 @@ def workers_of(*, workers: int, scheduler: str | None) -> Workers:
 
 
 def end_executors() -> None:
-    """End what was started for questions; the next question starts it again."""
+    """Stop all workers. The next question starts them again."""
     started: list[Workers] = [*_processes.values(), *_clusters.values()]
     for found in started:
         found.end()
@@ -311,9 +312,10 @@ def end_executors() -> None:
 def in_order(
     works: Iterable[tuple[Key, tuple[Any, ...] | None]], *, start: Callable[[], Workers]
 ) -> Generator[tuple[Key, Any], None, None]:
-    """Each key with the result of its work, a function and its arguments; None where it has no work; in order.
+    """Each key with the result of its work (a function and its arguments), or None if it has no work, in order.
 
-    Workers are started when there is work. Whoever leaves early has nothing more done; Ctrl-C ends what is being done.
+    Workers are started when there is work. If the caller stops early, no further work is done. Ctrl-C stops the running
+    work.
     """
     waiting: deque[tuple[Key, Future[Any] | None]] = deque()
     workers: Workers | None = None
@@ -330,7 +332,7 @@ def in_order(
                 workers = workers or start()
             waiting.append((key, None if work is None or workers is None else workers.submit(*work)))
             in_flight = 1 if workers is None else workers.in_flight
-            # What needs no work is given at once, where nothing is waited for in front of it.
+            # A key without work is returned at once if no earlier work is unfinished.
             while waiting and (
                 waiting[0][1] is None
                 or (num_working := sum(future is not None for _, future in waiting)) >= in_flight

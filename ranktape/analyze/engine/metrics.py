@@ -1,4 +1,4 @@
-"""Names the metrics of a tensor, under which any question can ask for them."""
+"""The named metrics of a tensor, which any question can use."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ PERCENTILES = ("0.1", "1", "5", "25", "50", "75", "95", "99", "99.9")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One number that follows from a digest."""
+    """A number that is computed from a digest."""
 
     name: str
-    """Its name everywhere; that of the catalogue where it has one."""
+    """Its name everywhere; the name in the catalogue if it is there."""
     kind: Kind
-    """What it is, and so how text shows it."""
+    """The kind of number, which determines the format in text."""
     head: str
-    """What text writes above a column of it."""
+    """Heading of its column in text."""
     of_columns: Callable[[Digests], NDArray[np.float64]]
-    """The metric of each of many digests; NaN where there is none."""
+    """Computes the metric of each of many digests; NaN if it has none."""
     needs_values: bool = False
-    """Whether it follows from the numbers that occur, not from sums and counts alone."""
+    """Whether it depends on the distinct numbers, not only on sums and counts."""
 
     def of(self, digest: Digest) -> float | None:
-        """The metric of one digest; None where there is none."""
+        """The metric of one digest; None if it has none."""
         value = float(self.of_columns(Digests.of(digest))[0])
         if math.isnan(value):
             return None
         return int(value) if self.kind is Kind.INTEGER else value
 
     def column(self, *, is_detail: bool = False) -> Column:
-        """The column of a table that holds it."""
+        """The column of a table for the metric."""
         return Column(name=self.name, kind=self.kind, head=self.head, is_detail=is_detail)
 
 
 def parse_metric(name: str) -> Metric:
-    """The metric of that name; besides those of `METRICS` any percentile has one: `p99.5`.
+    """The metric with a name: one of `METRICS` or any percentile, such as `p99.5`.
 
     Raises:
-        UsageError: there is none; the message names the nearest.
+        UsageError: there is no such metric. The message names the nearest ones.
     """
     if name in METRICS:
         return METRICS[name]
@@ -69,7 +69,7 @@ def parse_metric(name: str) -> Metric:
 
 
 def is_percentile(name: str) -> bool:
-    """Whether a metric is one, and so not exact where the digest is not."""
+    """Whether a metric is a percentile, which is not exact if the digest is not."""
     return re.fullmatch(r"p[\d.]+", name) is not None
 
 
@@ -78,7 +78,7 @@ def _finite_or_nan(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _size(known: Digests, divided: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What is at most the largest magnitude, of that divided by 2**exponent; NaN where nothing is."""
+    """Scale `divided` by 2**exponent and limit it to the largest magnitude; NaN if there is none."""
     absmax = known.statistic("absmax")
     with np.errstate(over="ignore"):
         found = np.fmin(np.ldexp(divided, exponents_of(absmax)), absmax)
@@ -138,13 +138,13 @@ _STATISTICS: dict[str, Callable[[Digests], NDArray[np.float64]]] = {
     "skewness": functools.partial(_standardised, power=3),
     "kurtosis": functools.partial(_standardised, power=4),
 }
-"""The properties of `Statistics` in columns."""
+"""The properties of `Statistics` as functions of columns."""
 
 _MIN_NORMAL = 2.0**-1022
 
 
 def has_percentiles(known: Digests) -> NDArray[np.bool_]:
-    """Whether the values of each record are known: of complex ones single parts are, of kept statistics none."""
+    """Whether each record has known real values: false for complex values and for stored statistics."""
     return known.has_values & np.array(["complex" not in name for name in known.dtypes], dtype=np.bool_)
 
 
@@ -158,7 +158,7 @@ def _percentile(percent: str) -> Metric:
 
 
 def count_names(kind: str) -> tuple[str, str]:
-    """What the count of a kind is called, and its part of all elements: of the total, as the catalogue has it."""
+    """The names of the count of a kind and of its ratio to all elements. Those of the total are as in the catalogue."""
     if kind == "total":
         return "overflow.total", "overflow.ratio"
     return f"overflow.{kind}.count", f"overflow.{kind}.ratio"
@@ -188,7 +188,7 @@ def _extreme(known: Digests, name: str) -> NDArray[np.float64]:
 
 
 def _smallest_nonzero(known: Digests) -> NDArray[np.float64]:
-    # Where values are known of some parts alone, nothing is known of all.
+    # If only some parts have known values, the metric of the whole is unknown.
     return np.where(known.has_values, known.end("smallest_nonzero"), math.nan)
 
 
@@ -242,26 +242,27 @@ _ALL = (
 )
 
 METRICS = {one.name: one for one in _ALL}
-"""Every metric by its name. Those of `Statistics` are of finite values; those named `overflow` are of all numbers,
-against the limits of the dtype."""
+"""All named metrics. Those of `Statistics` cover finite values; those named `overflow` cover all numbers, with the
+limits of the dtype."""
 
 NARROW_FORMAT = "fp8_e5m2"
-"""The 8-bit format with the widest range: what it flushes even with a scale of its own, no other holds."""
+"""The 8-bit format with the widest range. What it flushes even with a scale, every other 8-bit format flushes, too."""
 
 _GRID_TOLERANCE = 2.0**-6
-"""What rounding after a scale may take from the ratio of two numbers."""
+"""Tolerance for the ratio of two numbers that were scaled and rounded."""
 
 _COARSE_BITS = 4
-"""Significant bits of fp8_e4m3, the most that an 8-bit floating-point format has."""
+"""Significant bits of fp8_e4m3, the largest number among 8-bit floating-point formats."""
 
 _FINE_BITS = (1 << 53 - _COARSE_BITS) - 1
-"""Bits of a float64 that are zero where its significand has no more than `_COARSE_BITS` bits."""
+"""The bits of a float64 that are zero if its significand has at most `_COARSE_BITS` bits."""
 
 _MIN_COARSE = 8
-"""Magnitudes of so few bits that differ: fewer may come from a loss, as the multiples of 1/16 of a mean."""
+"""Minimum number of different magnitudes with so few bits. Fewer may come from a loss, such as multiples of 1/16 of a
+mean."""
 
 SATURATING = {"float8_e4m3fn": "fp8_e4m3"}
-"""Types whose conversions end at the largest number, and the formats that say which that is."""
+"""The dtypes whose conversions saturate at the largest number, and the formats that define that number."""
 
 
 def _saturated(known: Digests) -> NDArray[np.float64]:
@@ -294,14 +295,14 @@ def _floored(known: Digests) -> NDArray[np.float64]:
 
 
 def _is_coarse(magnitudes: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Which finite positive magnitudes have few significant bits, so that the other bits of their float64 are zero."""
+    """Which finite positive magnitudes have at most `_COARSE_BITS` significant bits, so that the rest are zero."""
     is_short: NDArray[np.bool_] = magnitudes.view(np.int64) & _FINE_BITS == 0
     return is_short & (magnitudes > 0) & np.isfinite(magnitudes)
 
 
 @functools.cache
 def _coarse_patterns(dtype: str) -> NDArray[np.bool_]:
-    """The same of each pattern of a type of at most 16 bits."""
+    """Which patterns of a type of at most 16 bits have such magnitudes."""
     return _is_coarse(np.abs(numbers_of_patterns(numpy_dtype(dtype))))
 
 
@@ -311,7 +312,7 @@ def _coarse(known: Digests) -> NDArray[np.float64]:
     else:
         magnitudes = np.abs(known.values)
         if (np.abs(known.end("smallest_nonzero")) < _MIN_NORMAL).any():
-            # Subnormal numbers are brought up; those that become infinite by it keep their bits.
+            # Scale subnormal numbers up. Numbers that would overflow are not scaled.
             with np.errstate(over="ignore"):
                 scaled = magnitudes * 2.0**100
             magnitudes = np.where(np.isfinite(scaled), scaled, magnitudes)
@@ -319,7 +320,7 @@ def _coarse(known: Digests) -> NDArray[np.float64]:
     owners = np.searchsorted(known.starts, places, side="right") - 1
     counts = np.bincount(owners, weights=known.stored_counts[places], minlength=len(known))
     num_distinct = np.bincount(owners, minlength=len(known))
-    # A magnitude occurs with two signs at most: they are told apart where that decides.
+    # A magnitude occurs with at most two signs. They are distinguished only if this affects the result.
     is_open = ((num_distinct >= _MIN_COARSE) & (num_distinct < 2 * _MIN_COARSE - 1))[owners]
     pairs = np.stack([owners[is_open].astype(np.float64), np.abs(known.values_at(places[is_open]))])
     pairs = pairs[:, np.lexsort(pairs[::-1])]
@@ -330,7 +331,7 @@ def _coarse(known: Digests) -> NDArray[np.float64]:
 
 
 def _flushed(known: Digests) -> NDArray[np.float64]:
-    """The part of nonzero values that is zero in the format when the largest one is scaled to its largest number."""
+    """The fraction of nonzero values that are flushed if the largest value is scaled to that of the narrow format."""
     limits = aligned_limits(FORMATS[NARROW_FORMAT], known.end("largest_finite"))
     nonzero = np.maximum(1, known.tally("num_elements") - known.tally("zero") - known.tally("nan"))
     flushed = known.count(*limits)["flushed"]
@@ -340,8 +341,8 @@ def _flushed(known: Digests) -> NDArray[np.float64]:
 def aligned_limits(element: Format, largest: NDArray[np.float64] | None) -> tuple[NDArray[np.float64], ...]:
     """Where numbers overflow, are subnormal and are flushed in a format, for each of several tensors.
 
-    `largest` are the largest finite magnitudes, which are aligned with the largest value of the format, NaN where there
-    is none; without them nothing is scaled.
+    The largest finite magnitude of each tensor, `largest` (NaN if there is none), is aligned with the largest value of
+    the format. If `largest` is None, nothing is scaled.
     """
     starts = [element.overflow_start, element.min_normal, element.flush_limit]
     if largest is None:
@@ -368,14 +369,14 @@ _BESIDE = (
 )
 
 NUMBERS: dict[str, Metric] = METRICS | {one.name: one for one in _BESIDE}
-"""What can be asked of digests: every metric that has a name, and what findings know of a digest beside these."""
+"""All numbers that can be computed from digests: the named metrics, and further ones that findings use."""
 
 KEPT = tuple(name for name, one in NUMBERS.items() if one.needs_values)
-"""Those that are kept with digests, as numbers that occur are not read for them again."""
+"""The metrics that are cached with digests, so that the distinct numbers are not read for them again."""
 
 
 def column_of(metric: Metric, known: Digests) -> NDArray[np.float64]:
-    """The metric of each of many digests, as it was kept, or as it follows from the numbers that occur."""
+    """The metric of each of many digests, cached or computed from the distinct numbers."""
     if known.kept is not None and metric.name in KEPT:
         found: NDArray[np.float64] = known.kept[:, KEPT.index(metric.name)]
         return found
@@ -398,9 +399,9 @@ SHOWN = (
     "overflow.inf.ratio",
     "overflow.zero.ratio",
 )
-"""The metrics that text shows, unless others are asked for."""
+"""The metrics that text shows by default."""
 
 
 def metric_columns(metrics: Sequence[Metric], *, are_named: bool) -> tuple[Column, ...]:
-    """The columns of metrics: all in sight if the user named them, else those that text has room for."""
+    """The columns of metrics. If the user named them, all are shown; otherwise text shows those of `SHOWN`."""
     return tuple(one.column(is_detail=not are_named and one.name not in SHOWN) for one in metrics)

@@ -1,6 +1,7 @@
-"""Gives metrics of many records, or of groups of them, as columns; what is kept of digests is read at once.
+"""Metrics of many records, or of groups of records, as columns, from cached digests if possible.
 
--Inf that is meant is told from overflow: that of additive masks of attention, and of scores that they were added to.
+Intended -Inf is distinguished from overflow. It occurs in additive masks of attention and in scores to which they were
+added.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from ranktape.storage import Records
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordNumbers:
-    """Numbers of many records, or of groups of them."""
+    """Metrics of many records, or of groups of records."""
 
     columns: dict[str, NDArray[np.float64]]
-    """For each name one number for each, NaN where there is none."""
+    """For each metric, one number for each record or group; NaN if there is none."""
     sample_sizes: NDArray[np.int64]
-    """How many samples each has; of groups none."""
+    """Number of samples of each record; 0 for groups."""
     samples: NDArray[np.float64]
-    """`SAMPLE_METRICS` of the samples of all; shape (samples, 14)."""
+    """`SAMPLE_METRICS` of the samples of all records, of shape (samples, 14)."""
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """One number for each record, NaN where there is none."""
+        """One number for each record or group; NaN if there is none."""
         return self.columns[name]
 
     def of_samples(self, name: str) -> NDArray[np.float64]:
@@ -45,12 +46,12 @@ class RecordNumbers:
 
     @property
     def owners(self) -> NDArray[np.int64]:
-        """For each sample the place of its record."""
+        """For each sample, the index of its record."""
         return np.repeat(np.arange(self.sample_sizes.size), self.sample_sizes)
 
     @property
     def places(self) -> NDArray[np.int64]:
-        """For each sample its place among those of its record."""
+        """For each sample, its index within its record."""
         starts = np.cumsum(self.sample_sizes) - self.sample_sizes
         return np.arange(len(self.samples)) - np.repeat(starts, self.sample_sizes)
 
@@ -58,7 +59,7 @@ class RecordNumbers:
 def numbers_of(
     records: Records, metrics: Iterable[str | Metric] = NUMBERS, *, view: View, engine: Engine | None = None
 ) -> RecordNumbers:
-    """The metrics of each record; values are read of those alone that were never asked about."""
+    """The metrics of each record. Only records that are not in the cache are read."""
     groups = Groups(keys=({},) * len(records), sizes=(1,) * len(records), numbers=np.arange(len(records)))
     return numbers_of_groups(
         records, groups, [NUMBERS[one] if isinstance(one, str) else one for one in metrics], view=view, engine=engine
@@ -68,7 +69,7 @@ def numbers_of(
 def numbers_of_groups(
     records: Records, groups: Groups, metrics: Sequence[Metric], *, view: View, engine: Engine | None = None
 ) -> RecordNumbers:
-    """What is known of each group of records as if it were one; of samples nothing is said. Raises as `numbers_of`."""
+    """The metrics of each group as if it were one record, without samples. Raises the errors of `numbers_of`."""
     columns = {one.name: np.full(len(groups.keys), math.nan) for one in metrics}
     sizes = np.zeros(len(groups.keys), dtype=np.int64)
     samples = []
@@ -90,9 +91,9 @@ def numbers_of_groups(
 def group_columns_of(
     records: Records, groups: Groups, *, view: View, engine: Engine | None, with_values: bool = True
 ) -> Iterator[tuple[NDArray[np.int64], Digests]]:
-    """The places of groups and the digests of their records together, some hundred at a time, in any order.
+    """The indices and the merged digests of groups, a few hundred at a time, in any order.
 
-    Without `with_values` nothing is known of the numbers that occur in groups.
+    Without `with_values`, the digests of groups lack the distinct numbers.
     """
     is_mask = additive_masks(records)
     if len(groups.keys) == len(records):
@@ -110,31 +111,32 @@ def group_columns_of(
 def group_digests(
     records: Records, groups: Groups, *, view: View, engine: Engine | None
 ) -> Iterator[tuple[int, Digest]]:
-    """The place of each group and the digest of its records together, in any order. Raises as `group_columns_of`."""
+    """The index and the merged digest of each group, in any order. Raises the errors of `group_columns_of`."""
     for numbers, columns in group_columns_of(records, groups, view=view, engine=engine):
         yield from zip(numbers.tolist(), map(columns.digest, range(len(columns))), strict=True)
 
 
 MIN_MASKED_RATIO = 0.05
-"""A part of a tensor that is -Inf in every record alike is a mask: what overflows is not the same part twice."""
+"""Minimum fraction of -Inf for a mask. If more than this is -Inf in all records equally, it is a mask: overflow would
+vary."""
 
 _OPERANDS = ("input", "output", "weight", "bias", "query", "key", "value")
-"""Masks are added to none of these: if the same part of them is -Inf in every record, that part has overflowed."""
+"""Tensors to which masks are not added. If the same fraction of them is -Inf in every record, it has overflowed."""
 
 _MASKED = ("score", "logit", "attention", "attn", "bias")
-"""Words in the names of what masks are added to. Elsewhere the same part may be a channel that has overflowed."""
+"""Parts of the names of tensors to which masks are added. In other tensors, a channel may overflow in every record."""
 
 _MOMENT = ("source", "attempt", "iteration", "rank", "microbatch", "module")
 _ROLE = ("layer_type", "tensor_name", "operation", "phase", "component", "quant_type", "mode")
 
 
 def additive_masks(records: Records) -> NDArray[np.bool_]:
-    """Which records are additive masks, or scores that one was added to; from the catalogue alone.
+    """Which records are additive masks, or scores to which one was added, according to the catalogue alone.
 
-    A record whose name says that it is a mask, without values beyond the positive limit. Or one of a forward pass whose
-    values beyond the limits are all -Inf, a part that is the same in a mask of its module at the same moment, or the
-    same large part in all records of all layers, where its name is one of scores; unless it is an operand or a result
-    of a layer, or -Inf everywhere.
+    A record is a mask if its name contains "mask" and no value exceeds the positive limit. A record of a forward pass
+    is masked if all its values beyond the limits are -Inf and their fraction is either that of a mask of the same
+    module at the same moment, or large and the same in all records of this role in all layers, if the name is one of
+    scores. Operands and results of layers are never masked, nor are records that are -Inf everywhere.
     """
     names = records.column("tensor_name")
     named = {name: "mask" in str(name).lower() for name in set(names.tolist())}
@@ -166,7 +168,7 @@ def _keys(records: Records, fields: tuple[str, ...]) -> list[tuple[Any, ...]]:
 
 
 def _roles(records: Records) -> list[tuple[Any, ...]]:
-    """For each record what places have in common that differ in the layer alone."""
+    """For each record, the fields that are the same in all layers."""
     pairs = _keys(records, ("module", "layer_idx"))
     known = {pair: (role_of(str(pair[0]), int(pair[1])), pair[1] < 0) for pair in set(pairs)}
     return [(*known[pair], *rest) for pair, rest in zip(pairs, _keys(records, _ROLE), strict=True)]

@@ -1,6 +1,6 @@
-"""Loads once what each worker needs, in the process that they are forked from.
+"""Loads what each worker needs into the process that forks the workers, which imports this module.
 
-To be imported there: compiled code takes as long to load as a gigabyte to count.
+Loading the compiled code takes as long as counting a gigabyte.
 """
 
 import ranktape.storage.records.run  # noqa: F401  # for the workers

@@ -1,8 +1,9 @@
-"""Sweeps each record of a selection, from counts that were kept or from its values.
+"""Sweeps each record of a selection, from cached counts or from its values.
 
-Of types of at most 16 bits, one scale for the tensor needs how often each value occurs, and blocks with power-of-two
-scales how often each magnitude occurs in blocks of each kind: both are measured once, kept, and answer every further
-format. Wider types, NVFP4, channels and the legacy mode look at the values themselves.
+For types of at most 16 bits, a sweep with one scale for the tensor needs the count of each value, and a sweep with
+power-of-two scales of blocks needs the count of each magnitude in each kind of block. Both are measured once and
+cached, and answer all further formats. Wider types, NVFP4, scales of channels and the legacy mode need the values
+themselves.
 """
 
 from __future__ import annotations
@@ -45,45 +46,45 @@ VERSION = 1
 """Version of the counts of blocks, and part of the name of their measure."""
 
 Sweeps = tuple["ScaleSweep", ...]
-"""One for each job."""
+"""One sweep for each job."""
 
 
 class Job(NamedTuple):
-    """One format that a record is to be swept for."""
+    """A format to sweep a record for."""
 
     scheme: Scheme
-    """What values are rounded to."""
+    """The scheme to which values are rounded."""
     mode: SweepMode
-    """What levels are."""
+    """The meaning of the levels."""
     options: SweepOptions
-    """Which levels are tried."""
+    """The levels to try."""
 
     @property
     def block_key(self) -> tuple[int, int] | None:
-        """Axis and size of the blocks whose counts answer it; None where no counts of blocks do."""
+        """Axis and size of the blocks whose counts are sufficient; None if no counts of blocks are."""
         if self.mode is SweepMode.MX and not self.scheme.has_tensor_scale:
             return self.options.axis, self.scheme.block_size
         return None
 
     @property
     def is_counted(self) -> bool:
-        """Whether counts of a narrow type answer it, of values or of blocks."""
+        """Whether the counts of a narrow type, of values or of blocks, are sufficient."""
         return self.mode is SweepMode.TENSOR or self.block_key is not None
 
     def measure(self, view: View) -> Measure:
-        """What is counted once, kept, and answers it and every other job of that `block_key`."""
+        """The measure whose cached counts are sufficient for this job and all others with the same `block_key`."""
         if self.block_key is None:
             return DigestMeasure(view=view)
         return BlockMeasure(view=view, axis=self.block_key[0], block_size=self.block_key[1])
 
     def counted(self, payload: Payload, *, dtype: str) -> Counted:
-        """What `measure` made a payload of; None where there was too much to count."""
+        """The counts in a payload of `measure`; None if there were too many to count."""
         if self.block_key is None:
             return histogram_of(digest_of(payload, dtype=dtype))
         return blocks_of(payload, axis=self.block_key[0], block_size=self.block_key[1], dtype=dtype)
 
     def answer(self, counted: Counted) -> ScaleSweep | None:
-        """The sweep of what was counted; None where that does not tell."""
+        """The sweep computed from counts; None if they are not sufficient."""
         if isinstance(counted, Histogram):
             return sweep_numbers(counted, [self])[0]
         if counted is None or not counted.blocks.answers(self.options.rule, self.scheme.element):
@@ -93,10 +94,10 @@ class Job(NamedTuple):
 
 
 Asked = Mapping[int | None, Sequence[Job]]
-"""What is asked of one record: the jobs of some of its samples, by their index, and of all of it, by None."""
+"""The jobs for one record: for some of its samples by index, and for the whole record by None."""
 
 Found = dict[int | None, Sweeps]
-"""The sweeps for these."""
+"""The sweeps of one record, by the same keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,19 +105,19 @@ class BlockMeasure:
     """Counts the blocks of a record of at most 16 bits; `blocks_of` reads the payload."""
 
     view: View
-    """Which numbers are judged."""
+    """The view in which the values are counted."""
     axis: int
-    """Along which axis blocks lie."""
+    """Axis along which blocks are taken."""
     block_size: int
-    """Elements of a block."""
+    """Number of elements in a block."""
 
     @property
     def name(self) -> str:
-        """What the cache knows it by."""
+        """The name in the cache."""
         return f"blocks_{self.axis}_{self.block_size}_{self.view}_v{VERSION}"
 
     def __call__(self, records: Iterable[Record], /) -> Columns:
-        """The counts of records; no rows of one that has too many of them."""
+        """The counts of records. A record with too many different counts has no rows."""
         return Columns.of_payloads([self._payload(record) for record in records])
 
     def _payload(self, record: Record) -> Payload:
@@ -131,7 +132,7 @@ class BlockMeasure:
         numbers = [math.nan if end is None else end for end in (ends.minimum, ends.maximum)]
         return {
             **{name: getattr(found, name) for name in CELLS[:-1]},
-            # Most cells are small, and there are many.
+            # There are many cells and most counts are small.
             "counts": found.counts.astype(np.min_scalar_type(int(found.counts.max(initial=0)))),
             "apart": np.array([getattr(found, name) for name in APART], dtype=np.int64),
             "ends": np.array(numbers),
@@ -146,17 +147,17 @@ class BlocksCounted(NamedTuple):
 
 
 Counted = Histogram | BlocksCounted | None
-"""What was counted of a record of a narrow type."""
+"""The counts of a record of a narrow type; None if there are too many."""
 
 
 def sweep_records(
     records: Records, asked: Sequence[Asked], *, view: View, engine: Engine | None = None
 ) -> Iterator[Found | RanktapeError]:
-    """The sweeps of each record, or of its samples, in order; in the place of one that fails the reason why.
+    """The sweeps of each record and of its samples, in order, with the error in place of each record that fails.
 
-    The records are of floating-point or complex numbers; those whose samples are asked for have samples and values.
-    What is found is the same to the last bit as by `sweep_one`. A sample keeps its dimension, where there is one, so
-    that axes are numbered as those of the record.
+    The records contain floating-point or complex numbers. Records for whose samples there are jobs have samples and
+    values. The results are bit-identical to those of `sweep_one`. A sample keeps its dimension, if there is one, so
+    that its axes have the same numbers as those of the record.
     """
     used = engine or Engine()
     mask, narrow = pick(
@@ -199,7 +200,7 @@ def _put_together(
     *,
     view: View,
 ) -> Sweeps:
-    """The sweeps of a record of a narrow type: from counts as far as these answer, and from the values."""
+    """The sweeps of a record of a narrow type: from counts if these are sufficient, otherwise from the values."""
     values = iter(from_values)
     found = [job.answer(counted[job.block_key]) if job.is_counted else next(values) for job in jobs]
     unanswered = [job for job, sweep in zip(jobs, found, strict=True) if sweep is None]
@@ -208,14 +209,14 @@ def _put_together(
 
 
 def sweep_one(record: Record, jobs: Sequence[Job], *, view: View) -> Sweeps:
-    """The sweeps of one record, from one reading of it."""
+    """The sweeps of one record, which is read once."""
     if record.keep == Keep.HISTOGRAM:
         return _sweep_kept(record, jobs, view=view)
     return sweep_numbers(read_numbers(record, view=view), jobs)
 
 
 def sweep_numbers(numbers: NDArray[Any] | Histogram, jobs: Sequence[Job]) -> Sweeps:
-    """The sweeps of an array, or of a histogram, with as few passes as they need."""
+    """The sweeps of an array or a histogram, with as few passes as possible."""
     found: dict[int, ScaleSweep] = {}
     for options in dict.fromkeys(job.options for job in jobs):
         places = [place for place, job in enumerate(jobs) if job.options == options]
@@ -225,13 +226,13 @@ def sweep_numbers(numbers: NDArray[Any] | Histogram, jobs: Sequence[Job]) -> Swe
 
 
 def is_narrow(dtype: str, *, compute_dtype: str, keep: str, view: View) -> bool:
-    """Whether the values of a record were kept, and are of a type that is counted."""
+    """Whether the values of a record were stored and have a type that is counted."""
     row = dtype_row(viewed_dtype(dtype=dtype, compute_dtype=compute_dtype, view=view))
     return keep == Keep.VALUES and row.is_floating and row.itemsize <= HALF_NBYTES
 
 
 def _tasks(records: Records, asked: Sequence[Asked], *, view: View) -> list[tuple[Record | RanktapeError, Asked, View]]:
-    """What is to be done of each record with a job."""
+    """The records that have jobs, each with its jobs and the view."""
     if not any(asked):
         return []
     return [(record, jobs, view) for record, jobs in zip(each_record(records), asked, strict=True) if jobs]
@@ -252,7 +253,7 @@ def _sweep_values(task: tuple[Record | RanktapeError, Asked, View]) -> Found | R
 
 
 def samples_of(record: Record, *, view: View) -> list[NDArray[Any]]:
-    """The values of each sample, which keeps its dimension; of a record that is one sample all of them."""
+    """The values of each sample, with its dimension of size 1. A record that is one sample is returned whole."""
     values, dim = read_values(record, view=view), record.sample_dim
     if dim is None:
         return [values]
@@ -261,7 +262,7 @@ def samples_of(record: Record, *, view: View) -> list[NDArray[Any]]:
 
 
 def histogram_of(digest: Digest) -> Histogram:
-    """The histogram that an exact digest of a type of at most 16 bits was made of; zeros and NaN have one pattern."""
+    """The histogram of an exact digest of a type of at most 16 bits. Zeros have one pattern, and so have NaNs."""
     dtype = numpy_dtype(digest.dtype)
     counts = np.zeros(1 << 8 * dtype.itemsize, dtype=np.int64)
     unsigned = np.dtype(f"u{dtype.itemsize}")
@@ -273,7 +274,7 @@ def histogram_of(digest: Digest) -> Histogram:
 
 
 def blocks_of(payload: Payload, *, axis: int, block_size: int, dtype: str) -> BlocksCounted | None:
-    """The histogram of blocks that `BlockMeasure` made a payload of; None where there were too many."""
+    """The histogram of blocks in a payload of `BlockMeasure`; None if there were too many counts."""
     if not payload or not payload["apart"].size:
         return None
     row = dtype_row(dtype)
@@ -285,7 +286,7 @@ def blocks_of(payload: Payload, *, axis: int, block_size: int, dtype: str) -> Bl
 
 
 def _sweep_kept(record: Record, jobs: Sequence[Job], *, view: View) -> Sweeps:
-    """The sweeps of a record of which the histogram was kept, each count read once."""
+    """The sweeps of a record that was stored as a histogram. Each count is read once."""
     read: dict[str, Histogram | BlockHistogram | NDArray[Any]] = {}
     found: list[ScaleSweep] = []
     for job in jobs:
@@ -297,7 +298,7 @@ def _sweep_kept(record: Record, jobs: Sequence[Job], *, view: View) -> Sweeps:
 
 
 def _kept_axis(record: Record, job: Job) -> str:
-    """Along which axis the counts of blocks answer a sweep; empty where counts of values do."""
+    """The stored axis of blocks that a job needs; empty if it needs the counts of values."""
     if job.block_key is None:
         return ""
     asked = job.options.axis

@@ -1,4 +1,4 @@
-"""Gives the limits that values are counted against, those of a format and its scale, and counts a record so."""
+"""The limits of a format with its scale, and the measure that counts the values of records beyond them."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from ranktape.storage.format.dtypes import dtype_row
 from ranktape.storage.format.record_info import EXTREMES
 
 KINDS = ("upper", "lower", "total", "underflow", "flushed", "nan", "inf", "zero", "spoiled")
-"""What is counted: `total` is what overflows on either side; `spoiled` are finite values of blocks with NaN or Inf."""
+"""The counts. `total` is the overflow on both sides; `spoiled` are finite values in blocks with NaN or Inf."""
 
 NAMES = ("elements", *KINDS, *EXTREMES)
-"""What is known of each record or sample: counts, and the extreme values, NaN left out."""
+"""The numbers of each record or sample: counts, and the extreme values without NaN."""
 
 VERSION = 1
 """Version of the rows of `LimitsMeasure`, and part of its name."""
 
 Row = dict[str, float]
-"""For each of `NAMES` a number; NaN where it is not known, or there is none."""
+"""A number for each of `NAMES`; NaN if it is unknown or does not exist."""
 
 SCALINGS = (Scaling.NONE, Scaling.TENSOR, Scaling.BLOCK)
 """The choices of `--scaling`."""
@@ -53,18 +53,18 @@ SCALINGS = (Scaling.NONE, Scaling.TENSOR, Scaling.BLOCK)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A format, and the scale that values are divided by before they meet its limits."""
+    """A format, and the scale by which values are divided before they are compared with its limits."""
 
     name: str
-    """The word for it in tables: of the elements, or with blocks of the scheme."""
+    """Its name in tables: the name of the element's format, or of the scheme if it has blocks."""
     element: Format
-    """Whose limits they are."""
+    """The format that defines the limits."""
     scaling: Scaling
-    """Which elements share a scale: none has one, all of a tensor, or those of a block."""
+    """Which elements share a scale: none are scaled, all of a tensor do, or those of a block do."""
 
     @property
     def title(self) -> str:
-        """The format and its scale, in words."""
+        """The format and its scale as text."""
         words = {
             Scaling.NONE: "without scaling",
             Scaling.TENSOR: "with one scale for each tensor",
@@ -73,10 +73,10 @@ class Target:
         return f"{self.name} {words[self.scaling]}"
 
     def limits(self, *, largest: float | None = None) -> Limits:
-        """Where numbers cease to be ordinary, for a tensor with that largest finite magnitude; not with blocks.
+        """The limits for a tensor with this largest finite magnitude. Not for blocks.
 
-        With a scale for the tensor it is the smallest power of two with which that magnitude does not exceed the
-        format's largest value. A tensor without a finite number other than zero has none.
+        A scale for the tensor is the smallest power of two with which that magnitude does not exceed the format's
+        largest value. A tensor without a finite nonzero number is not scaled.
         """
         assert self.scaling is not Scaling.BLOCK, "each block has limits of its own"
         is_scaled = self.scaling is Scaling.TENSOR and bool(largest)
@@ -84,25 +84,25 @@ class Target:
         return format_limits(self.element, exponent=exponent)
 
     def limits_of(self, largest: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
-        """The three numbers of `limits` for each of several tensors; `largest` is NaN where nothing is finite."""
+        """The three numbers of `limits` for each of several tensors; `largest` is NaN for one without finite numbers."""
         return aligned_limits(self.element, largest if self.scaling is Scaling.TENSOR else None)
 
     @property
     def job(self) -> Job:
-        """The sweep whose one level is that of the format's own scales of blocks."""
+        """The sweep whose only level uses the format's own scales of blocks."""
         return _block_job(self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsMeasure:
-    """Counts the values of records, or of each of their samples, against the limits of a format."""
+    """Counts the values of records, or of each of their samples, beyond the limits of a format."""
 
     target: Target
-    """The format, and its scale."""
+    """The format and its scale."""
     view: View
-    """Which numbers are judged."""
+    """The view in which the values are counted."""
     per_sample: bool = False
-    """Whether each sample is counted for itself."""
+    """Whether samples are counted separately."""
 
     @property
     def name(self) -> str:
@@ -111,7 +111,7 @@ class LimitsMeasure:
         return f"{whose}_{self.target.name}_{self.target.scaling}_{self.view}_v{VERSION}"
 
     def __call__(self, records: Iterable[Record], /) -> Columns:
-        """The counts of records: a row of `NAMES` for each, or for each of its samples."""
+        """The counts of records: a row of `NAMES` for each record, or for each of its samples."""
         rows = [
             self._rows_of_blocks(record) if self.target.scaling is Scaling.BLOCK else self._rows(record)
             for record in records
@@ -158,18 +158,18 @@ def _scanned(numbers: NDArray[Any] | Histogram, limits: Limits) -> Tallies:
 
 
 def unknown_row(num_elements: int) -> Row:
-    """What is known where nothing was counted."""
+    """The row of a record whose values were not counted."""
     return dict.fromkeys(NAMES, math.nan) | {"elements": float(num_elements)}
 
 
 def with_total(counts: Iterable[tuple[str, float]]) -> Row:
-    """The counts of some kinds, and what overflows on either side."""
+    """The counts of some kinds and the total overflow; `flushed` and `spoiled` are 0 if they are not given."""
     found = {kind: float(count) for kind, count in counts}
     return {"flushed": 0.0, "spoiled": 0.0} | found | {"total": found["upper"] + found["lower"]}
 
 
 def row_of(tallies: Tallies) -> Row:
-    """What is known of a record of which that was counted."""
+    """The row of a record with these tallies."""
     extremes = {name: getattr(tallies, name) for name in EXTREMES}
     return {
         "elements": float(tallies.num_elements),
@@ -179,7 +179,7 @@ def row_of(tallies: Tallies) -> Row:
 
 
 def row_of_sweep(sweep: ScaleSweep) -> Row:
-    """What is known from a sweep at one level: nothing of signs, nor of extremes."""
+    """The row for a sweep with one level, which has no counts by sign and no extremes."""
     level = sweep.levels[0] if sweep.levels else None
     counts = {"total": "overflow_count", "underflow": "underflow_count", "flushed": "flushed_count"}
     found = {kind: 0.0 if level is None else float(getattr(level, name)) for kind, name in counts.items()}
@@ -188,7 +188,7 @@ def row_of_sweep(sweep: ScaleSweep) -> Row:
 
 
 def usual_scaling(name: str) -> Scaling:
-    """The scales that a format is used with: those of its blocks, one for each tensor up to 8 bits, none above."""
+    """The usual scaling of a format: its blocks, one scale for each tensor up to 8 bits, or none above."""
     scheme = parse_scheme(name)
     if scheme.scaling is Scaling.BLOCK:
         return Scaling.BLOCK
@@ -196,18 +196,18 @@ def usual_scaling(name: str) -> Scaling:
 
 
 _MAX_SCALED_BITS = 8
-"""Wider formats have the range of what a training computes with."""
+"""Wider formats have the range of the types in which training computes."""
 
 
 def parse_targets(
     formats: str | Sequence[str] | None, scalings: str | Sequence[str] | None = None
 ) -> tuple[Target, ...]:
-    """The targets for names as people write them: one, several, or several with commas in between; none for none.
+    """The targets for names as users write them: one, several, or several with commas. No name gives no target.
 
-    Every format is meant with every scaling of those that it can have; without any, with its `usual_scaling`.
+    Each format is combined with each of the scalings that it supports, or with its `usual_scaling` if none is given.
 
     Raises:
-        UsageError: a name is not known; a scaling has no format, or a format none of the scalings.
+        UsageError: a name is unknown, a scaling applies to no format, or a format supports none of the scalings.
     """
     kinds = [_parse_scaling(name) for name in words(scalings)]
     names = words(formats)
@@ -237,10 +237,10 @@ def parse_targets(
 
 
 def one_target(name: str | None, scaling: str | None = None) -> Target | None:
-    """The target for one name; None for none.
+    """The target for one name; None if the name is None.
 
     Raises:
-        UsageError: as `parse_targets`; or there are several.
+        UsageError: like `parse_targets`, or there are several targets.
     """
     found = parse_targets(name, scaling)
     if len(found) > 1:
@@ -251,7 +251,7 @@ def one_target(name: str | None, scaling: str | None = None) -> Target | None:
 
 
 def largest_value(dtype: str) -> float:
-    """The largest finite value of an element type; of a complex one, that of its parts."""
+    """The largest finite value of a dtype. For a complex dtype, that of its parts."""
     row = dtype_row(dtype)
     if row.is_floating or row.is_complex:
         return float(ml_dtypes.finfo(row.numpy_dtype).max)  # type: ignore[no-untyped-call]
@@ -259,9 +259,9 @@ def largest_value(dtype: str) -> float:
 
 
 def sweepable(records: Records) -> Records:
-    """The records of floating-point or complex numbers; nothing is read.
+    """The records of floating-point or complex numbers. Nothing is read.
 
-    Indices and masks are left out, as no format is sought for them: a run holds some among its inputs.
+    Indices and masks, which a run may have among its inputs, are left out because no format is sought for them.
     """
     names = set(records.column("dtype").tolist())
     wanted = sorted(filter(is_sweepable, names))
@@ -269,15 +269,15 @@ def sweepable(records: Records) -> Records:
 
 
 def is_sweepable(dtype: str) -> bool:
-    """Whether a scale is sought for elements of that type, in torch's words."""
+    """Whether a scale can be sought for elements of this dtype, named as in torch."""
     row = dtype_row(dtype)
     return row.is_floating or row.is_complex
 
 
 def tells_apart(limits: Limits) -> bool:
-    """Whether the rounded values of a digest lie on the same sides of the limits as the values themselves.
+    """Whether the rounded values of a digest are on the same side of the limits as the original values.
 
-    In digests that are not exact no value is moved past a number of nine significant bits.
+    In an inexact digest, no value is moved past a number with nine significant bits.
     """
     starts = (limits.overflow_start, limits.min_normal)
     return all(_is_held(end) or _is_held(float(np.nextafter(end, 0.0))) for end in starts) and (

@@ -1,7 +1,6 @@
-"""Gives the numbers of a record that are judged: those that were seen, or those that the operation computed with.
+"""The numbers of a record that are judged: those that were captured, or those that the operation computed with.
 
-Of a record whose histogram was kept, the numbers are known and their places are not: every question about single
-values has the same answer.
+If only a histogram of a record was stored, its values are known but not their positions.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from ranktape.storage.query.columns import equal_rows
 
 
 class View(enum.StrEnum):
-    """How the values of a record are looked at: the choices of `--view`."""
+    """The view of a record's values: the choices of `--view`."""
 
     COMPUTE = "compute"
-    """Rounded to `compute_dtype` first, where that cannot hold every value of `dtype`."""
+    """Rounded to `compute_dtype` first, unless it can represent every value of `dtype`."""
     SEEN = "seen"
     """As they were captured."""
 
 
 def viewed_dtype(*, dtype: str, compute_dtype: str, view: View) -> str:
-    """The element type of the values that are judged.
+    """The dtype in which values are judged.
 
-    `dtype` itself, unless the operation rounded to a narrower floating point type and is looked at so: a
-    wider one holds the same values.
+    It is `compute_dtype` in the compute view if the operation rounded to a narrower floating-point type, and `dtype`
+    otherwise: a wider type represents the same values.
     """
     seen, computed = BY_DTYPE.get(dtype), BY_DTYPE.get(compute_dtype)
     if view is View.SEEN or seen is None or computed is None:
@@ -53,7 +52,7 @@ def viewed_dtype(*, dtype: str, compute_dtype: str, view: View) -> str:
 
 
 def viewed_dtypes(records: Records, *, view: View) -> list[str]:
-    """What `viewed_dtype` says of each record."""
+    """The result of `viewed_dtype` for each record."""
     found = np.empty(len(records), dtype=object)
     for (dtype, compute_dtype), rows in equal_rows([records.stored(name) for name in ("dtype", "compute_dtype")]):
         found[rows] = viewed_dtype(dtype=dtype, compute_dtype=compute_dtype, view=view)
@@ -61,7 +60,7 @@ def viewed_dtypes(records: Records, *, view: View) -> list[str]:
 
 
 def pick(records: Records, is_wanted: Callable[[str, str, str], bool]) -> tuple[NDArray[np.bool_], Records]:
-    """For each record whether its dtype, compute dtype and what was kept of it are wanted; and those that are."""
+    """Which records have a wanted dtype, compute dtype and kind of stored data, and these records."""
     mask = np.zeros(len(records), dtype=np.bool_)
     for kind, rows in equal_rows([records.stored(name) for name in ("dtype", "compute_dtype", "keep")]):
         mask[rows] = is_wanted(*kind)
@@ -69,10 +68,10 @@ def pick(records: Records, is_wanted: Callable[[str, str, str], bool]) -> tuple[
 
 
 def read_values(record: Record, *, view: View) -> NDArray[Any]:
-    """The values of a record, in the element type that `viewed_dtype` names.
+    """The values of a record in the dtype given by `viewed_dtype`.
 
-    Rounding is to nearest, ties to even; what is beyond the narrower type becomes infinite, as in the
-    operation itself. NaN stays NaN.
+    Rounding is to nearest, ties to even. Values beyond the narrower type become infinite, as in the operation itself.
+    NaN stays NaN.
     """
     seen = record.read()
     dtype = viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=view)
@@ -83,13 +82,12 @@ def read_values(record: Record, *, view: View) -> NDArray[Any]:
 
 
 def read_numbers(record: Record, *, view: View) -> NDArray[Any] | Histogram:
-    """The values of a record as `read_values` gives them, or how often each occurs where only that was kept.
+    """The values of a record like `read_values`, or the count of each value if only these were stored.
 
     Raises:
         StorageError: the store cannot be read.
         DataError: the record's bytes are missing or damaged.
-        UsageError: only statistics were kept; or what was kept is rounded already, and is to be looked at as it was
-            seen.
+        UsageError: only statistics were stored, or the stored counts are rounded and the view is `seen`.
     """
     if record.keep == Keep.STATISTICS:
         raise UsageError(
@@ -100,12 +98,12 @@ def read_numbers(record: Record, *, view: View) -> NDArray[Any] | Histogram:
 
 
 def read_histogram(record: Record, *, view: View) -> Histogram:
-    """How often each value of a record occurs, in the element type that `viewed_dtype` names.
+    """The count of each value of a record, in the dtype given by `viewed_dtype`.
 
     Raises:
         StorageError: the store cannot be read.
         DataError: the record's bytes are missing or damaged.
-        UsageError: the values were kept; or what was kept is rounded already, and is to be looked at as it was seen.
+        UsageError: the values were stored, or the stored counts are rounded and the view is `seen`.
     """
     counted = _counted_dtype(record)
     wanted = viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=view)
@@ -129,15 +127,15 @@ def read_histogram(record: Record, *, view: View) -> Histogram:
 
 
 def read_block_histogram(record: Record, *, axis: str = "features", view: View) -> BlockHistogram:
-    """How often each magnitude occurs in blocks of each kind, in a record whose histogram was kept.
+    """The count of each magnitude in each kind of block, for a record that was stored as a histogram.
 
-    Blocks of 32 along the last dimension (`features`), or along all others taken as one (`tokens`).
+    Blocks have 32 elements along the last dimension (`features`), or along all other dimensions flattened (`tokens`).
 
     Raises:
         StorageError: the store cannot be read.
         DataError: the record's bytes are missing or damaged.
-        UsageError: something else was kept; no blocks along that axis were counted; or they were counted in another
-            type than `viewed_dtype` names.
+        UsageError: no histogram was stored, no blocks along that axis were counted, or they were counted in another
+            dtype than `viewed_dtype` gives.
     """
     counted = _counted_dtype(record)
     wanted = viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=view)
