@@ -84,7 +84,7 @@ class Target:
         return format_limits(self.element, exponent=exponent)
 
     def limits_of(self, largest: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
-        """The three numbers of `limits` for each of several tensors; `largest` is NaN for one without finite numbers."""
+        """The three numbers of `limits` for each of several tensors; `largest` is NaN if none is finite."""
         return aligned_limits(self.element, largest if self.scaling is Scaling.TENSOR else None)
 
     @property
