@@ -1,11 +1,11 @@
-"""How far two arrays of one shape are apart, element by element.
+"""Compares two arrays of the same shape element by element.
 
 Everything is computed in float64 (complex128 for complex elements), in blocks of 4,096 elements in the order of the
-array, and added up once at the end: the same arrays give the same metrics to the last bit, however they were read.
-Where squares would be beyond float64, or vanish, elements are divided by a power of two first.
+array, and summed once at the end: the same arrays give bitwise the same metrics, however they were read. If squares
+would overflow or underflow in float64, the elements are divided by a power of two first.
 """
 
-# Shapes: R = rows, C = columns, B = blocks or rows that are added up apart, M = sums.
+# Shapes: R = rows, C = columns, B = blocks or rows with sums of their own, M = sums.
 
 from __future__ import annotations
 
@@ -25,81 +25,83 @@ from ranktape.storage.format.dtypes import dtype_name, dtype_row
 Floats: TypeAlias = NDArray[np.float64]
 
 PIECE = 1 << 17
-"""Elements that are widened to float64 at once: both pieces stay in a processor's cache."""
+"""Number of elements that are widened to float64 at once: the pieces of both arrays fit into a CPU cache."""
 
 _SAFE_EXPONENT = 450
-"""Up to this exponent of the largest magnitude, of either sign, squares that matter are float64 numbers."""
+"""If the exponent of the largest magnitude is in [-450, 450], all squares that matter fit into float64."""
 
 _SMALL_SQUARE = 2.0**-900
-"""Sums of squares between this and its inverse are those of such magnitudes."""
+"""Sums of squares between this and its inverse need no scaling."""
 
 _LOWEST = -4096
-"""The exponent of nothing but zeros: lower than that of any number."""
+"""The exponent of a piece with only zeros, lower than the exponent of any number."""
 
 _NEGLIGIBLE = 1e-12**2
-"""Of the sum of squares: a variance below it is what rounding left of a constant."""
+"""A variance below this fraction of the sum of squares is the rounding error of a constant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
-    """What sets b apart from a, element by element; a is the reference.
+    """The differences between an array b and a reference a, element by element.
 
-    Sums and extremes are over the positions where both are finite. Two NaN are equal, as are two infinities of one
-    sign. A metric is None where nothing is compared, or where it is not defined.
+    Means, norms and extremes are over the positions where both are finite. Two NaN are equal, as are two infinities of
+    the same sign. A metric is None if no position is compared or if it is undefined.
     """
 
     num_elements: int
-    """Elements of each array."""
+    """Number of elements of each array."""
     num_compared: int
-    """Positions where both are finite."""
+    """Number of positions where both are finite."""
     num_differing: int
-    """Positions whose bits differ: zeros of different sign do, two NaN do not. Of different dtypes, as float64."""
+    """Number of positions whose bits differ, after conversion to float64 or complex128 if the dtypes differ.
+
+    Zeros of different sign differ, two NaN do not."""
     nan_both: int
-    """Positions where both are NaN."""
+    """Number of positions where both are NaN."""
     nan_one: int
-    """Positions where one of the two is NaN."""
+    """Number of positions where exactly one of the two is NaN."""
     inf_equal: int
-    """Positions where both are the same infinity."""
+    """Number of positions where both are the same infinity."""
     inf_differing: int
-    """Positions where one is infinite and the other is finite, or infinite with another sign."""
+    """Number of positions where one is infinite and the other is finite or an infinity of another sign."""
     num_zeros: int
-    """Compared positions where a is 0: they have no relative difference."""
+    """Number of compared positions where a is 0. They have no relative difference."""
     max_abs: float | None
     """Largest |a - b|."""
     max_abs_at: tuple[int, ...] | None
-    """Where in the array that is, the first of several; None where nothing differs."""
+    """Index of the first element with that difference; None if no finite elements differ."""
     mean_abs: float | None
     """Mean of |a - b|."""
     max_rel: float | None
-    """Largest |a - b| / |a| where a is not 0."""
+    """Largest |a - b| / |a| over the positions where a is not 0."""
     mean_rel: float | None
-    """Mean of |a - b| / |a| where a is not 0."""
+    """Mean of |a - b| / |a| over the positions where a is not 0."""
     relative_norm: float | None
-    """The norm of a - b over the norm of a; infinite where a is 0 everywhere and b is not."""
+    """Norm of a - b over the norm of a; infinite if a is 0 everywhere and b is not."""
     cosine: float | None
-    """Cosine of the angle between a and b; None where one of them is 0 everywhere."""
+    """Cosine of the angle between a and b; None if one of them is 0 everywhere."""
     sqnr: float | None
-    """Mean of a^2 over the mean of (a - b)^2, in dB; infinite where they are equal."""
+    """Mean of a^2 over the mean of (a - b)^2, in dB; infinite if a and b are equal."""
     correlation: float | None
-    """Pearson's; None where a or b is constant. Of complex values its real part."""
+    """Pearson's correlation (of complex values its real part); None if a or b is constant."""
     ulp_max: int | None
-    """Most representable numbers from a to b, of one floating point dtype; None for others."""
+    """Largest difference in representable numbers (ULP); None unless both have the same floating-point dtype."""
 
     @property
     def num_apart(self) -> int:
-        """Positions where one of the two is NaN, or infinite and the other not so: no difference is defined."""
+        """Number of positions without a defined difference: one is NaN, or infinite and the other not the same."""
         return self.nan_one + self.inf_differing
 
 
 def compare_parts(
     parts: Iterable[tuple[NDArray[Any], NDArray[Any]]], *, shape: tuple[int, ...], first_dim: int | None = None
 ) -> Differences:
-    """The differences of two arrays that come in flat parts, one after the other; at least one part.
+    """The differences between two arrays that are given as consecutive flat parts.
 
     Args:
-        parts: Parts of a and of b, as many elements of the one as of the other.
-        shape: Of the whole arrays.
-        first_dim: The dimension along which the parts were cut.
+        parts: Pairs of a part of a and a part of b of the same size; at least one pair.
+        shape: The shape of the whole arrays.
+        first_dim: The dimension along which the arrays were split; None for the first.
     """
     totals = _DifferenceTotals()
     for part_a, part_b in _in_blocks(parts):
@@ -111,7 +113,7 @@ def compare_parts(
 def _in_blocks(
     parts: Iterable[tuple[NDArray[Any], NDArray[Any]]],
 ) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-    """The same elements in parts that are whole numbers of blocks, but for the last."""
+    """The same elements in parts that consist of whole blocks, except for the last part."""
     rest: tuple[NDArray[Any], NDArray[Any]] | None = None
     for part in parts:
         a, b = part if rest is None else (np.concatenate(pair) for pair in zip(rest, part, strict=True))
@@ -124,7 +126,7 @@ def _in_blocks(
 
 
 class _DifferenceTotals:
-    """What is added up of the pieces so far."""
+    """The running totals of the pieces so far."""
 
     def __init__(self) -> None:
         self._sums: list[NDArray[np.float64]] = []
@@ -159,7 +161,7 @@ class _DifferenceTotals:
         self._exponents.append(np.full(len(sums_BM), exponent))
 
     def differences(self, shape: tuple[int, ...], *, first_dim: int | None) -> Differences:
-        """The metrics of everything that was added."""
+        """The metrics of all elements that were added."""
         exponents = np.concatenate(self._exponents)
         top = int(exponents.max(initial=_LOWEST))
         own_BM = np.concatenate(self._sums)
@@ -196,7 +198,7 @@ class _DifferenceTotals:
 
 
 def _sums_of(a: NDArray[Any], b: NDArray[Any]) -> tuple[Floats, int]:
-    """What the elements of each block add up to, and the exponent of the power of two that they were divided by."""
+    """The sums of each block, and the exponent of the power of two by which the elements were divided."""
     sums_BM = _block_sums(a, b)
     squares = sums_BM[:, SQUARES]
     if ((squares > _SMALL_SQUARE) & (squares < 1 / _SMALL_SQUARE)).all():
@@ -211,7 +213,7 @@ def _sums_of(a: NDArray[Any], b: NDArray[Any]) -> tuple[Floats, int]:
     half = -exponent // 2
     with np.errstate(all="ignore"):
         scaled_BM = _block_sums(*(one * math.ldexp(1.0, half) * math.ldexp(1.0, -exponent - half) for one in (a, b)))
-    # Scaling may make NaN of complex infinities, and zeros of what is far below the largest.
+    # Scaling may turn complex infinities into NaN, and small elements into zeros: the counts are those before it.
     is_count = _degrees() == 0
     scaled_BM[:, is_count] = sums_BM[:, is_count]
     return scaled_BM, exponent
@@ -236,14 +238,14 @@ def _unscaled(value: float, exponent: int) -> float:
 
 
 def _place(a: NDArray[Any], b: NDArray[Any]) -> int:
-    """Where in a block the largest finite difference is."""
+    """The index of the largest finite difference in a block."""
     is_finite = np.isfinite(a) & np.isfinite(b)
     with np.errstate(invalid="ignore", over="ignore"):
         return int(np.where(is_finite, np.abs(a - b), -1.0).argmax())
 
 
 def _unravel(place: int, shape: tuple[int, ...], first_dim: int | None) -> tuple[int, ...]:
-    """The index of an element whose place in the order of the parts is known."""
+    """The index in the array of an element, given its position in the order of the parts."""
     dim = first_dim or 0
     if not shape:
         return ()
@@ -253,7 +255,7 @@ def _unravel(place: int, shape: tuple[int, ...], first_dim: int | None) -> tuple
 
 
 def _moments(columns: dict[str, NDArray[np.float64]], total: dict[str, float]) -> tuple[float, float, float]:
-    """The sums of products and of squares of differences from the means of the whole arrays."""
+    """The moments about the means of the whole arrays: of a with b, of a, and of b."""
     counts = columns["finite"]
 
     def shift(name: str) -> NDArray[np.float64]:
@@ -272,7 +274,7 @@ def _moments(columns: dict[str, NDArray[np.float64]], total: dict[str, float]) -
 
 
 def _relative_norm(total: dict[str, float], largest: float) -> float | None:
-    # The squares of what is below 1e-162 are 0.
+    # Squares of numbers below 1e-162 underflow to 0.
     difference, reference = math.sqrt(total["square_difference"]) or largest, math.sqrt(total["square_a"])
     if not difference:
         return 0.0
@@ -280,9 +282,9 @@ def _relative_norm(total: dict[str, float], largest: float) -> float | None:
 
 
 def decibels(relative_norm: float | None) -> float | None:
-    """A reference's mean square over that of what is off it, from the ratio of their norms the other way round.
+    """The signal-to-noise ratio in dB for a ratio of the norm of the error to the norm of the reference.
 
-    Infinite of 0, minus infinity of infinity, None of None.
+    0 gives infinity, infinity gives minus infinity, None gives None.
     """
     if not relative_norm:
         return None if relative_norm is None else math.inf
@@ -290,7 +292,7 @@ def decibels(relative_norm: float | None) -> float | None:
 
 
 def cosine_of(product: float, square_a: float, square_b: float, *, is_equal: bool) -> float | None:
-    """The cosine of two vectors from their product and squares; None where one of the two has no length."""
+    """The cosine between two vectors from their dot product and squared norms; None if one norm is 0."""
     norms = math.sqrt(square_a) * math.sqrt(square_b)
     if not norms:
         return None
@@ -298,19 +300,19 @@ def cosine_of(product: float, square_a: float, square_b: float, *, is_equal: boo
 
 
 def _known(value: float) -> float | None:
-    """A metric; None where sums of the largest float64 left nothing of it."""
+    """The value, or None if it is NaN because sums overflowed float64."""
     return None if math.isnan(value) else value
 
 
 def _differing_elements(
     a: NDArray[Any], b: NDArray[Any], *, wide_a: NDArray[Any], wide_b: NDArray[Any]
 ) -> NDArray[np.bool_]:
-    """Which elements of two flat arrays have other bits; two NaN have not, whatever their payload.
+    """Which elements of two flat arrays have different bits; two NaN count as equal, whatever their payload.
 
-    Arrays of different dtypes are looked at as they are in float64 or complex128: `wide_a` and `wide_b`.
+    Arrays of different dtypes are compared as float64 or complex128: `wide_a` and `wide_b`.
     """
     one, other = (a, b) if a.dtype == b.dtype else (wide_a, wide_b)
-    # Complex elements have 8 or 16 bytes: two words of one float each.
+    # Complex elements have 8 or 16 bytes: two floats, which are compared as integers.
     is_complex = one.dtype.kind == "c"
     raw, others = (array.view(f"u{array.dtype.itemsize // (1 + is_complex)}") for array in (one, other))
     is_differing: NDArray[np.bool_] = np.asarray(raw != others)
@@ -322,15 +324,15 @@ def _differing_elements(
 
 
 def _largest_ulp(a: NDArray[Any], b: NDArray[Any], *, is_finite: NDArray[np.bool_] | None) -> int | None:
-    """The most steps from one representable number to the next that lie between elements of two flat arrays.
+    """The largest difference between elements of two flat arrays, in representable numbers (ULP).
 
-    Zeros of both signs are one number. Of complex elements both parts count. None where the arrays are not of one
-    floating point dtype.
+    Zeros of both signs are the same number. Real and imaginary parts are compared separately. None if the arrays do
+    not have the same floating-point dtype.
 
     Args:
-        a: The one.
-        b: The other.
-        is_finite: Which elements are looked at: those that are finite in both; None for all.
+        a: The first array.
+        b: The second array.
+        is_finite: Which elements are finite in both arrays, and therefore compared; None for all.
     """
     row = dtype_row(dtype_name(a.dtype))
     if a.dtype != b.dtype or not (row.is_floating or row.is_complex):
@@ -345,27 +347,27 @@ def _largest_ulp(a: NDArray[Any], b: NDArray[Any], *, is_finite: NDArray[np.bool
         return int(np.abs(one.view(np.uint8).astype(np.int32) - other.view(np.uint8)).max())
     keys = [_keys(array) for array in (one, other)]
     if keys[0].dtype == np.int64:
-        # The difference of two 64-bit keys may need 65 bits; as unsigned ones it fits.
+        # The difference of two signed 64-bit keys may overflow; that of unsigned ones fits.
         return int((np.maximum(*keys).view(np.uint64) - np.minimum(*keys).view(np.uint64)).max())
     return int(np.abs(keys[0] - keys[1]).max())
 
 
 def _keys(array: NDArray[Any]) -> NDArray[Any]:
-    """Whole numbers in the order of the values, one apart where no other number lies between them."""
+    """Integers in the order of the values, such that adjacent representable numbers differ by 1."""
     num_bits = int(ml_dtypes.finfo(array.dtype).bits)  # type: ignore[no-untyped-call]
     patterns = array.view(f"i{array.dtype.itemsize}")
-    # The 4- and 6-bit types fill a byte each: their sign is not its first bit.
+    # Types of 4 and 6 bits are padded to a byte: their sign is not the first bit of it.
     padding = 8 * array.dtype.itemsize - num_bits
     signed = (patterns << padding >> padding if padding else patterns).astype(_WIDER[array.dtype.itemsize])
     magnitudes = signed & ((1 << num_bits - 1) - 1)
-    # All ones where the sign is set: a number minus itself, without a branch.
+    # All ones for negative values, whose magnitude is negated without a branch.
     signs = signed >> 8 * signed.dtype.itemsize - 1
     keys: NDArray[Any] = (magnitudes ^ signs) - signs
     return keys
 
 
 _WIDER = {1: np.int32, 2: np.int32, 4: np.int64, 8: np.int64}
-"""The type in which keys of so many bytes can be subtracted."""
+"""The integer type in which keys of a type of that many bytes can be subtracted."""
 
 
 SUMS = (
@@ -394,11 +396,12 @@ SUMS = (
     "infinite_alike",
     "infinite_apart",
 )
-"""What `add_up` adds up, in its order: of elements finite in both arrays, but for `finite_a` and the last four.
+"""The sums that `add_up` computes, in its order.
 
-`largest` and `largest_relative` are maxima, the rest are sums. `difference` is b minus a, and `row_variance` the square
-of its sum over a row, less the squares that are in it. `relative` is over elements that are not 0 in the first array,
-`zeros` counts the others. The moments are of differences from the means of the row.
+All but `finite_a` and the last four are over elements that are finite in both arrays. `largest` and `largest_relative`
+are maxima. `difference` is b - a, and `row_variance` is the square of its sum over a row minus the sum of its squares.
+`relative` is over elements that are not 0 in the first array, and `zeros` counts the others. The moments are about the
+means of the row.
 """
 
 SQUARES = [SUMS.index(name) for name in ("square_a", "square_b")]
@@ -406,7 +409,7 @@ SQUARES = [SUMS.index(name) for name in ("square_a", "square_b")]
 
 @functools.cache
 def _degrees() -> NDArray[np.int64]:
-    """By which power of a factor each of `SUMS` grows, if all elements are multiplied by it."""
+    """The power of a factor by which each of `SUMS` grows if all elements are multiplied by the factor."""
     linear = {"absolute", "largest", "difference", "real_a", "imaginary_a", "real_b", "imaginary_b"}
     quadratic = {name for name in SUMS if name.startswith(("square", "product", "moment", "row"))}
     return np.array([1 if name in linear else 2 if name in quadratic else 0 for name in SUMS])
@@ -414,7 +417,7 @@ def _degrees() -> NDArray[np.int64]:
 
 @compiled
 def _second(b_RC: NDArray[Any], rest_RC: NDArray[np.uint16] | None, row: int, index: int) -> Any:
-    """An element of the second array, with its rest where there is one: both are patterns of bfloat16 then."""
+    """An element of the second array, plus its rest if there is one; both are then bit patterns of bfloat16."""
     if rest_RC is None:
         return b_RC[row, index] + 0.0
     high = np.uint32(np.uint32(b_RC[row, index]) << 16).view(np.float32)
@@ -425,9 +428,10 @@ def _second(b_RC: NDArray[Any], rest_RC: NDArray[np.uint16] | None, row: int, in
 def _add_row(
     a_RC: NDArray[Any], b_RC: NDArray[Any], rest_RC: NDArray[np.uint16] | None, row: int, columns_2C: Floats | None
 ) -> tuple[float, ...]:
-    """The sums from `largest` to `difference` over a row, and to `imaginary_b` where its errors are not written.
+    """The sums of a row from `largest` to `imaginary_b`; those after `difference` are 0 if `columns_2C` is given.
 
-    The fifth is infinite or NaN where an element is.
+    The fifth, `square_difference`, is infinite or NaN if an element is. With `columns_2C`, the errors are written to
+    its second row.
     """
     largest = square_a = square_b = product = square_difference = difference = 0.0
     absolute = real_a = imaginary_a = real_b = imaginary_b = 0.0
@@ -453,7 +457,7 @@ def _add_row(
 
 @compiled_sums
 def _add_relations(a_RC: NDArray[Any], b_RC: NDArray[Any], row: int, sums: Floats) -> None:
-    """Write the sums from `relative` to `moment_ab` of a row of finite elements, of which the others are known."""
+    """Write the sums from `relative` to `moment_ab` of a row of finite elements, after all other sums."""
     relative = largest_relative = zeros = moment_a = moment_b = moment_ab = 0.0
     count = max(1.0, sums[0])
     mean_a, mean_ia, mean_b, mean_ib = sums[9] / count, sums[10] / count, sums[11] / count, sums[12] / count
@@ -465,7 +469,7 @@ def _add_relations(a_RC: NDArray[Any], b_RC: NDArray[Any], row: int, sums: Float
         relative += ratio
         largest_relative = max(largest_relative, ratio)
         zeros += 1.0 if is_zero else 0.0
-    # Apart from the maximum, for which the compiler would add one after the other, and round as often.
+    # In a loop without the maximum, which would keep the compiler from vectorizing the sums, and add rounding errors.
     for index in range(a_RC.shape[1]):
         x, y = a_RC[row, index], b_RC[row, index]
         u, v, w, z = x.real - mean_a, x.imag - mean_ia, y.real - mean_b, y.imag - mean_ib
@@ -486,9 +490,10 @@ def _leave_out(  # noqa: PLR0917 - numba knows no keyword-only arguments
     kept_2C: NDArray[Any],
     sums: Floats,
 ) -> int:
-    """Write the elements of a row that are finite in both arrays, and add to the counts; gives how many are written.
+    """Write the elements of a row that are finite in both arrays to `kept_2C`, and count the others by their kind.
 
-    In their places with zeros between them where errors are asked for, and else one after the other.
+    With `columns_2C`, elements keep their positions and zeros replace the others; without, they are written without
+    gaps. Returns the number of elements written, zeros included.
     """
     compared = 0
     for index in range(a_RC.shape[1]):
@@ -516,11 +521,11 @@ def add_up(  # noqa: PLR0917 - as above
     kept_2C: NDArray[Any],
     sums_BM: Floats,
 ) -> None:
-    """Add to `SUMS` what sets the rows of two matrices apart, of each row or of all together.
+    """Add the differences between two matrices to `SUMS`, for each row or for all rows together.
 
-    Float64 or complex128 matrices; or with `columns_2C`, to whose first row errors are added, matrices of float32, and
-    no sums from `absolute` to `imaginary_b`, or of relations and moments. Its second row and `kept_2C` are memory for a
-    row. All is zero before.
+    The matrices are float64 or complex128. With `columns_2C` they are float32, the errors of each column are added to
+    its first row, and the sums from `absolute` to `imaginary_b`, the relative ones and the moments are left out. Its
+    second row and `kept_2C` are buffers for a row. All outputs and buffers are zero at the start.
     """
     for row in range(a_RC.shape[0]):
         sums = sums_BM[row if sums_BM.shape[0] == a_RC.shape[0] else 0]
@@ -530,7 +535,7 @@ def add_up(  # noqa: PLR0917 - as above
             sums[0] += a_RC.shape[1]
             sums[1] += a_RC.shape[1]
         else:
-            # Few rows have such elements: all others are added up without looking at each.
+            # Few rows have such elements: all others need no check of each element.
             size = _leave_out(a_RC, b_RC, rest_RC, row, columns_2C, kept_2C, sums)
             found = _add_row(kept_2C[:1, :size], kept_2C[1:, :size], None, 0, columns_2C)
         sums[2] = max(sums[2], found[0])
