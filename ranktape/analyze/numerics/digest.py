@@ -1,8 +1,8 @@
-"""The digest of a tensor, from which questions about single values are answered, and digests of many as columns.
+"""Digests of tensors, which answer questions about their values, and the digests of many tensors in columns.
 
-Values of a wide type are thinned to as many as can be kept. Each value that is kept occurs in the tensor, and stands
-for those just below it. However many parts are merged, the part of the values at or below any number is known to
-`MAX_RANK_ERROR`, and no value is moved past a number of nine significant bits.
+A digest of a wide type is limited to a number of distinct values: each of them occurs in the tensor and represents
+those just below it, too. However many parts are merged, the fraction of the values at or below any number is accurate
+to `MAX_RANK_ERROR`, and no value is moved past a number with nine significant bits.
 """
 
 from __future__ import annotations
@@ -41,41 +41,42 @@ SAMPLE_METRICS = (
     "absmax",
     "norm",
 )
-"""What is known of each sample: counts against the limits of the dtype, and metrics of its finite values."""
+"""The metrics of each sample: counts against the limits of the dtype, and metrics of the finite values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Digest:
-    """All that questions about single values need to know of a record, or of several together."""
+    """The digest of the values of a record, or of several records together."""
 
     dtype: str
-    """What the values were looked at as, in torch's words; several with spaces between, of several records."""
+    """The dtype as which the values were read, as named by torch; dtypes of several records are joined by spaces."""
     statistics: Statistics
-    """What the finite values add up to, exactly."""
+    """Exact statistics of the finite values."""
     tallies: Tallies
-    """Counts against the limits of their own dtype, exactly."""
+    """Exact counts against the limits of the dtype."""
     values: NDArray[np.float64]
-    """The numbers that occur, infinities among them and NaN not, ascending; zeros of both signs are one."""
+    """The distinct numbers in ascending order, with infinities, without NaN; zeros of both signs are the number 0."""
     counts: NDArray[np.int64]
-    """How often each of `values` occurs."""
+    """The number of elements for each of `values`."""
     is_exact: bool
-    """Whether `values` are all that were recorded, and none stands for others: `Summary`."""
+    """Whether `values` are all recorded values, and none represents others as in a thinned `Summary`."""
     has_values: bool = True
-    """Whether `values` are known: where statistics alone were kept they are not."""
+    """Whether `values` are known. They are not if only statistics were stored."""
     samples: dict[str, NDArray[Any]] | None = None
-    """For each of `SAMPLE_METRICS` one number for each sample, NaN where there is none; None without samples."""
+    """The value for each sample, by name of `SAMPLE_METRICS`, NaN if undefined; None without samples."""
 
     def count(self, limits: Limits) -> Tallies:
-        """Counts against other limits: exact where `is_exact`, or where these have at most eight significant bits."""
+        """Counts against other limits: exact if `is_exact`, or if the limits have at most eight significant bits."""
         starts = limits.overflow_start, limits.min_normal, limits.flush_limit
         found = Digests.of(self).count(*(np.array([start]) for start in starts))
         counts: dict[str, Any] = {kind: int(count[0]) for kind, count in found.items()}
         return dataclasses.replace(self.tallies, **counts, per_sample=None)
 
     def quantiles(self, probabilities: Sequence[float | Fraction]) -> list[float | None]:
-        """The smallest numbers below or at which such a part of all numbers lies; None where there is no number.
+        """The quantiles: the smallest numbers with at least that fraction of all numbers at or below them.
 
-        NaN is no number, infinities are. A float is the decimal number as which it is written: 0.999 of 1,000 are 999.
+        NaN is ignored, infinities count. A quantile is None if there is no number. A float is taken as the decimal
+        number that it prints as: 0.999 of 1,000 is 999.
         """
         known = Digests.of(self)
         found = (float(known.quantiles(one)[0]) for one in probabilities)
@@ -83,7 +84,7 @@ class Digest:
 
 
 CODE_KINDS = tuple(np.dtype(kind) for kind in ("u1", "u2", "f4", "f8"))
-"""What the numbers of a record are stored as: patterns of its type, or numbers."""
+"""The types in which the numbers of a record are stored: bit patterns of its dtype, or floats."""
 
 _FLOAT64 = CODE_KINDS.index(np.dtype("f8"))
 
@@ -110,24 +111,25 @@ class Digests:
         samples: Callable[[], Floats],
         kept: Callable[[], Floats] | None = None,
     ) -> None:
-        """Take the columns; `codes`, `counts`, `samples` and `kept` are called when they are first asked for.
+        """Take the columns; `codes`, `counts`, `samples` and `kept` are called when they are first needed.
 
-        `codes` are the bytes of the numbers of all records, those of each of the `CODE_KINDS` that `kinds` names.
+        `codes` gives the bytes of the numbers of all records. `kinds` is the index in `CODE_KINDS` of the type of the
+        numbers of each record.
         """
         self.dtypes = dtypes
-        """What the values of each record were looked at as."""
+        """The dtype as which the values of each record were read."""
         self.statistics = statistics
-        """`STATISTICS` of each; shape (records, 10)."""
+        """`STATISTICS` of each record; shape (records, 10)."""
         self.tallies = tallies
-        """The number of elements and `KINDS` of each; shape (records, 8)."""
+        """The number of elements and `KINDS` of each record; shape (records, 8)."""
         self.ends = ends
-        """`ENDS` of each, NaN where there is none; shape (records, 4)."""
+        """`ENDS` of each record, NaN if there is no such number; shape (records, 4)."""
         self.is_exact, self.has_values = flags[:, 0], flags[:, 1]
-        """As those of `Digest`."""
+        """`Digest.is_exact` and `Digest.has_values` of each record."""
         self.sizes = sizes
-        """How many different numbers each has."""
+        """Number of distinct numbers of each record."""
         self.sample_sizes = sample_sizes
-        """How many samples each has; -1 where it has none that can be told apart."""
+        """Number of samples of each record; -1 if its samples are not distinguished."""
         self._kinds, self._codes, self._counts, self._samples, self._kept = kinds, codes, counts, samples, kept
 
     @classmethod
@@ -151,17 +153,17 @@ class Digests:
         )
 
     def __len__(self) -> int:
-        """How many digests there are."""
+        """The number of digests."""
         return len(self.sizes)
 
     @functools.cached_property
     def codes(self) -> NDArray[np.uint8]:
-        """The numbers of all records, those of each ascending, as they are stored."""
+        """The bytes of the stored numbers of all records, those of each record in ascending order."""
         return self._codes()
 
     @functools.cached_property
     def values(self) -> Floats:
-        """The numbers of all records, those of each ascending; zeros of both signs are 0."""
+        """The numbers of all records, those of each record in ascending order; zeros of both signs are 0."""
         names = np.unique(np.array(self.dtypes, dtype=object), return_inverse=True)[1]
         changes = np.flatnonzero((np.diff(names) != 0) | (np.diff(self._kinds) != 0)) + 1
         found, ends = [np.zeros(0)], self.code_ends
@@ -174,7 +176,7 @@ class Digests:
         return np.concatenate(found)
 
     def values_at(self, places: Integers) -> Floats:
-        """Some of `values`; of records of one narrow type without those of all the others."""
+        """Some of `values`; if all records have the same narrow dtype, the other values are not computed."""
         if "values" in self.__dict__ or self.patterns is None:
             return self.values[places]
         codes, numbers = self.patterns
@@ -182,7 +184,10 @@ class Digests:
 
     @functools.cached_property
     def patterns(self) -> tuple[Integers, Floats] | None:
-        """The patterns of all records, and the number of each; None where records are not of one narrow type."""
+        """The bit patterns of all records, and the number for each possible pattern.
+
+        None unless all records have the same narrow dtype.
+        """
         kind = CODE_KINDS[int(self._kinds[0])] if len(self) else CODE_KINDS[-1]
         if kind.kind == "f" or (self._kinds != self._kinds[0]).any() or len(set(self.dtypes)) > 1:
             return None
@@ -190,22 +195,22 @@ class Digests:
 
     @functools.cached_property
     def code_ends(self) -> Integers:
-        """Where in `codes` the numbers of each record begin, and where those of the last end."""
+        """The offset in `codes` of the numbers of each record, and the end of the last."""
         nbytes = np.array([kind.itemsize for kind in CODE_KINDS])[self._kinds]
         return np.concatenate([[0], np.cumsum(self.sizes * nbytes)])
 
     @functools.cached_property
     def stored_counts(self) -> NDArray[Any]:
-        """How often each number occurs in its record, in a type as narrow as it is stored in."""
+        """The number of elements for each of `values`, in the narrow type in which they are stored."""
         return self._counts()
 
     @functools.cached_property
     def counts(self) -> Integers:
-        """The same as int64."""
+        """The `stored_counts` as int64."""
         return self.stored_counts.astype(np.int64)
 
     def stored_pairs(self, place: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """The numbers of one record and their counts, as they are stored."""
+        """The numbers of one record and their counts, in the types in which they are stored."""
         codes = self.codes[self.code_ends[place] : self.code_ends[place + 1]]
         kind = CODE_KINDS[int(self._kinds[place])]
         return np.frombuffer(codes.tobytes(), kind), self.stored_counts[self.starts[place] : self.starts[place + 1]]
@@ -217,39 +222,39 @@ class Digests:
 
     @functools.cached_property
     def kept(self) -> Floats | None:
-        """Numbers of each record that follow from the columns, as they were kept with these; None where none were."""
+        """Numbers derived from the columns of each record and cached with them; None if there are none."""
         return None if self._kept is None else self._kept()
 
     @functools.cached_property
     def starts(self) -> Integers:
-        """Index of the first of `values` of each record, and of the end of the last."""
+        """The index in `values` of the first number of each record, and the end of the last record."""
         return np.concatenate([[0], np.cumsum(self.sizes)])
 
     @functools.cached_property
     def ranks(self) -> Integers:
-        """How many numbers come before each of `values`, over all records; and how many there are."""
+        """The number of elements before each of `values`, over all records, and the number of all elements."""
         found = np.zeros(self.stored_counts.size + 1, dtype=np.int64)
         # Widened first: `cumsum` of narrow integers into an int64 array takes ten times as long.
         found[1:] = self.stored_counts
         return np.cumsum(found, out=found)
 
     def tally(self, kind: str) -> Integers:
-        """One of `num_elements` and `KINDS`."""
+        """The column of `num_elements` or of one of `KINDS`."""
         found: Integers = self.tallies[:, 0 if kind == "num_elements" else 1 + KINDS.index(kind)]
         return found
 
     def end(self, name: str) -> Floats:
-        """One of `ENDS`."""
+        """The column of one of `ENDS`."""
         found: Floats = self.ends[:, ENDS.index(name)]
         return found
 
     def statistic(self, name: str) -> Floats:
-        """One of `STATISTICS`."""
+        """The column of one of `STATISTICS`."""
         found: Floats = self.statistics[:, STATISTICS.index(name)]
         return found
 
     def search(self, numbers: Floats, *, side: Literal["left", "right"]) -> Integers:
-        """For each record where in `values` a number would be inserted among its own."""
+        """The index in `values` where the number for each record would be inserted, as `numpy.searchsorted`."""
         low, high = self.starts[:-1].copy(), self.starts[1:].copy()
         while (is_open := low < high).any():
             middle = (low + high) // 2
@@ -260,7 +265,7 @@ class Digests:
         return low
 
     def count_between(self, low: Floats, high: Floats, *, closed: bool = True) -> Integers:
-        """How many numbers of each record lie between two; the ends are among them if `closed`."""
+        """The number of elements of each record from `low` to `high`; the limits are included if `closed`."""
         if not self.sizes.any():
             return np.zeros(len(self), dtype=np.int64)
         first = self.ranks[self.search(low, side="left" if closed else "right")]
@@ -269,11 +274,11 @@ class Digests:
         return between
 
     def count(self, overflow_start: Floats, min_normal: Floats, flush_limit: Floats) -> dict[str, Integers]:
-        """`upper`, `lower`, `underflow` and `flushed` against limits of each record, as `Digest.count`."""
+        """`upper`, `lower`, `underflow` and `flushed` against the limits given for each record, as `Digest.count`."""
         zeros = np.where(self.has_values, self.tally("zero"), 0)
         underflow = self.count_between(-min_normal, min_normal, closed=False) - np.where(min_normal > 0, zeros, 0)
         upper, lower = (np.zeros(len(self), dtype=np.int64) for _ in range(2))
-        # Most tensors have no number beyond the limits of a format that they are scaled to.
+        # Skips the searches if no record overflows, as after scaling to a format.
         if (self.end("maximum") >= overflow_start).any():
             upper = self.ranks[self.starts[1:]] - self.ranks[self.search(overflow_start, side="left")]
         if (self.end("minimum") <= -overflow_start).any():
@@ -286,10 +291,10 @@ class Digests:
         }
 
     def quantiles(self, probability: float | Fraction) -> Floats:
-        """The quantile of each record, as `Digest.quantiles`; NaN where there is no number."""
+        """The quantile of each record, as in `Digest.quantiles`; NaN if there is no number."""
         part = Fraction(str(probability))
         totals = self.ranks[self.starts[1:]] - self.ranks[self.starts[:-1]]
-        # In whole numbers, of Python where those of numpy are too small: the float 0.999 times 1,000 is above 999.
+        # In integers, because the float 0.999 times 1,000 is above 999; in those of Python if int64 would overflow.
         is_long = part.numerator * int(totals.max(initial=0)) > np.iinfo(np.int64).max
         exact = totals.astype(object) if is_long else totals
         places = (-(-exact * part.numerator // part.denominator)).astype(np.int64)
@@ -301,12 +306,12 @@ class Digests:
         return found
 
     def pairs_of(self, place: int) -> tuple[Floats, Integers]:
-        """The numbers of one record, and how often each occurs."""
+        """The numbers of one record and their counts."""
         part = slice(int(self.starts[place]), int(self.starts[place + 1]))
         return self.values[part], self.counts[part]
 
     def digest(self, place: int) -> Digest:
-        """One of the digests."""
+        """The digest of one record."""
         known = (None if math.isnan(end) else end for end in self.ends[place].tolist())
         ends: dict[str, Any] = dict(zip(ENDS, known, strict=True))
         values, counts = self.pairs_of(place)
@@ -331,7 +336,7 @@ class Digests:
         )
 
     def without_masks(self, is_mask: NDArray[np.bool_]) -> Digests:
-        """The same where -Inf of those records is meant: it is infinite, and no overflow."""
+        """The digests with -Inf of masks counted as infinite, but not as overflow."""
         if not is_mask.any():
             return self
         tallies = self.tallies.copy()
@@ -362,14 +367,14 @@ class Digests:
 
 @functools.cache
 def numbers_of_patterns(dtype: np.dtype[Any]) -> Floats:
-    """The number of each pattern of a type of at most 16 bits; both zeros are 0."""
+    """The number of each bit pattern of a dtype of at most 16 bits; zeros of both signs are 0."""
     with np.errstate(invalid="ignore"):
         numbers: Floats = pattern_values(dtype) + 0.0
     return numbers
 
 
 def merge_tally_columns(tallies: Integers, ends: Floats, starts: Integers) -> tuple[Integers, Floats]:
-    """The tallies and extremes of groups of rows that follow one another; `starts` is the first row of each."""
+    """The tallies and extremes of groups of consecutive rows; `starts` has the first row of each group."""
     with np.errstate(invalid="ignore"):
         smallest = np.fmin.reduceat(ends[:, [0, 3]], starts)
         largest = np.fmax.reduceat(ends[:, [1, 2]], starts)
@@ -378,7 +383,7 @@ def merge_tally_columns(tallies: Integers, ends: Floats, starts: Integers) -> tu
 
 
 def merge_statistic_columns(statistics: Floats, starts: Integers) -> Floats:
-    """The statistics of groups of rows that follow one another: `merge_statistics` of the rows of each."""
+    """The statistics of groups of consecutive rows: `merge_statistics` of the rows of each group."""
     columns = {name: statistics[:, place] for place, name in enumerate(STATISTICS)}
     owners = np.repeat(np.arange(len(starts)), np.diff([*starts, len(statistics)]))
     ends = {
@@ -389,12 +394,12 @@ def merge_statistic_columns(statistics: Floats, starts: Integers) -> Floats:
     steps = exponents_of(columns["absmax"]) - exponents_of(ends["absmax"])[owners]
     sums = {name: np.ldexp(columns[name], power * steps) for name, power in POWERS.items()}
     counts = columns["num_finite"]
-    # What was stored before sums were divided may be infinite.
+    # Sums that were stored without a division may be infinite.
     with np.errstate(over="ignore", invalid="ignore"):
         totals = np.add.reduceat(sums["sum"], starts)
         finite = np.add.reduceat(counts, starts)
         means = totals / np.maximum(1.0, finite)
-        # From one mean to another: (x - m) = (x - m') + (m' - m), and the sum of the first is 0 in each part.
+        # From the mean m' of a part to the mean m: (x - m) = (x - m') + (m' - m), and the x - m' of a part sum to 0.
         shift = np.where(counts > 0, sums["sum"] / np.maximum(counts, 1) - means[owners], 0.0)
         second, third, fourth = (sums[f"moment_{power}"] for power in (2, 3, 4))
         shift_2 = shift * shift
@@ -403,7 +408,7 @@ def merge_statistic_columns(statistics: Floats, starts: Integers) -> Floats:
             third + 3 * shift * second + counts * shift_2 * shift,
             fourth + 4 * shift * third + 6 * shift_2 * second + counts * shift_2 * shift_2,
         ]
-        # One value: the moments would be what rounding left of its mean.
+        # If all values are equal, the moments would be rounding errors of their mean.
         is_one = ends["minimum"] == ends["maximum"]
         merged = [np.where(is_one, 0.0, np.add.reduceat(moment, starts)) for moment in moments]
         magnitudes = np.add.reduceat(sums["sum_magnitudes"], starts)
@@ -415,40 +420,40 @@ def merge_statistic_columns(statistics: Floats, starts: Integers) -> Floats:
 
 
 def exponents_of(absmax: Floats) -> Integers:
-    """`Statistics.exponent` of each of several."""
+    """`Statistics.exponent` for each `absmax`."""
     exponents = np.frexp(np.nan_to_num(absmax))[1].astype(np.int64)
     return np.where(np.abs(exponents) > MAX_EXPONENT, exponents, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Finite:
-    """The finite numbers of a digest; of complex values, the larger part of each."""
+    """The finite numbers of a digest; for complex values, the larger part of each."""
 
     values: NDArray[np.float64]
-    """Those that occur, ascending."""
+    """The distinct numbers in ascending order."""
     counts: NDArray[np.int64]
-    """How often each of `values` occurs."""
+    """Number of elements for each of `values`."""
 
     @property
     def minimum(self) -> float:
-        """The smallest; NaN where there is none."""
+        """The smallest number; NaN if there is none."""
         return float(self.values[0]) if self.values.size else math.nan
 
     @property
     def maximum(self) -> float:
-        """The largest; NaN where there is none."""
+        """The largest number; NaN if there is none."""
         return float(self.values[-1]) if self.values.size else math.nan
 
     @property
     def num_values(self) -> int:
-        """How many numbers there are, each as often as it occurs."""
+        """The number of finite elements."""
         return int(self.counts.sum())
 
 
 def finite(digest: Digest) -> Finite:
-    """The finite numbers of a digest: none where it has none, or where statistics alone were kept.
+    """The finite numbers of a digest; none if only statistics were stored.
 
-    Where the digest is not exact, each of `values` stands for those just below it, too: `Summary`.
+    If the digest is not exact, each of `values` represents those just below it, too (see `Summary`).
     """
     is_finite = np.isfinite(digest.values) if digest.has_values else np.zeros(digest.values.size, dtype=bool)
     return Finite(values=digest.values[is_finite], counts=digest.counts[is_finite])
@@ -457,23 +462,29 @@ def finite(digest: Digest) -> Finite:
 Part = TypeVar("Part")
 
 KEPT_CELLS = 1 << 13
-"""Of a record: up to twice as many different values are kept as they are."""
+"""The cells of the summary of a record. Up to twice as many distinct values are stored exactly."""
 
 MERGED_CELLS = 1 << 16
-"""The same while parts of a record, or records of a group, are put together."""
+"""The cells of a summary while parts of a record, or records of a group, are merged."""
 
 MAX_RANK_ERROR = 2.0**-10
-"""2 / `KEPT_CELLS`, and 2 / `MERGED_CELLS` for each doubling of the parts: 2**10 runs of a record, 2**13 records."""
+"""The largest error of the fraction of values at or below a number.
+
+It is 2 / `KEPT_CELLS` plus 2 / `MERGED_CELLS` for each doubling of the parts: 2**10 runs of each of 2**13 records.
+"""
 
 _REST = 44
-"""Bits of a float64 behind the first nine of its significand."""
+"""Number of bits of a float64 after the first nine of its significand."""
 
 _STEP = 16
-"""Neighbours in order that are looked at together."""
+"""Number of consecutive sorted values that are merged in one step."""
 
 
 class Summary(NamedTuple):
-    """Ascending numbers, how often each occurs, and whether none stands for another."""
+    """Ascending numbers, the count of each, and whether they are exact.
+
+    If they are not, some number represents distinct ones just below it, too.
+    """
 
     values: NDArray[np.float64]
     counts: NDArray[np.int64]
@@ -481,7 +492,7 @@ class Summary(NamedTuple):
 
 
 def merge_summaries(parts: Sequence[Summary], *, num_cells: int = MERGED_CELLS) -> Summary:
-    """The summary of all parts together, exact as long as there are no more than twice as many values as cells."""
+    """Merge summaries; exact if the parts are and have at most twice as many distinct values as there are cells."""
     values = np.concatenate([part.values for part in parts])
     counts = np.concatenate([part.counts for part in parts])
     order = np.argsort(values, kind="stable")
@@ -489,9 +500,9 @@ def merge_summaries(parts: Sequence[Summary], *, num_cells: int = MERGED_CELLS) 
 
 
 def push(stack: list[Part], part: Part, *, number: int, merge: Callable[[Sequence[Part]], Part]) -> None:
-    """Put the part of that number, counted from 1, on a stack of merged ones, as a binary counter carries.
+    """Push a part on a stack of merged parts and merge as a binary counter carries; `number` counts parts from 1.
 
-    No part is merged more often than the logarithm of their number says.
+    Each part is merged at most as often as the binary logarithm of the number of parts.
     """
     stack.append(part)
     while number % 2 == 0:
@@ -500,7 +511,7 @@ def push(stack: list[Part], part: Part, *, number: int, merge: Callable[[Sequenc
 
 
 class Summarizer:
-    """Summarizes the values of arrays of any wide type; of complex values the larger part, as everywhere."""
+    """Summarizes the values of arrays of any wide dtype; for complex values, the larger part of each."""
 
     def __init__(self) -> None:
         self._waiting: list[NDArray[Any]] = []
@@ -511,7 +522,7 @@ class Summarizer:
     def add(self, values: NDArray[Any]) -> None:
         """Add the values of an array."""
         real = (larger_part(values) if values.dtype.kind == "c" else values).reshape(-1)
-        # Not by the kind: a type of ml_dtypes may have that of a float, and numpy does not sort its NaN last.
+        # Not `dtype.kind`: dtypes of ml_dtypes may have that of floats, but numpy does not sort their NaN last.
         flat = real if real.dtype in (np.float32, np.float64) else real.astype(np.float64)
         for start in range(0, flat.size, RUN):
             piece = flat[start : start + RUN]
@@ -521,7 +532,7 @@ class Summarizer:
             self._num_waiting += piece.size
 
     def summary(self) -> Summary:
-        """The summary of all that was added."""
+        """The summary of all values that were added."""
         self._sort()
         return merge_summaries([_NOTHING, *self._stack], num_cells=KEPT_CELLS)
 
@@ -544,7 +555,7 @@ def _summary_of(ascending: NDArray[Any]) -> Summary:
     is_kept = np.append(ascending[1:] != ascending[:-1], np.ones(min(1, ascending.size), dtype=np.bool_))
     is_exact = int(np.count_nonzero(is_kept)) <= 2 * MERGED_CELLS
     if not is_exact:
-        # A few at once where they are close: far fewer steps than one by one.
+        # Merges whole rows of close values at once: far fewer steps than merging single values.
         rows = ascending[: ascending.size // _STEP * _STEP].reshape(-1, _STEP)
         is_close = _groups(rows[:, 0]) == _groups(rows[:, -1])
         is_kept[: rows.size].reshape(rows.shape)[is_close] = np.arange(_STEP) == _STEP - 1
@@ -555,17 +566,17 @@ def _summary_of(ascending: NDArray[Any]) -> Summary:
 
 
 def _groups(values: NDArray[Any]) -> NDArray[np.int64]:
-    """The same number for all values between two neighbours of nine significant bits, another for each of these."""
+    """The group of each value: one for each number with nine significant bits, one for all values between two."""
     bits = values.astype(np.float64).view(np.int64)
     groups: NDArray[np.int64] = (bits >> _REST << 1) | ((bits & ((1 << _REST) - 1)) != 0)
     return groups
 
 
 def _thinned(values: NDArray[np.float64], counts: NDArray[np.int64], *, num_cells: int, is_exact: bool) -> Summary:
-    """The summary of ascending values."""
+    """The summary of ascending values, which may repeat."""
     if not values.size:
         return Summary(values, counts, is_exact)
-    # Both zeros are one, and are written as 0.
+    # Zeros of both signs become one 0.
     starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
     distinct, sums = values[starts] + 0.0, np.add.reduceat(counts, starts)
     if starts.size <= 2 * num_cells:

@@ -1,7 +1,7 @@
-"""The loops over the elements of which a digest is made.
+"""The compiled loops over elements that compute digests.
 
-Elements of at most 16 bits are counted by their pattern; what occurred is listed beside the counters, so that a small
-record costs no look at all of them. Wider ones are sorted and thinned.
+Elements of at most 16 bits are counted by their bit pattern. The patterns that occur are listed next to the counters,
+so that a small record does not read all counters. Wider elements are sorted and thinned.
 """
 
 # Shapes: S = samples, I = elements of a sample, P = patterns, T = tables of counters, F = metrics of a sample,
@@ -23,23 +23,25 @@ ENDS = ("minimum", "maximum", "largest_finite", "smallest_nonzero")
 """The extremes of `Tallies`, in the order of their columns."""
 
 NUM_TABLES = 4
-"""Neighbours are counted in different tables: one that repeats would wait for its counter to be written."""
+"""Number of tables of counters. Adjacent elements use different ones, so that no counter waits for its last write."""
 
 SMALL = 1 << 16
-"""Elements from which on all counters are looked at after a sample, and none is listed while it is counted."""
+"""In a sample with fewer elements of 16 bits, patterns are listed while they are counted.
+
+In any other, all counters are read after the count."""
 
 _GROUP = 64
-"""Counters that are looked at together."""
+"""Number of counters that are checked together."""
 
 _RUN = 256
-"""Numbers that are added up before their sum is added to others: sums lose fewer bits."""
+"""Number of summands that are added up before their sum is added to the total, for smaller rounding errors."""
 
 _PATTERN_BITS = 16
 _PATTERN_MASK = 0xFFFF
 
 
 class Nature(enum.IntEnum):
-    """What a value is against the limits of its own type."""
+    """The kind of a value with respect to the limits of its dtype."""
 
     ORDINARY = 0
     ZERO = 1
@@ -50,14 +52,14 @@ class Nature(enum.IntEnum):
 
 
 _ZERO, _UNDERFLOW, _UPPER, _LOWER, _NAN = map(int, list(Nature)[1:])
-"""As plain numbers, which the compiler knows."""
+"""The natures as plain integers, which numba compiles."""
 
 _NUM_NATURES = len(Nature)
 
 
 @compiled
 def _count_listed(patterns_I: NDArray[Any], table_P: NDArray[np.uint32], found_D: NDArray[np.uint16]) -> int:
-    """Count, and list each pattern when it is met first; how many there are."""
+    """Count the patterns and list each one that is new; returns the number of distinct patterns."""
     num = 0
     for pattern in patterns_I:
         before = table_P[pattern]
@@ -69,7 +71,7 @@ def _count_listed(patterns_I: NDArray[Any], table_P: NDArray[np.uint32], found_D
 
 @compiled
 def _count_apart(patterns_I: NDArray[Any], tables_TP: NDArray[np.uint32]) -> None:
-    """Count, neighbours in different tables."""
+    """Count the patterns, adjacent elements in different tables."""
     first, second, third, fourth = tables_TP[0], tables_TP[1], tables_TP[2], tables_TP[3]
     num_fours = patterns_I.size // 4
     if patterns_I.itemsize == HALF_NBYTES:
@@ -91,12 +93,12 @@ def _count_apart(patterns_I: NDArray[Any], tables_TP: NDArray[np.uint32]) -> Non
 
 @compiled
 def _collect(tables_TP: NDArray[np.uint32], found_D: NDArray[np.uint16], counts_D: NDArray[np.int64]) -> int:
-    """List the patterns that were counted apart, ascending, and clear the tables; how many there are."""
+    """List the patterns that `_count_apart` counted, ascending, and clear the tables; returns their number."""
     first, second, third, fourth = tables_TP[0], tables_TP[1], tables_TP[2], tables_TP[3]
     pairs_TP = tables_TP.view(np.uint64)
     num = 0
     for start in range(0, tables_TP.shape[1], _GROUP):
-        # Many counters at once: most of them are zero.
+        # Checks many counters at once: most are zero.
         any_set = np.uint64(0)
         for table in range(tables_TP.shape[0]):
             for pair in range(start // 2, (start + _GROUP) // 2):
@@ -119,7 +121,7 @@ def _fill_metrics(
     natures_P: NDArray[np.uint8],
     metrics_F: NDArray[np.float64],
 ) -> None:
-    """The metrics of one sample, in the order of `digest.SAMPLE_METRICS`; NaN where there is none."""
+    """Write the metrics of one sample in the order of `digest.SAMPLE_METRICS`; NaN for those that are undefined."""
     upper = lower = underflow = nan = zero = finite = np.int64(0)
     total, squares, moment = 0.0, 0.0, 0.0
     smallest, largest = np.inf, -np.inf
@@ -163,9 +165,10 @@ def count_samples(  # noqa: PLR0917  # compiled code is not called by keywords
     natures_P: NDArray[np.uint8],
     metrics_SF: NDArray[np.float64],
 ) -> int:
-    """Add the patterns of each sample to the totals, list those that are met first, and fill in the metrics.
+    """Add the patterns of each sample to the totals, list new ones in `met_D`, and write the metrics of the samples.
 
-    No metrics are made where there are no rows for them. The tables are zero before and after.
+    No metrics are computed if `metrics_SF` has no rows. The tables are zero before and after. Returns the number of
+    patterns in `met_D`.
     """
     found_D = np.empty(min(patterns_SI.shape[1], tables_TP.shape[1]) + 64, dtype=np.uint16)
     counts_D = np.empty(found_D.size, dtype=np.int64)
@@ -201,9 +204,9 @@ def _sort_values(  # noqa: PLR0917  # as above
     codes_D: NDArray[np.uint16],
     counts_D: NDArray[np.int64],
 ) -> int:
-    """Write the patterns that were met in the order of their values, NaN left out, and clear the totals.
+    """Write the patterns in `met_D` and their counts in the order of their values, without NaN, and clear the totals.
 
-    Both zeros have one rank, and one pattern in `codes_P`. Returns how many there are.
+    Zeros of both signs have the same rank, and therefore one pattern in `codes_P`. Returns the number of patterns.
     """
     of_natures = np.zeros(_NUM_NATURES, dtype=np.int64)
     marks = np.zeros((ranks_P.size + 63) // 64, dtype=np.uint64)
@@ -240,10 +243,10 @@ def fill_statistics(
     statistics_K: NDArray[np.float64],
     ends_K: NDArray[np.float64],
 ) -> None:
-    """The statistics and the extremes of distinct numbers, in the order of `STATISTICS` and of `ENDS`.
+    """Write the statistics and the extremes of distinct numbers, in the order of `STATISTICS` and of `ENDS`.
 
-    What is not finite is left out of statistics; extremes are known where no number is NaN. The numbers are those of
-    types of at most 16 bits, whose fourth powers float64 holds; their order matters to the last bit of sums.
+    Statistics are over the finite numbers; extremes are undefined if a number is NaN. The numbers are those of dtypes
+    of at most 16 bits, whose fourth powers fit into float64. Their order affects the last bits of the sums.
     """
     first = 1 if values_D.size and values_D[0] == -np.inf else 0
     statistics_K[:] = 0.0
@@ -303,7 +306,7 @@ def finish_record(  # noqa: PLR0917  # as above
     codes_D: NDArray[np.uint16],
     counts_D: NDArray[np.int64],
 ) -> int:
-    """The digest of a record whose patterns were counted; returns how many different numbers it has."""
+    """Write the digest of a record whose patterns were counted; returns its number of distinct numbers."""
     num = _sort_values(met_D, totals_P, natures_P, ranks_P, codes_P, of_ranks_P, tallies_K, codes_D, counts_D)
     values_D = np.empty(num)
     for place in range(num):
@@ -331,9 +334,9 @@ def digest_records(  # noqa: PLR0917  # as above
     codes_D: NDArray[np.uint16],
     counts_D: NDArray[np.int64],
 ) -> int:
-    """The digests of records of one shape; those with rows of metrics have them filled in.
+    """Write the digests of records of one shape, and the metrics of their samples if `metrics_RSF` has rows for them.
 
-    The pairs of all records follow one another; returns how many there are.
+    The numbers and counts of all records are written one after the other; returns how many there are.
     """
     start = 0
     for record in range(patterns_RSI.shape[0]):
@@ -362,16 +365,16 @@ def digest_records(  # noqa: PLR0917  # as above
 def thin(
     values_N: NDArray[np.float64], counts_N: NDArray[np.int64], groups_N: NDArray[np.int64], num_cells: int
 ) -> tuple[int, int]:
-    """Merge ascending values in place: ties, and with `num_cells` those of a group between which little lies.
+    """Merge ascending values in place: equal ones, and if `num_cells` is not 0, close ones of the same group.
 
-    Of merged values the last stands for all: less than two parts in `num_cells` of all elements lie between the first
-    and the last of them. The first two are kept: one of them is the smallest finite value.
+    The last of merged values represents all of them. Fewer than 2 / `num_cells` of all elements are between the first
+    and the last. The first two distinct values are never merged, because one of them is the smallest finite value.
 
-    Returns how many values are left, and how many different ones were merged.
+    Returns the number of values left, and the number of distinct ones that were merged into others.
     """
     total = counts_N.sum()
     kept, num_merged, place = 0, 0, 0
-    # Ranks times `num_cells`; a cell ends at a multiple of `total`.
+    # Ranks are multiplied by `num_cells`, so that a cell ends at a multiple of `total`.
     end, end_of_cell, previous = np.int64(0), np.int64(0), np.int64(0)
     previous_group = np.int64(0)
     while place < values_N.size:
@@ -381,7 +384,7 @@ def thin(
             place += 1
         end += count * num_cells
         is_near = num_cells > 0 and end <= end_of_cell and previous < total
-        if is_near and group == previous_group and kept > 2:  # noqa: PLR2004 - as said above
+        if is_near and group == previous_group and kept > 2:  # noqa: PLR2004 - see the docstring
             num_merged += 1
             counts_N[kept - 1] += count
         else:

@@ -1,7 +1,7 @@
-"""Compiles the loops over elements when the first of them is called, and keeps what was compiled.
+"""Compiles loops over elements with numba when the first of them is called, and caches the machine code.
 
-Loops that the compiler turns into vector instructions; everything that needs Python stays outside of them. To import
-the compiler takes longer than many questions: it is imported when something is counted.
+The loops are written so that the compiler vectorizes them; everything that needs Python stays outside. Importing numba
+takes longer than many commands, so it is imported when the first loop is called.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from typing import Any, TypeVar, cast
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 BLOCK = 4096
-"""Elements that a kernel adds up in integers as narrow as the elements, so that the compiler vectorises it."""
+"""Number of elements that a kernel counts in integers as narrow as the elements, so that it is vectorized."""
 
 
 def compiled(function: Function) -> Function:
-    """`function` as machine code without the GIL, cached beside the source or in the user's cache.
+    """Compile a function to machine code that releases the GIL, cached next to its source or in the user's cache.
 
-    Where neither place can be written (a read-only container), it is compiled once for each process.
+    If neither directory is writable, as in a read-only container, it is compiled once in each process.
     """
     return _compiled(function, fastmath=False)
 
 
 def compiled_sums(function: Function) -> Function:
-    """The same, for sums of floats in any order: one after the other they take ten times as long."""
+    """As `compiled`, but sums of floats may be reordered, which makes them ten times as fast."""
     return _compiled(function, fastmath={"reassoc"})
 
 
 def compiled_products(function: Function) -> Function:
-    """The same, where a product may be added before it is rounded: one instruction for two."""
+    """As `compiled_sums`, but a product may be added without rounding it first, in one fused instruction."""
     return _compiled(function, fastmath={"reassoc", "contract"})
 
 
 class _Kernel:
-    """A loop that is compiled when it, or any other, is first called."""
+    """A loop that is compiled when it, or any other loop, is first called."""
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
         functools.update_wrapper(self, function)
@@ -63,8 +63,8 @@ _loading = threading.RLock()
 
 
 def load_compiler() -> None:
-    """Put what the compiler makes in the place of each loop, by which loops find the ones that they call."""
-    global _is_loaded  # noqa: PLW0603  # of the process
+    """Replace each loop of the loaded modules by its numba dispatcher, so that compiled loops can call each other."""
+    global _is_loaded  # noqa: PLW0603  # once for each process
     with _loading:
         if _is_loaded:
             return
