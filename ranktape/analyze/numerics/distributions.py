@@ -1,4 +1,4 @@
-"""Describes distributions: their values in bins, what formats hold of them, and how far apart two of them are."""
+"""Describes distributions: values in bins, values after rounding to a format, distances, and a normal fit."""
 
 from __future__ import annotations
 
@@ -18,53 +18,54 @@ _LARGEST = float(np.finfo(np.float64).max)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bins:
-    """Finite values in bins of equal width, or of equal factors.
+    """Finite values in bins of equal width, or magnitudes in bins of an equal ratio of the edges.
 
-    A bin holds its lower edge and not its upper one, but the last one of equal width both.
+    A bin includes its lower edge and not its upper one, except that the last bin of equal width includes both.
     """
 
     edges: NDArray[np.float64]
-    """One more than there are bins, ascending; empty where there is no bin.
+    """The edges of the bins, ascending, one more than there are bins; empty if there is no bin.
 
-    The last one is infinite where magnitudes of 2**1023 and more are counted in binades.
+    The last edge is infinite if bins of magnitudes extend beyond 2**1023.
     """
     widths: NDArray[np.float64]
-    """Length of each bin: a difference, or binades."""
+    """Width of each bin, in units of the values, or in binades for magnitudes."""
     counts: NDArray[np.int64]
-    """Values in each bin; of binades, magnitudes."""
+    """Number of values in each bin."""
     num_negative: NDArray[np.int64]
-    """How many of them are negative."""
+    """Number of negative values in each bin."""
 
     @property
     def num_values(self) -> int:
-        """Values in all bins together."""
+        """Number of values in all bins."""
         return int(self.counts.sum())
 
     def ratio(self) -> NDArray[np.float64]:
-        """Part of the values in the bins that is in each of them; zeros where the bins hold nothing."""
+        """The fraction of all values in the bins that is in each bin; zeros if all bins are empty."""
         ratio: NDArray[np.float64] = self.counts / max(1, self.num_values)
         return ratio
 
     def density(self) -> NDArray[np.float64]:
-        """`ratio` for each unit of the axis, so that the sum of density times `widths` is 1."""
-        # Two subnormal edges are nearer than one over the largest number.
+        """`ratio` divided by `widths`, so that the sum of density times `widths` is 1."""
+        # The width between subnormal edges may be so small that its reciprocal overflows.
         with np.errstate(over="ignore"):
             density: NDArray[np.float64] = self.ratio() / self.widths
         return density
 
     def relative_density(self) -> NDArray[np.float64]:
-        """The density as a part of the largest one: from 0 to 1; zeros where the bins hold nothing."""
-        # The density itself may be beyond all numbers.
+        """The density divided by its maximum: from 0 to 1; zeros if all bins are empty."""
+        # Not from `density`, which may be infinite.
         relative = self.ratio() * (self.widths.max(initial=0.0) / self.widths)
         normalised: NDArray[np.float64] = relative / (relative.max(initial=0.0) or 1.0)
         return normalised
 
 
 def linear_bins(digest: Digest, num_bins: int, *, low: float | None = None, high: float | None = None) -> Bins:
-    """Bins of equal width from the smallest finite value to the largest, or between ends that are given.
+    """Bins of equal width from `low` to `high`, by default from the smallest finite value to the largest.
 
-    Without finite values there is no bin. Where all values are equal, bins reach half their magnitude to either side,
-    or 0.5 from zero. Where float64 has not so many numbers between the ends, there are fewer bins.
+    There is no bin if a limit is missing because there are no finite values. If both limits are equal, bins extend to
+    either side by half their magnitude, or by 0.5 if they are 0. There are fewer bins than requested if float64 has
+    too few numbers between the limits.
     """
     numbers = finite(digest)
     first = numbers.minimum if low is None else low
@@ -78,15 +79,15 @@ def linear_bins(digest: Digest, num_bins: int, *, low: float | None = None, high
 
 
 def linear_edges(first: float, last: float, *, num_bins: int) -> NDArray[np.float64]:
-    """The edges of so many bins of equal width; fewer where float64 has not so many numbers between the ends."""
+    """The edges of bins of equal width; fewer than requested if float64 has too few numbers between the limits."""
     if math.isfinite(last - first):
         return np.unique(np.linspace(first, last, num_bins + 1))
-    # The difference of two numbers of float64 may be beyond all of them, that of their halves is not.
+    # The difference of the limits overflows; that of their halves does not.
     return np.unique(2 * np.linspace(first / 2, last / 2, num_bins + 1))
 
 
 def count_between(digest: Digest, edges: NDArray[np.float64]) -> Bins:
-    """The values between ascending edges: those of another digest, or any others."""
+    """The values in bins between ascending edges, for example those of the bins of another digest."""
     numbers = finite(digest)
     places = np.searchsorted(edges, numbers.values, side="right") - 1
     if edges.size:
@@ -97,9 +98,10 @@ def count_between(digest: Digest, edges: NDArray[np.float64]) -> Bins:
 
 
 def log2_bins(digest: Digest, per_binade: int = 1) -> Bins:
-    """Magnitudes in whole binades [2**e, 2**(e+1)) from the smallest to the largest, each cut into equal factors.
+    """Magnitudes in binades [2**e, 2**(e+1)) from the smallest to the largest, each split into `per_binade` bins.
 
-    Zeros are in no bin. Without nonzero finite values there is no bin.
+    The edges of the bins of a binade have equal ratios. Zeros are in no bin. There is no bin if there are no nonzero
+    finite values.
     """
     numbers = finite(digest)
     magnitudes = np.abs(numbers.values)
@@ -114,7 +116,7 @@ def log2_bins(digest: Digest, per_binade: int = 1) -> Bins:
 
 
 def binade_edges(first: int, last: int, *, per_binade: int) -> NDArray[np.float64]:
-    """The edges from 2**first to 2**last; exact at powers of two, and infinite where there is no such number."""
+    """The edges from 2**first to 2**last, exact at powers of two, and infinite beyond the range of float64."""
     steps = np.exp2(np.arange(per_binade) / per_binade)
     with np.errstate(over="ignore"):
         inner = np.ldexp(steps, np.arange(first, last)[:, np.newaxis]).reshape(-1)
@@ -124,7 +126,7 @@ def binade_edges(first: int, last: int, *, per_binade: int) -> NDArray[np.float6
 def _count(
     digest: Digest, *, edges: NDArray[np.float64], widths: NDArray[np.float64], places: NDArray[np.int64]
 ) -> Bins:
-    """The bins, from the place of each distinct value among them; -1 or one too far are outside."""
+    """The bins, given the index of the bin of each distinct value; indices out of range are ignored."""
     numbers = finite(digest)
     is_inside = (places >= 0) & (places < widths.size)
 
@@ -148,64 +150,67 @@ NARROW_FORMATS = (
     "bf16",
     "fp16",
 )
-"""The formats that values are held against, unless others are named."""
+"""The formats that values are compared with by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldRange:
-    """What a format does to values that are divided by 2**`scale_exponent`: each value is in one of the counts."""
+    """The effect of a format on values that are divided by 2**`scale_exponent`. Each value is in exactly one count.
+
+    Exponents are those of the format's values times the scale.
+    """
 
     format: str
-    """Its name."""
+    """Name of the format."""
     scale_exponent: int
-    """The exponent of the scale."""
+    """Exponent of the scale."""
     highest_exponent: int
-    """Exponent of the largest value that it holds, times the scale: as the values are."""
+    """Exponent of the largest value of the format."""
     lowest_normal_exponent: int
-    """That of the smallest value with all significand bits; of integers, which have one step, of that step."""
+    """Exponent of the smallest value with full precision; for integers, of the step."""
     lowest_exponent: int
-    """That of the smallest value."""
+    """Exponent of the smallest positive value."""
     above: int
-    """Finite values that round to beyond the largest one."""
+    """Number of finite values that round to beyond the largest value of the format."""
     normal: int
-    """Finite values that have all significand bits, or as many as the format has there."""
+    """Number of finite values with all significand bits, or as many as the format has at their magnitude."""
     subnormal: int
-    """Values below the smallest normal one that do not become zero: they lose significand bits."""
+    """Number of values below the smallest normal one that do not become zero. They lose significand bits."""
     flushed: int
-    """Nonzero values that become zero."""
+    """Number of nonzero values that become zero."""
     zero: int
-    """Zeros."""
+    """Number of zeros."""
     nan: int
-    """NaN."""
+    """Number of NaN."""
     inf: int
-    """Infinities."""
+    """Number of infinities."""
 
     @property
     def num_elements(self) -> int:
-        """All values, of whatever kind."""
+        """Number of all values."""
         return self.above + self.normal + self.subnormal + self.flushed + self.zero + self.nan + self.inf
 
 
 def binades(bins: Bins) -> NDArray[np.int64]:
-    """The exponent e of each bin [2**e, 2**(e+1)) of whole binades."""
+    """The exponent e of each bin [2**e, 2**(e+1)), given bins of whole binades."""
     exponents: NDArray[np.int64] = np.frexp(bins.edges[:-1])[1].astype(np.int64) - 1
     return exponents
 
 
 def aligned_exponent(digest: Digest, row: Format) -> int | None:
-    """The smallest exponent of a scale with which no finite value is beyond the format's largest; None without any.
+    """The smallest exponent of a scale with which no finite value exceeds the largest value of the format.
 
-    Nor is there one of nothing but zeros, or where statistics alone were kept.
+    None if there are no nonzero finite values, or if only statistics were stored.
     """
     largest = digest.tallies.largest_finite if digest.has_values else None
     return row.largest_alignment(largest) if largest else None
 
 
 def held_by(digest: Digest, row: Format, scale_exponent: int = 0) -> HeldRange:
-    """What a format does to each value x after division by 2**`scale_exponent`, with its own rounding.
+    """The effect of a format, with its own rounding, on values that are divided by 2**`scale_exponent`.
 
-    Exactly, unless the values are wider than 16 bits and the format has more than six mantissa bits. Where statistics
-    alone were kept, zeros, NaN and infinities are known.
+    The counts are exact unless the digest is not exact and the format has more than six mantissa bits. If only
+    statistics were stored, only the counts of zeros, NaN and infinities are known, and the others are 0.
     """
     found = digest.count(format_limits(row, exponent=scale_exponent))
     above = found.upper + found.lower - found.inf if digest.has_values else 0
@@ -228,37 +233,37 @@ def held_by(digest: Digest, row: Format, scale_exponent: int = 0) -> HeldRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distances:
-    """Four distances between two distributions, each 0 between equal ones.
+    """The distances between two distributions, all 0 if they are equal.
 
-    The first two compare finite values, and are None where either has none. The last two compare classes: the binades
-    of either sign, zero, each infinity and NaN; they are None where either has no value at all.
+    The first three compare finite values, and are None if either distribution has none. The last two compare the counts
+    of classes: the binades of either sign, zero, each infinity, and NaN. They are None if either has no values.
     """
 
     kolmogorov_smirnov: float | None = None
     """Largest difference between the two cumulative distributions, from 0 to 1."""
     wasserstein: float | None = None
-    """Area between the two cumulative distributions, in the unit of the values; None where beyond all numbers."""
+    """Area between the two cumulative distributions, in units of the values; None if it overflows."""
     relative_wasserstein: float | None = None
-    """`wasserstein` over the standard deviation of the first; None where that is 0 or not known."""
+    """`wasserstein` over the standard deviation of the first distribution; None if that is 0 or None."""
     total_variation: float | None = None
-    """Part of the values that would have to move into another class, from 0 to 1."""
+    """Fraction of the values that would have to move to another class, from 0 to 1."""
     jensen_shannon: float | None = None
-    """Divergence of the two from their middle, in bits, from 0 to 1. Lin 1991, IEEE Trans. Inf. Theory 37."""
+    """Jensen-Shannon divergence, in bits, from 0 to 1. Lin 1991, IEEE Trans. Inf. Theory 37."""
     is_exact: bool
-    """Whether the values of both are known, and not only a summary of them."""
+    """Whether the values of both are known exactly, and not only as a summary."""
 
     @property
     def differ(self) -> bool | None:
-        """Whether the two are certainly not the same distribution; None where neither kind of distance is known."""
+        """Whether the distributions certainly differ; None if no distance is known."""
         known = [value for value in (self.kolmogorov_smirnov, self.total_variation) if value is not None]
         least = 0.0 if self.is_exact else MAX_RANK_ERROR
         return (self.kolmogorov_smirnov or 0.0) > least or bool(self.total_variation) if known else None
 
 
 def distance(a: Digest, b: Digest) -> Distances:
-    """The distances from one digest to another; all None where of either statistics alone were kept.
+    """The distances between two digests; all None if only statistics of either were stored.
 
-    Of complex values the larger parts are compared.
+    For complex values, the larger parts are compared.
     """
     if not (a.has_values and b.has_values):
         return Distances(is_exact=False)
@@ -282,14 +287,14 @@ def _between_finite(a: Digest, b: Digest) -> tuple[float | None, float | None]:
     values = np.union1d(ours.values, theirs.values)
     parts = [_cumulative(numbers, at=values) for numbers in (ours, theirs)]
     gaps = np.abs(parts[0] - parts[1])
-    # Both are 1 at the last value. Two numbers may be farther apart than any number is large.
+    # Both are 1 at the last value. The difference of two values may overflow.
     with np.errstate(over="ignore", invalid="ignore"):
         area = float((gaps[:-1] * np.diff(values)).sum())
     return float(gaps.max()), area if math.isfinite(area) else None
 
 
 def _cumulative(numbers: Finite, *, at: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Which part of the values is below or at each place."""
+    """The fraction of the values that are less than or equal to each value of `at`."""
     ends = np.append(0, np.cumsum(numbers.counts))
     part: NDArray[np.float64] = ends[np.searchsorted(numbers.values, at, side="right")] / int(ends[-1])
     return part
@@ -310,7 +315,7 @@ def _between_classes(a: Digest, b: Digest) -> tuple[float | None, float | None]:
 
 
 def _classes(digest: Digest) -> dict[int, int]:
-    """How many values are of each class: one for each sign and exponent, each infinity, zero, and NaN."""
+    """The number of values in each class: each sign and exponent, each infinity, zero, and NaN."""
     exponents = np.frexp(digest.values)[1].astype(np.int64)
     exponents[np.isinf(digest.values)] = _BEYOND
     keys, places = np.unique(4 * exponents + np.sign(digest.values).astype(np.int64), return_inverse=True)
@@ -321,44 +326,44 @@ def _classes(digest: Digest) -> dict[int, int]:
 
 
 _BEYOND = 1 << 12
-"""In the place of the exponent of infinities, and without a sign of NaN."""
+"""The exponent that stands for infinities, and, with sign 0, for NaN."""
 
 
 _FEWEST = 20
-"""Values below which it matters whether the deviation is that of a sample or of the values themselves."""
+"""With fewer values, it matters whether the standard deviation is that of the sample or of the population."""
 
 _CRITICAL_AT_5_PERCENT = 0.886
-"""The distance that one in twenty normal samples of n values exceeds, times the root of n (Lilliefors 1967)."""
+"""The distance that 5% of normal samples of n values exceed, times the square root of n (Lilliefors 1967)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NormalFit:
-    """The normal distribution with the mean and the standard deviation of the finite values, and how far they are."""
+    """A normal distribution with the mean and standard deviation of the finite values, and their distance from it."""
 
     num_values: int
-    """Finite values."""
+    """Number of finite values."""
     mean: float | None
-    """Their mean; None where there is none."""
+    """Mean of the finite values; None if there are none."""
     std: float | None
-    """Their standard deviation; None where there are none, or it is beyond all numbers."""
+    """Standard deviation of the finite values; None if there are none or if it overflows."""
     ks_distance: float | None = None
-    """Largest difference between the two cumulative distributions; None where `std` is 0 or None."""
+    """Largest difference between the two cumulative distributions; None if `std` is 0 or None."""
     ks_p_value: float | None = None
-    """How often normal values, as many and fitted likewise, would be as far away or farther.
+    """Probability that as many normal values are at least as far from the normal distribution fitted to them.
 
-    None with fewer than 20 values, and where the values lie on a grid so coarse that ties alone move the distance: the
-    16-bit values of a large tensor do.
+    None if there are fewer than 20 values, or if values are so coarse that ties alone change the distance, as are the
+    16-bit values of a large tensor.
     """
     probabilities: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
-    """Parts of the values, for `theoretical` and `observed`; empty where `std` is 0 or None."""
+    """The probabilities of the quantiles `theoretical` and `observed`; empty if `std` is 0 or None."""
     theoretical: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
-    """Below which such a part of the normal distribution lies."""
+    """Quantiles of the normal distribution."""
     observed: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
-    """Below or at which such a part of the values lies."""
+    """Quantiles of the values."""
 
     @property
     def qq_correlation(self) -> float | None:
-        """Correlation of `observed` with `theoretical`: 1 where they lie on a line; None without `observed`."""
+        """The correlation of `observed` with `theoretical`: 1 if they are on a line; None without `observed`."""
         if not self.observed.size:
             return None
         theoretical, observed = _centred(self.theoretical), _centred(self.observed)
@@ -367,7 +372,7 @@ class NormalFit:
 
 
 def _centred(points: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The differences from their mean, the largest of which is 1: squares of the points may be beyond all numbers."""
+    """The differences from the mean, scaled to a maximum magnitude of 1 because squares of points may overflow."""
     scaled = points / (np.abs(points).max() or 1.0)
     centred = scaled - scaled.mean()
     unit: NDArray[np.float64] = centred / (np.abs(centred).max() or 1.0)
@@ -375,9 +380,10 @@ def _centred(points: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def fit_normal(digest: Digest, *, num_points: int = 101) -> NormalFit:
-    """The fit to the finite values of a digest, of complex values to the larger parts.
+    """The normal fit to the finite values of a digest; for complex values, to the larger parts.
 
-    Mean and standard deviation are exact where the digest's are: those that were summed, not those of `values`.
+    The mean and the standard deviation are those of the digest's statistics, which are exact even if its values are
+    not; those of complex values are computed from the digest's values.
     """
     numbers = finite(digest)
     mean, std = _moments(digest, numbers)
@@ -419,11 +425,11 @@ def _ks_distance(numbers: Finite, normal: NormalDist) -> float:
 
 
 def _p_value(distance: float, numbers: Finite) -> float | None:
-    """Of a distance to a normal distribution that was fitted to the same values.
+    """The p-value of a distance to a normal distribution that was fitted to the same values (Lilliefors test).
 
-    Kolmogorov's distribution is for one that was known before. Up to 0.1 by Dallal and Wilkinson, An analytic
-    approximation to the distribution of Lilliefors's test statistic for normality, American Statistician 40, 1986;
-    above by Stephens's modified statistic, as in Thode, Testing for normality, 2002, 5.1.1.
+    Kolmogorov's distribution does not apply to fitted parameters. Up to 0.1, the p-value is that of Dallal and
+    Wilkinson, An analytic approximation to the distribution of Lilliefors's test statistic for normality, American
+    Statistician 40, 1986; above, that of Stephens's modified statistic: Thode, Testing for normality, 2002, 5.1.1.
     """
     num_values = numbers.num_values
     if num_values < _FEWEST:
@@ -431,7 +437,7 @@ def _p_value(distance: float, numbers: Finite) -> float | None:
     most_alike = (int(numbers.counts.max()) - 1) / num_values
     if most_alike > _CRITICAL_AT_5_PERCENT / math.sqrt(num_values) / 3:
         return None
-    is_many = num_values > 100  # noqa: PLR2004 - where the approximation stands for all that are more
+    is_many = num_values > 100  # noqa: PLR2004 - the formula is for up to 100 values, and larger samples are scaled
     scaled = distance * (num_values / 100) ** 0.49 if is_many else distance
     size = 100 if is_many else num_values
     p_value = math.exp(
@@ -441,7 +447,7 @@ def _p_value(distance: float, numbers: Finite) -> float | None:
         + 0.974598 / math.sqrt(size)
         + 1.67997 / size
     )
-    if p_value <= 0.1:  # noqa: PLR2004 - up to here the formula holds
+    if p_value <= 0.1:  # noqa: PLR2004 - the formula is accurate up to 0.1
         return p_value
     root = math.sqrt(num_values)
     return _modified_p_value((root - 0.01 + 0.85 / root) * distance)
@@ -460,4 +466,6 @@ _MODIFIED = (
     (0.9, (-4.901232, 40.662806, -97.490286, 94.029866, -32.355711)),
     (1.31, (6.198765, -19.558097, 23.186922, -12.234627, 2.423045)),
 )
-"""Up to which modified statistic the p value is which polynomial of it, the coefficient of the constant first."""
+"""Upper limits of the modified statistic, and the coefficients of the polynomial that gives the p-value below each.
+
+The constant term is first."""

@@ -1,4 +1,4 @@
-"""Adds up how far a result is from the one that it should be, in sums that can be added to others."""
+"""Sums the errors of a result against a reference, so that sums of several results can be added."""
 
 from __future__ import annotations
 
@@ -25,100 +25,102 @@ if TYPE_CHECKING:
 
 
 PART = 1 << 18
-"""Elements that a thread adds up at a time, at least."""
+"""Minimum number of elements of a part, which one thread sums."""
 
 MAX_PARTS = 16
-"""Parts of a matrix that are added up apart, each with sums of all columns."""
+"""Maximum number of parts of a matrix. Each part has its own sums of all columns."""
 
 DEVICE_PART = 1 << 24
-"""Elements of a tensor on another device that are looked at at once, with some 700 MB of memory."""
+"""Number of elements of a tensor on another device that are processed at once, which takes about 700 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorSums:
-    """What the errors of the elements of one or several results add up to; sums of parts are those of the whole.
+    """Sums over the errors of the elements of one or more results, which can be added to those of other results.
 
-    Sums and the largest error are over the positions where reference and result are both finite. A metric is None
-    where nothing was compared, or where it is not defined.
+    Sums and the largest error are over the positions where both the reference and the result are finite. A metric is
+    None if no position was compared or if it is undefined.
     """
 
     num_elements: float = 0.0
-    """Elements of each array; a whole number, as all counts."""
+    """Number of elements of each array; a whole number, as are all counts."""
     num_compared: float = 0.0
-    """Positions where both are finite."""
+    """Number of positions where both are finite."""
     num_lost: float = 0.0
-    """Positions where the reference is finite and the result is NaN or infinite. At all others the reference is."""
+    """Number of positions where the reference is finite and the result is not.
+
+    At all other positions that are not compared, the reference is not finite."""
     reference_squared: float = 0.0
     """Sum of the squares of the reference."""
     result_squared: float = 0.0
     """Sum of the squares of the result."""
     product: float = 0.0
-    """Sum of reference times result."""
+    """Sum of the products of reference and result."""
     error_squared: float = 0.0
     """Sum of the squares of the errors, result minus reference."""
     error: float = 0.0
     """Sum of the errors."""
     error_deviation: float = 0.0
-    """The standard deviation of that sum, from the sums of the rows and of the columns: the errors of a product of two
-    matrices are not independent, because all of a row come from one row of the first and all of a column from one of
-    the second (two-way clusters: Cameron, Gelbach and Miller 2011, doi:10.1198/jbes.2010.07136).
+    """Standard deviation of `error`, from the sums of the errors of each row and of each column.
 
-    Of several results the sum of theirs, which is the most that it can be: calls of a layer share the errors of its
-    weight."""
+    The errors of a product of two matrices are not independent: those of a row share a row of the first matrix, and
+    those of a column a column of the second (two-way clusters: Cameron, Gelbach and Miller 2011,
+    doi:10.1198/jbes.2010.07136). For several results it is the sum of the deviations, an upper bound, because the calls
+    of a layer share the errors of its weight."""
     max_error: float = 0.0
-    """Largest |error|: the one that is not a sum."""
+    """Largest |error|, the only field that is not summed."""
 
     def __add__(self, other: ErrorSums) -> ErrorSums:
-        """Those of both together."""
+        """The sums of both results together."""
         return ErrorSums.pooled([self.to_array(), other.to_array()])
 
     def to_array(self) -> NDArray[np.float64]:
-        """The same numbers as a row of float64, in the order of the fields."""
+        """The fields as a row of float64, in their order."""
         return np.array([getattr(self, name) for name in self.__slots__])
 
     @classmethod
     def pooled(cls, rows: ArrayLike) -> ErrorSums:
-        """Those of all rows of `to_array` together, in the order of the rows; of a single one itself."""
+        """The sums of all results together, given a row of `to_array` for each; added in the order of the rows."""
         table = np.asarray(rows, dtype=np.float64).reshape(-1, len(cls.__slots__))
         *sums, _ = table.sum(axis=0).tolist()
         return cls(**dict(zip(cls.__slots__, [*sums, float(table[:, -1].max(initial=0.0))], strict=True)))
 
     @property
     def relative_error(self) -> float | None:
-        """The norm of the errors over the norm of the reference (Frobenius); infinite where the reference is 0."""
+        """Norm of the errors over the norm of the reference (Frobenius); infinite if only the reference is 0."""
         if not self.num_compared or not self.error_squared:
             return 0.0 if self.num_compared else None
         return math.sqrt(self.error_squared / self.reference_squared) if self.reference_squared else math.inf
 
     @property
     def sqnr(self) -> float | None:
-        """The reference's mean square over that of the errors, in dB; infinite without any error."""
+        """Mean square of the reference over that of the errors, in dB; infinite if there is no error."""
         return decibels(self.relative_error)
 
     @property
     def cosine(self) -> float | None:
-        """Of the angle between reference and result; None where one of them is 0 everywhere."""
+        """Cosine of the angle between reference and result; None if one of them is 0 everywhere."""
         is_equal = not self.error_squared
         return cosine_of(self.product, self.reference_squared, self.result_squared, is_equal=is_equal)
 
     @property
     def max_abs_error(self) -> float | None:
-        """Largest |error|."""
+        """Largest |error|; None if no position was compared."""
         return self.max_error if self.num_compared else None
 
     @property
     def norm_ratio(self) -> float | None:
-        """The norm of the result over the norm of the reference; infinite where only the latter is 0."""
+        """Norm of the result over the norm of the reference; infinite if only the reference is 0, None if both are."""
         if not self.reference_squared:
             return math.inf if self.result_squared else None
         return math.sqrt(self.result_squared / self.reference_squared)
 
     @property
     def bias(self) -> float | None:
-        """The mean error over its standard error: beyond 4 or so it is no chance; 0 without any error.
+        """Mean error over its standard error; 0 if there is no error. Beyond about 4 in magnitude, it is not by chance.
 
-        Rows and columns of a result may each have an error of their own: few of them show little. Several results may
-        all have the same one: they show no more than one of them.
+        The errors of a row or of a column may be correlated, so results with few rows or columns are weak evidence.
+        Results may share their errors, so several are no stronger evidence than one.
         """
         if not self.num_compared:
             return None
@@ -126,9 +128,9 @@ class ErrorSums:
 
     @property
     def gain(self) -> float | None:
-        """What the reference is multiplied by in the result, by least squares: below 1 for rounding towards 0.
+        """The least-squares factor of the reference in the result: below 1 for rounding towards 0.
 
-        None where the reference is 0 everywhere.
+        None if the reference is 0 everywhere.
         """
         return self.product / self.reference_squared if self.reference_squared else None
 
@@ -136,17 +138,18 @@ class ErrorSums:
 def error_sums(
     reference: AnyArray | torch.Tensor, result: AnyArray | torch.Tensor, *, rest: torch.Tensor | None = None
 ) -> ErrorSums:
-    """What the errors of a result add up to; both are taken as float32, of any real type.
+    """The sums over the errors of a result.
 
-    With a `rest` the result is the exact sum of the two, which are tensors of bfloat16 on a CPU.
+    Both are arrays or tensors of the same shape and of any real dtype, and are converted to float32. The last dimension
+    is that of the columns; a single dimension is one row. With `rest`, the result is the exact sum of `result` and
+    `rest`, which are bfloat16 tensors on the CPU.
 
-    Arrays or tensors of one shape: matrices, whose last dimension is that of the columns, or a single row. Sums are
-    float64, of at most 16 parts that are added up in their order: the number of threads changes no bit. Tensors on
-    another device stay there. NaN and Inf are counted apart, whatever is in the other array; empty arrays add up to
-    nothing.
+    Sums are float64 sums of at most 16 parts in their order, and bitwise the same for any number of threads. Tensors on
+    another device are not copied. Positions where either is NaN or infinite are only counted. All sums of empty arrays
+    are 0.
 
     Raises:
-        UsageError: the shapes differ.
+        UsageError: The shapes differ.
     """
     pair = tensor_or_array(reference), tensor_or_array(result)
     shapes = [tuple(one.shape) for one in pair]
@@ -176,11 +179,11 @@ _PLACES = [
         "largest",
     )
 ]
-"""What is added up for the fields of `ErrorSums` behind the first one, in their order."""
+"""The indices in `SUMS` of the sums from which the fields of `ErrorSums` after the first are computed, in their order."""
 
 
 def _together(parts: ArrayLike, *, num_elements: int, columns: NDArray[np.float64]) -> ErrorSums:
-    """Those of one result, from `_PLACES` of its parts."""
+    """The sums of one result, from the sums `_PLACES` of its parts."""
     table = np.asarray(parts, dtype=np.float64).reshape(-1, len(_PLACES))
     sums, largest = table.sum(axis=0), float(table[:, -1].max(initial=0.0))
     compared, num_finite, *squares, error, variance, _ = sums.tolist()
@@ -197,14 +200,14 @@ def _together(parts: ArrayLike, *, num_elements: int, columns: NDArray[np.float6
 
 
 def _rows(array: Any) -> NDArray[np.float32]:
-    """The elements as a matrix in C order."""
+    """The elements as a float32 matrix in C order."""
     plain = array if isinstance(array, np.ndarray) else array_of(array)
-    with np.errstate(over="ignore", invalid="ignore"):  # beyond float32 they are infinite, and counted so
+    with np.errstate(over="ignore", invalid="ignore"):  # values beyond float32 count as infinite
         return frozen(plain.astype(np.float32, copy=False), shape=_matrix_shape(plain.shape))
 
 
 def _patterns(tensor: Any) -> NDArray[np.uint16]:
-    """The same of bfloat16, as it is."""
+    """The bit patterns of a bfloat16 tensor as a matrix in C order."""
     return frozen(array_of(tensor).view(np.uint16), shape=_matrix_shape(tensor.shape))
 
 
@@ -213,7 +216,7 @@ def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _device_sums(reference: Any, result: Any) -> ErrorSums:
-    """The same of tensors of which one at least is not in the CPU's memory; sums in the order of their device."""
+    """`error_sums` of two tensors, at least one of which is not on the CPU; sums are in the order of the device."""
     import torch
 
     shape = _matrix_shape(reference.shape)
@@ -225,7 +228,7 @@ def _device_sums(reference: Any, result: Any) -> ErrorSums:
 
 
 def _part_sums(want: torch.Tensor, got: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """`_PLACES` of a part, by operations of torch."""
+    """The sums `_PLACES` of a part, computed by torch; adds the errors to `columns`."""
     import torch
 
     x, y = want.to(torch.float32).to(torch.float64), got.to(torch.float32).to(torch.float64)
