@@ -179,7 +179,7 @@ _PLACES = [
         "largest",
     )
 ]
-"""The indices in `SUMS` of the sums from which the fields of `ErrorSums` after the first are computed, in their order."""
+"""The indices in `SUMS` of the sums from which the fields of `ErrorSums` after the first follow, in their order."""
 
 
 def _together(parts: ArrayLike, *, num_elements: int, columns: NDArray[np.float64]) -> ErrorSums:
