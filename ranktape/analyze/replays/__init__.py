@@ -1,1 +1,1 @@
-"""Computes the products of recorded layers again, with other operands."""
+"""Replays the products of recorded layers with other operands."""

@@ -1,4 +1,4 @@
-"""Finds the calls of layers of which products can be computed again, and says why others cannot."""
+"""Selects the calls of layers whose products can be replayed, and gives the reason for each that cannot."""
 
 from __future__ import annotations
 
@@ -37,61 +37,61 @@ ATTENTION, ATTENTION_COMPONENT = "attention", "FA"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCall:
-    """One call of a layer with products that can be computed again."""
+    """One call of a layer, with products that can be replayed."""
 
     key: Key
-    """Which one; of tensors that are put together, that of the lowest rank."""
+    """The fields of the call. If its tensors are assembled from several ranks, those of the lowest rank."""
     sample: SampleName | None
-    """The sample that it is of, where it is of one; else None."""
+    """The sample of the call; None if it has several or none."""
     rows: Rows
-    """Where its operands are among the records, the results that are compared, and `bias` and `offsets`."""
+    """The rows of its operands, of the results that are compared, and of `bias` and `offsets`."""
     products: Mapping[str, str]
-    """By name, why what was recorded of it is not what the operands give; empty where it is."""
+    """For each product, why the recorded result differs from that of the operands; empty if it does not."""
     doubts: Mapping[str, str]
-    """By name, why a difference is no error of the capture; empty where it is one."""
+    """For each product, why a difference would not be an error of the capture; empty if it would be."""
     is_assembled: bool
-    """Whether its tensors are put together from those of all ranks of a mesh."""
+    """Whether its tensors are assembled from those of all ranks of a mesh."""
     is_bias_known: bool
-    """Whether the bias that is in the output, if there is one, is in `rows`."""
+    """Whether the bias in the output, if there is one, is in `rows`."""
     samples: tuple[SampleName, ...] = ()
-    """Its samples, where they are told apart: see `by_sample`."""
+    """Its samples, if they are distinguished (see `by_sample`)."""
     sample_dim: int | None = None
-    """Then the dimension of the input and the gradient of the output that holds them."""
+    """In this case, the dimension of samples in the input and in the gradient of the output."""
 
     def field(self, name: str) -> Any:
-        """One of `CALL_FIELDS`."""
+        """The value of one of `CALL_FIELDS`."""
         return self.key[CALL_FIELDS.index(name)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """A product of a call that cannot be computed again."""
+    """A product of a call that cannot be replayed."""
 
     key: Key
-    """Which call."""
+    """The fields of the call."""
     product: str
-    """Its name."""
+    """Name of the product."""
     reason: str
-    """What is missing, in words that are the same for all that lack it."""
+    """What is missing, in the same text for all calls that lack it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCalls:
-    """The calls that a selection asks for."""
+    """The calls of a selection."""
 
     records: Records
-    """The records that places are of: those of all such layers, with those that the selection leaves out."""
+    """The records that rows refer to: those of all such layers, including records outside the selection."""
     calls: tuple[RecordedCall, ...]
-    """Those of which something can be computed, in the order of the records."""
+    """The calls with a product that can be replayed, in the order of the records."""
     left_out: tuple[LeftOut, ...]
-    """The products that cannot be computed."""
+    """The products that cannot be replayed."""
     num_layers: Mapping[str, int]
-    """By `layer_stack`, one more than the largest number of a layer."""
+    """For each `layer_stack`, one more than the largest index of a layer."""
 
     def recipe_of(self, call: RecordedCall, recipe: Recipe) -> Recipe:
-        """What a call computes with by a recipe, with its exceptions."""
+        """The recipe for the layer of a call, with the exceptions of the recipe applied."""
         layer_idx, stack = call.field("layer_idx"), call.field("layer_stack")
-        # Outside of the stacks it matters whether there is any.
+        # A layer outside the stacks only needs to know whether there are any layers in them.
         num_layers = self.num_layers[stack] if layer_idx >= 0 else max(self.num_layers.values())
         return recipe.of_layer(call.field("module"), layer_idx=layer_idx, num_layers=num_layers)
 
@@ -99,18 +99,20 @@ class RecordedCalls:
 def calls_of(
     records: Records, *, products: Collection[str] = (), has_attention: bool = False, is_wide: bool = True
 ) -> RecordedCalls:
-    """The calls of linear layers of a selection, and which of their products can be computed again; reads no value.
+    """The calls of linear layers in a selection, and which of their products can be replayed. Reads no value.
 
-    A product is asked for if its result is selected; or, where no layer recorded such a result or `products` names it,
-    if its operands are. Operands may lie outside of the selection, in its iterations. Without `products` all count.
+    A product is selected if its result is selected. If no layer recorded such a result, or if `products` names it, it
+    is also selected if its operands are. Operands may be outside the selection, in the same iterations. If `products`
+    is empty, all products count.
 
-    With `has_attention`, calls of attention come, too. Where a layer recorded what it was given beside what it
-    quantised, the former is the operand; without `is_wide` it is what was multiplied, which is known of outputs alone.
+    With `has_attention`, calls of attention are included. If a layer recorded its operands both before and after it
+    quantized them, those before are used. Without `is_wide`, those that were multiplied are used, which applies to
+    outputs only.
 
     Raises:
         DataError: a placement is damaged.
         StorageError: a catalogue cannot be read.
-        UsageError: the records are of several sources.
+        UsageError: the records have several sources.
     """
     if len(records.sources) > 1:
         named = ", ".join(map(printable, records.sources))
@@ -141,7 +143,7 @@ def is_attention(key: Key) -> bool:
 
 
 def _tied_weights(records: Records) -> set[Key]:
-    """The weights that several modules have: the values of `TIE`."""
+    """The weights that several modules share, as values of `TIE`."""
     weights = records.take(np.flatnonzero(records.column("tensor_name") == "weight").tolist())
     modules: defaultdict[Key, set[str]] = defaultdict(set)
     for *key, module in zip(*(weights.column(name).tolist() for name in (*TIE, "module")), strict=True):
@@ -151,7 +153,7 @@ def _tied_weights(records: Records) -> set[Key]:
 
 @dataclass(slots=True)
 class _Found:
-    """What is found of a call, product by product; the fields are those of `RecordedCall`."""
+    """The products and tensors of a call that were selected so far. The fields are those of `RecordedCall`."""
 
     sample: SampleName | None
     rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -164,7 +166,7 @@ _OF_GRAPH = "a backward pass over gradients (create_graph=True) adds to those of
 
 
 class _Finder:
-    """Looks at the products of calls, one after the other."""
+    """Examines the products of calls one by one."""
 
     def __init__(self, records: Records, selected: list[int], *, calls: CallTensors, tied: set[Key]) -> None:
         self._calls = calls
@@ -184,36 +186,36 @@ class _Finder:
         return [key for key in self._calls.names if key in self._selected]
 
     def products(self, key: Key) -> Collection[str]:
-        """What a call's layer computes."""
+        """The products of the layer of a call."""
         return self._kind(key).products
 
     def _kind(self, key: Key) -> LinearTensors | AttentionTensors:
         return self._attention if is_attention(key) else self._linear
 
     def calls(self) -> tuple[RecordedCall, ...]:
-        """Those with a product that can be computed."""
+        """The calls with a product that can be replayed."""
         return tuple(
             RecordedCall(key=key, is_assembled=is_assembled, **dataclasses.asdict(found))
             for (key, is_assembled), found in self._found.items()
         )
 
     def left_out(self) -> tuple[LeftOut, ...]:
-        """The products that cannot be computed."""
+        """The products that cannot be replayed."""
         found = self._left_out.items()
         return tuple(LeftOut(key=key, product=product, reason=reason) for (key, product), reason in found)
 
     def is_asked(self, key: Key, product: str, *, is_named: bool) -> bool:
-        """Whether a selection asks for a product of a call."""
+        """Whether a product of a call is selected."""
         selected = self._selected[key]
         if product in self._calls.names[key]:
             return product in selected
-        # One that no layer recorded was left out by the capture; else this layer computed none.
+        # If other layers recorded this result, this layer did not compute it. If none did, the capture left it out.
         kind = self._kind(key)
         flowing = [name for name in kind.products[product] if name not in kind.standing]
         return (is_named or product not in self._recorded) and all({name, WIDE + name} & selected for name in flowing)
 
     def look(self, key: Key, product: str) -> None:
-        """Note what a call gives of a product, or why it gives none."""
+        """Add a product of a call, or the reason why it cannot be replayed."""
         kind = self._kind(key)
         own = self._calls.of(key)
         reason = kind.why_not_read(own, product)
@@ -242,7 +244,7 @@ class _Finder:
             found.rows |= {"bias": rows["bias"]} if kind.has_bias(rows) else {}
 
     def _whole(self, key: Key, own: Rows, product: str) -> tuple[Key, Rows, str]:
-        """The call of the lowest rank of a mesh, its tensors of all ranks, and why they cannot be had."""
+        """The call of a mesh's lowest rank, its tensors of all ranks, and why they are not available, or empty."""
         kind = self._kind(key)
         ranks = sorted(kind.ranks(own, product))
         if not ranks:
@@ -259,11 +261,11 @@ class _Finder:
 
 
 _FIELDS = ("attempt", "iteration", "rank", "module", "tensor_name", "counter")
-"""What tells one record of a run from all others."""
+"""The fields that identify a record of a run."""
 
 
 def places_in(records: Records, calls: RecordedCalls) -> list[list[int]]:
-    """For each call the places of its tensors in a selection, in the order of the call; none of what lies outside."""
+    """For each call, the indices of its tensors in a selection, in the call's order, without tensors outside of it."""
     known = {key: place for place, key in enumerate(_keys(records))}
     keys = _keys(calls.records)
     rows = ([row for several in call.rows.values() for row in several] for call in calls.calls)
@@ -275,16 +277,16 @@ def _keys(records: Records) -> list[tuple[Any, ...]]:
 
 
 SUMMED = "grad_weight adds up all samples, and these are told apart"
-"""Why the gradient of a weight is of no sample."""
+"""Why the gradient of a weight is not available by sample."""
 
 _FLOWING = ("input", "grad_output")
-"""The operands whose rows are of samples."""
+"""The operands whose rows belong to samples."""
 
 
 def by_sample(calls: RecordedCalls) -> RecordedCalls:
-    """The calls with their samples: `output` and `grad_input` of each that knows where they are; others are left out.
+    """The calls with `output` and `grad_input` by sample. Calls whose rows cannot be assigned to samples are left out.
 
-    A call that is of one sample alone stays as it is. No value is read.
+    A call of a single sample does not change. No value is read.
     """
     tensors, names = RecordedTensors(calls.records), sample_names(calls.records)
     kept, left_out = [], list(calls.left_out)
@@ -303,7 +305,7 @@ def by_sample(calls: RecordedCalls) -> RecordedCalls:
 
 
 def _apart(call: RecordedCall, tensors: RecordedTensors, names: list[list[SampleName]]) -> RecordedCall | str:
-    """The call with its samples; or why they cannot be told apart."""
+    """The call with its samples, or the reason why they cannot be distinguished."""
     if is_attention(call.key):
         return "samples of attention are not told apart"
     if "offsets" in call.rows:
@@ -315,7 +317,7 @@ def _apart(call: RecordedCall, tensors: RecordedTensors, names: list[list[Sample
         for row in rows
     }
     dim, own, sizes = next(iter(told))
-    # Of a shard that is cut along it, the samples are not those of the whole.
+    # A shard along this dimension has fewer samples than the names given for the whole tensor.
     if len(told) > 1 or math.isnan(dim) or dim >= len(sizes) or sizes[int(dim)] != len(own):
         return "its records do not say which rows are of which sample"
     products = {product: why for product, why in call.products.items() if product != "grad_weight"}

@@ -1,4 +1,4 @@
-"""Picks for each linear layer the cheapest recipe whose products hold a target: the precision plan of a run."""
+"""The precision plan of a run: for each linear layer, the cheapest recipe whose products all reach a target."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ranktape.storage import Records
 from ranktape.storage.places.backend import without_credentials
 
 Targets: TypeAlias = "str | float | Mapping[str, float]"
-"""A number of dB for all products, a text as `20` or `output=20,grad_weight=15`, or numbers by product."""
+"""A number of dB for all products, a text such as `20` or `output=20,grad_weight=15`, or numbers by product."""
 
 
 def precision_plan(
@@ -32,20 +32,21 @@ def precision_plan(
     target_bits: float | None = None,
     engine: Engine | None = None,
 ) -> PrecisionPlan:
-    """The plan of the selected linear layers: for each the cheapest recipe whose products all hold the target.
+    """The plan of the selected linear layers: for each, the cheapest recipe whose products all reach the target.
 
-    Cheapest is the highest speed, then the fewest bits, then the best SQNR. A layer that none of the recipes
-    holds stays in bf16, and so does one that nothing is known of; the plan says why. All calls of a layer count
-    together, over ranks and iterations, and what the worst one has is said beside it. A product that cannot be computed
-    again decides nothing.
+    The cheapest recipe is the one with the highest speed, then the fewest bits, then the best SQNR. A layer stays in
+    bf16 if no recipe reaches the target or if none of its products can be replayed; the plan gives the reason. The SQNR
+    covers all calls of a layer, over ranks and iterations; the plan also has that of the worst call. Products that
+    cannot be replayed are ignored.
 
-    With `target_bits` in its place, the target is the highest, in steps of half a dB up to 40, whose plan has no more
-    bits an element: the best worst product within a budget.
+    With `target_bits` instead of `target_sqnr`, the target is the highest one, in steps of 0.5 dB up to 40 dB, whose
+    plan has at most this many bits per element on average.
 
     Raises:
-        NoRecordsError: no linear layer is selected, or none of which a product can be computed again.
-        UsageError: a recipe is not known, the target is none, there are two or none, or no plan has so few bits.
-        RanktapeError: as `replay_calls`.
+        NoRecordsError: no linear layer is selected, or no product of the selected layers can be replayed.
+        UsageError: a recipe is unknown, a target is invalid, both targets or none are given, or no plan has so few
+            bits.
+        RanktapeError: the errors of `replay_calls`.
     """
     if (target_sqnr is None) == (target_bits is None):
         raise UsageError("a plan is for one target: give target_sqnr or target_bits")
@@ -60,7 +61,7 @@ def precision_plan(
 
 
 def _target_within(plan: PrecisionPlan, target_bits: float) -> dict[str, float]:
-    """The highest target whose plan keeps to a budget of bits; `plan` has the bits of every target."""
+    """The highest target whose plan does not exceed `target_bits`; `plan` has the bits for each target."""
     if not plan.bits_by_target:
         unknown = next((one.module for one in plan.modules if one.multiply_adds is None), None)
         why = "no product has elements" if unknown is None else f"{unknown} cannot be computed again"
@@ -78,10 +79,10 @@ def _target_within(plan: PrecisionPlan, target_bits: float) -> dict[str, float]:
 
 
 def parse_targets(given: Targets) -> dict[str, float]:
-    """What is asked of each product, in dB; a product that is not named has to hold nothing.
+    """The target of each product, in dB. A product that is not named has no target.
 
     Raises:
-        UsageError: it is no number, or names no product.
+        UsageError: a target is not a finite number, or does not name a product.
     """
     if isinstance(given, str) and "=" in given:
         pairs = [part.partition("=")[::2] for part in given.split(",")]
@@ -113,10 +114,10 @@ def _decibels(number: str | float) -> float:
 
 
 def plan_of(replayed: Replayed, recipes: Sequence[Recipe], *, target_sqnr: Mapping[str, float]) -> PrecisionPlan:
-    """The plan from products that were computed again by these recipes.
+    """The plan from products that were replayed with these recipes.
 
     Raises:
-        NoRecordsError: there is no linear layer among them, or none can be computed again.
+        NoRecordsError: there are no linear layers, or none can be replayed.
     """
     calls: defaultdict[str, list[RecordedCall]] = defaultdict(list)
     for call in replayed.calls.calls:
@@ -174,11 +175,11 @@ def plan_of(replayed: Replayed, recipes: Sequence[Recipe], *, target_sqnr: Mappi
 
 
 MAX_TARGET = 40
-"""In dB: up to here a plan says how many bits each target takes; 8-bit recipes keep less."""
+"""Highest target, in dB, for which a plan gives the number of bits. No 8-bit recipe reaches it."""
 
 
 def _gap(sqnr: Mapping[tuple[str, str], float], *, recipe: str) -> PrecisionGap | None:
-    """The worst product of all layers in a recipe, where those of all other layers are far better."""
+    """The worst product of all layers with a recipe, if those of all other layers are much better; None otherwise."""
     if not sqnr:
         return None
     worst, product = min(sqnr, key=sqnr.__getitem__)
@@ -190,10 +191,10 @@ def _gap(sqnr: Mapping[tuple[str, str], float], *, recipe: str) -> PrecisionGap 
 
 
 MIN_GAP = 3.0
-"""In dB: a layer that is so much worse than all others is named."""
+"""A layer is named if it is worse than all others by at least this many dB."""
 
 _Groups: TypeAlias = "dict[str, dict[str, ReplayedGroup]]"
-"""Of one module by recipe and product."""
+"""The groups of one module, by recipe and product."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,13 +203,13 @@ class _Candidate:
 
     recipe: Recipe
     sqnr: Mapping[str, float]
-    """Of all calls, by product; minus infinity where NaN or Inf came of finite operands."""
+    """SQNR of all calls by product, in dB; minus infinity if finite operands gave NaN or Inf."""
     worst_sqnr: Mapping[str, float]
-    """Of the worst call."""
+    """SQNR of the worst call by product, in dB."""
 
     @classmethod
     def of(cls, recipe: Recipe, products: Mapping[str, ReplayedGroup], *, replayed: Replayed) -> _Candidate:
-        """What is known of it."""
+        """The candidate from the replayed products of a layer."""
         return cls(
             recipe=recipe,
             sqnr={name: _sqnr(group.exact) for name, group in products.items()},
@@ -216,7 +217,7 @@ class _Candidate:
         )
 
     def shortage(self, targets: Mapping[str, float]) -> dict[str, float]:
-        """By how many dB each product misses its target; below zero where it holds."""
+        """How far each product is below its target, in dB; negative if it is above."""
         return {name: target - self.sqnr[name] for name, target in targets.items() if name in self.sqnr}
 
 
@@ -226,7 +227,7 @@ def _sqnr(sums: ErrorSums) -> float:
 
 
 def _cheapest(layer: PlannedModule, candidates: Sequence[_Candidate], *, targets: Mapping[str, float]) -> PlannedModule:
-    """The layer with the cheapest of the candidates that hold; in bf16 with the reason where none does."""
+    """The layer with the cheapest candidate that reaches the targets, or in bf16 with the reason if none does."""
     if layer.why is not None:
         return layer
     if not candidates:
@@ -249,16 +250,16 @@ def _cheapest(layer: PlannedModule, candidates: Sequence[_Candidate], *, targets
 
 
 def _modules(replayed: Replayed) -> list[str]:
-    """In the order of the records, as often as they have some."""
+    """The module of each record, in order."""
     found: list[str] = replayed.calls.records.column("module").tolist()
     return found
 
 
 def _multiply_adds(call: RecordedCall, *, tensors: LinearTensors) -> int:
-    """Of the products of a call that were computed again."""
+    """Number of multiply-adds in the replayed products of a call."""
     rows = call.rows
     is_usual = tensors.layout(rows) == "OI"
-    # The dimension of the weight that the result of a product has and its first operand has not.
+    # The dimension of the weight that the result of a product has and the first operand lacks.
     other = {"output": 0 if is_usual else -1, "grad_input": -1 if is_usual else -2}
     total = 0
     for product in call.products:

@@ -1,6 +1,6 @@
-"""Computes the products of recorded calls again, by recipes, and holds how far off each is of each call.
+"""Replays the products of recorded calls by recipes, and has the errors of each.
 
-What was found of each call is kept beside the run, for each recipe apart: a further recipe computes itself alone.
+The errors of each call are cached beside the run separately for each recipe, so that only new recipes are computed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ranktape.fields import SAMPLE
 from ranktape.storage import Records
 
 GROUP_FIELDS = (*CALL_FIELDS, SAMPLE, "product", "recipe")
-"""What replayed products can be grouped by."""
+"""The fields by which replayed products can be grouped."""
 
 
 def replay_calls(
@@ -41,18 +41,18 @@ def replay_calls(
     has_attention: bool = False,
     engine: Engine | None = None,
 ) -> Replayed:
-    """How far off each product of each call of the selected linear layers is by each recipe.
+    """The errors of each product of each call of the selected linear layers, by each recipe.
 
-    Which products are asked for, `calls_of` says. Each recipe computes a layer as its exceptions have it. Published
-    recipes leave attention in bfloat16: with `has_attention` it is computed with quantised operands all the same.
-    Memory: the tensors of one call for each worker.
+    `calls_of` defines which products are selected. Each recipe applies its exceptions for layers. Published recipes
+    leave attention in bfloat16; with `has_attention`, it is nevertheless computed with quantized operands. Each worker
+    has the tensors of one call in memory.
     """
     calls = calls_of(records, products=products, has_attention=has_attention)
     return replay_found(calls, recipes, engine=engine)
 
 
 def replay_found(calls: RecordedCalls, recipes: Sequence[Recipe], *, engine: Engine | None = None) -> Replayed:
-    """As `replay_calls`, of calls that were found before."""
+    """The errors of calls that were selected before, like `replay_calls`."""
     names = tuple(one.name for one in recipes)
     if RECORDED in names:
         raise UsageError(f"a recipe is called {RECORDED}, the word for what was recorded: give it another name")
@@ -91,57 +91,57 @@ def replay_found(calls: RecordedCalls, recipes: Sequence[Recipe], *, engine: Eng
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedGroup:
-    """Products that are taken together."""
+    """Products that are evaluated together."""
 
     key: Mapping[str, Any]
-    """The values of the fields by which they are together."""
+    """The values of the fields by which they are grouped."""
     exact: ErrorSums
-    """Against the products of the recorded operands in float32."""
+    """Errors against the products of the recorded operands in float32."""
     recorded: ErrorSums
-    """Against the recorded results, as far as they can be compared: nothing compared where none can."""
+    """Errors against the recorded results that can be compared; zero if none can."""
     num_calls: int
-    """Calls that they are of."""
+    """Number of calls."""
     rows: NDArray[np.int64]
-    """The rows, those that are furthest off first: with NaN and Inf, then with the smallest SQNR."""
+    """The rows, with the largest errors first: NaN and Inf, then the smallest SQNR."""
 
     @property
     def worst(self) -> int:
-        """The row of the one that is furthest off."""
+        """The row with the largest error."""
         return int(self.rows[0])
 
     @property
     def median(self) -> int:
-        """The row of the one in the middle; of two the worse one."""
+        """The row with the median error; for an even number of rows, the worse one in the middle."""
         return int(self.rows[(len(self.rows) - 1) // 2])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Replayed:
-    """How far off each product of each call is by each recipe; a row each, in columns."""
+    """The errors of each product of each call by each recipe, in columns with one row for each."""
 
     calls: RecordedCalls
-    """The calls, and what cannot be computed."""
+    """The calls, and the products that cannot be replayed."""
     recipes: tuple[str, ...]
-    """The recipes that were asked for, by name; `recorded` comes before them in the rows."""
+    """The names of the recipes. In the rows, `recorded` comes before them."""
     places: NDArray[np.int64]
-    """By row the place of the call."""
+    """The index of the call, by row."""
     products: NDArray[np.object_]
-    """By row the product."""
+    """The product, by row."""
     names: NDArray[np.object_]
-    """By row the recipe."""
+    """The name of the recipe, by row."""
     samples: NDArray[np.object_]
-    """By row the sample; None where the call is of several that are not told apart."""
+    """The sample, by row; None if the samples of the call are not distinguished."""
     exact: NDArray[np.float64]
-    """By row `ErrorSums.to_array` against the product of the recorded operands in float32."""
+    """`ErrorSums.to_array` against the product of the recorded operands in float32, by row."""
     recorded: NDArray[np.float64]
-    """By row the same against the recorded result; all 0 where that cannot be compared."""
+    """`ErrorSums.to_array` against the recorded result, by row; all 0 if it cannot be compared."""
 
     def sums(self, row: int) -> ErrorSums:
-        """Those of a row against the product of the recorded operands in float32."""
+        """The errors of a row against the product of the recorded operands in float32."""
         return ErrorSums.pooled(self.exact[row])
 
     def column(self, field: str) -> list[Any]:
-        """One of `GROUP_FIELDS` by row.
+        """The values of one of `GROUP_FIELDS`, by row.
 
         Raises:
             UnknownFieldError: there is no such field.
@@ -155,7 +155,7 @@ class Replayed:
         return [of_calls[place] for place in self.places.tolist()]
 
     def groups(self, by: Sequence[str]) -> list[ReplayedGroup]:
-        """The products in groups of equal values of fields; layers come in the order in which they were recorded."""
+        """The products grouped by fields, sorted by these; modules and other names are in the order of the records."""
         rows: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
         columns = [self.column(field) for field in by]
         for row, key in enumerate(zip(*columns, strict=True) if columns else [()] * len(self.places)):
@@ -166,7 +166,7 @@ class Replayed:
 
     @functools.cached_property
     def badness(self) -> NDArray[np.float64]:
-        """By row the squared relative error; infinite where NaN or Inf came of finite operands."""
+        """The squared relative error, by row; infinite if finite operands gave NaN or Inf."""
         columns = dict(zip(ErrorSums.__slots__, self.exact.T, strict=True))
         errors, references = columns["error_squared"], columns["reference_squared"]
         ratio = np.full(len(errors), math.inf)
@@ -176,11 +176,11 @@ class Replayed:
         return ratio
 
     def _order(self, field: str, column: Sequence[Any]) -> dict[Any, Any]:
-        """Where each value of a field comes among others."""
+        """The sort key of each value of a field."""
         if field in NUMBER_FIELDS:
             return {value: value for value in column}
         if field == SAMPLE:
-            # Names may be numbers and texts, between which there is no order.
+            # Names may be numbers and texts, which cannot be compared.
             return {value: (value is not None, isinstance(value, str), value) for value in column}
         known = {"product": (*PRODUCTS,), "recipe": (RECORDED, *self.recipes)}.get(field, ())
         return {value: place for place, value in enumerate(dict.fromkeys((*known, *column)))}
@@ -196,23 +196,23 @@ class Replayed:
 
 
 VERSION = 2
-"""Version of the sums of errors: one more whenever a recipe or a product computes other numbers."""
+"""Version of the sums of errors. Increase it if a recipe or a product computes other numbers."""
 
 _WIDTH = 2 + 2 * len(ErrorSums.__slots__)
-"""Of a row that is kept of a call and a recipe, for each product and sample: their places, the sums against the exact
-product, and those against the recorded one."""
+"""Length of a cached row of a call and a recipe, for each product and sample: the indices of both, and the sums against
+the exact and the recorded product."""
 
 _MAX_ROWS = 512
-"""Calls and recipes that are kept in one object."""
+"""Maximum number of pairs of call and recipe in one object."""
 
 _COLUMNS = (*KEY_COLUMNS, "iteration", "rank", "layout", "placement", "metadata")
-"""What tells a record from every other one, and from what it was before."""
+"""The columns that identify a record and its content."""
 
 
 def _found_of_each(
     calls: RecordedCalls, recipes: Sequence[Recipe], *, engine: Engine
 ) -> list[NDArray[np.float64] | RanktapeError]:
-    """What is found of each call by each recipe; what was found before is not computed again."""
+    """The errors of each call by each recipe, from the cache if possible."""
     names = RECORDED, *(one.name for one in recipes)
 
     def make(items: Sequence[int]) -> Iterator[NDArray[np.float64] | RanktapeError]:
@@ -243,7 +243,7 @@ def _found_of_each(
 
 
 def _keys(calls: RecordedCalls, recipes: Sequence[Recipe]) -> Keys:
-    """The key of the sums of each call by each recipe."""
+    """The key of the errors of each call by each recipe."""
     records = [key.tobytes().hex() for key in record_keys([calls.records.stored(name) for name in _COLUMNS])]
     texts: dict[tuple[str, bool], str] = {}
     found: list[tuple[str, str]] = []
@@ -261,7 +261,7 @@ def _keys(calls: RecordedCalls, recipes: Sequence[Recipe]) -> Keys:
 
 
 def _row(errors: CallErrors, call: RecordedCall, *, name: str) -> NDArray[np.float64]:
-    """What is found of a call by the recipe of that name."""
+    """The errors of a call by the recipe of that name."""
     places = {product: place for place, product in enumerate(call.products)}
     parts = [
         (places[product], sample, *sums)

@@ -1,7 +1,7 @@
-"""Computes one recorded call again, of a linear layer or of attention: the work of one task.
+"""Replays one recorded call of a linear layer or of attention: the work of one task.
 
-The tensors of one call are in memory. How a call of attention computed is found out first: from what was said of it,
-and where that is not all, from its output.
+The tensors of one call are in memory. The form of a call of attention is determined first, from its metadata and, if
+these are not sufficient, from its output.
 """
 
 from __future__ import annotations
@@ -41,34 +41,34 @@ if TYPE_CHECKING:
     from ranktape.storage.format.record_info import RecordInfo
 
 CALL_NBYTES = 1 << 30
-"""Freed memory that is kept from one product of a call to the next, in blocks of at most half of it."""
+"""Amount of freed memory that is retained between the products of a call, in bytes, in blocks of at most half of it."""
 
 Tensors: TypeAlias = "dict[str, torch.Tensor]"
 
 CallErrors: TypeAlias = "list[tuple[str, str, NDArray[np.float64], NDArray[np.float64]]]"
-"""Of each product and recipe the rows of `ErrorSums` against the exact product, and against the recorded one: of no
-element where that cannot be compared. Where samples are told apart, each of them has a row."""
+"""For each product and recipe, the rows of `ErrorSums` against the exact product and against the recorded one. The
+latter are zero if the recorded one cannot be compared. If samples are distinguished, each has a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTask:
-    """One call, with the records of its tensors; it can be pickled."""
+    """One call with the records of its tensors. It can be pickled."""
 
     call: RecordedCall
     """The call."""
     records: Iterable[Record]
     """The records of its rows, tensor by tensor."""
     recipes: tuple[Recipe, ...]
-    """What the layer is to compute with."""
+    """The recipes to compute with."""
 
 
 class CallTasks(Sequence[CallTask]):
-    """The tasks of calls, made when they are asked for."""
+    """The tasks of calls, created when they are accessed."""
 
     def __init__(
         self, calls: RecordedCalls, recipes: Sequence[Recipe], *, asked: Mapping[int, Collection[str]] | None = None
     ) -> None:
-        """Take calls and recipes; of `asked` calls, by their places, the recipes of these names alone."""
+        """Take calls and recipes. `asked` limits them to calls, by index, and the names of recipes for each."""
         self._calls, self._recipes = calls, recipes
         names = [one.name for one in recipes]
         self._asked = list((dict.fromkeys(range(len(calls.calls)), names) if asked is None else asked).items())
@@ -76,7 +76,7 @@ class CallTasks(Sequence[CallTask]):
         self.sizes = [
             sum(nbytes[row] for rows in calls.calls[place].rows.values() for row in rows) for place, _ in self._asked
         ]
-        """Bytes that each reads."""
+        """Number of bytes that each task reads."""
 
     def __len__(self) -> int:
         return len(self._asked)
@@ -88,14 +88,14 @@ class CallTasks(Sequence[CallTask]):
         call = self._calls.calls[place]
         records = self._calls.records.take([row for rows in call.rows.values() for row in rows])
         recipes = tuple(self._calls.recipe_of(call, one) for one in self._recipes if one.name in names)
-        # To look at the records of files is to read them.
+        # The records of files are read when they are accessed, so this is left to the worker.
         return CallTask(call=call, records=records if records.is_costly else tuple(records), recipes=recipes)
 
 
 def replay_call(task: CallTask) -> CallErrors:
-    """How far off each product of a call is by each recipe; first of each product what was recorded.
+    """The errors of each product of a call by each recipe; for each product, those of the recorded one come first.
 
-    Operands are rounded to what the operation computed in. Where torch has a GPU, it computes.
+    Operands are rounded to the dtype in which the operation computed. A GPU is used if torch has one.
     """
     from ranktape.analyze.numerics.products import replay_products
 
@@ -131,7 +131,7 @@ def _pooled(parts: Iterable[ErrorSums]) -> NDArray[np.float64]:
 
 
 def read_call(task: CallTask) -> tuple[Tensors, dict[str, RecordInfo]]:
-    """The tensors of a call by name, rounded to what it computed in, and what is known of each.
+    """The tensors of a call by name, rounded to the dtype in which it computed, and the `RecordInfo` of each.
 
     Weights have the layout OI, or EIO.
     """
@@ -152,7 +152,7 @@ def read_call(task: CallTask) -> tuple[Tensors, dict[str, RecordInfo]]:
 
 
 def layers_of(tensors: Tensors) -> Iterator[Tensors]:
-    """The tensors of a layer; of experts that are multiplied in one call those of each, with the rows of its tokens."""
+    """The tensors of each layer. Experts that are multiplied in one call are separate layers, with their own tokens."""
     if "offsets" not in tensors:
         yield tensors
         return
@@ -167,7 +167,7 @@ def layers_of(tensors: Tensors) -> Iterator[Tensors]:
 
 
 def bias_of(tensors: Tensors, *, is_known: bool) -> torch.Tensor | None:
-    """What was added to the product of a layer: the recorded bias, or what all tokens have beyond their products."""
+    """The bias in the output of a layer: the recorded one, or the mean difference of outputs and products."""
     if is_known:
         return tensors.get("bias")
     output = tensors["output"].float().flatten(0, -2)
@@ -180,14 +180,14 @@ def bias_of(tensors: Tensors, *, is_known: bool) -> torch.Tensor | None:
 
 
 _FURTHEST = 1 << 40
-"""Keys that a window may hold: no sequence is as long."""
+"""Maximum size of a window, in keys. No sequence is as long."""
 
 _NOT_NUMBERS = ("mask", "bias", "sinks")
-"""What the metadata of a query names and does not hold (`CallOption` of the roles of attention)."""
+"""Names in the metadata of a query of arguments that were passed but not recorded (see `CallOption`)."""
 
 
 class UnknownFormError(Exception):
-    """It cannot be known how a call computed, or not be computed again; the text says why."""
+    """The form of a call is unknown or cannot be replayed. The text gives the reason."""
 
 
 def find_form(
@@ -197,15 +197,15 @@ def find_form(
     output: torch.Tensor | None,
     compute_dtype: torch.dtype,
 ) -> AttentionForm:
-    """The form of a call of attention; `operands` are its query, key and value, [B, H, T, D], and so is its output.
+    """The form of a call of attention. Its operands (query, key and value) and its output have the layout [B, H, T, D].
 
-    `said` is the metadata of its query. A mask that was passed as a tensor is in no record: then causal attention,
-    attention to all keys and the window that was said are tried, and it is the one that gives the recorded output
-    within rounding.
+    `said` is the metadata of the query. A mask that was passed as a tensor is not recorded. In this case, causal
+    attention and full attention are tried, with and without the recorded window, and the form that gives the recorded
+    output within rounding is returned.
 
     Raises:
-        UnknownFormError: none of them does, it is not computed again (dropout, capped scores), or what was said leaves
-            several and there is no output to tell.
+        UnknownFormError: no form gives the output, the call cannot be replayed (dropout, capped scores), or several
+            forms are possible and there is no output to decide.
     """
     forms, is_sure = _possible(said, num_queries=operands["query"].shape[2], num_keys=operands["key"].shape[2])
     if is_sure and len(forms) == 1:
@@ -227,7 +227,7 @@ def find_form(
     if is_sure:
         return best
     if gives(best):
-        # NaN and Inf agree with one another, whatever the mask.
+        # Outputs that are NaN or Inf agree for every mask.
         if seen.isfinite().all() or not any(gives(form) for form in forms if form != best):
             return best
         raise UnknownFormError("several masks give what is finite of its output, and its mask was not recorded")
@@ -238,7 +238,7 @@ def find_form(
 
 
 def _possible(said: Mapping[str, Any], *, num_queries: int, num_keys: int) -> tuple[list[AttentionForm], bool]:
-    """The forms that a call may have had, and whether it is sure that it had one of them."""
+    """The possible forms of a call, and whether one of them is certainly the right one."""
     if said.get("dropout"):
         raise UnknownFormError(f"it drops out at random (dropout {said['dropout']})")
     if said.get("cap"):
@@ -261,7 +261,7 @@ def _possible(said: Mapping[str, Any], *, num_queries: int, num_keys: int) -> tu
 
 
 def _window(said: Any) -> tuple[int | None, int | None]:
-    """How many keys before and after its own a query sees, from a pair of FlashAttention or a number of keys."""
+    """The numbers of keys that a query sees before and after its own, from FlashAttention's pair or one number."""
     is_pair = isinstance(said, list) and len(said) == len(("before", "after"))
     if is_pair and all(isinstance(one, int) for one in said):
         before, after = (None if one < 0 else min(one, _FURTHEST) for one in said)
@@ -271,25 +271,25 @@ def _window(said: Any) -> tuple[int | None, int | None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
-    """What attention was computed from, how, and what it gave; all tensors are [B, H, T, D]."""
+    """The operands, the form and the results of a call of attention. All tensors have the layout [B, H, T, D]."""
 
     operands: Tensors
-    """`query`, `key`, `value`, and where gradients are asked for `grad_output`."""
+    """`query`, `key` and `value`, and `grad_output` if gradients are computed."""
     recorded: Tensors
-    """What was recorded of what it gave, and can be compared."""
+    """The recorded results that can be compared."""
     form: AttentionForm
-    """Which keys a query sees, and the scale."""
+    """The keys that a query sees, and the scale."""
     dtype: torch.dtype
-    """What it computed in."""
+    """The dtype in which it computed."""
 
 
 def read_attention(task: CallTask) -> AttentionCall:
-    """The tensors of a call of attention.
+    """Read the tensors of a call of attention.
 
     Raises:
-        DataError: bytes or parts are missing, or damaged.
+        DataError: bytes or parts are missing or damaged.
         StorageError: the store cannot be read.
-        UnknownFormError: how it computed is not known; the text says why.
+        UnknownFormError: the form is unknown. The text gives the reason.
     """
     call = task.call
     tensors, infos = read_call(task)
@@ -308,7 +308,7 @@ def read_attention(task: CallTask) -> AttentionCall:
 
 
 def without_unknown(calls: RecordedCalls, *, engine: Engine) -> RecordedCalls:
-    """The calls, those of attention left out whose values do not tell how they computed; reads all of attention."""
+    """The calls without those of attention whose form is unknown. Reads the tensors of all calls of attention."""
     attention = replace(calls, calls=tuple(call for call in calls.calls if is_attention(call.key)))
     tasks = CallTasks(attention, ())
     reasons = dict(
@@ -333,7 +333,7 @@ def _why_unknown(task: CallTask) -> str:
 
 
 def replay_any(task: CallTask) -> CallErrors | str:
-    """What `replay_call` gives of a linear layer, and the same of attention; or why attention is not computed again."""
+    """The errors of a call of a linear layer or of attention, or the reason why attention cannot be replayed."""
     if not is_attention(task.call.key):
         return replay_call(task)
     try:
