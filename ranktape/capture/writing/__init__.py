@@ -1,1 +1,1 @@
-"""Store what was staged, whole, from every rank."""
+"""Stores staged tensors, and sees that iterations are complete on all ranks."""

@@ -1,11 +1,11 @@
-"""This rank's word on each iteration, and its way into the store; and what a killed writer left.
+"""Commits or marks each iteration of this rank, and settles those that a killed writer left.
 
-An iteration is committed once all of its tensors are stored; else a marker says why not. A marker that cannot be
-written, as the store does not answer, is owed, and written when it answers again.
+An iteration is committed once all of its tensors are stored; otherwise a marker gives the reason. A marker that cannot
+be written, because the store does not answer, is owed, and written when the store answers again.
 
-After a kill the next writer of the rank puts together what is in the ring and what was stored without a commit: an
-iteration of which every tensor is found, each compared with its checksum, is committed; of any other a marker says how
-much is lost. All of that can be repeated.
+After a kill, the next writer of the rank combines the tensors in the ring with those that are stored without a commit.
+It commits an iteration of which all tensors exist and match their checksums. For any other, it writes a marker that
+says how much is lost. All of this can be repeated.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from ranktape.storage.places.backend import Backend
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OwedMark:
-    """A marker that is to be written."""
+    """A marker that is still to be written."""
 
     iteration: int
     """Training step."""
     mark: Mark
-    """What became of it."""
+    """Outcome of the iteration."""
     reason: str
-    """Why."""
+    """Reason for the outcome."""
     lacks_space: bool = False
-    """Whether what is stored of it must make room."""
+    """Whether the stored tensors of the iteration are deleted because the store is full."""
     waits_in: str | None = None
-    """Where it waits to be pushed: what is stored of it must stay."""
+    """The place from which it has to be pushed; its stored tensors are then kept. None if it is not spilled."""
 
 
 class Committer:
-    """Commits iterations in their order, in a thread of its own."""
+    """Commits iterations in order, in a separate thread."""
 
     def __init__(
         self,
@@ -70,62 +70,62 @@ class Committer:
         on_word: Callable[[int], None],
         num_committed: int = 0,
     ) -> None:
-        """Begin; `on_word` is called with each iteration on which the rank has had its word."""
+        """Start; `on_word` is called with each iteration that the rank has settled."""
         self._storer = storer
         self._rank_writer = storer.rank_writer
         self._ring = storer.ring
         self._backend = storer.backend
-        # Asked once, but for a flight recorder, of which each iteration that it held may be wanted.
+        # Without retries, except for a flight recorder, of which any held iteration may be wanted.
         self._left_backend: Backend = storer.backend if storer.config.options.record_last is None else storer.retrying
         self._spill = storer.spill
         self._attempt = storer.attempt
         self._rank = storer.config.rank
         self._say = say
         self._on_word = on_word
-        # Commits flush the disk: while they do, the tensors of the next iteration are stored.
+        # Commits flush the disk. Meanwhile, the tensors of the next iteration are stored.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ranktape-commit")
         self._owed: list[_OwedMark] = []
         self._lock = threading.Lock()
         self.num_committed = num_committed
-        """Iterations that the rank has committed into the store."""
+        """Number of iterations that the rank has committed."""
 
     def commit(self, staged: Staged, end: Slot | None) -> None:
-        """Commit an iteration when all before it are settled, and free the slot that ended it, if one did."""
+        """Commit an iteration when all before it are settled, and free the slot of its end, if there is one."""
         if end is not None:
-            # At once: the room behind it is free only when it is, and a commit can take as long as an outage.
+            # At once: it blocks the room of later slots, and a commit can take as long as an outage.
             self._ring.free(end)
         self._submit(self._commit, staged, end)
 
     def commit_cut_off(self, staged: Staged, header: dict[str, Any]) -> None:
-        """Commit what came of an iteration that did not end, when all before it are settled; the header says so."""
+        """Commit an iteration that did not finish, when all before it are settled. The header says what is missing."""
         self._submit(self._commit, staged, None, header)
 
     def pass_over(self) -> None:
-        """An iteration that was held is let go: nobody is told of it."""
+        """Count a held iteration as settled that is dropped; nothing is written about it."""
         self._submit(self._ring.advance, Counter.SETTLED)
 
     def mark(self, iteration: int, mark: Mark, reason: str) -> None:
-        """Say of an iteration, when all before it are settled, that it is not recorded."""
+        """Write that an iteration is not recorded, when all before it are settled."""
         self._submit(self._mark, _OwedMark(iteration=iteration, mark=mark, reason=reason))
 
     def recover(self, iteration: int, left: Left) -> None:
-        """Settle an iteration that had ended when the writer before this one was killed, and free its slots."""
+        """Settle an iteration that had finished before the previous writer was killed, and free its slots."""
         self._submit(self._recover, iteration, left)
 
     def close(self) -> None:
-        """Wait for all that was asked for, and try once more to write what is owed."""
+        """Wait for all submitted work, and try once more to write the owed markers."""
         self._pool.shutdown()
         self._settle()
 
     def stop(self) -> None:
-        """Begin nothing more."""
+        """Cancel the work that has not started."""
         self._pool.shutdown(cancel_futures=True)
 
     def _submit(self, work: Callable[..., None], *given: Any) -> None:
         def guarded() -> None:
             try:
                 work(*given)
-            except Exception as error:  # noqa: BLE001  # a defect of ours must cost neither what follows nor our silence
+            except Exception as error:  # noqa: BLE001  # a defect of ours is reported, and later work goes on
                 self._say(problem=f"a commit went wrong: {type(error).__name__}: {error}")
                 traceback.print_exc()
 
@@ -185,17 +185,17 @@ class Committer:
                 self._ring.free(slot)
 
     def uncommitted(self) -> set[int]:
-        """Iterations of which something is stored."""
+        """The iterations with stored objects of this rank."""
         return layout.iterations_named(self._left_backend.list_names(layout.rank_path(self._attempt.path, self._rank)))
 
     def adopt(self, iteration: int) -> set[str]:
-        """Take over what is stored of an iteration and whole; the sites of its tensors."""
+        """Take over the undamaged stored tensors of an iteration, and delete the others; returns their sites."""
         group = layout.rank_iteration_path(self._attempt.path, self._rank, iteration)
         suffix = f"/{layout.DOCUMENT}"
         names = [key.removesuffix(suffix) for key in self._left_backend.list_keys(group) if key.endswith(suffix)]
         sites: set[str] = set()
-        # Stacks first: a tensor that was given up as values, and whose values are there all the same, may be in one as
-        # a histogram.
+        # Stacks first: a tensor whose values were given up may be in a stack as a histogram, although its values are
+        # stored too.
         for name in sorted(names, key=lambda name: (not name.startswith("stack_"), name)):
             if name == layout.CATALOGUE:
                 continue
@@ -212,16 +212,17 @@ class Committer:
             except StorageError:
                 raise
             except (RanktapeError, KeyError, TypeError):
-                # It was being written: the ring still has it, or it is counted as lost.
+                # It was being written: it is still in the ring, or counts as lost.
                 self._left_backend.delete(f"{group}/{name}")
                 continue
             sites |= {entry.site for entry in entries}
         return sites
 
     def _settle_left(self, iteration: int, left: Left) -> tuple[bool, str | None]:
-        """Commit an iteration, or say why it is lost; whether it is committed, and why not.
+        """Commit an iteration, or write why it is lost, unless the rank has settled it already.
 
-        Nothing is done where the rank has had its word on it.
+        Returns:
+            Whether it was committed, and why not; None as the reason if it was, or if it was settled already.
         """
         attempt, backend = self._attempt.path, self._left_backend
         for mark in Mark:
@@ -248,7 +249,11 @@ class Committer:
         return True, None
 
     def _commit_left(self, iteration: int, left: Left) -> None:
-        """Commit an iteration."""
+        """Commit an iteration from its tensors in the store and in the ring.
+
+        Raises:
+            CaptureError: it did not finish, or tensors are missing.
+        """
         if left.end is None:
             raise CaptureError(f"the processes of rank {self._rank} were ended in the middle of the iteration")
         header = left.end
@@ -280,7 +285,7 @@ class Committer:
         self._on_word(iteration)
 
     def _settle(self) -> None:
-        """Write what is owed, until the store refuses."""
+        """Write the owed markers until the store fails."""
         while self._owed:
             word = self._owed[0]
             try:
@@ -298,12 +303,12 @@ class Committer:
         is_failed = word.mark is Mark.FAILED
         commit = read_document(self._backend, group, max_nbytes=MAX_COMMIT_NBYTES) if is_failed else None
         if commit is not None:
-            # The answer to its last request was lost, or its marker could not be written: it is whole all the same.
+            # The response to the last request was lost, or its marker could not be written: it is complete anyway.
             self.num_committed += 1
             mark_committed(self._backend, attempt, self._rank, iteration, commit=commit)
             return
         if word.lacks_space:
-            # Before anything is written: it may be what fills the store.
+            # First, because it may be what fills the store.
             self._backend.delete(group)
         if self._storer.config.is_first:
             open_iteration(self._backend, attempt=self._attempt, iteration=iteration)
@@ -312,34 +317,34 @@ class Committer:
 
 
 NEVER_CAME = "the device had not copied it when the capture ended"
-"""The reason of a lost slot that has none."""
+"""The reason for a lost tensor whose slot has none."""
 
 
 @dataclass(slots=True)
 class Left:
-    """What a ring holds of an iteration."""
+    """The slots of an iteration in a ring."""
 
     tensors: list[Slot] = field(default_factory=list)
-    """Those that the writer had not freed."""
+    """Slots of tensors that the writer had not freed."""
     words: list[Slot] = field(default_factory=list)
-    """What the trainer said of it."""
+    """All other slots."""
     end: Mapping[str, Any] | None = None
-    """What it said when it had ended it."""
+    """Header of its end; None if it has not finished or was skipped."""
     skip: str | None = None
-    """Why the rank did not take it."""
+    """Why the rank skipped it; None if it did not."""
 
     @property
     def notes(self) -> list[Slot]:
-        """What was said of it between its tensors."""
+        """The slots of `NOTES`."""
         return [slot for slot in self.words if slot.kind in NOTES]
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more of it will come."""
+        """Whether it has finished or was skipped."""
         return self.end is not None or self.skip is not None
 
     def learn(self, kind: SlotKind, header: Mapping[str, Any]) -> None:
-        """Take over what the trainer said."""
+        """Take the header of an end or of a skip; others are ignored."""
         if kind is SlotKind.END:
             self.end = header
         elif kind is SlotKind.SKIP:
@@ -347,11 +352,11 @@ class Left:
 
 
 def read_slots(ring: RingConsumer, *, ends: Iterable[tuple[int, int, Mapping[str, Any]]] = ()) -> dict[int, Left]:
-    """What a ring holds now, by iteration; nothing is freed.
+    """The slots of a ring, by iteration; none is freed.
 
     Args:
-        ring: Of which nothing is taken yet.
-        ends: Slots that may be free already, and whose words still count: end, kind and header of each.
+        ring: The ring, of which no slot is taken yet.
+        ends: Slots of ends that may be free already but still count: end, kind and header of each.
     """
     left: dict[int, Left] = {}
     published = ring.counter(Counter.PUBLISHED)
@@ -369,7 +374,7 @@ def read_slots(ring: RingConsumer, *, ends: Iterable[tuple[int, int, Mapping[str
 
 
 def _entries_of(name: str, member: Mapping[str, Any]) -> list[CatalogueEntry]:
-    """The records that a stored array holds."""
+    """The records in a stored array."""
     if member["node_type"] != "array":
         return []
     attributes = member["attributes"]
@@ -383,19 +388,19 @@ def _entries_of(name: str, member: Mapping[str, Any]) -> list[CatalogueEntry]:
 
 
 def site_of(slot: Slot) -> str:
-    """The path at which the tensor in a slot is stored."""
+    """The path of the tensor in a slot."""
     header: dict[str, Any] = slot.header
     return site_path(TensorSite(**{name: header[name] for name in TensorSite.__dataclass_fields__ if name in header}))
 
 
 def lost_tensors(notes: Sequence[Slot]) -> dict[str, str]:
-    """The tensors whose values did not come off their device, each with the reason."""
+    """The tensors that could not be copied from their device, each with the reason."""
     lost = [note.header for note in notes if note.kind is SlotKind.LOST]
     return {site_text(header): str(header.get("lost", NEVER_CAME)) for header in lost}
 
 
 def expectations(header: Mapping[str, Any], *, notes: Sequence[Slot] = ()) -> dict[str, Any]:
-    """What the end of an iteration and the notes before it say of its tensors; arguments of `RankWriter.commit`."""
+    """The arguments of `RankWriter.commit` from the header of an iteration's end and the notes before it."""
     names = ("expected", "silent_sites", "num_expected", "num_missing", "compiled", "step_skipped", "cut_off")
     known = {name: header[name] for name in names if name in header}
     silent = header.get("silent_sites", {})

@@ -1,12 +1,11 @@
-"""Sees to it that there are enough iterations, whole and from every rank, and answers who asks for more of them.
+"""Makes sure that enough iterations are complete on all ranks, and answers requests for further ones.
 
-Runs in the writer process of rank 0, so that it outlives the trainers. It looks at the store only: when
-every rank has committed an iteration it writes the iteration commit; when the planned iterations are
-decided and too few of them are complete it names further ones; at the end it writes the verdict. It uses
-no collective, and no rank waits for it.
+It runs in the writer process of rank 0, so that it outlives the trainers. It only reads the store. When all ranks have
+committed an iteration, it writes the iteration commit. If too few of the planned iterations become complete, it plans
+further ones. At the end, it writes the verdict. It uses no collectives, and no rank waits for it.
 
-Each request changes the plan, from an iteration on that no rank has reached, and is answered with what will happen. The
-plan says which request each iteration is for, so that a coordinator that follows a killed one answers as that one did.
+Each request changes the plan, from an iteration on that no rank has reached. Its answer names the iterations. The plan
+contains the request of each iteration, so that the successor of a killed coordinator gives the same answers.
 """
 
 from __future__ import annotations
@@ -47,47 +46,47 @@ from ranktape.storage.maintenance.prune import drop_iteration, finish_drops
 from ranktape.storage.places.backend import Backend
 
 ASK_SECONDS = 1.0
-"""Between two looks of a writer for a new plan, once everything planned has ended."""
+"""Shortest time between two polls of a writer for a new plan, once all planned iterations are settled."""
 
 _LEAST_NOTICE_SECONDS = 2.0
 
 _LOOK_SECONDS = 2.0
-"""Between two looks of the coordinator for requests."""
+"""Time between two polls of the coordinator for requests."""
 
 _RANKS_PER_SECOND = 100.0
-"""Of so many one looks for a new plan in each second."""
+"""Number of ranks of which one polls for a new plan each second."""
 
 
 def max_ask_seconds(world_size: int) -> float:
-    """Between two looks of a writer for a new plan: at most this; a store must bear those of all ranks."""
+    """Longest time between two polls of a writer for a new plan. It grows with the ranks, to limit the store's load."""
     return max(2.0, world_size / _RANKS_PER_SECOND)
 
 
 _POLL_SECONDS = 0.25
 
 QUIET_SECONDS = 20.0
-"""Longest wait, once the training has failed, for ranks of which nothing arrives in the store."""
+"""Longest wait for ranks of which nothing arrives in the store, after the training has failed."""
 
 _MAX_LOOKED_AT = 64
-"""Ranks of which is looked at what arrives."""
+"""Largest number of ranks whose keys are counted."""
 
 _MAX_POLL_SECONDS = 5.0
 
 
 MAX_ASKED = 10_000
-"""Iterations that may be asked for in one attempt: all of them stand in the plan, which every rank reads."""
+"""Largest number of requested iterations of an attempt. The plan, which all ranks read, contains all of them."""
 
 MAX_REPLACED = 3
-"""Times that iterations are named anew for a request, where ranks learned of the others too late."""
+"""How often further iterations are planned for a request, if ranks learned of the previous ones too late."""
 
 ENDED = "the training has ended"
-"""The refusal to those who ask then."""
+"""The refusal of requests after the end of the training."""
 
 _RECORDER = "a flight recorder stores what it holds: how much that is, --record-last has said"
 
 
 class Coordinator:
-    """Watches one attempt from a thread of its own."""
+    """Watches one attempt in a separate thread."""
 
     def __init__(
         self,
@@ -106,17 +105,18 @@ class Coordinator:
         """Prepare to watch.
 
         Args:
-            backend: Where the run is.
-            attempt: The one to watch.
-            options: Of the capture.
+            backend: The store of the run.
+            attempt: The attempt to watch.
+            options: The options of the capture.
             cadence: The iterations that may be captured.
-            plan: What every rank knows: the iterations that it captures without being asked.
-            step: Gives the iteration that the training is in.
-            given_up: Gives the ranks that record nothing, each with the reason.
-            store_held: Has all ranks of a flight recorder store what they hold, because somebody asked; the iteration
-                that the training is in, or the refusal.
-            lost: Gives the reason why nothing more is to be captured, where there is one.
-            is_successor: Whether one was killed that watched the attempt: all ranks may have had their word since.
+            plan: The plan that all ranks know: the iterations that they capture without a request.
+            step: Returns the current iteration of the training.
+            given_up: Returns the ranks that record nothing, each with the reason.
+            lost: Returns the reason why nothing more may be captured; None if there is none.
+            store_held: Makes all ranks of a flight recorder store what they hold, given who requests it. It returns the
+                current iteration of the training, or the refusal as text.
+            is_successor: Whether a previous coordinator of the attempt was killed. All ranks may have settled
+                iterations since.
         """
         self._backend = backend
         self._attempt = attempt
@@ -149,23 +149,23 @@ class Coordinator:
         self.problems: dict[str, str] = {}
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the thread."""
         self._thread.start()
 
     def note_commit(self, iteration: int) -> None:
-        """Say that this rank has had its word on an iteration: others may have had theirs."""
+        """Note that this rank has settled an iteration: it may now be complete on all ranks."""
         self._committed.add(iteration)
         if self._options.keep_last is not None:
-            # At once, and before the rank commits another one: no more are to be there than are kept.
+            # Before the rank commits another iteration, so that there are never more than are kept.
             self._look()
 
     def finish(self, *, ended: str = "", has_failed: Callable[[], bool] = lambda: False) -> RunVerdict:
-        """Stop watching; wait for the other ranks, at most `finish_timeout_seconds`; write and return the verdict.
+        """Stop watching, wait for the other ranks for at most `finish_timeout_seconds`, and write the verdict.
 
         Args:
-            ended: What has ended the training or the capture, where it was asked for.
-            has_failed: Says whether the training has failed: other ranks are then waited for only as long as something
-                of them arrives in the store.
+            ended: What ended the training or the capture on purpose; empty if nothing did.
+            has_failed: Returns whether the training has failed. If so, the wait ends when nothing more of the other
+                ranks arrives in the store.
         """
         self._stop.set()
         self._thread.join()
@@ -199,7 +199,7 @@ class Coordinator:
         return write_verdict(self._backend, attempt=self._attempt, problems=self.problems, ended=ended)
 
     def _arrived(self, progress: Progress | None) -> list[int] | None:
-        """How much is stored by ranks that have not closed; None where the store does not answer."""
+        """The amount that the ranks that are not closed have stored, for comparison; None if the store fails."""
         if progress is None:
             return None
         ranks = sorted(set(self._attempt.launch.ranks) - progress.closed)[:_MAX_LOOKED_AT]
@@ -210,7 +210,7 @@ class Coordinator:
         return [*ranks, *keys, sum(map(len, progress.marks.values()))]
 
     def _keys_of(self, progress: Progress, rank: int) -> int:
-        """The number of keys of the iterations on which a rank has not had its word."""
+        """The number of keys of the iterations that a rank has not settled."""
         path = self._attempt.path
         begun = layout.iterations_named(self._backend.list_names(layout.rank_path(path, rank)))
         unsettled = [one for one in begun if rank not in progress.marks.get(one, {})]
@@ -239,7 +239,7 @@ class Coordinator:
                 self.problems["plan"] = str(error)
 
     def _answer(self, *, refusal: str | None = None) -> None:
-        """Answer what was asked since the last look, where it is time for one."""
+        """Answer new requests, if it is time for a poll."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -257,7 +257,7 @@ class Coordinator:
         self._next_look = ended + _LOOK_SECONDS
 
     def _answer_all(self, *, refusal: str | None) -> None:
-        """Answer what is not answered yet, all of it with a refusal where there is one; what fails is tried again."""
+        """Answer all requests without an answer, with `refusal` if given. What fails is retried at the next poll."""
         names, answered = list_requests(self._backend, self._attempt)
         for name in names:
             if name in answered or name in self._answered:
@@ -268,13 +268,13 @@ class Coordinator:
                 answer = Answer(refusal=f"the request is damaged: {error}")
             else:
                 if request is None:
-                    continue  # it was taken back
+                    continue  # it was withdrawn
                 answer = self._obey(name, request, refusal=refusal)
             write_answer(self._backend, attempt=self._attempt, name=name, answer=answer)
             self._answered.add(name)
 
     def _obey(self, name: str, request: Request, *, refusal: str | None) -> Answer:
-        """Plan what is asked for."""
+        """Plan the requested iterations and give the answer."""
         known = next((one for one in self._plan.asked if one.name == name), None)
         if known is not None:
             return Answer(iterations=known.iterations)
@@ -292,7 +292,7 @@ class Coordinator:
         return Answer(iterations=iterations)
 
     def _refusal(self, request: Request) -> str | None:
-        """Why nothing is done."""
+        """Why a request is refused; None if it is not."""
         if self._options.manual:
             return "the program saves tensors by hand: no hooks are attached in any iteration"
         if self._options.record_last is not None:
@@ -308,7 +308,7 @@ class Coordinator:
         return None
 
     def _replace_lost(self) -> None:
-        """Name further iterations for requests of which some were not recorded everywhere."""
+        """Plan further iterations for requests of which some were not recorded on all ranks."""
         for one in self._plan.asked:
             lost = one.num_iterations - len(set(one.iterations) & self.complete)
             num_replaced = self._num_replaced.get(one.name, 0)
@@ -321,7 +321,7 @@ class Coordinator:
             self._add(further, asked=tuple(named if each.name == one.name else each for each in self._plan.asked))
 
     def _free(self, count: int, *, num_late: int = 0) -> tuple[int, ...]:
-        """The next iterations that are not planned already."""
+        """The next `count` iterations that no rank has reached and that are not planned already."""
         taken = {*self._plan.iterations, *self._attempt.completed}
         later = (iteration for iteration in itertools.count(self._first_unknown(num_late)) if iteration not in taken)
         return tuple(itertools.islice(later, count))
@@ -333,10 +333,10 @@ class Coordinator:
     def _look(self) -> Progress | None:
         with self._lock:
             try:
-                # Only at what was not settled when we looked before.
+                # Reads only what was not settled at the last poll.
                 progress = read_progress(self._backend, self._attempt, known=self._seen)
                 if (reason := self._lost()) is not None:
-                    # What becomes complete from now on would be among the iterations of another training.
+                    # What becomes complete from now on would be mixed with the iterations of another training.
                     self.problems["launch"] = reason
                     return progress
                 complete, dropped = set(progress.complete), set(progress.dropped)
@@ -352,7 +352,7 @@ class Coordinator:
                     self._retain(complete, dropped)
                 self._retain(complete, dropped)
             except StorageError as error:
-                # The store may come back; the verdict, at the latest, reports that it did not.
+                # The store may recover. If it does not, the verdict reports this.
                 self.problems["coordinator"] = str(error)
                 return None
             self._seen = dataclasses.replace(progress, complete=frozenset(complete), dropped=frozenset(dropped))
@@ -360,7 +360,7 @@ class Coordinator:
             return self._seen
 
     def _retain(self, complete: set[int], dropped: set[int]) -> None:
-        """Remove the oldest complete iterations, as far as there are more than are to be kept."""
+        """Remove the oldest complete iterations beyond `keep_last`, and update the two sets."""
         keep_last = self._options.keep_last
         if keep_last is None:
             return
@@ -371,7 +371,7 @@ class Coordinator:
             self._earlier = [(one, number) for one in earlier for number in whole_iterations(self._backend, one)]
         for number in complete - self._whole.keys():
             self._whole[number] = is_whole(self._backend, self._attempt, number)
-        # An iteration that was cut off is partial: it stays, and counts for nothing.
+        # A partial iteration, which was cut off, is kept and does not count.
         own = [(self._attempt, number) for number in sorted(complete) if self._whole[number]]
         kept = [*self._earlier, *own]
         for attempt, iteration in kept[: max(0, len(kept) - keep_last)]:
@@ -389,13 +389,13 @@ class Coordinator:
             for iteration, marks in progress.marks.items()
             if any(mark is not Mark.COMMITTED for mark in marks.values())
         }
-        # What a rank has closed without will not be complete, nor will any that comes.
+        # An iteration will not be complete if a rank has closed without settling it.
         self._refused |= {one for one in self._undecided if progress.closed - progress.marks.get(one, {}).keys()}
         self._undecided -= self.complete | self._refused
         if self._options.record_last is not None:
-            return  # what is stored was not planned
+            return  # it stores without a plan
         asked = self._plan.asked_iterations
-        # What was asked for guarantees nothing.
+        # Requested iterations do not count towards the target.
         num_complete = len((self.complete - asked) | set(self._attempt.completed))
         is_enough = num_complete >= self._options.target_iterations
         is_over = bool(self._lost() or (progress.closed and not self._undecided))
@@ -413,22 +413,22 @@ class Coordinator:
                 self._undecided |= set(further)
 
     def _further(self, count: int) -> tuple[int, ...]:
-        """Iterations of the cadence that no rank has reached yet, as far as the pace of this rank tells."""
+        """The next iterations of the cadence that no rank has reached, estimated by the pace of this rank."""
         before = self._plan.iterations
         after = max(max(before, default=0), self._first_unknown(self._notices) - 1)
         self._notices += 1
         return self._cadence.following(after, count=count, without=self._attempt.completed)
 
     def _first_unknown(self, num_late: int = 0) -> int:
-        """The first iteration that no rank will have reached before it knows of it, as far as can be told.
+        """An estimate of the first iteration that all ranks learn of before they reach it.
 
-        A rank that learns of one too late says so, and the next ones are named with twice the notice.
+        The notice is doubled `num_late` times: ranks may have learned of earlier iterations too late.
         """
         step, now = self._step(), time.monotonic()
         since = [one for one in (self._started, self._lately) if now - one[0] > _POLL_SECONDS] or [self._started]
         pace = max((step - first) / max(now - began, 1e-3) for began, first in since)
         longest = max_ask_seconds(self._attempt.launch.world_size)
-        # A slow store takes as long again until all ranks know of it: by the last look, and by this one so far.
+        # A slow store delays the ranks as long as this one: by the duration of the last poll, or of this one so far.
         look_seconds = max(self._look_seconds, 0.0 if self._look_began is None else now - self._look_began)
         seconds = (_LEAST_NOTICE_SECONDS + longest + 2 * look_seconds) * float(1 << num_late)
         return step + math.ceil(pace * seconds) + 1
@@ -439,5 +439,5 @@ class Coordinator:
 
 
 def _pause_after(pause: float, *, is_news: bool) -> float:
-    """Looking costs some LISTs: while nothing changes, it is done less and less often."""
+    """The pause before the next poll. It grows while nothing changes, because a poll takes several LIST requests."""
     return _POLL_SECONDS if is_news else min(_MAX_POLL_SECONDS, 1.5 * pause)

@@ -1,9 +1,10 @@
-"""Makes the record of a staged tensor, and what is kept of it in the place of its values.
+"""Makes the record of a staged tensor, and the histogram or statistics that replace its values.
 
-How often each bit pattern of a 16-bit value occurs in it, and each magnitude in blocks of each kind: every question
-about single values, and about the scales of blocks, can be answered from that (`Keep.HISTOGRAM`). Wider values are
-rounded to what the operation computed in, as analysis would do. Or what its values add up to (`Keep.STATISTICS`).
-What that takes is known without the values, and without loading what counts them, so that the trainer can say it.
+A histogram (`Keep.HISTOGRAM`) counts each bit pattern of 16-bit values, and each kind of element in blocks. It answers
+all questions about single values and about the scales of blocks. Wider values are rounded to the compute dtype, as
+analysis does. Statistics (`Keep.STATISTICS`) are sums and extremes of the values.
+
+The trainer can compute the size of either without the values, and without importing the code that counts them.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, ElementTa
 from ranktape.storage.format.statistics import STATISTICS, Statistics
 
 BLOCK_SIZE = 32
-"""Elements of a block, as in the OCP microscaling formats."""
+"""Number of elements of a block, as in the OCP microscaling formats."""
 
 _MAX_ROUNDED = 1 << 20
-"""Wide values that are rounded at once: a copy of a whole tensor could be larger than the budget."""
+"""Number of wide values that are rounded at once, because a copy of a whole tensor could exceed the budget."""
 
 
 _TYPICAL_CELLS = 28_000
-"""Kinds of elements in blocks along one axis, where values are normally distributed; heavier tails have up to ten times
-as many."""
+"""Number of kinds of elements in blocks along one axis, for normally distributed values. Heavier tails have up to ten
+times as many."""
 
 _CELL_WORDS = 2
 _WORD_NBYTES = 4
@@ -38,9 +39,9 @@ _WIDE = frozenset({"float32", "float64"})
 
 
 def staged_record(slot: Slot, *, rank: int, attempt: int) -> tuple[np.ndarray[Any, Any], RecordInfo]:
-    """The tensor in a slot, which lies there still, with its values kept, and what is known of it but the checksum.
+    """The tensor in a slot, without a copy, and its record of values, without the checksum.
 
-    Where the trainer has taken its statistics in their place, these.
+    If the trainer has staged statistics instead of the values, the statistics and their record.
     """
     if is_taken(slot):
         return _taken_record(slot, rank=rank, attempt=attempt)
@@ -60,12 +61,12 @@ def staged_record(slot: Slot, *, rank: int, attempt: int) -> tuple[np.ndarray[An
 
 
 def is_taken(slot: Slot) -> bool:
-    """Whether the trainer has staged what a tensor adds up to, in the place of its values."""
+    """Whether the trainer has staged the statistics of a tensor instead of its values."""
     return "taken" in slot.header
 
 
 def statistics_in(slot: Slot, array: np.ndarray[Any, Any]) -> Statistics:
-    """What the finite values of a staged tensor add up to."""
+    """The statistics of the finite values of a staged tensor."""
     if is_taken(slot):
         return Statistics.from_vector(array)
     from ranktape.analyze.numerics.histograms.moments import statistics_of
@@ -74,7 +75,7 @@ def statistics_in(slot: Slot, array: np.ndarray[Any, Any]) -> Statistics:
 
 
 def _taken_record(slot: Slot, *, rank: int, attempt: int) -> tuple[np.ndarray[Any, Any], RecordInfo]:
-    """The statistics in a slot, and what is known of the tensor that they are of."""
+    """The statistics in a slot, and their record."""
     header = {name: value for name, value in slot.header.items() if name != "taken"}
     words = np.frombuffer(slot.payload, dtype="<f8")
     if slot.header["taken"] == "device":
@@ -92,12 +93,12 @@ def _taken_record(slot: Slot, *, rank: int, attempt: int) -> tuple[np.ndarray[An
 
 
 def device_nbytes(num_samples: int) -> int:
-    """Bytes of what `take_on_device` makes of a tensor."""
+    """Size of the result of `take_on_device`, in bytes."""
     return 40 * num_samples + 24
 
 
 def _words_of_device(payload: memoryview, *, num_elements: int) -> np.ndarray[Any, Any]:
-    """What `take_on_device` made of a tensor, in the form that `taken_from` reads; NaN for the moments 3 and 4."""
+    """The result of `take_on_device` in the form that `taken_from` reads, with NaN for the third and fourth moments."""
     counts_SK = np.frombuffer(payload[:-24], dtype="<i8").reshape(-1, 5).astype(np.float64)
     low, high, mean, variance, magnitudes, absmax = (
         np.frombuffer(payload[-24:], dtype="<f4").astype(np.float64).tolist()
@@ -106,7 +107,7 @@ def _words_of_device(payload: memoryview, *, num_elements: int) -> np.ndarray[An
     num_finite = num_elements - float((nan_S + upper_S + lower_S).sum())
     moment_2 = num_elements * variance
     if num_finite < num_elements and num_finite:
-        # The zeros that stood for what is not finite are none of the values.
+        # Values that are not finite were replaced by zeros, which do not count.
         moment_2 = max(0.0, moment_2 + num_elements * mean**2 * (1 - num_elements / num_finite))
     if low >= high:
         moment_2 = 0.0
@@ -120,7 +121,7 @@ def _words_of_device(payload: memoryview, *, num_elements: int) -> np.ndarray[An
 
 
 def taken_from(words: np.ndarray[Any, Any], *, per_sample: bool) -> tuple[np.ndarray[Any, Any], Overflow]:
-    """The statistics that a trainer has staged, and the counts at the limits of the dtype."""
+    """The vector of statistics that the trainer has staged, and the counts at the limits of the dtype."""
     vector, ends = words[: len(STATISTICS)], words[len(STATISTICS) : len(STATISTICS) + len(EXTREMES)].tolist()
     counts_SK = words[len(STATISTICS) + len(EXTREMES) :].astype(np.int64).reshape(-1, len(TALLY_KINDS))
     total = max(1, int(vector[0]))
@@ -138,10 +139,10 @@ def taken_from(words: np.ndarray[Any, Any], *, per_sample: bool) -> tuple[np.nda
 def reduce_to(
     keep: str, array: np.ndarray[Any, Any], *, info: RecordInfo
 ) -> tuple[np.ndarray[Any, Any], RecordInfo] | None:
-    """What is kept of a tensor in the place of its values, with its identity; None where the values are kept.
+    """The histogram or statistics that replace the values of a tensor, and their record; None if the values are kept.
 
-    That is so where they are asked for, and where a histogram is and cannot be: only the values can stand for what
-    was computed in 32 bits.
+    The values are kept if `keep` says so. They are also kept if it requests a histogram of a tensor that can have none,
+    such as one that was computed in 32 bits.
     """
     if keep == Keep.STATISTICS:
         from ranktape.analyze.numerics.histograms.moments import statistics_of
@@ -155,23 +156,22 @@ def reduce_to(
 
 
 def counted_dtype(dtype: str, compute_dtype: str) -> str | None:
-    """The dtype whose patterns are counted for a tensor; None for one that only its values can stand for."""
+    """The dtype of the bit patterns that a tensor's histogram counts; None if it can have no histogram."""
     if dtype in _HALVES:
         return dtype
     return compute_dtype if dtype in _WIDE and compute_dtype in _HALVES else None
 
 
 def kept_as(keep: str, *, dtype: str, compute_dtype: str) -> str:
-    """What is kept of a tensor of which `keep` is asked for: its values where nothing else can stand for them."""
+    """What is kept of a tensor if `keep` is requested: the values if it can have no histogram."""
     is_countable = counted_dtype(dtype, compute_dtype) is not None
     return Keep.VALUES.value if keep == Keep.HISTOGRAM and not is_countable else keep
 
 
 def kept_nbytes(keep: str, *, nbytes: int, dtype: str, compute_dtype: str) -> int:
-    """Bytes of what is kept of a tensor whose values take `nbytes`, before it is packed.
+    """Size of what is kept of a tensor with `nbytes` of values, in bytes, before compression.
 
-    Of a histogram what it takes where the values are normally distributed: packed, as it always is, about a tenth
-    of that.
+    For a histogram, the size for normally distributed values. It is always compressed, to about a tenth of that.
     """
     match kept_as(keep, dtype=dtype, compute_dtype=compute_dtype):
         case Keep.STATISTICS:
@@ -183,10 +183,10 @@ def kept_nbytes(keep: str, *, nbytes: int, dtype: str, compute_dtype: str) -> in
 
 
 def _histogram(array: np.ndarray[Any, Any], *, dtype: str) -> np.ndarray[Any, Any]:
-    """How often each of the 65,536 patterns of the dtype occurs, and each kind of element in blocks.
+    """The counts of the 65,536 bit patterns of the dtype, and of each kind of element in blocks.
 
-    The blocks are those along both axes of the matrix that a multiplication sees: [all dimensions but last, last]. An
-    array of one dimension is one row of it, one without dimensions a single element.
+    Blocks are taken along both axes of the tensor as a matrix [all dimensions but the last, last]. A one-dimensional
+    array is a single row, and a scalar a single element.
     """
     from ranktape.analyze.numerics.histograms.block_histogram import count_blocks
     from ranktape.analyze.numerics.histograms.histogram import count_values

@@ -1,8 +1,7 @@
-"""How a staged tensor becomes a record, and what becomes of it when the store is slow or does not answer.
+"""Stores staged tensors as records, and handles a store that is slow or does not answer.
 
-A few threads measure tensors and write them. Small ones stay in the ring until the rank's writer puts them into the
-store together. Writes are tried again until `block_timeout_seconds` are over; then the iteration fails, and what is
-left of it is given back at once.
+A few threads measure and write tensors. Small ones stay in the ring until they are written together. Writes are retried
+for `block_timeout_seconds`; after that, the iteration fails, and what it holds is freed at once.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ if TYPE_CHECKING:
     from ranktape.storage.places.urls import RetryingBackend
 
 HELD_NBYTES = 96 << 20
-"""Memory for histograms and statistics that wait for the store."""
+"""Memory for histograms and statistics that wait for the store, in bytes."""
 
 _gives_up: ContextVar[Callable[[], bool]] = ContextVar("ranktape_gives_up", default=lambda: False)
-"""Whether this thread is to try no more; one that works for another may be given its context."""
+"""Returns whether this thread stops retrying. A thread that works for another one may use its context."""
 
 _PAUSE_SECONDS = 0.05
 _TOO_LATE = "the store did not take it within --finish-timeout-seconds after the training"
@@ -45,38 +44,38 @@ _TOO_LATE = "the store did not take it within --finish-timeout-seconds after the
 
 @dataclass(slots=True)
 class Staged:
-    """An iteration that has begun and is not committed."""
+    """An iteration that has started and is not committed."""
 
     iteration: int
     """Training step."""
     futures: list[Future[Any]] = field(default_factory=list)
-    """One for each tensor on its way to the store."""
+    """The submitted work, mostly one item for each tensor."""
     num_tensors: int = 0
-    """Tensors that came out of the ring."""
+    """Number of tensors that came out of the ring, including lost ones."""
     num_stored: int = 0
-    """Those that are stored, or held to be stored."""
+    """Number of tensors that are stored, or held until they are."""
     num_active: int = 0
-    """Threads that are storing one of its tensors."""
+    """Number of threads that are working on it."""
     failure: str | None = None
-    """Why it will not be committed."""
+    """Why it will not be committed; None if it has not failed."""
     lacks_space: bool = False
-    """Whether that is because the store is full."""
+    """Whether it failed because the store is full."""
     notes: list[Slot] = field(default_factory=list)
-    """What was said of it between its tensors, no longer in the ring."""
+    """Copies of the slots of `NOTES`, no longer in the ring."""
 
     def has_failed(self) -> bool:
-        """Whether there is such a reason."""
+        """Whether it will not be committed."""
         return self.failure is not None
 
     def refuse(self, reason: str, *, lacks_space: bool = False) -> None:
-        """Say why it will not be committed; the first reason stands."""
+        """Set why it will not be committed, unless it has failed already."""
         if self.failure is None:
             self.failure = reason
             self.lacks_space = lacks_space
 
 
 class Storer:
-    """Writes tensors in threads of its own; `store` and `fail` never raise."""
+    """Writes tensors in its own threads; `store` and `fail` never raise."""
 
     def __init__(self, config: WriterConfig, *, backend: RetryingBackend, attempt: Attempt, ring: RingConsumer) -> None:
         """Open the rank's share of an attempt, and start the threads.
@@ -86,15 +85,15 @@ class Storer:
         """
         self.config = config
         self.backend = backend
-        """The store, asked once: for markers and plans."""
+        """The store without retries, for markers and plans."""
         self.attempt, self.ring = attempt, ring
         options = config.options
-        # Whether to try again depends on what a thread is storing (`trying`): the store asks after each failure.
-        give_up = lambda: _gives_up.get()()  # noqa: E731, PLW0108  (each thread and each time anew)
+        # Whether to retry depends on what a thread is storing (`trying`); the backend asks after each failure.
+        give_up = lambda: _gives_up.get()()  # noqa: E731, PLW0108  (the context differs between threads and calls)
         self.retrying = backend.with_deadline(timeout_seconds=options.block_timeout_seconds, give_up=give_up)
-        """The same, tried again."""
+        """The store with retries."""
         self.spill: SpillDirectory | None = None
-        """Takes the iterations that the store does not take; None without one."""
+        """The directory for iterations that the store does not accept; None if there is none."""
         if options.spill_dir is not None:
             self.spill = SpillDirectory(self.retrying, directory=Path(options.spill_dir), attempt=attempt)
         self.rank_writer = RankWriter(
@@ -107,7 +106,7 @@ class Storer:
             spill=self.spill,
         )
         self._pool = ThreadPoolExecutor(STORE_CONCURRENCY, thread_name_prefix="ranktape-store")
-        # Not behind the tensors that wait in the pool: they may be waiting for the room that this makes.
+        # In a separate thread: the work in the pool may wait for the room that a flush makes.
         self._flushes = ThreadPoolExecutor(1, thread_name_prefix="ranktape-flush")
         self._flush: Future[None] | None = None
         self._room_nbytes = HELD_NBYTES
@@ -115,12 +114,12 @@ class Storer:
         self._lock = threading.Lock()
         self._open: dict[int, Staged] = {}
         self.trainer_is_gone = False
-        """Whether nobody waits for room any more."""
+        """Whether the trainer has ended, so that it does not wait for room."""
         self.give_up_at: float | None = None
-        """When nothing is tried again any more, by `time.monotonic`."""
+        """Time by `time.monotonic` after which nothing is retried; None if there is none yet."""
 
     def begin(self, iteration: int) -> Staged:
-        """An iteration begins; the first rank says so in the store."""
+        """Start an iteration; the first rank writes that into the store."""
         staged = Staged(iteration=iteration)
         with self._lock:
             self._open[iteration] = staged
@@ -129,17 +128,17 @@ class Storer:
         return staged
 
     def submit(self, slot: Slot, staged: Staged) -> None:
-        """Store the tensor in a slot, and free the slot, in one of the threads."""
+        """Store the tensor in a slot and free the slot, in one of the threads."""
         staged.num_tensors += 1
         staged.futures.append(self._pool.submit(self.store, slot, staged))
 
     def note(self, slot: Slot, staged: Staged) -> None:
-        """Take over what a slot says of the iteration; the trainer has counted a lost tensor."""
+        """Take a note on an iteration. A lost tensor counts, because the trainer has counted it."""
         staged.num_tensors += slot.kind is SlotKind.LOST
         staged.notes.append(slot)
 
     def submit_reduced(self, kept: np.ndarray[Any, Any], info: RecordInfo, staged: Staged) -> None:
-        """Store what stands for a tensor that is in the ring no more."""
+        """Store the array that replaces the values of a tensor whose slot is free already."""
         staged.num_tensors += 1
 
         def work() -> None:
@@ -150,17 +149,17 @@ class Storer:
         staged.futures.append(self._pool.submit(self._run, staged, work))
 
     def run(self, staged: Staged, work: Callable[[], None]) -> None:
-        """Do something else for the iteration in one of the threads."""
+        """Run other work for the iteration in one of the threads."""
         staged.futures.append(self._pool.submit(self._run, staged, work))
 
     def relieve(self) -> None:
-        """Write the small tensors that are held, where they are in the way of the training."""
+        """Write the held small tensors if the trainer waits for room, or if half of the ring is in use."""
         is_waited_for = self.ring.counter(Counter.WAITING) == 1 and not self.trainer_is_gone
         if is_waited_for or self.ring.pending_nbytes > self.ring.capacity // 2:
             self._start_flush()
 
     def store(self, slot: Slot, staged: Staged) -> None:
-        """Store the tensor in a slot and free the slot, at the latest when the iteration ends."""
+        """Store the tensor in a slot. The slot is freed at the latest when the iteration ends."""
 
         def work() -> None:
             try:
@@ -175,7 +174,7 @@ class Storer:
             self.ring.free(slot)
 
     def fail(self, staged: Staged, reason: str) -> None:
-        """The iteration will not be committed; its threads stop trying, and what is held of it is given back."""
+        """Fail an iteration: its threads stop retrying, and what it holds is freed."""
         with self._lock:
             staged.refuse(reason)
             is_idle = not staged.num_active
@@ -184,9 +183,10 @@ class Storer:
             self._give_back(staged)
 
     def finish(self, staged: Staged, commit: Callable[[], None] | None = None) -> str | None:
-        """Wait until the tensors of an iteration are stored or held, then commit it, or forget it where it has no end.
+        """Wait until the tensors of an iteration are stored or held, then commit it; without `commit`, drop it.
 
-        Why it could not be committed; None says that it is.
+        Returns:
+            Why it could not be committed; None if it was.
         """
         for future in staged.futures:
             future.result()
@@ -207,10 +207,10 @@ class Storer:
 
     @contextmanager
     def trying(self, staged: Staged | None = None) -> Iterator[None]:
-        """While this thread writes: each write is tried again as long as there is hope.
+        """Retry the writes of this thread inside the context.
 
-        There is none once the iteration, if it is one, has failed, the time is over, or the store has not answered for
-        too long.
+        Retries stop once the iteration, if given, has failed, `give_up_at` is over, or the store has not answered for
+        `block_timeout_seconds`.
         """
         seconds = self.config.options.block_timeout_seconds
         began = time.monotonic()
@@ -227,12 +227,12 @@ class Storer:
             _gives_up.reset(token)
 
     def shutdown(self) -> None:
-        """Wait for what is being stored; nothing new is begun."""
+        """Wait for the running work, and cancel the rest."""
         self._pool.shutdown(cancel_futures=True)
         self._flushes.shutdown(cancel_futures=True)
 
     def _run(self, staged: Staged, work: Callable[[], None]) -> bool:
-        """Whether the work was begun: nothing is done for an iteration that has failed."""
+        """Do the work unless the iteration has failed, and fail the iteration if it raises; whether it was started."""
         with self._lock:
             if staged.has_failed():
                 return False
@@ -242,7 +242,7 @@ class Storer:
             work()
         except RanktapeError as error:
             failure = error
-        except Exception as error:  # noqa: BLE001  # a defect of ours must cost the iteration, not what comes after it
+        except Exception as error:  # noqa: BLE001  # a defect of ours fails this iteration, not later ones
             failure = CaptureError(f"{type(error).__name__}: {error}")
             traceback.print_exc()
         with self._lock:
@@ -255,7 +255,7 @@ class Storer:
         return True
 
     def _give_back(self, staged: Staged) -> None:
-        """Let go of what is held of an iteration that failed; the caller counts as at work on it until then."""
+        """Free what a failed iteration holds, and then count the calling thread as no longer active."""
         try:
             self.rank_writer.abandon(staged.iteration)
         finally:
@@ -274,7 +274,7 @@ class Storer:
             self.rank_writer.write(array, info=info, on_release=partial(self.ring.free, slot))
 
     def _write_reduced(self, kept: np.ndarray[Any, Any], info: RecordInfo, staged: Staged, slot: Slot | None) -> None:
-        """Write what stands for a tensor; its slot is free then, at the latest."""
+        """Write the array that replaces the values of a tensor; its slot, if any, is freed at the latest after that."""
         self._make_room(kept.nbytes, staged)
         with self.trying(staged):
             self.rank_writer.write(kept, info=info, on_release=partial(self._let_go, kept.nbytes, slot))
@@ -286,7 +286,11 @@ class Storer:
             self.ring.free(slot)
 
     def _make_room(self, nbytes: int, staged: Staged) -> None:
-        """Take so much of the budget for what is held."""
+        """Take `nbytes` of `HELD_NBYTES`, waiting until they are free.
+
+        Raises:
+            CaptureError: the iteration has failed, or the time is over.
+        """
         while True:
             with self._room_lock:
                 if nbytes <= self._room_nbytes:
@@ -306,7 +310,7 @@ class Storer:
     def _flush_stacks(self) -> None:
         with self._lock:
             waiting = [staged for staged in self._open.values() if not staged.has_failed()]
-        # One after the other, so that one that fails takes none of the others with it.
+        # Each iteration separately, so that a failure affects no other one.
         for staged in waiting:
             with self.trying(staged):
                 self._run(staged, partial(self.rank_writer.flush_stacks, staged.iteration))
