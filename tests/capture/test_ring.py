@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -223,3 +224,19 @@ def test_a_lost_slot_tells_what_it_was_and_why(payload_nbytes: int, reason: str 
     assert shown.startswith(found[1][2])
     assert len(found[1][2]) >= min(len(shown), 26)
     assert producer.pending_nbytes == 0
+
+
+@pytest.mark.parametrize("nbytes", [100, 4 << 20])
+def test_an_interrupt_during_a_copy_holds_up_nothing(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer, consumer = make(64 << 20)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt  # as Python's handler of SIGINT does once a long copy is over
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "memmove", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            producer.put_copy(SlotKind.TENSOR, b"{}", bytes(nbytes), nbytes, timeout_seconds=1)
+    producer.put(SlotKind.TRIGGER, {"iteration": 3}, timeout_seconds=1)
+    taken = iter(consumer.take, None)
+    assert [slot.header for slot in taken if slot.kind is not SlotKind.GAP] == [{"iteration": 3}]

@@ -141,7 +141,12 @@ class RingProducer(RingFile):
         """
         if nbytes > _LOCKED_NBYTES:  # meanwhile other threads can reserve
             slot = self.reserve(kind, header, nbytes, timeout_seconds=timeout_seconds)
-            ctypes.memmove(slot.address, payload, nbytes)
+            try:
+                ctypes.memmove(slot.address, payload, nbytes)
+            except BaseException:
+                # A signal that came during the copy raises after it: slots after this one would never be published.
+                self.cancel(slot)
+                raise
             self.publish(slot)
             return
         if self._is_reserving() or self._is_publishing():
