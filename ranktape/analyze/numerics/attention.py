@@ -1,8 +1,8 @@
-"""Computes attention again from recorded operands, as they are or as a recipe quantises them, with its gradients.
+"""Recomputes attention and its gradients from recorded operands, unchanged or quantised by a recipe.
 
-Published recipes leave attention in bfloat16; what is answered here is what quantised operands would cost. Query, key
-and gradient of the output are quantised along the heads' elements, the value along the keys, as the products sum; the
-weights of the attention are not quantised, and no operand is rotated.
+Published recipes leave attention in bfloat16. This module computes the errors that quantised operands would cause.
+Query, key and the gradient of the output are quantised along the elements of a head, the value along the keys: the
+dimensions that the products sum over. Attention weights are not quantised, and no operand is rotated.
 """
 
 # Shapes: B = batch, H = heads, T = queries, S = keys, D = elements of a head, R = rows of an operand.
@@ -26,33 +26,34 @@ if TYPE_CHECKING:
     import torch
 
 ATTENTION_OPERANDS = ("query", "key", "value", "grad_output")
-"""What attention is computed from; without the last one it has no gradients."""
+"""The operands of attention. Without the last one, no gradients are computed."""
 
 ATTENTION_PRODUCTS = ("output", "grad_query", "grad_key", "grad_value")
-"""What is computed from them."""
+"""The results of attention."""
 
 NOISE = 8.0
-"""How many times the rounding error of attention computed step by step a recorded output may be off."""
+"""Tolerance of a recorded output, as a multiple of the rounding error of attention that is computed step by step."""
 
 HEADS = "BHTD"
-"""The layout of all tensors here; of keys, T counts the keys."""
+"""The layout of all tensors in this module. For keys and values, T is the number of keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionForm:
-    """What the products of queries and keys are multiplied with, and which keys a query sees."""
+    """The scale and the mask of attention."""
 
     scale: float | None = None
-    """None: one over the root of the number of elements of a head."""
+    """Factor of the products of queries and keys; None for 1 / sqrt(D)."""
     before: int | None = None
-    """So many keys before its own a query sees; None: all of them."""
+    """Number of keys before its own that a query attends to; None for all."""
     after: int | None = None
-    """So many keys after its own: 0 of causal attention; None: all of them."""
+    """Number of keys after its own that a query attends to, 0 for causal attention; None for all."""
     shift: int = 0
-    """The key of the first query; FlashAttention has the last key be the last query's where there are more keys."""
+    """Index of the key of the first query. FlashAttention aligns the last query with the last key if there are more
+    keys than queries."""
 
     def mask(self, num_queries: int, num_keys: int, *, device: torch.device) -> torch.Tensor | None:
-        """Which keys (columns) each query (row) sees; None where each sees all."""
+        """Which keys (columns) each query (row) attends to; None if each attends to all."""
         if self.before is None and self.after is None:
             return None
         import torch
@@ -71,13 +72,14 @@ CAUSAL, FULL = AttentionForm(after=0), AttentionForm()
 
 
 def heads_second(tensor: torch.Tensor, layout: str, *, num_heads: int | None = None) -> torch.Tensor:
-    """A view of the tensor as [batch, heads, tokens, head], from the letters of its dimensions.
+    """A view of the tensor in the layout `HEADS`, given its own layout as a letter for each dimension.
 
-    An output whose heads are joined needs their number. Without a batch it has one sample. Without a layout, four
-    dimensions are in this order already, and of others the last two are tokens and elements of one head.
+    A tensor without D, whose last dimension joins all heads, needs `num_heads`. A tensor without B gets a batch of one
+    sample. If the layout is empty, a tensor with four dimensions is in the layout `HEADS`, and the last two dimensions
+    of any other are tokens and elements of a single head.
 
     Raises:
-        UsageError: the letters are none of attention, or do not fit the tensor.
+        UsageError: The layout is not one of attention, or does not match the tensor.
     """
     if layout and len(layout) != tensor.ndim:
         raise UsageError(f"the layout {layout!r} is not that of a tensor with {tensor.ndim} dimensions")
@@ -100,13 +102,13 @@ def heads_second(tensor: torch.Tensor, layout: str, *, num_heads: int | None = N
 
 
 def attention_products(operands: Mapping[str, torch.Tensor], *, form: AttentionForm) -> dict[str, torch.Tensor]:
-    """`output`, and with `grad_output` the gradients of `query`, `key` and `value`, in the type of the operands.
+    """The output of attention, and its gradients if there is a `grad_output`, in the dtype of the operands.
 
-    Operands are [B, H, T, D]; keys and values may have fewer heads, each for a group of queries. NaN and Inf spoil
-    what they meet. What torch computes attention with decides on the memory: some T x S numbers for each head at most.
+    Operands are [B, H, T, D]. Keys and values may have fewer heads, each for a group of the heads of queries. NaN and
+    Inf propagate. Memory depends on the kernel that torch selects: at most a few T x S numbers for each head.
 
     Raises:
-        UsageError: an operand is missing, or the shapes are not those of one attention.
+        UsageError: An operand is missing, or the shapes do not fit together.
     """
     import torch
     from torch.nn import functional
@@ -130,10 +132,10 @@ def attention_products(operands: Mapping[str, torch.Tensor], *, form: AttentionF
 def gives_output(
     operands: Mapping[str, torch.Tensor], output: torch.Tensor, *, form: AttentionForm, compute_dtype: torch.dtype
 ) -> bool:
-    """Whether attention of that form gives a recorded output within rounding; all are [B, H, T, D].
+    """Whether attention of that form gives a recorded output up to rounding errors; all tensors are [B, H, T, D].
 
-    By the norm of the difference: it may be `NOISE` times that of attention computed step by step in `compute_dtype`,
-    with every step rounded, and what rounding the output costs. NaN and Inf agree with NaN and Inf.
+    The norm of the difference may be at most `NOISE` times that of attention whose steps are all rounded to
+    `compute_dtype`, plus the rounding error of the output. Non-finite elements agree with any other such elements.
     """
     import torch
 
@@ -153,7 +155,7 @@ def gives_output(
 
 
 def _stepwise(operands: Mapping[str, torch.Tensor], *, form: AttentionForm) -> torch.Tensor:
-    """The output of attention in plain steps, whose results are all rounded to the type of the operands."""
+    """The output of attention computed in separate steps, each of which rounds to the dtype of the operands."""
     import torch
 
     num_groups = operands["key"].shape[1]
@@ -168,7 +170,7 @@ def _stepwise(operands: Mapping[str, torch.Tensor], *, form: AttentionForm) -> t
             if mask is not None:
                 scores = scores.masked_fill(~mask, -math.inf)
             weights = scores.softmax(-1)
-            if mask is not None:  # of a query that sees no key they are NaN
+            if mask is not None:  # the weights of a query without keys are NaN
                 weights = weights.masked_fill(~mask, 0.0)
             found.append(weights @ value[number])
     return torch.stack(found).flatten(1, 2)
@@ -196,14 +198,14 @@ def replay_attention(
     form: AttentionForm,
     recorded: Mapping[str, torch.Tensor] | None = None,
 ) -> list[ProductError]:
-    """How far off attention and its gradients are with operands as each recipe quantises them.
+    """The errors of attention and its gradients with operands quantised by each recipe.
 
-    As `replay_products` of linear layers, in the order of `ATTENTION_PRODUCTS`: all tensors are [B, H, T, D]
-    (`heads_second`). A recipe's `input` of the product `output` says how query, key and value are quantised, its
-    `grad_output` of `grad_input` how the gradient is. With stochastic rounding the sums are those of all draws.
+    The counterpart of `replay_products` for attention, in the order of `ATTENTION_PRODUCTS`. All tensors are
+    [B, H, T, D] (see `heads_second`). Query, key and value are quantised as the `input` of a recipe's product `output`,
+    and the gradient as the `grad_output` of `grad_input`. With stochastic rounding, sums are over all draws.
 
     Raises:
-        UsageError: as `attention_products`, or a recorded result has another shape than its product.
+        UsageError: As for `attention_products`, or a recorded result has another shape than its product.
     """
     wide = {name: one.detach().float() for name, one in operands.items() if name in ATTENTION_OPERANDS}
     exact = attention_products(wide, form=form)
@@ -233,7 +235,7 @@ def replay_attention(
 def quantised_attention(
     operands: Mapping[str, torch.Tensor], recipe: Recipe, *, draw: int = 0
 ) -> dict[str, torch.Tensor]:
-    """The operands of attention [B, H, T, D] as a recipe quantises them, in float32."""
+    """The operands of attention, [B, H, T, D], quantised by a recipe, in float32."""
     quantised = {}
     for name in ATTENTION_OPERANDS:
         if name in operands:
@@ -243,8 +245,8 @@ def quantised_attention(
 
 
 def quantised_one(name: str, operand: torch.Tensor, recipe: Recipe, *, seed: int) -> torch.Tensor:
-    """One operand of attention [..., T, D], by its name, as a recipe quantises it; in its own type."""
-    # What a product sums over comes last: of the value the keys, of all others the elements of a head.
+    """The named operand of attention, [..., T, D], quantised by a recipe, in its own dtype."""
+    # The dimension that the product sums over is last: the keys for the value, the elements of a head for all others.
     last = operand.transpose(-2, -1) if name == "value" else operand
     how = _operand_recipes(recipe)[name]
     matrix = one_operand(ProductRecipe(operands={"input": how}), "input", last.flatten(0, -2), seed=seed)

@@ -469,7 +469,7 @@ def _add_relations(a_RC: NDArray[Any], b_RC: NDArray[Any], row: int, sums: Float
         relative += ratio
         largest_relative = max(largest_relative, ratio)
         zeros += 1.0 if is_zero else 0.0
-    # In a loop without the maximum, which would keep the compiler from vectorizing the sums, and add rounding errors.
+    # In a loop without the maximum, which would keep the compiler from vectorising the sums, and add rounding errors.
     for index in range(a_RC.shape[1]):
         x, y = a_RC[row, index], b_RC[row, index]
         u, v, w, z = x.real - mean_a, x.imag - mean_ia, y.real - mean_b, y.imag - mean_ib

@@ -1,6 +1,6 @@
 """Compiles loops over elements with numba when the first of them is called, and caches the machine code.
 
-The loops are written so that the compiler vectorizes them; everything that needs Python stays outside. Importing numba
+The loops are written so that the compiler vectorises them; everything that needs Python stays outside. Importing numba
 takes longer than many commands, so it is imported when the first loop is called.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 BLOCK = 4096
-"""Number of elements that a kernel counts in integers as narrow as the elements, so that it is vectorized."""
+"""Number of elements that a kernel counts in integers as narrow as the elements, so that it is vectorised."""
 
 
 def compiled(function: Function) -> Function:

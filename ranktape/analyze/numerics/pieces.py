@@ -1,10 +1,10 @@
-"""Divides the work on an array into pieces of bounded memory, and among threads; takes arrays as users pass them.
+"""Divides the work on an array into pieces of bounded memory and among threads, and converts arrays of users.
 
-A box is a range of indices along each dimension. What is copied of a tensor at a time is one box, whatever its shape,
-its strides, the axis and the size of the blocks.
+A box is a range of indices along each dimension. Only one box of a tensor is copied at a time, whatever the shape,
+the strides, the axis and the block size.
 """
 
-# Shapes: O = everything before the axis of blocks, B = blocks, E = elements of a block, I = everything after.
+# Shapes: O = all dimensions before the axis of blocks, B = blocks, E = elements of a block, I = all after the axis.
 
 from __future__ import annotations
 
@@ -28,38 +28,39 @@ if TYPE_CHECKING:
 
 
 PIECE = 1 << 21
-"""Elements of a piece, unless a single block has more: they are read twice, the second time from a cache."""
+"""Maximum number of elements of a piece, unless a block has more. Pieces are read twice, the second time from cache."""
 
 
 def contiguous(array: NDArray[Any]) -> NDArray[Any]:
-    """The same elements in C order at an aligned address, copied only if they are not so already."""
+    """The array in C order at an aligned address, copied only if necessary."""
     return np.require(array, requirements=["C", "A"])
 
 
 def frozen(array: NDArray[Any], *, shape: tuple[int, ...]) -> NDArray[Any]:
-    """A read-only contiguous view in that shape: numba compiles one variant instead of one for each kind of buffer."""
+    """A read-only contiguous view of that shape, so that numba compiles one variant, not one for each kind of array."""
     view = contiguous(array).reshape(shape).view()
     view.flags.writeable = False
     return view
 
 
 def pieces(array: NDArray[Any], *, axis: int, block_size: int) -> list[NDArray[Any]]:
-    """Views that hold each element of the array once, with the same axis; none of them cuts a block.
+    """Split an array into views that do not cut blocks along the axis, which is not negative.
 
-    They depend on the array alone; of one that `by_memory` gave most lie in one run. `axis` counts from the front.
+    Each element is in one view. The split depends only on the array. If its axes are in the order of `by_memory`, most
+    views are contiguous.
     """
     return list(_cut(array, axis=axis, block_size=block_size))
 
 
 def in_three(piece: NDArray[Any], *, axis: int) -> NDArray[Any]:
-    """The piece in three dimensions, with the axis as the second; copied where it does not lie in one run."""
+    """The piece with three dimensions, the axis being the second; copied if it is not contiguous."""
     before = int(np.prod(piece.shape[:axis], dtype=np.int64))
     after = int(np.prod(piece.shape[axis + 1 :], dtype=np.int64))
     return frozen(piece, shape=(before, piece.shape[axis], after))
 
 
 def by_memory(array: NDArray[Any], *, axis: int) -> tuple[NDArray[Any], int]:
-    """The array with its axes in the order of their strides, and where the axis is then; no element is copied."""
+    """A view of the array with its axes in descending order of strides, and the new index of the axis."""
     order = sorted(range(array.ndim), key=lambda dim: -abs(array.strides[dim]))
     return array.transpose(order), order.index(axis)
 
@@ -83,26 +84,26 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 MAX_THREADS = 16
-"""More threads than this read memory no faster."""
+"""Maximum number of threads by default. More threads do not read memory faster."""
 
 
 class _Share:
-    """Of this process."""
+    """The share of the cores that this process uses by default."""
 
     num_threads = MAX_THREADS
 
 
 def share_cores(num_processes: int) -> int:
-    """Let this process use no more than its part of the cores where nobody says how many threads, and tell how many."""
+    """Limit the default number of threads of this process to its share of the cores, and return that number."""
     _Share.num_threads = max(1, num_threads(None) // num_processes)
     return _Share.num_threads
 
 
 def num_threads(threads: int | None) -> int:
-    """`threads`, or for None the cores that this process may use: 16 at most, or its part of them.
+    """`threads`; if it is None, the number of cores that this process may use, limited by `share_cores` and to 16.
 
     Raises:
-        UsageError: it is less than 1.
+        UsageError: `threads` is less than 1.
     """
     if threads is None:
         is_known = hasattr(os, "sched_getaffinity")
@@ -113,12 +114,12 @@ def num_threads(threads: int | None) -> int:
 
 
 def each(work: Callable[[Item], Result], items: Sequence[Item], *, threads: int | None) -> list[Result]:
-    """What `work` gives for each item, in the order of the items; the work must release the GIL to take less time.
+    """Apply `work` to each item, in threads if there is more than one of both, and return results in order.
 
-    No thread is started where one is enough.
+    Threads only save time if the work releases the GIL.
 
     Raises:
-        UsageError: `threads` is less than 1; or whatever the work raises first, in the order of the items.
+        UsageError: `threads` is less than 1. An exception of the work is also raised: that of the first such item.
     """
     count = min(num_threads(threads), len(items))
     if count <= 1:
@@ -128,55 +129,55 @@ def each(work: Callable[[Item], Result], items: Sequence[Item], *, threads: int 
 
 
 BATCH = 32
-"""Items whose results are held at a time."""
+"""Number of items that are processed at once."""
 
 
 def in_batches(work: Callable[[Item], Result], items: Iterable[Item], *, threads: int | None) -> Iterator[Result]:
-    """What `work` gives for each item, in their order; a few of them are held at a time."""
+    """Apply `work` to each item and yield the results in order, keeping at most `BATCH` of them in memory."""
     remaining = iter(items)
     while batch := list(itertools.islice(remaining, BATCH)):
         yield from each(work, batch, threads=threads)
 
 
 RUN = 64
-"""Neighbours of the last dimension that a box keeps together where it can: memory is read in lines."""
+"""Number of adjacent elements of the last dimensions that a box contains if possible, as memory is read in lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A piece of a tensor: along the axis whole blocks of one length, or a part of a single block."""
+    """A piece of a tensor: along the axis, whole blocks of the same length or a part of one block."""
 
     place: tuple[slice, ...]
-    """In the tensor."""
+    """Indices in the tensor."""
     groups: tuple[slice, ...]
-    """In the tensor whose axis counts blocks instead of elements."""
+    """Indices in the tensor of blocks (see `grouped_shape`)."""
     shape: tuple[int, ...]
-    """Of the piece, a dimension for each of the tensor's."""
+    """Shape of the piece, with all dimensions of the tensor."""
     shape_OBEI: tuple[int, int, int, int]
-    """The same elements by their block: before the axis, blocks, elements of a block, after the axis."""
+    """Shape of the piece by blocks: before the axis, blocks, elements of a block, after the axis."""
 
     @property
     def size(self) -> int:
-        """Elements in the box."""
+        """Number of elements in the box."""
         return math.prod(self.shape)
 
 
 def num_blocks(length: int, *, block_size: int) -> int:
-    """Blocks along an axis of that length; the last one may be shorter."""
+    """The number of blocks along an axis of that length. The last block may be shorter."""
     return -(-length // block_size)
 
 
 def grouped_shape(shape: tuple[int, ...], *, axis: int, block_size: int) -> tuple[int, ...]:
-    """The shape of the scales: that of the tensor, with blocks along the axis."""
+    """The shape of the scales: that of the tensor with the number of blocks as the length of the axis."""
     return (*shape[:axis], num_blocks(shape[axis], block_size=block_size), *shape[axis + 1 :])
 
 
 def boxes(shape: tuple[int, ...], *, axis: int, block_size: int, box_size: int) -> Iterator[Box]:
-    """Boxes of at most `box_size` elements that cover a tensor once, in an order that is the same for every machine.
+    """Boxes of at most `box_size` elements that cover a tensor once, in the same order on every machine.
 
-    A block that does not fit into a box, or would leave it too thin along the last dimension, is cut into several:
-    their largest magnitudes are to be combined. A tensor without elements has no boxes. There is at least one
-    dimension, and blocks have at least one element.
+    A block that does not fit into a box, or would make it too thin along the last dimensions, is split into several
+    boxes, whose largest magnitudes the caller combines. A tensor without elements has no boxes. The tensor has at least
+    one dimension, and `block_size` is at least 1.
     """
     if math.prod(shape) == 0:
         return
@@ -203,7 +204,7 @@ def boxes(shape: tuple[int, ...], *, axis: int, block_size: int, box_size: int) 
 
 
 def _extents(shape: tuple[int, ...], *, axis: int, step: int, box_size: int) -> list[int]:
-    """How far a box reaches along each dimension: at least `step` along the axis, then all it can of the last ones."""
+    """The largest shape of a box: at least `step` along the axis, then as much as possible of the last dimensions."""
     extents = [1] * len(shape)
     extents[axis] = step
     for dim in reversed(range(len(shape))):
@@ -213,9 +214,9 @@ def _extents(shape: tuple[int, ...], *, axis: int, step: int, box_size: int) -> 
 
 
 def _segments(length: int, *, block_size: int, extent: int) -> list[tuple[int, int, int]]:
-    """Start, stop and length of the blocks of each stretch of an axis: whole blocks, or a part of one.
+    """The start, the stop and the block length of each segment of an axis: whole blocks, or a part of one.
 
-    An extent of a block or more is a multiple of it, or the whole axis.
+    An extent of at least a block is a multiple of it, or the whole axis.
     """
     whole = length - length % block_size
     if extent < block_size:
@@ -230,13 +231,13 @@ def _segments(length: int, *, block_size: int, extent: int) -> list[tuple[int, i
 
 
 def numbers_of(x: Any) -> NDArray[Any]:
-    """The numbers of an array of numpy, of nested lists or of a tensor of torch, in the byte order of this machine.
+    """Convert a NumPy array, nested lists or a PyTorch tensor to an array in native byte order.
 
-    Of any shape, and of any type that records hold: NaN, infinities and signs of zeros stay. No copy is made of an
-    array in that order, nor of a tensor in the memory of the CPU; other tensors are copied there.
+    Any shape and any dtype of records is supported. NaN, infinities and signs of zeros are preserved. Arrays in native
+    byte order and tensors on the CPU are not copied.
 
     Raises:
-        UsageError: the elements are of another type, lists are ragged, or a tensor is sparse or has no values.
+        UsageError: The dtype is not that of records, lists are ragged, or a tensor is sparse or has no values.
     """
     given = tensor_or_array(x)
     if not isinstance(given, np.ndarray):
@@ -248,13 +249,13 @@ def numbers_of(x: Any) -> NDArray[Any]:
 
 
 def tensor_or_array(x: Any) -> torch.Tensor | NDArray[Any]:
-    """A tensor of torch itself, and anything else as an array of numpy; no element is looked at.
+    """A PyTorch tensor unchanged, and anything else as a NumPy array, without a check of its elements.
 
     Raises:
-        UsageError: lists are ragged.
+        UsageError: Lists are ragged.
     """
     imported = sys.modules.get("torch")
-    if imported is not None and isinstance(x, imported.Tensor):  # who has a tensor has imported torch
+    if imported is not None and isinstance(x, imported.Tensor):  # torch is imported if there is a tensor
         return cast("torch.Tensor", x)
     try:
         return np.asarray(x)
@@ -268,10 +269,10 @@ def _check_known(dtype: str) -> None:
 
 
 def check_readable(tensor: torch.Tensor) -> None:
-    """Whether the tensor has values, one after the other.
+    """Check that the tensor is dense and has values.
 
     Raises:
-        UsageError: it is sparse, or on the device meta.
+        UsageError: The tensor is sparse or on the meta device.
     """
     import torch
 
@@ -282,9 +283,9 @@ def check_readable(tensor: torch.Tensor) -> None:
 
 
 def array_of(tensor: torch.Tensor) -> NDArray[Any]:
-    """The same memory as an array of numpy, to be read: of a dense tensor on a CPU, of a type that records hold.
+    """A NumPy array for reading the memory of a dense CPU tensor with a dtype of records.
 
-    FSDP frees parameters by resizing their storage, which is an error after `Tensor.numpy`, and none after DLPack.
+    Uses DLPack because FSDP frees parameters by resizing their storage, which fails after `Tensor.numpy`.
     """
     import torch
 
@@ -297,9 +298,10 @@ def array_of(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def tensor_of(array: NDArray[Any]) -> torch.Tensor:
-    """The same numbers as a tensor on a CPU, of an array of a type that records hold.
+    """A CPU tensor with the numbers of an array with a dtype of records.
 
-    Its memory, where it can be written and torch knows the type; float32 numbers of floats that torch does not know.
+    It shares the memory of the array if torch has the dtype and the array is writable, in native byte order and without
+    negative strides. A dtype that torch lacks is converted to float32.
     """
     import torch
 

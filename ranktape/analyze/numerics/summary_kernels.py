@@ -1,6 +1,6 @@
-"""The loop that adds up float32 values in one pass over memory, for callers that have addresses and no arrays."""
+"""The compiled loop that summarises float32 values in one pass over memory, for callers with addresses, not arrays."""
 
-# Shapes: O = everything before the dimension of samples, S = samples, I = everything after it.
+# Shapes: O = all dimensions before that of samples, S = samples, I = all after it.
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from numpy.typing import NDArray
 from ranktape.analyze.numerics.kernels import BLOCK, compiled, compiled_products, load_compiler
 
 _NUM_SIZES = 7
-"""Arguments of `summarise` that are no addresses."""
+"""Number of arguments of `summarise` that are not addresses."""
 
 
 _NUM_SUMS = 6
-"""Count, mean, second to fourth moment about it, sum of magnitudes."""
+"""Number of sums: count, mean, second to fourth moment about the mean, and sum of magnitudes."""
 
 _SIGN = 0x80000000
-"""The pattern of a float32 of which the sign alone is set."""
+"""The sign bit of a float32."""
 
 
 @compiled_products
 def _sum_block(block: NDArray[np.float32], sums: NDArray[np.float64], ends: NDArray[np.int64]) -> np.int64:
-    """Add float32 values to sums; the pattern of the smallest magnitude among them, -1 where one is not finite.
+    """Add float32 values to the sums and ends, and return the bit pattern of their smallest magnitude.
 
-    The ends are the largest pattern as a signed and as an unsigned number, and the smallest magnitude.
+    If a value is not finite, -1 is returned and nothing is added. The ends are the largest bit pattern as a signed and
+    as an unsigned integer, and that of the smallest magnitude.
     """
     keys = block.view(np.int32)
     count, mean, second, third, fourth, _ = sums
     size, top = np.float64(block.size), np.uint32(_SIGN - 1)
-    # Differences from what the mean has been so far, so that nothing is read twice; from the block's own mean where
-    # that is far off.
+    # Moments are about the mean of all blocks so far, so that the block is read once; if the mean of the block is far
+    # from it, the block is read again and its moments are about its own mean.
     about, is_near = mean, False
     while True:
         positive, negative, least = np.int32(-_SIGN), np.uint32(0), top
@@ -61,7 +62,7 @@ def _sum_block(block: NDArray[np.float32], sums: NDArray[np.float64], ends: NDAr
         if is_near or 2.0 * shift * total <= own_2:
             break
         about, is_near = about + shift, True
-    # What this block and those before it come to together, about their common mean.
+    # The moments of this block and of those before it, about their common mean.
     both = count + size
     new_mean = mean + (about - mean + shift) * (size / both)
     a, b = mean - new_mean, about - new_mean
@@ -77,7 +78,7 @@ def _sum_block(block: NDArray[np.float32], sums: NDArray[np.float64], ends: NDAr
 
 @compiled
 def _count_small(keys: NDArray[np.int32], normal: np.uint32) -> tuple[np.int32, np.int32]:
-    """How many magnitudes are below that pattern, and how many of these are zero."""
+    """The number of magnitudes below the bit pattern `normal`, and the number of zeros."""
     below, zero = np.int32(0), np.int32(0)
     for index in range(keys.size):
         magnitude = np.uint32(np.uint32(keys[index]) & np.uint32(_SIGN - 1))
@@ -88,9 +89,9 @@ def _count_small(keys: NDArray[np.int32], normal: np.uint32) -> tuple[np.int32, 
 
 @functools.cache
 def summariser() -> Callable[..., int]:
-    """`summarise` in machine code that takes addresses as numbers: a call makes no array, and looks at none.
+    """`summarise` as machine code that takes addresses as integers, so that a call needs no arrays.
 
-    Compiled, or loaded from the cache, when it is first asked for.
+    Compiled, or loaded from numba's cache, on the first call.
     """
     load_compiler()
     pointer: Any = types.CPointer
@@ -102,11 +103,11 @@ def summariser() -> Callable[..., int]:
         entry = numba.cfunc(signature, fastmath={"reassoc"})(summarise)
     taken = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * _NUM_SIZES]
     call: Any = ctypes.CFUNCTYPE(ctypes.c_int32, *taken)(entry.address)
-    call.code = entry  # which goes with what it is part of
+    call.code = entry  # keeps the machine code alive
     return cast("Callable[..., int]", call)
 
 
-def summarise(  # noqa: PLR0917  (called from outside of Python)
+def summarise(  # noqa: PLR0917  (called as machine code)
     values: Any,
     summary: Any,
     counts: Any,
@@ -118,12 +119,12 @@ def summarise(  # noqa: PLR0917  (called from outside of Python)
     below_at: int,
     zero_at: int,
 ) -> int:
-    """Write what float32 values add up to, and per sample how many are subnormal and zero, in one pass over memory.
+    """Summarise float32 values and count the subnormal values and the zeros of each sample, in one pass over memory.
 
-    The summary is count, count of finite values, sum, the second to fourth moment about the mean, the sum of
-    magnitudes, and twice smallest, largest and the largest magnitude. Of each sample there are so many kinds of counts:
-    those that are below the pattern `normal` and not zero, and the zeros, at these places. 0 where a value is not
-    finite: what is written then means nothing.
+    The summary is the count, the count of finite values, the sum, the second to fourth moment about the mean, the sum
+    of magnitudes, and twice the smallest value, the largest value and the largest magnitude. `counts` has `kinds`
+    numbers for each sample: at index `below_at` the number of nonzero values below the bit pattern `normal` in
+    magnitude, at `zero_at` the number of zeros. Returns 1; or 0, with undefined output, if a value is not finite.
     """
     values_OSI = carray(values, (before, samples, after))
     sums, ends = np.zeros(_NUM_SUMS), np.array([-_SIGN, 0, _SIGN - 1])
@@ -141,7 +142,7 @@ def summarise(  # noqa: PLR0917  (called from outside of Python)
                     counts[sample * kinds + below_at] += below - zero
                     counts[sample * kinds + zero_at] += zero
     positive, negative, least = ends
-    # As a number the largest pattern is that of the lowest negative value, where there is one.
+    # The largest unsigned pattern is that of the smallest value if any value is negative.
     keys = np.empty(3, dtype=np.uint32)
     keys[0] = negative if negative >= _SIGN else least
     keys[1] = positive if positive >= 0 else least + _SIGN
