@@ -1,4 +1,4 @@
-"""Choose tensors inside the training process, copy them off, and agree with every rank on the iterations."""
+"""Selects tensors in the training process, copies them to a writer process, and coordinates the ranks."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""What a capture tells the person at the terminal.
+"""The messages of a capture to the user.
 
-Everything goes to stderr, once for the whole launch: from rank 0, but for a rank's own trouble. No colour: the lines
-of several ranks and of the training run together there.
+They go to stderr, once for the whole launch: from rank 0, except for problems of a single rank. They have no colour,
+because the output of several ranks and of the training is mixed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def write_line(text: str) -> None:
-    """One line, control characters escaped; a progress bar of the training stands below it then, not before it."""
+    """Write one line to stderr, with control characters escaped. A progress bar of tqdm moves below it."""
     line = f"ranktape: {printable(text)}"
     tqdm = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
     if tqdm is None:
@@ -35,62 +35,62 @@ def write_line(text: str) -> None:
 _MAX_NAMED = 5
 _MAX_SITES = 8
 _MAX_UNMATCHED = 8
-"""Disabled sites that are warned of one by one."""
+"""Maximum number of unmatched names with a warning each."""
 _DRAIN_INTERVAL = 5
-"""Calls of `show_drain` between two lines."""
+"""Number of calls of `show_drain` for each line."""
 
 
 class Console:
-    """Lines on stderr."""
+    """Writes the messages of one rank to stderr."""
 
     def __init__(self, *, rank: int, wording: Callable[[str], str] = str) -> None:
         self.rank = rank
         self._wording = wording
         self._told: set[str] = set()
         self._ways: set[str | None] = set()
-        """How compiled code is recorded, as far as that was said."""
+        """The ways of recording compiled code that have been reported: reasons for eager mode, or None."""
         self._num_drains = 0
         self._num_sites = 0
 
     def say(self, text: str) -> None:
-        """One line, from rank 0."""
+        """Write a line, only on rank 0."""
         if self.rank == 0:
             write_line(self._wording(text))
 
     def warn(self, text: str, *, is_for_all_ranks: bool = False) -> None:
-        """One line of a warning; from every rank where each has its own."""
+        """Write a warning, on rank 0 or, if `is_for_all_ranks`, on any rank with its number."""
         if is_for_all_ranks or self.rank == 0:
             prefix = f"[rank {self.rank}] " if is_for_all_ranks else ""
             write_line(f"warning: {prefix}{self._wording(' '.join(text.split()))}")
 
     def pass_on(self, words: Mapping[str, Any]) -> None:
-        """What the writer of this rank has to say, each thing once."""
+        """Write the warnings in a message from the writer process, each one once."""
         for text in (*words.get("notices", ()), words.get("problem")):
             if text is not None:
                 self.warn_once(str(text))
 
     def warn_once(self, text: str, *, is_for_all_ranks: bool = True) -> None:
-        """A line of a warning of this rank, or of rank 0 for all, unless it was there before."""
+        """Write a warning unless it has been written before. See `warn`."""
         if text not in self._told:
             self._told.add(text)
             self.warn(text, is_for_all_ranks=is_for_all_ranks)
 
     def warn_of_site(self, text: str) -> None:
-        """Of a site of this rank that is disabled; of the first ones only, where it is many."""
+        """Warn that a site of this rank is disabled. If there are many, only the first ones are named."""
         self._num_sites += 1
         if self._num_sites <= _MAX_SITES + 1:
             is_named = self._num_sites <= _MAX_SITES
             self.warn_once(text if is_named else "further sites are disabled: 'ranktape status' names them")
 
     def warn_of_unmatched(self, notes: Sequence[str]) -> None:
-        """Of names in the selection that match nothing; of the first ones one by one."""
+        """Warn of names in the selection that match nothing. If there are many, only the first ones are named."""
         for note in notes[:_MAX_UNMATCHED]:
             self.warn_once(note)
         if len(notes) > _MAX_UNMATCHED:
             self.warn_once(f"{len(notes) - _MAX_UNMATCHED} more names of the selection match nothing")
 
     def warn_of(self, options: CaptureOptions) -> None:
-        """Of settings that do not what they seem to do."""
+        """Warn of settings without the effect that they seem to have."""
         keep_last, target = options.keep_last, options.target_iterations
         if keep_last is not None and keep_last >= target:
             self.warn(
@@ -99,7 +99,7 @@ class Console:
             )
 
     def tell_of_past(self, options: CaptureOptions, *, past: Sequence[int], planned: Sequence[int]) -> None:
-        """Of iterations that were asked for, are not complete and come before the training's first step."""
+        """Warn of requested iterations that are not complete and come before the first iteration of the training."""
         if past and (options.start_at or not planned):
             self.warn(
                 f"iterations {_shown(past)} come before --first-iteration {options.first_iteration} and cannot be "
@@ -119,9 +119,9 @@ class Console:
         coverage: Coverage | None,
         silent: Sequence[str],
     ) -> None:
-        """What is captured of which sources, and what it costs, once the first iteration has shown it.
+        """Tell which layers are captured and how large an iteration is, after the first one.
 
-        `silent` says of gaps.
+        `silent` has messages about missing tensors.
         """
         kinds = Counter(source.layer_type for source in sources)
         layers = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
@@ -153,7 +153,7 @@ class Console:
             self.warn(f"not recorded: {len(silent) - _MAX_NAMED} more: 'ranktape status' lists them")
 
     def tell_of_compiled(self, iterations: Sequence[int], *, why_eager: str | None) -> None:
-        """How compiled code is recorded, in which iterations; each way once."""
+        """Tell how compiled code is recorded, and in which iterations, once for each way."""
         if why_eager in self._ways:
             return
         what = "another part of what the training compiles" if self._ways else "what the training compiles"
@@ -165,7 +165,7 @@ class Console:
         self.say(f"{what} {how.format(_shown(iterations))}{why_eager or ''}")
 
     def show_drain(self, pending_nbytes: int, state: str) -> None:
-        """How far the storing of what was staged is; called about each second."""
+        """Show the progress of storing the staged tensors. To be called about each second."""
         if self._num_drains % _DRAIN_INTERVAL == 0:
             left = f"storing what was captured: {nbytes_text(pending_nbytes)} left" if pending_nbytes else None
             waits = "stored; waiting for the other ranks" if state == "waiting" else "committing what was captured"
@@ -173,7 +173,7 @@ class Console:
         self._num_drains += 1
 
     def end_drain(self) -> None:
-        """Everything is stored, or the wait is over."""
+        """Tell that storing has finished, or has timed out."""
         if self._num_drains:
             self.say("done storing")
 

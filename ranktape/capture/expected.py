@@ -1,11 +1,11 @@
-"""Knows which tensors an iteration should have, which it got, and why the others are missing.
+"""Tracks the expected tensors of an iteration, the recorded ones, and the reasons why others are missing.
 
-A site is expected where something was attached to see it: a module's hook sees its input, weight and output, and
-the gradients of what needs them; a gradient hook sees its gradient; a function that was recorded in an earlier
-iteration is expected in every later one. What autograd never computes, as the gradient of a first layer's input or
-of a frozen weight, has no hook and is not expected, and neither is what was not selected or recorded by hand.
+A site is expected if a hook was attached for it: a module's hooks see its input, weight and output, and the gradients
+of tensors that require them; a gradient hook sees its gradient. A function that was recorded in an earlier iteration is
+expected in each later one. Gradients that autograd never computes, such as that of the first layer's input or of a
+frozen weight, have no hook and are not expected. Tensors that are not selected, or recorded by hand, are not expected.
 
-What is missing is listed by module and reason, so that thousands of experts without tokens do not fill a commit.
+Missing tensors are listed by module and reason, so that thousands of experts without tokens do not fill a commit.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ WITHOUT_GRADIENTS = "it ran without gradients, as under torch.no_grad or in an a
 NO_BACKWARD = "no backward pass reached it"
 OTHER_CALLS = "other calls of it are recorded"
 DISABLED = "disabled after an error: {error}"
-"""The reasons that a tensor is missing, besides those that `refuse` gives."""
+"""The reasons why a tensor is missing, besides those that are passed to `refuse`."""
 
 MAX_PLACES = 100
-"""Places that are named for one reason; the rest is counted."""
+"""Maximum number of places that are listed for one reason. The rest are counted."""
 
 MAX_REASONS = 50
-"""Reasons that are listed of one iteration; the places of the rest are counted."""
+"""Maximum number of reasons that are listed for one iteration. The places of the rest are counted."""
 
 MAX_EXPECTED = 10_000
-"""Modules of which a commit lists what was expected; the rest is counted."""
+"""Maximum number of modules whose expected tensors a commit lists. The rest are counted."""
 
 MAX_FORMS = 256
-"""Forms of one site that are kept: shapes without end must not fill the memory."""
+"""Maximum number of cached forms of one site, which limits the memory if shapes keep changing."""
 
 MAX_ALL_FORMS = 50_000
-"""Forms of all sites that are kept, of about 1 kB each."""
+"""Maximum number of cached forms of all sites, of about 1 kB each."""
 
 _OTHER_REASONS = "other reasons"
 
 Calls = set[tuple[Mode, int, int]]
-"""Calls by mode, microbatch and place in it."""
+"""Calls, by mode, microbatch and index in the microbatch."""
 
 
 class Site:
-    """One tensor of one source, from when it is first met to the end of the run: all that a hook needs, found once."""
+    """One tensor of a source, from its first use until the end of the run, with all state that a hook needs."""
 
     __slots__ = ("excused", "forms", "hooked", "is_disabled", "refused", "role", "seen", "source", "taken")
 
@@ -64,37 +64,37 @@ class Site:
         self.role = role
         self.is_disabled = is_disabled
         self.forms: dict[Any, RecordForm] = {}
-        """Forms in which it was recorded, by all that tells one from another."""
+        """The cached forms of its records, by everything that a form depends on."""
         self.taken: Calls = set()
-        """In this iteration: the calls under which tensors of it were recorded, each its own."""
+        """The distinct calls under which tensors were recorded in this iteration."""
         self.hooked: Calls = set()
-        """In this iteration: the calls that have a gradient hook."""
+        """The calls with a gradient hook in this iteration."""
         self.seen: Calls = set()
-        """In this iteration: the calls of which it was taken."""
+        """The calls whose tensor was recorded in this iteration."""
         self.refused: str | None = None
-        """In this iteration: why one was not taken, or not whole."""
+        """The reason why a tensor of this iteration was not recorded, or not completely; None if there is none."""
         self.excused: Calls | None = None
-        """In this iteration: what the selection left out, as far as that was for the call; None for nothing."""
+        """The calls that are not selected in this iteration; empty if the whole site is not, None if all of it is."""
 
     @property
     def is_met(self) -> bool:
-        """Whether the iteration has brought it, or a reason why it is not there."""
+        """Whether the iteration has a tensor of the site, or a reason why there is none."""
         return bool(self.seen) or self.refused is not None
 
     @property
     def is_whole(self) -> bool:
-        """Whether it was taken of a call, and of all that have a gradient hook, but for what was not selected."""
+        """Whether a tensor was recorded, and one for each selected call with a gradient hook."""
         return bool(self.seen) and self.seen >= self.hooked - (self.excused or set())
 
     def begin(self) -> None:
-        """An iteration begins."""
+        """Start an iteration."""
         self.taken.clear()
         self.hooked.clear()
         self.seen.clear()
         self.refused = self.excused = None
 
     def distinct(self, call: Call) -> Call:
-        """A call of its own for a tensor: two backward passes over one graph bring each gradient twice."""
+        """The call with the next free index, since two backward passes over a graph compute each gradient twice."""
         if call.key in self.taken:
             index = call.index + 1
             while (call.mode, call.microbatch, index) in self.taken:
@@ -105,55 +105,56 @@ class Site:
 
 
 class _Watched:
-    """One source: its sites, and what the iteration has shown of it."""
+    """The state of one source, with its sites."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.sites: dict[TensorRole, Site] = {}
         self.disabled: dict[TensorRole | None, str] = {}
-        """The error for which nothing more is recorded of a role; of None for all of it."""
+        """The error that disabled each role, or, for None, the whole source."""
         self.remembered: dict[TensorRole, None] = {}
-        """What a function brought in earlier iterations, and should bring again."""
+        """The roles of a function in earlier iterations, which are expected again."""
         self.begin()
 
     def begin(self) -> None:
-        """An iteration begins."""
+        """Start an iteration."""
         self.attached: dict[TensorRole, None] = {}
-        """The roles that its module's hooks will show, if it runs with gradients."""
+        """The roles that the hooks of the module will see if it runs with gradients."""
         self.awaited: dict[TensorRole, None] = {}
-        """The gradients that a call without gradients should have."""
+        """The gradients that are expected of a call with gradients disabled."""
         self.is_called = False
-        """Whether it ran in a pass that is recorded."""
+        """Whether the source ran in a recorded pass."""
         self.is_passed = False
-        """Whether it ran in another one."""
+        """Whether the source ran in a pass that is not recorded."""
         self.is_used = False
-        """Whether a gradient of its weight came, though it did not run."""
+        """Whether a gradient of its weight was computed although the source did not run."""
         self.has_gradients = False
-        """Whether one of its calls ran with gradients."""
+        """Whether any call ran with gradients enabled."""
         self.is_training = False
-        """Whether one of its calls was in a training pass."""
+        """Whether any call was in a training pass."""
         for site in list(self.sites.values()):
             site.begin()
 
     @property
     def is_forgettable(self) -> bool:
-        """Whether the iteration had nothing to do with it, and nothing else is to be kept of it."""
+        """Whether the source did not occur in the iteration and has no state that must remain."""
         is_used = self.attached or self.is_called or self.is_passed or self.disabled or self.remembered
         return not is_used and not any(site.is_met or site.hooked for site in list(self.sites.values()))
 
     @property
     def known(self) -> Iterable[TensorRole]:
-        """What a call of it is expected to show, before it has shown anything."""
+        """The roles that a call of the source is expected to have."""
         return self.attached or self.remembered
 
     def is_disabled(self, role: TensorRole) -> bool:
-        """Whether nothing is recorded of that role."""
+        """Whether a role, or the whole source, is disabled."""
         return None in self.disabled or role in self.disabled
 
     def expected(self, *, is_due: bool) -> list[TensorRole | None]:
-        """The roles that were expected; None stands for those of a source of which none is known.
+        """The expected roles; None alone if the source is disabled and its roles are not known.
 
-        With `is_due`, the gradients of what was not called are among them; evaluation has none.
+        If the source was not called, gradients are included if `is_due`. If it was called only in evaluation passes,
+        gradients are not included.
         """
         has_gradients = self.is_training if self.is_called else is_due
         known = [*self.known, *self.awaited]  # another thread may put hooks on it meanwhile
@@ -169,7 +170,7 @@ class _Watched:
         return [role for role in roles if role not in excused] or ([None] if None in self.disabled else [])
 
     def reason(self, role: TensorRole | None) -> str | None:
-        """Why a role that was expected is missing; None where it is not."""
+        """The reason why an expected role is missing; None if it is not missing."""
         error = self.disabled.get(role, self.disabled.get(None))
         if error is not None:
             return DISABLED.format(error=error)
@@ -187,7 +188,7 @@ class _Watched:
         return NO_BACKWARD if hooked else self._silence(role)
 
     def is_whole(self, role: TensorRole | None) -> bool:
-        """Whether a role is recorded, though perhaps not of a call that was refused."""
+        """Whether a role is recorded, except perhaps for refused calls."""
         site = None if role is None else self.sites.get(role)
         return site is not None and site.is_whole and not self.is_disabled(site.role)
 
@@ -200,23 +201,23 @@ class _Watched:
             return USED_WITHOUT_CALL if self.is_used else not_called
         if role.operation != Operation.BACKWARD:
             return SILENT
-        # Of the gradient of a weight the hook is on the weight, not on a call.
+        # The gradient of a weight may have a hook on the weight, not on a call.
         return NO_BACKWARD if self.has_gradients or any(site.hooked for site in sites) else WITHOUT_GRADIENTS
 
 
 class Expected:
-    """The sites of an iteration: expected, seen, refused; and those that are disabled for good."""
+    """The expected, recorded and refused sites of an iteration, and the sites that are disabled for good."""
 
     def __init__(self) -> None:
         self._sources: dict[Source, _Watched] = {}
         self._num_forms = 0
 
     def begin(self) -> None:
-        """An iteration begins: everything is attached anew, and functions that ran before should run again.
+        """Start an iteration. Hooks are attached again, and functions that ran before are expected again.
 
-        What the last one had nothing to do with is forgotten: a training may bring new sources without end.
+        Sources that did not occur in the last iteration are dropped, because a training may create new ones endlessly.
         """
-        # A copy of the dictionary is made in one go; a list of its items may be interrupted by another thread.
+        # Copying the dictionary is atomic; making a list of its items may be interrupted by another thread.
         for source, watched in self._sources.copy().items():
             if watched.is_forgettable:
                 del self._sources[source]
@@ -224,16 +225,16 @@ class Expected:
                 watched.begin()
 
     def site(self, source: Source, role: TensorRole) -> Site:
-        """What is known of one tensor of a source."""
+        """The site of a tensor of a source."""
         watched = self._sources.get(source) or self._of(source)
         site = watched.sites.get(role)
         if site is None:
             new = Site(source, role, is_disabled=watched.is_disabled(role))
-            site = watched.sites.setdefault(role, new)  # another thread may have met it, too
+            site = watched.sites.setdefault(role, new)  # another thread may have added it
         return site
 
     def keep_form(self, site: Site, key: Any, form: RecordForm) -> RecordForm:
-        """Have a form of a site at hand from now on; those of all sites are given up where they become too many."""
+        """Cache a form of a site. If there are too many forms, the caches of all sites are cleared."""
         if self._num_forms >= MAX_ALL_FORMS:
             self._num_forms = 0
             for watched in list(self._sources.values()):
@@ -246,57 +247,57 @@ class Expected:
         return form
 
     def attach(self, source: Source, roles: Iterable[TensorRole]) -> None:
-        """Hooks were put on a module; they will show these roles when it runs with gradients."""
+        """Note that hooks on a module will see these roles when it runs with gradients."""
         self._of(source).attached.update(dict.fromkeys(roles))
 
     def expect(self, source: Source, roles: Iterable[TensorRole]) -> None:
-        """Expect roles of a source in this iteration, beside those that are attached or remembered."""
+        """Expect roles of a source in this iteration, besides those of hooks and of earlier iterations."""
         self._of(source).awaited.update(dict.fromkeys(roles))
 
     def called(self, source: Source, *, has_gradients: bool = True, is_training: bool = True) -> None:
-        """The module or function ran in a pass that is recorded; of others than training no gradients are expected."""
+        """Note that a source ran in a recorded pass. Unless that is a training pass, no gradients are expected."""
         watched = self._of(source)
         watched.is_called = True
         watched.has_gradients |= has_gradients
         watched.is_training |= is_training
 
     def passed(self, source: Source) -> None:
-        """The module or function ran in a pass that is not recorded."""
+        """Note that a source ran in a pass that is not recorded."""
         self._of(source).is_passed = True
 
     def used(self, source: Source) -> None:
-        """A gradient of the module's weight came, though the module did not run."""
+        """Note that a gradient of a module's weight was computed although the module did not run."""
         self._of(source).is_used = True
 
     def is_used(self, source: Source) -> bool:
-        """Whether that was so."""
+        """Whether a gradient of a module's weight was computed although the module did not run."""
         return self._of(source).is_used
 
     def is_idle(self, source: Source) -> bool:
-        """Whether the module or function ran in no pass at all."""
+        """Whether a source ran in no pass at all."""
         watched = self._of(source)
         return not (watched.is_called or watched.is_passed or watched.disabled)
 
     def ran(self) -> set[Source]:
-        """The sources that ran in a pass that is recorded, whatever was selected of them."""
+        """The sources that ran in a recorded pass, selected or not."""
         return {source for source, watched in self._sources.copy().items() if watched.is_called}
 
     def seen(self) -> list[Source]:
-        """The sources of which a tensor was taken."""
+        """The sources with a recorded tensor."""
         return [one.source for one in list(self._sources.values()) if any(site.seen for site in one.sites.values())]
 
     def refuse(self, source: Source, role: TensorRole, reason: str) -> None:
-        """The tensor is not recorded, or not whole, and why."""
+        """Note the reason why a tensor is not recorded, or not completely."""
         self.site(source, role).refused = reason
 
     def main_refusal(self) -> str | None:
-        """The reason for which most was refused; None where nothing was."""
+        """The most frequent reason for refused tensors; None if nothing was refused."""
         sites = (site for watched in list(self._sources.values()) for site in list(watched.sites.values()))
         reasons = Counter(site.refused for site in sites if site.refused is not None)
         return max(reasons, key=lambda reason: reasons[reason], default=None)
 
     def excuse(self, source: Source, role: TensorRole, call: Call | None = None) -> None:
-        """The tensor was not selected: it is not expected, unless another call of it was taken, or should have been."""
+        """Note that a tensor was not selected, so it is not expected unless another call is recorded or expected."""
         site = self.site(source, role)
         if site.excused is None:
             site.excused = set()
@@ -304,13 +305,13 @@ class Expected:
             site.excused.add(call.key)
 
     def known(self, source: Source) -> tuple[TensorRole, ...]:
-        """What a call of a source is expected to show, before it has shown anything."""
+        """The roles that a call of a source is expected to have."""
         return tuple(self._of(source).known)
 
     def disable(self, source: Source, role: TensorRole | None, error: str) -> bool:
-        """Record nothing more of a site, or without a role of the whole source, for the rest of the run.
+        """Disable a role of a source, or, if `role` is None, the whole source, for the rest of the run.
 
-        Whether that is new: the first error of each is the one that is kept.
+        Returns whether it was enabled. The first error is the one that is reported.
         """
         watched = self._of(source)
         is_new = role not in watched.disabled
@@ -320,14 +321,14 @@ class Expected:
         return is_new
 
     def remembered(self) -> list[tuple[Source, TensorRole]]:
-        """What functions that ran in earlier iterations should bring again."""
+        """The roles of functions in earlier iterations, which are expected again, with their sources."""
         return [(source, role) for source, watched in self._sources.copy().items() for role in watched.remembered]
 
     def end(self) -> dict[str, Any]:
-        """The iteration ended: what its commit says of expected and missing sites, by module and reason."""
+        """Finish an iteration. Returns the fields of its commit about expected and missing tensors."""
         sources = list(self._sources.values())
         is_any_called = any(one.is_called for one in sources)
-        # Of what did not run gradients are expected where something trained, or where nothing ran at all.
+        # Gradients of sources that did not run are expected if another source trained, or if nothing ran at all.
         is_due = any(one.is_training for one in sources) or not is_any_called
         expected = {one: roles for one in sources if (roles := one.expected(is_due=is_due))}
         missing = {one: {role: one.reason(role) for role in roles} for one, roles in expected.items()}
@@ -335,7 +336,7 @@ class Expected:
             if one.is_called and not one.attached:
                 one.remembered.update(dict.fromkeys(role for role in roles if role is not None))
         names = _names([one.source for one in expected])
-        # Where nothing ran at all, nothing was due: an iteration without records is as it should be then.
+        # If nothing ran at all, nothing is listed as expected, and an iteration without records is complete.
         is_due = is_any_called or any(site.is_met for one in sources for site in list(one.sites.values()))
         lines = [f"{names[one.source]}: {_tensor_names(roles)}" for one, roles in expected.items()] if is_due else []
         rest = len(lines) - MAX_EXPECTED
@@ -358,7 +359,7 @@ class Expected:
 
 
 def _names(sources: Sequence[Source]) -> dict[Source, str]:
-    """What messages call each source; the kind of layer only where a module has several."""
+    """The name of each source in messages, with the layer type only if a module has several sources."""
     counts = Counter(map(source_name, sources))
     return {
         source: f"{name} ({source.layer_type})" if counts[name] > 1 else name
@@ -372,7 +373,7 @@ def _tensor_names(roles: Iterable[TensorRole | None]) -> str:
 
 
 def _grouped(sources: Iterable[tuple[str, Mapping[TensorRole | None, str | None]]]) -> dict[str, str]:
-    """For each place the reason: a module where all of it is missing, else a module and what is missing of it."""
+    """The reason for each place: a module if all its tensors are missing, otherwise a module and some tensors."""
     places: dict[str, list[str]] = {}
     for name, roles in sources:
         for reason in dict.fromkeys(reason for reason in roles.values() if reason is not None):

@@ -1,4 +1,4 @@
-"""What there is in a process without a capture: one that waits for the training, and one that records nothing."""
+"""The state of a process without a running capture, and a capture that records nothing."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Callable
 from typing import Any
 
 begin_waiting: Callable[[int], None] | None = None
-"""Begins the capture that waits for the training, with the number of its first iteration; None where none waits."""
+"""Starts the capture that is waiting for the training, given its first iteration; None if no capture is waiting."""
 
 
 class NoCapture(contextlib.AbstractContextManager["NoCapture"]):
-    """Stands for a capture where none was asked for: nothing is attached, nothing is recorded."""
+    """A capture that records nothing, if none was requested."""
 
     is_recording = False
-    """Always: nothing is stored."""
+    """Always False."""
 
     def __exit__(self, *_: object) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def step(self, iteration: int | None = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def set_sample_ids(self, sample_ids: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def trigger(self, why: str) -> None:
-        """Nothing."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""Brings tensors that hooks hold into the ring, and knows what the iteration has had so far."""
+"""Copies tensors from hooks into the ring, and counts them for each iteration."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
     from ranktape.capture.tensors.taking import StatisticsTaker
 
 MAX_PASSES = 4096
-"""Forward passes of one iteration after which nobody will end it any more."""
+"""Maximum number of forward passes in one iteration. With more, it is assumed that no event will finish it."""
 
 CAPTURING = "a graph is being captured on its device: what it computes has no values yet"
-"""Why nothing is copied meanwhile."""
+"""The reason why a tensor is not copied during the capture of a CUDA graph."""
 
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    # A forked process has the hooks too, and must not write into its parent's ring.
+    # A forked child has the hooks, too, but must not write to its parent's ring.
     for recorder in list(_recorders):
         recorder.tally = None
 
@@ -55,7 +55,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Recorder:
-    """Takes tensors from hooks; copies them into the ring while an iteration is captured, counts them else."""
+    """Takes tensors from hooks. Copies them into the ring if the iteration is recorded, and otherwise counts them."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Recorder:
         on_failure: Callable[[str], None],
         on_site_failure: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """The functions get the reason where nothing more is recorded, of anything or of one site."""
+        """`on_failure` gets the reason if recording stops altogether, and `on_site_failure` if it stops for a site."""
         self.tracker = tracker
         self.options = options
         self._selecting = self._usual = selecting
@@ -79,31 +79,35 @@ class Recorder:
         self._counter = 0
         self.expected = Expected()
         self.explain_endless: Callable[[], str] = lambda: "call capture.step() after each iteration"
-        """Says why no iteration ends, and the way out."""
+        """Returns the reason why no iteration finishes, and the remedy."""
         self.tally: IterationTally | None = None
         self.num_left_out = 0
         self._ring = ring
         self._timeout_seconds = options.block_timeout_seconds
         self._taker: StatisticsTaker | None = None
-        # A capture that stores what it stages leaves the counting to its writer: it has a moment to do so.
+        # In other captures, the writer computes statistics from the staged values.
         if options.record_last is not None:
-            # Imports numba, which a capture of values does without.
+            # Imports numba, which other captures do not need.
             from ranktape.capture.tensors.taking import StatisticsTaker
 
             self._taker = StatisticsTaker()
         self._device: DeviceStage | None = None
         self._refusal: str | None = None
-        """Why there is no `_device`."""
-        self._lock = threading.RLock()  # a signal handler may close what it has interrupted
+        """The reason why there is no `_device`; None if there was none so far."""
+        self._lock = threading.RLock()  # a signal handler may call `close` while this thread holds the lock
         self._is_reduced = False
         _recorders.add(self)
 
     def begin(
         self, iteration: int, *, is_staged: bool, selecting: Selecting | None = None, is_reduced: bool = False
     ) -> None:
-        """An iteration begins, in which something of its own may decide what is taken.
+        """Start an iteration, which may have its own selection.
 
-        `is_reduced` where there is no room for values, but for what they add up to.
+        Args:
+            iteration: The number of the iteration.
+            is_staged: Whether tensors are recorded, not only counted.
+            selecting: The selection of this iteration, if it is not the usual one.
+            is_reduced: Whether to stage statistics instead of values, because there is no room for the values.
         """
         if os.getpid() != self._owner:
             return
@@ -113,11 +117,11 @@ class Recorder:
         self._is_reduced = is_reduced
         self.tally = IterationTally(iteration=iteration, is_staged=is_staged)
         self.num_left_out = 0
-        # What the first captured iteration will cost is counted before it is due.
+        # Also called for iterations that are only counted.
         self.expected.begin()
 
     def end(self) -> dict[str, Any]:
-        """The iteration ended: what the commit must say of the expected and the silent tensors."""
+        """Finish the iteration. Returns the fields of its commit about expected and missing tensors."""
         self.tally = None
         for source, role in self.expected.remembered():
             if not self._selecting.may_take(source, role):
@@ -134,10 +138,9 @@ class Recorder:
         tags: Tags = NO_TAGS,
         placement: str | None = None,
     ) -> bool:
-        """Take a copy of the tensor as it is now, and say whether it will be stored.
+        """Copy the present values of a tensor. Returns whether they will be stored.
 
-        That is all that happens on the training thread. Raises nothing unless the capture is strict: what goes wrong
-        is reported, and the training goes on.
+        Nothing else happens on the training thread. Failures are reported, and raised only if the capture is strict.
         """
         try:
             return self._take(self.expected.site(source, role), tensor, call, placement, tags)
@@ -146,7 +149,7 @@ class Recorder:
         return False
 
     def _take(self, site: Site, tensor: torch.Tensor, call: Call, placement: str | None, tags: Tags) -> bool:
-        """As `record`, of a site that was looked up."""
+        """Do the work of `record` for a site."""
         tally, rule = self.tally, self._selecting.of_all
         if tally is None or site.is_disabled:
             return False
@@ -159,7 +162,7 @@ class Recorder:
             raise CaptureError(f"{MAX_PASSES} forward passes went by in one iteration: {self.explain_endless()}")
         form = None
         if rule is not None and tensor.is_cpu and is_plain(tensor):
-            # Where all tensors are taken, one that is like an earlier one has its form.
+            # If all tensors are selected, a tensor like an earlier one has the same form.
             form = site.forms.get((rule, tensor.dtype, tensor.shape, "", placement, call.kind, tags.quant_type))
         parts = [] if form is not None else self._parts(site, tensor, call, placement)
         if parts is None:
@@ -177,13 +180,13 @@ class Recorder:
         for whole, form in selected:
             if tally.is_staged:
                 self._stage(whole, form, own, tags)
-            # Only now: what failed is neither counted nor seen.
+            # After staging, so that a failed tensor is neither counted nor marked as seen.
             tally.count(form)
         site.seen.add(call.key)
         return tally.is_staged
 
     def _parts(self, site: Site, tensor: torch.Tensor, call: Call, placement: str | None) -> list[PlainPart] | None:
-        """The parts of a tensor that are recorded; None where it is refused."""
+        """The parts of a tensor to record; None if it is refused."""
         try:
             parts = take_apart(tensor, placement=placement)
             self._check_device(parts[0].tensor)
@@ -193,7 +196,7 @@ class Recorder:
         return parts
 
     def record_found_inf(self, found_inf: torch.Tensor) -> None:
-        """Say that the running iteration has a step that is skipped where the number is not 0; nothing waits for it."""
+        """Note that a step of the running iteration is skipped if the tensor is not 0. Does not wait for its device."""
         tally = self.tally
         if tally is None or not tally.is_staged:
             return
@@ -206,25 +209,25 @@ class Recorder:
             self._put_off_device(found_inf, header, nbytes=found_inf.nbytes, kind=SlotKind.FOUND_INF)
 
     def guarded(self, source: Source | None = None, role: TensorRole | None = None) -> Guard:
-        """A context in which what goes wrong is reported, and the training goes on.
+        """A context that reports exceptions instead of raising them, unless the capture is strict.
 
-        With a source, it disables that source for the rest of the run, or one role of it: the others go on. Without
-        one, or where it is the ring's or the writer's failure, nothing more is recorded.
+        With a source, an exception disables the source, or only one role of it, for the rest of the run. Without one,
+        or if the ring or the writer failed, recording stops altogether.
         """
         return self._guard if source is None else Guard(self._fail, source, role)
 
     def attach(self, source: Source, roles: Iterable[TensorRole]) -> None:
-        """Say that hooks were put on a module, and which roles they will show when it runs with gradients."""
+        """Note that hooks were put on a module, and the roles that they will see when it runs with gradients."""
         left_out = () if self._may_train else (Operation.BACKWARD,)
         known = [role for role in roles if role.operation not in left_out and self._selecting.may_take(source, role)]
         self.expected.attach(source, known)
 
     def expect(self, source: Source, roles: Iterable[TensorRole]) -> None:
-        """Expect roles of a call, though nothing that is attached will show them."""
+        """Expect roles of a call that the hooks will not see."""
         self.expected.expect(source, [role for role in roles if self._selecting.may_take(source, role)])
 
     def follows(self, source: Source, roles: Iterable[TensorRole] = ()) -> bool:
-        """Whether what runs now of a source is recorded; where it is not, that it ran is noted."""
+        """Whether the running call of a source is recorded. If it is not, it is noted that the source ran."""
         if not self.tracker.is_active:
             self.expected.passed(source)
             return False
@@ -236,7 +239,7 @@ class Recorder:
         return True
 
     def begin_call(self, source: Source, tensor: torch.Tensor) -> Call:
-        """The call of a source that begins now; the tensor says what it computes in."""
+        """Start a call of a source, whose compute dtype is determined from a tensor."""
         key = f"{source.layer_type} {source.module}"
         call = self.tracker.begin_call(key, dtype=tensor.dtype, device_type=tensor.device.type)
         is_training = call.mode is Mode.TRAIN
@@ -259,16 +262,16 @@ class Recorder:
         on_grad: Callable[[Call], None] | None = None,
         tags: Tags = NO_TAGS,
     ) -> None:
-        """Take the gradient of the tensor when a backward pass reaches it, as a tensor of that role and call.
+        """Record the gradient of a tensor, with this role and call, when a backward pass computes it.
 
-        With `part`, what that makes of the gradient is recorded: another shape, or one of several operands in it.
+        With `part`, its result for the gradient is recorded, such as another shape or one of several operands.
         """
         site = self.expected.site(source, role)
         tensor.register_hook(Hook(partial(self._on_grad, site, call, part, placement, on_grad, tags)))
         self._await(site, call)
 
     def await_grad(self, source: Source, role: TensorRole, call: Call) -> None:
-        """Say that a gradient will come of a call."""
+        """Expect a gradient of a call."""
         self._await(self.expected.site(source, role), call)
 
     def _await(self, site: Site, call: Call) -> None:
@@ -285,7 +288,7 @@ class Recorder:
         part: Callable[[torch.Tensor], torch.Tensor] | None = None,
         placement: str | None = None,
     ) -> None:
-        """Take a gradient that has come, as `record_grad` would."""
+        """Record a gradient that has been computed, as `record_grad` would."""
         self._on_grad(self.expected.site(source, role), call, part, placement, None, NO_TAGS, grad)
 
     def _on_grad(  # noqa: PLR0917  (bound to each gradient, on the training thread)
@@ -303,53 +306,53 @@ class Recorder:
             if on_grad is not None:
                 on_grad(call)
             if self.tracker.is_adding_weights and call.key in site.taken:
-                return  # it came with the gradients of the inputs
+                return  # already recorded with the gradients of the inputs
             own = DIFFERENTIABLE if torch.is_grad_enabled() else tags
             self._take(site, grad if part is None else part(grad), call, placement, own)
         except Exception as error:  # noqa: BLE001  (a guard)
             self._fail(error, site.source, site.role)
 
     def wants(self, source: Source, role: TensorRole, call: Call) -> bool:
-        """Whether a tensor of that source, role and call may be taken in this iteration, before it is seen."""
+        """Whether a tensor of this source, role and call may be selected in this iteration, before its values exist."""
         return self._selecting.of_all is not None or self._selecting.may_take(source, role, call)
 
     def find_unmatched(self, paths: Collection[str]) -> list[str]:
-        """What the selection names and the iteration has not had; asked once, when it has ended."""
+        """The messages about names in the selection that matched nothing. To be called once, after an iteration."""
         if self._selecting is not self._usual:
             return []
         seen, self._selecting.sightings = self._selecting.sightings, None
         return [] if seen is None else list(find_unmatched(self.options, seen, paths=paths))
 
     def close(self, *, timeout_seconds: float) -> None:
-        """Nothing more is recorded; wait for what is on its way from a device."""
+        """Stop recording, and wait for pending copies from the device."""
         with self._lock:
             if self._device is not None:
                 self._device.close(timeout_seconds=timeout_seconds)
             self._device, self._refusal = None, "the capture has ended"
 
     def refuse(self, source: Source, role: TensorRole, reason: str, *, call: Call | None = None) -> None:
-        """Say of a tensor of the running iteration, or of one call in it, that it is not recorded, and why."""
+        """Report why a tensor of the running iteration, or of one call in it, is not recorded."""
         if self._selecting.may_take(source, role, call):
             self.expected.refuse(source, role, reason)
         else:
             self.expected.excuse(source, role, call)
 
     def next_index(self, source: Source, role: TensorRole) -> int:
-        """How many tensors of that source and role came before in the microbatch; for those without a call."""
+        """Number of earlier tensors of this source and role in the microbatch, as the index of one without a call."""
         place = self.tracker.mode, self.tracker.microbatch
         return sum(key[:2] == place for key in self.expected.site(source, role).taken)
 
     def _fail(self, error: Exception, source: Source | None = None, role: TensorRole | None = None) -> None:
-        """Disable what failed, or end the training with it where that was asked for."""
+        """Disable what failed, or raise an exception if the capture is strict."""
         if isinstance(error, StrictCaptureError):
             raise error
         text = failure_text(error)
         if isinstance(error, NoRoomError) and self.options.record_last is not None:
             if self.tally is not None and self.tally.is_staged:
-                # What a flight recorder holds waits for a store: it goes without this iteration.
+                # The ring is full of held iterations, so a flight recorder does without this one.
                 self.tally.is_staged, self.tally.loss = False, text
             return
-        # Our own words are of the ring, the writer or the iteration, whichever site met them.
+        # A `RanktapeError` is about the ring, the writer or the iteration, not about the site.
         name = "" if source is None else source_name(source) if role is None else site_name(source, role)
         if source is None or isinstance(error, RanktapeError):
             self._on_failure(text)
@@ -360,7 +363,7 @@ class Recorder:
             raise StrictCaptureError(f"the capture failed{where}: {text} (it is strict)") from error
 
     def _form(self, site: Site, part: PlainPart, call: Call, tags: Tags) -> RecordForm | None:
-        """The form in which a part is recorded; None where the selection leaves it out."""
+        """The form in which a part is recorded; None if it is not selected."""
         tensor, selecting = part.tensor, self._selecting
         decision = selecting.of_all or selecting.decide(
             site.source,
@@ -416,7 +419,7 @@ class Recorder:
             self._fill(self._header(form, call, tags), form.nbytes, partial(_copy, tensor))
 
     def _put(self, header: bytes, payload: int | bytes, nbytes: int) -> None:
-        """Publish a copy of bytes, or of what lies at an address."""
+        """Publish a copy of bytes, or of the memory at an address."""
         try:
             self._ring.put_copy(SlotKind.TENSOR, header, payload, nbytes, timeout_seconds=self._timeout_seconds)
         except Exception as error:
@@ -425,7 +428,7 @@ class Recorder:
     def _fill(
         self, header: bytes, nbytes: int, fill: Callable[[Slot], bool], *, kind: SlotKind = SlotKind.TENSOR
     ) -> None:
-        """Reserve a slot and have it filled; it is published here where `fill` says that it is filled."""
+        """Reserve a slot and fill it. If `fill` returns False, it publishes the slot itself later."""
         try:
             slot = self._ring.reserve(kind, header, nbytes, timeout_seconds=self._timeout_seconds)
         except Exception as error:
@@ -433,7 +436,7 @@ class Recorder:
         try:
             is_filled = fill(slot)
         except BaseException:
-            # A slot that is never published would hold up all that come after it.
+            # A slot that is never published would block all later ones.
             self._ring.cancel(slot)
             raise
         if is_filled:
@@ -442,9 +445,9 @@ class Recorder:
     def _stage_off_device(
         self, tensor: torch.Tensor, form: RecordForm, call: Call, tags: Tags, *, is_reduced: bool
     ) -> None:
-        """Copy the values off their device, or what they add up to there.
+        """Copy the values, or statistics computed on the device, from a device.
 
-        A flight recorder takes the latter also where the values would leave little room in the ring.
+        A flight recorder also copies statistics if the values would leave little room in the ring.
         """
         spare_nbytes = self._ring.free_nbytes // 2 - self._ring.capacity // 8
         if is_reduced or (self._taker is not None and tensor.nbytes > spare_nbytes):
@@ -472,16 +475,16 @@ class Recorder:
 
         def fill(slot: Slot) -> bool:
             if nbytes:
-                device.copy(tensor, slot, reduce=reduce)  # publishes the slot when the copy has arrived
+                device.copy(tensor, slot, reduce=reduce)  # publishes the slot when the copy has finished
             return not nbytes
 
         self._fill(header, nbytes, fill, kind=kind)
 
     def _check_device(self, tensor: torch.Tensor) -> None:
-        """Pass a tensor that can be copied off its device now; asked before anything is allocated for it.
+        """Check that a tensor can be copied from its device now, before anything is allocated for it.
 
         Raises:
-            UnrecordableError: it cannot.
+            UnrecordableError: it cannot be copied.
         """
         if tensor.is_cpu:
             return
@@ -513,22 +516,22 @@ class Recorder:
 
 
 def _of_ring(error: Exception) -> RanktapeError:
-    """A failure of the ring: all sites share it, and it is not that of the site that met it."""
+    """A failure of the ring as a `RanktapeError`, because it concerns all sites."""
     return error if isinstance(error, RanktapeError) else CaptureError(f"the ring failed: {failure_text(error)}")
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where the values of a tensor lie in its order of dimensions; 0 where they do not."""
-    # Zeros that autograd makes without memory have no address.
+    """The address of the values of a contiguous tensor; 0 if its values are not in memory in this order."""
+    # The address is also 0 for zeros that autograd makes without memory.
     return tensor.data_ptr() if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()) else 0
 
 
 def _copy(tensor: torch.Tensor, slot: Slot) -> bool:
-    """Fill a slot with the values of a tensor of the host in any layout: it is filled now."""
+    """Fill a slot with the values of a CPU tensor of any layout. Returns True: the slot is filled."""
     source = tensor.detach() if tensor.requires_grad else tensor
     dtype = source.dtype
     if dtype.itemsize == 1:
-        # Copying between 8-bit floats is not implemented for every layout; their bytes are.
+        # Copying 8-bit floats is not implemented for every layout, but copying bytes is.
         dtype = torch.uint8
         source = source.view(dtype)
     torch.frombuffer(slot.payload, dtype=dtype).view_as(source).copy_(source)

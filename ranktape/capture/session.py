@@ -1,8 +1,9 @@
-"""A training, recorded from its first step to its last.
+"""Captures a training from its start to its end.
 
-`Capture` follows the training's iterations. At a boundary the writer learns that the iteration is whole and is asked
-what is wanted; the hooks come off, and go on where the next iteration is, or stay on for it. At the end it sees to it
-that what was staged is stored. The training is never changed, and never ended by a capture that fails inside.
+`Capture` follows the iterations of the training. At the end of an iteration, it tells the writer process that the
+iteration is complete and learns which iterations to record; hooks are attached only during recorded iterations. At the
+end of the training, it waits until all staged tensors are stored. It never changes the results of the training, and,
+unless it is strict, an internal failure never stops the training.
 """
 
 from __future__ import annotations
@@ -48,36 +49,37 @@ if TYPE_CHECKING:
     from ranktape.storage.format.progress import RunVerdict
 
 ABORT_TIMEOUT_SECONDS = 10.0
-"""Longest wait at the end of a training that failed: torchrun kills what lingers for 30 s."""
+"""Timeout at the end of a failed training. torchrun kills processes that do not exit within 30 s."""
 
 HANG_SECONDS = 5.0
-"""Longest wait for the device at the end of a training that failed."""
+"""Timeout for the device at the end of a failed training."""
 
 VERDICT_SECONDS = 10.0
-"""Added to each wait at the end: what the coordinator needs to write its verdict once it has waited."""
+"""Added to each timeout at the end, for the coordinator to write its verdict after it has waited itself."""
 
 _TRIGGER_SECONDS = 5.0
-"""Longest wait for room for a word on what happened."""
+"""Timeout for free space in the ring for a trigger."""
 
 
 class Capture:
     """Records a training into the run at a URL.
 
-    Use it as a context manager around the training loop. The first optimizer that steps advances the
-    iteration; where there is no optimizer, `step` does.
+    Use it as a context manager around the training loop. Each step of the optimizer, or of the first one if there are
+    several, advances the iteration. Without an optimizer, call `step()`.
     """
 
     current: ClassVar[Capture | None] = None
-    """The capture that is running in this process; `save_tensor` records into it."""
+    """The running capture of this process, into which `save_tensor` records; None if there is none."""
 
     yields = False
-    """Whether the environment asked for it, not the program: it ends no training, and when another one begins."""
+    """Whether the capture was requested by the environment, not by the program. Then it never stops the training, and
+    it closes when the program starts another capture."""
 
     wording: Callable[[str], str] = staticmethod(str)
-    """How a message names options, for whoever began the capture."""
+    """A function that rewords the options in messages for the way in which the capture was started."""
 
     is_in_the_way = "a capture is running in this process already: end it first, or record into it"
-    """The message to another capture that would begin meanwhile."""
+    """The message of the error if another capture is started."""
 
     def __init__(
         self,
@@ -88,17 +90,17 @@ class Capture:
         options: CaptureOptions | None = None,
         **settings: Unpack[CaptureSettings],
     ) -> None:
-        """Prepare; the context manager starts it.
+        """Check the settings. The capture starts when the context is entered.
 
         Args:
-            url: A directory, or any URL that fsspec knows.
-            model: What to capture; by default every model that the training enters.
-            capture_config: A YAML or TOML file with settings, for those that are not given here.
-            options: All settings, checked before; in place of the others.
+            url: A directory, or any URL that fsspec supports.
+            model: The model to capture; by default every model that the training runs.
+            capture_config: A YAML or TOML file with the settings that are not given here.
+            options: All settings, already checked. The other settings are then ignored.
             settings: The fields of `CaptureOptions`.
 
         Raises:
-            UsageError: a setting is unknown or its value not allowed.
+            UsageError: a setting is unknown, or its value is not allowed.
         """
         self.options = options or options_of(settings, capture_config=capture_config)
         self._url = os.fspath(url)
@@ -114,9 +116,9 @@ class Capture:
         self._iteration = self.options.first_iteration
         self._num_recorded = self._num_empty_steps = 0
         self._is_surveyed = False
-        """Whether an iteration has shown what one costs: `_predicted_nbytes`."""
+        """Whether the size of an iteration is known, in `_predicted_nbytes`."""
         self._usual_passes: tuple[int, int] | None = None
-        """The first iteration whose passes were counted, and how many of a training it had; None before one was."""
+        """The first iteration with training passes, and their number; None until there is one."""
         self._is_merge_told = False
         self._keeps_weights = False
         self._news = 0
@@ -125,18 +127,18 @@ class Capture:
         self._ended = ""
         self._room = Room()
         self._untold: deque[dict[str, Any]] = deque()
-        """Words on what happened that the writer has not had yet."""
+        """The triggers that have not been sent to the writer yet."""
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace, *, model: nn.Module | None = None) -> Capture | NoCapture:
-        """The capture that `add_arguments`' options ask for; one that does nothing where none is asked for.
+        """The capture that the options of `add_arguments` request, or a `NoCapture` if they request none.
 
-        What is not given is taken from the environment (`RANKTAPE_CAPTURE`, `RANKTAPE_EVERY`) and from the file that
-        `--capture-config` names. Where none of these says where to record, the legacy tools' variables are honoured:
+        Options that are not given are taken from the environment, such as `RANKTAPE_CAPTURE` and `RANKTAPE_EVERY`, and
+        from the file of `--capture-config`. If none of them names a URL, the variables of the legacy tools are used:
         `TENSOR_SAVE_ENABLED`, `TENSOR_SAVE_DIR`, `TENSOR_SAVER_ITERATION`.
 
         Raises:
-            UsageError: an option's value is not allowed.
+            UsageError: the value of an option is not allowed.
         """
         found = resolve(given_arguments(args))
         return NoCapture() if found is None else cls(found[0], model=model, options=found[1])
@@ -148,38 +150,38 @@ class Capture:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a child, made by `fork`, of the one that is captured."""
+        """Whether this process is a forked child of the captured one."""
         return os.getpid() != self._owner
 
     @property
     def iteration(self) -> int:
-        """The training step that is running."""
+        """Number of the running iteration."""
         return self._iteration
 
     @property
     def is_recording(self) -> bool:
-        """Whether tensors of the running iteration are being stored."""
+        """Whether tensors of the running iteration are stored."""
         return self._recorder.tally is not None and self._recorder.tally.is_staged
 
     @property
     def is_watching(self) -> bool:
-        """Whether tensors of the running iteration are being stored or counted."""
+        """Whether tensors of the running iteration are stored or counted."""
         return self._recorder.tally is not None
 
     def __enter__(self) -> Self:
-        """Start the writer, agree with the other ranks, and be ready for the first iteration.
+        """Start the writer process, agree with the other ranks, and start the first iteration.
 
         Raises:
-            RunExistsError: there is a run at the URL; its text says the ways out.
+            RunExistsError: there is a run at the URL; the message names the options.
             StorageError: the store cannot be reached or written.
-            CaptureError: the writer cannot start, another rank cannot, or another capture is running.
-            LateError: this rank waited for rank 0, or for its writer, for too long.
+            CaptureError: the writer of this or another rank cannot start, or another capture is running.
+            LateError: waiting for rank 0 or for the writer timed out.
         """
         if Capture.current is not None and Capture.current.yields:
             Capture.current.close(reason="the training began a capture of its own")
         if Capture.current is not None:
             raise CaptureError(Capture.current.is_in_the_way)
-        # Not at the top, here and below: a program that imports `Capture` loads what a capture needs when one begins.
+        # Imported here and below so that `import Capture` is fast; a capture loads its parts when it starts.
         from ranktape.capture.roles.known import known_layer_types
         from ranktape.capture.starting import start_writer
 
@@ -213,9 +215,9 @@ class Capture:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the capture; wait, within bounds, until everything is stored; warn of an unmet minimum.
+        """Close the capture, and warn if fewer iterations were stored than guaranteed.
 
-        Not of one that `close` has returned before; and a forked child that leaves the block ends nothing.
+        Does nothing if `close` has been called, or in a forked child.
         """
         if self._verdict is not None or self.is_forked:
             return
@@ -229,12 +231,12 @@ class Capture:
             self.close(reason=f"the training failed ({type(error).__name__})", error=error)
 
     def step(self, iteration: int | None = None) -> None:
-        """Advance the iteration by one, or to the number given; for trainings without an optimizer.
+        """Advance the iteration by one, or to a given number, in trainings without an optimizer.
 
-        Where an optimizer advances the iteration already, a call without a number is ignored, with one warning.
+        If an optimizer advances the iteration, a call without a number is ignored, with one warning.
 
         Raises:
-            UsageError: the number is not above the running one, or too large.
+            UsageError: the number is not greater than the running iteration's, or too large.
         """
         if iteration is None and self._clock.has_ticked:
             self._console.warn_once(
@@ -253,22 +255,22 @@ class Capture:
         self._advance(following)
 
     def trigger(self, why: str) -> None:
-        """Have all ranks store the iterations that they hold: for a capture with `record_last`.
+        """Have all ranks store the iterations that they hold in memory, in a capture with `record_last`.
 
-        Where nothing is held, as all is stored anyway, that is nothing. The training does not wait.
+        In other captures, this does nothing. The training does not wait.
         """
         self._tell_of_trigger("user", why)
 
     def close(self, *, reason: str | None = None, error: BaseException | None = None) -> RunVerdict:
-        """End the capture, wait until everything that was staged is stored, and return the verdict.
+        """Stop the capture, wait until all staged tensors are stored, and return the verdict.
 
-        The wait is bounded by `finish_timeout_seconds`; when the training failed (`reason` says why, `error` with
-        what), by some seconds. Called again it returns the same verdict.
+        The timeout is `finish_timeout_seconds`, or some seconds if the training failed, for a `reason` and possibly
+        with an `error`. Later calls return the same verdict.
         """
         if self._verdict is not None:
             return self._verdict
         if self._is_closing:
-            # An interrupt ended the first wait: what is staged is the writer's, and it goes on without us.
+            # An interrupt ended the first wait. The writer continues to store the staged tensors without this process.
             self._verdict = self._judge({**(self._process.ring.hear() or {}), "state": "late"}, waited_seconds=0)
             return self._verdict
         if self.is_forked or Capture.current is not self:
@@ -280,7 +282,7 @@ class Capture:
         if reason is not None:
             self._tell_of_trigger("exception", reason, error)
         self._tell_untold()
-        # Only now: a device that hangs must not keep the writer from learning why.
+        # After the trigger, because the device may hang.
         self._recorder.close(
             timeout_seconds=HANG_SECONDS if reason is not None else self.options.finish_timeout_seconds
         )
@@ -298,12 +300,12 @@ class Capture:
             reason=self._disabled or reason or self._ended or self._silence or ending,
             ended=self._ended,
             has_failed=reason is not None,
-            # The coordinator waits for the other ranks that long, and then has still to say so.
+            # The coordinator waits for the other ranks that long and then has to report.
             timeout_seconds=timeout_seconds + VERDICT_SECONDS,
             on_progress=self._show_end,
         )
         if words.get("state") not in {"closed", "late"}:
-            # The rank will not be closed; the place where the ranks have met may be gone with the process group.
+            # The rank will not be closed. The store of the process group may no longer exist.
             why = f"its writer process ended: {words.get('error') or self._process.ending()}"
             try:
                 self._rendezvous.give_up(why)
@@ -326,7 +328,7 @@ class Capture:
         sample_idx: int | None = None,
         metadata: str = "null",
     ) -> str | None:
-        """Record a tensor by hand into the running iteration; its path, or None where none is being recorded."""
+        """Record a tensor by hand in the running iteration. Returns its path, or None if it is not stored."""
         if self.is_forked or not self.is_watching:
             return None
         call = self._tracker.free_call(
@@ -342,20 +344,20 @@ class Capture:
         return f"{self._backend.url}/{rank_iteration_path(self._attempt, self.rank, self._iteration)}/{site_path(site)}"
 
     def set_sample_ids(self, sample_ids: Iterable[int | str] | torch.Tensor | None) -> None:
-        """Name the samples of the coming microbatches, in the order of the batch; None ends it.
+        """Set the identifiers of the samples of the following microbatches, in the order of the batch; None for none.
 
-        A tensor is read at once: on an accelerator that waits for the device, so give one of the host, or a list.
+        A tensor is read at once, which waits for its device. Pass a CPU tensor or a list to avoid that.
 
         Raises:
-            UsageError: an identifier is neither a number nor text.
+            UsageError: an identifier is neither an integer nor a string.
         """
         self._tracker.sample_ids = None if sample_ids is None else checked_sample_ids(sample_ids)
 
     def _find_place(self) -> None:
-        """Where the run is, and which rank this is of how many.
+        """Open the store, and find the rank and the number of ranks.
 
         Raises:
-            UsageError: no other process could write there.
+            UsageError: other processes cannot write to the URL.
             StorageError: the store cannot be reached.
         """
         from ranktape.capture.starting import open_place
@@ -369,7 +371,7 @@ class Capture:
             self._console.warn(line)
 
     def _make_parts(self) -> None:
-        """The writer's process, the recorder that it is fed by, and what finds tensors in the models."""
+        """Create the writer process, the recorder and the hooks."""
         from ranktape.capture.hooks.model import ModelHooks
         from ranktape.capture.recorder import Recorder
         from ranktape.capture.settings.selecting import Selecting
@@ -403,7 +405,7 @@ class Capture:
         return Schedule(words)
 
     def _follow(self) -> None:
-        """Listen to what ends iterations, and to what the models turn out to be."""
+        """Start following the iterations and the models of the training."""
         from ranktape.capture.passes.clock import Clock
         from ranktape.capture.tensors.master import MasterWeights
 
@@ -429,7 +431,7 @@ class Capture:
             self._master = MasterWeights(self._recorder, placements=self._hooks.placements, weights=self._hooks.weights)
 
     def _on_optimizer_step(self) -> None:
-        # Some libraries step an optimizer to initialise it: a step without a pass before it ends no iteration.
+        # Some libraries step an optimizer to initialise it. A step without a preceding pass finishes no iteration.
         is_blind = self.options.manual or (not self.is_recording and has_compiled())
         is_empty = self.is_watching and not is_blind and self._tracker.num_train_passes == 0
         self._num_empty_steps = self._num_empty_steps + 1 if is_empty else 0
@@ -446,12 +448,15 @@ class Capture:
             self._master.note_skip()
 
     def _on_forward(self, model: nn.Module, arguments: Arguments) -> Arguments | None:
-        """A forward that begins has ended the iteration; the arguments to go on with."""
+        """Advance the iteration when a forward pass starts. Returns the arguments to continue with."""
         self._advance(self._iteration + 1)
         return self._on_late_forward(model, arguments)
 
     def _on_late_forward(self, model: nn.Module, arguments: Arguments) -> Arguments | None:
-        """A forward began before the hooks of its iteration were put on; the arguments to go on with."""
+        """Handle a forward pass that started before the hooks of its iteration were attached.
+
+        Returns the arguments to continue with; None if they are unchanged.
+        """
         if not self.is_watching or self.options.manual:
             return None
         with self._recorder.guarded():
@@ -474,7 +479,7 @@ class Capture:
             self._hooks.put_back()
 
     def _settle(self, iteration: int) -> None:
-        """The running iteration has ended, and another one is next."""
+        """Finish the running iteration and go to another one, without starting it."""
         self._tell_untold()
         if self.is_watching:
             self._end_iteration()
@@ -483,7 +488,7 @@ class Capture:
         self._iteration = iteration
         self._clock.begin_iteration()
         try:
-            # One that was killed is started again, also while nothing is captured: others may wait for it.
+            # Restarts a killed writer even if nothing is captured, because other ranks may wait for it.
             self._process.keep_alive()
         except CaptureError as error:
             self._disable(str(error))
@@ -492,20 +497,20 @@ class Capture:
             self._skip(late, f"the rank learned of it only in iteration {iteration}")
 
     def _learn(self) -> list[int]:
-        """Take over what the writer says of the plan, where that is new; the new iterations that are past already."""
+        """Take over changes of the plan from the writer. Returns the new iterations that are already past."""
         ring = self._process.ring
-        # Grows when the writer has something to say about the plan; to look costs the training thread nothing.
+        # The writer increments this counter when the plan changes. Reading it costs the training thread nothing.
         if (news := ring.counter(Counter.NEWS)) == self._news or (words := ring.hear()) is None:
             return []
         self._news = news
-        self._keeps_weights = False  # an iteration failed, perhaps the one that has them
+        self._keeps_weights = False  # an iteration failed, perhaps the one with the stored weights
         return self._schedule.learn(words, iteration=self._iteration)
 
     def _stop_where_all_do(self) -> None:
-        """End the training before an iteration before which all ranks end it.
+        """Stop the training if all ranks stop before the running iteration, as with `--stop-when-stored`.
 
         Raises:
-            SystemExit: that is here; the exit code is 0.
+            SystemExit: the training stops here, with exit code 0.
         """
         gate = self._gate
         if gate is None or not gate.stops_before(self._iteration, is_wanted=self._schedule.is_enough):
@@ -520,9 +525,9 @@ class Capture:
         is_wanted = is_wanted and self._has_room() and self._tell_of_beginning()
         if self._disabled is not None:
             return
-        # One that is not captured tells what a captured one costs; not in a training that would run eagerly for it.
+        # Until the size of an iteration is known, the others are counted, too, unless that would run them eagerly.
         if is_wanted or not (self._is_surveyed or is_left_compiled(self.options)):
-            # Where a flight recorder has no room for the values, the training does not wait for it.
+            # If the ring has no room for the values, a flight recorder does not wait, but takes statistics.
             is_crowded = self._is_surveyed and self._process.ring.free_nbytes < self._predicted_nbytes
             is_reduced = is_wanted and self._is_recorder and is_crowded
             self._recorder.begin(self._iteration, is_staged=is_wanted, selecting=selecting, is_reduced=is_reduced)
@@ -539,18 +544,18 @@ class Capture:
             self._tell_of_eager()
 
     def _selecting_of_asked(self) -> Selecting | None:
-        """What decides in an iteration that somebody asked for while the training ran; None in others."""
+        """The selection of an iteration that was requested during the training; None for other iterations."""
         settings = self._schedule.settings_of(self._iteration)
         if settings is None:
             return None
-        with self._recorder.guarded():  # the coordinator has refused what is no selection
+        with self._recorder.guarded():  # the coordinator has already refused invalid selections
             from ranktape.capture.settings.selecting import Selecting
 
             return Selecting(self.options.asked(settings), rank=self._rendezvous.rank, is_asked=True)
         return None
 
     def _has_room(self) -> bool:
-        """Whether the ring may have room for the next iteration; one that is not taken for that is told as skipped."""
+        """Whether the ring may have room for the next iteration. If not, the iteration is reported as skipped."""
         free = self._process.ring.free_nbytes
         may_skip = self.options.policy == Policy.SKIP and self._num_recorded >= self.options.min_iterations
         if may_skip and self._is_surveyed and free < self._predicted_nbytes:
@@ -562,7 +567,7 @@ class Capture:
             return False
         if not self._is_recorder:
             return True
-        # A flight recorder needs more than what was too little before.
+        # A flight recorder needs more room than was too little before.
         if not self._room.may_suffice(free):
             return False
         if self._room.owed is not None:
@@ -571,7 +576,7 @@ class Capture:
         return self._room.owed is None
 
     def _tell_of_beginning(self) -> bool:
-        """Say to the writer that the iteration begins; whether there was room for that."""
+        """Tell the writer that the iteration starts. Returns whether the ring had room for the message."""
         self._tell(SlotKind.BEGIN, {"iteration": self._iteration})
         self._console.pass_on(self._process.ring.hear() or {})
         return self._room.owed is None
@@ -593,11 +598,11 @@ class Capture:
             with self._recorder.guarded():
                 self._tell_of_unmatched()
         is_silent = not self._is_surveyed and tally.num_tensors == 0
-        # Before the writer knows of the end: what no rank had anything to record of must not count as complete.
+        # Before the writer is told: an iteration in which no rank recorded anything must not count as complete.
         mistake = self._silence_of_all() if is_silent else None
         refusal = None if tally.num_tensors else self._recorder.expected.main_refusal()
         reason = refusal if mistake is None else str(mistake)
-        # What no optimizer updates is stored once: in a generation every token would bring it again.
+        # Without an optimizer, weights are stored once, because each token of a generation may be an iteration.
         self._keeps_weights = not self._tracker.is_training and self.options.keep_last is None and reason is None
         if tally.is_staged and reason is not None:
             self._skip(tally.iteration, reason)
@@ -635,16 +640,16 @@ class Capture:
                 self._console.warn_once(note)
 
     def _tell_of_eager(self) -> None:
-        """Say of a training that compiles, and whose graphs are never asked, that it runs eagerly."""
+        """Report that a compiled training runs eagerly, if its graphs are not recorded at all."""
         if has_compiled() and (why := why_eager(self.options)) is not None:
             self._tell_of_compiled(why)
 
     def _tell_of_compiled(self, why: str | None) -> None:
-        """Say how compiled code is recorded that runs now: eagerly, and why, or with None inside of its graphs."""
+        """Report how compiled code is recorded: eagerly for a reason, or, if that is None, in its graphs."""
         self._console.tell_of_compiled(self._schedule.iterations, why_eager=why)
 
     def _tell_of_merged(self, iteration: int) -> None:
-        """Say once that an iteration has the training passes of several, as its script skips steps."""
+        """Report once that an iteration has a multiple of the usual training passes, as if the script skips steps."""
         num_passes = self._tracker.num_train_passes
         if self._is_merge_told or not num_passes or not self._clock.has_ticked or not self._clock.is_single_step:
             return
@@ -659,36 +664,36 @@ class Capture:
             )
 
     def _tell_of_unmatched(self) -> None:
-        """Warn of names in the selection that nothing has; of several ranks the last one to notice does."""
+        """Warn of names in the selection that match nothing. Only the last of several ranks to notice warns."""
         notes = self._recorder.find_unmatched(self._hooks.paths)
         new = [note for note in notes if self._rendezvous.count(f"unmatched {note.partition(' matches ')[0]}")]
         self._console.warn_of_unmatched(new)
 
     def _silence_of_all(self) -> CaptureError | None:
-        """Warn that this rank has nothing to record, as a stage of a pipeline may; a mistake where now no rank has."""
+        """Warn that this rank has nothing to record, as may be so for a pipeline stage; an error if no rank has."""
         self._silence = (
             "nothing was recorded: save_tensor was not called in the first iteration"
             if self.options.manual
             else self._hooks.explain_silence()
         )
-        # What was refused with a reason is no mistake in the settings: it does not end the training.
+        # If tensors were refused for a reason, the settings are correct, and the training continues.
         if self._recorder.expected.main_refusal() is None and self._rendezvous.count("silent"):
             return CaptureError(self._silence)
         self._console.warn(self._silence, is_for_all_ranks=True)
         return None
 
     def _report_mistake(self, error: RanktapeError) -> None:
-        """Disable a capture that the environment asked for, because of something that a user can mend.
+        """Disable the capture because of a user's mistake, if the capture was requested by the environment.
 
         Raises:
-            RanktapeError: the program asked for it, or the launcher: it is the end of the training.
+            RanktapeError: the program or the launcher requested the capture; the training stops.
         """
         if not self.yields:
             raise error
         self._disable(str(error))
 
     def _tell_of_wait(self) -> None:
-        """A training that stands still must not do so in silence."""
+        """Warn that the training is waiting for the writer."""
         self._console.pass_on(self._process.ring.hear() or {})
         limit = f"{self.options.block_timeout_seconds:g} s"
         self._console.warn_once(
@@ -696,7 +701,7 @@ class Capture:
         )
 
     def _is_lost(self, tally: IterationTally) -> bool:
-        """Whether a flight recorder had too little room for an iteration, and goes without it."""
+        """Whether a flight recorder lost the iteration for lack of room. Reports it as skipped."""
         if tally.loss is not None:
             self._skip(tally.iteration, tally.loss)
             self._room.was_too_small(self._room.owed)
@@ -707,11 +712,11 @@ class Capture:
 
     @property
     def _is_recorder(self) -> bool:
-        """Whether what is staged is held until something happens."""
+        """Whether the capture is a flight recorder, which holds iterations until a trigger."""
         return self.options.record_last is not None
 
     def _tell_of_trigger(self, kind: str, text: str, error: BaseException | None = None) -> None:
-        """Say to the writer that something happened, for which what is held is to be stored; a kind of trigger."""
+        """Send a trigger to the writer, which stores the iterations that it holds. `kind` is the kind of trigger."""
         if not self._is_recorder or self._disabled is not None:
             return
         from ranktape.storage.format.live import MAX_TEXT
@@ -724,7 +729,7 @@ class Capture:
         self._tell_untold()
 
     def _tell_untold(self) -> None:
-        """Say what happened; at the next boundary where a signal handler says it in the middle of a tensor."""
+        """Send the triggers to the writer, or, if a signal handler interrupted a write to the ring, do it later."""
         while self._untold:
             header = self._untold.popleft()
             try:
@@ -745,10 +750,10 @@ class Capture:
             self._room.was_too_small({"iteration": header["iteration"], "reason": header.get("reason", str(error))})
 
     def _disable(self, reason: str) -> None:
-        """Record nothing more; the training goes on, and the run says why.
+        """Stop recording, and report the reason in the run. The training continues.
 
         Raises:
-            StrictCaptureError: the capture is strict: the training ends.
+            StrictCaptureError: the capture is strict, so the training stops.
         """
         if self._disabled is not None:
             return
@@ -761,30 +766,30 @@ class Capture:
         self._console.warn(self._disabled, is_for_all_ranks=True)
 
     def _is_over_at_close(self, reason: str | None) -> bool:
-        """Whether the running iteration has all it will have, so that nothing but the end is missing."""
+        """Whether the running iteration is complete when the capture closes."""
         tally = self._recorder.tally
-        # A program that saves by itself need not step an optimizer.
+        # A program that saves tensors by hand need not step an optimizer.
         is_by_hand = tally is not None and tally.is_by_hand
         return (is_by_hand and self.options.manual) or (reason is None and (is_by_hand or self._clock.ends_at_close))
 
     def _why_unended(self) -> str | None:
-        """Why no iteration has ended, though the training ran, and what to do; None where one has, or nothing ran."""
+        """The reason why no iteration has finished, and the remedy; None if one has, or if nothing ran."""
         if self._clock.has_ticked or self._iteration > self.options.first_iteration:
             return None
         num_passes = self._tracker.num_train_passes
-        # The passes of a compiled training are not counted before an iteration is captured.
+        # The passes of a compiled training are not counted until an iteration is captured.
         return self._clock.explain(num_passes) if num_passes or has_compiled() else None
 
     def _end_last_iteration(self) -> None:
-        """The iteration that only another forward would have ended is over."""
+        """Finish an iteration that only the start of another forward pass would have finished."""
         if self._disabled is None and self.is_watching:
-            # Where nothing was recorded, the verdict says so.
+            # If nothing was recorded, the verdict reports it.
             with contextlib.suppress(CaptureError):
                 self._end_iteration()
         self._iteration += 1
 
     def _take_off(self) -> None:
-        """Look at nothing of the training any more; what was seen is published."""
+        """Detach from the training."""
         self._recorder.tally = None
         self._hooks.detach()
         self._clock.stop()
@@ -796,10 +801,10 @@ class Capture:
         self._is_closing = True
 
     def _show_end(self, pending_nbytes: int, state: str) -> None:
-        """How far the storing is; with that, the writer of rank 0 learns which ranks it need not wait for."""
+        """Show the progress of storing. On rank 0, also tell the writer which ranks have given up."""
         self._console.show_drain(pending_nbytes, state)
         if state == "waiting" and self.rank == 0:
-            # The place where the ranks have met may be gone with the process group.
+            # The store of the process group may no longer exist.
             with contextlib.suppress(Exception):
                 if ranks := self._rendezvous.given_up():
                     self._process.tell_of_given_up(ranks)

@@ -1,7 +1,7 @@
-"""Makes the form in which a tensor is recorded: its samples, the layout of its dimensions, the header of its record.
+"""Determines the form in which a tensor is recorded: its samples, the layout of its dimensions, and the header.
 
-B batch   T tokens   H hidden (of attention: heads)   D of one head   I, O into and out of a layer   V vocabulary
-E experts
+The letters of layouts are: B batch, T tokens, H hidden (heads in attention), D dimension of a head, I and O input and
+output features, V vocabulary, E experts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ranktape.capture.tensors.parts import PlainPart
 from ranktape.capture.writing.counting import kept_as, kept_nbytes
 
 _LAYOUTS = {
-    # By kind of layer, dimension of samples and number of dimensions.
+    # By layer type, sample dimension and number of dimensions.
     ("linear", 0, 2): "BH",
     ("linear", 0, 3): "BTH",
     ("linear", 1, 3): "TBH",
@@ -39,12 +39,15 @@ _LAYOUTS = {
 def find_sample_dim(
     shape: tuple[int, ...], *, batch_size: int | None, given: int | None, layouts: Sequence[str] = ()
 ) -> int | None:
-    """The dimension of samples of an activation: the one given, the role's, or the first as long as the batch."""
+    """The sample dimension of an activation: the given one, that of the role, or the first one with the batch size.
+
+    None if there is none.
+    """
     if given is not None:
         return given if given < len(shape) else None
     if own := _of_length(layouts, len(shape)):
         dim = own.find("B")
-        # Positions, say, are the same for all samples, and come once.
+        # Some tensors, such as positions, are the same for all samples and have no such dimension.
         return dim if dim >= 0 and batch_size in {None, shape[dim]} else None
     return next((dim for dim in range(min(2, len(shape) - 1)) if shape[dim] == batch_size), None)
 
@@ -56,10 +59,10 @@ def _of_length(layouts: Sequence[str], num_dims: int) -> str:
 def keep_samples(
     part: PlainPart, *, decision: CaptureRule, sample_dim: int | None
 ) -> tuple[PlainPart, Sequence[int] | None] | None:
-    """The part with the samples that the decision names, and their places in the batch; None where it has none of them.
+    """The part with only the selected samples, and their indices in the batch; None if it has none of the samples.
 
-    The places are None for all samples. A part without a dimension of samples is kept whole, and so is a shard of the
-    samples: which of them it holds is known to no other rank.
+    The indices are None for all samples. A part without a sample dimension is recorded whole. So is a part that is
+    sharded along the sample dimension, because no other rank knows which samples it has.
     """
     if decision.samples is None or sample_dim is None:
         return part, None
@@ -79,7 +82,7 @@ def keep_samples(
 
 
 def ids_at(places: Sequence[int] | None, ids: Sequence[int | str] | None) -> Sequence[int | str] | None:
-    """The identifiers of the samples at those places, of those given for the whole batch, else the places."""
+    """The identifiers of selected samples, given those of the batch. The indices themselves if there are too few."""
     if places is None:
         return ids
     if ids is None or len(ids) <= places[-1]:
@@ -88,18 +91,18 @@ def ids_at(places: Sequence[int] | None, ids: Sequence[int | str] | None) -> Seq
 
 
 def narrow(tensor: torch.Tensor, places: Sequence[int], *, sample_dim: int) -> torch.Tensor:
-    """The samples at those places; a view where they are evenly apart."""
+    """The samples at some indices; a view if the indices are evenly spaced."""
     first, last = places[0], places[-1]
     step = places[1] - first if len(places) > 1 else 1
     if places == list(range(first, last + 1, step)):
         return tensor[(slice(None),) * sample_dim + (slice(first, last + 1, step),)]
-    # An index made of a list would have to be copied to the device, and waited for.
+    # Indexing by a list would copy the list to the device and wait for it.
     return torch.cat([tensor.narrow(sample_dim, place, 1) for place in places], dim=sample_dim)
 
 
 @functools.lru_cache(maxsize=1 << 10)
 def _narrowed(placement: str, dim: int, extent: int, kept: int) -> str | None:
-    """The placement of a shard of which so many samples are kept; None where it has only some of the samples."""
+    """The placement of a shard after `kept` samples are selected; None if it does not have all samples."""
     document = json.loads(placement)
     shape = document.get("global_shape")
     if not isinstance(shape, list) or dim >= len(shape) or shape[dim] != extent:
@@ -109,20 +112,20 @@ def _narrowed(placement: str, dim: int, extent: int, kept: int) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordForm:
-    """What is the same of all tensors of a site that have one dtype, one shape and one kind of pass."""
+    """The common properties of all tensors of a site with the same dtype, shape and kind of pass."""
 
     header: str
-    """The beginning of its header for the writer: JSON that is not closed."""
+    """The start of the header for the writer, as JSON without the closing brace."""
     keep: str
-    """What the writer keeps of it: `values`, `histogram` or `statistics`."""
+    """The form that the writer stores: `values`, `histogram` or `statistics`."""
     nbytes: int
-    """Bytes of its values."""
+    """Size of the values, in bytes."""
     kept_nbytes: int
-    """Bytes of what is kept of it, before it is packed."""
+    """Size of the stored form, in bytes, before compression."""
     sample_dim: int | None
-    """The dimension of samples; None where it has none."""
+    """The sample dimension; None if there is none."""
     places: Sequence[int] | None
-    """The places in the batch of the samples that are kept; None for all of them."""
+    """The indices in the batch of the selected samples; None for all samples."""
 
 
 def form_of(
@@ -135,7 +138,7 @@ def form_of(
     quant_type: str,
     given_sample_dim: int | None,
 ) -> RecordForm | None:
-    """The form of a part of a tensor, as the decision has it; None where it leaves all samples out."""
+    """The form of a part of a tensor under a rule; None if the rule selects none of its samples."""
     sample_dim = None
     if role.has_samples:
         shape = tuple(whole.tensor.shape)
@@ -176,29 +179,29 @@ def form_of(
 
 @dataclass(slots=True)
 class IterationTally:
-    """What one iteration has come to."""
+    """The counts of one iteration."""
 
     iteration: int
     """Training step."""
     is_staged: bool
-    """Whether tensors are recorded, or only counted."""
+    """Whether tensors are recorded; otherwise, they are only counted."""
     loss: str | None = None
-    """Why the rest of it, and so all of it, is not recorded."""
+    """The reason why the rest, and therefore the whole iteration, is not recorded; None if there is none."""
     num_tensors: int = 0
-    """Tensors seen."""
+    """Number of tensors."""
     nbytes: int = 0
-    """Bytes of their values."""
+    """Size of their values, in bytes."""
     stored_nbytes: int = 0
-    """Bytes of what is kept of them, before it is packed."""
+    """Size of their stored forms, in bytes, before compression."""
     kept: Counter[str] = field(default_factory=Counter)
-    """How many of them are kept as `values`, `histogram` and `statistics`."""
+    """Number of tensors that are stored as `values`, `histogram` and `statistics`."""
     is_by_hand: bool = False
-    """Whether the program has saved some of them by itself."""
+    """Whether the program saved a tensor by hand."""
     step_skipped: bool = False
     """Whether a gradient scaler skipped the step of the optimizer."""
 
     def count(self, form: RecordForm) -> None:
-        """One more tensor, of that form."""
+        """Add a tensor of this form."""
         self.num_tensors += 1
         self.nbytes += form.nbytes
         self.stored_nbytes += form.kept_nbytes

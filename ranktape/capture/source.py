@@ -1,4 +1,4 @@
-"""Names what a captured tensor comes from, and what it is there."""
+"""The source of a captured tensor, and its role there."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ if TYPE_CHECKING:
     from ranktape.capture.passes.passes import Call
 
 
-# Both are keys of many tables for each tensor on the training thread: a tuple's hash needs no step of Python.
+# Tuples, because both are keys of many dictionaries on the training thread, and the hash of a tuple is fast.
 class Source(NamedTuple):
-    """A module, or what stands for one, whose tensors are recorded."""
+    """A module, or a function call inside one, whose tensors are recorded."""
 
     module: str
-    """Dotted path, without the wrappers' prefixes."""
+    """Dotted path without the names that wrappers add."""
     layer_type: str
     """`linear`, `attention`, or the user's own."""
     layer_idx: int
-    """Layer in the stack; -1 outside of it."""
+    """Number of the layer in its stack; -1 outside any stack."""
     component: str
     """`linear`, `FA`, `unknown`, or the user's own."""
     layer_stack: str = ""
-    """Dotted path of the list that holds the layer; empty outside of any."""
+    """Dotted path of the stack with the layer; empty outside any stack."""
 
 
 class TensorRole(NamedTuple):
-    """What a tensor is to its source."""
+    """The role of a tensor in its source."""
 
     operation: Operation
     """Forward or backward."""
@@ -38,32 +38,32 @@ class TensorRole(NamedTuple):
     tensor_name: str
     """`input`, `grad_output`, ..."""
     has_samples: bool = True
-    """Whether one of its dimensions holds samples; weights have none."""
+    """Whether the tensor has a sample dimension, unlike weights."""
     layouts: tuple[str, ...] = ()
-    """Letters of its dimensions, where the role knows them; the one that is as long as the tensor has dimensions."""
+    """The letters of the dimensions, one string for each possible number of dimensions; empty if they are unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tags:
-    """What the user says of a tensor that is recorded by hand."""
+    """Additional information about a recorded tensor."""
 
     quant_type: str | None = None
-    """What it was computed in; the capture's own tag where None."""
+    """The type in which it was computed; None for that of the capture or the call."""
     sample_ids: tuple[int | str, ...] | None = None
-    """Identifiers of its samples."""
+    """Identifiers of its samples; None for those of the call."""
     metadata: str = "null"
-    """The user's own words, as JSON."""
+    """Metadata as JSON."""
 
 
 NO_TAGS = Tags()
-"""Of a tensor that a hook recorded."""
+"""Tags without any information."""
 
 DIFFERENTIABLE = Tags(metadata='{"create_graph": true}')
-"""Of the gradients of a backward pass with `create_graph`: a backward pass through them adds to the same call."""
+"""The tags of gradients of a backward pass with `create_graph`. A backward pass through it adds to the same call."""
 
 
 def site_of(source: Source, role: TensorRole, *, call: Call, quant_type: str | None) -> TensorSite:
-    """The place of a tensor in its iteration; what it was computed in is the call's where no other is given."""
+    """The site of a tensor in its iteration. `quant_type` is by default that of the call."""
     fields = source._asdict()
     del fields["layer_stack"]
     return TensorSite(
@@ -79,10 +79,10 @@ def site_of(source: Source, role: TensorRole, *, call: Call, quant_type: str | N
 
 
 def source_name(source: Source) -> str:
-    """What messages call a source: its module, or where it has none its kind and layer."""
+    """The name of a source in messages: its module, or, if that is empty, its layer type and number."""
     return source.module or f"{source.layer_type} {source.layer_idx}"
 
 
 def site_name(source: Source, role: TensorRole) -> str:
-    """What messages call a tensor's place: module, direction, phase and name."""
+    """The name of a tensor's site in messages: module, direction, phase and name."""
     return f"{source_name(source)} {role.operation} {role.phase} {role.tensor_name}"

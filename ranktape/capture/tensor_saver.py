@@ -1,8 +1,8 @@
-"""Functions by which programs save tensors by hand, with the names and arguments of the legacy tools.
+"""Functions that save tensors by hand, with the names and arguments of the legacy tools.
 
-Tensors go into the capture that is running in the process. Where none is, and saving was enabled, one is begun at the
-save directory, and adds to what other processes and programs have saved there. What was saved is committed when the
-next iteration begins, at `close`, and when the process ends in whatever way.
+Tensors are recorded into the running capture of the process. If there is none, and saving is enabled, a capture is
+started at the save directory, which adds to the tensors that other processes and programs have saved there. Saved
+tensors are committed when the next iteration starts, at `close`, and when the process exits in any way.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 class _OwnCapture(Capture):
-    """What one process saves by hand, whatever others do; each iteration in which something is saved is taken."""
+    """The capture of a process that saves by hand, independent of other ranks. Records iterations with any tensor."""
 
     yields = True
 
     @property
     def is_running(self) -> bool:
-        """Whether it takes what this process saves."""
+        """Whether this is the running capture of this process."""
         return Capture.current is self and os.getpid() == self._owner
 
     def _find_place(self) -> None:
@@ -49,16 +49,16 @@ class _OwnCapture(Capture):
         return ScheduleOfOne(words, cadence=self.options.cadence)
 
     def _begin_iteration(self) -> None:
-        """Nothing: an iteration begins with the first tensor that is saved in it."""
+        """Do nothing, because an iteration starts with its first saved tensor."""
 
     def record(self, tensor: torch.Tensor, **about: Any) -> str | None:
-        """As `Capture.record`."""
+        """See `Capture.record`."""
         if not self.is_watching:
             super()._begin_iteration()
         return super().record(tensor, **about)
 
     def close(self, *, reason: str | None = None, error: BaseException | None = None) -> RunVerdict:
-        """As `Capture.close`; says what is missing."""
+        """See `Capture.close`. Also warns if something is missing."""
         is_first = self._verdict is None
         verdict = super().close(reason=reason, error=error)
         if is_first and not verdict.met:
@@ -67,9 +67,9 @@ class _OwnCapture(Capture):
 
 
 class TensorSaver:
-    """Saves tensors by hand into the capture that is running, or into one of its own at `save_dir`."""
+    """Saves tensors by hand into the running capture, or into a capture of its own at `save_dir`."""
 
-    def __init__(self, save_dir: str = DEFAULT_SAVE_DIR, enabled: bool = True) -> None:  # noqa: FBT001, FBT002  (theirs)
+    def __init__(self, save_dir: str = DEFAULT_SAVE_DIR, enabled: bool = True) -> None:  # noqa: FBT001, FBT002  (legacy signature)
         self.save_dir = save_dir
         self.enabled = enabled
         self.current_iteration = 0
@@ -77,10 +77,10 @@ class TensorSaver:
         self._numbered: Capture | None = None
 
     def set_iteration(self, iteration: int) -> None:
-        """Number the iteration: the first one before anything is saved, a later one to end those before it.
+        """Set the number of the iteration, before anything is saved, or later to finish the earlier ones.
 
         Raises:
-            UsageError: the number is below that of the running iteration.
+            UsageError: the number is less than the running iteration's.
         """
         if self._own is not None and iteration < self.current_iteration:
             raise UsageError(f"iteration {iteration} is past: the running one is {self.current_iteration}")
@@ -100,11 +100,11 @@ class TensorSaver:
         metadata: dict[str, Any] | None = None,
         sample_idx: int | None = None,
     ) -> str | None:
-        """Record one tensor; the path it will have, or None where the running iteration is not recorded.
+        """Record a tensor. Returns its future path, or None if the running iteration is not recorded.
 
         Raises:
-            UsageError: a tag is not allowed, or the metadata is not JSON.
-            CaptureError: it failed, and is strict.
+            UsageError: a tag is not allowed, or the metadata cannot be stored as JSON.
+            CaptureError: recording failed, and the capture is strict.
         """
         capture = self._capture()
         if capture is None:
@@ -121,7 +121,7 @@ class TensorSaver:
             layer_idx=-1 if layer_idx is None else layer_idx,
             component=check_term(component, field="component"),
         )
-        # What they call the backward pass's input is the gradient of the output.
+        # The legacy tools use the name `input` in the backward pass for the gradient of the output.
         name = recorded_name(
             check_term(tensor_name, field="tensor_name"),
             operation=Operation(operation),
@@ -159,7 +159,7 @@ class TensorSaver:
         metadata: dict[str, Any] | None = None,
         sample_idx: int | None = None,
     ) -> dict[str, str | None]:
-        """Record the tensors of an attention that are given; their paths by name."""
+        """Record the given tensors of an attention. Returns their paths, by name."""
         tensors = {"query": query, "key": key, "value": value, "attention_weights": attention_weights}
         about = (layer_idx, phase, component, rank, metadata, sample_idx)
         return self._save_all(tensors, "attention", operation, quant_type, about)
@@ -177,7 +177,7 @@ class TensorSaver:
         metadata: dict[str, Any] | None = None,
         sample_idx: int | None = None,
     ) -> dict[str, str | None]:
-        """Record the tensors of a linear layer that are given; their paths by name."""
+        """Record the given tensors of a linear layer. Returns their paths, by name."""
         about = (layer_idx, phase, component, rank, metadata, sample_idx)
         return self._save_all({"input": input_tensor, "weight": weight}, "linear", operation, quant_type, about)
 
@@ -196,7 +196,7 @@ class TensorSaver:
         }
 
     def close(self) -> None:
-        """End a capture of its own, once everything is stored; the running one of somebody else goes on."""
+        """Close the saver's own capture after everything is stored. A capture of the program continues."""
         if self._own is not None and self._own.is_running:
             self._own.close()
         self._own = None
@@ -209,7 +209,7 @@ class TensorSaver:
             no_capture.begin_waiting(self.current_iteration)
             self._numbered = Capture.current
         numbered = self._numbered
-        # An optimizer of the program may have ended iterations before.
+        # An optimizer of the program may have finished iterations already.
         is_running = numbered is not None and Capture.current is numbered and not numbered.is_forked
         if numbered is not None and is_running and self.current_iteration > numbered.iteration:
             numbered.step(self.current_iteration)
@@ -227,7 +227,7 @@ class TensorSaver:
         except RanktapeError as error:
             if own.options.strict:
                 raise
-            # Often inside of somebody's forward, which a store that is not there must not end.
+            # This often runs inside a forward pass, which must not fail because the store cannot be reached.
             self.enabled = False
             Console(rank=0).warn(f"{error}; nothing is saved")
             return
@@ -239,10 +239,10 @@ _saver: TensorSaver | None = None
 
 
 def get_tensor_saver() -> TensorSaver:
-    """The saver of the process, made from the environment when it is first asked for.
+    """The saver of the process. The first call creates it from environment variables.
 
     Raises:
-        UsageError: a variable of the environment has a value that it cannot have.
+        UsageError: the value of an environment variable is not allowed.
     """
     global _saver  # noqa: PLW0603  (one for each process, as programs expect)
     if _saver is None:
@@ -253,17 +253,17 @@ def get_tensor_saver() -> TensorSaver:
 
 
 def save_tensor(*args: Any, **kwargs: Any) -> str | None:
-    """`TensorSaver.save_tensor` of the process's saver."""
+    """Call `TensorSaver.save_tensor` of the process's saver."""
     return get_tensor_saver().save_tensor(*args, **kwargs)
 
 
 def save_attention_tensors(*args: Any, **kwargs: Any) -> dict[str, str | None]:
-    """`TensorSaver.save_attention_tensors` of the process's saver."""
+    """Call `TensorSaver.save_attention_tensors` of the process's saver."""
     return get_tensor_saver().save_attention_tensors(*args, **kwargs)
 
 
 def save_linear_tensors(*args: Any, **kwargs: Any) -> dict[str, str | None]:
-    """`TensorSaver.save_linear_tensors` of the process's saver."""
+    """Call `TensorSaver.save_linear_tensors` of the process's saver."""
     return get_tensor_saver().save_linear_tensors(*args, **kwargs)
 
 

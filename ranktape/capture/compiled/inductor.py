@@ -123,7 +123,7 @@ def _with_taps(graph: fx.Graph, known: _Taps) -> tuple[Any, ...]:
 
 
 def take_taps(graph: fx.Graph) -> tuple[list[Tapped], dict[str, Origin]]:
-    """Remove all taps and the aliases made for them. The removed taps, and the origins of all nodes."""
+    """Remove all taps and the aliases made for them. Returns the removed taps and the origins of all nodes."""
     nodes = graph.find_nodes(op="call_function", target=tap_operator())
     taken = []
     for node in nodes:
@@ -378,7 +378,7 @@ class _Partitioner(CustomPartitionerFn):
         return "ranktape"
 
     def __reduce__(self) -> Any:
-        """The pickled form is the name, because inductor pickles its configuration and the taps have fake tensors."""
+        """Pickle as the name, because inductor pickles its configuration, and the taps have fake tensors."""
         return str, (self.uuid(),)
 
 
