@@ -1,1 +1,1 @@
-"""Compares tensors: how far two are apart, and which of one side belongs to which of the other."""
+"""Compares tensors: pairs the records of two sides, and measures the differences of each pair."""

@@ -1,4 +1,4 @@
-"""Finds the records of the one side that belong to those of the other, and those without a counterpart."""
+"""Pairs the records of two sides, and lists those without a counterpart."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ MATCHED = (
     *("iteration", "microbatch", "call", "mode", "module", "layer_type", "layer_idx", "operation", "phase"),
     *("component", "quant_type", "tensor_name"),
 )
-"""The fields in which two records of one pair agree, unless they are paired or follow; ranks come after them."""
+"""The fields in which the records of a pair agree, except paired fields and those of `_FOLLOWS`. Ranks are separate."""
 
 _BUT_RANK = (*MATCHED, "attempt")
 PAIRED = (*MATCHED, "rank", "attempt")
-"""The fields in which two sides may differ."""
+"""The fields in which two sides can differ."""
 
 ANY = "*"
-"""What a side says of a field that may be anything there, a number too."""
+"""The filter of a side that accepts any value of a field, including numbers."""
 
 _SAME_TENSOR = frozenset({"iteration", "microbatch", "call", "mode", "quant_type", "rank", "attempt"})
-"""Fields that do not say which tensor of the model it is: where sides differ in them alone, they can diverge."""
+"""Fields that do not identify a tensor of the model. Only sides that differ in nothing else can diverge."""
 
 _FOLLOWS = {
     "operation": {"phase"},
@@ -39,16 +39,16 @@ _FOLLOWS = {
     "layer_type": {"component"},
     "component": {"layer_type"},
 }
-"""Fields that are not matched where another one is paired."""
+"""Fields that are not matched if another one is paired."""
 
 _KIND = frozenset({"layer_type", "component"})
-"""Fields that say of which kind a layer is."""
+"""Fields that give the kind of a layer."""
 
 _ENTERING = frozenset({"query", "key", "value"})
 _PARAMETERS = frozenset({"weight", "wide_weight", "bias"})
 
 WHOLE = "null"
-"""The placement in the catalogue of a tensor that is no part."""
+"""The placement, as stored in the catalogue, of a tensor that is not part of another."""
 
 Key = tuple[Any, ...]
 
@@ -58,19 +58,19 @@ class PairedField(NamedTuple):
 
     field: str
     left: str
-    """What it is on the first side, as a filter: a value, a glob, a range; `*` for anything."""
+    """The filter for the first side: a value, a glob, or a range; `*` for any value."""
     right: str
-    """What it is on the second side."""
+    """The filter for the second side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairing:
-    """In which fields the two sides differ."""
+    """How the two sides differ."""
 
     fields: tuple[PairedField, ...] = ()
-    """None where the sides are two runs."""
+    """The fields in which they differ; empty if the sides are two runs."""
     neighbours: bool = False
-    """Whether each layer is compared with the next."""
+    """Whether each layer is compared with the next one."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -79,21 +79,21 @@ class Pairing:
 
     @property
     def is_same_tensor(self) -> bool:
-        """Whether both sides are the same tensors of one model, so that a difference is a divergence."""
+        """Whether both sides are the same tensors of a model, so that a difference is a divergence."""
         return self.names <= _SAME_TENSOR
 
     @property
     def is_of_kinds(self) -> bool:
-        """Whether the sides are layers of two kinds, of which each is compared with each."""
+        """Whether the sides are layers of two kinds, with each layer of one compared with each of the other."""
         return bool(self.names & _KIND)
 
     @property
     def _has_other_tensors(self) -> bool:
-        """Whether one side may have tensors of other names than the other."""
+        """Whether the tensor names of the two sides can differ."""
         return bool(self.names & (_KIND | {"module"})) and "tensor_name" not in self.names
 
     def sides(self, a: Records, b: Records) -> tuple[Records, Records]:
-        """The records of either side."""
+        """The records of both sides."""
         left = self._side(a, [(paired.field, paired.left) for paired in self.fields])
         right = self._side(b, [(paired.field, paired.right) for paired in self.fields])
         has_parameters = {any(map(_is_parameter, _different(side, "tensor_name"))) for side in (left, right)}
@@ -116,7 +116,7 @@ class Pairing:
         return _without_parameters(chosen) if "phase" in self.names and "tensor_name" not in self.names else chosen
 
     def keys(self, a: Records, b: Records) -> tuple[list[Key], list[Key]]:
-        """For each record of the two sides what must be the same in both records of a pair."""
+        """For each record of the two sides, the key that both records of a pair have in common."""
         unmatched = set(self.names).union(*(_FOLLOWS.get(name, ()) for name in self.names))
         if self.is_of_kinds:
             unmatched |= {field for field in ("module", "layer_idx") if not _different(a, field) & _different(b, field)}
@@ -138,7 +138,7 @@ class Pairing:
         return keys_of(a), keys_of(b)
 
     def _renamed(self, name: str, *, is_one_sided: bool) -> str:
-        """The name of a tensor, as it is matched; `is_one_sided`: one side alone has queries, keys or values."""
+        """The tensor name to match by. If `is_one_sided`, only one side has queries, keys or values."""
         bare = _bare(name)
         if "phase" in self.names:
             return "output" if bare in {"input", "output", *_ENTERING} else name
@@ -146,16 +146,16 @@ class Pairing:
         return matched if "operation" in self.names else name.removesuffix(bare) + matched
 
     def members(self, records: Records) -> list[Key]:
-        """For each record what tells it from others with its key: everything else, but for the rank, unless paired."""
+        """For each record, the fields that distinguish it from others with its key; the rank only if it is paired."""
         fields = (*_BUT_RANK, "rank") if "rank" in self.names else _BUT_RANK
         return list(zip(*(records.column(field).tolist() for field in fields), strict=True))
 
 
 def parse_pairs(texts: str | Sequence[str]) -> tuple[PairedField, ...]:
-    """The pairs that texts such as `quant_type=hifp8:mxfp8` name.
+    """Parse texts such as `quant_type=hifp8:mxfp8` into paired fields.
 
     Raises:
-        UsageError: one of them is none, or two name one field.
+        UsageError: a text is not a pair, or two texts name the same field.
     """
     parsed = tuple(map(_parse_pair, [texts] if isinstance(texts, str) else texts))
     names = [paired.field for paired in parsed]
@@ -187,7 +187,7 @@ def _is_parameter(name: str) -> bool:
 
 
 def _without_parameters(records: Records) -> Records:
-    """The records of what goes into modules and comes out of them."""
+    """The records of inputs and outputs of modules and their gradients, without parameters."""
     names = sorted(name for name in _different(records, "tensor_name") if not _is_parameter(name))
     if not names:
         raise NoRecordsError(
@@ -201,26 +201,26 @@ def _different(records: Records, field: str) -> set[Any]:
 
 
 MAX_NAMED = 6
-"""Sites that a message names before it counts the rest."""
+"""The largest number of sites that a message names; the rest is counted."""
 
 _NAME = ("module", "layer_type", "layer_idx", "operation", "phase", "quant_type", "tensor_name")
-"""The fields by which messages name a site."""
+"""The fields that identify a site in messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Records of one side that are one tensor."""
+    """The records of one side that form one tensor."""
 
     rows: tuple[int, ...]
     """Rows of the selection, by rank."""
     is_assembled: bool = False
-    """Whether they are put together, or a single record is taken as it is."""
+    """Whether the tensor is assembled from its parts; otherwise it is a single record."""
     shape: tuple[int, ...] = ()
-    """Of the whole tensor, where it is put together."""
+    """Shape of the whole tensor, if it is assembled."""
     copies: int = 1
-    """Ranks whose records are the same bits, and of which this one stands for all."""
+    """Number of ranks with records of equal bits that this tensor represents."""
     has_differing_copies: bool = False
-    """Whether ranks that should hold the same recorded other bits."""
+    """Whether ranks that should have equal copies recorded different bits."""
 
 
 Pair = tuple[Parts, Parts]
@@ -228,7 +228,7 @@ Pair = tuple[Parts, Parts]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matching:
-    """Two sides, and which of their records belong together."""
+    """Two sides and the pairs of their records."""
 
     a: Records
     """The first side, the reference."""
@@ -242,7 +242,7 @@ class Matching:
     """Records of the second side without a counterpart."""
 
     def unmatched(self) -> list[str]:
-        """For each side that has any, in one line which records have no counterpart."""
+        """A line for each side with records without a counterpart, which names them."""
         sides = (("first", self.a, self.unmatched_a), ("second", self.b, self.unmatched_b))
         return [
             f"{len(rows)} of {len(records)} records of the {name} side have no counterpart: {_sites(records, rows)}"
@@ -252,25 +252,25 @@ class Matching:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every record has a counterpart, or holds what another one, of its operand, was made of."""
+        """Whether every record has a counterpart, except operands recorded in high precision before quantization."""
         sides = ((self.a, self.unmatched_a), (self.b, self.unmatched_b))
         names = (records.column("tensor_name")[list(rows)].tolist() for records, rows in sides)
         return all(name.startswith(WIDE) for of_side in names for name in of_side)
 
 
 def match(a: Records, b: Records, pairing: Pairing, *, is_one_run: bool) -> Matching:
-    """The pairs of two sides.
+    """Pair the records of two sides.
 
     Args:
         a: The records of the first side.
-        b: Those of the second side.
-        pairing: In which fields they differ.
-        is_one_run: Whether both are of one run: no record is compared with itself.
+        b: The records of the second side.
+        pairing: The fields in which the sides differ.
+        is_one_run: Whether both sides are of one run; then no record is compared with itself.
 
     Raises:
         DataError: a placement is damaged.
         NoRecordsError: no record has a counterpart; the message names the nearest.
-        UsageError: several records of each side belong together, and nothing says which to which.
+        UsageError: several records of each side have the same key, so the pairs are ambiguous.
     """
     sides = _Side(a), _Side(b)
     groups: list[dict[Key, dict[Key, list[int]]]] = [{}, {}]
@@ -287,7 +287,7 @@ def match(a: Records, b: Records, pairing: Pairing, *, is_one_run: bool) -> Matc
             if is_itself:
                 own = []
             elif "rank" in pairing.names:
-                # Two records as they are, whatever parts of tensors they hold.
+                # Pairs single records, even if they are parts of tensors.
                 own = [(Parts(rows=(row_a,)), Parts(rows=(row_b,))) for row_a, row_b in itertools.product(*rows)]
             else:
                 own = _match_ranks(*sides, *rows)
@@ -298,7 +298,7 @@ def match(a: Records, b: Records, pairing: Pairing, *, is_one_run: bool) -> Matc
     if not pairs:
         raise NoRecordsError(_nothing_matched(a, b, pairing))
     if pairing.neighbours:
-        # The last layer of each kind has no next one, and the first is nobody's.
+        # The last layer of each kind has no next layer, and the first is not the next layer of any.
         matched = (matched[0] | matched[1],) * 2
     pairs.sort(key=lambda pair: (pair[0].rows, pair[1].rows))
     unmatched = [
@@ -309,10 +309,10 @@ def match(a: Records, b: Records, pairing: Pairing, *, is_one_run: bool) -> Matc
 
 
 def twins_of(matching: Matching, noise: Records) -> list[tuple[int, ...] | None]:
-    """For each pair the rows of the first side's tensor in an equal run; None where one is missing.
+    """For each pair, the rows of the first side's tensor in a second equal run; None if one is missing.
 
     Raises:
-        NoRecordsError: there are none.
+        NoRecordsError: no tensor of the first side is in that run.
     """
     keys, own = (
         list(zip(*(records.column(field).tolist() for field in (*MATCHED, "rank")), strict=True))
@@ -327,7 +327,7 @@ def twins_of(matching: Matching, noise: Records) -> list[tuple[int, ...] | None]
 
 
 def _sites(records: Records, rows: Sequence[int]) -> str:
-    """The sites of records in a few words, those first of which there are most."""
+    """The sites of records as a short text, those with the most records first."""
     columns = [records.column(field) for field in _NAME]
     counts = Counter(site_name(*(column[row] for column in columns)) for row in rows)
     named = [f"{name} ({count})" for name, count in counts.most_common(MAX_NAMED)]
@@ -335,15 +335,18 @@ def _sites(records: Records, rows: Sequence[int]) -> str:
 
 
 def site_name(module: str, layer_type: str, layer_idx: int, *rest: str) -> str:
-    """A site in words: its module, or where there is none its kind, with the layer unless the path names it."""
+    """A site as text: its module, or its kind if there is none, with the layer unless the module path contains it."""
     has_layer = layer_idx >= 0 and str(layer_idx) not in module.split(".")
     return " ".join([module or layer_type, *([f"layer {layer_idx}"] if has_layer else []), *rest])
 
 
 def _matched(members_a: list[Key], members_b: list[Key], pairing: Pairing) -> Iterator[tuple[Key, Key]]:
-    """The members of either side that belong together; those of one key.
+    """The pairs of members that share a key.
 
-    Each with each, where there is but one on either side, or where sides are of two kinds of layers.
+    If one side has a single member, or the sides are two kinds of layers, each member is paired with each.
+
+    Raises:
+        UsageError: otherwise, if both sides have several members.
     """
     if pairing.neighbours:
         layer = _BUT_RANK.index("layer_idx")
@@ -368,7 +371,7 @@ def _matched(members_a: list[Key], members_b: list[Key], pairing: Pairing) -> It
 
 
 def _nothing_matched(a: Records, b: Records, pairing: Pairing) -> str:
-    """Why no record of the one side has a counterpart, and what would help."""
+    """Why no record of the first side has a counterpart, and which option would help."""
     what = f"no record of the first side ({len(a)} records) has a counterpart among the {len(b)} of the second"
     for field in (field for field in MATCHED[::-1] if field not in pairing.names):
         values = [sorted({str(value) for value in side.column(field).tolist()}) for side in (a, b)]
@@ -391,7 +394,7 @@ def _few(values: Sequence[str], *, total: int = 0) -> str:
 
 
 class _Side:
-    """The records of one side, with the columns that tell their layouts."""
+    """The records of one side, with the columns that describe their placement, shape and bits."""
 
     def __init__(self, records: Records) -> None:
         self.records = records
@@ -399,11 +402,11 @@ class _Side:
         self.placements: list[str] = records.column("placement").tolist()
         self.shapes: list[str] = records.column("shape").tolist()
         self.bits = list(zip(self.shapes, records.column("checksum").tolist(), strict=True))
-        """The same for two records whose values are the same bits."""
+        """A value that is equal for records with the same bits."""
         self._parts: dict[tuple[str, int], object] = {}
 
     def part(self, row: int) -> object:
-        """The same for the records of copies; a whole tensor without a placement is of its rank alone."""
+        """A value that is equal for records of copies; the rank, if a tensor has no placement."""
         text, rank = self.placements[row], self.ranks[row]
         if text == WHOLE:
             return rank
@@ -414,7 +417,7 @@ class _Side:
         return self._parts[text, rank]
 
     def tensors(self, rows: Sequence[int]) -> list[Parts]:
-        """The tensors of which the records are parts, by the lowest of their ranks."""
+        """The tensors that the records are parts of, ordered by lowest rank."""
         records = [self.records[row] for row in rows]
         row_of = {id(record): row for record, row in zip(records, rows, strict=True)}
         return [
@@ -428,7 +431,7 @@ class _Side:
         ]
 
     def one_of_equals(self, tensors: list[Parts]) -> list[Parts]:
-        """One for all, where every tensor is one record, and all of them are the same bits."""
+        """A single tensor for all, if each tensor is one record and all have the same bits; otherwise all tensors."""
         is_equal = len({self.bits[parts.rows[0]] for parts in tensors}) == 1
         if len(tensors) > 1 and is_equal and all(len(parts.rows) == 1 and not parts.is_assembled for parts in tensors):
             return [Parts(rows=tensors[0].rows, copies=len(tensors))]
@@ -436,7 +439,7 @@ class _Side:
 
 
 def _match_ranks(a: _Side, b: _Side, rows_a: Sequence[int], rows_b: Sequence[int]) -> list[Pair]:
-    """The tensors of both sides, one with the other; empty where they are not as many."""
+    """The tensors of both sides in pairs; empty if the numbers of tensors differ."""
     if len(rows_a) == len(rows_b) == 1 and a.placements[rows_a[0]] == b.placements[rows_b[0]] == WHOLE:
         return [(Parts(rows=tuple(rows_a)), Parts(rows=tuple(rows_b)))]
     ordered_a, ordered_b = sorted(rows_a, key=a.ranks.__getitem__), sorted(rows_b, key=b.ranks.__getitem__)
@@ -455,7 +458,7 @@ def _match_ranks(a: _Side, b: _Side, rows_a: Sequence[int], rows_b: Sequence[int
 
 
 def _rank_by_rank(a: _Side, b: _Side, rows: Sequence[tuple[int, int]]) -> list[Pair]:
-    """Each rank's record with its counterpart; of copies that are equal on either side the first."""
+    """The record of each rank with its counterpart; only the first, if copies are equal on each side."""
     groups: dict[object, list[tuple[int, int]]] = {}
     for row_a, row_b in rows:
         groups.setdefault((a.part(row_a), b.part(row_b)), []).append((row_a, row_b))

@@ -1,4 +1,4 @@
-"""Names the metrics of a pair of tensors, measures its distributions, and judges whether it diverges."""
+"""Defines the metrics of a pair of tensors, compares its distributions, and decides whether it diverges."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from ranktape.storage.records.assemble import AxisKind, parse_placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairMetric:
-    """One number of a pair."""
+    """A metric of a pair."""
 
     column: Column
     of: Callable[[Any], float | None]
-    """The metric, of the differences of a pair, or of its distances."""
+    """Computes the metric from the differences of a pair, or from its distances."""
     is_distance: bool = False
-    """Whether it is of the distributions."""
+    """Whether it compares the distributions."""
     is_judged: bool = False
-    """Whether it is 0 between equal tensors and grows from there: what a divergence can be judged by."""
+    """Whether it can decide a divergence: it is 0 for equal tensors and grows with the difference."""
     is_good: bool = False
-    """Whether more is better."""
+    """Whether larger is better."""
 
 
 def _metric(
@@ -93,31 +93,31 @@ _ALL = (
 )
 
 PAIR_METRICS = {one.column.name: one for one in _ALL}
-"""Every metric of a pair by its name: of its differences, element by element, and of its distributions."""
+"""All metrics of a pair by name: of its elementwise differences, and of its distributions."""
 
 JUDGED = tuple(name for name, one in PAIR_METRICS.items() if one.is_judged)
-"""The metrics that a divergence can be judged by."""
+"""The metrics that can decide a divergence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-    """What a divergence is judged by."""
+    """The criterion for a divergence."""
 
     metric: str
     tolerance: float
-    """The metric may be as large as this."""
+    """The largest value of the metric that is tolerated."""
     margin: float
-    """It may be as many times as large as the noise floor."""
+    """The largest multiple of the noise floor that is tolerated."""
     has_noise: bool
-    """Whether there is an equal run to know the floor from."""
+    """Whether a second equal run gives the noise floor."""
     is_same_tensor: bool
-    """Whether both sides are the same tensors of a model: others do not diverge, they are different."""
+    """Whether both sides are the same tensors of a model; others differ, but do not diverge."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be judged by.
+        """Check the criterion.
 
         Raises:
-            UsageError: a divergence cannot be judged by the metric, or a limit is negative.
+            UsageError: the metric cannot decide a divergence, or a limit is negative, infinite or NaN.
         """
         if self.metric not in JUDGED:
             nearest = difflib.get_close_matches(self.metric, JUDGED, n=2) or JUDGED
@@ -127,14 +127,14 @@ class Judge:
                 raise UsageError(f"{name} {limit} is not allowed: give 0 or more")
 
     def value(self, differences: Differences | None) -> float | None:
-        """The metric: 0 where no bit differs, infinite where one of the two is NaN or infinite alone."""
+        """The metric: 0 if no bit differs, infinite if an element is NaN or infinite in only one of the tensors."""
         if differences is None or not differences.num_differing:
             return None if differences is None else 0.0
         return math.inf if differences.num_apart else PAIR_METRICS[self.metric].of(differences)
 
 
 class ComparedPair:
-    """Two tensors, and what sets them apart."""
+    """Two tensors and their differences."""
 
     def __init__(
         self,
@@ -148,21 +148,21 @@ class ComparedPair:
     ) -> None:
         self.a, self.b = sides
         self.order = order
-        """Its number in the order of execution, from 1."""
+        """The position in the order of execution, from 1."""
         self.differences, self.distances = differences, distances
-        """Element by element, None where the distributions alone are compared; and between the distributions."""
+        """The elementwise differences, None if only distributions are compared; and the distances of distributions."""
         self.value = judge.value(differences)
         """The judged metric."""
         self.floor = None if differences is None else judge.value(twin)
-        """The judged metric between the reference and its twin in an equal run; None without one."""
+        """The judged metric between the reference and its twin in a second equal run; None without a twin."""
         self.ratio: float | None = None
-        """The judged metric over the floor; infinite where the floor alone is 0; None without a floor."""
+        """The judged metric over the floor; infinite if only the floor is 0; None if both are 0, or without a floor."""
         if self.value is not None and self.floor is not None and not math.isinf(self.floor):
             self.ratio = self.value / self.floor if self.floor else (math.inf if self.value else None)
         self.diverges: bool | None = None
-        """Whether the difference is larger than what is tolerated; None where that cannot be judged.
+        """Whether the difference is larger than what is tolerated; None if that cannot be decided.
 
-        Distributions alone diverge where they are not the same at all, if nothing is tolerated and no noise is known.
+        If only distributions are compared, any difference is a divergence, and with a tolerance or noise it is None.
         """
         if differences is None:
             if distances is not None and judge.is_same_tensor and not judge.tolerance and not judge.has_noise:
@@ -172,21 +172,21 @@ class ComparedPair:
 
     @property
     def differs(self) -> bool:
-        """Whether anything differs: an element, or where distributions alone are known, these."""
+        """Whether any element differs, or the distributions do if only they are compared."""
         if self.differences is not None:
             return self.differences.num_differing > 0
         return self.distances is not None and bool(self.distances.differ)
 
     @property
     def badness(self) -> float:
-        """The judged metric; of distributions alone their own, below every pair of which more is known."""
+        """The judged metric; negative if there is none, or if only distributions are compared."""
         if self.differences is None:
             variation = None if self.distances is None else self.distances.total_variation
             return -2.0 if variation is None else variation - 1.5
         return -1.0 if self.value is None or math.isnan(self.value) else self.value
 
     def metrics(self) -> dict[str, float | None]:
-        """All of `PAIR_METRICS`; None for what is not known."""
+        """All of `PAIR_METRICS`; None for those that were not computed."""
         known = {False: self.differences, True: self.distances}
         return {
             name: None if known[one.is_distance] is None else one.of(known[one.is_distance])
@@ -195,7 +195,7 @@ class ComparedPair:
 
 
 def execution_order(records: Records, rows: Sequence[int]) -> list[int]:
-    """For each row its number in the order of execution, from 1: by iteration, microbatch, counter and rank."""
+    """For each row, its position in the order of execution, from 1: by iteration, microbatch, counter and rank."""
     fields = ("rank", "counter", "microbatch", "iteration")
     ordered = np.lexsort([records.column(field)[list(rows)] for field in fields])
     numbers = np.empty(len(rows), dtype=np.int64)
@@ -204,10 +204,10 @@ def execution_order(records: Records, rows: Sequence[int]) -> list[int]:
 
 
 def distances_of(matching: Matching, *, view: View | None, engine: Engine) -> list[Distances | None]:
-    """The distances of each pair; None where the digests of parts do not add up to that of the whole.
+    """The distances of each pair; None if the digests of the parts cannot be merged into that of the whole.
 
-    Without a view, values are looked at as they were captured, unless of one of the two a histogram or statistics
-    were kept: these are of what was computed with.
+    If `view` is None, values are read as captured, unless a record of the pair stores only a histogram or statistics,
+    which describe the values of the computation.
     """
     sides = (matching.a, matching.b)
     kept = [(records.column("keep") == Keep.VALUES).tolist() for records in sides]
@@ -229,7 +229,7 @@ def distances_of(matching: Matching, *, view: View | None, engine: Engine) -> li
 
 
 def _distinct(records: Records, parts: Parts) -> tuple[int, ...]:
-    """One copy of each part of a tensor; none where they are summands, whose values are not those of the sum."""
+    """One copy of each part of a tensor; empty if the parts are summands, whose values are not those of the sum."""
     if not parts.is_assembled:
         return parts.rows
     first_copies: dict[tuple[int | None, ...], int] = {}
@@ -243,7 +243,7 @@ def _distinct(records: Records, parts: Parts) -> tuple[int, ...]:
 
 
 def _merged(records: Records, rows: Sequence[tuple[int, ...]], *, view: View, engine: Engine) -> Iterator[Digest]:
-    """The digest of each tensor, of which the records are in those rows."""
+    """The digest of each tensor, whose records are in these rows."""
     found = digests(records.take([row for parts in rows for row in parts]), view=view, engine=engine)
     for parts in rows:
         of_parts = list(itertools.islice(found, len(parts)))

@@ -1,4 +1,4 @@
-"""Reads and compares the tensors of pairs: as records or put together, whole or sample by sample, in batches."""
+"""Reads and compares the tensors of pairs in batches: records or assembled tensors, whole or sample by sample."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ranktape.storage.format.record_info import Keep
 from ranktape.storage.records.assemble import assemble_records
 
 WHOLE_NBYTES = 1 << 24
-"""Tensors up to this size are read as wholes; larger ones a sample at a time, where each sample can be read alone."""
+"""Tensors up to this size are read whole; larger ones one sample at a time, if each sample can be read alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,22 +32,22 @@ class ComparedTensor:
     records: tuple[Record, ...]
     """The record, or the parts and their copies."""
     is_assembled: bool = False
-    """Whether the parts are put together."""
+    """Whether the parts are assembled."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         return (
             assemble_records(self.records, replicas="ignore")[0].shape if self.is_assembled else self.records[0].shape
         )
 
     @property
     def has_values(self) -> bool:
-        """Whether the values of all parts were kept."""
+        """Whether the values of all parts are stored."""
         return all(record.keep == Keep.VALUES for record in self.records)
 
     def read(self, *, view: View) -> NDArray[Any]:
-        """The values, in the element type that `viewed_dtype` names."""
+        """The values, in the dtype that `viewed_dtype` gives."""
         if not self.is_assembled:
             return read_values(self.records[0], view=view)
         return self._viewed(assemble_records(self.records, replicas="ignore")[0].read(), view=view)
@@ -72,11 +72,11 @@ class ComparedTensor:
 
 
 PairOfTensors = tuple[ComparedTensor, ComparedTensor, ComparedTensor | None]
-"""The reference, what is compared with it, and the twin of the reference in an equal run."""
+"""The reference, the tensor that is compared with it, and the twin of the reference in a second equal run."""
 
 
 def compare_pairs(pairs: Sequence[PairOfTensors], *, view: View) -> list[tuple[Differences | None, Differences | None]]:
-    """For each pair the differences of b from a, and those of the twin from a; in memory is one pair."""
+    """For each pair, the differences of b from a and of the twin from a. Only one pair is in memory at a time."""
     return [
         (compare_tensors(a, b, view=view), None if twin is None else compare_tensors(a, twin, view=view))
         for a, b, twin in pairs
@@ -84,9 +84,9 @@ def compare_pairs(pairs: Sequence[PairOfTensors], *, view: View) -> list[tuple[D
 
 
 def compare_tensors(a: ComparedTensor, b: ComparedTensor, *, view: View = View.SEEN) -> Differences | None:
-    """The differences of one tensor from another; None where the values of one were not kept, or shapes differ.
+    """The differences of b from a; None if the values of one are not stored, or if the shapes differ.
 
-    In memory are both; of large ones with samples, one sample of each.
+    Both tensors are in memory; of large ones with samples, one sample of each.
     """
     if not (a.has_values and b.has_values and a.shape == b.shape):
         return None
@@ -94,7 +94,7 @@ def compare_tensors(a: ComparedTensor, b: ComparedTensor, *, view: View = View.S
 
 
 def _parts(a: ComparedTensor, b: ComparedTensor, *, view: View) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-    """Both tensors in flat parts, samples first: the same elements in the same order, however they are read."""
+    """Both tensors in flat parts, sample dimension first; the order of elements does not depend on the parts."""
     dim = a.records[0].sample_dim
     if dim is not None and dim == b.records[0].sample_dim and a.is_read_by_sample() and b.is_read_by_sample():
         for sample in range(a.shape[dim]):
@@ -108,10 +108,10 @@ def _parts(a: ComparedTensor, b: ComparedTensor, *, view: View) -> Iterator[tupl
 
 
 class PairTasks(Sequence[list[PairOfTensors]]):
-    """The pairs of a matching in batches, made when they are asked for: a run may have millions of them.
+    """The pairs of a matching in batches, created on access, since a run can have millions of them.
 
-    Small tensors that are stored together are read together. `twins` are the records of `noise` that belong to the
-    first side of each pair.
+    Small tensors that are stored together are read together. `twins` are the rows in `noise` of the tensor on the first
+    side of each pair.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class PairTasks(Sequence[list[PairOfTensors]]):
         ]
         self._batches = shares(sizes, max_nbytes=BATCH_NBYTES, max_number=BATCH_SIZE)
         self.sizes = [sum(sizes[batch]) for batch in self._batches]
-        """Bytes that each batch reads, without the twins."""
+        """Number of bytes that each batch reads, without the twins."""
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -147,14 +147,14 @@ class PairTasks(Sequence[list[PairOfTensors]]):
 
 
 BATCH_NBYTES = 1 << 25
-"""Bytes of the pairs of one piece of work, unless a single pair has more."""
+"""The largest size of a batch, in bytes, unless a single pair is larger."""
 
 BATCH_SIZE = 64
-"""Pairs of one piece of work at most."""
+"""The largest number of pairs in a batch."""
 
 
 def _tensors(records: Records, parts: Sequence[Parts]) -> list[ComparedTensor]:
-    """The tensors whose records are at those places; records are fetched together."""
+    """The tensors with records in these rows, which are fetched together."""
     found = iter(records.take([row for one in parts for row in one.rows]))
     return [
         ComparedTensor(records=tuple(itertools.islice(found, len(one.rows))), is_assembled=one.is_assembled)
