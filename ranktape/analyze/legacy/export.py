@@ -1,7 +1,7 @@
-"""Writes records as `.pt` files that legacy tools read, and that are read back without a loss.
+"""Writes records as `.pt` files that legacy tools can read, and that can be read back without loss.
 
-Each file appears under its name complete or not at all; names are escaped so that none leaves the folder. A file that
-is there and holds the same is left as it is, so that an export that was interrupted can be run again.
+Each file appears under its name only once it is complete. Names are escaped so that none leaves the folder. An existing
+file with the same content is not written again, so an interrupted export can be repeated.
 """
 
 from __future__ import annotations
@@ -43,34 +43,34 @@ if TYPE_CHECKING:
     from ranktape.storage.records.records import Records
 
 _NOT_EMBEDDED = ("overflow", "checksum", "keep", "dtype", "shape", "nbytes", "attempt")
-"""Fields of a record that its file has otherwise."""
+"""Fields of a record that its file contains elsewhere."""
 
 _PART = 1 << 20
-"""Values that are widened at once."""
+"""Number of values that are converted to float64 at once."""
 
 _COUNTER_STEP = 10**9
-"""Added to the counter of a record whose name another one has: a restart counts from 0 again."""
+"""Added to a record's counter if its name is taken, since a restart counts from 0 again."""
 
 
 class ExportForm(enum.StrEnum):
-    """Which files are written: the choices of `--form`."""
+    """The kind of files to write: the choices of `--form`."""
 
     TENSORS = "tensors"
-    """One file for each tensor, tagged in its name."""
+    """One file for each tensor, with tags in its name."""
     LAYERS = "layers"
-    """One file for the output of each layer, with statistics."""
+    """One file for the output of each layer, and a file of statistics."""
 
 
 @dataclass(slots=True)
 class ExportReport:
-    """What an export did."""
+    """The result of an export."""
 
     num_written: int = 0
-    """Files written."""
+    """Number of files written."""
     num_kept: int = 0
-    """Files that were there already and hold the same."""
+    """Number of files that already existed with the same content."""
     nbytes: int = 0
-    """Bytes of the values in the files written."""
+    """Size of the values in the written files, in bytes."""
 
 
 def export_records(
@@ -82,14 +82,14 @@ def export_records(
     overwrite: bool = False,
     on_record: Callable[[], object] = lambda: None,
 ) -> ExportReport:
-    """Write the tensors of records into a folder, which is made; `on_record` is called after each.
+    """Write the tensors of records into a folder, which is created if needed; call `on_record` after each.
 
-    With `per_sample` a tensor that has samples becomes one file for each, a batch of one.
+    If `per_sample` is true, a tensor with samples becomes one file per sample, each a batch of one.
 
     Raises:
-        UsageError: of a record no values were kept; a name is too long for a file; a file is there that holds
-            something else, and `overwrite` was not given; or two records are the output of the same layer.
-        NoRecordsError: no record is the output of a layer, and the form is that of layers.
+        UsageError: the values of a record are not stored; a name is too long for a file; a file exists with other
+            content, and `overwrite` is false; or two records are the output of the same layer.
+        NoRecordsError: the form is that of layers, and no record is the output of a layer.
         DataError: a record is damaged.
         StorageError: the folder cannot be written, or the store cannot be read.
     """
@@ -109,7 +109,7 @@ def export_records(
         values = record.read()
         dim = record.sample_dim if per_sample else None
         for sample in [None] if dim is None else range(record.shape[dim]):
-            # It stays a batch, of one: that is what the legacy tools saved, and how axes keep their numbers.
+            # The sample stays a batch of one, as the legacy tools saved it, so that axes keep their numbers.
             part = values if sample is None else values.take([sample], axis=dim)
             name = _file_name(record, sample=sample, names=names)
             files.put(name, part, record=record, own=_embedded(record, part, sample=sample))
@@ -118,9 +118,9 @@ def export_records(
 
 
 def _file_name(record: Record, *, sample: int | None, names: set[str]) -> str:
-    """A name that no other one of `names` has, and is among them then.
+    """A file name that is not in `names`, to which it is added.
 
-    It has the number of the sample in the tensor, or the user's own where the tensor is one sample.
+    It contains the index of the sample in the tensor, or the user's ID if the tensor is a single sample.
     """
     if not 0 <= record.timestamp <= LAST_SECOND:
         raise DataError(f"{record!r} was recorded {record.timestamp} s after 1970, which no name can hold")
@@ -140,19 +140,19 @@ def _file_name(record: Record, *, sample: int | None, names: set[str]) -> str:
 
 
 def _only(ids: Sequence[Any] | None) -> Any:
-    """The one sample of several; None where there is not one."""
+    """The only sample ID; None if there is not exactly one."""
     return ids[0] if ids is not None and len(ids) == 1 else None
 
 
 def _embedded(record: Record, values: Any, *, sample: int | None = None) -> dict[str, Any]:
-    """The record as the file has it under `RECORD_KEY`."""
+    """The record as embedded in the file under `RECORD_KEY`."""
     own = {name: value for name, value in record.info.to_json().items() if name not in _NOT_EMBEDDED}
     own["record_checksum"] = checksum(values)
     if sample is not None:
         ids, placement = record.sample_ids or [], None
         dim, size = record.sample_dim, [record.shape[record.sample_dim or 0]]
         shape = None if record.placement is None else record.placement.get("global_shape")
-        # Where ranks have different samples, one of them is whole.
+        # If ranks have different samples, a single sample is complete on one rank.
         if (
             record.placement is not None
             and dim is not None
@@ -166,7 +166,7 @@ def _embedded(record: Record, values: Any, *, sample: int | None = None) -> dict
 
 
 def _words(record: Record, values: Any, own: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands beside the tensor, as the legacy saver had it."""
+    """The description that the legacy tool saved with a tensor."""
     shared = ("layer_type", "operation", "quant_type", "tensor_name", "layer_idx", "phase", "component", "rank")
     date, time = name_timestamp(record.timestamp).split("_")
     return {
@@ -205,10 +205,10 @@ def _tensor_info(dtype: str, values: Any, overflow: Overflow) -> dict[str, Any]:
 
 
 def _mean_and_deviation(values: Any) -> tuple[float, float]:
-    """Over all values, NaN included, and as of a sample: what the legacy saver wrote; 0 where there are too few."""
+    """The mean and sample standard deviation of all values, including NaN, as in the legacy tool; 0 if too few."""
     flat = np.ascontiguousarray(values).reshape(-1)
     parts = [flat[start : start + _PART] for start in range(0, flat.size, _PART)]
-    # float64 holds sums of squares of every other type; its own largest values become infinite.
+    # float64 can represent sums of squares of all narrower dtypes; for its own largest values, they are infinite.
     with np.errstate(over="ignore", invalid="ignore"):
         mean = sum(float(part.astype(np.float64).sum()) for part in parts) / max(1, flat.size)
         squares = sum(float(((part.astype(np.float64) - mean) ** 2).sum()) for part in parts)
@@ -231,11 +231,11 @@ def _export_layers(records: Records, files: _Files, *, on_record: Callable[[], o
         }
         rest = {key: value for key, value in (record.metadata or {}).items() if key != "folder"}
         of_each[stem] = _embedded(record, values) | {"metadata": rest or None}
-        # Files may be put together from several folders.
+        # The checksum is omitted because files can be combined from several folders.
         del of_each[stem]["record_checksum"]
         on_record()
     files.put_plain(STATISTICS, statistics)
-    # What the folder that the records come from says of itself, if they come from one.
+    # The metadata of the folder that the records come from, if it is the same for all.
     first, *others = [((record.metadata or {}).get("folder") or {}).get("metadata") for record in chosen.values()]
     folder = first if isinstance(first, dict) and all(one == first for one in others) else {}
     record = next(iter(chosen.values()))
@@ -244,7 +244,12 @@ def _export_layers(records: Records, files: _Files, *, on_record: Callable[[], o
 
 
 def _layer_outputs(records: Records) -> dict[str, Record]:
-    """The outputs of layers by the stem of the file of each."""
+    """The outputs of layers by file stem.
+
+    Raises:
+        NoRecordsError: there is none.
+        UsageError: a hidden layer has no index, or two records are the output of the same layer.
+    """
     outputs = records.where("layer_type in ['embedding', 'hidden'] and operation == 'forward' and phase == 'post'")
     outputs = outputs.where("tensor_name == 'output'")
     if not len(outputs):
@@ -253,7 +258,7 @@ def _layer_outputs(records: Records) -> dict[str, Record]:
             f"(layer_type embedding or hidden, forward, post): use --form tensors"
         )
     chosen: dict[str, Record] = {}
-    # What enters the first layer, where it is there; not the parts that a model may add up to it, such as positions.
+    # Prefers the input of the first layer over the embeddings that a model adds up to it, such as positions.
     enters = bool(len(outputs.where("layer_type == 'embedding' and component == 'hidden'")))
     for record in outputs:
         is_hidden = record.layer_type == "hidden"
@@ -273,17 +278,17 @@ def _layer_outputs(records: Records) -> dict[str, Record]:
 
 
 class _Files:
-    """A folder that files are put into, each complete or not at all."""
+    """A folder in which files appear only once they are complete."""
 
     def __init__(self, folder: Path, *, overwrite: bool) -> None:
         self.report = ExportReport()
-        """What was done so far."""
+        """The result so far."""
         self._folder, self._overwrite = folder, overwrite
         with writing(folder, what="folder", option="folder"):
             folder.mkdir(parents=True, exist_ok=True)
 
     def put(self, name: str, values: Any, *, record: Record, own: Mapping[str, Any] | None) -> None:
-        """A file with a tensor; with what the legacy saver wrote beside it, `own` among it, unless that is None."""
+        """Write a file with a tensor and, unless `own` is None, with the legacy description that contains `own`."""
         embedded = None if own is None else json.loads(json.dumps(own))
 
         def is_same(path: Path) -> bool:
@@ -298,7 +303,7 @@ class _Files:
             self.report.nbytes += values.nbytes
 
     def put_plain(self, name: str, document: Mapping[str, Any]) -> None:
-        """A file of plain data, with tensors where `read_plain` lists some."""
+        """Write a file of plain data, in which tensors that `read_plain` lists become tensors again."""
         same = json.loads(json.dumps(document), parse_constant=lambda text: str(float(text)))
         if not self._is_there(name, lambda path: read_plain(path) == same):
             self._write(name, with_tensors(dict(document)))
@@ -307,7 +312,7 @@ class _Files:
         path = self._folder / name
         if not os.path.lexists(path):
             return False
-        with contextlib.suppress(DataError):  # what cannot be read is not the same
+        with contextlib.suppress(DataError):  # an unreadable file differs
             if not path.is_symlink() and is_same(path):
                 self.report.num_kept += 1
                 return True
@@ -324,7 +329,7 @@ class _Files:
                 torch.save(payload, file)
             temporary.replace(self._folder / name)
         except (OSError, RuntimeError) as error:
-            # torch's own complaint about a disk that is full hides the system's.
+            # If the disk is full, torch raises its own error from that of the system.
             cause = error if isinstance(error, OSError) else error.__context__
             if not isinstance(cause, OSError):
                 raise
@@ -336,7 +341,11 @@ class _Files:
 
 
 def as_tensor(values: Any, dtype: str) -> torch.Tensor:
-    """The values as a tensor of their dtype, in torch's words."""
+    """The values as a tensor; `dtype` is the name of a torch dtype.
+
+    Raises:
+        UsageError: torch has no such dtype.
+    """
     try:
         return to_torch(values, dtype=dtype, shape=values.shape)
     except UsageError as error:
@@ -344,7 +353,7 @@ def as_tensor(values: Any, dtype: str) -> torch.Tensor:
 
 
 def with_tensors(entry: Any) -> Any:
-    """The same with a tensor in each place where `read_plain` has listed one."""
+    """The data with tensors in place of the dictionaries with which `read_plain` represents them."""
     if isinstance(entry, list):
         return [with_tensors(inner) for inner in entry]
     if not isinstance(entry, dict):
@@ -358,4 +367,4 @@ def with_tensors(entry: Any) -> Any:
         numbers = [float(number) for number in entry["values"]] if row.is_floating else entry["values"]
         return as_tensor(np.array(numbers).astype(row.numpy_dtype).reshape(entry["shape"]), row.name)
     except (TypeError, ValueError, OverflowError, UsageError):
-        return entry  # it looks like a tensor, and is none
+        return entry  # it looks like a tensor, but is not one

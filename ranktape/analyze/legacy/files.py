@@ -1,11 +1,11 @@
-"""Reads a folder of `.pt` files as records, which answer the same questions as those of a run.
+"""Reads a folder of `.pt` files as records, which can be used like those of a run.
 
-Names are listed when the folder is opened. A file is opened when something is asked that its name does not say, and
-its values are read when they are asked for; always only of the files that are still in the selection.
+Opening a folder lists the file names. A file is opened when a field is read that its name does not contain, and its
+values are read on access; only files in the selection are opened.
 
-Names come first, as they are what people see and change; what a name does not say is taken from what the tools before
-us embedded, or from the record that our own export embedded under `RECORD_KEY`. A stranger may have written any of
-it: what no record can hold ends the reading of that file.
+Names take precedence, since users see and change them. Other fields come from the metadata that the legacy tools
+embedded, or from the record that our own export embedded under `RECORD_KEY`. None of it is trusted: if an embedded
+record has a value that is invalid in a record, its file cannot be read.
 """
 
 from __future__ import annotations
@@ -56,28 +56,28 @@ from ranktape.storage.records.record import Record
 from ranktape.storage.records.records import SOURCE, Listing, Records, source_name
 
 RECORD_KEY = "ranktape"
-"""Under which our export embeds the record among what it says of the tensor."""
+"""The key in the tensor's metadata under which our export embeds the record."""
 
 TAGS = ("layer_type", "operation", "phase", "component", "quant_type", "tensor_name")
-"""The fields of a record that are words; the legacy tool embeds them under the same names."""
+"""The text fields of a record that the legacy tool embeds under the same names."""
 
 NUMBERS = ("iteration", "rank", "layer_idx")
-"""The fields of a record that are numbers, and that the legacy tool embeds."""
+"""The numeric fields of a record that the legacy tool embeds."""
 
 _SAID_ELSEWHERE = frozenset({*TAGS, *NUMBERS, "sample_idx", RECORD_KEY})
-"""What is embedded and becomes fields of the record."""
+"""The embedded keys that become fields of the record."""
 
 _QUANT_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-"""The tags of plain types, for files that have none."""
+"""The quantization tag of each plain dtype, for files without a tag."""
 
 LAST_SECOND = 253402300799
-"""The end of the last year that has four digits, in seconds since the epoch."""
+"""The end of the year 9999, in seconds since the epoch."""
 
 _MAX_NUMBER = 2**53
-"""Numbers in files are whole and below this: a catalogue's columns hold them exactly."""
+"""The exclusive limit of integers in files, so that the catalogue's columns represent them exactly."""
 
 _OF_ALL_OUTPUTS = ("iteration", "rank", "microbatch", "call", "quant_type")
-"""What our export says of the outputs of layers together."""
+"""The fields that our export writes once for all layer outputs of a folder."""
 
 _HIDDEN_LAYOUT = "BTH"
 """The dimensions of the output of a layer."""
@@ -91,7 +91,7 @@ _UNTAGGED: dict[str, Any] = {
     "rank": 0,
     "layer_idx": -1,
 }
-"""What a file is taken for that says nothing."""
+"""The default fields of a file without any description."""
 
 
 def _is_number(value: Any) -> bool:
@@ -114,20 +114,20 @@ _OWN_FIELDS: dict[str, Callable[[Any], bool]] = {
     "operation": lambda value: value in tuple(Operation),
     "mode": lambda value: value in tuple(Mode),
     **dict.fromkeys(("module", "layer_stack", "record_checksum"), lambda value: isinstance(value, str)),
-    # It becomes part of a name in the store.
+    # The layout becomes part of a name in the store.
     "layout": lambda value: isinstance(value, str) and re.fullmatch("[A-Za-z]{0,32}", value) is not None,
     "compute_dtype": lambda value: isinstance(value, str) and value in DTYPES,
     **dict.fromkeys(("placement", "metadata"), lambda value: value is None or isinstance(value, dict)),
     "sample_ids": _is_sample_ids,
     "timestamp": lambda value: type(value) in {int, float} and 0 <= value <= LAST_SECOND,
 }
-"""The fields that our export embeds, and what each may hold."""
+"""The fields that our export embeds, with a check of the value of each."""
 
 
 def _given_fields(words: Any, *, stem: str) -> dict[str, Any]:
-    """The fields of one output of a layer that the `metadata.pt` of its folder says; none that no record can hold.
+    """The valid fields of one layer output in the `metadata.pt` of its folder.
 
-    Our export writes those of all outputs together, and under `RECORD_KEY` those of each.
+    Our export writes the common fields once, and those of each output under `RECORD_KEY`.
     """
     known = words if isinstance(words, Mapping) else {}
     of_each = known.get(RECORD_KEY)
@@ -138,7 +138,11 @@ def _given_fields(words: Any, *, stem: str) -> dict[str, Any]:
 
 
 def _own_fields(own: Mapping[str, Any], header: TensorFile, *, place: Path) -> dict[str, Any]:
-    """The fields that our export embedded; one that no record can hold is an error."""
+    """The fields that our export embedded.
+
+    Raises:
+        DataError: a field has an invalid value, or the samples do not fit the shape.
+    """
     found = {field: own[field] for field in _OWN_FIELDS if field in own}
     for field, value in found.items():
         if not _OWN_FIELDS[field](value):
@@ -152,19 +156,19 @@ def _own_fields(own: Mapping[str, Any], header: TensorFile, *, place: Path) -> d
 
 
 NUM_THREADS = min(8, os.cpu_count() or 1)
-"""Files that are read at once: the kernels and the system calls leave Python's lock."""
+"""The number of files that are read at once. Kernels and system calls release the GIL."""
 
 _FIXED: dict[str, Any] = {"attempt": 0, "index": -1, "stack": "", "keep": Keep.VALUES.value}
-"""Columns that are the same for every file."""
+"""The columns that are the same for every file."""
 
 _LARGE_NBYTES = 1 << 26
-"""Values of which only one tensor at a time is in memory to be counted: the threads would hold one each."""
+"""Tensors above this size, in bytes, are measured one at a time, not one in each thread, to limit memory."""
 
 _large = threading.Lock()
 
 
 class SourceFile:
-    """One file with one tensor; what has been read of it stays."""
+    """A file with one tensor. Its fields and measurements are cached once they are read."""
 
     def __init__(
         self,
@@ -176,19 +180,19 @@ class SourceFile:
         given: Mapping[str, Any] | None = None,
         is_first_enough: bool = False,
     ) -> None:
-        """What its name and its folder say: in the folder's own words as `said`, and as fields of the record."""
+        """Take the parsed name, and the folder's description: verbatim as `said`, as record fields as `given`."""
         self.path = path
-        """Where it is."""
+        """Path of the file."""
         self.file_name = file_name
-        """What its name says, if it is one of a single tensor."""
+        """The parsed name, if it is the name of a single tensor's file."""
         self.call = 0
-        """How many tensors of the same fields were written before it."""
+        """Number of files with the same fields that precede it."""
         self.site = path.name
-        """What the record says of where it is: the name, or where that is not plain ASCII what stands for it."""
+        """The record's site: the file name, escaped if it is not printable ASCII."""
         self._layer, self._said, self._given = layer, said, given or {}
         self._is_first_enough = is_first_enough
         self.named = self._named()
-        """The fields of the record that need not be looked up in the file."""
+        """The fields of the record that do not have to be read from the file."""
         self._header: TensorFile | None = None
         self._fields: dict[str, Any] | None = None
         self._measured: tuple[Overflow, str] | None = None
@@ -197,18 +201,18 @@ class SourceFile:
         return f"<SourceFile {self.path}>"
 
     def field(self, name: str) -> Any:
-        """One of the record's fields, from the name where that says it."""
+        """A field of the record, from the name if that contains it."""
         return self.named[name] if name in self.named else self.fields()[name]
 
     def fields(self) -> dict[str, Any]:
-        """Every field of the record that takes no values.
+        """All fields of the record that do not require reading the values.
 
-        `metadata` comes as JSON text. With `record_checksum` comes what our export says of the values, "" if nothing.
+        `metadata` is JSON text. `record_checksum` is the checksum that our export embedded, "" if there is none.
         """
         if self._fields is None:
             header = read_header(self.path, is_first_enough=self._is_first_enough)
             described = self._described(header)
-            # Many files say the same at length.
+            # Not kept, since many files can have the same long metadata.
             self._header = dataclasses.replace(header, metadata=None, tensor_info=None)
             self._fields = {"call": self.call} | described | self.named
         return self._fields
@@ -220,14 +224,18 @@ class SourceFile:
         return read_values(self.path, self._header)
 
     def measured(self) -> tuple[Overflow, str]:
-        """What the values do at the limits of their dtype, and their checksum."""
+        """The overflow statistics of the values, and their checksum."""
         if self._measured is None:
             with _large if self.fields()["nbytes"] > _LARGE_NBYTES else nullcontext():
                 return self.values_measured()[1:]
         return self._measured
 
     def values_measured(self) -> tuple[Any, Overflow, str]:
-        """The values, what they do at the limits of their dtype, and their checksum: all three of one reading."""
+        """The values, their overflow statistics, and their checksum, from reading the file once.
+
+        Raises:
+            DataError: the checksum differs from the embedded one.
+        """
         values = self.values()
         found, said = checksum(values), self.fields()["record_checksum"]
         if said and said != found:
@@ -237,7 +245,7 @@ class SourceFile:
         return values, *self._measured
 
     def _named(self) -> dict[str, Any]:
-        """What the name settles; what that of the output of a layer does not say is what its folder gives for it."""
+        """The fields from the name; for the output of a layer, also those from the description of its folder."""
         named, layer = self.file_name, self._layer
         if layer is not None:
             layer_type = "embedding" if layer < 0 else "hidden"
@@ -249,7 +257,7 @@ class SourceFile:
         numbers = {"iteration": named.iteration, "rank": named.rank}
         fields |= {number: value for number, value in numbers.items() if value is not None}
         fields["layer_idx"] = -1 if named.layer_idx is None else named.layer_idx
-        # A name of theirs that is another one of ours may stand in a file of ours, which says so inside.
+        # If the legacy name has another name in ours, the file can be from our export, which embeds the name.
         if recorded_tensor_name(named) == named.tensor_name:
             fields["tensor_name"] = named.tensor_name
         return fields
@@ -258,7 +266,7 @@ class SourceFile:
         known = header.metadata if isinstance(header.metadata, Mapping) else {}
         own, named = known.get(RECORD_KEY), self.file_name
         stem = "".join(character if character.isprintable() else "?" for character in self.path.stem)
-        # What somebody else's file says beyond the fields.
+        # Metadata of other tools that does not become fields.
         rest = {key: value for key, value in known.items() if key not in _SAID_ELSEWHERE}
         more = {"tensor_info": header.tensor_info, "group_idx": named and named.group_idx, "folder": self._said}
         rest |= {key: value for key, value in more.items() if value is not None}
@@ -274,7 +282,7 @@ class SourceFile:
             "quant_type": _QUANT_TYPES.get(header.dtype, header.dtype),
             "tensor_name": stem[:MAX_TERM_LENGTH] or "tensor",
             **_UNTAGGED,
-            # What no record can hold of what the legacy tool embedded is left out.
+            # Invalid values that the legacy tool embedded are ignored.
             **{name: known[name] for name in (*TAGS, *NUMBERS) if name in known and _OWN_FIELDS[name](known[name])},
             **({} if named is None else {"tensor_name": recorded_tensor_name(named)}),
         }
@@ -291,11 +299,11 @@ class SourceFile:
         return fields | {"dtype": header.dtype, "shape": header.shape, "nbytes": header.nbytes}
 
     def _samples(self, shape: tuple[int, ...], size: Any, *, is_one: bool, tensor_name: str) -> dict[str, Any]:
-        """Where the samples of a tensor of somebody else are, and how many its batch has, as far as its shape shows it.
+        """The sample dimension and batch size of a tensor from another tool, as far as its shape shows them.
 
-        Outputs of layers count them first. Of others the batch size is what the tool was told, else the smaller one of
-        the two first dimensions of three or more: batches came first or second there, and the other one counts tokens
-        or heads.
+        In outputs of layers, samples are the first dimension. For other tensors, the batch size is the embedded one,
+        else the smaller of the first two of at least three dimensions: one of them is the batch, and the other counts
+        tokens or heads.
         """
         is_hidden = len(shape) == len(_HIDDEN_LAYOUT)
         if self._layer is not None:
@@ -309,38 +317,38 @@ class SourceFile:
 
 
 class FileTable:
-    """The records of some files as columns, and where they get their values; what names do not say is read."""
+    """The records of files as columns, and the source of their values. Fields not in the names are read from files."""
 
     def __init__(self, url: str, files: Sequence[SourceFile]) -> None:
         self.url = url
-        """The folder."""
+        """Path of the folder."""
         self.files = files
-        """One for each row."""
+        """The file of each row."""
         self.num_rows = len(files)
 
     def narrow(self, rows: np.ndarray[Any, Any]) -> FileTable:
-        """The table of some of the rows."""
+        """The table of the given rows."""
         return FileTable(self.url, [self.files[row] for row in rows.tolist()])
 
     def cost(self, field: str) -> int:
-        """0 for what names say, 1 for what files say, 2 for what values say."""
+        """The cost of reading a field: 0 if it is in all names, 1 if files are opened, 2 if values are read."""
         if field.startswith("overflow") or field == "checksum":
             return 2
         return int(field not in {*_FIXED, "site", SOURCE} and any(field not in file.named for file in self.files))
 
     def group_of(self, row: int) -> str:  # noqa: ARG002 - the Protocol's signature
-        """The folder itself: files lie side by side."""
+        """The folder itself, which has no groups."""
         return "."
 
     def column(self, name: str) -> Column:
-        """The values of a column of the catalogue, one for each file."""
+        """A column of the catalogue, with one value for each file."""
         values = self._values(name)
         if name in JSON_FIELDS or name == "overflow.per_sample":
             values = [json.dumps(value, separators=(",", ":")) if name != "metadata" else value for value in values]
         like = _empty().column(name)
         if isinstance(like, StringColumn):
             return StringColumn.of(values)
-        with np.errstate(over="ignore"):  # an extreme beyond the column's type is infinite there
+        with np.errstate(over="ignore"):  # an extreme outside of the column's dtype becomes infinite
             return np.array([math.nan if value is None else value for value in values], dtype=like.dtype)
 
     def _values(self, name: str) -> list[Any]:
@@ -359,7 +367,11 @@ class FileTable:
         return [file.field(name) for file in self.files]
 
     def read(self, record: Record, *, sample: int | None) -> Any:
-        """The values of a record; with `sample` of one sample, without the dimension of samples."""
+        """The values of a record, or of one sample without the sample dimension if `sample` is given.
+
+        Raises:
+            DataError: the file has changed since it was listed.
+        """
         file = next(file for file in self.files if file.site == record.location.site)
         values = file.values()
         if checksum(values) != record.checksum:
@@ -367,11 +379,11 @@ class FileTable:
         return values if sample is None else values.take(sample, axis=record.sample_dim)
 
     def parts(self, record: Record) -> Iterator[Any]:
-        """The values of a record in parts, of which all are in memory."""
+        """The values of a record in parts, all of which are in memory."""
         return split(self.read(record, sample=None), sample_dim=record.sample_dim)
 
     def siblings(self, record: Record) -> Any:
-        """Nothing."""
+        """Raise `UsageError`: files do not name the other parts of their tensors."""
         raise UsageError(
             f"{self.url} holds files, and {record.location.site} does not say which other ones are parts of the same "
             f"tensor: select them and use assemble(), or 'ranktape import' the folder first"
@@ -380,30 +392,29 @@ class FileTable:
 
 @functools.cache
 def _empty() -> Catalogue:
-    """What has every column in the type that a run's catalogue has."""
+    """An empty catalogue, which gives the dtype of every column."""
     return empty_catalogue()
 
 
 class Folder:
-    """The tensors of a folder, or of one file; `select` answers as that of a run does."""
+    """The tensors of a folder, or of one file; `select` works as for a run."""
 
     def __init__(self, path: Path, *, skip_unreadable: bool = False, any_name: bool = False) -> None:
-        """List the names; files whose names say neither iteration nor rank are opened.
+        """List the names, and open the files whose names do not contain both iteration and rank.
 
-        With `any_name` a `.pt` file under any other name is taken too, and a list in a file may hold more than its
-        tensor; of such files those that cannot be read are left out.
+        If `any_name` is true, `.pt` files with any other name are included, and a list in a file can have more entries
+        than its tensor. If `skip_unreadable` is true, every file is opened now, and unreadable ones are left out.
 
         Raises:
-            DataError: a file that must be opened cannot be, and `skip_unreadable` was not given. With it, every file
-                is opened now.
+            DataError: a file that has to be opened cannot be read, and `skip_unreadable` is false.
             StorageError: the folder cannot be read.
         """
         self.url = str(path)
-        """Where it is."""
+        """Path of the folder or file."""
         self.foreign: list[str] = []
-        """Names that no tool wrote whose files we read, and links that lead out of the folder."""
+        """Names of files with unknown names, and of links that lead out of the folder."""
         self.unreadable: dict[str, str] = {}
-        """For each file that was left out the reason."""
+        """The reason for each file that was left out."""
         self._any_name, is_alone = any_name, path.is_file()
         paths = [path] if is_alone else self._list(path)
         said = self._descriptions(paths)
@@ -417,27 +428,27 @@ class Folder:
         for_each(SourceFile.fields, unnamed, at_once=NUM_THREADS)
         foreign = set(self.foreign)
         self.paths = [entry for entry in paths if entry.name not in foreign]
-        """Every file that was taken for one of ours, whether it can be read or not."""
+        """Every file with a known name, readable or not."""
         self.files: Sequence[SourceFile] = sorted(files, key=_order)
-        """The files with a tensor, in the order of iteration, rank and writing."""
+        """The files with a tensor, ordered by iteration, rank and time of writing."""
         _tell_apart(self.files)
         self.iterations = sorted({file.field("iteration") for file in self.files})
-        """The iterations that files are of, ascending."""
+        """The iterations of the files in ascending order."""
 
     def __repr__(self) -> str:
         return f"<Folder {self.url}: {len(self)} files>"
 
     def __len__(self) -> int:
-        """Files with a tensor."""
+        """Number of files with a tensor."""
         return len(self.files)
 
     def select(self, **filters: Any) -> Records:
-        """The records whose fields have the values asked for, as `Run.select` gives them.
+        """The records whose fields match all filters, as for `Run.select`.
 
         Raises:
-            UnknownFieldError: a filter names no field.
-            UsageError: a field cannot have such a value.
-            DataError: a file that must be opened for it cannot be.
+            UnknownFieldError: a filter is not the name of a field.
+            UsageError: a value is invalid for its field.
+            DataError: a file that has to be opened cannot be read.
         """
         table = FileTable(self.url, self.files)
         return Records([Listing.of_files(table, source=source_name(self.url))]).select(**filters)
@@ -458,7 +469,7 @@ class Folder:
         return paths
 
     def _descriptions(self, paths: Iterable[Path]) -> dict[str, Any]:
-        """What a folder of layer outputs says beside its tensors, by the stem of the file that says it."""
+        """The contents of the description files in a folder of layer outputs, by file stem."""
         found = {}
         for path in paths:
             if path.name in {STATISTICS, METADATA}:
@@ -489,7 +500,7 @@ class Folder:
         return SourceFile(path, file_name=None, layer=layer, said=said or None, given=given, **first)
 
     def _open(self, files: Iterable[SourceFile]) -> None:
-        """Read what files say; why one cannot be read is noted."""
+        """Read the fields of files; note the reason for each that cannot be read."""
 
         def reason(file: SourceFile) -> str | None:
             try:
@@ -509,9 +520,9 @@ def _order(file: SourceFile) -> tuple[Any, ...]:
 
 
 def _tell_apart(files: Sequence[SourceFile]) -> None:
-    """Give each file what no other one has: the nth of the same fields is their nth call, and sites are unlike.
+    """Make files unique: number the calls of files with the same fields, and give each file its own site.
 
-    A site is a name that a record may have: other letters than ASCII's are escaped.
+    In sites, characters other than printable ASCII are escaped.
     """
     taken, seen = {file.path.name for file in files}, Counter[tuple[Any, ...]]()
     for file in files:

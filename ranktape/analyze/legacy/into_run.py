@@ -1,7 +1,7 @@
-"""Makes a run of a folder of `.pt` files: iterations, ranks, commits, and a verdict that is met.
+"""Imports a folder of `.pt` files as a run with iterations, ranks, commits, and a verdict that is met.
 
-The run belongs to the folder as it is: importing it again goes on where it was interrupted, and a folder that has
-changed since is another launch, which the run refuses.
+Importing an unchanged folder again continues an interrupted import. A folder that has changed since counts as another
+launch, which the run refuses.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from ranktape.storage.recording.writer import RankWriter
 from ranktape.storage.records.run import Run
 
 MAX_RANKS = 100_000
-"""More than any cluster has."""
+"""The largest number of ranks: more than any cluster has."""
 
 MAX_EMPTY_RANKS = 1024
-"""Ranks without files that an import takes in any case. Every rank up to the highest one commits every iteration, so
-that one name of a high rank makes as many groups: it is a mistake, or hostile."""
+"""The number of ranks without files that is always accepted. Every rank up to the highest one commits every iteration,
+so a single name with a high rank would create that many groups by mistake or malice."""
 
 _EMPTY_RANKS_PER_RANK = 16
-"""Ranks without files that it takes beyond, for each rank with files."""
+"""The additional number of ranks without files that is accepted for each rank with files."""
 
 
 @dataclass(slots=True)
 class ImportReport:
-    """What an import did."""
+    """The result of an import."""
 
     verdict: RunVerdict
     """Whether every iteration of the folder is stored complete."""
     num_records: int = 0
-    """Tensors stored by this call: none of what was stored before."""
+    """Number of tensors that this call stored, without those stored before."""
     nbytes: int = 0
-    """Bytes of their values."""
+    """Size of their values, in bytes."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """For each file that is not in the run the reason."""
+    """The reason for each file that is not in the run."""
 
 
 def import_folder(
@@ -67,15 +67,15 @@ def import_folder(
     skip_unreadable: bool = False,
     on_record: Callable[[], object] = lambda: None,
 ) -> ImportReport:
-    """Store the tensors of a folder as a run; `on_record` is called after each.
+    """Store the tensors of a folder as a run, and call `on_record` after each.
 
     Raises:
-        DataError: a file is damaged, or not under a name that we know, and `skip_unreadable` was not given. What was
-            stored before is intact, and importing again goes on from there.
-        RunExistsError: another run is there, and `overwrite` was not given; or somebody records into it.
+        DataError: the folder has no readable tensor; or a file is damaged or has an unknown name, and
+            `skip_unreadable` is false. Tensors stored before are intact, and importing again continues from there.
+        RunExistsError: another run exists and `overwrite` is false; or another process records into it.
         StorageError: the store cannot be read or written.
-        UsageError: a file is of a rank far beyond those that have files, or has a name that is too long for the
-            store, and `skip_unreadable` was not given; or the URL is not usable.
+        UsageError: the rank of a file is far above those of the others, or its name is too long for the store, and
+            `skip_unreadable` is false; or the URL is invalid.
     """
     strangers = [name for name in folder.foreign if name.endswith(".pt")]
     if strangers and not skip_unreadable:
@@ -86,7 +86,7 @@ def import_folder(
     left_out = dict.fromkeys(folder.foreign, "not under a name that we know") | folder.unreadable
     if not len(folder):
         raise DataError(f"{folder.url} holds no tensor that can be read")
-    # What is wrong is said before a run is begun, as far as it can be seen without reading every value.
+    # Finds all errors that do not require reading the values before the run is created.
     for_each(lambda file: file.fields(), folder.files, at_once=NUM_THREADS)
     files = _of_fitting_ranks(folder, left_out, is_skipping=skip_unreadable)
     places: dict[int, dict[int, list[SourceFile]]] = {}
@@ -133,7 +133,7 @@ def import_folder(
 
 
 def _of_fitting_ranks(folder: Folder, left_out: dict[str, str], *, is_skipping: bool) -> Sequence[SourceFile]:
-    """The files without those of ranks far beyond the others, which are added to `left_out`."""
+    """The files except those of ranks far above the others, which are added to `left_out`."""
     ranks = sorted({file.field("rank") for file in folder.files})
     highest, most = -1, 0
     for count, rank in enumerate(ranks, start=1):
@@ -152,13 +152,13 @@ def _of_fitting_ranks(folder: Folder, left_out: dict[str, str], *, is_skipping: 
 
 
 def _launch_id(folder: Folder) -> str:
-    """What makes the folder this one: its names, sizes and times, whether the files can be read or not."""
+    """An identifier of the folder, from the names, sizes and times of its files, readable or not."""
     listing = hashlib.sha256()
     for path in sorted(folder.paths):
         try:
             found = path.stat()
         except FileNotFoundError:
-            continue  # a link that leads nowhere
+            continue  # a broken link
         except OSError as error:
             raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
         listing.update(json.dumps([path.name, found.st_size, found.st_mtime_ns]).encode())
@@ -168,7 +168,11 @@ def _launch_id(folder: Folder) -> str:
 def _imported_before(
     backend: Backend, *, launch: Launch, iterations: AbstractSet[int], source: str, overwrite: bool
 ) -> RunVerdict | None:
-    """The verdict on a run that holds all of the folder already; None where there is something to do."""
+    """The verdict of a run that already contains the whole folder; None if there is something to import.
+
+    Raises:
+        RunExistsError: another run exists and `overwrite` is false.
+    """
     try:
         run = Run(backend)
     except RunNotFoundError:
@@ -192,9 +196,9 @@ def _store(
     left_out: dict[str, str],
     is_skipping: bool,
 ) -> Iterator[int]:
-    """Store and commit an iteration of every rank, and give the bytes of each tensor that was stored.
+    """Store and commit an iteration of every rank, and yield the size of each stored tensor, in bytes.
 
-    With `is_skipping` a file that cannot be stored is added to `left_out`.
+    If `is_skipping`, a file that cannot be stored is added to `left_out`.
     """
     for rank, writer in enumerate(writers):
         own = files.get(rank, ())
@@ -223,7 +227,7 @@ def _store(
 
 
 def _distinct(info: RecordInfo, taken: set[str], *, place: Path) -> RecordInfo:
-    """The identity under a call of its own: files of single samples share one, and so do names that say little."""
+    """The record with a call number that makes it unique: files of single samples or with short names share one."""
     try:
         while (path := site_path(info)) in taken:
             info = dataclasses.replace(info, call=info.call + 1)

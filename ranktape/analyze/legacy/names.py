@@ -1,17 +1,17 @@
-"""Reads and writes the names of the legacy tools' files.
+"""Parses and formats the names of the legacy tools' files.
 
-Names of single tensors; what is in brackets may be missing, and the older form is the one without all of it:
+Names of single tensors; parts in brackets are optional, and older names have none of them:
 
     {timestamp}_{counter}[_iter{iteration}]_{layer_type}[_L{layer_idx}]_{operation}_{phase}_{component}
         _{quant_type}[_rank{rank}][_sample{sample_idx}][_group{group_idx}]_{tensor_name}.pt
 
 Names in a folder of layer outputs: embedding_output.pt, layer_N_output.pt with N from 1, statistics.pt, metadata.pt.
 
-The tags are the users' own and may hold underscores, as `grad_output` and `mxfp_fp8_e4m3` do. So a name is read from
-its closed parts (digits, `iter`, `L`, the two operations, `rank`, `sample`, `group`), of which the first that fits
-counts; phase and component are one word each; and where no closed part stands between the last two tags, the
-tensor's name is the longest of `TENSOR_NAMES` that fits. What would not be read back so is written in percent-escapes
-when we write it, as is everything that could leave the folder.
+Users choose the tags, which can contain underscores, such as `grad_output` and `mxfp_fp8_e4m3`. A name is therefore
+parsed by its unambiguous parts (digits, `iter`, `L`, the two operations, `rank`, `sample`, `group`), the first match of
+each; phase and component contain no underscores. If no such part separates the last two tags, the tensor's name is the
+longest match in `TENSOR_NAMES`. Tags that would be parsed differently, or could leave the folder, are percent-escaped
+when they are written.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ from ranktape.errors import UsageError
 from ranktape.storage.format.record_info import Operation, check_term, recorded_name
 
 MAX_NAME_NBYTES = 255
-"""What file systems allow a name."""
+"""The longest name that file systems allow."""
 
 TENSOR_NAMES = (
     *("query", "key", "value", "input", "weight", "output", "bias", "attention_weights"),
     *("grad_query", "grad_key", "grad_value", "grad_input", "grad_weight", "grad_output", "grad_bias"),
     *("input_A", "input_B", "grad_input_A", "grad_input_B", "attention_probs", "grad_attention_probs"),
 )
-"""Tensor names that the legacy tools wrote."""
+"""The tensor names of the legacy tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFileName:
-    """What the name of a tensor's file says."""
+    """The fields in the name of a tensor's file."""
 
     timestamp: str
     """Local time of the machine that wrote it: `YYYYMMDD_HHMMSS`."""
     counter: int
-    """Order in which its process wrote it."""
+    """Number of the file in the order in which its process wrote them."""
     iteration: int | None = None
-    """Training step; None where the name does not say."""
+    """Training step; None if not in the name."""
     layer_type: str
-    """`attention`, `linear`, or the user's own."""
+    """`attention`, `linear`, or a user-defined tag."""
     layer_idx: int | None = None
-    """Index of the layer; None where the name does not say."""
+    """Index of the layer; None if not in the name."""
     operation: Operation
     """Direction of the pass."""
     phase: str
-    """`pre`, `post`, `unknown`, or the user's own."""
+    """`pre`, `post`, `unknown`, or a user-defined tag."""
     component: str
-    """`FA`, `linear`, `unknown`, or the user's own."""
+    """`FA`, `linear`, `unknown`, or a user-defined tag."""
     quant_type: str
-    """`bf16`, `mxfp8`, `hifp8`, `mxfp4`, or the user's own."""
+    """`bf16`, `mxfp8`, `hifp8`, `mxfp4`, or a user-defined tag."""
     rank: int | None = None
-    """Process that wrote it; None where the name does not say."""
+    """Rank that wrote it; None if not in the name."""
     sample_idx: int | None = None
-    """Index of the sample or of the microbatch, as the tool counted it; None where the name does not say."""
+    """Index of the sample or microbatch, as the tool counted it; None if not in the name."""
     group_idx: int | None = None
-    """What the original tool wrote in place of, or beside, the sample: how often the layer had been written."""
+    """Number of times the layer was written before: in the original tool, instead of or besides the sample."""
     tensor_name: str
-    """As written; `recorded_tensor_name` says what it is in our words."""
+    """Name of the tensor as written; `recorded_tensor_name` gives the name in records."""
 
 
 _HEAD = re.compile(
@@ -87,7 +87,7 @@ _TIMESTAMP = "%Y%m%d_%H%M%S"
 
 
 def parse_tensor_file_name(name: str) -> TensorFileName | None:
-    """What the file name says; None if it is not the name of a tensor's file."""
+    """Parse the name of a tensor's file; None if it is not such a name."""
     head = _HEAD.fullmatch(name) if len(name) <= MAX_NAME_NBYTES else None
     if head is None or not _is_time(head["timestamp"]):
         return None
@@ -105,10 +105,13 @@ def parse_tensor_file_name(name: str) -> TensorFileName | None:
 
 
 def format_tensor_file_name(name: TensorFileName) -> str:
-    """The file name, from which `parse_tensor_file_name` gives the same back; parts that are None are left out.
+    """The file name that `parse_tensor_file_name` parses to the same fields; parts that are None are left out.
 
-    Tags stand as they are where they can be read back so, and in percent-escapes where they cannot. The name cannot
-    leave its folder, whatever the tags are.
+    Tags are percent-escaped only if they would be parsed differently otherwise. The name cannot leave its folder,
+    whatever the tags are.
+
+    Raises:
+        UsageError: the timestamp is invalid, the name is too long, or a number cannot be represented.
     """
     if not _is_time(name.timestamp):
         raise UsageError(f"timestamp {name.timestamp!r} is not a time: write YYYYMMDD_HHMMSS")
@@ -127,24 +130,24 @@ def format_tensor_file_name(name: TensorFileName) -> str:
         shown = [tag for tag in _TAGS if tag not in hidden]
         if not shown:
             raise UsageError(f"no file name can hold the numbers of {name}: give numbers from 0 below 10**9")
-        # One at a time, as the tags behind a misread one are misread for its sake.
+        # Escapes one tag at a time, since a misread tag also causes those after it to be misread.
         misread = [tag for tag in shown if read is None or getattr(read, tag) != tags[tag]]
         hidden.add((misread or shown)[0])
 
 
 def recorded_tensor_name(name: TensorFileName) -> str:
-    """The tensor's name in our words, for one that was saved to a file."""
+    """The name in records of a tensor that a legacy tool saved to a file."""
     fields = {field: getattr(name, field) for field in ("operation", "layer_type", "component", "phase")}
     return recorded_name(name.tensor_name, **fields)
 
 
 def name_timestamp(seconds: float) -> str:
-    """Seconds since the epoch as names have them, in UTC."""
+    """Seconds since the epoch as a timestamp in a file name, in UTC."""
     return datetime.fromtimestamp(seconds, tz=UTC).strftime(_TIMESTAMP)
 
 
 def name_seconds(name: TensorFileName) -> float:
-    """When the file was written, in seconds since the epoch, if the machine's clock was set to UTC: no name says."""
+    """The time of writing, in seconds since the epoch. It is taken as UTC, since names do not contain the time zone."""
     return datetime.strptime(name.timestamp, _TIMESTAMP).replace(tzinfo=UTC).timestamp()
 
 
@@ -180,8 +183,8 @@ def _join(name: TensorFileName, tags: dict[str, str]) -> str:
 
 
 def _escape(tag: str, *, hide: bool) -> str:
-    """The tag without what cannot stand in a name; hidden, without anything that could be taken for another part."""
-    # The first character too: `iter0` has no underscore.
+    """The tag with percent signs and slashes escaped; if `hide`, it cannot be mistaken for another part of the name."""
+    # Hiding also escapes the first character, because parts such as `iter0` have no underscore.
     kept = "".join(_percent(character) if character in "%/\\" else character for character in tag)
     if not hide:
         return kept
@@ -197,21 +200,21 @@ def _unescape(text: str) -> str:
     try:
         return unquote(text, errors="strict")
     except UnicodeDecodeError:
-        # Somebody else's percent signs.
+        # Percent signs of another tool.
         return text
 
 
 STATISTICS, METADATA = "statistics.pt", "metadata.pt"
-"""What a folder of layer outputs says beside its tensors."""
+"""The names of the description files in a folder of layer outputs."""
 
 _EMBEDDING = "embedding_output.pt"
 _LAYER = re.compile(r"layer_([0-9]{1,9})_output\.pt")
 
 
 def parse_layer_output_name(name: str) -> int | None:
-    """The decoder layer whose output a file holds, counted from 0 as in the models, and -1 for the embedding.
+    """The index of the decoder layer whose output a file contains, from 0; -1 for the embedding.
 
-    None if the name is not one of an output. In names layers count from 1, and layer 0 is the embedding.
+    None if the name is not that of a layer output. In names, layers count from 1, and layer 0 is the embedding.
     """
     layer = _LAYER.fullmatch(name)
     if layer is not None:
@@ -220,5 +223,5 @@ def parse_layer_output_name(name: str) -> int | None:
 
 
 def format_layer_output_name(layer_idx: int) -> str:
-    """The file name, from which `parse_layer_output_name` gives the same back."""
+    """The file name that `parse_layer_output_name` parses to the same index."""
     return _EMBEDDING if layer_idx < 0 else f"layer_{layer_idx + 1}_output.pt"

@@ -1,4 +1,4 @@
-"""Opens a URL as a run, or as a folder of `.pt` files of other tools."""
+"""Opens a URL as a run, or as a folder of `.pt` files from other tools."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from ranktape.analyze.legacy.files import Folder
 
 MAX_NAMED = 4
-"""Names that a message gives."""
+"""The largest number of names in a message."""
 
 MAX_SHOWN = 100
-"""Characters of a path that a message gives where the path is what is wrong."""
+"""The largest number of characters that a message shows of an invalid path."""
 
 
 class RecordSource(Protocol):
-    """What a run and a folder have in common: what questions are asked of."""
+    """The common interface of a run and a folder."""
 
     @property
     def url(self) -> str:
-        """Where it is, without credentials."""
+        """The URL or path, without credentials."""
         ...
 
     @property
     def iterations(self) -> list[int]:
-        """The iterations that are there, ascending."""
+        """The available iterations in ascending order."""
         ...
 
     def select(self, **filters: Any) -> Records:
-        """The records whose fields have the values asked for."""
+        """The records whose fields match all filters."""
         ...
 
 
@@ -50,21 +50,21 @@ def open_source(
     skip_unreadable: bool = False,
     any_name: bool = False,
 ) -> RecordSource:
-    """The run at a URL; where a directory of this machine holds no run but `.pt` files, that folder; or one such file.
+    """Open the run at a URL, or a local `.pt` file or folder of such files.
 
-    With `any_name` the files may have any name, and hold lists of which the first entry is the tensor.
+    If `any_name` is true, files can have any name, and can contain lists whose first entry is the tensor.
 
     Raises:
-        RunNotFoundError: there is neither.
-        RunFormatError: what is there is not a run, or of a later schema.
-        DataError: a file cannot be read, and `skip_unreadable` was not given.
+        RunNotFoundError: there is neither a run nor such a file.
+        RunFormatError: the URL is not a run, or its schema is newer.
+        DataError: a file cannot be read, and `skip_unreadable` is false.
         StorageError: the store cannot be reached or read.
-        UsageError: the URL or the options are not usable.
+        UsageError: the URL or the options are invalid.
     """
     path = local_path(os.fspath(url))
     mode = None if path is None else _mode(path)
     if path is not None and mode is not None and (stat.S_ISREG(mode) or _is_plain_folder(path, mode)):
-        # Runs are opened without the kernels that files need.
+        # Imported here, so that runs open without the compiled kernels that files need.
         from ranktape.analyze.legacy.files import Folder
 
         folder = Folder(path, skip_unreadable=skip_unreadable, any_name=any_name)
@@ -78,13 +78,13 @@ def open_source(
 
 
 def open_folder(path: str | os.PathLike[str], *, skip_unreadable: bool = False) -> Folder:
-    """The `.pt` files of a folder, or one of them.
+    """Open a folder of `.pt` files, or one such file.
 
     Raises:
-        RunNotFoundError: there is no folder, or no file in it has a name that we know.
-        DataError: a file cannot be read, and `skip_unreadable` was not given.
+        RunNotFoundError: the path does not exist, or no file has a known name.
+        DataError: a file cannot be read, and `skip_unreadable` is false.
         StorageError: the folder cannot be read.
-        UsageError: no file system has such a path.
+        UsageError: the path is invalid on any file system.
     """
     place = Path(path)
     if _mode(place) is None:
@@ -107,7 +107,11 @@ def _no_names(folder: Folder) -> str:
 
 
 def _check_kind(path: Path, mode: int) -> None:
-    """Refuse what is there and can be no run, and say what it is."""
+    """Check that the path can be a run.
+
+    Raises:
+        RunNotFoundError: it is a special file, a file without a tensor, or an empty folder.
+    """
     if not stat.S_ISDIR(mode):
         what = next((words for is_kind, words in _KINDS if is_kind(mode)), "a file without a tensor")
         raise RunNotFoundError(f"there is no run at {path}: it is {what}; give a run or a folder of .pt files")
@@ -124,10 +128,10 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 
 
 def _mode(path: Path) -> int | None:
-    """What kind of file is at a path; None where there is nothing."""
+    """The mode of the file at a path; None if the path does not exist."""
     try:
         return path.stat().st_mode
-    except ValueError as error:  # a NUL, or half of a character
+    except ValueError as error:  # a NUL character or a lone surrogate
         raise UsageError(f"{str(path)[:MAX_SHOWN]!r} is not a path: {error}") from error
     except OSError as error:
         if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:
@@ -146,7 +150,7 @@ def _is_plain_folder(path: Path, mode: int) -> bool:
 
 
 def local_path(url: str) -> Path | None:
-    """The path on this machine; None for a URL of a store."""
+    """The local path that a URL names; None for a URL of another store."""
     protocol, separator, rest = url.partition("://")
     if not separator:
         return Path(url)

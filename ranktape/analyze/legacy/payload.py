@@ -1,8 +1,8 @@
-"""Reads the tensor in a `.pt` file, and what the file says of it, by `torch.load(weights_only=True)`.
+"""Reads the tensor in a `.pt` file and its description, with `torch.load(weights_only=True)`.
 
-A description is read from a mapped file, so that the values of an archive stay on the disk; the older form of
-`torch.save` has to be read whole. Values are read into memory of our own, and the checksums of an archive are compared:
-torch does not. No memory is taken for what a file declares and does not hold.
+Descriptions are read from a mapped file, so that the values of an archive stay on disk; files in the older format of
+`torch.save` are read whole. Values are read into memory, and the checksums of the archive are verified, which torch
+does not do. No memory is allocated for values that a file declares but does not contain.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_NBYTES = 1 << 22
-"""Length of the pickle of an archive; those that describe one tensor take hundreds of bytes."""
+"""The largest size of an archive's pickle, in bytes. Those that describe one tensor take hundreds of bytes."""
 
 MAX_FOLDER_CHARACTERS = 1 << 20
-"""Length of a description of a folder, which every record of it repeats."""
+"""The largest length of a folder's description, which is repeated in each of its records."""
 
 MAX_CHARACTERS = 1 << 24
-"""Characters of what a file says of its tensor: a pickle names one long text many times in few bytes."""
+"""The largest length of a description. A small pickle can refer to one long text many times."""
 
 MAX_NODES, MAX_DEPTH = 100_000, 64
-"""Values that a description may hold, and lists within one another: what refers to itself is endless otherwise."""
+"""The largest number of values in a description, and its deepest nesting; self-references would be endless."""
 
 MAX_DIMENSIONS = 32
-"""More than any tensor that was trained with; numpy ends at 64."""
+"""The largest number of dimensions: more than any trained tensor has. NumPy allows 64."""
 
 MAX_EXTENT = 2**62
-"""Elements that a shape may have, were its empty dimensions not empty."""
+"""The largest product of a shape's dimensions, with empty ones counted as 1."""
 
 MAX_LISTED = 1 << 14
-"""Elements of a tensor among the words about a folder: the tokens of a prompt."""
+"""The largest tensor in a folder's description that is listed, in elements, such as the tokens of a prompt."""
 
 _LARGE_NBYTES = 1 << 26
-"""Files that are read whole one at a time: threads would hold one each."""
+"""Files above this size, in bytes, are read whole one at a time, not one in each thread, to limit memory."""
 
 _large = threading.Lock()
 
@@ -58,30 +58,30 @@ _ARCHIVE_MAGIC, _OLDER_MAGIC = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\x
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFile:
-    """What is known of the tensor in a file, without its values."""
+    """The description of the tensor in a file, without its values."""
 
     dtype: str
-    """In torch's words."""
+    """Name of the torch dtype."""
     shape: tuple[int, ...]
-    """In elements."""
+    """Shape of the tensor."""
     metadata: Any
-    """What the file says of it under `metadata`, as JSON has it; None where it says nothing."""
+    """The entry `metadata` of the file, as JSON data; None if there is none."""
     tensor_info: Any
-    """What the file says of it under `tensor_info`, as JSON has it; None where it says nothing."""
+    """The entry `tensor_info` of the file, as JSON data; None if there is none."""
     is_first_enough: bool
-    """Whether the tensor may be the first of several things."""
+    """Whether the tensor can be the first of several entries of a list."""
 
     @property
     def nbytes(self) -> int:
-        """Of its values, without gaps."""
+        """Size of the contiguous values, in bytes."""
         return math.prod(self.shape) * dtype_row(self.dtype).itemsize
 
 
 def read_header(path: Path, *, is_first_enough: bool = False) -> TensorFile:
-    """What is known of the one tensor in a file.
+    """Read the description of the tensor in a file.
 
-    The file holds a tensor, a list of one, or a dictionary with one under `tensor`; with `is_first_enough` a list
-    of several things, of which the first is a tensor, will do.
+    The file contains a tensor, a list of one, or a dictionary with one under `tensor`. If `is_first_enough`, it can
+    also be a longer list that starts with a tensor.
     """
     payload, largest = _load(path, is_mapped=True)
     tensor = _tensor_of(payload, path, is_first_enough=is_first_enough)
@@ -97,10 +97,10 @@ def read_header(path: Path, *, is_first_enough: bool = False) -> TensorFile:
 
 
 def read_plain(path: Path) -> Any:
-    """What a file of plain data says, as JSON has it.
+    """Read a file of plain data as JSON data.
 
-    A tensor of at most `MAX_LISTED` real numbers is `{"tensor": dtype, "shape": [...], "values": [...]}`, NaN and
-    infinities as texts; another one is named by its type and shape.
+    A tensor of at most `MAX_LISTED` real numbers becomes `{"tensor": dtype, "shape": [...], "values": [...]}`, with NaN
+    and infinities as texts; any other tensor becomes a text with its dtype and shape.
     """
 
     def listed(tensor: torch.Tensor) -> dict[str, Any] | None:
@@ -116,7 +116,12 @@ def read_plain(path: Path) -> Any:
 
 
 def read_values(path: Path, header: TensorFile) -> NDArray[Any]:
-    """The values of the tensor that `header` describes, read-only."""
+    """The values of the tensor that `header` describes, as a read-only array.
+
+    Raises:
+        DataError: the file is damaged, or has changed since the header was read.
+        StorageError: the file cannot be read.
+    """
     import torch
 
     payload, _ = _load(path)
@@ -124,7 +129,7 @@ def read_values(path: Path, header: TensorFile) -> NDArray[Any]:
     if (_dtype_of(tensor), tuple(tensor.shape)) != (header.dtype, header.shape):
         raise DataError(f"{path} is not what it was when it was listed: it is still written, or was replaced")
     dtype = dtype_row(header.dtype).numpy_dtype
-    # A view of a larger tensor is copied, so that the rest is not kept with it.
+    # A view of a larger tensor is copied, so that the rest is not kept in memory.
     is_part = not tensor.is_contiguous() or tensor.untyped_storage().nbytes() > header.nbytes
     flat = tensor.detach().clone(memory_format=torch.contiguous_format) if is_part else tensor.detach()
     values: NDArray[np.generic] = flat.reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(header.shape)
@@ -133,12 +138,12 @@ def read_values(path: Path, header: TensorFile) -> NDArray[Any]:
 
 
 def _load(path: Path, *, is_mapped: bool = False) -> tuple[Any, int | None]:
-    """What the pickle of a file says, and the bytes of the largest storage of an archive.
+    """The contents of a file, and the size of the largest storage of an archive, in bytes; None for the older format.
 
-    With `is_mapped` the values of an archive are not read.
+    If `is_mapped`, the values of an archive are not read.
     """
     try:
-        # A pipe by that name would be waited for.
+        # Opening a named pipe would block.
         if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - a Path that is no file has no better one
             raise DataError(f"{path} is not a file")
         with path.open("rb") as file:
@@ -148,7 +153,7 @@ def _load(path: Path, *, is_mapped: bool = False) -> tuple[Any, int | None]:
             what = "is empty" if not head else "was not written by torch.save"
             raise DataError(f"{path} {what}: it begins with {head[:8]!r}")
         largest = _check_archive(path, with_values=not is_mapped) if is_archive else None
-        # torch maps no file whose name is not UTF-8.
+        # torch cannot map a file whose name is not UTF-8.
         has_utf8_name = str(path).encode(errors="replace").decode() == str(path)
         if is_mapped and is_archive and has_utf8_name:
             return _loaded(path, is_mapped=True), largest
@@ -159,9 +164,12 @@ def _load(path: Path, *, is_mapped: bool = False) -> tuple[Any, int | None]:
 
 
 def _check_archive(path: Path, *, with_values: bool) -> int:
-    """Refuse an archive that torch would unpack, or, with its values, one whose checksums do not hold.
+    """Check that an archive is not compressed and, if `with_values`, that its checksums match.
 
-    Gives the bytes of the largest storage.
+    Returns the size of the largest storage, in bytes.
+
+    Raises:
+        DataError: the archive is compressed or damaged, or its pickle is too long.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -188,7 +196,7 @@ def _loaded(path: Path, *, is_mapped: bool) -> Any:
         raise DataError(f"{path} is not read: memory has no room for what it declares") from error
     except OSError:
         raise
-    except Exception as error:  # what a stranger's pickle ends with is anything
+    except Exception as error:  # an untrusted pickle can raise anything
         reason = " ".join(str(error).split())[:300]
         raise DataError(
             f"{path} is not read: it is damaged, or holds what is neither a dense tensor nor plain data; nothing of it "
@@ -197,13 +205,17 @@ def _loaded(path: Path, *, is_mapped: bool) -> Any:
 
 
 def _check_held(tensor: torch.Tensor, largest: int | None, path: Path) -> None:
-    """Refuse a tensor of an archive that declares more than any member holds: torch believes what the pickle says."""
+    """Check that a tensor's declared storage fits into a member of the archive, which torch does not check."""
     if tensor.numel() and largest is not None and tensor.untyped_storage().nbytes() > largest:
         raise DataError(f"{path} is damaged or cut off: it holds fewer values than it declares")
 
 
 def _tensor_of(payload: Any, path: Path, *, is_first_enough: bool) -> torch.Tensor:
-    """The one tensor in what a file holds, if a record can hold it."""
+    """The tensor in the contents of a file.
+
+    Raises:
+        DataError: there is not exactly one tensor, or its layout, dtype or shape is not supported.
+    """
     import torch
 
     is_list = isinstance(payload, list | tuple)
@@ -224,7 +236,7 @@ def _tensor_of(payload: Any, path: Path, *, is_first_enough: bool) -> torch.Tens
         raise DataError(f"{path} is not read: its tensor is no dense one of a type that records have ({kind})")
     if math.prod(max(1, count) for count in found.shape) > MAX_EXTENT:
         raise DataError(f"{path} declares {found.dim()} dimensions with {max(found.shape)} elements in one of them")
-    # One element may stand for many in a view: memory would be taken for all of them.
+    # In an expanded view, one element represents many, and memory would be allocated for all of them.
     if found.numel() * found.element_size() > found.untyped_storage().nbytes():
         raise DataError(
             f"{path} declares {found.numel()} elements and holds fewer: save tensor.contiguous(), or it is damaged"
@@ -243,9 +255,12 @@ def plain(
     max_characters: int = MAX_CHARACTERS,
     listed: Callable[[torch.Tensor], Any] = lambda _: None,
 ) -> Any:
-    """The same as JSON has it: dictionaries of texts, lists, numbers; NaN becomes a text.
+    """Convert a value to JSON data: dictionaries with text keys, lists, texts and numbers; NaN and Inf become texts.
 
-    A tensor becomes what `listed` gives of it, while half of the characters are not taken yet; else a text.
+    A tensor becomes the result of `listed`, as long as half of the characters are not used yet; otherwise a text.
+
+    Raises:
+        DataError: the value is too large, or refers to itself.
     """
     import torch
 

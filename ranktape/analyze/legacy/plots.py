@@ -1,7 +1,7 @@
-"""Draws a sweep: each metric from level to level, and the limits of the format.
+"""Draws a sweep: each metric over the levels, and the limits of the format.
 
-Two plots of one tensor: six panels with every metric, and a summary of three beside a box of statistics. No global
-state of matplotlib is touched, so that plots can be drawn from any thread.
+There are two plots of a tensor: six panels with all metrics, and a summary of three panels with a box of statistics.
+Plots do not change global state of matplotlib, so they can be drawn in any thread.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ if TYPE_CHECKING:
     from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 
 MARKS = ("o", "s", "^")
-"""Of the first, second and third line of a panel."""
+"""The markers of the first, second and third line of a panel."""
 
 MAX_MARKED_LEVELS = 60
-"""Levels up to which marks do not run together."""
+"""The largest number of levels with markers; those of more levels would overlap."""
 
 MAX_NAME_LETTERS = 200
-"""Letters of a tensor's name in the title; of a longer one the middle is cut out."""
+"""The longest name of a tensor in the title; the middle of a longer name is cut out."""
 
 MARGIN = 0.04
-"""Of the levels' width, left and right of them."""
+"""The margin on both sides of the levels, relative to their range."""
 
 SMALLEST_DRAWN, LARGEST_DRAWN = 1e-280, 1e280
-"""Between these a logarithmic axis can show what there is, with room beside it."""
+"""The range of values that a logarithmic axis can show with a margin."""
 
 MANY_TIMES, FEW_TICKS = 300.0, 3
-"""Between ends that are so far apart powers of ten are ticks enough; with fewer ticks an axis hardly says anything."""
+"""The ratio of limits from which powers of ten suffice as ticks, and the smallest useful number of ticks."""
 
 
 def is_drawable(metric: float) -> bool:
-    """Whether a logarithmic axis has a place for it."""
+    """Whether a logarithmic axis can show the metric."""
     return SMALLEST_DRAWN <= metric <= LARGEST_DRAWN
 
 
 def log_scale(axes: Axes, metrics: Sequence[float]) -> None:
-    """Logarithmic where an error is above zero, for errors spread over many orders and for those that are not.
+    """A logarithmic axis for errors over a wide or a narrow range; without positive errors, an axis without ticks.
 
-    Ticks are powers of ten; within few orders 1, 2 and 5 times powers of ten; within less than that round numbers.
+    Ticks are powers of ten; for narrower ranges 1, 2 and 5 times powers of ten, or round numbers.
     """
     positive = list(filter(is_drawable, metrics))
     if not positive:
@@ -78,7 +78,7 @@ def log_scale(axes: Axes, metrics: Sequence[float]) -> None:
 
 
 def linear_scale(axes: Axes, metrics: Sequence[float]) -> None:
-    """Linear, with every digit that tells ticks apart."""
+    """A linear axis, with enough digits to distinguish the ticks."""
     finite = [metric for metric in metrics if math.isfinite(metric)]
     if not finite:
         _no_scale(axes)
@@ -96,12 +96,12 @@ def _no_scale(axes: Axes) -> None:
 
 
 def ratio_scale(axes: Axes, metrics: Sequence[float]) -> None:
-    """Logarithmic up to 100 %, with a true zero at its foot."""
+    """A logarithmic axis up to 100 % that starts at zero."""
     scale_shares(axes, "y", metrics)
 
 
 class MetricLine(NamedTuple):
-    """One metric of each level in a panel; the legend of a panel of one line has no label."""
+    """One metric of each level in a panel; a single line has no label."""
 
     metric: Callable[[Level], float]
     label: str = ""
@@ -109,7 +109,7 @@ class MetricLine(NamedTuple):
 
 
 class MetricPanel(NamedTuple):
-    """Metrics in the same unit, and how their axis is divided, given all of them."""
+    """Metrics in the same unit, and the function that scales their axis, given all values."""
 
     title: str
     unit: str
@@ -146,13 +146,13 @@ PANELS = (
     ),
     MetricPanel("Beyond the format's limits", "share of values", ratio_scale, LOSSES),
 )
-"""From left to right and from top to bottom."""
+"""The panels, row by row."""
 
 
 def draw_panels(sweep: ScaleSweep, *, name: str) -> Figure:
-    """Six panels: every metric of every level of a tensor of that name.
+    """Six panels with all metrics of every level of a tensor.
 
-    A sweep without levels says in each panel that there is nothing to draw.
+    If the sweep has no levels, each panel shows the reason.
     """
     page = _page(sweep, name, 2, 3, width=5.5, height=4.2)
     for panel, axes in zip(PANELS, page.panels.flat, strict=True):
@@ -161,7 +161,7 @@ def draw_panels(sweep: ScaleSweep, *, name: str) -> Figure:
 
 
 def draw_summary(sweep: ScaleSweep, *, name: str) -> Figure:
-    """MSE, cosine and PSNR of every level of a tensor of that name, beside a box of statistics."""
+    """MSE, cosine and PSNR of every level of a tensor, with a box of statistics."""
     page = _page(sweep, name, 3, 2, width=6.5, height=3.1, width_ratios=(2.6, 1))
     for panel, axes in zip((MSE, COSINE, PSNR), page.panels[:, 0], strict=True):
         _draw_panel(axes, panel, sweep=sweep, is_labelled=panel is PSNR)
@@ -174,7 +174,7 @@ def draw_summary(sweep: ScaleSweep, *, name: str) -> Figure:
     place_of_text: dict[str, Any] = {"transform": box.transAxes, "va": "top", "ha": "left", "fontsize": 9}
     text = box.text(0.02, 0.98, "\n".join(statistics_lines(sweep)), bbox=frame, **place_of_text)
     figure = page.finish()
-    # Its columns are of letters of one width, which the page gives no text.
+    # The columns of the box need a monospace font, which the page does not set.
     text.set_fontfamily("monospace")
     return figure
 
@@ -202,7 +202,7 @@ def _draw_panel(axes: Axes, panel: MetricPanel, *, sweep: ScaleSweep, is_labelle
         say(axes, "nothing is beyond them")
         return
     if len(panel.lines) > 1 and axes.get_legend_handles_labels()[0]:
-        # Above the panel: within it no place is free of points for all tensors.
+        # The legend is above the panel, since no position within it is free of points for all tensors.
         place: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "borderaxespad": 0.2}
         axes.legend(fontsize=8, frameon=False, ncols=len(panel.lines), **place)
 
@@ -216,7 +216,7 @@ def _draw_line(axes: Axes, line: MetricLine, *, sweep: ScaleSweep, index: int, i
     style |= {"markersize": 5 - index, "linewidth": 1.8 - 0.3 * index, "clip_on": False}
     if not all(map(math.isnan, drawn)):
         axes.plot(places, drawn, **style, label=line.label)
-    # What is better than an axis can say lies at one edge, what is too large or too small at its own.
+    # Lossless levels are drawn at one edge, and values that are too large or too small at their own edge.
     missing = [level for level, metric in zip(sweep.levels, drawn, strict=True) if math.isnan(metric)]
     exact = [level.exponent for level in missing if is_lossless(level)]
     edge, shape = (0.0, "v") if is_log else (1.0, "^")
@@ -242,7 +242,7 @@ def _draw_line(axes: Axes, line: MetricLine, *, sweep: ScaleSweep, index: int, i
 
 
 def _ends(sweep: ScaleSweep) -> tuple[float, float]:
-    """From where to where levels are drawn."""
+    """The limits of the axis of levels."""
     places = [level.exponent for level in sweep.levels]
     margin = max(0.5, MARGIN * (max(places) - min(places)))
     return min(places) - margin, max(places) + margin
@@ -252,7 +252,7 @@ _LIMIT_COLORS = {"largest": VERMILION, "normal": PURPLE, "flush": ORANGE, "rule"
 
 
 def _page(sweep: ScaleSweep, name: str, num_rows: int, num_columns: int, **grid: Any) -> Page:
-    """Empty panels under the name of the tensor, with what the marks mean below."""
+    """Empty panels under the name of the tensor, with a legend below."""
     what = MODE_WORDS[sweep.mode].partition(", ")[0]
     if sweep.mode is SweepMode.MX:
         what += f" of {sweep.scheme.block_size}"
@@ -270,7 +270,7 @@ def _page(sweep: ScaleSweep, name: str, num_rows: int, num_columns: int, **grid:
     explain(recommended, color=GREEN, marker="*", markersize=11, linewidth=1.2)
     left, right = _ends(sweep)
     for limit in limits_of(sweep):
-        # What lies outside of the plot is said, not drawn.
+        # Limits outside of the plot are only listed in the legend.
         where = "" if left <= limit.place <= right else ", outside"
         label = f"{limit.text}: at {exponent_text(limit.place)}{where}"
         explain(label, color=_LIMIT_COLORS[limit.kind], linestyle="--", linewidth=1.2)

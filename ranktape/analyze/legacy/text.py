@@ -1,4 +1,4 @@
-"""Writes the report of a sweep in the sections of the legacy tool, and gives plots of it their words."""
+"""Writes the report of a sweep in the sections of the legacy tool, and the texts of its plots."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ranktape.analyze.questions.advice import (
 )
 
 DOUBLE, SINGLE, SHORT = "=" * 80, "-" * 80, "-" * 40
-"""Rules between sections, as the legacy tool has them."""
+"""The rules between sections, as in the legacy tool."""
 
 PLAIN_FROM, PLAIN_BELOW = 1e-3, 1e6
-"""Scales within these are written without an exponent."""
+"""Scales in this range are written without an exponent."""
 
 BOX_METRICS = ("mse", "cosine", "psnr", "sqnr", "mae", "relative_error")
-"""The metrics of the recommended level that the box of statistics names."""
+"""The metrics of the recommended level in the box of statistics."""
 
 MODE_WORDS = {
     SweepMode.MX: "scales of blocks, a whole offset is added to the exponent of each",
@@ -37,11 +37,11 @@ MODE_WORDS = {
     SweepMode.CHANNEL: "one scale for each channel, an offset is added to the exponent of each",
     SweepMode.LEGACY: "one scale for the tensor in bfloat16 arithmetic, that of the older tool",
 }
-"""What a mode is, in one line."""
+"""A one-line description of each mode."""
 
 
 class Subject(NamedTuple):
-    """Which tensor a report is about: its name, where it was read, its type as captured and as judged, its shape."""
+    """The tensor of a report: its name and source, its dtypes as captured and as judged, and its shape."""
 
     name: str
     source: str
@@ -51,7 +51,7 @@ class Subject(NamedTuple):
 
 
 def subject_lines(subject: Subject) -> Iterator[str]:
-    """What is known of the tensor before it is swept."""
+    """The lines about the tensor before the sweep."""
     yield f"Tensor: {subject.name}"
     yield f"Source: {subject.source}"
     as_what = "" if subject.judged_as == subject.dtype else f", judged as {subject.judged_as}"
@@ -59,7 +59,7 @@ def subject_lines(subject: Subject) -> Iterator[str]:
 
 
 def parameter_lines(sweep: ScaleSweep) -> Iterator[str]:
-    """What was found in the tensor, and what was tried on it."""
+    """The lines about the values of the tensor and the parameters of the sweep."""
     spoiled = f", spoiled by NaN or Inf in their block: {sweep.spoiled}" if sweep.spoiled else ""
     yield f"Elements: {sweep.num_elements}, NaN: {sweep.nan}, Inf: {sweep.inf}, zeros: {sweep.zero}{spoiled}"
     if sweep.minimum is not None and sweep.maximum is not None:
@@ -89,7 +89,7 @@ def parameter_lines(sweep: ScaleSweep) -> Iterator[str]:
 
 
 def level_lines(sweep: ScaleSweep) -> Iterator[str]:
-    """One line for each level."""
+    """A line for each level."""
     digits = len(str(len(sweep.levels)))
     for number, level in enumerate(sweep.levels, start=1):
         head = f"Level {number:{digits}d}/{len(sweep.levels)}: {_level_text(sweep, level)}"
@@ -97,7 +97,7 @@ def level_lines(sweep: ScaleSweep) -> Iterator[str]:
 
 
 def analysis_lines(found: Recommendation) -> Iterator[str]:
-    """Which level is best by each metric, which is recommended, and how much the choice matters."""
+    """The lines about the best level by each metric, the recommended level, and how much the choice matters."""
     sweep, chosen = found.sweep, found.recommended
     yield from _section("SCALING FACTOR ANALYSIS & RECOMMENDATIONS", around=DOUBLE)
     yield f"Format: {_format_name(sweep)}"
@@ -148,7 +148,7 @@ def _section(heading: str, *, around: str = "") -> tuple[str, str, str]:
 
 
 def limit_lines(found: Recommendation) -> Iterator[str]:
-    """Which levels put how much of the tensor beyond the format's limits."""
+    """The lines about the values beyond the format's limits at each level."""
     sweep, whose = found.sweep, counted_as(found.sweep)
     num_severe = sum(not verdict.is_clean for verdict in found.verdicts)
     yield from _section("OVERFLOW/UNDERFLOW ANALYSIS SUMMARY", around=DOUBLE)
@@ -180,7 +180,7 @@ def limit_lines(found: Recommendation) -> Iterator[str]:
 
 
 def results_text(found: Recommendation, *, subject: Subject) -> str:
-    """The file of results: the parameters, every metric of every level, and what follows."""
+    """The file of results: the parameters, all metrics of every level, and the analysis."""
     sweep = found.sweep
     lines = ["MXFP SCALING TEST RESULTS", DOUBLE, *subject_lines(subject), *parameter_lines(sweep), DOUBLE]
     lines += ["ALL LEVELS:", *_table(sweep), DOUBLE, ""]
@@ -228,14 +228,14 @@ def _table(sweep: ScaleSweep) -> Iterator[str]:
 
 
 class Limit(NamedTuple):
-    """A place among the levels where the format ends for the tensor."""
+    """A level at which the tensor reaches a limit of the format."""
 
     kind: str
     """`largest`, `normal`, `flush`, or `rule`."""
     place: float
     """The exponent, or the offset."""
     text: str
-    """What happens there."""
+    """Description of the limit."""
 
 
 def _level_text(sweep: ScaleSweep, level: Level, *, sign: str = ":") -> str:
@@ -243,43 +243,43 @@ def _level_text(sweep: ScaleSweep, level: Level, *, sign: str = ":") -> str:
 
 
 def level_name(sweep: ScaleSweep) -> str:
-    """What the number of a level is."""
+    """The name of a level's number."""
     return "Scale Offset" if sweep.has_offsets else "Scale Exp"
 
 
 def exponent_text(exponent: float) -> str:
-    """An exponent or offset, with two decimals as the legacy tool has it."""
+    """An exponent or offset, with two decimals as in the legacy tool."""
     return f"{exponent:.2f}"
 
 
 def factor_text(scale: float) -> str:
-    """A scale; with six decimals where they say anything."""
+    """A scale with six decimals, or with an exponent if it is very small or large."""
     return f"{scale:.6f}" if PLAIN_FROM <= scale < PLAIN_BELOW else f"{scale:.6e}"
 
 
 def cosine_text(cosine: float) -> str:
-    """A cosine; only a true 1 is shown as 1."""
+    """A cosine; only exactly 1 is shown as 1."""
     text = f"{cosine:.6f}"
     return text if text != "1.000000" or cosine == 1 else f"{cosine:.12f}"
 
 
 def decibel_text(ratio: float, level: Level) -> str:
-    """A ratio of a level in dB; infinite where nothing is lost. Minus zero is zero."""
+    """A ratio of a level in dB; infinite if nothing is lost. Negative zero is shown as zero."""
     return f"{round(ratio, 2) + 0.0:.2f} dB" + (" (nothing is lost)" if is_lossless(level) else "")
 
 
 def square_text(level: Level) -> str:
-    """The mean square of a level's errors, which float64 does not always hold."""
+    """The mean squared error of a level, which can be outside the range of float64."""
     return "beyond float64" if is_square_beyond(level) else f"{level.mse:.6e}"
 
 
 def number_of(count: int, thing: str) -> str:
-    """How many there are, with the thing in the plural unless there is one."""
+    """A count with its noun, in the plural unless the count is 1."""
     return f"{count:,} {thing}" + ("" if count == 1 else "s")
 
 
 def share_text(ratio: float) -> str:
-    """A part in percent; only a true zero is shown as 0 %."""
+    """A ratio in percent; only exactly zero is shown as 0 %."""
     percent = 100 * ratio
     return f"{percent:.2f}%" if ratio == 0 or percent >= 0.01 else f"{percent:.2e}%"  # noqa: PLR2004 - two decimals
 
@@ -295,17 +295,17 @@ def metric_text(name: str, level: Level) -> str:
 
 
 def counted_as(sweep: ScaleSweep) -> str:
-    """What stands before the names of counts: those of a legacy sweep are the original's."""
+    """The prefix of count names: in a legacy sweep, counts are those of the original tool."""
     return "Original " if sweep.mode is SweepMode.LEGACY else ""
 
 
 def rounding_of(sweep: ScaleSweep) -> str:
-    """How values are rounded; legacy mode has a way of its own."""
+    """The rounding of values; legacy mode has its own."""
     return Rounding.AWAY.value if sweep.mode is SweepMode.LEGACY else sweep.rounding.value
 
 
 def limits_of(sweep: ScaleSweep) -> list[Limit]:
-    """Where among the levels the tensor meets the format's limits; nothing for a tensor without levels."""
+    """The levels at which the tensor reaches the format's limits; empty without levels."""
     if not sweep.levels:
         return []
     if sweep.mode in {SweepMode.MX, SweepMode.CHANNEL}:

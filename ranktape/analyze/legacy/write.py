@@ -1,4 +1,4 @@
-"""Writes the files about each tensor that was swept: a log, results and plots, in a folder of its own."""
+"""Writes the log, results and plots of each tensor that was swept into a folder of its own."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from ranktape.analyze.questions.advice import Recommendation
 from ranktape.errors import RanktapeError, StorageError
 
 DEFAULT_OUTPUT_DIR = Path("draw/scaling_analysis")
-"""Where the directories of tensors go if nobody says where: the place that the legacy tool used."""
+"""The default parent of the tensors' directories, as in the legacy tool."""
 
 MAX_NAME_NBYTES = 120
-"""Longest name of a directory; names of files hold it too, and a file system allows 255 bytes."""
+"""The longest name of a directory. File names contain it too, and file systems allow 255 bytes."""
 
 _OPTION = "--output-dir"
 _FOLDER, _LOG = {"what": "folder", "option": _OPTION}, {"what": "log", "option": _OPTION}
@@ -43,7 +43,7 @@ _PLAIN = "._-+=@"
 
 
 class SweepFiles(NamedTuple):
-    """The files about one tensor in one format: the metrics of every level, the plots, and what was done and said."""
+    """The files of one tensor in one format: the metrics of every level, two plots, and the log."""
 
     results: Path
     panels: Path
@@ -52,7 +52,7 @@ class SweepFiles(NamedTuple):
 
 
 def files_of(folder: Path, *, format: str) -> SweepFiles:  # noqa: A002 - the option's name
-    """The files about a format in the directory of a tensor."""
+    """The files of a format in the directory of a tensor."""
     return SweepFiles(
         results=folder / f"mxfp_scaling_results_{format}.txt",
         panels=folder / f"mxfp_scaling_test_{format}.png",
@@ -62,13 +62,13 @@ def files_of(folder: Path, *, format: str) -> SweepFiles:  # noqa: A002 - the op
 
 
 class FolderNames:
-    """Names of directories, none of which was given before."""
+    """Unique names of directories."""
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
 
     def take(self, text: str) -> str:
-        """A name that says `text`; with a number behind it where others have taken that name."""
+        """A name from `text`, with a number appended if that name is taken."""
         plain = safe_name(text)
         names = (plain if number == 1 else f"{plain}_{number}" for number in itertools.count(1))
         name = next(name for name in names if _key(name) not in self._taken)
@@ -77,7 +77,7 @@ class FolderNames:
 
 
 def titles_of(paths: Sequence[Path]) -> list[str]:
-    """The name of each file, with as many folders before it as tell it from the others, if its path does."""
+    """The name of each file, with as many parent folders as needed to distinguish it, if the paths differ."""
     titles = [path.name for path in paths]
     for depth in range(2, max((len(path.parts) for path in paths), default=0) + 1):
         counts = Counter(titles)
@@ -89,13 +89,13 @@ def titles_of(paths: Sequence[Path]) -> list[str]:
 
 
 def safe_name(text: str) -> str:
-    """The text as the name of a directory: letters, digits and `._-+=@`; never empty, hidden, or a way up."""
+    """The text as the name of a directory: letters, digits and `._-+=@`; never empty, hidden, or `..`."""
     letters = unicodedata.normalize("NFC", text)
     kept = "".join(letter if letter.isalnum() or letter in _PLAIN else "_" for letter in letters)
     name = kept.lstrip(".-").rstrip(".") or "tensor"
     try:
         encoded = os.fsencode(name)
-    except UnicodeEncodeError:  # a file system that has letters of one language only
+    except UnicodeEncodeError:  # the file system's encoding lacks some letters
         name = "".join(letter if letter.isascii() else "_" for letter in name)
         encoded = os.fsencode(name)
     if len(encoded) <= MAX_NAME_NBYTES:
@@ -106,7 +106,7 @@ def safe_name(text: str) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a directory and those above it."""
+    """Create a directory and its parents."""
     with writing(folder, **_FOLDER):
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -116,17 +116,17 @@ def _key(name: str) -> str:
 
 
 class OutputOptions(NamedTuple):
-    """The directory in which each tensor has one of its own, and whether plots are drawn."""
+    """The parent of the tensors' directories, and whether to draw plots."""
 
     output_dir: Path
     with_plots: bool = True
 
 
 class TensorReport:
-    """The files about one tensor in one format, from before it is swept.
+    """A context manager that writes the files of one tensor in one format, starting before the sweep.
 
-    A context: an error inside it is the last line of the log, unless the report is finished. Each line is shown too,
-    and is in the file before the next one is written: whoever is interrupted has all that was said.
+    An error inside the context is logged, unless the report is finished. Each line is also shown, and is in the file
+    before the next line is written, so an interrupted sweep leaves a complete log.
     """
 
     def __init__(
@@ -139,13 +139,13 @@ class TensorReport:
         start: datetime,
         show: Callable[[str], object],
     ) -> None:
-        """Begin the log of a format and its scaling, by name, with what is known so far.
+        """Start the log for a format with the description of the tensor.
 
-        What was there of an earlier sweep of the same format is replaced. `start` is when the work on the tensor began.
+        The log of an earlier sweep of the same format is replaced. `start` is when the work on the tensor started.
         """
         folder = options.output_dir / folder_name
         self.files = files_of(folder, format=scheme)
-        """Where they are."""
+        """Paths of the files."""
         self._subject, self._start, self._with_plots = subject, start, options.with_plots
         self._show, self._is_finished = show, False
         make_folder(folder)
@@ -161,12 +161,12 @@ class TensorReport:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if isinstance(error, RanktapeError) and not self._is_finished:
-            # Where the log itself cannot be written, the console has the reason.
+            # If the log itself cannot be written, the console shows the reason.
             with contextlib.suppress(StorageError):
                 self._log(f"Failed: {error}")
 
     def say_swept(self, sweep: ScaleSweep) -> None:
-        """Say in the log that the sweep has just come to its end."""
+        """Log that the sweep has finished."""
         self._log(f"Swept: {number_of(len(sweep.levels), 'level')}, {self._elapsed(datetime.now().astimezone())}")
 
     def finish(self, sweep: ScaleSweep) -> None:
@@ -196,7 +196,7 @@ class TensorReport:
         return f"{(now - self._start).total_seconds():.3f} s after the start"
 
     def _log(self, *lines: str) -> None:
-        """Add lines, each with the time before it: local, to the millisecond."""
+        """Add lines, each with the local time in milliseconds before it."""
         style: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
         for text in lines:
             line = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S.%f}"[:-3] + f"  {text}".rstrip()
