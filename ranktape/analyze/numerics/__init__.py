@@ -1,1 +1,1 @@
-"""Gives the mathematics of low precision on arrays: formats, histograms, quantisers, sweeps, digests, differences."""
+"""The mathematics of low precision on arrays: formats, histograms, quantisers, sweeps, digests, differences."""

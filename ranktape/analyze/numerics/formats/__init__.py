@@ -1,4 +1,4 @@
-"""Gives the numbers that each low-precision format holds, their codes, and the rounding of values to them."""
+"""The low-precision formats: their values, the codes of the values, and rounding to them."""
 
 from ranktape.analyze.numerics.formats.table import BY_DTYPE as BY_DTYPE
 from ranktape.analyze.numerics.formats.table import FORMATS as FORMATS

@@ -1,11 +1,10 @@
 """Rounds magnitudes to the values of a format, inside compiled loops.
 
-Everything that rounds on a CPU does it by these functions of nonnegative float64 numbers: the compiler inlines them and
-turns the loops around them into vector instructions. What is beyond `RoundingConstants.maximum` becomes that; what
-becomes of NaN is left open.
+The compiled loops call these functions of nonnegative float64 numbers. The compiler inlines them and vectorises the
+loops. Magnitudes above `RoundingConstants.maximum` become `maximum`; the result for NaN is undefined.
 
-numba caches a kernel beside its own source and does not see when a function that it calls has changed: whoever edits
-this module removes the caches of the modules that call it.
+numba caches a kernel beside its source and does not notice if a function that it calls has changed. After an edit of
+this module, delete the caches of the modules that call it.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from ranktape.analyze.numerics.formats.values import GOLDEN, HYBRID_BITS, UNIFOR
 from ranktape.analyze.numerics.kernels import compiled
 
 NO_TAPER = 2000
-"""A limit that no exponent of a float64 reaches."""
+"""A limit above the magnitude of every float64 exponent."""
 
 ONE_FIELD = 1023
 """The exponent field of the float64 1.0."""
 
 HALF = 0.5
-"""Of a step: from here on the value above is nearer."""
+"""The part of a step from which the value above is the nearer one."""
 
 EXPONENT_MASK = 0x7FF << 52
 """The exponent field of a float64."""
 
 BF16_SHIFT = 16
-"""Bits that a float32 has beyond those of bfloat16."""
+"""The number of bits that a float32 has more than a bfloat16."""
 
 ONE_BITS = ONE_FIELD << 52
 """The bits of the float64 1.0."""
@@ -41,36 +40,40 @@ ONE_BITS = ONE_FIELD << 52
 _NUM_BITS, _NUM_BITS_BF16 = HYBRID_BITS["float32"], HYBRID_BITS["bfloat16"]
 
 EVEN, EVEN_TAPERED, AWAY, FLOOR, RANDOM, HYBRID, HYBRID_BF16 = range(7)
-"""How to round; `EVEN_TAPERED` is for formats whose significand gets shorter away from 1, the others are for all.
+"""The kinds of rounding.
 
-Hybrid rounding looks at the bits of magnitudes as float32, or as bfloat16.
+`EVEN_TAPERED` is `EVEN` for formats whose significand gets shorter away from 1. `HYBRID` and `HYBRID_BF16` read the
+bits of magnitudes as float32 and as bfloat16.
 """
 
 
 class RoundingConstants(NamedTuple):
-    """What a kernel knows of a format and a rounding; a named tuple, because numba takes it apart by name."""
+    """The constants of a format and a rounding for kernels; a named tuple, because numba supports its attributes.
+
+    Exponents are shifted to the position of the float64 exponent field.
+    """
 
     kind: int
-    """How to round."""
+    """The kind of rounding, as `EVEN`."""
     maximum: float
     """Largest finite value."""
     lowest: int
-    """Float64 exponent field, in its place, below which steps no longer get smaller."""
+    """Exponent field below which steps no longer get smaller."""
     raise_by: int
-    """From the exponent field of a value to that of 2**52 steps of the format there, where it is widest."""
+    """The difference from the exponent field of a value to that of 2**52 steps, where the significand is widest."""
     taper_1: int
-    """Magnitude of the exponent, in its place, beyond which the significand has one bit less."""
+    """Magnitude of the exponent beyond which the significand has one bit less."""
     taper_2: int
-    """Beyond which it has two bits less."""
+    """Magnitude of the exponent beyond which the significand has two bits less."""
     taper_3: int
-    """Beyond which it has three bits less."""
+    """Magnitude of the exponent beyond which the significand has three bits less."""
 
 
 @functools.cache
 def constants_of(target: Format, rounding: Rounding | None = None, *, is_bf16: bool = False) -> RoundingConstants:
-    """What the kernels take of a format and a rounding, the format's own unless given, of numbers of bfloat16 or not.
+    """The constants for kernels of a format and a rounding, by default that of the format.
 
-    fp64 has more bits than the kernels can round to.
+    With `is_bf16`, hybrid rounding reads the bits of bfloat16 numbers. fp64 has more bits than kernels can round to.
     """
     chosen = target.rounding if rounding is None else rounding
     kinds = {
@@ -94,10 +97,10 @@ def constants_of(target: Format, rounding: Rounding | None = None, *, is_bf16: b
 
 @compiled
 def _steps(clipped: float, constants: RoundingConstants) -> float:
-    """2**52 steps of the format around a magnitude.
+    """2**52 times the step of the format at a magnitude.
 
-    They leave no bits for a fraction of a step: float64 itself rounds their sum with the magnitude to the nearest step,
-    ties to even, and taking them away again is exact.
+    Adding this number to the magnitude in float64 rounds the magnitude to the nearest step, ties to even, because no
+    bits are left for a fraction of a step. Subtracting it again is exact.
     """
     field = max(np.float64(clipped).view(np.int64) & EXPONENT_MASK, np.int64(constants.lowest))
     distance = abs(field - ONE_BITS)
@@ -111,7 +114,7 @@ def _steps(clipped: float, constants: RoundingConstants) -> float:
 
 @compiled
 def round_even(magnitude: float, constants: RoundingConstants) -> float:
-    """The nearest value of the format; of two equally near ones that with an even significand."""
+    """The nearest value of the format; ties go to the even significand."""
     clipped = min(magnitude, constants.maximum)
     steps = _steps(clipped, constants)
     return (clipped + steps) - steps
@@ -119,7 +122,7 @@ def round_even(magnitude: float, constants: RoundingConstants) -> float:
 
 @compiled
 def round_away(magnitude: float, constants: RoundingConstants) -> float:
-    """The nearest value of the format; of two equally near ones the larger."""
+    """The nearest value of the format; ties go to the larger value."""
     clipped = min(magnitude, constants.maximum)
     steps = _steps(clipped, constants)
     nearest = (clipped + steps) - steps
@@ -138,7 +141,7 @@ def round_floor(magnitude: float, constants: RoundingConstants) -> float:
 
 @compiled
 def passed_of(magnitude: float, floor: float, constants: RoundingConstants) -> tuple[float, float]:
-    """Which part of the step that begins at `floor` a magnitude has passed, and the step."""
+    """The distance from `floor`, the value below a magnitude, as a fraction of the step, and the step."""
     clipped = min(magnitude, constants.maximum)
     step = _steps(clipped, constants) * 2.0**-52
     return np.divide(clipped - floor, step), step
@@ -148,9 +151,10 @@ def passed_of(magnitude: float, floor: float, constants: RoundingConstants) -> t
 def round_hybrid(
     magnitude: float, threshold: int | np.integer[Any], num_bits: int, constants: RoundingConstants
 ) -> float:
-    """Away where HiF8 has all its significand bits; elsewhere up if the first discarded bits reach the threshold.
+    """Round to nearest, ties away, where HiF8 has all its significand bits; elsewhere by the threshold.
 
-    More than one binade below the smallest value nothing rounds up.
+    There a magnitude is rounded up if its first discarded bits reach the threshold, and it is at least half of the
+    smallest value.
     """
     below = round_floor(magnitude, constants)
     passed, step = passed_of(magnitude, below, constants)
@@ -164,10 +168,7 @@ def round_hybrid(
 
 @compiled
 def round_block(scaled: NDArray[np.float64], constants: RoundingConstants, rounded: NDArray[np.float64]) -> None:
-    """Write the values of the format that magnitudes round to.
-
-    What chance decides is rounded down.
-    """
+    """Write the values of the format that magnitudes round to; stochastic rounding rounds down (see `draw`)."""
     if constants.kind == EVEN:
         for index in range(scaled.size):
             clipped = min(scaled[index], constants.maximum)
@@ -207,7 +208,7 @@ def uniform_at(state: int, index: int) -> np.float64:
 def draw(
     magnitudes: NDArray[np.float64], constants: RoundingConstants, state: int, place: int, rounded: NDArray[np.float64]
 ) -> None:
-    """Write a neighbour of each magnitude, by the uniform numbers of the elements from index `place` on."""
+    """Round magnitudes stochastically, by the uniform numbers of the elements from index `place` on."""
     for index in range(magnitudes.size):
         below = round_floor(magnitudes[index], constants)
         passed, step = passed_of(magnitudes[index], below, constants)

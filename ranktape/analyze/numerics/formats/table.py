@@ -1,6 +1,6 @@
-"""Gives the table of low-precision formats and the numbers that each holds.
+"""The table of low-precision formats and the range of each.
 
-One row for each format; a new format is one row, and everything that rounds, encodes or sweeps takes it from here.
+Each format is one row. Code that rounds, encodes or sweeps reads this table, so a new format needs only a row.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ranktape.errors import UsageError, nearest
 
 
 class Rounding(enum.StrEnum):
-    """Which of the two neighbours a value becomes: the choices of `--rounding`."""
+    """Which of its two neighbours a value is rounded to: the choices of `--rounding`."""
 
     EVEN = "even"
-    """The nearest; of two equally near ones that with an even significand, or the larger where all are odd."""
+    """The nearest; ties go to the even significand, or to the larger one if all significands are odd."""
     AWAY = "away"
-    """The nearest; of two equally near ones the larger in magnitude."""
+    """The nearest; ties go to the larger magnitude."""
     FLOOR = "floor"
-    """The smaller in magnitude."""
+    """The smaller magnitude."""
     STOCHASTIC = "stochastic"
-    """Either, the nearer the likelier: right on average. Drawn from a seed."""
+    """Either, drawn from a seed so that the result is right on average."""
     HYBRID = "hybrid"
-    """HiF8's: away where it has all its significand bits, elsewhere as the discarded bits of the value itself say."""
+    """HiF8's: `AWAY` where HiF8 has all its significand bits, elsewhere decided by the discarded bits of the value."""
 
 
 class Coding(enum.StrEnum):
@@ -39,47 +39,47 @@ class Coding(enum.StrEnum):
     INTEGER = "integer"
     """A two's complement integer, in units of `min_subnormal`."""
     EXPONENT = "exponent"
-    """An exponent field alone: a power of two."""
+    """Only an exponent field: a power of two."""
     TAPERED = "tapered"
-    """HiF8: the width of the exponent says of itself how wide it is, and the significand has what is left."""
+    """HiF8: a prefix gives the width of the exponent, and the significand has the remaining bits."""
     TABLE = "table"
-    """The place of the value in a table."""
+    """The index of the value in a table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A format of single values, symmetric about 0 unless it has no sign or a table."""
+    """A format of single values, symmetric about 0 unless it has no sign or is a table."""
 
     name: str
-    """The word in options, tables and plots."""
+    """Name in options, tables and plots."""
     dtype: str | None
-    """The element type that stores it, in torch's words; None where torch has none."""
+    """Name of the element type that stores it, as in torch; None if there is no such type."""
     exponent_bits: int
     """Width of the exponent field."""
     mantissa_bits: int
-    """Width of the significand field, without the implicit bit; of a tapered format where it is widest."""
+    """Width of the significand field, without the implicit bit; for a tapered format the largest width."""
     bias: int
-    """What is subtracted from the exponent field."""
+    """The number that is subtracted from the exponent field."""
     maximum: float
     """Largest finite value."""
     num_infinities: int
-    """Codes that stand for an infinity."""
+    """Number of codes of infinities."""
     num_nans: int
-    """Codes that stand for NaN."""
+    """Number of codes of NaN."""
     has_negative_zero: bool = True
-    """Whether the sign of a zero is kept."""
+    """Whether zeros have a sign."""
     coding: Coding = Coding.FIELDS
     """How a code is made of bits."""
     is_signed: bool = True
-    """Whether there are negative values; a format of scales has none."""
+    """Whether there are negative values; formats of scales have none."""
     taper: tuple[int, ...] = ()
     """Magnitudes of the exponent beyond each of which the significand has one bit less."""
     lowest: int | None = None
-    """Exponent below which steps no longer get smaller, where that is not `emin`."""
+    """Exponent below which steps no longer get smaller; None means `emin`."""
     rounding: Rounding = Rounding.EVEN
-    """What is meant where no rounding is named."""
+    """The default rounding."""
     table: tuple[float, ...] = ()
-    """The values of a format that is a table of them, ascending: the code of each is its place."""
+    """The values in ascending order if the format is a table; the code of a value is its index."""
 
     @property
     def num_bits(self) -> int:
@@ -103,16 +103,17 @@ class Format:
 
     @property
     def minimum(self) -> float:
-        """Most negative finite value that rounding gives; of what has no sign the smallest one there is."""
+        """Most negative finite value that rounding gives; the smallest value if the format has no sign."""
         if self.is_signed:
             return -self.maximum
         return self.min_normal if self.coding is Coding.EXPONENT else 0.0
 
     @property
     def min_normal(self) -> float:
-        """Smallest positive value that is not subnormal: of integers, which all have the same step, the step.
+        """Smallest positive value that is not subnormal.
 
-        Of a tapered format the smallest that has any significand bits.
+        For integers and tables it is the smallest positive value; for a tapered format the smallest one with
+        significand bits.
         """
         if self.coding is Coding.TABLE:
             return self.min_subnormal
@@ -127,19 +128,21 @@ class Format:
 
     @property
     def num_finite(self) -> int:
-        """Codes that stand for a finite value, a negative zero included."""
+        """Number of codes of finite values, including a negative zero."""
         return (1 << self.num_bits) - self.num_infinities - self.num_nans
 
     @property
     def has_overflow_code(self) -> bool:
-        """Whether rounding has anything but `maximum` to give for what is beyond it: an infinity, or else NaN."""
+        """Whether the format has an infinity or NaN, which values beyond `maximum` can become."""
         return self.num_infinities + self.num_nans > 0
 
     def overflow_value(self, *, saturate: bool) -> float:
-        """What a positive number beyond `maximum` becomes: `maximum`, or else an infinity, or NaN without one.
+        """The result for a positive number beyond `maximum`.
+
+        It is `maximum` if `saturate` is True, else infinity, or NaN if the format has no infinity.
 
         Raises:
-            UsageError: it is not to saturate, and the format has neither infinity nor NaN.
+            UsageError: `saturate` is False, and the format has neither infinity nor NaN.
         """
         if saturate:
             return self.maximum
@@ -148,30 +151,28 @@ class Format:
         return math.inf if self.num_infinities else math.nan
 
     def unit_exponent(self, exponent: int) -> int:
-        """The exponent of the step between the values with that exponent, which is not below `lowest_exponent`."""
+        """The exponent of the step between values with this exponent, which is at least `lowest_exponent`."""
         return exponent - self.mantissa_bits + sum(abs(exponent) > limit for limit in self.taper)
 
     @property
     def overflow_threshold(self) -> float:
-        """Half a step beyond `maximum`: from about here, rounding to nearest goes past the largest value.
+        """`maximum` plus half a step, from about where rounding to nearest overflows.
 
-        Infinite for fp64, where no finite float64 lies beyond.
+        It is infinite for fp64, which has no finite float64 beyond `maximum`.
         """
         return self.maximum + float(np.ldexp(0.5, self.unit_exponent(self.emax)))
 
     @property
     def overflow_start(self) -> float:
-        """`overflow_start_of` the format's own rounding."""
+        """`overflow_start_of` the default rounding."""
         return self.overflow_start_of(self.rounding)
 
     def overflow_start_of(self, rounding: Rounding) -> float:
-        """Smallest float64 magnitude that overflows: that rounds to beyond `maximum`, could the format go on.
+        """Smallest float64 magnitude that overflows: it would round to a value beyond `maximum` if there were one.
 
-        To nearest even, a value on the threshold goes to the even neighbour: for fp8_e4m3 that is 448, so 464
-        itself fits; for the others it is the power of two beyond `maximum`, so the threshold overflows. Rounding
-        toward zero overflows a whole step beyond `maximum`. What chance may decide overflows from the first
-        value beyond `maximum`, as does what is beyond a table; hybrid rounding is that of HiF8, whose largest value is
-        among them.
+        With ties to even, the threshold itself overflows unless the significand of `maximum` is even, as that of 448
+        in fp8_e4m3, to which 464 rounds. Rounding toward zero overflows from a whole step beyond `maximum`. Stochastic
+        and hybrid rounding and tables overflow from the first float64 beyond `maximum`.
         """
         if self.coding is Coding.TABLE:
             return float(np.nextafter(self.maximum, np.inf))
@@ -189,8 +190,8 @@ class Format:
     def largest_alignment(self, largest: float) -> int:
         """The smallest exponent of a scale with which `largest`, finite and above 0, does not exceed `maximum`.
 
-        Block formats choose theirs so, but for one thing: those of OCP MX 1.0 compare exponents alone, and may let the
-        largest value be saturated.
+        The scales of block formats are chosen so, except that OCP MX 1.0 compares only exponents and may therefore
+        saturate the largest value.
         """
         mantissa, exponent = math.frexp(largest)
         limit_mantissa, limit_exponent = math.frexp(self.maximum)
@@ -202,15 +203,14 @@ class Format:
 
     @property
     def flush_limit(self) -> float:
-        """`flush_limit_of` the format's own rounding."""
+        """`flush_limit_of` the default rounding."""
         return self.flush_limit_of(self.rounding)
 
     def flush_limit_of(self, rounding: Rounding) -> float:
-        """Largest magnitude that rounds to zero; of what chance may decide, the largest that may.
+        """Largest magnitude that rounds to zero, or with stochastic rounding can round to zero.
 
-        To nearest even that is half of `min_subnormal`, a tie that goes to the even zero; ties away from zero
-        stop just below it, rounding toward zero just below `min_subnormal`. Zero for fp64, of which nothing is
-        flushed, and for e8m0, which has no zero.
+        With ties to even it is half of `min_subnormal`, with ties away the float64 below that. All other roundings
+        give the float64 below `min_subnormal`. It is 0 for fp64, which flushes nothing, and e8m0, which has no zero.
         """
         if self.coding is Coding.EXPONENT:
             return 0.0
@@ -245,9 +245,9 @@ FORMATS: dict[str, Format] = {
         _row("fp6_e2m3", "float6_e2m3fn", (2, 3, 1), 7.5, (0, 0)),
         _row("fp6_e3m2", "float6_e3m2fn", (3, 2, 3), 28.0, (0, 0)),
         _row("fp4_e2m1", "float4_e2m1fn", (2, 1, 1), 6.0, (0, 0)),
-        # Integers with an implicit scale of 2**-6; -2 has a code, and rounding does not give it (OCP, 5.3.4).
+        # Integers with an implicit scale of 2**-6; -2 has a code, but rounding never gives it (OCP, 5.3.4).
         _row("int8", None, (1, 6, 1), 127 / 64, (0, 0), has_negative_zero=False, coding=Coding.INTEGER),
-        # The element of MXINT4, likewise (arXiv 2510.25602, and microxcaling).
+        # The element of MXINT4, with the same convention (arXiv 2510.25602, and microxcaling).
         _row("int4", None, (1, 2, 1), 7 / 4, (0, 0), has_negative_zero=False, coding=Coding.INTEGER),
         # arXiv 2409.16626: 3 significand bits up to |exponent| 3, then 2, 1 and, below 2**-15, none.
         _row(
@@ -262,7 +262,7 @@ FORMATS: dict[str, Format] = {
             lowest=-22,
             rounding=Rounding.AWAY,
         ),
-        # The elements of NVFP4, which are those of fp4_e2m1; its scales are in `quantization.schemes`.
+        # The elements of NVFP4, the same as fp4_e2m1; its scales are in `quantization.schemes`.
         _row("nvfp4", None, (2, 1, 1), 6.0, (0, 0)),
         _row(
             "e8m0",
@@ -274,15 +274,15 @@ FORMATS: dict[str, Format] = {
             coding=Coding.EXPONENT,
             is_signed=False,
         ),
-        # Scales of blocks: the range of e5m2, the significand of e4m3 (arXiv 2601.19026). Its one NaN, and so its
-        # largest value, are those of auto-round and AMD's FP4; arXiv 2609.02846 is said to end at 61440.
+        # Scales of blocks: the range of e5m2, the significand of e4m3 (arXiv 2601.19026). The one NaN, and so the
+        # largest value, follow auto-round and AMD's FP4; arXiv 2609.02846 is said to have the maximum 61440.
         _row("ue5m3", None, (5, 3, 15), 114688.0, (0, 1), has_negative_zero=False, is_signed=False),
         # IEEE 754-2019, and the upper half of its binary32.
         _row("bf16", "bfloat16", (8, 7, 127), (2 - 2.0**-7) * 2.0**127, (2, 254)),
         _row("fp16", "float16", (5, 10, 15), 65504.0, (2, 2046)),
         _row("fp32", "float32", (8, 23, 127), (2 - 2.0**-23) * 2.0**127, (2, 2**24 - 2)),
         _row("fp64", "float64", (11, 52, 1023), (2 - 2.0**-52) * 2.0**1023, (2, 2**53 - 2)),
-        # What else a record can be stored in.
+        # Other types that records can be stored in.
         _row("fp8_e4m3fnuz", "float8_e4m3fnuz", (4, 3, 8), 240.0, (0, 1), has_negative_zero=False),
         _row("fp8_e5m2fnuz", "float8_e5m2fnuz", (5, 2, 16), 57344.0, (0, 1), has_negative_zero=False),
         _row("fp8_e4m3b11fnuz", "float8_e4m3b11fnuz", (4, 3, 11), 30.0, (0, 1), has_negative_zero=False),
@@ -306,22 +306,22 @@ NF4 = _row(
         *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     ),
 )
-"""The elements of NF4, float32 numbers: arXiv 2305.14314, appendix E. They have no exponents, and need a scale."""
+"""The elements of NF4, as float32 numbers (arXiv 2305.14314, appendix E). They have no exponents, and need a scale."""
 
 BY_DTYPE = {row.dtype: row for row in FORMATS.values() if row.dtype is not None}
-"""The same rows by the element type that stores them."""
+"""The rows of `FORMATS` by the element type that stores them."""
 
 ALIASES = {"hifp8": "hif8", "hifloat8": "hif8", "mxint8": "int8", "mxint4": "int4", "e5m3": "ue5m3"}
-"""Other words for a format that people use."""
+"""Other common names of formats."""
 
 
 def parse_format(name: str, *, besides: Sequence[str] = ()) -> Format:
-    """The format of that name, or that the element type of that name stores (`bfloat16` is bf16).
+    """The format with this name, alias or element type (`bfloat16` is bf16).
 
-    `besides` are words that the caller knows already: a message names them too.
+    `besides` are further names that the caller accepts; the error message suggests them, too.
 
     Raises:
-        UsageError: no row has the name; the message lists the nearest ones.
+        UsageError: no format has the name; the message lists the nearest ones.
     """
     row = FORMATS.get(ALIASES.get(name, name)) or BY_DTYPE.get(name)
     if row is None:
@@ -331,11 +331,11 @@ def parse_format(name: str, *, besides: Sequence[str] = ()) -> Format:
 
 
 def parse_rounding(rounding: Rounding | str | None, *, target: Format, seed: int | None) -> Rounding:
-    """The rounding of that name, the format's own without one; a seed means stochastic where nothing else is said.
+    """The rounding with this name; by default stochastic if a seed is given, else the default of the format.
 
     Raises:
-        UsageError: there is none of that name, it is hybrid and the format is not hif8, it is not even and the format
-            is a table, or it draws nothing from the seed that was given.
+        UsageError: the rounding is unknown; it is hybrid and the format is not hif8; it is not even and the format is a
+            table; or a seed is given and the rounding is not stochastic.
     """
     usual = target.rounding if seed is None else Rounding.STOCHASTIC
     try:

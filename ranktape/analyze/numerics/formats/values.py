@@ -1,7 +1,7 @@
-"""Rounds numbers to the values of a format, and gives the bits that stand for them.
+"""Rounds numbers to the values of a format, and encodes and decodes these values.
 
-The functions that take arrays of numpy take tensors of torch, too, and compute on their device. A code is an integer
-whose lowest `num_bits` bits are those of the format, the sign first: of fp4_e2m1 -6 is 0b1111.
+Functions that take `Any` accept numpy arrays and torch tensors, and compute on the device of the tensor. A code is an
+integer whose lowest `num_bits` bits are those of the format, with the sign first: -6 in fp4_e2m1 is 0b1111.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import numpy_dtype
 
 MAX_TABLE_BITS = 16
-"""Formats up to this width are decoded by a table of all their codes."""
+"""Formats of at most this width are decoded by a table of all their codes."""
 
 NARROW_BITS = 8
-"""Values of formats up to this width, but for tables, are all bfloat16 numbers: `code_table` has their codes."""
+"""All values of formats of at most this width, except tables, are bfloat16 numbers: `code_table` has their codes."""
 
 TAPER_PREFIXES = (0x08, 0x10, 0x20, 0x40, 0x60)
-"""The first bits of HiF8 codes after the sign, for exponents whose magnitude has 0, 1, 2, 3 and 4 bits.
+"""The bits after the sign of HiF8 codes that mark exponents whose magnitude has 0, 1, 2, 3 and 4 bits.
 
-Those bits follow, with the sign of the exponent in place of their leading 1, and then the significand. Codes below the
-first one are powers of two: 2**(code - 23).
+The bits of the magnitude follow, with the sign of the exponent instead of their leading 1, and then the significand.
+Codes below the first prefix are powers of two: 2**(code - 23).
 """
 
 
 HYBRID_BITS = {"float32": 14, "float16": 2, "bfloat16": 2}
-"""The types that hybrid rounding takes, and how many of the discarded bits are compared with the threshold."""
+"""The types that hybrid rounding accepts, with the number of discarded bits that it compares with the threshold."""
 
 _FIELD_SHIFT, _ONE_FIELD = 52, 1023
-"""Of a float64: the bits below its exponent field, and the exponent field of 1.0."""
+"""The number of bits below the exponent field of a float64, and the exponent field of 1.0."""
 
 _EXPONENT_MASK, _ONE_BITS = 0x7FF << _FIELD_SHIFT, _ONE_FIELD << _FIELD_SHIFT
 """The exponent field of a float64, and the bits of 1.0."""
 
 _HALF = 0.5
-"""Of a step: from here on the value above is nearer."""
+"""The part of a step from which the value above is the nearer one."""
 
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-"""The step from one number's state to the next one's: 2**64 over the golden ratio, odd, as a signed integer."""
+"""The step from one state of splitmix64 to the next: 2**64 over the golden ratio, odd, as a signed integer."""
 
 UNIFORM_UNIT = 2.0**-53
-"""The step between two uniform numbers."""
+"""The distance between neighbouring uniform numbers."""
 
 
 def namespace(x: Any) -> ModuleType:
-    """The module numpy or torch, whichever `x` is of: what both call alike is written once."""
+    """The module `numpy` or `torch` that `x` belongs to, for functions that both have under one name."""
     return np if isinstance(x, np.ndarray) else sys.modules["torch"]
 
 
@@ -67,24 +67,24 @@ def round_to(
     saturate: bool = True,
     seed: int | None = None,
 ) -> NDArray[np.float64]:
-    """The values of the format that `values` round to, as float64, in the shape of `values`.
+    """Round `values` to the format, and return float64 in the shape of `values`.
 
-    NaN stays NaN, also where the format has no code for it: count and mask NaN first. What rounds to beyond the
-    largest value, infinities included, becomes the largest value of its sign; with `saturate=False` an infinity, or
-    NaN where the format has none. A zero keeps its sign, and so does what is flushed, where the format has a negative
-    zero. Subnormals are kept. Empty input gives empty output. Negative numbers are NaN in e8m0 and ue5m3, which have no
-    sign; in e8m0, which has no zero, zeros and what is below the smallest value become the smallest value.
+    NaN stays NaN, even if the format has no code for it: count and mask NaN first. Values that round beyond the largest
+    value, including infinities, become the largest value of their sign; with `saturate=False` infinity, or NaN if the
+    format has no infinity. If the format has a negative zero, zeros and flushed values keep their sign. Subnormals are
+    preserved. Empty input gives empty output. Negative numbers are NaN in e8m0 and ue5m3, which have no sign. In e8m0,
+    which has no zero, zeros and values below the smallest value become the smallest value.
 
-    Exact for every input that float64 can hold. `rounding` is the format's own unless given. Stochastic rounding goes
-    up if `uniforms(seed, ...)` of the element, counted in C order, is below the fraction of the step that the
-    magnitude has passed, with any fraction that float64 can hold; without a seed, seed 0. Hybrid rounding looks at
-    the bits of the type that the values come in: float32, float16 or bfloat16. In a table a value half way between two
-    becomes the lower one.
+    The result is exact for every float64. `rounding` is by default that of the format. Stochastic rounding rounds a
+    magnitude up if the uniform number of the element (`uniforms(seed, ...)`, in C order) is less than its distance
+    from the value below as a fraction of the step, computed in float64; the default seed is 0. Hybrid rounding reads
+    the bits of `values` in their type: float32, float16 or bfloat16. In a table, ties go to the lower value.
 
     Raises:
-        UsageError: the rounding is not known, or is not even and the format a table, or is hybrid and the format is
-            not hif8 or the type is another one; the seed is not an integer, or goes with a rounding that draws
-            nothing; `saturate` is False and the format has neither infinity nor NaN; the values are complex.
+        UsageError: the rounding is unknown; it is not even and the format is a table; it is hybrid, and the format is
+            not hif8 or the type of `values` is not supported; the seed is not an integer, or is given with a rounding
+            that is not stochastic; `saturate` is False and the format has neither infinity nor NaN; or the values are
+            complex.
     """
     chosen = parse_rounding(rounding, target=target, seed=seed)
     overflow = target.overflow_value(saturate=saturate)
@@ -107,7 +107,7 @@ def round_to(
 
 
 def nearest_in_table(exact: Any, *, target: Format) -> Any:
-    """The values of a table that float64 numbers, an array or a tensor, round to; of NaN NaN."""
+    """Round a float64 array or tensor to the values of a table; NaN stays NaN."""
     xp = namespace(exact)
     table = xp.asarray(target.table, dtype=xp.float64, device=exact.device)
     nearest = table[xp.searchsorted((table[:-1] + table[1:]) / 2, xp.nan_to_num(exact).reshape(-1))]
@@ -117,14 +117,14 @@ def nearest_in_table(exact: Any, *, target: Format) -> Any:
 def round_magnitudes(
     magnitudes: Any, *, element: Format, rounding: Rounding, seed: int = 0, places: Any = None, source: Any = None
 ) -> Any:
-    """The values of the format, were it without end, that float64 magnitudes round to; of NaN, anything.
+    """Round float64 magnitudes to the format as if it had values beyond `maximum`; NaN gives an undefined result.
 
-    To an even significand of a narrow format float32 magnitudes are rounded as exactly. Stochastic rounding draws by
-    the indices `places` of the elements in C order; hybrid rounding looks at the bits of `source`, the same numbers as
-    they are stored.
+    Results above `maximum` only mark overflow, because magnitudes are clamped two steps beyond it. Magnitudes may be
+    float32 if the rounding is even and the format is narrow. Stochastic rounding needs `places`, the indices of the
+    elements in C order; hybrid rounding needs `source`, the same numbers in the type whose bits it reads.
 
     Raises:
-        UsageError: rounding is hybrid, and the source is of a type whose bits it does not know; the seed is no integer.
+        UsageError: the rounding is hybrid, and the type of `source` is not supported; or the seed is not an integer.
     """
     if element.name == "fp64":
         return magnitudes
@@ -145,15 +145,15 @@ def round_magnitudes(
     if rounding is Rounding.STOCHASTIC:
         return below + (uniforms_at(places, seed=seed) < passed) * step
     found = below + _is_up(passed, magnitudes, source=source, field=field, element=element) * step
-    # Beyond the largest value it rounds away, whatever the bits say.
+    # Beyond the largest value, hybrid rounding is to nearest, ties away, regardless of the bits.
     return xp.where(magnitudes >= element.overflow_start_of(Rounding.AWAY), 2 * bounded, found)
 
 
 def _steps(bounded: Any, element: Format) -> tuple[Any, Any]:
-    """2**52 steps of the format around magnitudes, and the exponent fields, in their place, that they follow from.
+    """2**52 times the step of the format at each magnitude, and the exponent field of each, as bits of its type.
 
-    Around float32 magnitudes 2**23 steps. They leave no bits for a fraction of a step: the addition itself rounds their
-    sum with a magnitude to the nearest step, ties to even, and taking them away again is exact.
+    For float32 magnitudes it is 2**23 times the step. Adding this number to the magnitude rounds the magnitude to the
+    nearest step, ties to even, because no bits are left for a fraction of a step. Subtracting it again is exact.
     """
     xp = namespace(bounded)
     is_wide = bounded.dtype.itemsize == np.dtype(np.float64).itemsize
@@ -167,25 +167,25 @@ def _steps(bounded: Any, element: Format) -> tuple[Any, Any]:
 
 
 def at_most(x: Any, limit: float) -> Any:
-    """The smaller of each number and the limit, NaN of NaN: in a third of the time that `clip` takes."""
+    """The smaller of each number and the limit; NaN stays NaN. It takes a third of the time of `clip`."""
     return np.minimum(x, limit) if isinstance(x, np.ndarray) else x.clamp(max=limit)
 
 
 def at_least(x: Any, limit: float) -> Any:
-    """The larger of each number and the limit, NaN of NaN."""
+    """The larger of each number and the limit; NaN stays NaN."""
     return np.maximum(x, limit) if isinstance(x, np.ndarray) else x.clamp(min=limit)
 
 
 def powers_of_two(exponents: Any) -> Any:
-    """2.0 to each int64 exponent from -1022 to 1023, as float64."""
+    """2.0 to the power of each int64 exponent from -1022 to 1023, as float64."""
     return ((exponents + _ONE_FIELD) << _FIELD_SHIFT).view(namespace(exponents).float64)
 
 
 def _is_up(passed: Any, magnitudes: Any, *, source: Any, field: Any, element: Format) -> Any:
-    """What hybrid rounding rounds up: by half a step where HiF8 has all its significand bits, elsewhere by the bits.
+    """Whether hybrid rounding rounds each magnitude up: from half a step on where HiF8 has all its significand bits.
 
-    Those are the first of the discarded bits and the last ones of the significand; of the 16-bit types the last one
-    alone, with a 1 behind it. More than one binade below the smallest value nothing rounds up.
+    Elsewhere it rounds up if the first discarded bits reach a threshold, and the magnitude is at least half of the
+    smallest value. The threshold is the last 14 bits of a float32, or the last bit of a 16-bit type followed by a 1.
     """
     xp, kind = namespace(passed), str(source.dtype).removeprefix("torch.")
     num_bits = HYBRID_BITS.get(kind)
@@ -206,14 +206,14 @@ def _is_up(passed: Any, magnitudes: Any, *, source: Any, field: Any, element: Fo
 def uniforms(seed: int, *, start: int, size: int) -> NDArray[np.float64]:
     """The uniform numbers in [0, 1), multiples of 2**-53, of `size` elements from index `start` on.
 
-    Each follows from the seed and its own index alone, so chunks, threads and machines do not change it. With int64
+    Each depends only on the seed and its index, so chunks, threads and machines do not change it. With int64
     arithmetic modulo 2**64, `GOLDEN` = 0x9E3779B97F4A7C15 and `mix`:
 
         state = mix(seed + GOLDEN)
         uniform = ((mix(state + (index + 1) * GOLDEN) >> 11) & (2**53 - 1)) * 2**-53
 
-    That is the generator splitmix64 (Steele, Lea and Flood, OOPSLA 2014) from a mixed seed, of which every number can
-    be had without those before it.
+    This is the generator splitmix64 (Steele, Lea and Flood, OOPSLA 2014) with a mixed seed. Any number can be computed
+    without those before it.
 
     Raises:
         UsageError: the seed is not an integer.
@@ -223,7 +223,7 @@ def uniforms(seed: int, *, start: int, size: int) -> NDArray[np.float64]:
 
 
 def uniforms_at(index: Any, *, seed: int) -> Any:
-    """`uniforms` of the elements with these int64 indices in C order, an array or a tensor.
+    """`uniforms` of the elements with the int64 indices `index`, an array or a tensor.
 
     Raises:
         UsageError: the seed is not an integer.
@@ -233,10 +233,10 @@ def uniforms_at(index: Any, *, seed: int) -> Any:
 
 
 def mix(state: Any) -> Any:
-    """A signed 64-bit number of which each bit depends on every bit of the state: a bijection.
+    """The output function of splitmix64 (Steele, Lea and Flood, 2014): a bijection of 64-bit numbers.
 
-    The output function of splitmix64 (Steele, Lea and Flood, 2014) in operations that int64 has everywhere, products
-    modulo 2**64 and shifts that keep the sign, whose copies of the sign are masked away:
+    It uses only operations of int64 that all backends have, products modulo 2**64 and arithmetic shifts, and masks the
+    copies of the sign:
 
         x ^= (x >> 30) & (2**34 - 1);  x *= 0xBF58476D1CE4E5B9
         x ^= (x >> 27) & (2**37 - 1);  x *= 0x94D049BB133111EB
@@ -248,7 +248,7 @@ def mix(state: Any) -> Any:
 
 
 def state_of(seed: int) -> int:
-    """Where the numbers of a seed begin, as a signed 64-bit integer: `mix` of seed + `GOLDEN`, modulo 2**64.
+    """The initial state of a seed, as a signed 64-bit integer: `mix` of seed + `GOLDEN`, modulo 2**64.
 
     Raises:
         UsageError: the seed is not an integer.
@@ -269,13 +269,13 @@ def encode(
     saturate: bool = True,
     seed: int | None = None,
 ) -> NDArray[Any]:
-    """The codes of what `round_to` makes of `values`, in the narrowest unsigned type that holds them, in their shape.
+    """Round `values` with `round_to`, and return their codes in the narrowest unsigned type, in the shape of `values`.
 
-    NaN has one code, whatever its bits: the quiet one of IEEE 754 formats without a sign, 0x7F of fp8_e4m3, 0x80 of
-    hif8 and the `fnuz` types, 0xFF of e8m0 and ue5m3. Negative zero has its code where the format has a negative zero.
+    All NaN get one code: in IEEE 754 formats the quiet NaN with sign bit 0, in fp8_e4m3 0x7F, in hif8 and the `fnuz`
+    types 0x80, in e8m0 and ue5m3 0xFF. Negative zero has its own code if the format has a negative zero.
 
     Raises:
-        UsageError: as `round_to`; a value is NaN, or becomes NaN, and the format has no code for it.
+        UsageError: as for `round_to`; or a value is or becomes NaN, and the format has no code for it.
     """
     return codes_of(
         round_to(values, target=target, rounding=rounding, saturate=saturate, seed=seed),
@@ -284,7 +284,7 @@ def encode(
 
 
 def codes_of(values: ArrayLike, *, target: Format) -> NDArray[Any]:
-    """The codes of values that the format holds, as `round_to` gives them; of others nothing is said.
+    """The codes of values of the format, as `round_to` returns them; the codes of other values are undefined.
 
     Raises:
         UsageError: a value is NaN, and the format has no code for it.
@@ -305,7 +305,7 @@ def codes_of(values: ArrayLike, *, target: Format) -> NDArray[Any]:
         in_order = np.argsort(magnitudes)
         found = np.searchsorted(magnitudes, np.where(is_nan, 0.0, np.abs(exact)), sorter=in_order)
         codes = in_order[np.minimum(found, in_order.size - 1)]
-        # The bits of negative zero are NaN's.
+        # The bits of negative zero are the code of NaN.
         codes |= (np.signbit(exact) & (codes != 0)).astype(np.int64) << (target.num_bits - 1)
     else:
         stored = np.ascontiguousarray(np.where(is_nan, 1.0, exact).astype(_stored(target)))
@@ -314,12 +314,12 @@ def codes_of(values: ArrayLike, *, target: Format) -> NDArray[Any]:
 
 
 def decode(codes: ArrayLike, *, target: Format) -> NDArray[np.float64]:
-    """The values that codes stand for, in their shape: infinities and NaN where the format has them.
+    """The values of codes, as float64, which holds every value of every format exactly, in the shape of `codes`.
 
-    Every value of every format is a float64. Empty input gives empty output.
+    Empty input gives empty output.
 
     Raises:
-        UsageError: the codes are not integers, or not all between 0 and the largest code of the format.
+        UsageError: the codes are not integers, or not all are between 0 and the largest code of the format.
     """
     given = np.asarray(codes)
     if given.size == 0:
@@ -349,9 +349,9 @@ def _table(name: str) -> NDArray[np.float64]:
 
 @functools.cache
 def code_table(name: str) -> NDArray[np.uint8]:
-    """The code that each pattern of bfloat16 has in a format of at most `NARROW_BITS` bits; of others nothing is said.
+    """The code of each bfloat16 bit pattern in a format of at most `NARROW_BITS` bits, with the pattern as index.
 
-    NaN has the code 0 where the format has no code for it.
+    The codes of numbers that are not values of the format are undefined. NaN has the code 0 if the format has no NaN.
     """
     target = FORMATS[name]
     values = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
@@ -367,9 +367,9 @@ def code_table(name: str) -> NDArray[np.uint8]:
 
 
 def narrow_codes(values: Any, *, target: Format) -> Any:
-    """The codes, as uint8, of float64 values of a format of at most `NARROW_BITS` bits, an array or a tensor.
+    """The codes, as uint8, of a float64 array or tensor of values of a format of at most `NARROW_BITS` bits.
 
-    NaN has the code 0 where the format has none for it.
+    NaN has the code 0 if the format has no NaN.
     """
     xp = namespace(values)
     if target.coding is Coding.TABLE:
@@ -382,10 +382,10 @@ def narrow_codes(values: Any, *, target: Format) -> Any:
 
 
 def check_values(target: Format) -> None:
-    """Refuse formats that no tensor is quantised to.
+    """Check that tensors can be quantised to the format.
 
     Raises:
-        UsageError: of e8m0 and ue5m3, which have no sign, and of fp64, which holds every float64.
+        UsageError: the format is e8m0 or ue5m3, which have no sign, or fp64, which contains every float64.
     """
     if not target.is_signed or target.name == "fp64":
         why = "holds every float64" if target.name == "fp64" else "holds the scales of blocks, and has no sign"
@@ -393,7 +393,7 @@ def check_values(target: Format) -> None:
 
 
 def _stored(target: Format) -> np.dtype[Any]:
-    """The element type whose bits are the codes; that of NVFP4's elements is fp4_e2m1's."""
+    """The element type whose bits are the codes; NVFP4 elements use the type of fp4_e2m1."""
     return numpy_dtype(target.dtype or "float4_e2m1fn")
 
 
@@ -412,7 +412,7 @@ def _values(codes: NDArray[Any], target: Format) -> NDArray[np.float64]:
 
 
 def _unsigned(codes: NDArray[Any], target: Format) -> NDArray[np.float64]:
-    """Of exponent and significand fields without a sign; the last codes are NaN."""
+    """The values of codes with an exponent and a significand field but no sign; the last codes are NaN."""
     fields, fractions = np.divmod(codes.astype(np.int64), 1 << target.mantissa_bits)
     leading = np.where(fields == 0, 0, 1 << target.mantissa_bits)
     values = np.ldexp(
@@ -439,7 +439,7 @@ def _tapered(code: int, target: Format) -> float:
 
 
 def _nan_code(target: Format) -> int:
-    """The one code that NaN gets, of however many there are."""
+    """The code that `codes_of` gives NaN; the format may have more."""
     if target.num_infinities and target.coding is Coding.FIELDS:
         return ((2 << target.exponent_bits) - 1) << (target.mantissa_bits - 1)
     if target.has_negative_zero:

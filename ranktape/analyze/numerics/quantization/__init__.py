@@ -1,1 +1,1 @@
-"""Gives what a tensor becomes in a low-precision format, with its scales and its losses."""
+"""Quantisation of tensors to low-precision formats, with scales and losses."""

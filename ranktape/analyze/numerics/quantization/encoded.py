@@ -1,4 +1,4 @@
-"""Gives what quantisation returns: values, codes, scales, and the count of what was lost."""
+"""The result of a quantisation: values, codes, scales, and counts of the losses."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
     import torch
 
 MEDIUM_RATIO = 0.001
-"""Above this part of all elements, the severity of a loss is medium, and underflow is warned of."""
+"""The fraction of all elements above which the severity of a loss is medium, and underflow causes a warning."""
 
 HIGH_RATIO = 0.01
-"""Above this part of all elements, the severity of a loss is high."""
+"""The fraction of all elements above which the severity of a loss is high."""
 
 
 class QuantizationWarning(UserWarning):
-    """More than 0.1 % of a tensor's elements are below the smallest normal value of the format that it is rounded to.
+    """More than 0.1 % of a tensor's elements are nonzero and below the smallest normal value of the format.
 
-    The result is what it would be without the warning.
+    The warning does not change the result.
     """
 
 
 class LossSeverity(enum.StrEnum):
-    """How much of a tensor is lost."""
+    """The severity of a loss."""
 
     NONE = "none"
     """At most 0.1 % of the elements."""
     MEDIUM = "medium"
-    """At most 1 %."""
+    """At most 1 % of the elements."""
     HIGH = "high"
-    """More."""
+    """More than 1 % of the elements."""
 
 
 def severity_of(ratio: float, *, medium: float = MEDIUM_RATIO, high: float = HIGH_RATIO) -> LossSeverity:
-    """How bad it is to lose that part of all elements."""
+    """The severity if this fraction of all elements is lost."""
     if ratio > high:
         return LossSeverity.HIGH
     return LossSeverity.MEDIUM if ratio > medium else LossSeverity.NONE
@@ -50,53 +50,54 @@ def severity_of(ratio: float, *, medium: float = MEDIUM_RATIO, high: float = HIG
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Losses:
-    """How many elements a scheme cannot keep well, counted after division by their scales.
+    """Counts of the elements that a scheme represents badly, after division by their scales.
 
-    NaN, Inf and what is spoiled by them are in no other count. Ratios are parts of all elements, 0 of an empty tensor.
+    NaN, Inf and the elements spoiled by them are in no other count. Ratios are fractions of all elements, 0 if the
+    tensor is empty.
     """
 
     num_elements: int
-    """Elements of any kind."""
+    """Number of all elements."""
     underflow: int
-    """Nonzero and below the format's smallest normal value: fewer significant bits are left, or none."""
+    """Nonzero elements below the smallest normal value of the format, which lose some or all significant bits."""
     flushed: int
-    """Nonzero and rounded to zero; part of `underflow`."""
+    """Nonzero elements that are rounded to zero; they are part of `underflow`."""
     overflow: int
-    """Rounded to beyond the format's largest value, and saturated where that was not forbidden."""
+    """Elements that round beyond the largest value of the format; they are saturated by default."""
     spoiled: int
-    """Finite, in a block that holds NaN or Inf: the whole block becomes NaN."""
+    """Finite elements that become NaN because their block has a NaN or Inf."""
     nan: int
-    """Not a number."""
+    """Elements that are NaN."""
     inf: int
-    """Infinities of either sign."""
+    """Infinite elements of either sign."""
 
     @property
     def underflow_ratio(self) -> float:
-        """`underflow` as a part of all elements."""
+        """`underflow` as a fraction of all elements."""
         return self._ratio(self.underflow)
 
     @property
     def flushed_ratio(self) -> float:
-        """`flushed` as a part of all elements."""
+        """`flushed` as a fraction of all elements."""
         return self._ratio(self.flushed)
 
     @property
     def overflow_ratio(self) -> float:
-        """`overflow` as a part of all elements."""
+        """`overflow` as a fraction of all elements."""
         return self._ratio(self.overflow)
 
     @property
     def level(self) -> LossSeverity:
-        """How bad the underflow is, of which the warning speaks."""
+        """The severity of the underflow, on which the warning depends."""
         return severity_of(self.underflow_ratio)
 
     @property
     def overflow_level(self) -> LossSeverity:
-        """How bad the overflow is."""
+        """The severity of the overflow."""
         return severity_of(self.overflow_ratio)
 
     def __str__(self) -> str:
-        """One line for people."""
+        """The losses in one line of text."""
         parts = [
             f"underflow {self.underflow_ratio:.2%} ({self.level}), {self.flushed_ratio:.2%} become zero",
             f"overflow {self.overflow_ratio:.2%} ({self.overflow_level})",
@@ -110,56 +111,56 @@ class Losses:
 
 
 LOSSES = tuple(field.name for field in fields(Losses))[1:]
-"""What is counted of elements, in order."""
+"""The names of the counts, in the order of the fields."""
 
 
 def code_dtype(element: Format) -> torch.dtype:
-    """What codes are stored in."""
+    """The unsigned type of the codes of a format."""
     import torch
 
     return {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}[max(NARROW_BITS, element.num_bits)]
 
 
 def element_codes(elements: torch.Tensor, element: Format, *, has_nan: bool = True) -> torch.Tensor:
-    """The codes of numbers of the format; of NaN, if there may be any, that of 0 where it has none."""
+    """The codes of values of the format; NaN, if there may be any, has the code of 0 if the format has no NaN."""
     import torch
 
     if element.num_bits <= NARROW_BITS:
         codes: torch.Tensor = narrow_codes(elements, target=element)
         return codes
     bits = elements.to(getattr(torch, str(element.dtype))).view({16: torch.int16, 32: torch.int32}[element.num_bits])
-    if has_nan:  # each device has its own idea of the bits
+    if has_nan:  # the bits of NaN differ between devices
         bits = bits.masked_fill(elements.isnan(), int(codes_of(np.nan, target=element)))
     return bits.view(code_dtype(element))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Quantized:
-    """A quantised tensor: arrays of numpy or tensors of torch on one device, as the tensor that was given.
+    """A quantised tensor, as numpy arrays or torch tensors on one device, like the input.
 
-    `values` are those of the codes times `scale_values`, rounded once to their type; in NVFP4 times the product of
-    `scale_values` and `tensor_scale`, which is rounded to float32.
+    `values` are the decoded codes times `scale_values`, rounded once to their type. In NVFP4 they are multiplied by
+    the product of `scale_values` and `tensor_scale`, which is rounded to float32.
     """
 
     scheme: Scheme
-    """Element format, and which elements share a scale."""
+    """Element format, and the groups of elements that share a scale."""
     values: Any
-    """Dequantised: float32, of float64 input float64; the shape of the input."""
+    """Dequantised values in the shape of the input: float64 if the input is float64, else float32."""
     scales: Any
-    """None without scales. Of blocks, codes of e8m0 (of e4m3 for NVFP4) as uint8, in the shape of the input with
-    blocks along the axis, 0xFF (0x7F) where a block is NaN. Of a tensor or of channels, float32: one number, or one
-    for each index along the axis."""
+    """The stored scales; None if the scheme has none. The scales of blocks have the shape of the input with blocks
+    along the axis: codes of the scale format as uint8 (e8m0, e4m3 for NVFP4; 0xFF or 0x7F if the block is NaN), or
+    float32 if that format is fp32. The scale of a tensor and the scales of channels along the axis are float32."""
     scale_values: Any
-    """The numbers that `scales` stand for, as float64; None without scales."""
+    """The numbers that `scales` represent, as float64; None if there are no scales."""
     tensor_scale: float | None
     """The scale of the scales of NVFP4, a float32; None for other schemes."""
     losses: Losses
-    """What the scheme could not keep."""
+    """Counts of the elements that the scheme represents badly."""
     stored_codes: Any = field(repr=False)
-    """`codes`, with that of 0 for NaN where the format has no code for it."""
+    """`codes`, in which NaN has the code of 0 if the format has no NaN."""
 
     def as_arrays(self) -> Quantized:
-        """The same with arrays of numpy, of tensors on a CPU."""
+        """The result with numpy arrays instead of tensors, which are on the CPU."""
         return replace(
             self,
             values=self.values.numpy(),
@@ -170,12 +171,12 @@ class Quantized:
 
     @property
     def codes(self) -> Any:
-        """The code of each element, in the shape of the input: uint8, for formats of 16 and 32 bits uint16 and uint32.
+        """The code of each element, in the shape of the input: uint8, or uint16 or uint32 for 16- and 32-bit formats.
 
-        That of 0 in blocks that are NaN as a whole.
+        Elements of blocks that are NaN as a whole have the code of 0.
 
         Raises:
-            UsageError: elements are NaN, and the format has no code for that.
+            UsageError: elements without a block are NaN, and the format has no code for NaN.
         """
         element, num_nans = self.scheme.element, self.losses.nan
         if num_nans and not element.num_nans and self.scheme.scaling is not Scaling.BLOCK:

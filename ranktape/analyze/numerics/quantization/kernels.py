@@ -1,8 +1,8 @@
-"""Quantises on a CPU by compiled loops, in a fraction of the time of operations of torch and with the same bits.
+"""Quantises on a CPU by compiled loops, much faster than with torch operations and with the same bits.
 
-Numbers that are float32 or bfloat16 and round to narrow elements, ties to even, are scaled, rounded and scaled back in
-float32, which is exact: the scales of MX are powers of two, and all others are defined so. Rounding adds a power of two
-and takes it away again. Everything else is rounded in float64.
+If float32 or bfloat16 numbers are rounded to narrow elements with ties to even, they are scaled, rounded and scaled
+back in float32. That is exact: the scales of MX are powers of two, and scaling by all others is defined in float32.
+Rounding adds a power of two and subtracts it again. Everything else is rounded in float64.
 """
 
 # Shapes: R = rows, C = columns, G = groups of rows, K = groups of columns.
@@ -38,59 +38,62 @@ if TYPE_CHECKING:
     import torch
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
-"""The bits of a float32 without its sign."""
+"""The mask of the bits of a float32 other than the sign."""
 
 INFINITY = np.int32(0x7F800000)
-"""The bits of an infinite float32."""
+"""The bits of the float32 infinity."""
 
 WIDE_NBYTES = 8
-"""Bytes of a float64."""
+"""Size of a float64, in bytes."""
 
 FRACTION_BITS, ONE_FIELD = 23, 127
-"""Of a float32: the bits below its exponent field, and the exponent field of 1.0."""
+"""The number of bits below the exponent field of a float32, and the exponent field of 1.0."""
 
 
 class Narrow(NamedTuple):
-    """How float32 numbers are rounded to narrow elements; a named tuple, because numba takes it apart by name."""
+    """How float32 numbers are rounded to narrow elements; a named tuple, because numba supports its attributes.
+
+    Exponents are shifted to the position of the float32 exponent field.
+    """
 
     lowest_field: np.int32
-    """Exponent field, in its place, of the smallest normal element."""
+    """Exponent field of the smallest normal element."""
     anchor_step: np.int32
-    """From the exponent field, in its place, of a number to that of the power of two that rounding adds."""
+    """The difference from the exponent field of a number to that of the power of two that rounding adds."""
     limit: np.int32
     """The bits of the largest element."""
     zero: np.float32
-    """What is added to elements: 0.0 where they have no negative zero, -0.0 where they have."""
+    """The number added to elements: -0.0 if the format has a negative zero, else 0.0."""
 
 
 class Wide(NamedTuple):
     """How float64 numbers are rounded to elements of any kind."""
 
     element: RoundingConstants
-    """To what."""
+    """The element format and the rounding."""
     state: int
-    """Where the random numbers of stochastic rounding begin."""
+    """The initial state of the random numbers of stochastic rounding."""
     is_float32: bool
     """Whether scaled numbers are rounded to float32 first."""
     zero: np.float32
-    """As of `Narrow`."""
+    """As in `Narrow`."""
 
 
 class Ends(NamedTuple):
-    """By what scaled magnitudes are counted, and what becomes of those beyond the elements."""
+    """The limits by which scaled magnitudes are counted, and the result of overflow."""
 
     min_normal: float
     """Smallest normal element."""
     overflow_start: float
-    """From here on magnitudes overflow."""
+    """Smallest magnitude that overflows."""
     beyond: float
-    """What those become: the largest element, infinity or NaN."""
+    """The result of overflow: the largest element, infinity or NaN."""
     is_float32: bool
-    """As of `Wide`."""
+    """As in `Wide`."""
 
 
 def _rounding_of(plan: QuantizePlan, *, num_bytes: int) -> tuple[Narrow | None, Wide | None]:
-    """One of the two ways to round numbers of that size; for what is None no code is compiled."""
+    """The way to round numbers of this size, `Narrow` or `Wide`; no code is compiled for the other, which is None."""
     element = plan.scheme.element
     zero, is_wide = np.float32(-0.0 if element.has_negative_zero else 0.0), num_bytes == WIDE_NBYTES
     if is_wide or plan.rounding is not Rounding.EVEN or element.taper or element.num_bits > NARROW_BITS:
@@ -108,7 +111,7 @@ def _rounding_of(plan: QuantizePlan, *, num_bytes: int) -> tuple[Narrow | None, 
 
 @compiled
 def _number(numbers_C: NDArray[Any], index: int, is_pattern: int | None) -> Any:
-    """A number of a row, which is one of floats, or of patterns of bfloat16: for what is None no code is compiled."""
+    """A number of a row of floats, or of bfloat16 bit patterns unless `is_pattern` is None."""
     if is_pattern is None:
         return numbers_C[index]
     return np.uint32(np.uint32(numbers_C[index]) << BF16_SHIFT).view(np.float32)
@@ -116,7 +119,7 @@ def _number(numbers_C: NDArray[Any], index: int, is_pattern: int | None) -> Any:
 
 @compiled
 def _stored(value: float | np.floating[Any], results_C: NDArray[Any], is_pattern: int | None) -> Any:
-    """A number as a row of results holds it: bfloat16 loses no bits."""
+    """A number in the type of a row of results; bfloat16 patterns lose no bits."""
     if is_pattern is None:
         return results_C.dtype.type(value)
     return np.float32(value).view(np.uint32) >> BF16_SHIFT
@@ -128,7 +131,7 @@ def _narrow(value: np.float32, before: np.float32, after: np.float32, how: Narro
     bits = np.float32(scaled).view(np.int32)
     magnitude = np.int32(bits & MAGNITUDE)
     bounded = np.int32(min(magnitude, how.limit))
-    # Added to the magnitude, it leaves no bits below the last one of the element.
+    # The sum of the magnitude and the anchor has no bits below the last bit of the element.
     anchor = np.int32(max(how.lowest_field, np.int32(bounded & INFINITY)) + how.anchor_step).view(np.float32)
     rounded = np.float32(np.float32(np.int32(bounded).view(np.float32) + anchor) - anchor).view(np.int32)
     signed = np.int32(rounded | np.int32(bits & ~MAGNITUDE)).view(np.float32)
@@ -148,10 +151,9 @@ def _quantize_rows(  # noqa: PLR0917 - numba knows no keyword-only arguments
     is_pattern: int | None,
     gives_patterns: int | None,
 ) -> None:
-    """Write what float32 numbers become: each divided by, or times, the first factor of its group, rounded, and scaled.
+    """Divide or multiply float32 numbers by the first factor of their group, round them, multiply by the second factor.
 
-    That is, times the second factor. Groups are those of the row, and within it of `run` neighbours each. NaN stays
-    NaN, and so does a group whose second factor is.
+    A group is a run of `run` neighbours in a row. NaN stays NaN, and a group becomes NaN if its second factor is NaN.
     """
     for row in range(numbers_RC.shape[0]):
         numbers_C, results_C = numbers_RC[row], results_RC[row]
@@ -189,7 +191,7 @@ def _scale(  # noqa: PLR0917 - as above
     divides: int | None,
     scaled_C: NDArray[np.float64],
 ) -> None:
-    """Write the magnitudes of a row, divided by factors or times them."""
+    """Write the magnitudes of a row, divided by their factors, or multiplied by them if `divides` is None."""
     for index in range(numbers_C.size):
         magnitude, factor = abs(np.float64(_number(numbers_C, index, is_pattern))), before_C[index]
         scaled = magnitude * factor if divides is None else np.divide(magnitude, factor)
@@ -210,9 +212,9 @@ def _quantize_wide_rows(  # noqa: PLR0917 - as above
     is_pattern: int | None,
     gives_patterns: int | None,
 ) -> None:
-    """The same in float64, of numbers of any size.
+    """Do what `_quantize_rows` does, in float64 and for numbers of any size.
 
-    `first_place` is the index of the first number in C order of the tensor. Each step is a loop of vector instructions.
+    `first_place` is the index of the first number in C order of the tensor. Each step is a loop that is vectorised.
     """
     num_columns = numbers_RC.shape[1]
     scratch_4C = np.empty((4, num_columns))
@@ -249,10 +251,10 @@ def _encode_rows(  # noqa: PLR0917 - as above
     is_pattern: int | None,
     counts: NDArray[np.int64],
 ) -> None:
-    """Write the values and codes of what numbers were rounded to, and add to the counts of `Losses`.
+    """Write the values and codes of rounded numbers, and the counts of `Losses`.
 
-    In blocks that are NaN as a whole, elements become 0, which is what codes then stand for. `table` has the code of
-    each pattern of bfloat16.
+    In blocks that are NaN as a whole, elements become 0, and so do their codes. `table` has the code of each bfloat16
+    pattern.
     """
     num_columns, kind = numbers_RC.shape[1], values_RC.dtype.type
     scratch_3C = np.empty((3, num_columns))
@@ -292,10 +294,10 @@ def _encode_rows(  # noqa: PLR0917 - as above
 def _find_largest(  # noqa: PLR0917 - as above
     patterns_RC: NDArray[Any], group_R: NDArray[np.int64], run: int, top: Any, last: Any, largest_GK: NDArray[Any]
 ) -> None:
-    """Raise the patterns of the largest magnitudes of groups to those of their numbers, up to the pattern `last`.
+    """Update the largest magnitude of each group, as a bit pattern, ignoring patterns above `last`.
 
-    Patterns of magnitudes, without the sign by the mask `top`, are in the order of the magnitudes: NaN are beyond
-    infinity, and one of them is `top` itself.
+    The mask `top` removes the sign. The patterns then have the order of the magnitudes, with NaN above infinity, and
+    `top` itself is a NaN.
     """
     kind = largest_GK.dtype.type
     for row in range(patterns_RC.shape[0]):
@@ -322,7 +324,7 @@ def _add_squared_errors(  # noqa: PLR0917 - as above
     is_pattern: int | None,
     errors_GK: NDArray[np.float64],
 ) -> None:
-    """Add the squared errors of results to those of their groups, of each row one after the other."""
+    """Add the squared errors of results to the sums of their groups; each run of a row is summed in order."""
     for row in range(numbers_RC.shape[0]):
         numbers_C, results_C, errors_K = numbers_RC[row], results_RC[row], errors_GK[group_R[row]]
         for start in range(0, numbers_C.size, run):
@@ -334,21 +336,21 @@ def _add_squared_errors(  # noqa: PLR0917 - as above
 
 
 def is_compiled(x: torch.Tensor, *, plan: QuantizePlan) -> bool:
-    """Whether the compiled loops know a tensor, its elements, how they round."""
+    """Whether the compiled loops support the tensor, the element format and the rounding."""
     import torch
 
     element, rounding = plan.scheme.element, plan.rounding
     if x.device.type != "cpu" or not x.numel() or element.coding is Coding.TABLE:
         return False
     is_known = rounding in {Rounding.EVEN, Rounding.AWAY, Rounding.FLOOR}
-    if rounding is Rounding.HYBRID:  # looks at the bits of float32 or bfloat16
+    if rounding is Rounding.HYBRID:  # it reads the bits of float32 or bfloat16
         has_bits = (
             x.dtype.itemsize < WIDE_NBYTES
             if plan.scheme.scaling is not Scaling.NONE
             else x.dtype in {torch.float32, torch.bfloat16}
         )
         return has_bits and plan.saturate
-    # What chance, or further bits, decide beyond the largest element, the loops do not know.
+    # The loops do not support stochastic or hybrid rounding beyond the largest element.
     return is_known or plan.saturate or not element.has_overflow_code
 
 
@@ -357,11 +359,11 @@ _TOP_AND_INFINITY = {
     4: np.array([MAGNITUDE, INFINITY]),
     WIDE_NBYTES: np.array([(1 << 63) - 1, 0x7FF << 52]),
 }
-"""By the size of a number, the bits without the sign, and those of infinity."""
+"""The mask of the bits other than the sign, and the bits of infinity, by the size of a number in bytes."""
 
 
 def _numbers_of(patterns: NDArray[Any]) -> NDArray[np.float64]:
-    """The numbers of magnitudes, of which those of 16 bits are of bfloat16."""
+    """The magnitudes with these bit patterns; 16-bit patterns are bfloat16."""
     if patterns.itemsize == HALF_NBYTES:
         return (patterns.astype(np.int32) << BF16_SHIFT).view(np.float32).astype(np.float64)
     return patterns.view(f"f{patterns.itemsize}").astype(np.float64)
@@ -370,25 +372,25 @@ def _numbers_of(patterns: NDArray[Any]) -> NDArray[np.float64]:
 Result = TypeVar("Result")
 
 PIECE_SIZE = 1 << 17
-"""Elements that a thread takes at a time: they stay in a core's cache."""
+"""Number of elements that a thread processes at a time, so that they stay in the cache of a core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompiledRows:
-    """A contiguous tensor on a CPU as a matrix, for the compiled loops, which work in the threads of torch."""
+    """A contiguous CPU tensor as a matrix for the compiled loops, which use as many threads as torch."""
 
     groups: ScaleGroups
     """The tensor and its groups."""
     numbers_RC: NDArray[Any]
-    """Its numbers; of bfloat16 the patterns."""
+    """The numbers of the tensor; bit patterns if they are bfloat16."""
     num_groups: int
-    """Rows of the factors."""
+    """Number of rows of the factors."""
     group_R: NDArray[np.int64]
-    """By row, the row of the factors of its groups."""
+    """The row of the factors for each row of numbers."""
     run: int
-    """Neighbours in a row that share a factor."""
+    """Number of neighbours in a row that share a factor."""
     unit: int
-    """Rows whose groups no other row has."""
+    """Number of consecutive rows that share no group with other rows, if groups are blocks."""
 
     @classmethod
     def of(cls, x: torch.Tensor, *, plan: QuantizePlan) -> CompiledRows:
@@ -418,12 +420,12 @@ class CompiledRows:
 
     @property
     def is_pattern(self) -> int | None:
-        """1 where numbers are patterns of bfloat16, None where they are floats."""
+        """1 if numbers are bfloat16 patterns, None if they are floats."""
         return 1 if self.numbers_RC.itemsize == HALF_NBYTES else None
 
     @property
     def saturates(self) -> bool:
-        """Whether what is beyond the largest element becomes the largest element."""
+        """Whether values beyond the largest element become the largest element."""
         return self.groups.plan.saturate or not self.groups.plan.scheme.element.has_overflow_code
 
     def _of_groups(self, values: torch.Tensor) -> NDArray[Any]:
@@ -440,7 +442,7 @@ class CompiledRows:
     def _round(
         self, part: slice, results_RC: NDArray[Any], before_GK: NDArray[np.float32], after_GK: NDArray[np.float32]
     ) -> None:
-        """Write the values of some rows with these factors, as float32, float64 or patterns of bfloat16."""
+        """Write the values of some rows with these factors, as float32, float64 or bfloat16 patterns."""
         plan, numbers_RC, run = self.groups.plan, self.numbers_RC[part], self.run
         narrow, wide = _rounding_of(plan, num_bytes=numbers_RC.itemsize)
         kinds = 1 if is_divided(plan) else None, self.is_pattern, 1 if results_RC.itemsize == HALF_NBYTES else None
@@ -451,7 +453,7 @@ class CompiledRows:
             _quantize_wide_rows(numbers_RC, results_RC, *factors, part.start * numbers_RC.shape[1], wide, *kinds)
 
     def quantized(self, before: torch.Tensor, after: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-        """The values with factors in `scale_shape`, in the shape of the tensor: bfloat16 that hold all, or wider."""
+        """The values in the shape of the tensor, given factors in `scale_shape`; `dtype` may be bfloat16 if exact."""
         import torch
 
         values = torch.empty(self.groups.shape, dtype=dtype)
@@ -462,7 +464,7 @@ class CompiledRows:
         return values
 
     def encoded(self, before: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """The values with factors in `scale_shape`, the codes, and the counts of `Losses` in their order."""
+        """The values given factors in `scale_shape`, the codes, and the counts in the order of `LOSSES`."""
         import torch
 
         plan, element, shape_RC = self.groups.plan, self.groups.plan.scheme.element, self.numbers_RC.shape
@@ -495,16 +497,16 @@ class CompiledRows:
         return values, codes, np.sum(self._each(work), axis=0).tolist()
 
     def scales(self) -> GroupScales | None:
-        """Those of all groups; see `ScaleGroups.scales`."""
+        """The scales of all groups; see `ScaleGroups.scales`."""
         return self.groups.scales(largest=self._largest, errors_of=self._squared_errors)
 
     def _largest(self) -> tuple[torch.Tensor, float]:
-        """The largest magnitudes of groups, and the largest finite one of all, as `ScaleGroups.scales` takes them."""
+        """The largest magnitude of each group, and the largest finite one of all, for `ScaleGroups.scales`."""
         import torch
 
         scheme, num_columns = self.groups.plan.scheme, self.numbers_RC.shape[1]
         top, infinity = _TOP_AND_INFINITY[self.numbers_RC.itemsize]
-        # A block with NaN or an infinity has no scale.
+        # NaN and infinities count for blocks, whose scales they make NaN.
         last = top if scheme.scaling is Scaling.BLOCK else infinity - 1
         found = self._raised((self.num_groups, -(-num_columns // self.run)), self.group_R, self.run, last)
         of_all = 0.0
@@ -516,7 +518,7 @@ class CompiledRows:
         return torch.from_numpy(_numbers_of(found)).view(self.groups.scale_shape or (1,)), of_all
 
     def _raised(self, shape: tuple[int, int], group_R: NDArray[np.int64], run: int, last: Any) -> NDArray[Any]:
-        """The patterns of the largest magnitudes up to the pattern `last`; of few groups those of each part apart."""
+        """The patterns of the largest magnitudes up to `last`; parts that share groups are reduced separately first."""
         is_shared = group_R is not self.group_R or self.groups.plan.scheme.scaling is not Scaling.BLOCK
         top = _TOP_AND_INFINITY[self.numbers_RC.itemsize][0]
         found_GK, patterns_RC = np.zeros(shape, dtype=top.dtype), self.numbers_RC.view(top.dtype)
@@ -532,7 +534,7 @@ class CompiledRows:
         return found_GK
 
     def _squared_errors(self, scales: GroupScales) -> torch.Tensor:
-        """What the squared errors of the values of each group add up to, in `scale_shape`."""
+        """The sum of the squared errors of the values of each group, in `scale_shape`."""
         import torch
 
         values = self.quantized(*factors_of(scales, plan=self.groups.plan), dtype=self.groups.value_dtype)

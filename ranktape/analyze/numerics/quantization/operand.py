@@ -1,11 +1,11 @@
-"""Quantises what is multiplied, as a recipe says, and multiplies it.
+"""Quantises the operands of matrix products as a recipe specifies, and multiplies them.
 
-Values alone, fast, whole or without the factor that a product can take afterwards. Products are exact, as fast as the
-machine multiplies bfloat16 where that loses nothing.
+Only values are computed, with or without a factor that the product can apply afterwards. Products are multiplied as
+bfloat16 if that loses nothing.
 """
 
-# Shapes: R = rows of an operand, S = what the product sums over; A, B = rows of the first and the second operand,
-# C = rows of the second, which are the columns of the product.
+# Shapes: R = rows of an operand, S = the dimension that the product sums over; A, B = rows of the first and the second
+# operand, C = rows of the second operand, which are the columns of the product.
 
 from __future__ import annotations
 
@@ -35,36 +35,36 @@ if TYPE_CHECKING:
 
 
 def quantized_values(x: torch.Tensor, scheme: str, **options: Unpack[QuantizeOptions]) -> torch.Tensor:
-    """The `values` that `quantize` gives, bit for bit, in the type of `x`.
+    """The `values` of `quantize`, bit for bit, in the type of `x`.
 
-    Without codes, counts and float64 numbers for every element: in less time and memory on a CPU, in the threads of
-    torch.
+    On a CPU it takes less time and memory than `quantize`, because it computes no codes and counts and no float64
+    number for every element. It uses as many threads as torch.
 
     Raises:
-        UsageError: as `quantize`.
+        UsageError: as for `quantize`.
     """
     return _values_and_factor(x, plan=plan_of(scheme, num_dims=x.ndim, **options), is_apart=False)[0].to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QuantizedOperand:
-    """A quantised matrix of which rows are multiplied and the last dimension is summed over."""
+    """A quantised matrix as the operand of a product that sums over its last dimension."""
 
     values: torch.Tensor
-    """Contiguous: what times `factor` is the operand. Bfloat16 where every value is a number of it, so that a product
-    in bfloat16 loses nothing; else float32. NaN where a block or an element is NaN."""
+    """Contiguous values, whose product with `factor` is the operand. They are bfloat16 if that represents all of them,
+    so that a product in bfloat16 loses nothing, else float32. NaN where a block or an element is NaN."""
     factor: float | torch.Tensor
-    """Constant along the sum, and finite: a number, or a float32 for each row."""
+    """A finite factor that is constant along the sum: a number, or a float32 for each row."""
 
     @property
     def is_bf16(self) -> bool:
-        """Whether every value is a number of bfloat16; NaN counts as one."""
+        """Whether the values are stored as bfloat16, which represents all of them, including NaN."""
         import torch
 
         return self.values.dtype is torch.bfloat16
 
     def whole(self) -> torch.Tensor:
-        """Values times factor, in float32; the values themselves where the factor is 1."""
+        """Values times factor in float32, or the values themselves if the factor is the number 1."""
         import torch
 
         if isinstance(self.factor, float):
@@ -75,22 +75,22 @@ class QuantizedOperand:
 def quantized_operand(
     x_RS: torch.Tensor, scheme: str | None = None, **options: Unpack[OperandOptions]
 ) -> QuantizedOperand:
-    """The matrix as a product takes it, quantised along its last dimension, over which the product sums.
+    """Quantise a matrix along its last dimension, for a product that sums over it.
 
-    Values times factor are the `values` of `quantize`, but for the rounding of the products of two scales in NVFP4,
-    and rounded to float32 where `x_RS` is float64. Blocks lie along the last dimension, and `scaling="channel"` is one
-    scale for each row: options are else those of `quantize`, and so are NaN, Inf, zeros and empty matrices. With a
-    `rotation` they stay rotated, as both operands of a product are. Without a scheme the values are those of the
-    matrix, or of the rotated one. The matrix may be any view; the result is on its device, detached, and may share its
-    memory.
+    Values times factor are the `values` of `quantize`, except that in NVFP4 the product of two scales is not rounded,
+    and that float64 results are rounded to float32. Blocks are along the last dimension, and `scaling="channel"` gives
+    each row a scale. All other options, NaN, Inf, zeros and empty matrices are treated as in `quantize`. With a
+    `rotation` the values stay rotated, as both operands of a product are. Without a scheme they are those of the
+    matrix, or of the rotated matrix. The matrix may be any view. The result is on its device, detached, and may share
+    its memory.
 
     Raises:
-        UsageError: `x_RS` is no matrix; an option goes with no scheme; or as `quantize`.
+        UsageError: `x_RS` is not a matrix; an option is given without a scheme; or as for `quantize`.
     """
     if x_RS.ndim != 2:  # noqa: PLR2004
         raise UsageError(f"an operand is a matrix, and this has {x_RS.ndim} dimensions: reshape it to [rows, summed]")
     rotation, rotation_seed = options.pop("rotation", 0), options.pop("rotation_seed", None)
-    # Without a scheme values are float32 numbers, which is to say, of the format fp32.
+    # Without a scheme values are float32, which is the format fp32.
     axis = 0 if options.get("scaling") == Scaling.CHANNEL else 1
     plan = recipe_plan(scheme or "fp32", num_dims=2, axis=axis, **options)
     if scheme is None and options:
@@ -98,7 +98,7 @@ def quantized_operand(
             f"{', '.join(options)} has no effect on an operand that is left as it is: give a scheme, or leave it out"
         )
     check_readable(x_RS)
-    # Turned over as it is, and then widened, takes a fifth of both at once.
+    # Transposing first and converting later takes a fifth of the time of both in one operation.
     x = x_RS.detach().contiguous()
     if check_rotation_options(rotation, seed=rotation_seed):
         x = rotated(x, axis=1, size=rotation, seed=rotation_seed)
@@ -109,11 +109,11 @@ def quantized_operand(
 
 
 LOOKED_AT = 4096
-"""Elements that are looked at first: numbers that are none of bfloat16 show among them."""
+"""Number of elements that are checked first, because float32 numbers usually show among them."""
 
 
 def _narrowed(values: torch.Tensor) -> torch.Tensor:
-    """In bfloat16 where every value is a number of it, else in float32."""
+    """The values in bfloat16 if that represents all of them, else in float32."""
     import torch
 
     if values.dtype is torch.bfloat16:
@@ -131,9 +131,9 @@ def _narrowed(values: torch.Tensor) -> torch.Tensor:
 def _values_and_factor(
     x: torch.Tensor, *, plan: QuantizePlan, is_apart: bool
 ) -> tuple[torch.Tensor, float | torch.Tensor]:
-    """The values, and the factor that was left out of them.
+    """The values, and the factor that they lack if `is_apart`.
 
-    Float32, or bfloat16 where it is known that every value is a number of it; of float64 float64.
+    The values are float64 if `x` is, else float32, or bfloat16 if that is known to represent all of them.
     """
     import torch
 
@@ -144,7 +144,7 @@ def _values_and_factor(
 
 
 def _gives_bf16(scaled: ScaledTensor, *, is_apart: bool) -> bool:
-    """Whether values are numbers of bfloat16, whatever the elements are."""
+    """Whether bfloat16 represents the values exactly for any elements."""
     scheme, scales, narrow = scaled.groups.plan.scheme, scaled.scales, FORMATS["bf16"]
     element = scheme.element
     if element.mantissa_bits > narrow.mantissa_bits or element.exponent_bits > narrow.exponent_bits:
@@ -155,7 +155,7 @@ def _gives_bf16(scaled: ScaledTensor, *, is_apart: bool) -> bool:
         least = narrow.min_subnormal / element.min_subnormal
         if scaled.after.amin() >= least:
             return True
-        # Blocks of zeros have the lowest scale that there is, and no bits to lose.
+        # Blocks of zeros have the lowest scale, and no bits to lose.
         has_bits = (scales.largest > 0) & scales.largest.isfinite()
         return bool((scaled.after >= least).logical_or_(~has_bits).all())
     bits = element.mantissa_bits + 1 + (0 if scheme.scale is None else scheme.scale.mantissa_bits + 1)
@@ -163,20 +163,20 @@ def _gives_bf16(scaled: ScaledTensor, *, is_apart: bool) -> bool:
 
 
 SMALL = 1 << 22
-"""Up to so many multiplications bfloat16 takes no less time than float32."""
+"""Number of multiplications up to which bfloat16 is not faster than float32."""
 
 _SETTING = threading.RLock()
-"""Held while the precision of products of float32 is another one than the process's."""
+"""The lock for changing the precision of float32 products in the process."""
 
 
 def matrix_product(a: QuantizedOperand, b: QuantizedOperand) -> torch.Tensor:
     """The product of both matrices over the last dimension of each, as float32 `[rows of a, rows of b]`.
 
-    Every product of two elements is exact where both operands are numbers of bfloat16, and rounded to float32 where
-    not; sums are float32, in an order that the machine chooses. NaN and Inf follow IEEE 754. Numbers below 2**-126 may
-    be taken as 0. Sums over nothing are 0. Both are on one device.
+    Every product of two elements is exact if both operands are bfloat16, else rounded to float32. Sums are float32, in
+    an order that depends on the machine. NaN and Inf follow IEEE 754. Magnitudes below 2**-126 may be flushed to 0.
+    Empty sums are 0. Both operands are on one device.
 
-    While CPU operands in bfloat16 are multiplied, so are the float32 matrices of other threads of the process.
+    While CPU operands in bfloat16 are multiplied, other threads of the process multiply float32 matrices as bfloat16.
     """
     import torch
 
@@ -193,10 +193,10 @@ def matrix_product(a: QuantizedOperand, b: QuantizedOperand) -> torch.Tensor:
 
 
 def difference_from(base_RC: torch.Tensor, a: QuantizedOperand, b: QuantizedOperand) -> torch.Tensor | None:
-    """The product minus a base in bfloat16, where that takes half the time of the product; None where it does not.
+    """The product minus a bfloat16 base, if that takes half the time of `matrix_product`; else None.
 
-    Sums are float32, and the difference is rounded once, to bfloat16. Beside a base that is near the product, that
-    leaves the product far more digits than bfloat16 has: what a format loses is right to 2**-9 of itself.
+    Sums are float32, and the difference is rounded once, to bfloat16. If the base is near the product, the loss of a
+    format is therefore correct to a relative 2**-9, which needs far more digits of the product than bfloat16 has.
     """
     size = base_RC.numel() * a.values.shape[1]
     if not (isinstance(a.factor, float) and isinstance(b.factor, float) and a.is_bf16 and b.is_bf16):
@@ -209,7 +209,7 @@ def difference_from(base_RC: torch.Tensor, a: QuantizedOperand, b: QuantizedOper
 
 
 def _multiplies_bf16(device: torch.device) -> bool:
-    """Whether the device is a CPU with instructions for it, which sum in float32 and round at the end."""
+    """Whether the device is a CPU with bfloat16 instructions, which sum in float32 and round at the end."""
     import torch
 
     if device.type != "cpu" or not cast("bool", torch.backends.mkldnn.enabled):
@@ -220,7 +220,7 @@ def _multiplies_bf16(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def _float32_products(precision: str) -> Iterator[None]:
-    """Matrices of float32 are multiplied as `bf16`, or as they are by `ieee`, whatever the process has chosen."""
+    """Multiply float32 matrices in this precision on a CPU, and in `ieee` on CUDA, despite the process's settings."""
     import torch
 
     with _SETTING:
@@ -234,7 +234,7 @@ def _float32_products(precision: str) -> Iterator[None]:
                 yield
             finally:
                 for place, setting in zip(places, before, strict=True):
-                    place.fp32_precision = "none"  # what is chosen for all backends counts
+                    place.fp32_precision = "none"  # the setting for all backends applies
                     if place.fp32_precision != setting:
                         place.fp32_precision = setting
         else:
@@ -249,21 +249,21 @@ def _float32_products(precision: str) -> Iterator[None]:
 def quantized_operands(
     product: ProductRecipe, a_AS: torch.Tensor, b_BS: torch.Tensor, *, seed: int
 ) -> tuple[QuantizedOperand, QuantizedOperand]:
-    """Both operands of `a_AS @ b_BS.T`, in the order in which `PRODUCTS` names them.
+    """The quantised operands of `a_AS @ b_BS.T`, in the order of `PRODUCTS`.
 
-    What is stochastic draws from `seed`, each operand its own numbers. Rotated operands stay rotated: the product of
-    the two is that of what they were. Zeros fill up the sum to whole runs of the rotation, and the operands are longer
-    by them. NaN, Inf, zeros and empty matrices are those of `quantized_operand`.
+    Stochastic rounding draws from `seed`, different numbers for each operand. Rotated operands stay rotated, which does
+    not change their product. They are padded with zeros to whole runs of the rotation. NaN, Inf, zeros and empty
+    matrices are treated as in `quantized_operand`.
 
     Raises:
-        UsageError: one is no matrix of real floating-point numbers.
+        UsageError: an operand is not a matrix of real floating-point numbers.
     """
     first, second = product.operands
     return one_operand(product, first, a_AS, seed=seed), one_operand(product, second, b_BS, seed=seed)
 
 
 def one_operand(product: ProductRecipe, name: str, x_RS: torch.Tensor, *, seed: int) -> QuantizedOperand:
-    """The operand of that name as `quantized_operands` gives it."""
+    """The operand with this name of `quantized_operands`."""
     operand = product.operands[name]
     options: dict[str, Any] = operand.options
     if operand.is_stochastic:

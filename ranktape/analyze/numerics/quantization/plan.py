@@ -1,4 +1,4 @@
-"""Gives the plan of one quantisation: what its options mean, each of them checked."""
+"""The plan of a quantisation: its options, checked and with defaults resolved."""
 
 from __future__ import annotations
 
@@ -25,80 +25,80 @@ from ranktape.analyze.numerics.quantization.schemes import (
 from ranktape.errors import UsageError
 
 EXACT = "exact"
-"""The scale rule of scales that are no powers of two: the largest magnitude becomes the target."""
+"""The rule of scales that are not powers of two: the largest magnitude becomes the target."""
 
 MAX_SCALE_OFFSET = 4096
-"""Long before it, every scale is at an end of its range."""
+"""The largest magnitude of an offset; with it, every scale is at an end of its range."""
 
 MAX_BLOCK_SIZE = 2**31 - 1
-"""What a kernel can count, along one side."""
+"""The largest side of a block that a kernel can count."""
 
 
 class OperandOptions(TypedDict, total=False):
-    """The options of all that quantises, where it is clear along which axis."""
+    """The options of `quantize` except the axis."""
 
     scaling: str | None
-    """Which elements share a scale: a word of `Scaling`; None: as the scheme has it."""
+    """The elements that share a scale: a value of `Scaling`, or None for the default of the scheme."""
     block_size: int | tuple[int, int] | None
-    """Elements of a block along the axis, or rows and columns of a tile; None: those of the scheme, or else 32."""
+    """Elements of a block along the axis, or rows and columns of a tile; None for those of the scheme, or else 32."""
     scale_format: str | None
-    """What the scales of blocks are stored in, a word of `SCALE_FORMATS`; None: as the scheme has it, or else e8m0."""
+    """The format of the scales of blocks, one of `SCALE_FORMATS`; None for that of the scheme, or else e8m0."""
     scale_rule: str | None
-    """How scales follow from largest magnitudes: a word of `ScaleRule`, or `exact`; None: the usual one."""
+    """How scales follow from largest magnitudes: a value of `ScaleRule`, or `exact`; None for the default."""
     four_over_six: bool
-    """Whether each block has the better of two scales: with one its largest magnitude becomes 6, with the other 4."""
+    """Whether each block has the better of two scales, which map its largest magnitude to 6 and to 4."""
     rounding: str | None
-    """A word of `Rounding`; None: the format's own, or with a seed `stochastic`."""
+    """A value of `Rounding`; None for `stochastic` if there is a seed, else the default of the format."""
     scale_offset: int
-    """Added to the exponent of each scale; for NVFP4 of the tensor's scale."""
+    """The number added to the exponent of each scale; in NVFP4 to that of the tensor's scale."""
     saturate: bool
-    """Whether what is beyond the largest value becomes the largest value, and not an infinity or NaN."""
+    """Whether values beyond the largest value become the largest value, instead of infinity or NaN."""
     seed: int | None
-    """Of stochastic rounding."""
+    """The seed of stochastic rounding."""
     scale_bits: int
     """Width of the exponent of a scale that is a power of two."""
     rotation: int
-    """Size of the Hadamard matrices that turn the elements along the axis before; 0: none do."""
+    """Size of the Hadamard matrices that rotate the elements along the axis first; 0 for no rotation."""
     rotation_seed: int | None
-    """Of the random signs of the rotation; None: there are none."""
+    """The seed of the random signs of the rotation; None for no signs."""
 
 
 class QuantizeOptions(OperandOptions, total=False):
     """The options of `quantize`."""
 
     axis: int
-    """Along which blocks lie, or channels are told apart; tiles lie in the last two dimensions."""
+    """The axis of the blocks or channels; tiles are in the last two dimensions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizePlan:
-    """Every choice that a quantisation depends on, none left open."""
+    """Every choice that a quantisation depends on."""
 
     scheme: Scheme
     """Elements, groups and the size of blocks."""
     axis: int
-    """Along which blocks lie, or which counts channels; not negative."""
+    """The axis of the blocks or channels; not negative."""
     scale_rule: ScaleRule | None
-    """None: the scale is the largest magnitude over the target, rounded to what it is stored in (NVFP4's: its own)."""
+    """None for the largest magnitude over the target, rounded to the format of scales (in NVFP4 for its own rule)."""
     rounding: Rounding
-    """Of the elements."""
+    """The rounding of the elements."""
     scale_offset: int = 0
-    """Added to the exponent of each scale; for NVFP4 of the tensor's scale."""
+    """The number added to the exponent of each scale; in NVFP4 to that of the tensor's scale."""
     saturate: bool = True
-    """Whether what is beyond the largest value becomes the largest value."""
+    """Whether values beyond the largest value become the largest value."""
     seed: int = 0
-    """Of stochastic rounding; without meaning for the others."""
+    """The seed of stochastic rounding; other roundings ignore it."""
     scale_bits: int = MAX_SCALE_BITS
     """Width of the exponent of a scale that is a power of two."""
     four_over_six: bool = False
     """Whether each block has the better of two scales."""
     rotation: int = 0
-    """Size of the Hadamard matrices that rotate before; 0: none do."""
+    """Size of the Hadamard matrices that rotate the elements first; 0 for no rotation."""
     rotation_seed: int | None = None
-    """Of their random signs; None: there are none."""
+    """The seed of the random signs of the rotation; None for no signs."""
 
     def group_length(self, shape: tuple[int, ...]) -> int:
-        """How long the runs along the axis are that share a scale, in a tensor of that shape."""
+        """The length of the runs along the axis that share a scale, in a tensor of this shape."""
         if self.scheme.scaling is Scaling.BLOCK:
             return self.scheme.block_size
         return 1 if self.scheme.scaling is Scaling.CHANNEL else max(1, shape[self.axis])
@@ -122,17 +122,17 @@ def plan_of(
     rotation: int = 0,
     rotation_seed: int | None = None,
 ) -> QuantizePlan:
-    """The plan that `QuantizeOptions` mean for a tensor with so many dimensions.
+    """The plan of `QuantizeOptions` for a tensor with `num_dims` dimensions.
 
     Raises:
-        UsageError: an option is unknown, out of its range, or without effect on this scheme.
+        UsageError: an option is unknown, out of range, or has no effect on this scheme.
     """
     for option, given in (("scale_format", scale_format), ("scale_rule", scale_rule)):
         _check_word(given, name=option)
     scheme = _with_scale(_scheme(name, scaling=scaling, block_size=block_size), scale_format=scale_format)
     element = scheme.element
     check_values(element)
-    element.overflow_value(saturate=saturate)  # refuses what has nothing to overflow to
+    element.overflow_value(saturate=saturate)  # raises if the format has nothing to overflow to
     return QuantizePlan(
         scheme=scheme,
         axis=_axis(axis, num_dims=num_dims, scheme=scheme),
@@ -152,14 +152,14 @@ _kept_plan = functools.lru_cache(maxsize=512, typed=True)(plan_of)
 
 
 def recipe_plan(name: str, **options: Any) -> QuantizePlan:
-    """`plan_of`, made once for each choice of options: a replay asks for the same plans for every call.
+    """`plan_of` with a cache, because a replay needs the same plans for every call.
 
     Raises:
-        UsageError: as `plan_of`.
+        UsageError: as for `plan_of`.
     """
     try:
         return _kept_plan(name, **options)
-    except TypeError:  # a value that has no hash, which no option takes
+    except TypeError:  # an unhashable value, which `plan_of` refuses
         return plan_of(name, **options)
 
 
@@ -217,7 +217,7 @@ def _with_scale(scheme: Scheme, *, scale_format: str | None) -> Scheme:
 
 
 def _axis(axis: int, *, num_dims: int, scheme: Scheme) -> int:
-    """Not negative; a number without dimensions is a row of one element."""
+    """The axis, not negative; a tensor without dimensions is a row of one element."""
     wanted, end = _integer(axis, name="axis"), max(num_dims, 1)
     if not -end <= wanted < end:
         raise UsageError(f"axis is {wanted}: the tensor has {num_dims} dimensions, so it is {-end} to {end - 1}")
@@ -280,16 +280,16 @@ def _four_over_six(is_wanted: Any, *, scheme: Scheme) -> bool:
 
 
 def check_rotation_options(rotation: int, *, seed: int | None) -> int:
-    """The size of a rotation, 0 for none.
+    """Check the options of a rotation, and return its size, 0 for none.
 
     Raises:
-        UsageError: it is neither 0 nor a power of two, or the seed is no integer, or has no effect.
+        UsageError: the size is neither 0 nor a power of two; or the seed is not an integer or has no effect.
     """
     size = _integer(rotation, name="rotation")
     if size < 0 or size & (size - 1):
         raise UsageError(f"rotation is {size}: Hadamard matrices have a power of two as their size, or 0 for none")
     if seed is not None:
-        state_of(seed)  # refuses what is no integer
+        state_of(seed)  # raises if it is not an integer
         if not size:
             raise UsageError(f"rotation_seed is {seed}, and nothing is rotated: give the size `rotation`")
     return size

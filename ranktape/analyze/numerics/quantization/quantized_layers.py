@@ -1,8 +1,8 @@
-"""Gives `fake_quantize`: a tensor or a model that computes in low precision, in the types that it has.
+"""Fake quantisation of tensors and models, which keep their types.
 
-The linear layers of a model become such that compute with quantised operands, under the same names.
+The linear layers of a model compute with quantised operands, under the same names.
 
-Imports torch: a file for models that are there. A capture knows the class by its name.
+This module imports torch; only code that already has a model imports it. Captures recognise the class by its name.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer whose three products are computed as a recipe says; called as `nn.Linear` is.
+    """A linear layer that quantises the operands of its three products by a recipe; called like `nn.Linear`.
 
-    A layer that is there becomes one by `become_quantized`: whoever holds it, its parameters or its hooks holds them
-    still. A hook of its own quantises what goes into `forward`, so that hooks which are put on later, as those of a
-    capture, see the operands that are computed with, and those that they were made from.
+    `become_quantized` turns an existing layer into one, so references to the layer, its parameters and hooks stay
+    valid. A pre-forward hook of the layer quantises the arguments of `forward`, so hooks that are registered later, as
+    by a capture, get the operands of the product and the tensors from which they were made.
     """
 
     in_features: int
@@ -50,28 +50,28 @@ class QuantizedLinear(nn.Module):
     draws: Draws
 
     def forward(self, x: Tensor, weight: Tensor, wide_x: Tensor, wide_weight: Tensor) -> Tensor:
-        """The product of the operands that `_quantize` has made of the input."""
+        """The product of the operands that the hook `_quantize` makes of the input."""
         operands = LinearOperands(x, weight, wide_x, wide_weight)
         return linear_product(operands, self.bias, recipe=self.recipe, draws=self.draws)
 
     def extra_repr(self) -> str:
-        """What is printed of the layer."""
+        """The features and the recipe, for printing the layer."""
         return f"{self.in_features}, {self.out_features}, recipe={self.recipe.name}"
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether it is an `nn.Linear` and nothing that derives from it, but for what FSDP2 makes of one."""
+    """Whether the module is an `nn.Linear`, or the class that FSDP2 derives from it, but no other subclass."""
     kind = type(module)
     return kind is nn.Linear or (kind.__bases__[1:] == (nn.Linear,) and _is_fsdp(kind))
 
 
 def _is_fsdp(kind: type) -> bool:
-    # By its name: torch.distributed.fsdp is slow to import, and where it is not loaded no class is of it.
+    # By name, because torch.distributed.fsdp is slow to import, and no such class exists if it is not loaded.
     return kind.__bases__[0].__name__ == "FSDPModule" and kind.__bases__[0].__module__.startswith("torch.")
 
 
 def become_quantized(linear: nn.Module, *, recipe: Recipe, stream: int = 0) -> None:
-    """Have a plain linear layer compute as a recipe says; `stream` tells the stochastic rounding of layers apart."""
+    """Make a plain linear layer compute by a recipe; different streams give layers different random numbers."""
     kind = type(linear)
     linear.__class__ = (
         QuantizedLinear
@@ -83,7 +83,7 @@ def become_quantized(linear: nn.Module, *, recipe: Recipe, stream: int = 0) -> N
     linear.register_forward_pre_hook(_quantize, with_kwargs=True)
 
 
-# Not compiled: each layer has a recipe and draws of its own, and would be a recompilation of it.
+# Not compiled, because every layer has its own recipe and draws, and would cause a recompilation.
 @as_written
 def _quantize(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -104,10 +104,10 @@ def quantize_model(
     recipe: RecipeWord | None = None,
     plan: str | os.PathLike[str] | PrecisionPlan | None = None,
 ) -> None:
-    """Have the `nn.Linear` in a model compute in low precision: what `fake_quantize` does with one.
+    """`fake_quantize` of a model.
 
     Raises:
-        UsageError: as `fake_quantize`.
+        UsageError: as for `fake_quantize`.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     linears = {name: module for name, module in modules.items() if is_plain_linear(module)}
@@ -129,7 +129,7 @@ def quantize_model(
 
 
 def inside_words(modules: Sequence[str]) -> str:
-    """What becomes of projections of `nn.MultiheadAttention` that a plan gives a recipe."""
+    """The warning that projections of `nn.MultiheadAttention` with a recipe in the plan are not quantised."""
     more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
     return (
         f"{modules[0]}{more} stay as they are: nn.MultiheadAttention multiplies by these weights itself, and calls no "
@@ -140,9 +140,9 @@ def inside_words(modules: Sequence[str]) -> str:
 def quantize_layers(
     linears: Mapping[str, nn.Module], recipes: Mapping[str, Recipe], *, first_stream: int = 0
 ) -> list[nn.Module]:
-    """Have each of these plain layers compute with the recipe of its name, and return them.
+    """Make each plain layer compute with the recipe of its name, and return the layers.
 
-    One that has several names computes with the recipe of the first.
+    A layer with several names uses the recipe of the first.
     """
     done: dict[nn.Module, None] = {}
     for stream, (name, recipe) in enumerate(recipes.items(), start=first_stream):
@@ -153,9 +153,9 @@ def quantize_layers(
 
 
 def recipes_of_layers(recipe: Recipe, modules: Iterable[str], *, keeps_bf16: bool = True) -> dict[str, Recipe]:
-    """The recipe, for those of the modules of a model that it does not leave in bf16.
+    """The recipe of each module of a model, without the modules that it leaves in bf16.
 
-    Without `keeps_bf16` those are rounded to bf16.
+    If `keeps_bf16` is False, these modules are included, with a recipe that rounds to bf16.
     """
     numbers = {name: _layer_idx(name) for name in modules}
     count = 1 + max(numbers.values())
@@ -164,7 +164,7 @@ def recipes_of_layers(recipe: Recipe, modules: Iterable[str], *, keeps_bf16: boo
 
 
 def _layer_idx(name: str) -> int:
-    """The number of the layer that a module is in, from its dotted path: the first number; -1 where there is none."""
+    """The index of the layer that contains a module: the first number in its dotted path, or -1 if there is none."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), -1)
 
 
@@ -181,27 +181,26 @@ def fake_quantize(
     **options: Unpack[QuantizeOptions],
 ) -> Tensor: ...
 def fake_quantize(x: Any, **options: Any) -> Any:
-    """A tensor quantised, or a model whose linear layers compute with quantised operands.
+    """Quantise a tensor, or make the linear layers of a model compute with quantised operands.
 
-    A tensor is quantised with the scheme `forward` ("mxfp8_e4m3" by default), its gradient with the scheme `backward`
-    (None by default); one that is None changes nothing. The other options are those of `quantize`, for both. NaN, Inf,
-    zeros and empty tensors become what `quantize` makes of them. The gradient passes straight through: where an
-    element was clamped or became zero, too. There is no gradient of the gradient: to ask for one raises. Type, shape
-    and device are those of `x`: values that do not fit its type (the float32 scale of NVFP4 in bfloat16) are rounded
-    to it once more.
+    A tensor is quantised with the scheme `forward` ("mxfp8_e4m3" by default) and its gradient with the scheme
+    `backward` (None by default); None means no quantisation. The other options are those of `quantize`, for both. NaN,
+    Inf, zeros and empty tensors are treated as in `quantize`. The gradient passes straight through, even for elements
+    that were clamped or became zero. There is no second derivative; computing one raises. Type, shape and device are
+    those of `x`: values that its type cannot represent (the float32 scale of NVFP4 in bfloat16) are rounded once more.
 
-    A model is changed in place, and returned: every `nn.Linear` inside of it that is to be quantised becomes a layer
-    whose three products are computed as a recipe says; it stays the same object, with its name, parameters and hooks,
-    so that DDP or FSDP may wrap it before or after. With `recipe`, all
-    but those that the recipe leaves in bf16; of a recipe with exceptions for the first and last layers, a layer's
-    number is the first one in its dotted path. With `plan` (a file, or a `PrecisionPlan`), those that the plan names,
-    each with its own. Classes that derive from `nn.Linear` stay: they may compute something else. Weights that tensor
-    parallelism shards (DTensor) are refused by the first forward pass. A capture records the operands that are computed
-    with as `input` and `weight`, and what they were made from as `wide_input` and `wide_weight`.
+    A model is changed in place and returned. Each `nn.Linear` inside the model that is to be quantised computes its
+    three products by a recipe. It stays the same object, with its name, parameters and hooks, so DDP or FSDP may wrap
+    it before or after. With `recipe`, all linear layers are quantised except those that the recipe leaves in bf16; if
+    the recipe makes exceptions for the first and last layers, the number of a layer is the first one in its dotted
+    path. With `plan` (a file, or a `PrecisionPlan`), the layers that the plan names are quantised, each with its own
+    recipe. Subclasses of `nn.Linear` are not changed, because they may compute something else. If weights are sharded
+    by tensor parallelism (DTensor), the first forward pass raises. A capture records the operands of the product as
+    `input` and `weight`, and the tensors from which they were made as `wide_input` and `wide_weight`.
 
     Raises:
-        UsageError: a scheme, a recipe or an option is not known; `x` does not hold real floating-point numbers; the
-            model has no linear layer, or not one that the plan names; neither a recipe nor a plan is given, or both.
+        UsageError: a scheme, recipe or option is unknown; `x` is not of real floating-point numbers; the model has no
+            linear layer, or not one that the plan names; or not exactly one of `recipe` and `plan` is given.
     """
     if isinstance(x, nn.Module):
         quantize_model(x, **options)

@@ -1,6 +1,6 @@
-"""Computes linear products and attention with quantised operands, as functions of torch that have gradients.
+"""Computes linear products and attention with quantised operands, as differentiable torch functions.
 
-Imports torch: a file for functions that are called with tensors.
+This module imports torch; only code that already has tensors imports it.
 """
 
 # Shapes: T = tokens, I = inputs of a linear layer, O = outputs.
@@ -29,25 +29,25 @@ Result = TypeVar("Result")
 
 
 def as_written(function: Callable[Params, Result]) -> Callable[Params, Result]:
-    """A function that `torch.compile` calls, and does not look into: the loops that quantise are compiled already."""
+    """Exclude a function from `torch.compile`, because the loops that quantise are already compiled."""
     return cast("Callable[Params, Result]", torch.compiler.disable(function))
 
 
 class Draws:
-    """The seeds of stochastic rounding: another one for each product that is computed, the same in every run.
+    """The seeds of stochastic rounding: different for each computed product, the same in every run.
 
-    A seed follows from that of the recipe, the rank, the stream, the product, and how many there were before it of
-    this product. In the backward pass they are counted as gradients come, so that activation checkpoints, which
-    compute the forward pass twice, change nothing there.
+    A seed depends on the seed of the recipe, the rank, the stream, the kind of product, and the number of previous
+    products of this kind. Products of the backward pass are counted when gradients arrive, so activation checkpointing,
+    which computes the forward pass twice, does not change their seeds.
     """
 
     def __init__(self, stream: int = 0) -> None:
-        """Begin with the first ones; layers with streams of their own draw apart from each other."""
+        """Start with the first seeds of a stream; layers with different streams draw different numbers."""
         self._stream = stream
         self._counts: Counter[str] = Counter()
 
     def next_seed(self, recipe: Recipe, *, product: str) -> int:
-        """The seed of the next product of that name."""
+        """The seed of the next product with this name."""
         if not recipe.products[product].is_stochastic:
             return recipe.seed
         self._counts[product] += 1
@@ -58,37 +58,37 @@ class Draws:
 
 
 _OF_PROCESS = Draws()
-"""Where a caller has none of its own."""
+"""The draws of callers that pass none."""
 
 
 class LinearOperands(NamedTuple):
-    """What the three products of a linear layer are computed with."""
+    """The operands from which the three products of a linear layer are computed."""
 
     x: Tensor
-    """The input, quantised for the forward product; longer, where zeros fill up the runs of a rotation."""
+    """The input, quantised for the forward product and padded with zeros to whole runs of the rotation."""
     weight: Tensor
-    """The weight, quantised likewise."""
+    """The weight, quantised and padded like `x`."""
     wide_x: Tensor
-    """The input before it was quantised, without gradients: the backward pass quantises it for its own product."""
+    """The input before quantisation, without gradients, which the backward pass quantises for its own product."""
     wide_weight: Tensor
-    """The weight, likewise."""
+    """The weight before quantisation, without gradients."""
 
 
 def quantized_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe, draws: Draws | None = None
 ) -> Tensor:
-    """What `torch.nn.functional.linear` gives, were its three products computed with a recipe's operands.
+    """`torch.nn.functional.linear` with the three products computed from operands that a recipe quantises.
 
-    Each of the products quantises what it multiplies from what it was before, along what it adds up: the gradient of
-    the output and the weight along the outputs, the gradient of the output and the input along the tokens. Under
-    autocast it computes in its type. The bias is not quantised, and cast to the type of the operands. Exceptions of
-    the recipe are not asked for: the caller knows the layer. NaN, Inf and zeros become what `quantize` makes of them.
+    Each product quantises its unquantised operands along the dimension that it sums over: the output along the inputs,
+    the gradient of the input along the outputs, the gradient of the weight along the tokens. Under autocast it computes
+    in the autocast type. The bias is not quantised, but cast to the type of the operands. The layers that the recipe
+    leaves in bf16 are not considered here. NaN, Inf and zeros are treated as in `quantize`.
 
-    x is [..., inputs], weight [outputs, inputs], bias [outputs]; the result is [..., outputs], in the type of the
-    operands. Without `draws`, stochastic rounding counts the calls of the process.
+    `x` is [..., inputs], `weight` [outputs, inputs], `bias` [outputs]; the result is [..., outputs], in the type of the
+    operands. Without `draws`, the seeds of stochastic rounding count the calls in the process.
 
     Raises:
-        UsageError: the operands do not hold real floating-point numbers, or a tile or rotation does not fit them.
+        UsageError: the operands are not real floating-point numbers, or a tile or rotation does not fit them.
     """
     draws = draws or _OF_PROCESS
     return linear_product(linear_operands(x, weight, recipe=recipe, draws=draws), bias, recipe=recipe, draws=draws)
@@ -98,7 +98,7 @@ def quantized_linear(
 def linear_operands(x: Tensor, weight: Tensor, *, recipe: Recipe, draws: Draws) -> LinearOperands:
     """The operands of a linear layer, quantised for its forward product.
 
-    Under autocast both are cast to its type first, as what enters a quantiser in such a training.
+    Under autocast both are first cast to the autocast type, as in training with autocast and a quantiser.
     """
     x, weight = as_computed(x, weight)
     wide_x, wide_weight = x.detach(), weight.detach()
@@ -109,10 +109,10 @@ def linear_operands(x: Tensor, weight: Tensor, *, recipe: Recipe, draws: Draws) 
 
 
 def as_computed(*operands: Tensor) -> tuple[Tensor, ...]:
-    """The operands of one product in the type that it is computed in: under autocast, that of autocast."""
+    """The operands of a product in the type in which it is computed, which under autocast is the autocast type."""
     kind = operands[0].device.type
     is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    # Autocast leaves float64 as it is.
+    # Autocast does not cast float64.
     if not is_on or any(operand.dtype is torch.float64 for operand in operands):
         return operands
     return tuple(operand.to(torch.get_autocast_dtype(kind)) for operand in operands)
@@ -120,9 +120,9 @@ def as_computed(*operands: Tensor) -> tuple[Tensor, ...]:
 
 @as_written
 def linear_product(operands: LinearOperands, bias: Tensor | None = None, *, recipe: Recipe, draws: Draws) -> Tensor:
-    """`x @ weight.T + bias` of operands that are quantised; the backward pass quantises for its own two products.
+    """`x @ weight.T + bias` of quantised operands; the backward pass quantises the operands of its two products.
 
-    The gradient of the bias is that of a linear layer.
+    The gradient of the bias is the same as in a linear layer.
     """
     product: Tensor = _Product.apply(*operands, bias, recipe, draws)  # type: ignore[no-untyped-call]
     return product
@@ -136,10 +136,10 @@ def fake_quantized(
     backward: str | None = None,
     **options: Unpack[QuantizeOptions],
 ) -> Tensor:
-    """What `fake_quantize` gives of a tensor.
+    """`fake_quantize` of a tensor.
 
     Raises:
-        UsageError: as `fake_quantize`.
+        UsageError: as for `fake_quantize`.
     """
     for name, scheme in (("forward", forward), ("backward", backward)):
         if scheme is None:
@@ -157,16 +157,16 @@ def fake_quantized(
 
 
 def straight_through(x: Tensor, values: Tensor, on_gradient: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """The values, with the gradient of `x`: as it comes, or what `on_gradient` makes of it.
+    """The values, whose gradient is passed to `x`, through `on_gradient` if that is given.
 
-    There is no gradient of the gradient: to ask for one raises.
+    There is no second derivative; computing one raises.
     """
     passed: Tensor = _StraightThrough.apply(x, values, on_gradient)  # type: ignore[no-untyped-call]
     return passed
 
 
 def _narrow(product: str, a_RS: Tensor, b_CS: Tensor, *, recipe: Recipe, draws: Draws) -> tuple[Tensor, Tensor]:
-    """Both operands of a product over their last dimension as it takes them, in their type."""
+    """Both operands, quantised for a product over their last dimension, in their own types."""
     how = recipe.products[product]
     if not how.rotation and all(operand.scheme is None for operand in how.operands.values()):
         return a_RS, b_CS
@@ -179,7 +179,7 @@ def _in_type(operand: QuantizedOperand, dtype: torch.dtype) -> Tensor:
 
 
 def _filled(grad: Tensor, num_zeros: int) -> Tensor:
-    """The gradient of an operand that is longer by so many zeros."""
+    """The gradient of an operand, padded with `num_zeros` zeros."""
     return functional.pad(grad, (0, num_zeros)) if num_zeros else grad
 
 
@@ -187,7 +187,7 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, values: Tensor, on_gradient: Callable[[Tensor], Tensor] | None) -> Tensor:
         ctx.on_gradient, ctx.shape = on_gradient, x.shape
-        # A result that is the input would be the input with another history.
+        # Autograd would treat a returned input as the input itself with a new history.
         return values.view_as(values)
 
     @staticmethod
@@ -239,7 +239,7 @@ class _Product(torch.autograd.Function):
 
 
 _ATTENTION_PRODUCTS = dict(zip(ATTENTION_OPERANDS, ("output", "output", "output", "grad_input"), strict=True))
-"""The products of a linear layer whose recipes the operands of attention follow, and whose draws they share."""
+"""The linear product whose recipe and draws each operand of attention uses."""
 
 
 @as_written
@@ -252,17 +252,17 @@ def quantized_attention(
     recipe: Recipe,
     draws: Draws,
 ) -> Tensor:
-    """What `function` gives of a query, key and value as a recipe quantises them; its gradients come from those, too.
+    """Call `function` with the quantised query, key and value, from which its gradients are computed, too.
 
-    Query and key are quantised along the elements of a head, the value along the keys, as the recipe's `input` of the
-    product `output`; the gradient of the output along the elements of a head, as its `grad_output` of `grad_input`. The
-    probabilities stay as `function` computes them. Nothing is rotated. Under autocast the operands are cast first. NaN,
-    Inf and zeros become what `quantize` makes of them.
+    Query and key are quantised along the elements of a head and the value along the keys, as the recipe's `input` of
+    the product `output`. The gradient of the output is quantised along the elements of a head, as its `grad_output` of
+    `grad_input`. The probabilities are not quantised, and nothing is rotated. Under autocast the operands are cast
+    first. NaN, Inf and zeros are treated as in `quantize`.
 
-    Operands are [..., tokens, elements of a head]; the last dimension of what `function` gives is that, too.
+    The operands and the result of `function` are [..., tokens, elements of a head].
 
     Raises:
-        UsageError: an operand is sharded (DTensor), or does not hold real floating-point numbers.
+        UsageError: an operand is sharded (DTensor), or is not of real floating-point numbers.
     """
     if any(hasattr(one, "device_mesh") for one in (query, key, value)):
         raise UsageError(

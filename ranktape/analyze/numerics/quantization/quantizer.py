@@ -1,13 +1,13 @@
-"""Quantises what users pass, arrays of numpy, tensors of torch or lists, and warns of what is lost.
+"""Quantises numpy arrays, torch tensors and lists, and warns of losses.
 
-Compiled loops round what they know on a CPU; everything else is rounded in float64 by operations of torch, piece by
-piece, on the tensor's device. Both give the same bits.
+On a CPU, compiled loops round what they support. Everything else is rounded in float64 by torch operations, piece by
+piece, on the device of the tensor. Both give the same bits.
 
-Rotations by Hadamard matrices spread an outlier over its neighbours along an axis. A product whose two operands are
-rotated along what it sums over is the same, but for rounding: the matrices are orthonormal.
+Rotations by Hadamard matrices spread an outlier over its neighbours along an axis. The matrices are orthonormal, so
+rotating both operands along the dimension that a product sums over changes the product only by rounding.
 """
 
-# Shapes: G = groups that are rotated, N = the size of the matrix, I = elements after the axis.
+# Shapes: G = groups that are rotated, N = size of the matrix, I = elements after the axis.
 
 from __future__ import annotations
 
@@ -47,36 +47,36 @@ if TYPE_CHECKING:
 def quantize(
     x: AnyArray | torch.Tensor, scheme: str, *, warn: bool = True, **options: Unpack[QuantizeOptions]
 ) -> Quantized:
-    """The tensor in a low-precision format: its values, codes and scales, and what was lost.
+    """Quantise a tensor to a low-precision format: the values, codes, scales and losses.
 
-    A block that holds NaN or Inf becomes NaN as a whole; elsewhere NaN stays NaN, and Inf becomes the largest value, or
-    with `saturate=False` Inf, or NaN where the format has none. Zeros keep their sign where the format has a negative
-    zero. A block of zeros has the smallest scale there is, and so has a tensor or channel of zeros whose scales are
-    powers of two; by the rule `exact` it has the scale 1. Empty tensors give empty results; a tensor without dimensions
-    is a row of one element.
+    A block with NaN or Inf becomes NaN as a whole. Elsewhere NaN stays NaN, and Inf becomes the largest value, or with
+    `saturate=False` Inf, or NaN if the format has no Inf. Zeros keep their sign if the format has a negative zero. A
+    block of zeros has the smallest scale, and so has a tensor or channel of zeros if scales are powers of two; by the
+    rule `exact` it has the scale 1. Empty tensors give empty results. A tensor without dimensions is a row of one
+    element.
 
-    `scheme` is a name of `SCHEMES` or `TABLE_SCHEMES`, which come in blocks, or of `FORMATS`, whose elements have no
-    scale unless `scaling` gives them one: `tensor`, `channel` (one for each index along `axis`) or `block` (of
-    `block_size` neighbours along `axis`, the last one shorter; 32 unless given; or tiles of so many rows and columns,
-    those at the edges smaller). `scale_rule` is `floor` for blocks whose scales are powers of two; for all others
-    `exact`, the largest finite magnitude over the largest value of the format (8 for hif8), rounded to what the scale
-    is stored in. The exponent of a scale is that of the rule plus `scale_offset`, as far as `scale_bits` bits can say
-    it. With `four_over_six` a block has the scale with which the squared errors of its values add up to less; the one
-    for 6 of two that are as good (arXiv 2512.02010). Stochastic rounding draws for each element a number that follows
-    from `seed` and its index in C order alone; hybrid rounding looks at the bits of scaled elements as float32, of
-    unscaled ones in their own type. With a `rotation` codes, scales and losses are those of the rotated tensor (see
-    `rotated`), and `values` are rotated back.
+    `scheme` is a name in `SCHEMES` or `TABLE_SCHEMES`, which have blocks, or in `FORMATS`, whose elements have no scale
+    unless `scaling` is `tensor`, `channel` (a scale for each index along `axis`) or `block`. `block_size` is the number
+    of neighbours along `axis` in a block (by default 32; the last block may be shorter), or the rows and columns of a
+    tile (tiles at the edges may be smaller). `scale_rule` is by default `floor` for blocks whose scales are powers of
+    two, else `exact`: the largest finite magnitude over the largest value of the format (8 for hif8), rounded to the
+    format of the scale. `scale_offset` is added to the exponent of each scale, which is clamped to `scale_bits` bits.
+    With `four_over_six` each block has the scale with the smaller sum of squared errors, and the scale for 6 if both
+    sums are equal (arXiv 2512.02010). Stochastic rounding draws a number for each element, which depends only on `seed`
+    and the index in C order. Hybrid rounding reads the bits of scaled elements as float32, and of unscaled elements in
+    their own type. With a `rotation`, codes, scales and losses are those of the rotated tensor (see `rotated`), and
+    `values` are rotated back.
 
-    Numpy gives numpy and torch gives torch, detached and on its device. Float64 gives float64 values, every other type
-    float32. Accepted are all types of real floating-point numbers.
+    The results are numpy arrays, or for a torch tensor detached tensors on its device. Values are float64 if the input
+    is, else float32. All types of real floating-point numbers are accepted.
 
     Raises:
         UsageError: the elements are not real floating-point numbers, or lists are ragged; an option is unknown, out of
-            its range or without effect; the axis is no multiple of the rotation.
+            range or has no effect; or the size of the axis is not a multiple of the rotation.
 
     Warns:
         QuantizationWarning: more than 0.1 % of the elements are nonzero and below the smallest normal value of the
-            format; not with `warn=False`. The result is the same.
+            format, and `warn` is True. The result is the same.
     """
     given = tensor_or_array(x)
     plan = plan_of(scheme, num_dims=given.ndim, **options)
@@ -88,7 +88,7 @@ def quantize(
 
 
 def quantize_planned(x: AnyArray | torch.Tensor, *, plan: QuantizePlan) -> Quantized:
-    """What `quantize` gives, once the options have been read; it warns of nothing.
+    """`quantize` with a plan instead of options, and without warnings.
 
     Raises:
         UsageError: the elements are not real floating-point numbers.
@@ -127,24 +127,24 @@ def _check_floats(dtype: str, *, plan: QuantizePlan) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScaledTensor:
-    """A tensor, rotated where that was asked for, and the scales of its groups."""
+    """A tensor, rotated if the plan has a rotation, and the scales of its groups."""
 
     shape: tuple[int, ...]
-    """Of the tensor."""
+    """Shape of the tensor."""
     groups: ScaleGroups
-    """Its elements in groups."""
+    """The elements in groups."""
     rows: CompiledRows | None
-    """The same for the compiled loops; None where they do not know it."""
+    """The elements for the compiled loops; None if these do not support the tensor."""
     scales: GroupScales | None
-    """None without."""
+    """The scales of the groups; None if the scheme has no scales."""
     after: torch.Tensor
-    """What rounded elements are multiplied by."""
+    """The factors of rounded elements."""
     factor: float | torch.Tensor
-    """The scale that was left out of `after`: 1, a number, or a float32 for each channel."""
+    """The scale that is left out of `after`: a number, 1 if none is left out, or a float32 for each channel."""
 
     @classmethod
     def of(cls, x: torch.Tensor, *, plan: QuantizePlan, is_apart: bool = False) -> ScaledTensor:
-        """The scales of a tensor; apart, the values lack the scale of the tensor or of their channel.
+        """Compute the scales of a tensor; if `is_apart`, `factor` is the scale of the tensor or of the channels.
 
         Raises:
             UsageError: the elements are not real floating-point numbers.
@@ -171,21 +171,21 @@ class ScaledTensor:
         return cls(shape=tuple(x.shape), groups=groups, rows=rows, scales=scales, after=after, factor=factor)
 
     def encoded(self) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """The values, not turned back yet, the codes, and the counts of `Losses` in their order."""
+        """The values before they are rotated back, the codes, and the counts in the order of `LOSSES`."""
         factors = None if self.scales is None else factors_of(self.scales, plan=self.groups.plan)
         if self.rows is not None:
             return self.rows.encoded(self.after if factors is None else factors[0], self.after)
         return _by_operations(self.groups, factors, self.after)
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
-        """The values: of that type where the compiled loops know the tensor."""
+        """The values; they have type `dtype` if compiled loops support the tensor and values saturate."""
         if self.rows is None or not self.rows.saturates:
             return self.turned_back(self.encoded()[0])
         before = self.after if self.scales is None else factors_of(self.scales, plan=self.groups.plan)[0]
         return self.turned_back(self.rows.quantized(before, self.after, dtype=dtype))
 
     def turned_back(self, values: torch.Tensor) -> torch.Tensor:
-        """Values without the rotation, in the shape of the tensor."""
+        """Rotate values back if the plan has a rotation, and give them the shape of the tensor."""
         plan = self.groups.plan
         if plan.rotation:
             values = rotated(values, axis=plan.axis, size=plan.rotation, seed=plan.rotation_seed, is_back=True)
@@ -195,7 +195,7 @@ class ScaledTensor:
 def _by_operations(
     groups: ScaleGroups, factors: tuple[torch.Tensor, torch.Tensor] | None, after: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """The same as `CompiledRows.encoded`, on any device and by any rounding."""
+    """Do what `CompiledRows.encoded` does, on any device and with any rounding."""
     import torch
 
     plan, element, x_OLI = groups.plan, groups.plan.scheme.element, groups.x_OLI
@@ -218,9 +218,9 @@ def _by_operations(
 def _finished(
     values: torch.Tensor, scaled: torch.Tensor, rounded: torch.Tensor, *, plan: QuantizePlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounded magnitudes, bounded and with the signs of the values, and the counts of `Losses` in their order.
+    """The rounded magnitudes, clamped and with the signs of the values, and the counts in the order of `LOSSES`.
 
-    `scaled` are the magnitudes before rounding: NaN where the value or its scale is.
+    `scaled` are the magnitudes before rounding, NaN where the value or its scale is NaN.
     """
     import torch
 
@@ -243,16 +243,16 @@ def _finished(
 
 
 HALF = 0.5
-"""Where uniform numbers have as many below as above them."""
+"""The median of the uniform numbers."""
 
 ROTATED, DEVICE_ROTATED = 1 << 17, 1 << 24
-"""Elements that are rotated at once, on a CPU and on other devices."""
+"""Number of elements that are rotated at once, on a CPU and on other devices."""
 
 
 def rotation_signs(size: int, *, seed: int | None) -> NDArray[np.float64]:
-    """The signs of a rotation of that size, 1 and -1; all 1 without a seed.
+    """The signs of a rotation of this size, 1 and -1; all 1 if the seed is None.
 
-    They are -1 where `formats.uniforms` of the seed are below 1/2: the same everywhere.
+    A sign is -1 if the number of `formats.uniforms` of the seed is less than 1/2, so signs are the same everywhere.
     """
     if seed is None:
         return np.ones(size)
@@ -260,16 +260,16 @@ def rotation_signs(size: int, *, seed: int | None) -> NDArray[np.float64]:
 
 
 def rotation_factors(size: int, *, seed: int | None, is_back: bool) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """What the elements of a run are multiplied by before they are added up, and after it."""
+    """The factors of the elements of a run before and after the sums."""
     signs_N, scales_N = rotation_signs(size, seed=seed), np.full(size, 1 / math.sqrt(size))
     return (np.ones(size), scales_N * signs_N) if is_back else (signs_N, scales_N)
 
 
 def check_rotation(length: int, *, size: int) -> None:
-    """Whether an axis of that length is one of whole groups.
+    """Check that an axis of this length consists of whole runs of a rotation.
 
     Raises:
-        UsageError: it is not.
+        UsageError: the length is not a multiple of the size.
     """
     if length % size:
         raise UsageError(
@@ -279,15 +279,15 @@ def check_rotation(length: int, *, size: int) -> None:
 
 
 def rotated(x: torch.Tensor, *, axis: int, size: int, seed: int | None, is_back: bool = False) -> torch.Tensor:
-    """Each run of `size` neighbours along the axis, times signs and the normalised Hadamard matrix; or else undone.
+    """Multiply each run of `size` neighbours along the axis by signs and a normalised Hadamard matrix, or undo it.
 
-    In Sylvester's order: element i of a run becomes the sum over j of (-1)**(number of bits that i and j share) times
-    sign j times element j, over sqrt(size). Added up in pairs of neighbours, then of pairs, and so on, in float32 (of
-    float64 in float64), and multiplied by 1 / sqrt(size) at last. NaN and Inf spread over their run. The result is a
-    new tensor in the shape of `x`.
+    The matrix is in Sylvester's order: element i of a run becomes the sum over j of (-1)**(number of bits that i and j
+    share) times sign j times element j, over sqrt(size). Pairs of neighbours are added first, then pairs of pairs, and
+    so on, in float32, or in float64 if `x` is float64; the factor 1 / sqrt(size) comes last. NaN and Inf spread over
+    their run. The result is a new tensor in the shape of `x`.
 
     Raises:
-        UsageError: the axis is no multiple of the size.
+        UsageError: the size of the axis is not a multiple of `size`.
     """
     import torch
 

@@ -1,9 +1,9 @@
-"""Gives the scales of groups of elements, NVFP4's two levels among them, as arrays of numpy or tensors of torch.
+"""The scales of groups of elements, including the two levels of NVFP4, as numpy arrays or torch tensors.
 
-The groups are those of a tensor on any device; operations of torch scale and round them in float64, piece by piece.
+The groups of a tensor on any device are scaled and rounded in float64 by torch operations, piece by piece.
 """
 
-# Shapes: O = everything before the axis, L = elements along it, B = groups along it, I = everything after it.
+# Shapes: O = elements before the axis, L = along the axis, B = groups along it, I = elements after it.
 
 from __future__ import annotations
 
@@ -42,38 +42,38 @@ _ELEMENT_MAXIMUM = FORMATS["fp4_e2m1"].maximum
 _LARGEST_PRODUCT = FORMATS["fp8_e4m3"].maximum * _ELEMENT_MAXIMUM
 
 _LARGEST_OF_TWO = 256.0 * _ELEMENT_MAXIMUM
-"""Of four over six, whose second scale is 3/2 times the first: 384 is an e4m3 number, as 3/2 of 448 is not.
+"""The largest product with four over six, whose second scale is 3/2 of the first: e4m3 has 384 but not 3/2 of 448.
 
 Source: github.com/mit-han-lab/fouroversix, by the authors of arXiv 2512.02010.
 """
 
 STRETCH = 1.5
-"""How many times the first scale of four over six is the second one: 6 / 4."""
+"""The ratio of the second scale of four over six to the first: 6 / 4."""
 
 _MIN_TENSOR_SCALE = 2.0**-121
-"""Of ModelOpt and torchao: with smaller ones, reciprocals would not be float32 numbers."""
+"""Smallest tensor scale of ModelOpt and torchao; reciprocals of smaller ones would exceed float32."""
 
 _MIN_ENCODING_SCALE = 2.0**-127
-"""Of TransformerEngine, reached with offsets alone: its reciprocal is a float32 number."""
+"""Smallest level of TransformerEngine, reached only with offsets; its reciprocal is a float32 number."""
 
 _MODELOPT_MIN_CODE, _TORCHAO_MIN_CODE = 2.0**-9, 2.0**-6
-"""Smallest scale of a block; TransformerEngine has none."""
+"""Smallest scales of a block in ModelOpt and torchao; TransformerEngine has none."""
 
 _FURTHEST_OFFSET = 400
-"""A float32 times 2 to a larger power is infinite or 0, as it is times this one."""
+"""A limit of offsets: a float32 times 2 to this power or its inverse is already infinite or 0."""
 
 _E8M0_BIAS, _E8M0_NAN = 127, 0xFF
 
 
 class TensorScale(NamedTuple):
-    """What all blocks of a tensor in NVFP4 share."""
+    """The scale of the scales of a tensor in NVFP4."""
 
     recipe: ScaleRecipe
-    """Whose way of computing scales it is."""
+    """How the scales are computed."""
     scale: float
-    """What scales of blocks are multiplied by."""
+    """The factor of the scales of blocks."""
     to_code: float
-    """What the largest magnitude of a block is multiplied by, or divided by, for its scale."""
+    """The factor, or divisor, that turns the largest magnitude of a block into its scale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,18 +81,18 @@ class GroupScales:
     """The scales of groups, in the shape of their largest magnitudes."""
 
     values: Any
-    """Float64; NaN for blocks that hold NaN or Inf."""
+    """The scales as float64; NaN if the block has NaN or Inf."""
     largest: Any
-    """The largest magnitudes that they follow from."""
+    """The largest magnitudes of the groups."""
     tensor: TensorScale | None
-    """The scale of the scales of NVFP4."""
+    """The scale of the scales of NVFP4; None for other schemes."""
 
 
 def level_of(largest: float, *, recipe: ScaleRecipe, offset: int = 0, four_over_six: bool = False) -> float:
-    """The float32 from which the scale of a tensor with that largest finite magnitude follows: see `tensor_scale_of`.
+    """The float32 from which `tensor_scale_of` computes the scale of a tensor with this largest finite magnitude.
 
-    `offset` is added to the exponent of the scale. A tensor of what is 0 in float32 has the scale 1. Where blocks have
-    two scales to choose from, the first one of the largest block is 256 and not 448.
+    `offset` is added to the exponent of the scale. If the magnitude is 0 in float32, the scale is 1. With
+    `four_over_six`, the first scale of the largest block is 256 instead of 448.
     """
     product = _LARGEST_OF_TWO if four_over_six else _LARGEST_PRODUCT
     narrow = _nearest_float32(largest)
@@ -104,7 +104,7 @@ def level_of(largest: float, *, recipe: ScaleRecipe, offset: int = 0, four_over_
 
 
 def tensor_scale_of(level: float, recipe: ScaleRecipe) -> TensorScale:
-    """What follows from what `level_of` gives."""
+    """The scale of a tensor, given the result of `level_of`."""
     if recipe is ScaleRecipe.TRANSFORMER_ENGINE:
         sixth = _nearest_float32(1.0 / _ELEMENT_MAXIMUM)
         return TensorScale(recipe, _nearest_float32(1.0 / level), _nearest_float32(level * sixth))
@@ -113,7 +113,7 @@ def tensor_scale_of(level: float, recipe: ScaleRecipe) -> TensorScale:
 
 
 def _nearest_float32(number: float) -> float:
-    """The nearest float32, the largest one at most."""
+    """The nearest float32, at most the largest finite one."""
     return float(np.float32(min(number, MAX_FLOAT32)))
 
 
@@ -122,21 +122,21 @@ def _shifted(number: float, offset: int) -> float:
 
 
 def _number(number: float, like: Any) -> Any:
-    """A number beside an array or a tensor: a GPU multiplies by the reciprocal of one that is none of its own."""
+    """A number in the type and on the device of `like`; a GPU multiplies by the reciprocal of a Python divisor."""
     return namespace(like).asarray(number, dtype=like.dtype, device=like.device)
 
 
-@np.errstate(all="ignore")  # what is beyond the largest scale becomes it
+@np.errstate(all="ignore")  # overflow is clamped to the largest scale
 def group_scales(largest: Any, *, plan: QuantizePlan, largest_of_all: float = 0.0, stretch: float = 1.0) -> GroupScales:
-    """The scales of groups with these largest magnitudes, float64 numbers of any shape.
+    """The scales of groups, given their largest magnitudes as float64 of any shape.
 
-    Those of blocks are NaN or infinite where the block holds NaN or Inf, those of tensors and channels always finite.
-    `largest_of_all` is the largest finite magnitude of the tensor, which the scales of NVFP4 need. Scales that are no
-    powers of two are `stretch` times as large as those that make a largest magnitude the largest element.
+    The magnitude of a block is NaN or infinite if the block has NaN or Inf; those of tensors and channels are finite.
+    `largest_of_all` is the largest finite magnitude of the tensor, which NVFP4 needs. Scales that are not powers of two
+    are multiplied by `stretch`, compared with those that map the largest magnitude to the largest element.
     """
     tensor = None
     if plan.scale_rule is not None:
-        # What is not finite has some exponent: it is NaN below.
+        # Magnitudes that are not finite get some exponent here, and become NaN below.
         exponents = scale_exponents(
             largest,
             rule=plan.scale_rule,
@@ -152,14 +152,14 @@ def group_scales(largest: Any, *, plan: QuantizePlan, largest_of_all: float = 0.
         values = block_scales(largest, tensor, stretch=stretch)
     else:
         values = exact_scales(largest, plan=plan, stretch=stretch)
-    # A number times 0 is 0, and NaN of what is not finite.
+    # 0 times a magnitude is 0, or NaN if the magnitude is not finite.
     return GroupScales(values=values + 0.0 * largest, largest=largest, tensor=tensor)
 
 
 def block_scales(largest: Any, tensor: TensorScale, *, stretch: float = 1.0) -> Any:
-    """The e4m3 numbers, as float32, that are the scales of blocks of NVFP4 with these largest magnitudes, finite ones.
+    """The e4m3 scales of NVFP4 blocks, as float32, given their largest finite magnitudes.
 
-    They ask for `stretch` times what makes that magnitude the largest element. Every step is rounded to float32.
+    They are multiplied by `stretch` before they are rounded to e4m3. Every step is rounded to float32.
     """
     xp = namespace(largest)
     narrow = at_most(xp.asarray(largest, dtype=xp.float32), MAX_FLOAT32)
@@ -176,7 +176,7 @@ def block_scales(largest: Any, tensor: TensorScale, *, stretch: float = 1.0) -> 
 
 
 def exact_scales(largest: Any, *, plan: QuantizePlan, stretch: float = 1.0) -> Any:
-    """The scales with which these largest magnitudes, finite ones, become the target; 1 for nothing but zeros."""
+    """The scales with which these largest finite magnitudes become `stretch` of the target; 1 if a magnitude is 0."""
     xp, stored = namespace(largest), plan.scheme.scale or FORMATS["fp32"]
     nearest = xp.asarray(largest * stretch / _number(exact_target(plan.scheme.element), largest), dtype=xp.float32)
     shifted = xp.asarray(_shifted(xp.asarray(nearest, dtype=xp.float64), plan.scale_offset), dtype=xp.float32)
@@ -186,7 +186,7 @@ def exact_scales(largest: Any, *, plan: QuantizePlan, stretch: float = 1.0) -> A
 
 
 def stored_scales(scales: GroupScales, *, plan: QuantizePlan) -> Any:
-    """The scales as they are stored: codes of blocks as uint8, float32 otherwise."""
+    """The scales as they are stored: uint8 codes for blocks with 8-bit scales, else float32."""
     values, scale = scales.values, plan.scheme.scale
     xp = namespace(values)
     if scale is None or scale.num_bits > NARROW_BITS:
@@ -198,17 +198,16 @@ def stored_scales(scales: GroupScales, *, plan: QuantizePlan) -> Any:
 
 
 def is_divided(plan: QuantizePlan) -> bool:
-    """Whether elements are divided by the first of `factors_of`, and not multiplied."""
+    """Whether elements are divided by the first factor of `factors_of`, instead of multiplied."""
     return plan.scale_rule is None and plan.scheme.recipe in {None, ScaleRecipe.MODELOPT}
 
 
 @np.errstate(all="ignore")
 def factors_of(scales: GroupScales, *, plan: QuantizePlan) -> tuple[Any, Any]:
-    """What elements are multiplied or divided by before they are rounded, and rounded ones are multiplied by.
+    """The factors or divisors of elements before rounding, and the factors of rounded elements.
 
-    In NVFP4 they are float32, else float64. There the quotient, or product, is to be rounded to float32, as it is of
-    all scales that are no powers of two.
-    Where the scale of a block is 0 both are 0: nothing of it is left. NaN where the scale is.
+    They are float32 in NVFP4, else float64. If scales are not powers of two, the caller rounds scaled elements to
+    float32. If the scale of a block is 0, both are 0, so the block becomes 0. They are NaN where the scale is NaN.
     """
     values, tensor = scales.values, scales.tensor
     xp = namespace(values)
@@ -221,34 +220,34 @@ def factors_of(scales: GroupScales, *, plan: QuantizePlan) -> tuple[Any, Any]:
     elif tensor.recipe is ScaleRecipe.TRANSFORMER_ENGINE:
         before = xp.where(narrow == 0, 0.0, xp.clip(1.0 / after, None, MAX_FLOAT32))
     else:
-        # Not a number of Python, which torch would multiply by the reciprocal.
+        # Not a Python number: torch would then multiply by the reciprocal.
         inverse = _number(_nearest_float32(1.0 / tensor.scale), narrow)
         before = at_most(inverse / narrow, MAX_FLOAT32)
     return before, after
 
 
 Part: TypeAlias = tuple[slice, slice, slice]
-"""A piece of a tensor in three dimensions."""
+"""The slices of a piece of a tensor with three dimensions."""
 
 PIECE_SIZE, DEVICE_PIECE_SIZE = 1 << 17, 1 << 22
-"""Elements of a piece on a CPU, where it stays in a cache, and on other devices, where each operation is a launch."""
+"""Number of elements of a piece on a CPU, where it fits a cache, and on other devices, where launches cost time."""
 
 _INFINITIES = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF << 52}
-"""The pattern of an infinity: those of larger magnitude are NaN."""
+"""The bit pattern of infinity; larger patterns are NaN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScaleGroups:
-    """A tensor in three dimensions, and the groups along the second one whose elements share a scale."""
+    """A tensor reshaped to three dimensions, and the groups along the second one whose elements share a scale."""
 
     x_OLI: torch.Tensor
     """The elements."""
     shape: tuple[int, ...]
-    """The tensor's own."""
+    """The original shape of the tensor."""
     plan: QuantizePlan
-    """How it is quantised."""
+    """How the tensor is quantised."""
     length: int
-    """Elements of a group along the axis; tiles are such runs in several rows."""
+    """Number of elements of a group along the axis; a tile is such a run in several rows."""
 
     @classmethod
     def of(cls, x: torch.Tensor, *, plan: QuantizePlan) -> ScaleGroups:
@@ -260,20 +259,20 @@ class ScaleGroups:
 
     @property
     def value_dtype(self) -> torch.dtype:
-        """Of dequantised values: float64 of float64, float32 of every other type."""
+        """The type of dequantised values: float64 if the elements are, else float32."""
         import torch
 
         return torch.float64 if self.x_OLI.dtype is torch.float64 else torch.float32
 
     @property
     def tile_rows(self) -> int:
-        """Rows of a tile, as far as the tensor has them: missing ones are filled up."""
+        """Number of rows of a tile, at most that of the tensor; the last tile may be padded."""
         rows = self.plan.scheme.block_rows
         return min(rows, max(1, self.shape[-2])) if rows > 1 else 1
 
     @property
     def num_runs(self) -> int:
-        """Groups along the axis; the last one may be shorter."""
+        """Number of groups along the axis; the last one may be shorter."""
         return -(-self.x_OLI.shape[1] // self.length)
 
     @property
@@ -305,12 +304,12 @@ class ScaleGroups:
         largest: Callable[[], tuple[torch.Tensor, float]] | None = None,
         errors_of: Callable[[GroupScales], torch.Tensor] | None = None,
     ) -> GroupScales | None:
-        """The scales of all groups, in `scale_shape`; None without.
+        """The scales of all groups, in `scale_shape`; None if the scheme has no scales.
 
-        They follow from the `largest` magnitudes of groups, those of blocks not always finite, and the largest finite
-        one of all, which is looked for where scales have a scale. Of two scales that a block may have, the better one
-        has the smaller of `errors_of`, the squared errors of its values added up one after the other, and those of the
-        rows of a tile.
+        `largest` returns the largest magnitudes of groups, which for blocks may be NaN or infinite, and the largest
+        finite one of the tensor, which is 0 unless scales have a scale. `errors_of` returns the sum of the squared
+        errors of each block, added in order along a run, then over the rows of a tile; with four over six, a block has
+        the scale with the smaller sum.
         """
         if self.plan.scheme.scaling is Scaling.NONE:
             return None
@@ -324,7 +323,7 @@ class ScaleGroups:
         return dataclasses.replace(first, values=second.values.where(is_better, first.values))
 
     def _largest(self) -> tuple[torch.Tensor, float]:
-        """See `scales`: patterns of magnitudes are in the order of the magnitudes, and compared in less time."""
+        """The default `largest` of `scales`; it compares bit patterns, which have the same order and take less time."""
         import torch
 
         scheme, x_OLI = self.plan.scheme, self.x_OLI
@@ -356,11 +355,11 @@ class ScaleGroups:
         return self._in_tiles(found.view(wide.dtype).to(torch.float64), torch.maximum), of_all
 
     def _runs(self, part: Part) -> Part:
-        """Which groups the elements of a piece are of."""
+        """The groups of the elements of a piece."""
         return part[0], slice(part[1].start // self.length, -(-part[1].stop // self.length)), part[2]
 
     def _squared_errors(self, scales: GroupScales) -> torch.Tensor:
-        """The squared errors of the values of each block with these scales, added up one after the other."""
+        """The default `errors_of` of `scales`."""
         import torch
 
         factors = tuple(self.in_three(one) for one in factors_of(scales, plan=self.plan))
@@ -369,14 +368,14 @@ class ScaleGroups:
             rounded = self.rounded(part, factors)[1].clamp(max=self.plan.scheme.element.maximum)
             values = (rounded * self.part_of(factors[1], part)).to(self.value_dtype).to(torch.float64)
             squares = (values - self.x_OLI[part].to(torch.float64).abs()).square_()
-            # One after the other, as a loop does: a sum adds pairs.
+            # Adds one after the other, as the compiled loop does; `sum` adds in pairs.
             found[self._runs(part)] = functools.reduce(operator.add, _in_runs(squares, self.length).unbind(2))
         return self._in_tiles(found, operator.add)
 
     def _in_tiles(
         self, of_runs: torch.Tensor, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """What is known of runs, in `scale_shape`: of those that are the rows of a tile together."""
+        """Values of runs in `scale_shape`; `combine` reduces those of the rows of a tile."""
         rows = self.tile_rows
         if rows == 1:
             return of_runs.view(self.scale_shape)
@@ -384,7 +383,7 @@ class ScaleGroups:
         return functools.reduce(combine, by_rows.unbind(2)).view(self.scale_shape)
 
     def in_three(self, of_groups: torch.Tensor) -> torch.Tensor:
-        """What is known of groups, in `scale_shape`, in three dimensions: of tiles for each of their rows."""
+        """Values of groups, from `scale_shape` to three dimensions; those of a tile are repeated for its rows."""
         if self.plan.scheme.scaling is not Scaling.BLOCK:
             return of_groups.view(1, -1, 1)
         rows = self.tile_rows
@@ -393,7 +392,7 @@ class ScaleGroups:
         return of_groups.reshape(self.x_OLI.shape[0], self.num_runs, self.x_OLI.shape[2])
 
     def part_of(self, in_three: torch.Tensor, part: Part) -> torch.Tensor:
-        """Of each element of a piece what is known of its group, or of all at once."""
+        """The value of the group of each element of a piece, or a single value that broadcasts."""
         import torch
 
         if self.plan.scheme.scaling is not Scaling.BLOCK:
@@ -402,7 +401,7 @@ class ScaleGroups:
         return in_three[self._runs(part)].index_select(1, place - part[1].start // self.length)
 
     def rounded(self, part: Part, factors: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The magnitudes of a piece, scaled, and what they are rounded to, were the format without end."""
+        """The scaled magnitudes of a piece, and what they round to if the format had values beyond its largest."""
         import torch
 
         plan, element, own = self.plan, self.plan.scheme.element, self.x_OLI[part]
@@ -411,7 +410,7 @@ class ScaleGroups:
         if factors is not None:
             before = self.part_of(factors[0], part)
             scaled = scaled / before if is_divided(plan) else scaled * before
-            if plan.scale_rule is None:  # scales that programs divide by in float32
+            if plan.scale_rule is None:  # libraries divide by these scales in float32
                 scaled = scaled.to(torch.float32).to(torch.float64)
         if element.coding is Coding.TABLE:
             return scaled, nearest_in_table(scaled.copysign(exact), target=element).abs()
@@ -423,7 +422,7 @@ class ScaleGroups:
         return scaled, rounded
 
     def _places(self, part: Part) -> torch.Tensor:
-        """The indices of the elements of a piece in C order of the tensor."""
+        """The indices of the elements of a piece, in C order of the tensor."""
         import torch
 
         _, along, inner = self.x_OLI.shape
@@ -432,7 +431,7 @@ class ScaleGroups:
 
 
 def _in_runs(x_OLI: torch.Tensor, length: int) -> torch.Tensor:
-    """The elements by their runs along the second dimension, the last one filled up with zeros."""
+    """The elements with the second dimension split into runs, the last of which is padded with zeros."""
     import torch
 
     missing = -x_OLI.shape[1] % length

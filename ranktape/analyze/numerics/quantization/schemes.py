@@ -1,4 +1,4 @@
-"""Gives the schemes: formats with scales, and the rules by which powers of two follow from largest magnitudes."""
+"""The schemes: formats with scales, and the rules that choose powers of two as scales from largest magnitudes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ranktape.errors import UsageError
 
 
 class Scaling(enum.StrEnum):
-    """Which elements share a scale."""
+    """The elements that share a scale."""
 
     NONE = "none"
-    """None: every element is rounded as it is."""
+    """No scales: every element is rounded without one."""
     TENSOR = "tensor"
-    """All of the tensor."""
+    """All elements of the tensor."""
     CHANNEL = "channel"
-    """All with the same index along an axis."""
+    """All elements with the same index along an axis."""
     BLOCK = "block"
-    """A run of neighbours along an axis; the last one may be shorter."""
+    """A run of neighbours along an axis, or a tile; the last one may be shorter."""
 
 
 class ScaleRecipe(enum.IntEnum):
-    """Whose way of computing the scales of NVFP4: `nvfp4` says how each does it."""
+    """The library whose computation of the scales of NVFP4 is used: see `level_of` and `block_scales`."""
 
     TRANSFORMER_ENGINE = 0
     MODELOPT = 1
@@ -42,39 +42,39 @@ class Scheme:
     """A way to store a tensor in few bits."""
 
     name: str
-    """The word in options, tables and plots."""
+    """Name in options, tables and plots."""
     element: Format
-    """What the elements are rounded to."""
+    """The format of the elements."""
     scaling: Scaling
-    """Which elements share a scale."""
+    """The elements that share a scale."""
     block_size: int = 0
-    """Elements of a block along its axis; 0 without blocks."""
+    """Elements of a block along its axis; 0 if there are no blocks."""
     block_rows: int = 1
-    """Rows of a tile of a matrix, which is `block_size` columns wide; 1: blocks lie along an axis alone."""
+    """Rows of a tile of a matrix, which is `block_size` columns wide; 1 if blocks are runs along an axis."""
     scale: Format | None = None
-    """What the scales of blocks are stored in: e8m0 is a power of two; None without blocks."""
+    """The format of the scales of blocks, in which e8m0 is a power of two; None if there are no blocks."""
     recipe: ScaleRecipe | None = None
-    """Of NVFP4, how its scales are computed; None for all others."""
+    """How the scales of NVFP4 are computed; None for other schemes."""
 
     @property
     def has_tensor_scale(self) -> bool:
-        """Whether the scales of the blocks have a float32 scale of their own, as in NVFP4."""
+        """Whether the scales of blocks have a float32 scale themselves, as in NVFP4."""
         return self.recipe is not None
 
     @property
     def has_power_scales(self) -> bool:
-        """Whether there are blocks, and their scales are powers of two."""
+        """Whether there are blocks whose scales are powers of two."""
         return self.scale is not None and self.scale.coding is Coding.EXPONENT
 
 
 SCALE_FORMATS = ("e8m0", "fp8_e4m3", "ue5m3", "fp32")
-"""What the scales of blocks can be stored in."""
+"""The formats in which the scales of blocks can be stored."""
 
 MX_BLOCK_SIZE = 32
-"""OCP microscaling formats 1.0, 5.2."""
+"""The size of a block in OCP microscaling formats 1.0, 5.2."""
 
 NVFP4_BLOCK_SIZE = 16
-"""NVIDIA's NVFP4: e4m3 scales for blocks of 16, one float32 scale for the tensor."""
+"""The size of a block in NVIDIA's NVFP4, which has e4m3 scales for blocks and one float32 scale for the tensor."""
 
 
 def _blocks(name: str, element: str, size: int, scale: str, recipe: ScaleRecipe | None = None) -> Scheme:
@@ -101,29 +101,29 @@ SCHEMES: dict[str, Scheme] = {
         _blocks("nvfp4_torchao", "nvfp4", NVFP4_BLOCK_SIZE, "fp8_e4m3", ScaleRecipe.TORCHAO),
     )
 }
-"""The schemes with blocks, by name; any format without blocks is a scheme too."""
+"""The schemes with blocks, by name; every format is a scheme without blocks, too."""
 
 TABLE_SCHEMES = {
     "nf4": Scheme(name="nf4", element=NF4, scaling=Scaling.BLOCK, block_size=64, scale=FORMATS["fp32"]),
 }
-"""The schemes with blocks whose elements are a table of values: with no exponents, there is nothing to sweep or count.
+"""The schemes with blocks whose elements are a table of values, without exponents to sweep or count.
 
-Source of `nf4`: arXiv 2305.14314, without the second quantisation, that of the scales.
+The source of `nf4` is arXiv 2305.14314; its second quantisation, that of the scales, is left out.
 """
 
 ALIASES = {"mxfp8": "mxfp8_e4m3", "mxfp6": "mxfp6_e2m3", "mxfp4": "mxfp4_e2m1"}
-"""The element format that a name without one stands for."""
+"""The schemes that names without an element format mean."""
 
 
 def parse_scheme(name: str, *, with_tables: bool = False) -> Scheme:
-    """The scheme of that name; of the name of a format its elements without scales.
+    """The scheme with this name; the name of a format gives its elements without scales.
 
-    `mxfp8`, `mxfp6` and `mxfp4` are those with e4m3, e2m3 and e2m1 elements. With `with_tables` it may
-    be one of `TABLE_SCHEMES`, with which nothing but quantising can be done.
+    `mxfp8`, `mxfp6` and `mxfp4` have e4m3, e2m3 and e2m1 elements. With `with_tables` the scheme may be one of
+    `TABLE_SCHEMES`, which only support quantisation.
 
     Raises:
-        UsageError: there is none, and the message lists the nearest ones, of schemes and of formats; or it is one of a
-            table, and these are not wanted.
+        UsageError: no scheme has the name, and the message lists the nearest schemes and formats; or it is one of
+            `TABLE_SCHEMES` without `with_tables`.
     """
     if not isinstance(name, str):
         raise UsageError(f"format {name!r} is not a name: give one such as mxfp8_e4m3, nvfp4 or hif8")
@@ -146,51 +146,51 @@ def parse_scheme(name: str, *, with_tables: bool = False) -> Scheme:
 
 
 def in_blocks(scheme: Scheme, *, block_size: int | None = None) -> Scheme:
-    """The scheme with blocks: of a format without, that of its elements, of 32 of them unless given."""
+    """The scheme with blocks; if it has none, the MX scheme with its elements, by default in blocks of 32."""
     blocks = scheme if scheme.scaling is Scaling.BLOCK else SCHEMES.get(f"mx{scheme.name}") or _mx(scheme.name)
     return blocks if block_size is None else dataclasses.replace(blocks, block_size=block_size)
 
 
 class ScaleRule(enum.StrEnum):
-    """How the exponent of a scale follows from the largest magnitude: the choices of `--scale-rule`."""
+    """How the exponent of a scale follows from the largest magnitude of a group: the choices of `--scale-rule`."""
 
     FLOOR = "floor"
-    """That of the maximum: the maximum may be clamped (OCP microscaling formats 1.0, 6.3)."""
+    """That of the magnitude minus `emax`; the magnitude may be clamped (OCP microscaling formats 1.0, 6.3)."""
     CEIL = "ceil"
-    """That of the maximum rounded up to a power of two."""
+    """As `FLOOR`, after rounding the magnitude up to a power of two."""
     EVEN = "even"
-    """That of the maximum rounded to the element's significand, half up (torchao's)."""
+    """As `FLOOR`, after rounding the magnitude half up to the significand of the elements, as in torchao."""
     RCEIL = "rceil"
-    """The smallest with which nothing is clamped: the maximum over the format's largest value, rounded up."""
+    """The smallest exponent that clamps nothing: the magnitude over the format's largest value, rounded up."""
 
 
 def raise_of(rule: ScaleRule, *, element: Format) -> int:
-    """What is added to the bits of a float64 magnitude, for its exponent to be that of the scale and `emax` together.
+    """The integer that, added to the bits of a float64 magnitude, makes its exponent that of the scale plus `emax`.
 
-    It carries into the exponent from that significand on at which the scale is twice as large.
+    The sum carries into the exponent for the significands whose scale is twice as large.
     """
     if rule is ScaleRule.EVEN:
         return 1 << (51 - element.mantissa_bits)
     if rule is ScaleRule.RCEIL:
-        # From the first significand above that of the largest element.
+        # Carries from the first significand above that of the largest element on.
         return int((2.0 - float(np.ldexp(element.maximum, -element.emax))) * 2.0**52) - 1
     return (1 << 52) - 1 if rule is ScaleRule.CEIL else 0
 
 
 MIN_SCALE_BITS, MAX_SCALE_BITS = 2, 8
-"""Width of a scale's exponent: with 8 bits it is e8m0."""
+"""The limits of the width of a scale's exponent; 8 bits are e8m0."""
 
 
 def scale_exponents(
     largest: Any, *, rule: ScaleRule, element: Format, offset: int = 0, scale_bits: int = MAX_SCALE_BITS
 ) -> Any:
-    """The exponents of the scales of groups with these largest magnitudes, an array or a tensor of float64.
+    """The exponents of the scales of groups, given their largest magnitudes as a float64 array or tensor.
 
-    Groups of nothing but zeros have the lowest exponent there is. The magnitudes are finite. `offset` is added to
-    what the rule says; the sum is clamped to what `scale_bits` bits can say: -127 to 127 for 8 of them.
+    The magnitudes are finite. A magnitude of 0 gives the lowest exponent. `offset` is added to the exponent of the
+    rule, and the sum is clamped to the range of `scale_bits` bits, which is -127 to 127 for 8 bits.
     """
     end, xp, raised = (1 << (scale_bits - 1)) - 1, namespace(largest), raise_of(rule, element=element)
-    if offset < _ONE_FIELD - end:  # zeros and subnormal numbers, which have no exponent field, are at the lower end
+    if offset < _ONE_FIELD - end:  # zeros and subnormals, whose exponent field is 0, are clamped to the lower end
         fields = (largest.view(xp.int64) + raised) >> 52
         return xp.clip(fields + (offset - _ONE_FIELD - element.emax), -end, end)
     half, exponent = xp.frexp(largest)
@@ -203,12 +203,12 @@ _ONE_FIELD = (1 << 10) - 1
 """The exponent field of the float64 1.0."""
 
 HIF8_TARGET = 8.0
-"""What the largest magnitude of a scaled tensor becomes in HiF8, whose values near 8 have all their significand bits.
+"""The target of the largest magnitude of a tensor in HiF8, whose values near 8 have all significand bits.
 
 Source: `quant_hif8` of github.com/Charles2530/fake_quant_ops.
 """
 
 
 def exact_target(element: Format) -> float:
-    """What the largest magnitude of a tensor or channel becomes by the exact rule."""
+    """The value that the largest magnitude of a group becomes by the rule `exact`."""
     return HIF8_TARGET if element.name == "hif8" else element.maximum
