@@ -1,4 +1,4 @@
-"""Starts `python -m ranktape.analyze`."""
+"""The entry point of `python -m ranktape.analyze`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Gives the commands that ask questions of a run.
+"""The commands that answer questions about a run.
 
-`ranktape analyze` and `python -m ranktape.analyze` are this group. Nothing of them is imported before it is asked for.
+`ranktape analyze` and `python -m ranktape.analyze` are this group. A command is imported when it is used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMMANDS = {
     "plot": "commands:plot",
     "report": "commands:report",
 }
-"""The function in this package that each command is made of."""
+"""The function in this package from which each command is created."""
 
 SECTIONS = {
     "What was recorded": {
@@ -47,7 +47,7 @@ SECTIONS = {
         "report": "One page to send: findings, maps and charts.",
     },
 }
-"""The commands as help lists them."""
+"""The commands in the order and sections of the help."""
 
 EXAMPLES = {
     "ls": (
@@ -99,14 +99,14 @@ EXAMPLES = {
         "ranktape analyze report runs/demo --recipe mxfp8,nvfp4",
     ),
 }
-"""Command lines in the help of each command."""
+"""Example command lines in the help of each command."""
 
 
 class _AnalyzeGroup(RanktapeGroup):
-    """Makes commands of functions when they are used."""
+    """Creates commands from functions when they are used."""
 
     def load(self, name: str) -> click.Command:
-        """The command made of its function, with what no function says."""
+        """The command of a function, with the parts that are not in its signature and docstring."""
         from ranktape.analyze.command import make_command
 
         module, _, function = self.lazy[name].partition(":")

@@ -1,19 +1,19 @@
-"""Makes a command of a function: its options come from the signature, their help from the docstring.
+"""Creates a command from a function: options from the signature, help from the docstring.
 
-The function is read and not imported, so that help answers at once. What stands before `Args:` in the docstring is the
-help of the command; an entry `name (METAVAR): text` there is that of an option. A parameter that is named in backticks
-is named as an option in help. These parameters mean the same in every command:
+The source of the function is parsed, not imported, so that help is fast. The docstring before `Args:` is the help of
+the command; an entry `name (METAVAR): text` there is that of an option. Names of parameters in backticks become options
+in the help. These parameters have the same meaning in every command:
 
-- `records` and other `Records` are runs that are opened, filtered by the options of fields; a function that takes
-  `selection` or `selections` opens them itself. Several sources may be given; where a second run is another side,
-  of that one;
-- `filters` with `run`, `where` and `storage_options` is a selection of that run;
-- `storage_options`, `by`, `view`, `engine` and an `output` of that class have the options of
-  `ranktape.analyze.options`;
-- what `on_` begins is called, and has no option.
+- `records` and other parameters of type `Records` are runs that are opened and filtered by the options of fields. A
+  function with `selection` or `selections` opens them itself. Several sources may be given, or if a second run is the
+  other side of a comparison, several of that one.
+- `filters` with `run`, `where` and `storage_options` is a selection of that run.
+- `storage_options`, `by`, `view`, `engine` and an `output` of type `Output` have the options of
+  `ranktape.analyze.options`.
+- Parameters that start with `on_` are callbacks and have no option.
 
-What a function of records returns is the answer, and is written as the options of `output` say. Commands that look
-after runs write theirs themselves (`ranktape.launch.place`).
+The result of a function of records is the answer, which is written according to the options of `output`. Commands that
+manage runs write their answers themselves (`ranktape.launch.place`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ranktape.analyze.group import RanktapeCommand
 from ranktape.analyze.options import OPTIONS, JsonObject, NamedPath, Output, Selection, flag_of
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""What adds an option to a command."""
+"""A decorator that adds an option to a command."""
 
 _TYPES = {"int": int, "float": float, "str": str}
 
@@ -51,17 +51,17 @@ class Parameter:
     """One parameter of a function."""
 
     name: str
-    """Its name in Python; that of the option with dashes."""
+    """Its name in Python. The option has dashes instead of underscores."""
     annotation: str
-    """Its type, as it is written."""
+    """Its type, as in the source."""
     default: Any
-    """What holds where it is not given; None where that is no literal."""
+    """The default value; None if it is not a literal."""
     is_positional: bool
-    """Whether it may be given without its name."""
+    """Whether it may be given by position."""
 
     @property
     def shared(self) -> str:
-        """The key of its options in `OPTIONS`; empty where it has one of its own."""
+        """The key of its options in `OPTIONS`; empty if it has its own option."""
         is_shared = self.name in OPTIONS and (self.name != "output" or self.annotation == "Output")
         return "selection" if self.name in {"records", "filters"} else self.name if is_shared else ""
 
@@ -73,19 +73,19 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """A function as its source says: what a command is made of."""
+    """The parts of a function's source from which a command is created."""
 
     name: str
-    """Of the function."""
+    """Name of the function."""
     text: str
-    """What the docstring says of it all."""
+    """The docstring before `Args:`."""
     parameters: list[Parameter]
-    """Those that have an option or an argument."""
+    """The parameters that have an option or an argument."""
     said: dict[str, tuple[str, str]]
-    """By the parameter: what stands for its value, and its help."""
+    """For each parameter, the metavar and the help."""
 
     def command(self, run: Callable[..., Any], *, more: Sequence[Decorator] = ()) -> click.Command:
-        """A command that calls `run` with the values of the parameters, and of `more` options."""
+        """A command that calls `run` with the values of the parameters and of the options in `more`."""
         shared = {one.shared for one in self.parameters}
         if self._takes_several:
             shared = shared - {"selection"} | {"selection_of_several"}
@@ -103,7 +103,7 @@ class Description:
 
     @property
     def _takes_several(self) -> bool:
-        """Whether it is a question about all records, of several sources, too: not where the second is another side."""
+        """Whether it takes several sources at once. It does not if a second run is the other side of a comparison."""
         has_sides = any(one.is_run and one.is_positional for one in self.parameters)
         return self.parameters[0].name in {"records", "selection"} and not has_sides
 
@@ -112,7 +112,7 @@ class Description:
         return re.sub(r"`(\w+)`", lambda found: flag_of(found[1]) if found[1] in names else f"'{found[1]}'", text)
 
     def _option(self, one: Parameter) -> Decorator:
-        """The option of a parameter; it gives None, or nothing, where it is not given and has no default to show."""
+        """The option of a parameter. Its value is None or empty if it is not given and has no literal default."""
         metavar, text = self.said.get(one.name, ("", ""))
         settings: dict[str, Any] = {"help": self._with_flags(text), "metavar": metavar or None}
         flag = flag_of(one.name)
@@ -145,7 +145,7 @@ class Description:
 
 
 def describe(module: str, name: str) -> Description:
-    """What the source of a module says of one of its functions."""
+    """The description of a function, from the source of its module."""
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.loader is not None
@@ -160,7 +160,7 @@ def describe(module: str, name: str) -> Description:
 
 
 def make_command(module: str, name: str) -> click.Command:
-    """The command of a function, which has its name."""
+    """The command of a function, with the same name."""
     described = describe(module, name)
     is_question = described.parameters[0].name == "records"
 
@@ -177,7 +177,7 @@ def make_command(module: str, name: str) -> click.Command:
 
 @contextlib.contextmanager
 def _few_collections() -> Iterator[None]:
-    """Look for cycles of garbage seldom: of tables of many rows, which have none, that took a quarter of the time."""
+    """Collect cyclic garbage rarely. Tables have no cycles, but collection took a quarter of the time."""
     before = gc.get_threshold()
     gc.set_threshold(_MANY_OBJECTS, 20, 100)
     try:
@@ -187,13 +187,13 @@ def _few_collections() -> Iterator[None]:
 
 
 _MANY_OBJECTS = 200_000
-"""New objects after which the youngest of them are looked at."""
+"""Number of new objects after which the youngest generation is collected."""
 
 
 def _answer(
     function: Callable[..., Any], parameters: list[Parameter], *, selection: Selection, output: Output, **values: Any
 ) -> None:
-    """Ask a question, and write the answer; rows that fail a check are raised."""
+    """Call the function of a question and write its answer. Raises an error if rows fail a check."""
     runs = {}
     for one in (one for one in parameters if one.is_run and values[one.name]):
         urls = values.pop(one.name)

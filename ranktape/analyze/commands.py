@@ -1,4 +1,4 @@
-"""Gives the commands that answer with files: `plot` and `report`."""
+"""The commands that write files: `plot` and `report`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from ranktape.analyze.views.plots.table import Plot
 
 DEFAULT_FOLDER = Path("draw")
-"""Where many plots go: the place that the legacy tool used."""
+"""Default folder of several plots, which is that of the legacy tool."""
 
 
 def parse_kinds(texts: Sequence[str]) -> list[Plot]:
-    """The plots that texts name: their own names, names with * and ?, folders; each once, in the order of `PLOTS`.
+    """The plots with these names, patterns (with * and ?) or folders, without duplicates, in the order of `PLOTS`.
 
     Raises:
-        UsageError: a text names none; the message has the nearest names.
+        UsageError: a text matches no plot. The message has the nearest names.
     """
     found: set[str] = set()
     for text in (part.strip() for whole in texts for part in whole.split(",")):
@@ -48,17 +48,17 @@ def parse_kinds(texts: Sequence[str]) -> list[Plot]:
 
 
 def kinds_text() -> str:
-    """The plots by folder, as the end of the help."""
+    """The plots by folder, for the end of the help."""
     lines = ["Plots, by the folder that they go to with --all or several kinds:"]
     for folder in FOLDERS:
         names = ", ".join(one.name for one in PLOTS.values() if one.folder == folder)
         lines += textwrap.wrap(f"{folder}: {names}", _HELP_WIDTH, subsequent_indent="  ")
-    # click leaves what follows this mark as it is.
+    # click does not wrap text after this mark.
     return "\n".join(["\b", *lines])
 
 
 _HELP_WIDTH = 76
-"""Columns of the list of plots: those of help without its indents."""
+"""Width of the list of plots, in characters: that of help without indentation."""
 
 
 def plot(
@@ -118,7 +118,7 @@ def plot(
 
 
 def _path_of(output: Path | None, *, name: str | None) -> Path:
-    """Where the plot of that name goes, or without a name a folder of plots."""
+    """The path of the plot with this name, or of the folder of plots if there is no name."""
     if output is not None and str(output) == "-":
         raise UsageError("--output - is no name: give that of a file, such as overflow.png, or /dev/stdout")
     path = output or (DEFAULT_FOLDER if name is None else Path(f"{name}.png"))
@@ -139,7 +139,7 @@ def _say_path(path: Path) -> None:
 
 
 def _parse_recipes(texts: Sequence[str], wanted: Sequence[Plot], *, is_all: bool) -> list[Recipe]:
-    """The recipes that were named, or else those of a plot that was asked for by its name."""
+    """The recipes that were named, or the default ones of a replay plot that was requested by name."""
     is_needed = any(one.folder == REPLAYED for one in wanted)
     if texts and not is_needed:
         raise UsageError(f"--recipe is for plots of recipes: ask for --kind {REPLAYED} or --all")
@@ -150,7 +150,7 @@ def _parse_recipes(texts: Sequence[str], wanted: Sequence[Plot], *, is_all: bool
 
 
 def _parse_target(name: str | None) -> Target | None:
-    """The format whose limits count, if it has no blocks, and its scale; None for those of the captured dtype."""
+    """The format whose limits apply, with its scale; None for the limits of the captured dtype."""
     from ranktape.analyze.engine.target import one_target
     from ranktape.analyze.numerics.quantization.schemes import Scaling, parse_scheme
 

@@ -1,4 +1,4 @@
-"""Writes what commands answer: text to any terminal, whoever wrote the names in it, and files whole or not at all."""
+"""Terminal output with unsafe characters escaped, and files that are written atomically."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from ranktape.errors import AccessDeniedError, NoSpaceError, StorageError
 from ranktape.storage.places.failures import FULL, REFUSED, printable
 
 MAX_TEXT_ROWS = 20
-"""Rows that a terminal shows where no number is asked for."""
+"""Maximum number of rows that a terminal shows by default."""
 
 
 class Form(enum.StrEnum):
-    """What an answer is written as: aligned columns for people, one document or one line a row for programs."""
+    """The format of an answer: aligned columns, one JSON document, or CSV."""
 
     TEXT, JSON, CSV = "text", "json", "csv"
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Write lines to stdout or stderr; control codes, and letters that the terminal lacks, become escapes."""
+    """Write lines to stdout or stderr. Control codes and characters that the terminal cannot show are escaped."""
     click.echo(encodable(printable_lines(text), sys.stderr if err else sys.stdout), err=err)
 
 
 @contextlib.contextmanager
 def passing_line(text: str) -> Iterator[None]:
-    """A line on a terminal's stderr, which is gone after the block."""
-    # The cursor goes back at once: a bar that begins meanwhile takes the line.
+    """A line on stderr that is erased after the block. stderr is a terminal."""
+    # The cursor returns at once, so that a progress bar replaces the line.
     click.echo(f"{encodable(printable(text), sys.stderr)}\r", err=True, nl=False)
     try:
         yield
@@ -45,29 +45,29 @@ def passing_line(text: str) -> Iterator[None]:
 
 
 def say_json(document: Any) -> None:
-    """Write one JSON document to stdout; what is not ASCII becomes escapes."""
+    """Write one JSON document to stdout. Characters outside ASCII are escaped."""
     click.echo(json.dumps(document, indent=2, allow_nan=False))
 
 
 def printable_lines(text: str) -> str:
-    """The text with escapes for what a terminal would take as commands; line breaks stay."""
+    """The text with control codes escaped, except line breaks."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def encodable(text: str, stream: IO[str]) -> str:
-    """The text with escapes for what the stream cannot write."""
+    """The text with characters escaped that the stream cannot encode."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def write_whole(path: Path, data: bytes, *, what: str = "plot", option: str = "--output") -> None:
-    """Put a file in its place: readers see the old one or the new one, and never a part.
+    """Write a file atomically: readers see the old or the new content.
 
-    `what` it is and the `option` that says where stand in the error.
+    Errors name the object, `what`, and the `option` that gives its path.
     """
-    # What is no file, as /dev/stdout, cannot be replaced by one.
+    # Special files, such as /dev/stdout, cannot be replaced.
     is_special = path.exists() and not path.is_file() and not path.is_dir()
-    # Two threads may write one file.
+    # Two threads may write the same file.
     writer = f"{os.getpid()}.{threading.get_ident()}"
     partial = path if is_special else path.with_name(f".{path.name[:100]}.{writer}.partial")
     with writing(path, what=what, option=option):
@@ -84,10 +84,10 @@ def write_whole(path: Path, data: bytes, *, what: str = "plot", option: str = "-
 
 @contextlib.contextmanager
 def writing(path: Path, *, what: str = "plot", option: str = "--output") -> Iterator[None]:
-    """Say why a file or folder cannot be written.
+    """Explain why a file or folder cannot be written.
 
     Raises:
-        StorageError: the block raised an OSError; the kind says why.
+        StorageError: the block raised an OSError. The class depends on the cause.
     """
     try:
         yield

@@ -1,8 +1,8 @@
-"""The click classes of every command line of ranktape.
+"""The click classes of all command lines of ranktape.
 
-Commands are imported when they are used, so that help answers at once, and a `RanktapeError` becomes one line on stderr
-with the exit code of its class. Other exceptions are bugs of ranktape and keep their traceback. Help shows a command's
-own options first; the filters and the rarely used settings are one line each, with an option that prints them.
+Commands are imported when they are used, so that help is fast. A `RanktapeError` becomes one line on stderr with the
+exit code of its class; other exceptions are bugs and keep their traceback. Help shows the command's own options first.
+Filters and rarely used settings are folded into one line each, with an option that prints them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import click
 from ranktape.errors import RanktapeError
 
 MAX_NAMED_RUNS = 6
-"""Runs that a message names where RUN is missing."""
+"""Maximum number of runs in the message for a missing RUN."""
 
 
 class Section(enum.Enum):
-    """A part of a command's help, in this order: its title; of a folded one the option that prints it, and examples."""
+    """A part of a command's help: title, and for a folded one, the option that prints it and examples. In order."""
 
     OWN = ("Options", None, "")
-    """What this command alone has."""
+    """The options of this command alone."""
     CAPTURE = ("More settings", "--help-capture", "--policy, --compression, --keep-last, ...")
-    """The settings of a capture that are seldom needed."""
+    """The settings of a capture that are rarely needed."""
     RECORDS = ("Which records", "--help-filters", "--iteration, --rank, --layer-idx, --module, --where, ...")
     """The filters."""
     WORK = ("Work", "--help-work", "--workers, --scheduler, --no-cache")
@@ -46,17 +46,17 @@ class Section(enum.Enum):
 
         Args:
             title: The heading.
-            flag: The option that prints a folded section; None where help prints the section itself.
+            flag: The option that prints a folded section; None if help prints the section itself.
             some: Options of a folded section that help names.
         """
         self.title, self.flag, self.some = title, flag, some
 
 
 class SectionOption(click.Option):
-    """An option that help shows in a section of its own."""
+    """An option that help shows in a given section."""
 
     def __init__(self, *args: Any, section: Section, **options: Any) -> None:
-        """Take the usual arguments of an option, and its section."""
+        """Take the arguments of `click.Option`, and the section."""
         super().__init__(*args, **options)
         self.section = section
 
@@ -65,7 +65,7 @@ class RanktapeCommand(click.Command):
     """A command whose help is divided into sections and ends with examples."""
 
     examples: tuple[str, ...] = ()
-    """Command lines that help shows."""
+    """Command lines in the help."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The parameters, and the options that print folded sections."""
@@ -86,7 +86,7 @@ class RanktapeCommand(click.Command):
         return [*self.params, *folded, *(one for one in super().get_params(ctx) if one not in self.params)]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; a message names the nearest option, or where RUN is missing the runs that are here."""
+        """Parse the arguments. Errors suggest the nearest option, or the runs nearby if RUN is missing."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -108,7 +108,7 @@ class RanktapeCommand(click.Command):
         return [record for one in params if (record := one.get_help_record(ctx)) is not None]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the sections; a folded one is the names of its options."""
+        """Write the sections. A folded section shows only the names of options."""
         for section in Section:
             records = self.options_of(ctx, section)
             if not records:
@@ -132,7 +132,7 @@ _RUN_NAMES = ("run", "sources")
 
 
 def _print_section(ctx: click.Context, param: click.Parameter, value: bool) -> None:  # noqa: FBT001 - click's signature
-    """Print a folded section and end the command."""
+    """Print a folded section and exit."""
     if not value or ctx.resilient_parsing:
         return
     assert isinstance(ctx.command, RanktapeCommand)
@@ -145,7 +145,7 @@ def _print_section(ctx: click.Context, param: click.Parameter, value: bool) -> N
 
 
 def _runs_here() -> list[str]:
-    """Paths of runs in the working directory: those below `runs`, else those in the directory itself."""
+    """Paths of runs below the directory `runs`, or in the working directory if there is none."""
     from ranktape.storage.maintenance.runs import find_runs
 
     place, depth = (Path("runs"), 2) if Path("runs").is_dir() else (Path(), 1)
@@ -155,7 +155,7 @@ def _runs_here() -> list[str]:
 
 
 def _is_stdout_broken() -> bool:
-    """Whether stdout takes no more; what it held is in it already, or it has no place for that."""
+    """Whether stdout cannot be written. Buffered output is flushed first."""
     try:
         descriptor = sys.stdout.fileno()
     except OSError:  # it is in memory
@@ -169,7 +169,7 @@ def _is_stdout_broken() -> bool:
 
 
 class RanktapeGroup(click.Group):
-    """A group whose commands may be named by where they are, and which turns `RanktapeError` into an exit code."""
+    """A group that suggests commands for unknown names and turns a `RanktapeError` into an exit code."""
 
     def __init__(
         self,
@@ -180,15 +180,15 @@ class RanktapeGroup(click.Group):
         below: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        """Take the usual arguments of a group, and what is known of commands before they are imported.
+        """Take the arguments of `click.Group`, and data about commands that are not imported yet.
 
         Args:
-            args: Those of click.
-            lazy: For each command "module:attribute".
-            sections: For each section of the list of commands their names and descriptions.
-            examples: For each command the examples in its help.
-            below: For each command of a group below this one the name of that group.
-            options: Those of click.
+            args: Arguments of `click.Group`.
+            lazy: "module:attribute" for each command.
+            sections: For each section of the list of commands, their names and descriptions.
+            examples: The examples in the help of each command.
+            below: For each command of a subgroup, the name of that group.
+            options: Further arguments of `click.Group`.
         """
         super().__init__(*args, **options)
         self.lazy = dict(lazy or {})
@@ -197,18 +197,18 @@ class RanktapeGroup(click.Group):
         self.below = below or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        """The names in the order in which they were given, those at hand first."""
+        """The names in the given order, those of imported commands first."""
         return [*self.commands, *self.lazy]
 
     def load(self, name: str) -> click.Command:
-        """The command of one of the names in `lazy`, imported now."""
+        """Import the command of one of the names in `lazy`."""
         module, attribute = self.lazy[name].split(":")
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name; None if there is none."""
+        """The command with this name; None if there is none."""
         if cmd_name not in self.lazy:
             return super().get_command(ctx, cmd_name)
         command = self.load(cmd_name)
@@ -227,7 +227,7 @@ class RanktapeGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that the arguments name; an unknown name is answered with the nearest ones."""
+        """The command for the arguments. For an unknown name, the error suggests the nearest ones."""
         name, names = args[0], self.list_commands(ctx)
         if name in self.below:
             ctx.fail(f"no command {name!r}: use '{shlex.join([ctx.command_path, self.below[name], *args])}'")
@@ -238,21 +238,21 @@ class RanktapeGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Run the command line; where stdout takes no more, one line says so.
+        """Run the command line. If stdout cannot be written, print one line to stderr and exit with 1.
 
-        Whoever stops reading (a pipe to `head`) hears nothing.
+        A closed pipe, as with `head`, is not reported.
         """
         try:
             try:
                 return super().main(*args, **extra)
             finally:
-                # What is written at the end of the process is beyond every handler.
-                if sys.stdout is not None:  # it was closed before we began
+                # Errors of output that is flushed when the process exits cannot be handled.
+                if sys.stdout is not None:  # it was closed before the process started
                     sys.stdout.flush()
         except OSError as error:
             if not _is_stdout_broken():
                 raise
-            # What it still holds goes nowhere: Python writes it when the process ends, and would complain.
+            # Discard the buffered output: Python would flush it at exit and print an error.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stdout.fileno())
             os.close(nowhere)
@@ -261,17 +261,17 @@ class RanktapeGroup(click.Group):
             sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; a `RanktapeError` leaves as one line with its exit code.
+        """Run the command. A `RanktapeError` becomes one line on stderr with its exit code.
 
         Raises:
-            ClickException: the command met a `RanktapeError`.
+            ClickException: the command raised a `RanktapeError`.
         """
         try:
             return super().invoke(ctx)
         except RanktapeError as error:
             from ranktape.storage.places.failures import printable
 
-            # Names in it may be a stranger's.
+            # The message may contain untrusted names.
             failure = click.ClickException("\n".join(printable(line) for line in str(error).splitlines()))
             failure.exit_code = error.exit_code  # type: ignore[misc]  # click reads it from the instance
             raise failure from error

@@ -1,4 +1,4 @@
-"""Gives the columns that say which record or group a row is of, and the names of samples, layers and stacks."""
+"""The columns that identify the record or group of a row, and the names of samples, layers and stacks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 SampleName = int | str
-"""The user's identifier, or the index along the dimension of samples where none were given."""
+"""The user's identifier, or the index along the dimension of samples if none were given."""
 
 
 def sample_names(records: Records) -> list[list[SampleName]]:
-    """For each record the names of its samples, in order; none for a record whose samples cannot be told apart.
+    """For each record, the names of its samples in order; none if its samples cannot be distinguished.
 
     A record without a dimension of samples that has one identifier is that sample, unless it is a parameter.
     """
@@ -48,41 +48,41 @@ def _sample_names(dim: int, given: str, shape: str, tensor_name: str) -> list[Sa
 
 
 IDENTITY = field_names(lambda field: field.is_identity)
-"""The fields that tell one record from another, in the order in which tables show them."""
+"""The fields that identify a record, in the order of tables."""
 
 NUMBER_FIELDS = (*INT_FIELDS, *OPTIONAL_INT_FIELDS)
-"""The fields that hold whole numbers."""
+"""The fields with integer values."""
 
 SAMPLE_COLUMN = Column(name=SAMPLE, kind=Kind.TEXT, is_key=True)
-"""What a sample is called, in a table with one row for each."""
+"""The name of a sample, in a table with one row for each."""
 
 FILE_COLUMN = Column(name="file", kind=Kind.TEXT, is_key=True, is_detail=True)
-"""The name of the file that a record is, in tables about files."""
+"""The name of a record's file, in tables about files."""
 
 _DETAILS = ("mode", "layer_stack", "component", "compute_dtype", "shape")
-"""Fields that text leaves out unless everything is asked for."""
+"""Fields that text shows only on request."""
 
 
 def words(texts: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The names in one text or several, which may have commas in between; each once."""
+    """The distinct names in one or several comma-separated texts."""
     several = [] if texts is None else [texts] if isinstance(texts, str) else texts
     return tuple(dict.fromkeys(word.strip() for text in several for word in text.split(",")))
 
 
 def are_files(records: Records) -> bool:
-    """Whether each of the records is a file of its own, with a name."""
+    """Whether each of the records is a file with its own name."""
     return bool(getattr(records, "files", ()))
 
 
 def source_fields(records: Records) -> tuple[str, ...]:
-    """The field that says which source a record is of, where there are several."""
+    """The field with the source of each record, if there are several sources."""
     return (SOURCE,) if len(records.sources) > 1 else ()
 
 
 def quant_types(records: Records) -> np.ndarray[Any, Any]:
-    """The quant type of each record, by which plots compare; of sources that share one, the source is named, too.
+    """The quant type of each record, by which plots compare, prefixed with the source if several sources share one.
 
-    Of sources that have the same one alone, the source stands for it.
+    If all sources have the same one and no other, it is replaced by the source.
     """
     types = records.column("quant_type")
     if len(records.sources) <= 1:
@@ -96,30 +96,30 @@ def quant_types(records: Records) -> np.ndarray[Any, Any]:
 
 
 def identity_fields(records: Records) -> tuple[str, ...]:
-    """What tells one of the records from another: the source of several, the fields, and the file of those that are."""
+    """The fields that identify a record: the source if there are several, `IDENTITY`, and the file of files."""
     return (*source_fields(records), *IDENTITY, *((FILE_COLUMN.name,) if are_files(records) else ()))
 
 
 def identity_columns(records: Records) -> tuple[Column, ...]:
-    """The columns of a table with one row for each of the records."""
+    """The columns that identify the records of a table with one row for each."""
     named = (*source_fields(records), *IDENTITY)
     fields = tuple(key_column(field, is_detail=field in _DETAILS) for field in named)
     return (*fields, FILE_COLUMN) if are_files(records) else fields
 
 
 def identity_cells(records: Records) -> list[Cells]:
-    """What those columns hold, from the catalogue alone."""
-    # Of a file, the site is its name.
+    """The values of `identity_columns`, from the catalogue alone."""
+    # The site of a file is its name.
     return [cells_of_field(records, "site" if name == FILE_COLUMN.name else name) for name in identity_fields(records)]
 
 
 def identity_rows(records: Records) -> list[tuple[Any, ...]]:
-    """The same row by row."""
+    """The values of `identity_columns`, by row."""
     return list(TableRows(identity_cells(records), size=len(records)))
 
 
 def cells_of_field(records: Records, field: str) -> Cells:
-    """A field of all records as a table holds it."""
+    """A field of all records as the values of a column."""
     column = records.stored(field)
     if isinstance(column, StringColumn):
         return Coded(
@@ -131,24 +131,24 @@ def cells_of_field(records: Records, field: str) -> Cells:
 
 
 def group_columns(by: Sequence[str]) -> tuple[Column, ...]:
-    """The columns of a table with one row for each group, and how many records are in it."""
-    fields = dict.fromkeys(by)  # as the keys of groups have them
+    """The columns of a table with one row for each group, with the number of records last."""
+    fields = dict.fromkeys(by)  # the keys of groups have each once
     return (*(key_column(field, is_detail=False) for field in fields), Column(name="records", kind=Kind.INTEGER))
 
 
 def group_row(key: dict[str, Any], *, num_records: int) -> tuple[Any, ...]:
-    """What those columns hold, for one group of `Records.group_by`."""
+    """The values of `group_columns` for one group of `Records.group_by`."""
     return (*(_value(value, field) for field, value in key.items()), num_records)
 
 
 def key_column(field: str, *, is_detail: bool) -> Column:
-    """The column of a field that says which thing a row is about."""
+    """The key column for a field."""
     kind = Kind.INTEGER if field in NUMBER_FIELDS else Kind.LIST if field == "shape" else Kind.TEXT
     return Column(name=field, kind=kind, is_key=True, is_detail=is_detail)
 
 
 def _value(value: Any, field: str) -> Any:
-    """A value as tables hold it: whole numbers as int, a missing one as None, shapes as lists, samples as text."""
+    """A value in a table: integers as int, missing values as None, shapes as lists, samples as text."""
     if field == "shape":
         return json.loads(value)
     if field == SAMPLE and value is not None:
@@ -161,14 +161,14 @@ def _value(value: Any, field: str) -> Any:
 
 
 def stacks_of(records: Records) -> tuple[str, ...]:
-    """The stacks of layers that records are of, in the order of the records; none where it is not known."""
+    """The known stacks of layers of the records, in the order of the records."""
     return tuple(stack for stack in dict.fromkeys(records.column("layer_stack").tolist()) if stack)
 
 
 def with_stacks(by: Sequence[str], *selections: Records) -> tuple[str, ...]:
-    """The fields to group by: what several sources recorded is not put together, nor are layers of several stacks.
+    """The fields to group by, so that records of several sources or of several stacks of layers are not mixed.
 
-    Then `source` is the first field, and `layer_stack` comes before `layer_idx`.
+    `source` is added before the first field, and `layer_stack` before `layer_idx`.
     """
     is_several = any(len(records.sources) > 1 for records in selections)
     sources = (SOURCE,) if by and is_several and SOURCE not in by else ()
@@ -181,26 +181,26 @@ def with_stacks(by: Sequence[str], *selections: Records) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Records in groups of equal values of some fields, sorted by them, or each record for itself."""
+    """Records grouped by the values of some fields and sorted by these, or each record as a group."""
 
     fields: tuple[str, ...] = ()
-    """The fields that are grouped by."""
+    """The fields by which records are grouped."""
     columns: tuple[Column, ...] = ()
-    """The columns that say which group or record a row of a table is of."""
+    """The columns that identify the group or record of a row."""
     heads: TableRows = field(default_factory=lambda: TableRows([]))
-    """What those hold, for each group."""
+    """The values of these columns, for each group."""
     keys: tuple[dict[str, Any], ...]
     """The values of the fields, for each group."""
     sizes: tuple[int, ...]
-    """Records in each group."""
+    """Number of records in each group."""
     numbers: NDArray[np.int64]
-    """For each record the place of its group in `keys`."""
+    """For each record, the index of its group in `keys`."""
 
 
 def group_records(records: Records, *, by: Sequence[str]) -> Groups:
-    """The groups of a selection, in the order of `Records.group_by`; one of all records without fields.
+    """The groups of a selection, in the order of `Records.group_by`. Without fields, one group of all records.
 
-    Where records are of several stacks, `layer_stack` comes before `layer_idx`.
+    If records have several stacks, `layer_stack` is added before `layer_idx`.
     """
     fields = with_stacks(by, records)
     keys: tuple[dict[str, Any], ...] = ({},)
@@ -208,7 +208,7 @@ def group_records(records: Records, *, by: Sequence[str]) -> Groups:
     numbers = np.zeros(len(records), dtype=np.int64)
     if fields:
         for name in fields:
-            records.column(name)  # refuses what is no field
+            records.column(name)  # raises an error if the field is unknown
         groups = equal_rows([records.stored(name) for name in fields])
         for number, (_, rows) in enumerate(groups):
             numbers[rows] = number
@@ -227,7 +227,7 @@ def group_records(records: Records, *, by: Sequence[str]) -> Groups:
 
 
 def row_groups(records: Records, *, by: Sequence[str]) -> Groups:
-    """As `group_records`; without fields each record is a group of its own."""
+    """The groups of `group_records`. Without fields, each record is a group."""
     if by:
         return group_records(records, by=by)
     count = len(records)
@@ -241,9 +241,10 @@ def row_groups(records: Records, *, by: Sequence[str]) -> Groups:
 
 
 def short_names(stacks: Sequence[str]) -> dict[str, str]:
-    """What people call each of several stacks: its path without what begins or ends all of them.
+    """A short name for each of several stacks: its path without the start and the end that all of them share.
 
-    `encoder` for `model.encoder.layers` beside `model.decoder.layers`; the whole path where nothing else is left.
+    For example, `encoder` for `model.encoder.layers` beside `model.decoder.layers`. If a name would be empty, all are
+    whole paths.
     """
     paths = [stack.split(".") for stack in stacks]
     head, tail = _num_alike(paths), _num_alike([path[::-1] for path in paths])
@@ -252,14 +253,15 @@ def short_names(stacks: Sequence[str]) -> dict[str, str]:
 
 
 def natural(text: str) -> list[tuple[int, str]]:
-    """What a text is sorted by, so that layers.8 stands before layers.73."""
+    """A sort key with which layers.8 comes before layers.73."""
     return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"([0-9]+)", text)]
 
 
 def role_of(module: str, layer_idx: int) -> str:
-    """The path of a module with a star in place of the number of its layer; as it is outside of the stack.
+    """The path of a module with a star instead of the layer's number, or unchanged outside a stack.
 
-    The number is the one that equals the layer, or the first one: stages of a pipeline count their own layers.
+    The number is the one that equals the layer's index, otherwise the first one, because pipeline stages may count
+    their own layers.
     """
     words = module.split(".")
     numbers = [place for place, word in enumerate(words) if re.fullmatch(r"\d+", word, re.ASCII)]
@@ -275,9 +277,9 @@ def _num_alike(paths: Sequence[Sequence[str]]) -> int:
 
 
 class LayerPlace(int):
-    """Where a layer lies: its number, or of several stacks its place where they lie one behind the other.
+    """The position of a layer: its number, or its position among several stacks that are shown one after another.
 
-    As text it is the name of the layer; `stack` is what its stack is called, empty for the only one.
+    Its text is the name of the layer. `stack` is the short name of its stack, empty if there is only one.
     """
 
     stack: str
@@ -285,7 +287,7 @@ class LayerPlace(int):
 
     @classmethod
     def of(cls, place: int, *, stack: str, number: int) -> LayerPlace:
-        """The place of a layer with that number in its stack."""
+        """The position of the layer with that number in its stack."""
         found = cls(place)
         found.stack, found.number = stack, number
         return found
@@ -295,9 +297,9 @@ class LayerPlace(int):
 
 
 def layer_places(stacks: Sequence[str], layers: Sequence[int]) -> list[LayerPlace]:
-    """For the stack and the layer of each record where the layer lies.
+    """The position of the layer of each record, given its stack and its layer.
 
-    Between two stacks is a gap. What is outside of any (-1) stays there, and a `LayerPlace` where it is.
+    There is a gap between two stacks. A layer outside of stacks (-1) and a `LayerPlace` do not change.
     """
     pairs = list(zip(stacks, layers, strict=True))
     numbers: dict[str, set[int]] = {}
@@ -324,21 +326,21 @@ def layer_places(stacks: Sequence[str], layers: Sequence[int]) -> list[LayerPlac
 
 
 def places_of(records: Records) -> list[LayerPlace]:
-    """For each of the records where its layer lies."""
+    """The position of the layer of each record."""
     return layer_places(records.column("layer_stack").tolist(), records.column("layer_idx").tolist())
 
 
 SOURCE_COLUMN = Column(name=SOURCE, kind=Kind.TEXT, is_key=True)
-"""Which source a row is of."""
+"""The source of a row."""
 
 
 def ask_each(records: Records, ask: Callable[[Records], Table], *, title: str) -> Table:
-    """The answers about each source as one table under a title; those of their own are its last notes.
+    """The answers about each source in one table. The titles of the separate answers become its last notes.
 
-    A column that the answer about one source lacks is missing there.
+    The table has the columns of all answers, with missing values where an answer lacks a column.
 
     Raises:
-        RanktapeError: what `ask` raises; it begins with the name of the source.
+        RanktapeError: what `ask` raises, with the name of the source first.
     """
     tables: dict[str, Table] = {}
     for part in records.by_source():

@@ -1,4 +1,4 @@
-"""The options that commands share: which records, and how the answer is written."""
+"""The options that commands share: the selection of records, and the output of the answer."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ Command = Callable[..., Any]
 
 
 class NamedPath(click.Path):
-    """A path on the command line; an empty one, which would be the working directory, is refused."""
+    """A path on the command line. An empty path, which would be the working directory, is rejected."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path, if it has a name."""
+        """The path, unless it is empty."""
         if not os.fspath(value):
             self.fail("an empty path is not allowed: give a name, or . for the working directory", param, ctx)
         return super().convert(value, param, ctx)
 
 
 class JsonObject(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
-    """The options of a store on the command line; what they hold is shown in no message."""
+    """The storage options on the command line. No message shows their values."""
 
     name = "JSON"
 
@@ -50,10 +50,10 @@ class JsonObject(click.ParamType):  # type: ignore[type-arg]  # generic from cli
 
 
 class SourcesArgument(click.Argument):
-    """One or more sources: all words but those of the arguments after them."""
+    """One or more sources: all arguments except those that follow."""
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
-        """The sources; where none is left, what the user left out is the last argument, which took the one word."""
+        """The sources. If none is left, the error names the last argument, because it took the only value."""
         try:
             return super().process_value(ctx, value)
         except click.MissingParameter as error:
@@ -64,13 +64,13 @@ class SourcesArgument(click.Argument):
 FILTERS = {"source": "Which of several sources: mxfp8, 'run*'."} | {
     field.name: field.help for field in RECORD_FIELDS if field.help
 }
-"""The fields that have an option of their own, with what its help says; `--where` knows all."""
+"""The fields that have their own option, with its help. `--where` supports all fields."""
 
 SWEEP_MODES = ("mx", "tensor", "channel", "legacy")
-"""The members of `SweepMode`, which is not imported for a help text."""
+"""The members of `SweepMode`, which is not imported only for a help text."""
 
 MAX_NAMED_FILES = 4
-"""Files left out that are named before the rest is counted."""
+"""Maximum number of omitted files that are named."""
 
 
 def flag_of(name: str) -> str:
@@ -80,34 +80,34 @@ def flag_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which records a command is about."""
+    """The records that a command uses."""
 
     run: str
     """URL or path of a run, of a folder of `.pt` files, of one such file, or of a folder of all these."""
     filters: Mapping[str, tuple[str, ...]]
-    """For each field that was filtered the texts that were given; any of them may match."""
+    """The filter values of each field; any of them may match."""
     where: str | None
     """An expression over fields."""
     more: tuple[str, ...] = ()
-    """Further ones, whose records come, too."""
+    """Further sources, whose records are included."""
     storage_options: Mapping[str, Any] | None
-    """For fsspec."""
+    """Options for fsspec."""
     skip_unreadable: bool = False
-    """Whether files of a folder that cannot be read are left out, and named."""
+    """Whether unreadable files of a folder are left out and named."""
     any_name: bool = False
-    """Whether `.pt` files under any name are taken; those of them that cannot be read are left out, not named."""
+    """Whether `.pt` files with any name are read. Those that are unreadable are left out without being named."""
 
     def records(self) -> Records:
-        """The records of a run, of a folder of `.pt` files, or of one such file; never none.
+        """The records of the sources, at least one.
 
-        What is left out of a folder is named on stderr. Raises what `source` and `chosen` raise.
+        Files that are left out of a folder are named on stderr. Raises the errors of `source` and `chosen`.
         """
         source = self.source()
         say_what_is_left_out(source)
         return self.chosen(source)
 
     def source(self) -> RecordSource:
-        """The run or the folder itself."""
+        """The run, the folder or the file itself, or several of them as one source."""
         from ranktape.analyze.sources import open_sources
         from ranktape.storage.maintenance.runs import suggest_nearest
 
@@ -116,13 +116,13 @@ class Selection:
             return open_sources((self.run, *self.more), self.storage_options, **options)
 
     def chosen(self, run: RecordSource) -> Records:
-        """The records of a source that the filters leave; never none.
+        """The records of a source that match the filters, at least one.
 
         Raises:
             DataError: a file cannot be read.
-            NoRecordsError: nothing matches; the message says what would.
-            UnknownFieldError: the expression names no field of a record.
-            UsageError: a filter has a value that its field cannot have.
+            NoRecordsError: no records match. The message suggests values that would.
+            UnknownFieldError: the expression names an unknown field.
+            UsageError: a filter has an invalid value.
             StorageError: the store cannot be read.
         """
         from ranktape.storage.query.filters import parse_filter
@@ -134,7 +134,7 @@ class Selection:
             what = "complete iteration" if isinstance(run, Run) else "file that can be read"
             raise NoRecordsError(f"{run.url} has no {what}: see 'ranktape status {self.run}'")
         texts = {field: ",".join(values) for field, values in self.filters.items()}
-        # These two are known before any catalogue is read.
+        # These two filters do not need a catalogue.
         early = {field: texts.pop(field) for field in ("iteration", "attempt") if field in texts}
         records = run.select(**early)
         if not len(records):
@@ -164,13 +164,13 @@ class Output:
     wide: bool = False
     """Whether text shows every column."""
     sort: str | None = None
-    """The column whose largest values come first."""
+    """The column to sort by, largest values first."""
     limit: int | None = None
-    """Rows to write at most, 0 for all; None for all, and on a terminal for as many as people read."""
+    """Maximum number of rows, 0 for all. If None, all, or `Table.max_rows` on a terminal."""
     output: Path | None = None
-    """A file instead of stdout."""
+    """A file to write to instead of stdout."""
     check: str | None = None
-    """What must not be false for any row; only the rows that fail are written."""
+    """An expression. Only rows for which it is false are written."""
 
     @property
     def is_asked_for(self) -> bool:
@@ -179,15 +179,15 @@ class Output:
 
     @property
     def chosen_form(self) -> Form:
-        """The form, of a file also by its name."""
+        """The format. For a file, the suffix may determine it."""
         if self.output is None or self.form is not Form.TEXT:
             return self.form
         return {".json": Form.JSON, ".csv": Form.CSV}.get(self.output.suffix.lower(), Form.TEXT)
 
     def shown(self, table: Table) -> Table:
-        """The rows to write, in the order that was asked for; on a terminal those that people read, and how many more.
+        """The rows to write, in the requested order. On a terminal, only the first ones and how many more there are.
 
-        Where rows are left out and no order was asked for, the worst are shown if the table knows them.
+        If rows are left out and no order was requested, the worst ones are shown if the table can sort them.
         """
         ordered = table if self.sort is None else table.sorted_by(self.sort)
         if self.limit is not None:
@@ -203,13 +203,13 @@ class Output:
         return replace(ordered, rows=ordered.rows[: table.max_rows], notes=(more, *ordered.notes))
 
     def write(self, table: Table) -> None:
-        """Write a table where and how it was asked for.
+        """Write a table according to the options.
 
         Raises:
-            CheckFoundError: rows fail the check; they have been written.
-            UsageError: there is no such column, the check cannot be read, or the file cannot be written.
+            CheckFoundError: rows fail the check. They have been written.
+            UsageError: there is no such column, the check cannot be parsed, or the file cannot be written.
         """
-        # With numpy, which help does without.
+        # This imports numpy, which help does not need.
         from ranktape.analyze.table import write_table
 
         written = table if self.check is None else table.check(self.check)
@@ -221,7 +221,7 @@ class Output:
 def _together(
     name: str, take: Callable[[dict[str, Any]], Any], *options: Callable[[Command], Command]
 ) -> Callable[[Command], Command]:
-    """A decorator that adds options; what `take` makes of their values, which it takes out, is given as `name`."""
+    """A decorator that adds options. `take` removes their values and combines them into the parameter `name`."""
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
@@ -243,9 +243,9 @@ def _selection(values: dict[str, Any]) -> Selection:
 
 
 def _selections(values: dict[str, Any]) -> tuple[Selection, ...]:
-    """One for each source, also of those below a folder, with `.pt` files under any name.
+    """A selection for each source, including those below a folder, with `.pt` files of any name.
 
-    A mode of the sweep is no filter, as records have none.
+    A mode of the sweep is rejected as a filter, because records have other modes.
     """
     filters = _filters(values)
     for word in ",".join(filters["filters"].get("mode", ())).split(","):
@@ -262,7 +262,7 @@ def _selections(values: dict[str, Any]) -> tuple[Selection, ...]:
 
 
 def _filters(values: dict[str, Any]) -> dict[str, Any]:
-    """What the options of filters say of a `Selection`."""
+    """The parameters of a `Selection` from the options of filters."""
     given = {field: tuple(values.pop(field)) for field in FILTERS}
     return {
         "filters": {field: texts for field, texts in given.items() if texts},
@@ -281,7 +281,7 @@ def _output(values: dict[str, Any]) -> Output:
 
 
 def field_words(texts: Sequence[str]) -> tuple[str, ...]:
-    """The fields in texts with commas between them, each once; `layer-idx` is `layer_idx`, and -1 stays as it is."""
+    """The distinct fields in comma-separated texts, with underscores: `layer-idx` becomes `layer_idx`, but not `-1`."""
     named = [field.strip() for text in texts for field in text.split(",")]
     return tuple(dict.fromkeys(re.sub(r"(?<=[a-z])-(?=[a-z])", "_", field) for field in named))
 
@@ -289,7 +289,7 @@ def field_words(texts: Sequence[str]) -> tuple[str, ...]:
 def _engine(values: dict[str, Any]) -> Engine:
     from ranktape.analyze.engine.engine import Engine, keep_freed_memory
 
-    # An answer about many records is made of large pieces, one after the other.
+    # Answers about many records are built from large parts, one after another.
     keep_freed_memory()
     workers, scheduler, no_cache = (values.pop(name) for name in ("workers", "scheduler", "no_cache"))
     return Engine(workers=workers, scheduler=scheduler, use_cache=not no_cache, show_progress=True)
@@ -320,11 +320,11 @@ _FILTER_OPTIONS = (
 )
 
 selection_options = _together("selection", _selection, click.argument("run", metavar="RUN"), *_FILTER_OPTIONS)
-"""Adds the argument RUN and one option for each field; the command gets them as `selection`."""
+"""Adds the argument RUN and one option for each field. The command gets them as `selection`."""
 
 OPTIONS: dict[str, Callable[[Command], Command]] = {
     "selection": selection_options,
-    # Of a command that answers about several sources at once.
+    # For a command that answers about several sources together.
     "selection_of_several": _together(
         "selection",
         _selection,
@@ -392,11 +392,11 @@ OPTIONS: dict[str, Callable[[Command], Command]] = {
         ),
     ),
 }
-"""What adds the options of parameters that mean the same in every command, in the order of help."""
+"""The decorators for parameters that have the same meaning in every command, in the order of help."""
 
 
 def say_what_is_left_out(run: RecordSource, *, with_unreadable: bool = True) -> None:
-    """Name on stderr the files of a folder that no record is of."""
+    """Name the files of a folder without records on stderr."""
     for names, why in (
         ([name for name in getattr(run, "foreign", ()) if name.endswith(".pt")], "not under a name that we know"),
         (list(getattr(run, "unreadable", {}).values()) if with_unreadable else [], "cannot be read"),

@@ -1,4 +1,4 @@
-"""Opens several runs and folders of `.pt` files, or all that lie below a folder, as one source of records."""
+"""Opens several runs and folders of `.pt` files, or all of them below a folder, as one source of records."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from ranktape.storage.format import layout
 from ranktape.storage.records.records import Records, unite
 
 MAX_DEPTH = 3
-"""Levels of folders that are looked through for runs and `.pt` files."""
+"""Maximum depth of the folders that are searched for runs and `.pt` files."""
 
 MAX_SOURCES = 1000
-"""Sources that are opened together."""
+"""Maximum number of sources that are opened together."""
 
 
 class Sources:
-    """Several runs and folders, by short names that their paths tell apart; `select` answers as that of a run does."""
+    """Several runs and folders with short unique names. `select` works like that of a run."""
 
     def __init__(self, members: Mapping[str, RecordSource]) -> None:
         """Take the sources by name."""
         self.members = dict(members)
         """Each source by its name."""
         self.url = " and ".join(source.url for source in self.members.values())
-        """Where they are."""
+        """The URLs of all sources, as text."""
 
     def __repr__(self) -> str:
         return f"<Sources {', '.join(self.members)}>"
 
     @property
     def iterations(self) -> list[int]:
-        """The iterations that are there in any of them, ascending."""
+        """The iterations of all sources, in ascending order."""
         return sorted({iteration for source in self.members.values() for iteration in source.iterations})
 
     @property
     def foreign(self) -> list[str]:
-        """Names in folders that no tool wrote whose files we read."""
+        """Names of files in folders that were not written by a supported tool."""
         return [name for source in self.members.values() for name in getattr(source, "foreign", ())]
 
     @property
     def unreadable(self) -> dict[str, str]:
-        """For each file that was left out of a folder the reason."""
+        """The reason for each file that was left out of a folder."""
         return {
             f"{name}/{file}": why
             for name, source in self.members.items()
@@ -54,8 +54,8 @@ class Sources:
         }
 
     def select(self, **filters: Any) -> Records:
-        """The records of all sources whose fields have the values asked for; `source` is the name of theirs."""
-        # A run decides by the attempt which iterations it shows.
+        """The records of all sources that match the filters. Their field `source` is the name of the source."""
+        # The attempt determines which iterations a run shows.
         early = {name: value for name, value in filters.items() if name in {"iteration", "attempt"}}
         rest = {name: value for name, value in filters.items() if name not in early}
         return unite({name: source.select(**early) for name, source in self.members.items()}).select(**rest)
@@ -68,17 +68,17 @@ def open_sources(
     skip_unreadable: bool = False,
     any_name: bool = False,
 ) -> RecordSource:
-    """What lies at some places as one source: runs, folders of `.pt` files, such files, or folders of all these.
+    """Open one or several locations as one source: runs, folders of `.pt` files, such files, or folders of all these.
 
-    Of a folder of sources each one counts. One source is given as it is; of several each record says in `source` which
-    it is of, by a name that is short: `bf16` and `mxfp8` of runs/bf16 and runs/mxfp8.
+    In a folder of sources, each one is opened. A single source is returned itself. With several, the field `source` of
+    each record is the short name of its source, such as `bf16` and `mxfp8` for runs/bf16 and runs/mxfp8.
 
     Raises:
-        RunNotFoundError: at a place is nothing of the kind.
-        RunFormatError: a run is of a later schema, or damaged.
-        DataError: a file cannot be read, and `skip_unreadable` was not given.
+        RunNotFoundError: a location has no source.
+        RunFormatError: a run has a later schema or is damaged.
+        DataError: a file cannot be read and `skip_unreadable` is not set.
         StorageError: a store cannot be reached or read.
-        UsageError: a URL or the options are not usable; there are far too many sources.
+        UsageError: a URL or the options are invalid, or there are too many sources.
     """
     given = [os.fspath(url) for url in ([urls] if isinstance(urls, str | os.PathLike) else urls)]
     places = list(dict.fromkeys(place for url in given for place in places_of(url, storage_options, any_name=any_name)))
@@ -91,13 +91,13 @@ def open_sources(
 
 
 def places_of(url: str, storage_options: Mapping[str, Any] | None = None, *, any_name: bool = False) -> list[str]:
-    """The sources at a place: itself, unless it is a folder that holds none, and some lie below it."""
+    """The sources at a location: the location itself, or the sources below it if it is a folder but no source."""
     path = local_path(url)
     if path is not None:
         try:
             is_folder = path.is_dir() and not _is_source(path)
             return (list(_below(path, depth=MAX_DEPTH)) or [url]) if is_folder else [url]
-        except (OSError, ValueError):  # opening it says what is wrong
+        except (OSError, ValueError):  # the error is reported when it is opened
             return [url]
     try:
         open_source(url, storage_options, any_name=any_name)
@@ -113,7 +113,7 @@ def places_of(url: str, storage_options: Mapping[str, Any] | None = None, *, any
 
 
 def _is_source(folder: Path) -> bool:
-    """Whether a folder is a run, or holds `.pt` files."""
+    """Whether a folder is a run or contains `.pt` files."""
     if (folder / layout.DOCUMENT).exists():
         return True
     with os.scandir(folder) as entries:
@@ -134,7 +134,7 @@ def _below(folder: Path, *, depth: int) -> Iterator[str]:
 
 
 def _is_cache(folder: Path) -> bool:
-    """Whether a folder holds what was counted of the run beside it, and is no run itself."""
+    """Whether a folder is the cache of a run beside it, and not a run itself."""
     try:
         document = json.loads((folder / layout.DOCUMENT).read_bytes())
     except (OSError, ValueError):
@@ -143,10 +143,10 @@ def _is_cache(folder: Path) -> bool:
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """What to call each of several places: its path without the folders that begin or end all of them.
+    """Short names of several locations: their paths without the folders that all of them start or end with.
 
-    `bf16` and `mxfp8` for runs/bf16 and runs/mxfp8, of one place its last name. Places are different, and so are
-    their names.
+    For example, `bf16` and `mxfp8` for runs/bf16 and runs/mxfp8. The name of a single location is its last segment. The
+    locations are distinct, and so are the names.
     """
     split = [
         [word for word in path.replace("://", "/").split("/") if word not in {"", "."}] or [path] for path in paths
@@ -155,7 +155,7 @@ def short_names(paths: Sequence[str]) -> list[str]:
         return [split[0][-1]]
     head = _num_alike(split)
     tail = _num_alike([words[head:][::-1] for words in split])
-    # Of what lies in another one nothing would be left.
+    # If one path contains another, its name would be empty.
     head -= any(len(words) == head for words in split) and head > 0
     names = ["/".join(words[head : len(words) - tail]) for words in split]
     if not all(names) or len(set(names)) < len(names):

@@ -1,7 +1,7 @@
-"""Holds an answer, and writes it as aligned text, as one JSON document, as CSV, as a DataFrame, in a notebook.
+"""An answer, and its output as aligned text, JSON, CSV, a DataFrame, a plot, or in a notebook.
 
-One `Table` for every command, of columns: a row is made when it is asked for. Numbers stay numbers until they are
-printed; a column says what they are.
+All commands use one class, `Table`, which stores columns and creates rows when they are accessed. Numbers are converted
+to text only when they are printed, according to the kind of the column.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 MAX_BRIEF_ROWS, MAX_BRIEF_LINE, MAX_BRIEF_NOTES = 20, 1000, 20
-"""What an interpreter or a notebook shows: rows, letters of a line above or below them, and lines below."""
+"""Limits for interpreters and notebooks: rows, characters of a line above or below the rows, and lines below."""
 
 
 class Kind(enum.StrEnum):
-    """What the values of a column are, and so how text shows them."""
+    """The kind of values in a column, which determines their format in text."""
 
     TEXT = "text"
-    """Words, shown as they are."""
+    """Text."""
     INTEGER = "integer"
-    """Whole numbers: counts, indices."""
+    """Integers, such as counts and indices."""
     FLOAT = "float"
     """Real numbers, shown with five significant digits."""
     RATIO = "ratio"
-    """A part of a whole from 0 to 1, shown in percent."""
+    """A fraction from 0 to 1, shown in percent."""
     BAR = "bar"
-    """A part of the largest from 0 to 1, shown as a bar."""
+    """A fraction of the largest value from 0 to 1, shown as a bar."""
     COSINE = "cosine"
-    """Cosines, shown with seven decimals: what matters is how far below 1 they are."""
+    """Cosines, shown with seven decimals, because their distance from 1 matters."""
     NBYTES = "nbytes"
-    """Bytes, shown with a unit."""
+    """Numbers of bytes, shown with a unit."""
     LIST = "list"
-    """Several values, shown with spaces in between."""
+    """Several values, shown with spaces between them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,32 +63,33 @@ class Column:
     name: str
     """The key in JSON and CSV."""
     kind: Kind
-    """What its values are."""
+    """The kind of its values."""
     unit: str = ""
-    """Unit of the numbers as they are in JSON and CSV; empty for plain numbers."""
+    """Unit of the numbers in JSON and CSV; empty for plain numbers."""
     head: str = ""
-    """What text writes above the column; the name if empty."""
+    """Heading in text; the name if empty."""
     is_key: bool = False
-    """Whether it says which thing a row is about: text names such a column once if all rows agree."""
+    """Whether it identifies what a row is about. If all rows have the same value, text shows it once, above the
+    rows."""
     is_detail: bool = False
-    """Whether text leaves it out unless everything is asked for; JSON and CSV always hold it."""
+    """Whether text shows it only on request. JSON and CSV always have it."""
 
 
 class Coded(NamedTuple):
-    """The values of a column, each different one written once."""
+    """The values of a column, in which each distinct value is stored once."""
 
     codes: NDArray[Any]
-    """For each row the index of its value in `table`."""
+    """For each row, the index of its value in `table`."""
     table: Sequence[Any]
     """The values."""
 
 
 Cells: TypeAlias = list[Any] | NDArray[Any] | Coded
-"""The values of a column; in an array of floats NaN stands for a missing value."""
+"""The values of a column. In an array of floats, NaN is a missing value."""
 
 
 def number_cells(column: NDArray[Any], *, kind: Kind) -> Cells:
-    """A column of numbers in which NaN stands for a missing value; whole numbers where they are of that kind."""
+    """A column of numbers in which NaN is a missing value. With the kind INTEGER, its numbers become integers."""
     if kind is not Kind.INTEGER or column.dtype.kind != "f":
         return column
     if not np.isnan(column).any():
@@ -98,7 +99,7 @@ def number_cells(column: NDArray[Any], *, kind: Kind) -> Cells:
 
 
 def values_of(cells: Cells) -> list[Any]:
-    """The values of a column as Python has them; None where one is missing."""
+    """The values of a column as Python objects, with None for missing values."""
     if isinstance(cells, Coded):
         return [cells.table[code] for code in cells.codes.tolist()]
     if isinstance(cells, list):
@@ -120,7 +121,7 @@ def take_cells(cells: Cells, rows: NDArray[np.int64] | slice) -> Cells:
 
 
 def alternate(columns: Sequence[Cells]) -> Cells:
-    """The values of several columns in turn: the first of each, then the second of each."""
+    """The values of several columns, interleaved: the first of each, then the second of each."""
     if len(columns) == 1:
         return columns[0]
     arrays = [one for one in columns if isinstance(one, np.ndarray)]
@@ -130,19 +131,19 @@ def alternate(columns: Sequence[Cells]) -> Cells:
 
 
 class TableRows(Sequence[tuple[Any, ...]]):
-    """The rows of a table, which holds them as columns: a row is made when it is asked for."""
+    """The rows of a table. They are stored as columns, and a row is created when it is accessed."""
 
     __slots__ = ("_size", "columns")
 
     def __init__(self, columns: Sequence[Cells], *, size: int | None = None) -> None:
-        """Take one column for each of the table, and the number of rows, of which the first column tells otherwise."""
+        """Take the columns of the table, and the number of rows, which is that of the first column by default."""
         self.columns = tuple(columns)
         self._size = size if size is not None else _size_of(self.columns[0]) if self.columns else 0
         assert all(_size_of(one) == self._size for one in self.columns), "a column does not fit the others"
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[Any]], *, width: int) -> TableRows:
-        """The rows of so many values each."""
+        """The rows, which have `width` values each."""
         if isinstance(rows, TableRows):
             assert len(rows.columns) == width, "rows do not fit the columns"
             return rows
@@ -173,10 +174,10 @@ class TableRows(Sequence[tuple[Any, ...]]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TableRows | tuple) and tuple(self) == tuple(other)
 
-    __hash__ = None  # type: ignore[assignment]  # values may be lists
+    __hash__ = None  # values may be lists
 
     def take(self, rows: Sequence[int] | NDArray[np.int64] | slice) -> TableRows:
-        """Some of the rows, in the order given."""
+        """Some of the rows, in the given order."""
         chosen = rows if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64)
         size = len(range(self._size)[chosen]) if isinstance(chosen, slice) else len(chosen)
         return TableRows([take_cells(one, chosen) for one in self.columns], size=size)
@@ -188,37 +189,36 @@ def _size_of(cells: Cells) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Table:
-    """An answer: columns, rows, and a few words.
+    """An answer: a title, columns, rows, and notes.
 
-    A missing value is None: null in JSON, empty in CSV, "-" in text. JSON has no NaN and no infinity:
-    they are the strings "nan", "inf" and "-inf" there. An interpreter and a notebook show the first rows, with what
-    is long cut off.
+    A missing value is None: null in JSON, empty in CSV, "-" in text. JSON has no NaN and no infinities; they are the
+    strings "nan", "inf" and "-inf" there. Interpreters and notebooks show the first rows and truncate long texts.
     """
 
     title: str
-    """What is shown, in one line; empty for none."""
+    """Title in one line; empty for none."""
     columns: tuple[Column, ...]
     """The columns, in order."""
     rows: Sequence[tuple[Any, ...]]
-    """One value for each column; a table holds them as `TableRows`."""
+    """One value for each column. They are stored as `TableRows`."""
     notes: tuple[str, ...] = ()
-    """What a reader must know, one line each."""
+    """Notes for the reader, one line each."""
     worst_first: Callable[[Table], Table] | None = field(default=None, compare=False)
-    """Its rows by how bad they are, for whoever shows some of them; None where no row is worse than another."""
+    """Sorts the rows by severity, for output that shows only some of them; None if no row is worse than another."""
     is_verdict: bool = False
-    """Whether the title is what came out, which text says last."""
+    """Whether the title is the result, which text shows last."""
     is_whole: bool = False
-    """Whether half of the rows say nothing, so that text shows them all."""
+    """Whether text shows all rows, because a part of them would be meaningless."""
     max_rows: ClassVar[int] = MAX_TEXT_ROWS
-    """Rows that a terminal shows where no number is asked for."""
+    """Maximum number of rows that a terminal shows by default."""
 
     def __post_init__(self) -> None:
-        """Every row has one value for each column."""
+        """Check that every row has one value for each column."""
         object.__setattr__(self, "rows", TableRows.of(self.rows, width=len(self.columns)))
 
     @property
     def cells(self) -> TableRows:
-        """The rows, as what they are."""
+        """The rows as `TableRows`."""
         return cast("TableRows", self.rows)
 
     def column(self, name: str) -> list[Any]:
@@ -233,9 +233,9 @@ class Table:
         return values_of(self.cells.columns[names.index(name)])
 
     def sorted_by(self, name: str) -> Table:
-        """The same table with the largest values of a column first; missing ones last, equal ones as they were.
+        """The table sorted by a column in descending order. Missing values are last, and equal values keep their order.
 
-        The column may be named by its head.
+        The column may be named by its heading.
 
         Raises:
             UsageError: the table has no such column.
@@ -248,13 +248,13 @@ class Table:
         return replace(self, rows=self.cells.take([*ordered, *rest]))
 
     def check(self, expression: str) -> Table:
-        """The rows for which an expression over the columns is false, in the language of `where`.
+        """The rows for which an expression over the columns is false. The syntax is that of `where`.
 
-        A missing value compares as unknown, as NaN does: a row for which the expression cannot be decided without it
-        passes. A last note counts the rows.
+        A comparison with a missing value or NaN is unknown. A row passes if the expression is unknown for it. The last
+        note has the number of rows that fail and pass.
 
         Raises:
-            UsageError: the expression cannot be read, names no column, or compares text with a number.
+            UsageError: the expression cannot be parsed, names no column, or compares text with a number.
         """
         from ranktape.storage.query.where import parse_where
 
@@ -271,14 +271,14 @@ class Table:
         return replace(self, rows=failed, notes=(*self.notes, note + passed))
 
     def first(self, num_rows: int) -> Table:
-        """The same table with so many rows at most; a note says how many there were."""
+        """The table with at most `num_rows` rows. If rows are left out, a note has their total number."""
         if len(self.rows) <= num_rows:
             return self
         note = f"the first {num_rows} of {len(self.rows)} rows"
         return replace(self, rows=self.rows[:num_rows], notes=(note, *self.notes))
 
     def records(self) -> list[dict[str, Any]]:
-        """The rows as dictionaries, one key for each column."""
+        """The rows as dictionaries with the names of the columns as keys."""
         names = [column.name for column in self.columns]
         return [dict(zip(names, row, strict=True)) for row in self.rows]
 
@@ -294,13 +294,13 @@ class Table:
         }
 
     def json_parts(self) -> Iterator[str]:
-        """The document of `to_json` as text of two spaces for each level, some thousand rows at a time."""
+        """The document of `to_json` as text with an indentation of two spaces, a few thousand rows at a time."""
         names = [column.name for column in self.columns]
         if len(set(names)) < len(names) or not names or not self.rows:
             yield json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n"
             return
         document = json.dumps(replace(self, rows=()).to_json(), indent=2, allow_nan=False) + "\n"
-        # Within a text, the marks before the colon would have a backslash.
+        # Within a string, the quotation marks before the colon would be escaped.
         before, after = document.split('"rows": []', 1)
         yield before + '"rows": ['
         for start in range(0, len(self.rows), _ROWS_AT_ONCE):
@@ -308,7 +308,7 @@ class Table:
         yield "\n  ]" + after
 
     def to_csv(self) -> str:
-        """The rows as CSV with a head; lists are JSON within their field."""
+        """The rows as CSV with a header. Lists are JSON within their field."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([column.name for column in self.columns])
@@ -317,18 +317,18 @@ class Table:
         return text.getvalue()
 
     def to_text(self, *, wide: bool = False) -> str:
-        """The table as aligned lines, as wide as they need to be: nothing is cut off."""
+        """The table as aligned lines of any width. Nothing is truncated."""
         return _shown(self, wide=wide).aligned() + "\n"
 
     def print(self, *, wide: bool = False) -> None:
-        """Write the table to stdout in colour, as wide as the terminal; with `wide` as it needs to be."""
+        """Print the table to stdout in colour, fitted to the width of the terminal unless `wide` is set."""
         _shown(self, wide=wide).print(is_fitted=not wide)
 
     def to_pandas(self) -> pd.DataFrame:
-        """The rows as a frame, all columns of them; units are in `attrs`, beside the title and the notes.
+        """The table as a DataFrame with all columns. Its `attrs` contain the units, the title and the notes.
 
-        Whole numbers are `Int64`, ratios and other real numbers `float64` (NaN where one is missing), text is
-        `string`, lists are objects. A column with a value of another kind is of objects.
+        Integers become `Int64`, other numbers `float64` (with NaN for missing values), text `string`, and lists
+        objects. A column with a value of another type has dtype object.
 
         Raises:
             UsageError: pandas is not installed.
@@ -349,14 +349,14 @@ class Table:
         return data_frame(columns, attributes=attributes)
 
     def plot(self, *, x: str | None = None, y: str | Sequence[str] = (), axes: Axes | None = None) -> Axes:
-        """Draw columns of numbers against another column; returns the axes.
+        """Plot columns of numbers against another column, and return the axes.
 
-        Against numbers, such as iterations, a line for each column; against words a bar for each row. By default `x` is
-        the first key column that differs between rows, `y` the first column of numbers that is no key. Missing values
-        leave gaps. Without `axes` a figure of pyplot is made.
+        If `x` is numeric, such as the iteration, each column is a line, otherwise each row is a bar. By default, `x` is
+        the first key column that differs between rows, and `y` is the first numeric column that is not a key (counts and
+        bytes last). Missing values leave gaps. Without `axes`, a figure of pyplot is created.
 
         Raises:
-            UsageError: there is no such column, it has no numbers, or nothing can be drawn.
+            UsageError: there is no such column, it is not numeric, or there is nothing to plot.
         """
         numbers = (Kind.INTEGER, Kind.FLOAT, Kind.RATIO, Kind.BAR, Kind.COSINE, Kind.NBYTES)
         kinds = {column.name: column.kind for column in self.columns}
@@ -393,7 +393,7 @@ class Table:
         return axes
 
     def text_cells(self) -> tuple[Sequence[str], Sequence[Sequence[str]], Sequence[bool]]:
-        """What text shows, for whoever draws the table: heads, cells row by row, and which columns hold words."""
+        """The headings, the cells by row, and which columns are aligned left, to draw the table elsewhere."""
         shown = _shown(self, wide=False)
         return shown.heads, shown.cells, shown.is_left
 
@@ -412,7 +412,7 @@ class Table:
         return html_table(shown.heads, shown.cells, is_left=shown.is_left, heading=shown.heading, notes=shown.notes)
 
     def _brief(self) -> TextTable:
-        """The first rows, with what is long cut off, and without the notes where there are many."""
+        """The first rows, with long texts truncated and without some of the notes if there are many."""
         from ranktape.storage.records.tables import clipped
 
         shown = _shown(self.first(MAX_BRIEF_ROWS), wide=False)
@@ -426,18 +426,18 @@ class Table:
 
 
 def _as_array(values: Sequence[Any], kind: Kind) -> NDArray[Any]:
-    """A column for an expression: numbers with NaN for missing ones, or texts; of a list its JSON."""
+    """A column for an expression: numbers with NaN for missing values, or texts. Lists become JSON."""
     if kind in {Kind.TEXT, Kind.LIST} or any(isinstance(value, str) for value in values):
         plain = (json.dumps(json_value(one)) if isinstance(one, list | tuple) else one for one in values)
         return np.array([None if one is None else str(one) for one in plain], dtype=object)
-    # Whole numbers beyond 2^53 stay exact.
+    # Integers beyond 2**53 stay exact.
     is_whole = all(type(value) is int for value in values)
     numbers = [math.nan if value is None else value for value in values]
     return np.array(numbers, dtype=np.int64 if is_whole else np.float64)
 
 
 def write_table(table: Table, *, form: Form = Form.TEXT, wide: bool = False, output: Path | None = None) -> None:
-    """Write a table to a file, or to stdout: in colour on a terminal, else as plain text. Raises as `write_text`."""
+    """Write a table to a file or to stdout (in colour on a terminal). Raises the errors of `write_text`."""
     if form is Form.TEXT and output is None and sys.stdout.isatty():
         table.print(wide=wide)
         return
@@ -454,7 +454,7 @@ def write_text(parts: Iterable[str], *, output: Path | None) -> None:
         UsageError: the file cannot be written.
     """
     if output is None:
-        # What programs read stays as it is.
+        # Text for other programs is not escaped.
         is_terminal = sys.stdout.isatty()
         for text in parts:
             sys.stdout.write(encodable(printable_lines(text) if is_terminal else text, sys.stdout))
@@ -467,9 +467,9 @@ def write_text(parts: Iterable[str], *, output: Path | None) -> None:
 
 
 def _shown(table: Table, *, wide: bool) -> TextTable:
-    """What people see of a table, without what says nothing.
+    """The table as text, without redundant columns.
 
-    Left out are keys that are the same in all rows (a line above says them once) and columns without a value.
+    Keys that are the same in all rows are shown once above them. Columns without values are left out.
     """
     said = [_plain(table.title)] if table.title else []
     heading = [] if table.is_verdict else [*said]
@@ -496,19 +496,19 @@ def _shown(table: Table, *, wide: bool) -> TextTable:
 
 
 _LEAST_TELLING = ("dtype", "compute_dtype", "phase", "quant_type", "layer_type", "layer_idx")
-"""Keys of records that a terminal gives up first, where the module says which record it is."""
+"""Keys of records that a narrow terminal leaves out first, if the module is shown, which identifies the record."""
 
 _LEAST_VALUES = ("overflow.upper.ratio", "overflow.lower.ratio", "elements")
-"""What else it gives up first: it is said by other columns."""
+"""Values that are left out next, because other columns imply them."""
 
 _LAST = ("severity", "enough", "diverges", "outcome")
-"""Columns that hold a verdict: others go before them."""
+"""Columns with a verdict, which are left out last."""
 
 
 def _turns(columns: Sequence[Column]) -> list[int]:
-    """Places of columns in the order in which a narrow terminal does without them; others always stay.
+    """The indices of columns in the order in which a narrow terminal leaves them out. Other columns always stay.
 
-    First keys that tell least of a record, then what is no key, from the right; verdicts last.
+    The least informative keys are first, then other columns from the right, verdicts last.
     """
     names = [column.name for column in columns]
     keys = [names.index(name) for name in _LEAST_TELLING if name in names and "module" in names]
@@ -522,7 +522,7 @@ def _are_same(values: Sequence[Any]) -> bool:
 
 def _head(column: Column) -> str:
     named = column.head or column.name
-    # Bytes are shown with their unit.
+    # Numbers of bytes are shown with their unit.
     return f"{named} {column.unit}" if column.unit and column.kind is not Kind.NBYTES else named
 
 
@@ -535,22 +535,22 @@ def _cell(value: Any, kind: Kind) -> str:
 
 
 def _plain(text: str) -> str:
-    """One line: what others wrote may hold a line break or a terminal's control code."""
+    """The text in one line, with spaces for line breaks and control characters."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _ratio_cell(value: float) -> str:
-    """Percent with three digits; only a true zero is "0 %", and only a true whole is "100 %"."""
+    """Percent with three digits. Only zero is shown as "0 %", and only 1 as "100 %"."""
     text = f"{value * 100:.3g} %"
     return "<100 %" if text == "100 %" and value < 1 else text
 
 
 _BAR_LETTERS = 32
-"""Of the longest bar."""
+"""Length of the longest bar, in characters."""
 
 
 def _bar_cell(value: float) -> str:
-    """As many marks as the value says, one at least for what is not zero; of letters that every terminal has."""
+    """A bar of ASCII characters with a length in proportion to the value, at least one unless the value is zero."""
     return "#" * math.ceil(value * _BAR_LETTERS) or "."
 
 
@@ -571,15 +571,15 @@ def _csv_field(value: Any) -> Any:
 
 
 _GAP = 2
-"""Spaces between columns."""
+"""Number of spaces between columns."""
 
 _MIN_COLUMNS = 2
-"""Fewer do not make a table: each row is a block of lines."""
+"""Minimum number of columns of a table. With fewer, each row becomes a block of lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextTable:
-    """An answer as text, field by field; `heading` above the table, `notes` below it."""
+    """A table as text, with `heading` above the rows and `notes` below them."""
 
     heading: Sequence[str]
     heads: Sequence[str]
@@ -587,12 +587,12 @@ class TextTable:
     cells: Sequence[Sequence[str]]
     notes: Sequence[str]
     turns: Sequence[int] = ()
-    """Places of columns in the order in which a narrow terminal does without them."""
+    """Indices of columns in the order in which a narrow terminal leaves them out."""
 
     def fitted(self, width: int) -> TextTable:
-        """The same without columns for which there is no room, and a note that names them.
+        """The table without columns that do not fit, and a note with their names.
 
-        Where the others have none either, all of it as one block for each row.
+        If the remaining columns do not fit either, each row becomes a block of lines with all columns.
         """
         widths = [max(map(len, column)) for column in zip(self.heads, *self.cells, strict=True)]
         gone: list[int] = []
@@ -625,7 +625,7 @@ class TextTable:
         return replace(self, heads=["", ""], is_left=[True, True], cells=cells[:-1], turns=())
 
     def aligned(self) -> str:
-        """Lines, each column as wide as it needs to be."""
+        """The table as lines, each column as wide as necessary."""
         widths = [max(map(len, column)) for column in zip(self.heads, *self.cells, strict=True)]
 
         def line(texts: Sequence[str]) -> str:
@@ -639,7 +639,7 @@ class TextTable:
         return "\n".join([*self.heading, *body, *self.notes])
 
     def rich_parts(self) -> list[RenderableType]:
-        """All of it, in colour."""
+        """All parts of the table, in colour."""
         from rich.text import Text
 
         above, below = (
@@ -649,11 +649,11 @@ class TextTable:
         return [*above, self.rich_table(), *below]
 
     def print(self, *, is_fitted: bool) -> None:
-        """Write it to stdout, in colour: what there is room for, or all of it."""
+        """Print the table to stdout in colour, with the columns that fit or with all of them."""
         from rich.console import Console, Group
 
-        # A terminal that is too narrow wraps the lines: better than numbers cut off.
-        # (A simple terminal is taken at its word only if the height is given too.)
+        # A terminal that is too narrow wraps lines, which is better than truncated numbers. (The given width is used
+        # for a dumb terminal only if the height is given, too.)
         size = Console(file=sys.stdout).size
         shown = self.fitted(size.width) if is_fitted else self
         needed = Console(width=100_000, height=size.height).measure(shown.rich_table()).maximum
@@ -661,7 +661,7 @@ class TextTable:
         console.print(Group(*shown.rich_parts()))
 
     def rich_table(self) -> RichTable:
-        """The rows alone."""
+        """The rows without heading and notes."""
         from rich.table import Table as RichTable
         from rich.text import Text
 
@@ -675,17 +675,17 @@ class TextTable:
 
 
 _ROWS_AT_ONCE = 1 << 13
-"""Rows whose JSON is made at once."""
+"""Number of rows that are converted to JSON at once."""
 
 _MAX_TEXTS = 256
-"""Neighbouring columns of up to so many different texts each are written as one."""
+"""Adjacent columns with at most this many distinct texts each are combined."""
 
 
 def _rows_text(names: Sequence[str], rows: TableRows) -> str:
-    """Rows as `json.dumps` writes them within a list within a dictionary, with two spaces for each level.
+    """Rows as `json.dumps` writes them in a list in a dictionary, with an indentation of two spaces.
 
-    Each different text is made once, also of neighbouring columns together: one row after the other takes ten times as
-    long.
+    Each distinct text is created once, also for combinations of adjacent columns. This is ten times as fast as one row
+    after another.
     """
     parts = [_Texts(np.zeros(len(rows), dtype=np.int64), ["\n    {"])]
     for place, (name, cells) in enumerate(zip(names, rows.columns, strict=True)):
@@ -699,13 +699,13 @@ def _rows_text(names: Sequence[str], rows: TableRows) -> str:
 
 
 class _Texts(NamedTuple):
-    """Texts of rows: `texts[codes]`, or one for each row where `codes` is None."""
+    """The texts of rows: `texts[codes]`, or one for each row if `codes` is None."""
 
     codes: NDArray[np.int64] | None
     texts: list[str]
 
     def together(self, other: _Texts) -> _Texts | None:
-        """The texts of both columns, one behind the other; None where there are too many different ones."""
+        """The concatenated texts of both columns; None if too many of them are distinct."""
         if self.codes is None or other.codes is None or max(len(self.texts), len(other.texts)) > _MAX_TEXTS:
             return None
         if len(other.texts) == 1:
@@ -723,7 +723,7 @@ def _texts(cells: Cells, *, key: str) -> _Texts:
         used, codes = np.unique(cells.codes, return_inverse=True)
         return _Texts(codes.reshape(-1), [key + _json(cells.table[code]) for code in used.tolist()])
     if isinstance(cells, np.ndarray) and cells.dtype.kind in "iuf":
-        # Both zeros are equal, and are written otherwise.
+        # Both zeros are equal but are written differently.
         bits = cells if cells.dtype.kind != "f" else cells.astype(np.float64, copy=False).view(np.int64)
         if np.unique(bits[: 2 * _MAX_TEXTS]).size <= _MAX_TEXTS:
             known, codes = np.unique(bits, return_inverse=True)
@@ -732,7 +732,7 @@ def _texts(cells: Cells, *, key: str) -> _Texts:
     values = values_of(cells)
     kinds = set(map(type, values))
     if kinds <= {int, float, bool, type(None)}:
-        # One call is far faster than one for each value.
+        # One call is much faster than one for each value.
         texts = json.dumps(values)[1:-1].split(", ")
         return _Texts(None, [key + _NOT_JSON.get(text, text) for text in texts])
     known_texts: dict[Any, int] = {}
@@ -743,19 +743,19 @@ def _texts(cells: Cells, *, key: str) -> _Texts:
 
 
 _NOT_JSON = {"NaN": '"nan"', "Infinity": '"inf"', "-Infinity": '"-inf"'}
-"""What `json_value` makes of what JSON has no numbers for."""
+"""The output of `json_value` for numbers that JSON lacks."""
 
 _EXPONENTS = {f"e-{digit},": f"e-0{digit}," for digit in "6789"} | {f"e{digit}": f"e+{digit}" for digit in "123456789"}
-"""Exponents as msgspec writes them, and as json does."""
+"""Exponents as written by msgspec and by json."""
 
 _PLAIN_IN_MSGSPEC = (1e-5, 1e-4)
-"""Between these msgspec writes no exponent, and json does."""
+"""In this range, msgspec writes no exponent, but json does."""
 
 
 def _number_texts(values: NDArray[Any], *, key: str) -> list[str]:
-    """The key and the JSON of each of several numbers, as json writes them; NaN is a missing value.
+    """The key and the JSON of each of several numbers, as json writes them. NaN is a missing value.
 
-    msgspec finds the same digits in a fifth of the time; its exponents are written otherwise.
+    msgspec takes a fifth of the time for the same digits, but writes exponents differently.
     """
     from msgspec.json import encode
 
@@ -779,7 +779,7 @@ def _json(value: Any) -> str:
 
 
 def json_value(value: Any) -> Any:
-    """A value that JSON has, numpy scalars included."""
+    """A value that JSON can represent. Scalars of numpy are converted."""
     if hasattr(value, "item") and not isinstance(value, str):
         return json_value(value.item())
     if isinstance(value, float) and not math.isfinite(value):
