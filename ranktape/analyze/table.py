@@ -352,8 +352,8 @@ class Table:
         """Plot columns of numbers against another column, and return the axes.
 
         If `x` is numeric, such as the iteration, each column is a line, otherwise each row is a bar. By default, `x` is
-        the first key column that differs between rows, and `y` is the first numeric column that is not a key (counts and
-        bytes last). Missing values leave gaps. Without `axes`, a figure of pyplot is created.
+        the first key column that differs between rows, and `y` is the first numeric column that is not a key (counts
+        last). Missing values leave gaps. Without `axes`, a figure of pyplot is created.
 
         Raises:
             UsageError: there is no such column, it is not numeric, or there is nothing to plot.
