@@ -86,6 +86,18 @@ def test_a_layer_of_three(odd: int, tmp_path: Path) -> None:
     assert found[0]["binades"] == pytest.approx(np.log2(3000), abs=1)
 
 
+@pytest.mark.parametrize("odd", [1e300, 1e-300, np.finfo(np.float64).max])
+@pytest.mark.parametrize(("kind", "field"), [("layer_differs", "layer_idx"), ("rank_differs", "rank")])
+def test_what_is_apart_by_more_than_float64_reaches(kind: str, field: str, odd: float, tmp_path: Path) -> None:
+    tensors = [
+        describe_tensor(np.full((4, 4), odd if place == 3 else 1 / odd), **{field: place, "counter": place})
+        for place in range(7)
+    ]
+    (found,) = rows(store(tmp_path / "run", tensors), kind)
+    assert found["binades"] == pytest.approx(2 * np.log2(odd), abs=0.01)
+    assert (found["value"], found["expected"]) == pytest.approx((odd, 1 / odd), rel=1e-9)
+
+
 def test_a_sample(run: Run) -> None:
     found = rows(run, "sample_outlier")
     assert [(row["layer_idx"], row["ranks"], row["sample"]) for row in found] == [(0, [1], "2")]

@@ -25,6 +25,7 @@ from ranktape.analyze.findings.finding import (
     finding_of,
     number_text,
     records_text,
+    without,
 )
 from ranktape.analyze.findings.survey import (
     Codes,
@@ -218,7 +219,7 @@ def _layers_by_metric(survey: Survey, name: str) -> Iterator[dict[str, Any]]:
                 "peers": "the next layers" if is_edge else "the layers on both sides",
                 "seen": f"median of {records_text(len(places))}",
                 "metric": name,
-                "value": 2.0**middle,
+                "value": without(-middle, 1.0),
                 "deviation": float(scores[number]),
                 "binades": far,
             }

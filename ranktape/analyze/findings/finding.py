@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -170,7 +172,7 @@ def far_finding(
     **known: Any,
 ) -> Finding:
     """A finding about a metric that is far from that of its peers; `seen` is the end of the evidence."""
-    metric, expected = known["metric"], value / 2.0**binades
+    metric, expected = known["metric"], without(binades, value)
     sentence = text or f"has an {metric} of {factor_text(binades)} times that of {peers}"
     beside = f"{peers} {number_text(expected)}: {number_text(abs(binades))} binades"
     return finding_of(
@@ -180,6 +182,16 @@ def far_finding(
         evidence=f"{metric} {number_text(value)}, {beside}, robust z {number_text(abs(deviation))}; {seen}",
         **known | {"value": value, "expected": expected, "deviation": deviation, "binades": binades},
     )
+
+
+def without(binades: float, value: float) -> float:
+    """A positive number divided by a power of two, which may be beyond float64 where the quotient is not."""
+    mantissa, exponent = math.frexp(value)
+    whole = math.floor(binades)
+    try:
+        return math.ldexp(mantissa / 2.0 ** (binades - whole), exponent - whole)
+    except OverflowError:
+        return sys.float_info.max
 
 
 def records_text(count: int) -> str:
