@@ -1,1 +1,1 @@
-"""Bring tensors from the training thread to the writer process."""
+"""Brings tensors from the training thread to the writer process."""

@@ -1,13 +1,13 @@
-"""Copies tensors off an accelerator while the training goes on.
+"""Copies tensors from an accelerator to the ring while the training goes on.
 
-    compute stream   clones the tensor: later changes do not reach the record
-    side stream      copies the clone into pinned memory: the ring itself where the backend registers its memory (CUDA),
+    compute stream   clones the tensor, so that later changes do not reach the record
+    side stream      copies the clone into pinned memory: the ring itself if the backend registers its memory (CUDA),
                      else a block of a pool, which the publisher copies into the ring
     publisher        a thread that waits for the copy, without the GIL, and publishes its slot
 
 The training thread queries no event and waits for no stream. A tensor beyond the budget of clones is copied on the
-compute stream without a clone, which delays the device and not the host. A device error costs the tensors that it hits:
-their slots are published as lost.
+compute stream without a clone, which delays the device but not the host. If the device raises an error for a tensor,
+its slot is published as lost.
 """
 
 from __future__ import annotations
@@ -29,50 +29,50 @@ from ranktape.capture.torch_private import is_accelerator_error
 from ranktape.errors import CaptureError
 
 CLONE_BUDGET_NBYTES = 256 << 20
-"""Device memory that clones under way may take, on each device."""
+"""Largest size of the clones that are being copied, in bytes, on each device."""
 
 POOL_NBYTES = 256 << 20
-"""Pinned memory, where the ring itself cannot be registered; never more than the ring."""
+"""Size of the pinned pool, in bytes, if the ring itself cannot be registered; never more than the ring."""
 
 _NUM_TRIES = 3
-"""A device has failed for good once so many waits in a row raise."""
+"""Number of consecutive waits that have to raise until a device counts as failed."""
 
 
 class Driver:
-    """What `torch.accelerator` does not offer; the base class serves backends that do not register host memory."""
+    """Functions that `torch.accelerator` lacks. The base class is for backends that cannot register host memory."""
 
     def register(self, memory: torch.Tensor, device: torch.device) -> bool:  # noqa: ARG002  (for subclasses)
-        """Pin memory that is allocated already, for all devices; whether the driver did."""
+        """Pin memory that is allocated already, for all devices; returns whether that succeeded."""
         return False
 
     def unregister(self, memory: torch.Tensor) -> None:
         """Undo `register`."""
 
     def relax_capture_mode(self) -> None:
-        """Let waits of this thread not invalidate a graph that another thread captures."""
+        """Prevent waits of this thread from invalidating a graph that another thread captures."""
 
     def is_capturing(self, device: torch.device) -> bool:
         """Whether the current stream of a device captures a graph."""
-        # torch 2.11 and earlier cannot say for backends other than CUDA.
+        # In torch 2.11 and earlier, only CUDA has this function.
         asks = getattr(torch.accelerator.current_stream(device), "is_capturing", None)
         return asks is not None and bool(asks())
 
     def record(self, stream: torch.Stream) -> torch.Event:
-        """An event at the end of what the stream has to do now."""
+        """Record an event after the current work of a stream."""
         return stream.record_event()
 
 
 class CudaDriver(Driver):
-    """CUDA, and ROCm under its name."""
+    """The driver of CUDA, and of ROCm, which torch also calls CUDA."""
 
     def register(self, memory: torch.Tensor, device: torch.device) -> bool:
-        """Pin memory that is allocated already, for all devices; whether the driver did."""
+        """Pin memory that is allocated already, for all devices; returns whether that succeeded."""
         portable = 1
-        with torch.cuda.device(device):  # else this would create a context on the current device
+        with torch.cuda.device(device):  # otherwise, this would create a context on the current device
             if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, portable)) == 0:
                 return True
             try:
-                # A refusal stays as CUDA's last error; the next launch raises it, and should be ours.
+                # A failure stays CUDA's last error until the next launch raises it. This launch clears it.
                 torch.empty(1, device=device).zero_()
             except RuntimeError as error:
                 if not is_accelerator_error(error):
@@ -84,10 +84,10 @@ class CudaDriver(Driver):
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     def relax_capture_mode(self) -> None:
-        """Let waits of this thread not invalidate a graph that another thread captures."""
+        """Prevent waits of this thread from invalidating a graph that another thread captures."""
         name, function = ("libcudart", "cuda") if torch.version.hip is None else ("libamdhip64", "hip")
         maps = Path("/proc/self/maps").read_text().splitlines()
-        # torch has no binding for it: the library is the one that torch has loaded.
+        # torch has no binding for it, so it is called in the library that torch has loaded.
         for path in {line.split()[-1] for line in maps if name in line}:
             relaxed = ctypes.byref(ctypes.c_int(2))
             getattr(ctypes.CDLL(path), f"{function}ThreadExchangeStreamCaptureMode")(relaxed)
@@ -98,9 +98,9 @@ class CudaDriver(Driver):
             return torch.cuda.is_current_stream_capturing()
 
     def record(self, stream: torch.Stream) -> torch.Event:
-        """An event at the end of what the stream has to do now."""
+        """Record an event after the current work of a stream."""
         event = torch.cuda.Event(blocking=True)  # `torch.Event` ignores the flag, and waiting would spin
-        # It takes streams of `torch.cuda` only.
+        # It only accepts streams of `torch.cuda`.
         event.record(
             torch.cuda.Stream(
                 stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
@@ -110,7 +110,7 @@ class CudaDriver(Driver):
 
 
 DRIVERS: dict[str, Driver] = {"cuda": CudaDriver()}
-"""By type of device; others have the base class."""
+"""The drivers by type of device; other types use the base class."""
 
 
 def driver_of(device: torch.device) -> Driver:
@@ -119,33 +119,33 @@ def driver_of(device: torch.device) -> Driver:
 
 
 Reduction = Callable[[torch.Tensor], torch.Tensor]
-"""Makes a small tensor of one, on its device and without waiting for it."""
+"""A function that reduces a tensor to a small one, on its device and without waiting for it."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Copy:
-    """A copy that is under way."""
+    """A copy in progress."""
 
     slot: Slot
-    """Where it goes."""
+    """Slot that receives the tensor."""
     device: torch.device
-    """Where it comes from."""
+    """Device of the tensor."""
     clone: torch.Tensor | None = None
-    """The source; None for a tensor that is copied without a clone."""
+    """The clone that is copied; None if the tensor is copied without one."""
     block: torch.Tensor | None = None
-    """The pinned memory in between; None for a ring that is registered."""
+    """The block of pinned memory in between; None if the ring is registered."""
     block_end: int = 0
-    """The bytes of the pool ever taken, once this block was; 0 for a block outside of it."""
+    """Total bytes taken from the pool, including this block; 0 for a block outside the pool."""
     stream: torch.Stream | None = None
-    """The stream that copies; None before anything was submitted."""
+    """The stream that copies; None if nothing was submitted."""
     event: torch.Event | None = None
-    """Recorded after the copy; None where that failed."""
+    """The event after the copy; None if recording it failed."""
     error: str | None = None
-    """Why the tensor is lost."""
+    """Why the tensor is lost; None if it is not."""
 
 
 class DeviceStage:
-    """Copies from the accelerators of this process into a ring; safe for several threads."""
+    """Copies tensors from the accelerators of this process into a ring. It is thread-safe."""
 
     def __init__(self, ring: RingProducer, *, device: torch.device, timeout_seconds: float) -> None:
         """Register the ring, or allocate the pool; `timeout_seconds` is the longest wait for room in the pool.
@@ -159,7 +159,7 @@ class DeviceStage:
         self._memory = torch.frombuffer(ring.view, dtype=torch.uint8)
         self._is_registered = self._driver.register(self._memory, device)
         pool_nbytes = 0 if self._is_registered else min(POOL_NBYTES, ring.capacity)
-        # A first pinned allocation in a captured step would stop the device.
+        # Now, because the first pinned allocation would synchronise the device in a captured step.
         self._pool = torch.empty(pool_nbytes, dtype=torch.uint8, pin_memory=not self._is_registered)
         self._pool_taken = self._pool_freed = 0
         self._clone_nbytes: Counter[torch.device] = Counter()
@@ -168,7 +168,7 @@ class DeviceStage:
         self._is_abandoned = False
         self._open: deque[_Copy] = deque()
         self._changed = threading.Condition()
-        # Blocks of the pool are freed in the order in which they are taken: one thread at a time submits.
+        # One thread submits at a time, because blocks of the pool are freed in the order in which they are taken.
         self._submitting = threading.Lock()
         self._queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._publisher = threading.Thread(target=self._publish, name="ranktape-publisher", daemon=True)
@@ -176,13 +176,13 @@ class DeviceStage:
 
     @property
     def failure(self) -> str | None:
-        """Why nothing can be copied any more."""
+        """Why the device failed for good; None if it has not."""
         return self._failure
 
     def copy(self, tensor: torch.Tensor, slot: Slot, *, reduce: Reduction | None = None) -> None:
-        """Submit the copy of a tensor, or of what `reduce` makes of it, into its slot.
+        """Submit the copy of a tensor, or of the result of `reduce`, into its slot.
 
-        Raises nothing: where the device does, the tensor is lost.
+        It never raises. If the device does, the tensor is lost.
         """
         copy = _Copy(slot=slot, device=tensor.device, error="interrupted")
         with self._submitting:
@@ -210,7 +210,7 @@ class DeviceStage:
             copy.stream = self._side(copy.device)
             copy.stream.wait_stream(compute)
         else:
-            # The memory of the source is reused by this stream only, after the copy.
+            # No clone is needed to keep the memory: only this stream can reuse it, after the copy.
             source, copy.stream = _plain(tensor.contiguous()), compute
         with copy.stream:
             target.copy_(source.view(-1).view(torch.uint8), non_blocking=True)
@@ -222,7 +222,7 @@ class DeviceStage:
         return self._sides[device]
 
     def _take_block(self, copy: _Copy, nbytes: int) -> torch.Tensor:
-        """Pinned memory for a copy, waited for until earlier copies are published.
+        """Pinned memory for a copy. If the pool is full, this waits until earlier copies are published.
 
         Raises:
             CaptureError: the pool had no room in time.
@@ -263,7 +263,7 @@ class DeviceStage:
                 self._changed.notify_all()
 
     def _wait_for(self, copy: _Copy) -> None:
-        """Wait until nothing writes into the slot any more, whatever fails: only then may its memory be reused."""
+        """Wait until the device no longer writes into the slot, even after an error, so that the slot can be reused."""
         if copy.stream is None:
             return
         for _ in range(_NUM_TRIES):
@@ -277,9 +277,9 @@ class DeviceStage:
         self._failure = f"the device failed: {copy.error}"
 
     def close(self, *, timeout_seconds: float) -> None:
-        """Publish all that is under way, end the publisher and unregister the ring; before the ring is unmapped.
+        """Publish all copies in progress, stop the publisher and unregister the ring, before the ring is unmapped.
 
-        What a device that hangs does not bring in time is lost; its memory stays registered.
+        If a device hangs, the copies that do not finish in time are lost, and the ring stays registered.
         """
         with self._changed:
             is_done = self._changed.wait_for(lambda: not self._open, timeout_seconds)

@@ -1,4 +1,4 @@
-"""The writer process as its trainer sees it: started, heard from, started again where it is killed, waited for."""
+"""The trainer's handle to the writer process: starts it, reads its words, restarts it if it is killed, waits for it."""
 
 from __future__ import annotations
 
@@ -29,104 +29,107 @@ if TYPE_CHECKING:
 
 
 MAX_DEFAULT_NBYTES = 512 << 20
-"""The default takes no more than this: a ring is touched as a whole at the start."""
+"""Largest default budget, in bytes. It is limited because all pages of the ring are accessed at the start."""
 
 MIN_DEFAULT_NBYTES = 64 << 20
-"""The default takes no less than this, where memory is scarce."""
+"""Smallest default budget, in bytes, however little memory is free."""
 
 _SHARE = 0.25
 
 
 def default_host_budget_nbytes(*, num_local_ranks: int) -> int:
-    """A quarter of the memory that the container and the machine leave, divided among the ranks of the host."""
+    """A quarter of the memory that is free in the container and on the host, divided by the ranks of the host.
+
+    It is at least `MIN_DEFAULT_NBYTES` and at most `MAX_DEFAULT_NBYTES`.
+    """
     return int(min(MAX_DEFAULT_NBYTES, max(MIN_DEFAULT_NBYTES, available_nbytes() * _SHARE / num_local_ranks)))
 
 
 MODULE = "ranktape.capture.writer"
-"""What the process runs."""
+"""The module that the process runs."""
 
 _OURS = ("RANKTAPE_", "TENSOR_SAVE", "TORCH", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "PYTORCH")
-"""Beginnings of variables that steer capture or a rank, and that the writer must not inherit."""
+"""Prefixes of environment variables that configure a capture or a rank, and that the writer does not inherit."""
 
 _SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 _PROGRESS_SECONDS = 1.0
 
 _LAST = frozenset({"closed", "failed"})
-"""States after which the writer only exits."""
+"""The states after which the writer exits."""
 
 _EXIT_SECONDS = 10.0
 
 _MAX_IN_VAIN = 2
-"""How often it may be killed without having committed an iteration in between."""
+"""How often the writer may be killed in a row without committing an iteration."""
 
 _MAX_NAMED = 4
 _MAX_CHARACTERS = 300
-"""Ranks that are named with a reason, and the length of one."""
+"""Largest number of ranks that are reported with a reason, and longest reason, in characters."""
 
 _LEFT_BEHIND: list[subprocess.Popen[bytes]] = []
-"""Writers that outlived their capture: whoever lets go of a running child is warned of it."""
+"""Writers that outlive their capture. They are kept, as Python warns when it deletes the object of a running child."""
 
 
 _MAX_DEATHS = 8
-"""Ends of writers that the run names, the last ones."""
+"""Number of last ends of writers that the run records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterConfig:
-    """What the trainer tells its writer at the start."""
+    """The configuration that the trainer passes to its writer at the start."""
 
     url: str
-    """Where the run is."""
+    """URL of the run."""
     rank: int
     """Global rank."""
     trainer_pid: int
-    """The process whose end is the end of the capture."""
+    """Process ID of the trainer, whose end ends the capture."""
     launch: Launch
-    """Of the ranks together."""
+    """The launch, common to all ranks."""
     options: CaptureOptions
-    """Of the capture, as far as the writer needs them; may hold secrets of the store."""
+    """The options that the writer needs; they may contain secrets of the store."""
     document: Mapping[str, Any]
-    """All of them without secrets, for the run's document."""
+    """All options without secrets, for the run's document."""
     environment: dict[str, Any]
-    """Of the trainer: host, versions, revision."""
+    """The trainer's host, versions, program and git revision."""
     cadence: Cadence
     """The iterations that may be captured."""
     join_timeout_seconds: float = 60.0
     """Longest wait for rank 0's run to appear."""
     attempt: str | None = None
-    """The attempt to go on with; None for a new one. The rest is about the writers before this one, all killed."""
+    """The attempt to continue; None for a new one. The fields below describe the previous writers, all killed."""
     deaths: Sequence[str] = ()
-    """How they ended."""
+    """How each of them ended."""
     num_in_vain: int = 0
-    """How many of them, the last ones, committed nothing."""
+    """Number of the last of them that committed nothing."""
     unsettled: Sequence[tuple[int, int, dict[str, Any]]] = ()
-    """The slots that ended an iteration that is not settled: end, kind and header of each."""
+    """The slots of the ends of iterations that are not settled: end, kind and header of each."""
 
     @property
     def is_first(self) -> bool:
-        """Whether its rank speaks for all."""
+        """Whether its rank acts for all."""
         return self.rank == self.launch.first_rank
 
     @property
     def gives_up(self) -> bool:
-        """Whether what the last writer had at work is given up: it may be what killed it."""
+        """Whether the iteration that the last writer was working on is given up, as it may have killed that writer."""
         return self.num_in_vain > 1
 
     @property
     def gives_all_up(self) -> bool:
-        """Whether this writer is the last one, which only says so in the run."""
+        """Whether this is the last writer, which stores nothing more and reports that in the run."""
         return self.num_in_vain > _MAX_IN_VAIN
 
     @property
     def trouble(self) -> str:
-        """What the run says of the writers before this one; empty where there were none."""
+        """A message for the run about the previous writers; empty if there were none."""
         times = "once" if len(self.deaths) == 1 else f"{len(self.deaths)} times"
         return f"its writer was started again {times} ({'; '.join(self.deaths[-_MAX_DEATHS:])})" if self.deaths else ""
 
 
 def _has_console() -> bool:
-    """Whether this process has a standard error."""
+    """Whether this process has an open stderr."""
     try:
         os.fstat(2)
     except OSError:
@@ -135,48 +138,48 @@ def _has_console() -> bool:
 
 
 class WriterProcess:
-    """The writer of this rank, with the ring to it; started again where it was killed."""
+    """The writer process of this rank, with its ring. It is started again if it is killed."""
 
     def __init__(self, *, host_budget_nbytes: int) -> None:
-        """Make the ring; `start` starts the process.
+        """Create the ring; `start` starts the process.
 
         Raises:
-            CaptureError: there is no room for the ring.
+            CaptureError: the system cannot create or map the ring.
         """
         self.ring = RingProducer(host_budget_nbytes, keep_alive=self.keep_alive)
         self.on_restart: Callable[[str], None] = lambda _: None
-        """Called with what happened when the process was started again."""
+        """Called with a message when the process was started again."""
         self._config: WriterConfig | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
         self._last_words: dict[str, Any] = {}
-        # A file without a name keeps what a crashing writer says; a pipe would stop it once it is full.
+        # A file without a name keeps the output of a crashing writer. A pipe would block it when full.
         self._stderr = unnamed_file("ranktape-writer-stderr")
         self._lock = threading.RLock()
         self._num_committed = 0
         self._num_in_vain = 0
 
     def start(self, config: WriterConfig) -> None:
-        """Start the process in a session of its own, so that a signal to the trainer's group does not reach it.
+        """Start the process in a separate session, so that signals to the trainer's process group do not reach it.
 
         Raises:
-            CaptureError: the system starts no process.
+            CaptureError: the process cannot be started.
         """
         descriptors = (self.ring.descriptor, self.ring.wake_read)
-        # -P: a file beside the user's script must not be imported in place of a library.
+        # -P: files next to the user's script cannot be imported instead of a library.
         command = [sys.executable, "-P", "-m", MODULE, *(str(descriptor) for descriptor in descriptors)]
         try:
-            # A pipe would hold up the training until the process reads it.
+            # A pipe would block the training until the process reads it.
             with os.fdopen(unnamed_file("ranktape-writer-config"), "wb+") as file:
                 pickle.dump(config, file)
                 file.seek(0)
                 self._process = subprocess.Popen(
                     command,
                     stdin=file,
-                    # The console of rank 0: its writer says there how the run ended if the trainer is killed.
+                    # The console of rank 0, where its writer prints how the run ended if the trainer is killed.
                     stdout=2 if config.is_first and _has_console() else subprocess.DEVNULL,
                     stderr=self._stderr,
-                    # The reading end stays open here too: to wake up a writer that is gone must not raise SIGPIPE.
+                    # The reading end stays open here too, so that waking a writer that is gone raises no SIGPIPE.
                     pass_fds=descriptors,
                     env=writer_environment(os.environ),
                     start_new_session=True,
@@ -190,13 +193,13 @@ class WriterProcess:
         return self._process is not None and self._process.poll() is None
 
     def keep_alive(self) -> None:
-        """Start the process again where it was killed; it goes on with what is in the ring.
+        """Start the process again if it was killed; it continues with the slots in the ring.
 
-        After the second that was killed without a commit, the next one gives up the iteration that it had at work, as
-        that may be what killed it, and goes on; after the third there is only one more, to say so in the run.
+        If two writers in a row are killed without a commit, the next one gives up the iteration that they were working
+        on, as it may have killed them. If a third one is, the last one only reports that in the run.
 
         Raises:
-            CaptureError: it ended by itself, or nothing more is to be recorded.
+            CaptureError: the process ended by itself, or nothing more is recorded.
         """
         if self.is_alive() or os.getpid() != self._owner:
             return
@@ -208,7 +211,7 @@ class WriterProcess:
                 raise CaptureError(f"the writer process ended: {words.get('error') or self.ending()}")
             num_committed = max(self._num_committed, int(words.get("num_committed", 0)))
             if self._config.options.record_last is not None:
-                num_committed = self.ring.counter(Counter.SETTLED)  # what it let go of it had held well
+                num_committed = self.ring.counter(Counter.SETTLED)  # iterations that it dropped count as well
             self._num_in_vain = 1 if num_committed > self._num_committed else self._num_in_vain + 1
             self._num_committed = num_committed
             ending = self.ending()
@@ -231,7 +234,7 @@ class WriterProcess:
         """The writer's words once it is ready; None while it starts.
 
         Raises:
-            RanktapeError: it could not start; the class and the text are the writer's.
+            RanktapeError: the writer could not start; the class and the message are the writer's.
         """
         alive = self.is_alive()
         words = self.ring.hear() or {}
@@ -249,7 +252,7 @@ class WriterProcess:
         return None
 
     def ending(self) -> str:
-        """How the process ended: the signal, or the last line that it wrote on its stderr, or its exit code."""
+        """How the process ended: the signal, the last line on its stderr, or its exit code."""
         code = None if self._process is None else self._process.returncode
         if code == -signal.SIGKILL:
             return "killed by SIGKILL, as when memory runs out"
@@ -269,14 +272,14 @@ class WriterProcess:
         ended: str = "",
         has_failed: bool = False,
     ) -> dict[str, Any]:
-        """Say that the capture is over and wait until the writer has stored everything; its last words.
+        """End the capture, wait until the writer has stored everything, and return its last words.
 
         Args:
             reason: Why the capture is over.
-            timeout_seconds: Longest wait; the writer goes on without us after it.
-            on_progress: Called about each second with the bytes still to store and the writer's state.
-            ended: What has ended the training, where that was asked for; the verdict says so.
-            has_failed: Whether the training has failed: other ranks may then come no more.
+            timeout_seconds: Longest wait; after it, the writer continues without us.
+            on_progress: Called about once per second with the bytes that are still to store and the writer's state.
+            ended: What ended the training on purpose, for the verdict; empty if nothing did.
+            has_failed: Whether the training has failed, so that other ranks may never finish.
         """
         self._last_words = {"reason": reason, "ended": ended, "has_failed": has_failed}
         self.ring.finish(self._last_words)
@@ -288,7 +291,7 @@ class WriterProcess:
             try:
                 self.keep_alive()
             except CaptureError:
-                is_gone = not self.is_alive()  # before the words: what it said last is heard then
+                is_gone = not self.is_alive()  # before reading the words, so that its last words are read
             words = self.ring.hear() or words
             if words.get("state") in _LAST or is_gone:
                 return words
@@ -301,8 +304,8 @@ class WriterProcess:
             time.sleep(0.02)
 
     def tell_of_given_up(self, ranks: Mapping[int, str]) -> None:
-        """Say, while `finish` waits, which ranks record nothing, each with the reason: they are not waited for."""
-        # There is a page of room for them: what many ranks say is mostly the same.
+        """Tell the writer, while `finish` waits, not to wait for ranks that record nothing, each with the reason."""
+        # Only a few reasons, because the room is limited and many ranks mostly have the same reason.
         reasons = {
             str(rank): text[:_MAX_CHARACTERS] if number < _MAX_NAMED else ""
             for number, (rank, text) in enumerate(ranks.items())
@@ -310,7 +313,7 @@ class WriterProcess:
         self.ring.say({**self._last_words, "given_up": reasons})
 
     def close(self) -> None:
-        """Let go of the process and of the pipes to it; a writer that still works goes on."""
+        """Release the process and close the ring; a writer that is still working continues."""
         if self._process is not None:
             try:
                 self._process.wait(_EXIT_SECONDS if (self.ring.hear() or {}).get("state") in _LAST else 0)
@@ -321,7 +324,7 @@ class WriterProcess:
 
 
 def writer_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What the writer inherits: no rank, no settings of a capture, one thread for each library."""
+    """The environment of the writer: no rank, no settings of a capture, and single-threaded libraries."""
     kept = {name: value for name, value in environment.items() if not name.startswith(_OURS)}
     root = str(Path(errors.__file__).parents[1])
     installed = {*site.getsitepackages(), site.getusersitepackages()}

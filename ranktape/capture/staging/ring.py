@@ -1,8 +1,8 @@
-"""The way of tensors and words from the trainer to its writer process, which survives either of them.
+"""The ring through which tensors get from the trainer to its writer process; it survives the end of either.
 
-A file, mapped by both (`ring_file.py`). The trainer reserves a slot, fills it and publishes it; the writer takes
-published slots in order and frees them in any order. What is published is the writer's, whatever becomes of the
-trainer; what a killed writer has not freed is that of the next one.
+It is a file that both map (`ring_file.py`). The trainer reserves a slot, fills it and publishes it. The writer takes
+published slots in order and frees them in any order. Published slots are stored even if the trainer dies, and slots
+that a killed writer has not freed are taken by the next one.
 """
 
 from __future__ import annotations
@@ -36,55 +36,55 @@ from ranktape.capture.staging.ring_file import (
 from ranktape.errors import CaptureError
 
 _PREFIX = struct.Struct("<IIQ")
-"""The beginning of a slot: its kind, the length of its header, the bytes of its payload."""
+"""The prefix of a slot: its kind, and the sizes of its header and of its payload, in bytes."""
 
 _WAIT_SECONDS = 0.0005
 _LIVENESS_SECONDS = 0.1
 
 _ENDS_OF_HELD = 64
-"""Ends of iterations that are remembered where the writer holds what comes: it settles them in no order."""
+"""Number of last ends of iterations that are stored if the writer is a flight recorder, which settles in any order."""
 
 _STALL_SECONDS = 3.0
-"""Longest wait for a writer that holds what comes and frees nothing: its store may be dead."""
+"""Longest wait for a flight recorder that frees nothing: its store may not answer."""
 
 _SHARE_THAT_WAKES = 4
-"""The writer is woken once one in so many bytes of the ring is pending."""
+"""The writer is woken once the pending slots exceed the capacity of the ring divided by this number."""
 
 _LOCKED_NBYTES = 1 << 20
-"""A copy of at most so many bytes is made while other threads cannot reserve room."""
+"""Largest copy, in bytes, that is made while other threads cannot reserve room."""
 
 _URGENT = frozenset({SlotKind.END, SlotKind.SKIP})
-"""What the writer is woken for, unless it only holds what comes."""
+"""The kinds of slots that wake the writer, unless it is a flight recorder."""
 
 _PUBLISHED, _ASLEEP = int(Counter.PUBLISHED), int(Counter.ASLEEP)
 
 LONG_WAIT_SECONDS = 5.0
-"""A wait for room of this length is reported."""
+"""Time after which a wait for room is reported."""
 
 
 class NoRoomError(CaptureError):
-    """The writer freed no room in time, or holds what it cannot free."""
+    """The writer freed no room in time, or has none that it can free."""
 
 
 _INTERRUPTED = "a signal handler has interrupted the recording of a tensor"
 
 
 class InterruptedSlotError(CaptureError):
-    """A signal handler asks for a slot, and has interrupted its thread in the middle of another one."""
+    """A signal handler requested a slot, but has interrupted its own thread inside the ring."""
 
 
 class RingProducer(RingFile):
-    """The trainer's side: reserve, fill, publish. Safe for several threads."""
+    """The trainer's side of a ring: reserve, fill, publish. It is thread-safe."""
 
     def __init__(self, capacity_nbytes: int, *, keep_alive: Callable[[], None]) -> None:
-        """Make the ring.
+        """Create the ring.
 
         Args:
-            capacity_nbytes: Room for slots.
-            keep_alive: Sees to it that the writer runs, or raises; called while waiting for room.
+            capacity_nbytes: Room for slots, in bytes.
+            keep_alive: Called while waiting for room; makes sure that the writer runs, or raises.
 
         Raises:
-            CaptureError: there is no room for it.
+            CaptureError: the system cannot create or map the file.
         """
         descriptor = create_ring_file(capacity_nbytes)
         super().__init__(descriptor, own=Words.TRAINER, other=Words.WRITER, populate=True)
@@ -92,19 +92,19 @@ class RingProducer(RingFile):
         os.set_blocking(self._wake_write, False)
         self._keep_alive = keep_alive
         self.on_long_wait: Callable[[], None] = lambda: None
-        """Called once in a wait that is long."""
+        """Called once in each long wait for room."""
         self.is_patient = False
-        """Whether the writer only holds what comes: it need not be woken for each slot, and looks by itself."""
+        """Whether the writer is a flight recorder, which polls and is not woken for each end of an iteration."""
         self._reserved = 0
         self._limit = self.capacity
-        """Up to where there was room when the writer's counter was read last; there may be more by now."""
+        """The end of the free room when the writer's counter was last read; there may be more now."""
         self._address = np.frombuffer(self.slots(0, 1), np.uint8).ctypes.data
-        """Where the slots begin in memory."""
+        """Address of the slots in memory."""
         self._slots: deque[Slot] = deque()
         self._ends: deque[tuple[int, int, dict[str, Any]]] = deque()
         self._num_forgotten = 0
-        # Waiting for room must not keep another thread from publishing what it has filled: two locks. A thread that
-        # holds one asks for no slot but in a signal handler; `threading` does not say in public who holds a lock.
+        # Two locks, so that other threads can publish while one waits for room. If a thread that holds one requests a
+        # slot, it is in a signal handler. `threading` has no public function for whether a thread holds a lock.
         reserve, publish = (threading.RLock() for _ in range(2))
         self._reserve_lock, self._publish_lock = reserve, publish
         self._is_reserving: Callable[[], bool] = reserve._is_owned  # type: ignore[attr-defined]  # noqa: SLF001
@@ -112,16 +112,16 @@ class RingProducer(RingFile):
 
     @property
     def free_nbytes(self) -> int:
-        """Room that is free now."""
+        """Free room, in bytes."""
         return self.capacity - (self._reserved - self.counter(Counter.FREED))
 
     def reserve(self, kind: SlotKind, header: bytes, payload_nbytes: int, *, timeout_seconds: float) -> Slot:
-        """A slot to fill, waited for until there is room.
+        """A slot to fill. If there is no room, this waits.
 
         Raises:
-            NoRoomError: no room in time, or no hope of it.
-            InterruptedSlotError: this is a signal handler, which has interrupted its thread in here.
-            CaptureError: no room ever, or the writer is gone.
+            NoRoomError: there was no room in time, or a flight recorder freed none for a while.
+            InterruptedSlotError: this is a signal handler that has interrupted its thread inside the ring.
+            CaptureError: the slot is larger than the ring, or the writer is gone.
         """
         if self._is_reserving() or self._is_publishing():
             raise InterruptedSlotError(_INTERRUPTED)
@@ -134,12 +134,12 @@ class RingProducer(RingFile):
     def put_copy(
         self, kind: SlotKind, header: bytes, payload: bytes | int, nbytes: int, *, timeout_seconds: float
     ) -> None:
-        """Publish a slot with a copy of bytes, or of what lies at an address: `reserve` to `publish` in one.
+        """Publish a slot with a copy of bytes, or of the memory at an address: `reserve` and `publish` in one call.
 
         Raises:
-            CaptureError: as `reserve`.
+            CaptureError: as in `reserve`.
         """
-        if nbytes > _LOCKED_NBYTES:  # meanwhile other threads can reserve
+        if nbytes > _LOCKED_NBYTES:  # other threads can reserve during the copy
             slot = self.reserve(kind, header, nbytes, timeout_seconds=timeout_seconds)
             try:
                 ctypes.memmove(slot.address, payload, nbytes)
@@ -164,7 +164,7 @@ class RingProducer(RingFile):
                 ctypes.memmove(self._address + start + header_nbytes, payload, nbytes)
             end = self._reserved = self._reserved + total
             with self._publish_lock:
-                if self._slots:  # of another thread, which publishes this one too, once its own is filled
+                if self._slots:  # another thread is filling an earlier slot, and publishes this one with it
                     self._slots.append(Slot(kind=kind, header={}, payload=self.view[:0], end=end, is_done=True))
                     return
                 self._counters[_PUBLISHED] = end
@@ -172,7 +172,7 @@ class RingProducer(RingFile):
             self._wake_where_due(kind)
 
     def publish(self, slot: Slot) -> None:
-        """Give a filled slot to the writer, once all slots before it are filled too."""
+        """Publish a filled slot to the writer, once all slots before it are filled too."""
         with self._publish_lock:
             slot.is_done = True
             published, slots = None, self._slots
@@ -185,15 +185,15 @@ class RingProducer(RingFile):
             self._wake_where_due(slot.kind)
 
     def cancel(self, slot: Slot) -> None:
-        """Give a slot that could not be filled back: the writer passes over it."""
+        """Return a slot that could not be filled; the writer ignores it."""
         prefix = self.slots((slot.end - slot.nbytes) % self.capacity, PREFIX_NBYTES)
         prefix[:] = _PREFIX.pack(SlotKind.GAP, 0, slot.nbytes)
         self.publish(slot)
 
     def lose(self, slot: Slot, reason: str | None = None) -> None:
-        """Publish a slot without its values: the iteration goes on without that tensor, and its commit says so.
+        """Publish a tensor's slot as lost. The iteration continues without it, and its commit reports it.
 
-        Without a reason the payload stays as it is: a copy into it may be under way.
+        Without a reason, the payload remains, because a copy into it may be in progress.
         """
         start = (slot.end - slot.nbytes) % self.capacity
         _, header_nbytes, payload_nbytes = _PREFIX.unpack(self.slots(start, PREFIX_NBYTES))
@@ -215,11 +215,11 @@ class RingProducer(RingFile):
         """Publish a slot without a payload.
 
         Raises:
-            CaptureError: as `reserve`.
+            CaptureError: as in `reserve`.
         """
         slot = self.reserve(kind, json.dumps(header).encode(), 0, timeout_seconds=timeout_seconds)
         if kind in {SlotKind.END, SlotKind.SKIP}:
-            # Its slot is free before the iteration is settled; a writer that follows a killed one must know it then.
+            # Its slot is freed before the iteration is settled, but the successor of a killed writer needs it.
             while self._ends and self._may_forget:
                 self._ends.popleft()
                 self._num_forgotten += 1
@@ -228,14 +228,14 @@ class RingProducer(RingFile):
         self.publish(slot)
 
     def signal(self, number: int) -> None:
-        """Count a signal that asks for what is held; for a handler: takes no lock, and waits for nothing."""
+        """Count a signal that triggers the flight recorder. For signal handlers: it takes no lock and never waits."""
         count = self.counter(Counter.SIGNALS) >> 8
         self.set_counter(Counter.SIGNALS, (count + 1) << 8 | number)
 
     def unsettled(self) -> list[tuple[int, int, dict[str, Any]]]:
-        """The slots that ended an iteration on which the rank has not had its word: end, kind and header of each.
+        """The slots of the ends of iterations that are not settled: end, kind and header of each.
 
-        Where the writer holds what comes, those of the last iterations, be they settled or not.
+        For a flight recorder, those of the last iterations, whether they are settled or not.
         """
         return (
             list(self._ends)
@@ -244,7 +244,7 @@ class RingProducer(RingFile):
         )
 
     def finish(self, words: dict[str, Any]) -> None:
-        """Say that nothing more will be published, and why."""
+        """Tell the writer, with these last words, that nothing more is published."""
         self.say(words)
         self.set_counter(Counter.FINISHED, 1)
         self._wake()
@@ -260,7 +260,7 @@ class RingProducer(RingFile):
         return self._reserved + nbytes <= self._limit
 
     def _find_room(self, nbytes: int, *, payload_nbytes: int, timeout_seconds: float) -> None:
-        """Wait until so many bytes are free in one piece."""
+        """Wait until `nbytes` are free in one piece."""
         if nbytes > self.capacity:
             raise CaptureError(
                 f"a tensor of {payload_nbytes} bytes does not fit into the host budget of {self.capacity} "
@@ -269,7 +269,7 @@ class RingProducer(RingFile):
         gap = self.capacity - self._reserved % self.capacity
         if gap < nbytes:
             self._wait_for_room(gap, timeout_seconds=timeout_seconds)
-            # A gap has no header: its payload is the whole of it, its prefix included.
+            # A gap has no header; the size of its payload includes its prefix.
             self.publish(self._append(SlotKind.GAP, b"", header_nbytes=0, payload_nbytes=gap, nbytes=gap))
         if self._reserved + nbytes > self._limit:
             self._wait_for_room(nbytes, timeout_seconds=timeout_seconds)
@@ -281,7 +281,7 @@ class RingProducer(RingFile):
         next_check, is_told = start + _LIVENESS_SECONDS, False
         freed = self.counter(Counter.FREED)
         self.set_counter(Counter.WAITING, 1)
-        # The writer may hold small tensors back, to write them together: it learns that they are in the way.
+        # The writer may hold small tensors, to write them together. It writes them now, to make room.
         if self.counter(Counter.ASLEEP):
             self._wake()
         try:
@@ -316,27 +316,27 @@ class RingProducer(RingFile):
         payload = room[header_nbytes : header_nbytes + payload_nbytes]
         address = self._address + (self._reserved - nbytes) % self.capacity + header_nbytes
         slot = Slot(kind=kind, header={}, payload=payload, end=self._reserved, nbytes=nbytes, address=address)
-        self._slots.append(slot)  # in one step: who publishes meanwhile takes from the other end
+        self._slots.append(slot)  # atomic: a thread that publishes takes from the other end
         return slot
 
     def _wake_where_due(self, kind: SlotKind) -> None:
-        # A writer that is busy looks again before it sleeps, and now and then by itself. What an iteration brings may
-        # wait for its end, as long as there is room: to wake the writer costs more than to stage a tensor.
+        # A busy writer checks again before it sleeps, and it polls. Tensors may wait for the end of their iteration if
+        # there is room, because waking the writer takes longer than staging a tensor.
         is_urgent = kind in _URGENT and not self.is_patient
         if is_urgent or self.pending_nbytes > self.capacity // _SHARE_THAT_WAKES:
             self._wake()
 
     def _wake(self) -> None:
-        # One call wakes it, however many slots are published until it runs: what comes now need not call again.
+        # One call suffices, however many slots are published until the writer runs.
         self.set_counter(Counter.ASLEEP, 0)
-        # It may have more wake-up calls waiting than it needs; or be gone, and whoever waits for it finds out.
+        # The pipe may be full of such calls. If the writer is gone, the next wait for it notices.
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._wake_write, b"\0")
 
     def close(self) -> None:
-        """Close the wake-up pipe and the file; nothing can be reserved after it.
+        """Close the wake-up pipe and the file; nothing can be reserved after that.
 
-        Where a signal handler closes it in the middle of a slot, it stays open: the slot is filled after that.
+        If a slot is not published yet, as in a signal handler, the ring stays open so that the slot can be filled.
         """
         if self._slots or self._is_reserving():
             return
@@ -347,10 +347,10 @@ class RingProducer(RingFile):
 
 
 class RingConsumer(RingFile):
-    """The writer's side: take published slots in order, free them in any order. One thread takes."""
+    """The writer's side of a ring: take published slots in order, free them in any order. Only one thread may take."""
 
     def __init__(self, descriptor: int) -> None:
-        """Map the ring that a producer made; begin with the first slot that is not free.
+        """Map the ring of a producer, and start with the first slot that is not free.
 
         Raises:
             CaptureError: the file is not a ring.
@@ -360,19 +360,19 @@ class RingConsumer(RingFile):
         self._slots: deque[Slot] = deque()
         self._lock = threading.Lock()
         self.waits_for_ends = False
-        """Whether slots are left until their iteration has ended: a training that is being captured computes faster."""
+        """Whether slots wait for the end of their iteration, because the captured training then computes faster."""
         self._is_quiet = False
-        """Whether no slot came while we slept."""
+        """Whether no slot was published during the last sleep."""
 
     @property
     def is_due(self) -> bool:
-        """Whether slots are to be taken now: also where the ring fills up, or where no more come."""
+        """Whether slots are to be taken now: an iteration has ended, the ring fills up, or no more slots come."""
         is_over = self._is_quiet or self.counter(Counter.ENDED) > self._taken
         is_needed = self.counter(Counter.WAITING) or self.pending_nbytes > self.capacity // _SHARE_THAT_WAKES
         return bool(not self.waits_for_ends or is_over or is_needed)
 
     def sleep(self, *descriptors: int, seconds: float) -> None:
-        """Wait until the trainer wakes us through the pipe, or the time is over; not at all where slots are due."""
+        """Wait until a descriptor is readable or the time is over; return at once if slots are due."""
         self.set_counter(Counter.ASLEEP, 1)
         published, self._is_quiet = self.counter(Counter.PUBLISHED), False
         if published == self._taken or not self.is_due:
@@ -381,7 +381,7 @@ class RingConsumer(RingFile):
         self.set_counter(Counter.ASLEEP, 0)
 
     def take(self, before: int | None = None) -> Slot | None:
-        """The next published slot; None where there is none yet, or none before that many bytes.
+        """The next published slot, or, if `before` is given, the next one up to that many total bytes; None if none.
 
         Raises:
             CaptureError: the ring is damaged.
@@ -402,7 +402,7 @@ class RingConsumer(RingFile):
         prefix = self.slots(offset, PREFIX_NBYTES)
         kind, header_size, payload_nbytes = _PREFIX.unpack(prefix)
         header_nbytes = aligned(PREFIX_NBYTES + header_size)
-        # A gap has no header: its payload is the whole of it, its prefix included.
+        # A gap has no header; the size of its payload includes its prefix.
         total = payload_nbytes if kind == SlotKind.GAP else header_nbytes + aligned(payload_nbytes)
         if kind not in set(SlotKind) or not 0 < total <= min(published - self._taken, self.capacity - offset):
             raise CaptureError(f"the ring is damaged at byte {offset} of its slots: what it held from there on is lost")
@@ -417,7 +417,7 @@ class RingConsumer(RingFile):
         return Slot(kind=SlotKind(kind), header=header, payload=payload, end=end)
 
     def free(self, slot: Slot) -> None:
-        """Give a slot's room back, once all slots before it are free too; its payload is void from now on."""
+        """Free a slot; its payload is invalid after that. Its room is reused once all slots before it are free too."""
         slot.is_done = True
         with self._lock:
             freed = None
@@ -427,5 +427,5 @@ class RingConsumer(RingFile):
                 self.set_counter(Counter.FREED, freed)
 
     def advance(self, counter: Counter) -> None:
-        """Add one to a counter that this side alone writes."""
+        """Add one to a counter that only this side writes."""
         self.set_counter(counter, self.counter(counter) + 1)

@@ -1,12 +1,11 @@
-"""The file through which the trainer and its writer process speak: what lies where, and who holds it.
+"""The layout of the file through which the trainer and its writer process communicate.
 
     page 0      counters, each written by one side only: bytes published, bytes freed, ...
-    256 pages   what the writer says (JSON), as many what the trainer says beside its slots, and as many what the
-                ring is about: the run, the attempt, the rank
-    the rest    slots: 16 bytes of sizes, a JSON header, the payload; each part begins at a multiple of 64
+    256 pages   words of the writer: its state as a JSON object
+    256 pages   words of the trainer: what it sends outside its slots, as a JSON object
+    the rest    slots: 16 bytes of sizes, a JSON header, the payload; each part starts at a multiple of 64
 
-In memory the file has no name and ends with the two processes. In a directory it outlives them, and whoever
-holds its lock may take from it: the processes do, as long as one of them lives.
+The file has no name, and is freed when both processes have closed it. It is in memory if the system allows it.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from typing import Any
 from ranktape.errors import CaptureError
 
 PREFIX_NBYTES = 16
-"""Of a slot: its kind, the sizes of its header and of its payload."""
+"""Size of a slot's prefix, in bytes: its kind, and the sizes of its header and of its payload."""
 
 _PAGE = 4096
 _WORDS_NBYTES = 256 * _PAGE
 SLOTS = _PAGE + 2 * _WORDS_NBYTES
-"""Where the slots begin in the file."""
+"""Offset of the slots in the file."""
 
 ALIGNMENT = 64
-"""Slots and payloads begin at multiples of so many bytes."""
+"""Alignment of slots and payloads, in bytes."""
 
 _FORMAT = int.from_bytes(b"rtring4\0", "little")
 
@@ -42,81 +41,81 @@ class Counter(IntEnum):
     """The unsigned 64-bit numbers at the start of the file."""
 
     PUBLISHED = 0
-    """Bytes of slots ever published; written by the trainer."""
+    """Total bytes of slots published so far; written by the trainer."""
     FREED = 1
-    """Bytes of slots ever freed; written by the writer."""
+    """Total bytes of slots freed so far; written by the writer."""
     FINISHED = 2
-    """1 when the trainer will publish nothing more; written by the trainer."""
+    """1 once the trainer publishes nothing more; written by the trainer."""
     STEP = 3
-    """The iteration that the trainer is in; written by the trainer."""
+    """The current iteration of the training; written by the trainer."""
     NEWS = 4
-    """How many times the writer's words about the plan have changed; written by the writer."""
+    """How many times the plan in the writer's words has changed; written by the writer."""
     ASLEEP = 5
     """1 while the writer waits to be woken; written by the writer."""
     WAITING = 6
     """1 while the trainer waits for room; written by the trainer."""
     FORMAT = 7
-    """Says that the file is a ring, and of which form; written when it is made."""
+    """Identifies the file as a ring of a certain format; written when it is created."""
     SETTLED = 8
-    """Of the iterations that the trainer ended or did not take, in this order, how many are settled; by the writer."""
+    """Number of finished or skipped iterations that are settled, in the trainer's order; written by the writer."""
     SIGNALS = 9
-    """The number of the last signal that asks a flight recorder to store, plus 256 for each; by the trainer."""
+    """Number of the last signal that triggers a flight recorder, plus 256 times their count; written by the trainer."""
     HAPPENED = 10
-    """The last iteration in which something happened on this rank, as `noted`; by the writer."""
+    """The last iteration with a trigger on this rank, in the form of `noted`; written by the writer."""
     ELSEWHERE = 11
-    """The same of the other ranks, as far as the launch's store told of it; by the trainer."""
+    """The last iteration with a trigger on another rank, in the form of `noted`; written by the trainer."""
     JUDGING = 12
-    """The oldest iteration that a flight recorder has not judged, plus 1; 0 where it has judged all; by the writer."""
+    """The oldest iteration that a flight recorder has not judged, plus 1; 0 if there is none; written by the writer."""
     ENDED = 13
-    """Bytes of slots ever published up to the last end of an iteration; by the trainer."""
+    """Total bytes of slots published up to the last end of an iteration; written by the trainer."""
 
 
 _COUNT_BITS = 16
-"""A counter of what happened holds an iteration, and below it how many came before."""
+"""Number of low bits of a counter of `noted` that count its changes; the higher bits are an iteration."""
 
 
 def noted(value: int, iteration: int) -> int:
-    """The next value of a counter that holds the last iteration in which something happened; never 0."""
+    """The next value of a counter of the last iteration with a trigger; never 0."""
     return iteration << _COUNT_BITS | ((value + 1) % (1 << _COUNT_BITS) or 1)
 
 
 def iteration_of(value: int) -> int:
-    """The iteration that such a counter holds."""
+    """The iteration in a value of `noted`."""
     return value >> _COUNT_BITS
 
 
 class Words(IntEnum):
-    """Where something is said beside the slots."""
+    """Offsets of the words, which are JSON objects outside the slots."""
 
     WRITER = _PAGE
-    """By the writer."""
+    """Words of the writer."""
     TRAINER = _PAGE + _WORDS_NBYTES
-    """By the trainer."""
+    """Words of the trainer."""
 
 
 class SlotKind(IntEnum):
-    """What a slot says."""
+    """The kind of a slot."""
 
     GAP = 0
-    """Nothing: the rest of the file up to its end, too small for the next slot."""
+    """Unused room, such as the end of the file if it is too small for the next slot."""
     TENSOR = 1
-    """One tensor: its identity and its values."""
+    """A tensor: its identity and its values."""
     BEGIN = 2
-    """An iteration begins."""
+    """The start of an iteration."""
     END = 3
-    """An iteration ended: everything of it has been published."""
+    """The end of an iteration, of which everything has been published."""
     SKIP = 4
-    """The rank does not take an iteration."""
+    """An iteration that the rank skips."""
     TRIGGER = 5
-    """Something happened: what a flight recorder holds is to be stored."""
+    """A trigger, at which a flight recorder stores what it holds."""
     LOST = 6
-    """A tensor whose values did not come off its device; its identity, and `lost`, the reason where it is known."""
+    """A tensor that could not be copied from its device: its identity, and the reason as `lost` if it is known."""
     FOUND_INF = 7
-    """Whether a fused optimizer skipped its step: the number of the gradient scaler, which is known on the device."""
+    """The gradient scaler's `found_inf` of a fused optimizer, copied from the device: not 0 if it skipped its step."""
 
 
 NOTES = frozenset({SlotKind.LOST, SlotKind.FOUND_INF})
-"""What is said of an iteration between its tensors, for its commit."""
+"""The kinds of slots between an iteration's tensors that matter only for its commit."""
 
 
 @dataclass(slots=True)
@@ -124,46 +123,46 @@ class Slot:
     """A part of the ring that is being filled or read."""
 
     kind: SlotKind
-    """What it says."""
+    """Kind of the slot."""
     header: dict[str, Any]
-    """Its JSON; empty on the trainer's side."""
+    """Its JSON header; empty on the trainer's side."""
     payload: memoryview
-    """Its values."""
+    """Its payload."""
     end: int
-    """Bytes ever published or freed once this slot is."""
+    """Total bytes published or freed so far when this slot is."""
     nbytes: int = 0
-    """Bytes that it takes in the file; 0 on the writer's side."""
+    """Size of the slot in the file, in bytes; 0 on the writer's side."""
     address: int = 0
-    """Where its values are in memory; 0 on the writer's side."""
+    """Address of its payload in memory; 0 on the writer's side."""
     is_done: bool = False
-    """The trainer has filled it, or the writer has stored it."""
+    """Whether the trainer has filled it, or the writer has stored it."""
 
     def copy(self) -> Slot:
-        """What it says, outside of the ring: its payload, unless that is the room of values that did not come."""
+        """A copy outside the ring, without the payload of a lost tensor."""
         payload = b"" if self.kind is SlotKind.LOST else bytes(self.payload)
         return Slot(kind=self.kind, header=self.header, payload=memoryview(payload), end=self.end)
 
 
 def aligned(nbytes: int) -> int:
-    """The room that so many bytes take: what comes after them begins at a multiple of 64."""
+    """The number of bytes rounded up to a multiple of `ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class RingFile:
-    """The mapped file, as both sides see it; each says its words at one place, and hears those at another."""
+    """The mapped file of a ring. Each side writes its own words and reads those of the other."""
 
     def __init__(self, descriptor: int, *, own: Words, other: Words, populate: bool) -> None:
-        """Map a ring; its descriptor is ours to close from then on.
+        """Map a ring, and take over its descriptor.
 
         Raises:
-            CaptureError: the file is not one.
+            CaptureError: the file is not a ring, or cannot be mapped.
         """
         self.descriptor = descriptor
         self._own, self._other = own, other
         size = os.fstat(descriptor).st_size
         if size <= SLOTS:
             raise CaptureError(f"the file has {size} bytes, and a ring has more than {SLOTS}")
-        # The first touch of a page costs the training thread twenty times the copy: touch all of them now.
+        # All pages are accessed now, because the first access to a page takes twenty times as long as the copy.
         flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
         try:
             self._map = mmap.mmap(descriptor, size, flags=flags)
@@ -184,20 +183,23 @@ class RingFile:
         return int(self._counters[counter])
 
     def set_counter(self, counter: Counter, value: int) -> None:
-        """Set a counter; eight aligned bytes are written at once."""
+        """Set a counter, in one write of eight aligned bytes."""
         self._counters[counter] = value
 
     @property
     def pending_nbytes(self) -> int:
-        """Bytes of slots that are published and not freed."""
+        """Size of the slots that are published and not freed, in bytes."""
         return self.counter(Counter.PUBLISHED) - self.counter(Counter.FREED)
 
     def slots(self, offset: int, nbytes: int) -> memoryview:
-        """The bytes of the slots from an offset on."""
+        """The bytes from an offset in the slots."""
         return self.view[SLOTS + offset : SLOTS + offset + nbytes]
 
     def say(self, words: dict[str, Any], place: Words | None = None) -> None:
-        """Replace our words, or those at a place; a reader meets the old or the new ones, or knows that it did not."""
+        """Replace the words of this side, or those at `place`. A checksum lets a reader detect a partial write.
+
+        If they are too long, long values are left out, and `cut` is true.
+        """
         place = self._own if place is None else place
         text = json.dumps(words).encode()
         if len(text) > _WORDS_NBYTES - 8:
@@ -207,7 +209,7 @@ class RingFile:
         self.view[place + 8 : place + 8 + len(text)] = text
 
     def hear(self, place: Words | None = None) -> dict[str, Any] | None:
-        """The other side's words, or those at a place; None where there are none, or while they are being replaced."""
+        """The words of the other side, or those at `place`; None if there are none or they are being replaced."""
         place = self._other if place is None else place
         size = int.from_bytes(self.view[place : place + 4], "little")
         if not 0 < size <= _WORDS_NBYTES - 8:
@@ -219,12 +221,12 @@ class RingFile:
         return words
 
     def close(self) -> None:
-        """Unmap the file where nothing looks into it any more, and close it."""
+        """Close the file, and unmap it unless a view of it is still in use."""
         os.close(self.descriptor)
         self._unmap()
 
     def _unmap(self) -> None:
-        # What still looks into the file keeps it mapped, and unmaps it when it goes.
+        # A view that is still in use keeps the file mapped until it is deleted.
         with contextlib.suppress(BufferError):
             self._counters.release()
             self.view.release()
@@ -232,10 +234,10 @@ class RingFile:
 
 
 def create_ring_file(capacity_nbytes: int) -> int:
-    """The descriptor of a new, zeroed file in memory with room for that many bytes of slots.
+    """The descriptor of a new ring with room for that many bytes of slots.
 
     Raises:
-        CaptureError: the system gives no such file.
+        CaptureError: the system cannot create such a file.
     """
     try:
         descriptor = unnamed_file("ranktape-ring")
@@ -249,7 +251,7 @@ def create_ring_file(capacity_nbytes: int) -> int:
 
 
 def unnamed_file(name: str) -> int:
-    """The descriptor of a new file without a name, in memory where the system can; `name` is what tools show."""
+    """The descriptor of a new file without a name, in memory if the system can. System tools show `name`."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
     descriptor, path = tempfile.mkstemp(prefix=name)
