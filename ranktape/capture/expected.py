@@ -270,7 +270,7 @@ class Expected:
         self._of(source).is_used = True
 
     def is_used(self, source: Source) -> bool:
-        """Whether a gradient of a module's weight was computed although the module did not run."""
+        """Whether `used` was called for a source in this iteration."""
         return self._of(source).is_used
 
     def is_idle(self, source: Source) -> bool:

@@ -101,13 +101,9 @@ class Recorder:
     def begin(
         self, iteration: int, *, is_staged: bool, selecting: Selecting | None = None, is_reduced: bool = False
     ) -> None:
-        """Start an iteration, which may have its own selection.
+        """Start an iteration, with its own selection if `selecting` is given.
 
-        Args:
-            iteration: The number of the iteration.
-            is_staged: Whether tensors are recorded, not only counted.
-            selecting: The selection of this iteration, if it is not the usual one.
-            is_reduced: Whether to stage statistics instead of values, because there is no room for the values.
+        Unless `is_staged`, tensors are only counted. If `is_reduced`, there is room for statistics, but not for values.
         """
         if os.getpid() != self._owner:
             return

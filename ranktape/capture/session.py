@@ -1,9 +1,9 @@
 """Captures a training from its start to its end.
 
 `Capture` follows the iterations of the training. At the end of an iteration, it tells the writer process that the
-iteration is complete and learns which iterations to record; hooks are attached only during recorded iterations. At the
-end of the training, it waits until all staged tensors are stored. It never changes the results of the training, and,
-unless it is strict, an internal failure never stops the training.
+iteration is complete, and learns which iterations to record. Hooks are attached only in iterations that are recorded or
+counted. At the end of the training, it waits until all staged tensors are stored. It never changes the results of the
+training, and an internal failure stops the training only if the capture is strict.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Capture:
     """The running capture of this process, into which `save_tensor` records; None if there is none."""
 
     yields = False
-    """Whether the capture was requested by the environment, not by the program. Then it never stops the training, and
-    it closes when the program starts another capture."""
+    """Whether the environment requested the capture, not the program. Then it never stops the training, and closes if
+    the program starts another capture."""
 
     wording: Callable[[str], str] = staticmethod(str)
     """A function that rewords the options in messages for the way in which the capture was started."""
@@ -453,10 +453,7 @@ class Capture:
         return self._on_late_forward(model, arguments)
 
     def _on_late_forward(self, model: nn.Module, arguments: Arguments) -> Arguments | None:
-        """Handle a forward pass that started before the hooks of its iteration were attached.
-
-        Returns the arguments to continue with; None if they are unchanged.
-        """
+        """Handle a forward pass that started before the hooks of its iteration. Returns the arguments, if changed."""
         if not self.is_watching or self.options.manual:
             return None
         with self._recorder.guarded():

@@ -265,8 +265,7 @@ class Taking:
     def _expect_gradients(self, values: Sequence[Any], call: Call | None) -> None:
         """Expect the gradients of a call that runs with gradients disabled, so that they are reported if missing.
 
-        In a reentrant checkpoint they come with the recomputation. An `autograd.Function` computes them in its own
-        backward, where they are not seen.
+        In a reentrant checkpoint, they come with the recomputation. An `autograd.Function` computes them unseen.
         """
         if torch.is_grad_enabled() or in_backward():
             return
@@ -368,9 +367,9 @@ class Taking:
         self.output(found, call, given=given, words=entry.words)
 
     def output(self, output: torch.Tensor, call: Call, *, given: Any, words: tuple[str, ...] = ()) -> None:
-        """Record the output of a call, and its gradient when it is computed. `given` are the arguments of the call.
+        """Record the output of a call with arguments `given`, and its gradient when it is computed.
 
-        The hook of the gradient also tells the call to the hooks on weights.
+        The gradient also tells the hooks on weights which call they belong to.
         """
         port = self.ports.output
         on_grad = self.watch.leaves.on_grad_output(self.source)
@@ -421,7 +420,7 @@ class Taking:
 
 
 def tensor_in(output: Any, element: int | str | None) -> torch.Tensor | None:
-    """An element of a result, by default its first tensor; None if there is none. A tensor is returned itself.
+    """The result if it is a tensor; otherwise an element of it, by default the first tensor; None if there is none.
 
     Results may be tuples, lists, mappings or dataclasses.
     """

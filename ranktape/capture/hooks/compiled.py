@@ -55,10 +55,7 @@ class EagerMode:
     """
 
     def __init__(self, begin: Callable[[], Any] | None = None) -> None:
-        """`begin` is called once the compiler is imported, and may return a handle to remove at the end.
-
-        If it returns a handle, compiled code is recorded in its graphs; otherwise, compiled code runs eagerly.
-        """
+        """`begin` is called once the compiler is imported. If it returns a handle, code runs with taps, not eagerly."""
         self._begin = begin
         self._stack = contextlib.ExitStack()
         self._stack.callback(IgnoredWarning().remove)

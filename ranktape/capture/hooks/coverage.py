@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 MIN_SHARE = 0.01
-"""The smallest share of the weights of parts that are named."""
+"""Parts of the model with a smaller share of its weights are not named."""
 
 _MIN_DIMS = 2
-"""The least number of dimensions of a weight. Parameters with fewer, such as norms and biases, are ignored."""
+"""Parameters with fewer dimensions, such as norms and biases, are ignored."""
 
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 """Pattern of the names of classes that compute attention."""

@@ -1,4 +1,4 @@
-"""Attaches to a training: hooks whose copies do nothing, a mode that sees calls of functions, and replaced functions.
+"""Hooks whose copies do nothing, the mode that sees calls of functions, and replacements of functions.
 
 Between two optimizer steps, a training may copy, pickle or average its model while the hooks of a captured iteration
 are attached. If a hook were a closure, a copy of the model would share it and be recorded under the original's names.
@@ -121,10 +121,7 @@ class FunctionMode(TorchFunctionMode):
 
     @contextlib.contextmanager
     def inactive(self) -> Iterator[None]:
-        """Be inactive in this context, on this thread, until a module is entered. Afterwards, restore the mode.
-
-        The mode is not restored if no iteration is being captured then.
-        """
+        """Be inactive in this context, on this thread, until a module is entered, and after the iteration."""
         was_active = self._take_out()
         try:
             yield

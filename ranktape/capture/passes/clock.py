@@ -50,7 +50,7 @@ OnForward = Callable[["nn.Module", Arguments], Arguments | None]
 
 
 OnSkip = Callable[[torch.Tensor | None], None]
-"""A function to call with None for a skipped step, or with a tensor that is not 0 if the step will be skipped."""
+"""A function that is called with None for a skipped step, or with a tensor that is not 0 if the step is skipped."""
 
 
 class _Models(list["nn.Module"]):

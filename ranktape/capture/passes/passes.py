@@ -150,7 +150,7 @@ def in_backward() -> bool:
 
 
 def is_traced() -> bool:
-    """Whether the running code is being traced, or runs with fake tensors. Then tensors have no values to record."""
+    """Whether the running code is traced or has fake tensors, which have no values and must not be changed."""
     if torch.compiler.is_compiling():
         return True  # dynamo, as in torch.export, would trace the code below
     return get_dispatch_mode(FAKE) is not None or is_jit_traced()
@@ -179,7 +179,7 @@ TRANSFORMED = "it ran inside of a transform of torch.func, whose tensors are not
 
 
 def _step(_: torch.optim.Optimizer) -> None:
-    """A step to be wrapped like that of an optimizer, in order to find the code of the wrapper."""
+    """Do nothing. Wrapped like the step of an optimizer, to find the code of the wrapper."""
 
 
 _HOOKED: Callable[..., Any] = torch.optim.Optimizer.profile_hook_step(_step)
@@ -212,10 +212,7 @@ class DirectCall(NamedTuple):
 
 
 def outermost_direct_call(is_known: Callable[[nn.Module], bool]) -> DirectCall | None:
-    """The outermost running `forward` of a known module on this thread, if any.
-
-    To be used only if no known module was called with its hooks.
-    """
+    """The outermost running `forward` of a known module on this thread, given that none was called with its hooks."""
     found: tuple[FrameType, nn.Module] | None = None
     for frame in _frames():
         module = _module_of(frame)
