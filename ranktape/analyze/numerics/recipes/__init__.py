@@ -1,1 +1,1 @@
-"""Recipes: what each operand of each product of a layer is quantised to."""
+"""Recipes: how each operand of each product of a layer is quantised."""

@@ -1,6 +1,6 @@
-"""Gives the precision plan: for each linear layer of a model the recipe to train it in, as a YAML file.
+"""The precision plan: the recipe to train each linear layer of a model with, as a YAML file.
 
-    run: runs/demo                                  # where the figures come from
+    run: runs/demo                                  # the source of the figures
     target_sqnr: {output: 18, grad_input: 18, grad_weight: 18}
     summary: {mean_bits: 6.02, relative_gemm_time: 0.41, multiply_adds: {nvfp4: 0.6, mxfp8: 0.4}}
     modules:
@@ -12,12 +12,12 @@
         sqnr: {output: 19.81, grad_input: 19.7, grad_weight: 18.64}
         worst_sqnr: {output: 19.6, grad_input: 19.55, grad_weight: 18.01}
       head: {recipe: bf16, why: no recipe holds the target}
-      "*.value": mxfp8                              # a person writes as much as this
-    recipes:                                        # those that do not come with ranktape, as in a file of recipes
+      "*.value": mxfp8                              # enough in a plan that is written by hand
+    recipes:                                        # recipes that are not shipped, as in a recipe file
       mine: {operands: mxfp8_e5m2}
 
-A module that no name and no pattern matches stays as it is. What follows from something else in the file (`summary`,
-`bits`, `speed`) is written for people and not read.
+A module that matches no name and no pattern is not quantised. Values that follow from others in the file (`summary`,
+`bits`, `speed`) are for human readers and are ignored when the file is read.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from ranktape.errors import UsageError, nearest
 from ranktape.yaml_file import parse_yaml, read_text
 
 MAX_PLAN_NBYTES = 1 << 24
-"""Bytes of a plan: room for some 50,000 modules."""
+"""The largest size of a plan, in bytes: enough for some 50,000 modules."""
 
 HIGH_PRECISION = RECIPES["bf16"]
 """The recipe of layers that are not quantised."""
 
 _DECIMALS = 2
-"""Of decibels and bits in the file."""
+"""Number of decimals of decibels and bits in the file."""
 
 _MAX_DECIBELS = 10_000
-"""More than any two float64 numbers are apart; without any error they are infinite."""
+"""The largest finite number of decibels, more than any float64 numbers give; without errors it is infinite."""
 
 _PLAN_KEYS = ("run", "target_sqnr", "candidates", "summary", "modules", "recipes")
 _MODULE_KEYS = ("recipe", "bits", "speed", "multiply_adds", "sqnr", "worst_sqnr", "why")
@@ -55,37 +55,37 @@ _MODULE_KEYS = ("recipe", "bits", "speed", "multiply_adds", "sqnr", "worst_sqnr"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModule:
-    """What one linear layer computes with, and what is expected of it."""
+    """The recipe of a linear layer, and the expected errors."""
 
     module: str
-    """Its dotted path; in a plan by hand also a pattern with * and ?."""
+    """Dotted path of the layer, or a pattern with * and ?."""
     recipe: Recipe
-    """What it is to compute with."""
+    """The recipe that the layer computes with."""
     multiply_adds: int | None = None
-    """Of the three products in all calls that the plan is made from; None where nobody knows."""
+    """Number of multiply-adds of the three products in the calls that the plan is based on; None if unknown."""
     sqnr: Mapping[str, float] = field(default_factory=dict)
-    """For each product that could be recomputed the expected signal to noise in dB, over all calls and ranks."""
+    """Expected signal to quantisation noise in dB over all calls and ranks, for each product that was recomputed."""
     worst_sqnr: Mapping[str, float] = field(default_factory=dict)
-    """Likewise of the worst call."""
+    """Signal to quantisation noise of the worst call in dB, for each product that was recomputed."""
     why: str | None = None
-    """Why it stays in bf16, where the plan did not find a recipe."""
+    """Why the layer stays in bf16, if the plan found no recipe."""
 
     def margin(self, target_sqnr: Mapping[str, float]) -> float | None:
-        """By how many dB the product nearest to its target holds, over all calls; None where nothing is expected."""
+        """The smallest distance in dB of a product above its target, over all calls; None without any figure."""
         return _margin(self.sqnr, target_sqnr)
 
     def worst_margin(self, target_sqnr: Mapping[str, float]) -> float | None:
-        """Likewise of the worst call, where it is below zero if that call misses the target."""
+        """`margin` for the worst call; it is negative if that call misses a target."""
         return _margin(self.worst_sqnr, target_sqnr)
 
     @property
     def is_pattern(self) -> bool:
-        """Whether it stands for all modules that match."""
+        """Whether `module` is a pattern."""
         return "*" in self.module or "?" in self.module
 
     @property
     def is_high_precision(self) -> bool:
-        """Whether it is not quantised."""
+        """Whether the layer is not quantised."""
         return self.recipe.products == HIGH_PRECISION.products
 
 
@@ -98,13 +98,13 @@ class PrecisionGap:
     """A layer with a product that is far worse in a recipe than those of all other layers."""
 
     recipe: str
-    """The cheapest of those that were tried."""
+    """Name of the cheapest recipe that was tried."""
     module: str
-    """Its dotted path."""
+    """Dotted path of the layer."""
     product: str
-    """The one that is worst."""
+    """Name of the worst product."""
     below: float
-    """By how many dB it is below the worst product of the other layers."""
+    """The distance in dB below the worst product of the other layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,20 +116,20 @@ class PrecisionPlan:
     """
 
     modules: tuple[PlannedModule, ...]
-    """In the order of the model."""
+    """The modules in the order of the model."""
     run: str | None = None
-    """Where the figures come from."""
+    """The run that the figures come from."""
     target_sqnr: Mapping[str, float] = field(default_factory=dict)
-    """What each product was to hold, in dB."""
+    """Target of the signal to quantisation noise of each product, in dB."""
     candidates: tuple[str, ...] = ()
-    """The names of the recipes that were tried."""
+    """Names of the recipes that were tried."""
     gap: PrecisionGap | None = None
-    """Where one layer is far worse than all others; not written to the file."""
+    """The layer that is far worse than all others, if there is one; not written to the file."""
     bits_by_target: Mapping[float, float] = field(default_factory=dict)
-    """Bits an element of the plan for each target in dB, where they are known; not written to the file."""
+    """Bits per element of the plan for each target in dB, if known; not written to the file."""
 
     def __post_init__(self) -> None:
-        """Check that the plan says one thing of each module."""
+        """Check that the plan names each module once."""
         seen: set[str] = set()
         for one in self.modules:
             if one.module in seen:
@@ -137,12 +137,12 @@ class PrecisionPlan:
             seen.add(one.module)
 
     def recipes_of(self, linears: Collection[str], *, others: Mapping[str, str] | None = None) -> dict[str, Recipe]:
-        """For the linear layers of a model, by their names, the recipe of each that does not stay in bf16.
+        """The recipe of each linear layer of a model that does not stay in bf16, by the name of the layer.
 
-        A name of the plan goes before a pattern, and a pattern before those after it. Exceptions that a recipe makes
-        by itself do not count: the plan says what is left in bf16. `others` are modules that cannot be quantised, with
-        their classes: for those the plan may say bf16. Projections of `nn.MultiheadAttention` stay as they are
-        (`inside_attention`).
+        Names take precedence over patterns, and earlier patterns over later ones. The layers that a recipe leaves in
+        bf16 are not considered: the plan decides. `others` are the modules that cannot be quantised and their classes;
+        the plan may name these with bf16. Projections of `nn.MultiheadAttention` are not quantised (see
+        `inside_attention`).
 
         Raises:
             UsageError: a name or a pattern of the plan matches none of the layers.
@@ -168,7 +168,7 @@ class PrecisionPlan:
     def inside_attention(self, others: Mapping[str, str]) -> list[str]:
         """The modules with a recipe that are projections of an `nn.MultiheadAttention`, which calls no `nn.Linear`.
 
-        They are recorded and replayed like linear layers, and fake quantisation cannot train them.
+        They are recorded and replayed like linear layers, but fake quantisation cannot train them.
         """
         attention = {name for name, kind in others.items() if kind == "MultiheadAttention"}
         return [
@@ -178,7 +178,7 @@ class PrecisionPlan:
         ]
 
     def by_recipe(self) -> dict[str, list[str]]:
-        """The modules of each recipe, by its name, in the order of the plan."""
+        """The modules of each recipe, by the name of the recipe, in the order of the plan."""
         found: dict[str, list[str]] = {}
         for one in self.modules:
             found.setdefault(one.recipe.name, []).append(one.module)
@@ -186,7 +186,7 @@ class PrecisionPlan:
 
     @property
     def multiply_adds(self) -> dict[str, float]:
-        """The share that each recipe has of all multiply-adds; empty where they are not known of every module."""
+        """The share of each recipe in all multiply-adds; empty if those of a module are unknown."""
         counts = [one.multiply_adds for one in self.modules]
         total = sum(count or 0 for count in counts)
         if not total or None in counts:
@@ -198,12 +198,15 @@ class PrecisionPlan:
 
     @property
     def mean_bits(self) -> float:
-        """Stored bits of an element of an operand, weighted by multiply-adds; NaN where these are not known."""
+        """Mean stored bits per element of an operand, weighted by multiply-adds; NaN if these are unknown."""
         return self._mean(lambda recipe: recipe.bits)
 
     @property
     def relative_gemm_time(self) -> float:
-        """Time of the products over that in bf16, by the speeds of recipes; quantising is not in it. NaN as above."""
+        """Time of the products relative to bf16, by the speeds of recipes and without the time of quantisation.
+
+        It is NaN if the multiply-adds are unknown.
+        """
         return self._mean(lambda recipe: 1 / recipe.speed)
 
     def _mean(self, figure: Callable[[Recipe], float]) -> float:
@@ -213,7 +216,7 @@ class PrecisionPlan:
 
 
 def write_plan(plan: PrecisionPlan, path: Path) -> None:
-    """Write the plan as a YAML file, in the place of one that is there.
+    """Write the plan as a YAML file; an existing file is overwritten.
 
     Raises:
         UsageError: the file cannot be written.
@@ -225,7 +228,7 @@ def write_plan(plan: PrecisionPlan, path: Path) -> None:
 
 
 def plan_text(plan: PrecisionPlan) -> str:
-    """The plan in YAML."""
+    """The plan as YAML text."""
     words: dict[str, Any] = {}
     if plan.run is not None:
         words["run"] = plan.run
@@ -262,20 +265,20 @@ def _rounded(figures: Mapping[str, float], *, decimals: int = _DECIMALS) -> dict
 
 
 def read_plan(path: Path) -> PrecisionPlan:
-    """The plan in a YAML file.
+    """Read a plan from a YAML file.
 
     Raises:
-        UsageError: it cannot be read, or is no plan; the message names the file, the module and the key.
+        UsageError: the file cannot be read, or is not a plan; the message names the file, the module and the key.
     """
     text = read_text(path, option="plan", wanted="a .yaml file", holds="modules", max_nbytes=MAX_PLAN_NBYTES)
     return parse_plan(text, place=str(path))
 
 
 def parse_plan(text: str, *, place: str) -> PrecisionPlan:
-    """The plan that a text in YAML says; `place` is what messages call it.
+    """Parse a plan from YAML text; `place` is its name in messages.
 
     Raises:
-        UsageError: as `read_plan`.
+        UsageError: as for `read_plan`.
     """
     words = mapping_of(parse_yaml(text, place=place), _PLAN_KEYS, place=place)
     own = {}

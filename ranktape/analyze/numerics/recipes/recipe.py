@@ -1,4 +1,4 @@
-"""Gives the parts of a recipe: for each product of a layer, how both of its operands are quantised."""
+"""The parts of a recipe: how the two operands of each product of a layer are quantised."""
 
 from __future__ import annotations
 
@@ -19,61 +19,63 @@ PRODUCTS: Mapping[str, tuple[str, str]] = {
     "grad_input": ("grad_output", "weight"),
     "grad_weight": ("grad_output", "input"),
 }
-"""The products of a linear layer by the tensor that each gives, and the operands of each.
+"""The operands of the products of a linear layer; each product is named after its result.
 
-In matrices of T tokens, I inputs and O outputs: output_TO = input_TI @ weight_OI.T, grad_input_TI = grad_output_TO @
-weight_OI, grad_weight_OI = grad_output_TO.T @ input_TI.
+With T tokens, I inputs and O outputs: output_TO = input_TI @ weight_OI.T, grad_input_TI = grad_output_TO @ weight_OI,
+grad_weight_OI = grad_output_TO.T @ input_TI.
 """
 
 OPERANDS = ("input", "weight", "grad_output")
-"""The operands of the products, each of two of them."""
+"""The operands of the products; each occurs in two products."""
 
 WIDE_BITS = 16
-"""Bits of an element that is left as it is: trainings in low precision hold bfloat16."""
+"""Bits of an element that is not quantised, which is bfloat16 in low-precision training."""
 
 MAX_DRAWS = 1024
 
 MAX_ROTATION = 4096
-"""Sums are filled up to a multiple of a rotation: one that is far longer than they are costs memory and time alone."""
+"""The largest rotation; operands are padded to a multiple of it, so more would only cost memory and time."""
 
 MAX_PRESCALE = 2.0**64
-"""Further, what elements are divided by afterwards is no float32 number of its own."""
+"""The largest prescale; with a larger one, the inverse factor could leave the range of float32."""
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-"""What can stand in an option between commas, in a file as it is, and in a tag of records."""
+"""A name that can be used in comma-separated options, in a file without quotes, and in a tag of records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperandRecipe:
-    """How one operand of a product is quantised: options of `quantize`, along what the product sums over.
+    """How one operand of a product is quantised, along the dimension that the product sums over.
+
+    The fields are options of `quantize`; None means the default of the scheme or format.
 
     Raises:
-        UsageError: an option is unknown, out of its range, or without effect on the scheme.
+        UsageError: an option is unknown, out of range, or has no effect on the scheme.
     """
 
     scheme: str | None = None
-    """A scheme or format of `quantize`; None leaves the operand as it is."""
+    """A scheme or format of `quantize`; None for no quantisation."""
     scaling: str | None = None
-    """Which elements share a scale, where that is not the scheme's own; `channel` is one for each token or output."""
+    """The elements that share a scale; with `channel` these are the elements of a row of the operand."""
     block_size: int | tuple[int, int] | None = None
-    """Elements of a block along the sum, or of a tile: across it and along it."""
+    """Elements of a block along the sum, or the sides of a tile across and along the sum."""
     scale_format: str | None = None
-    """What scales of blocks are stored in, where that is not the scheme's own: e8m0, fp8_e4m3, ue5m3 or fp32."""
+    """The format of the scales of blocks: e8m0, fp8_e4m3, ue5m3 or fp32."""
     scale_rule: str | None = None
-    """How scales follow from largest magnitudes, where that is not the scheme's own."""
+    """How scales follow from largest magnitudes."""
     four_over_six: bool = False
-    """Whether each block of NVFP4 has the better of two scales: that for 6, and 1.5 times that, for 4.
+    """Whether each block of NVFP4 has the better of two scales: the scale for 6, and 1.5 times as much, for 4.
 
-    The better one has the smaller squared error, the one for 6 if both have the same; the scale of the tensor is for
-    256 in place of 448, so that 1.5 times the largest scale of a block is an e4m3 number (arXiv 2512.02010).
+    The better scale has the smaller squared error; if both are equal, it is the scale for 6. The tensor's scale is for
+    256 instead of 448, so that 1.5 times the largest scale of a block is an e4m3 number (arXiv 2512.02010).
     """
     rounding: str | None = None
-    """Where that is not the format's own; `stochastic` draws from the seed of the recipe."""
+    """The rounding of the elements; `stochastic` draws from the seed of the recipe."""
     prescale: float = 1.0
-    """What elements are multiplied by before they are quantised; the product is divided by it afterwards."""
+    """The factor of elements before quantisation; the product is divided by it."""
 
     def __post_init__(self) -> None:
-        """Check the options before anything is computed with them."""
+        """Check the options."""
         _check_prescale(self.prescale)
         if self.scheme is not None:
             self._plan()
@@ -82,25 +84,25 @@ class OperandRecipe:
 
     @property
     def said(self) -> dict[str, Any]:
-        """What is said besides the scheme."""
+        """The fields other than the scheme that differ from their defaults."""
         fields = [one for one in dataclasses.fields(self) if one.name != "scheme"]
         return {one.name: value for one in fields if (value := getattr(self, one.name)) != one.default}
 
     @property
     def options(self) -> dict[str, Any]:
-        """What is said besides the scheme, as `quantize` takes it."""
+        """The options of `quantize` that differ from their defaults, without the scheme."""
         return {name: value for name, value in self.said.items() if name != "prescale"}
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether other draws give other values."""
+        """Whether the values depend on the draws."""
         return self.rounding == "stochastic"
 
     @property
     def bits(self) -> float:
-        """Stored bits of an element, with its part of the scale of its block; 16 where it is left as it is.
+        """Stored bits per element, including its share of the scale of its block; 16 if it is not quantised.
 
-        Scales of tensors and channels are left out: what they add depends on the size of the tensor.
+        Scales of tensors and channels are left out, because their share depends on the size of the tensor.
         """
         if self.scheme is None:
             return WIDE_BITS
@@ -111,9 +113,9 @@ class OperandRecipe:
 
     @property
     def speed(self) -> int:
-        """How much faster than bfloat16 hardware multiplies such elements: 2 with 8 and 6 bits, 4 with 4 bits.
+        """The speed at which hardware multiplies such elements, relative to bfloat16.
 
-        1 for everything that no matrix unit multiplies as it is stored.
+        It is 2 for 8 and 6 bits, 4 for 4 bits, and 1 for elements that no matrix unit multiplies as they are stored.
         """
         return 1 if self.scheme is None else _speed(self._plan().scheme.element)
 
@@ -133,18 +135,18 @@ class ProductRecipe:
     """How a product is computed.
 
     Raises:
-        UsageError: the rotation is no power of two up to `MAX_ROTATION`, or there are signs and no rotation.
+        UsageError: the rotation is not 0 or a power of two from 2 to `MAX_ROTATION`, or has a seed although it is 0.
     """
 
     operands: Mapping[str, OperandRecipe]
-    """Of each of the two operands, by name."""
+    """The recipes of the two operands, by name."""
     rotation: int = 0
-    """Size of the Hadamard matrices that rotate both operands along the sum before they are quantised; 0: none do."""
+    """Size of the Hadamard matrices that rotate both operands along the sum before quantisation; 0 for no rotation."""
     rotation_seed: int | None = None
-    """Of the random signs of the rotation; None: there are none."""
+    """The seed of the random signs of the rotation; None for no signs."""
 
     def __post_init__(self) -> None:
-        """Check the rotation; which operands there are to be, the recipe knows."""
+        """Check the rotation; `Recipe` checks the names of the operands."""
         size = _whole(self.rotation, name="rotation", least=0)
         if size == 1 or size & (size - 1) or size > MAX_ROTATION:
             raise UsageError(f"rotation is {size}: give a power of two from 2 to {MAX_ROTATION}, or 0 for none")
@@ -155,7 +157,7 @@ class ProductRecipe:
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether other draws give another product."""
+        """Whether the product depends on the draws."""
         return any(operand.is_stochastic for operand in self.operands.values())
 
 
@@ -164,17 +166,17 @@ class HighPrecision:
     """The layers that a recipe leaves in bf16.
 
     Raises:
-        UsageError: a number of layers is negative, a part of them is not below 1, or a pattern is no text.
+        UsageError: a number of layers is negative, a fraction is not between 0 and 1, or a pattern is not a string.
     """
 
     first_layers: int | float = 0
-    """So many at the start of the model; a fraction is that part of them, to the nearest whole layer."""
+    """Number of layers at the start of the model; a float is a fraction of all layers, rounded to whole layers."""
     last_layers: int | float = 0
-    """So many at its end, likewise."""
+    """Number or fraction of layers at the end of the model."""
     modules: tuple[str, ...] = ()
-    """Those whose dotted path matches one of these patterns, with * and ?."""
+    """Patterns with * and ?; modules whose dotted path matches one stay in bf16."""
     outside: bool = False
-    """Whether linear layers outside of the stack of layers are left so, as the head; without a stack, none is."""
+    """Whether linear layers outside the stack of layers, such as the head, stay in bf16; ignored without a stack."""
 
     def __post_init__(self) -> None:
         """Check the numbers and the patterns."""
@@ -184,9 +186,10 @@ class HighPrecision:
         _check_patterns(self.modules)
 
     def holds_for(self, module: str, *, layer_idx: int, num_layers: int) -> bool:
-        """Whether a linear layer stays in bf16: `module` in layer `layer_idx` of so many.
+        """Whether a linear layer stays in bf16.
 
-        Outside of the stack of layers the number is -1, of as many as the model has; 0 where it has no stack.
+        `module` is its dotted path, `layer_idx` the index of the layer that contains it, -1 outside the stack of
+        layers. `num_layers` is the number of layers in the stack, 0 if the model has none.
         """
         if any(fnmatchcase(module, pattern) for pattern in self.modules):
             return True
@@ -204,25 +207,25 @@ class Recipe:
     """How the three products of every linear layer are computed.
 
     Raises:
-        UsageError: the name has other characters than letters, digits, _ . and -; a product or an operand is missing or
-            unknown; or a number is out of its range.
+        UsageError: the name has characters other than letters, digits, _ . and -; a product or an operand is missing,
+            unknown or in another order; or a number is out of range.
     """
 
     name: str
-    """The word in options, tables and plots."""
+    """Name in options, tables and plots."""
     source: str
-    """The paper or specification that it follows."""
+    """The paper or specification that the recipe follows."""
     products: Mapping[str, ProductRecipe]
-    """By the names of `PRODUCTS`, their operands in its order."""
+    """The products by the names in `PRODUCTS`, with operands in the order given there."""
     high_precision: HighPrecision = field(default_factory=HighPrecision)
-    """What is left in bf16."""
+    """The layers that stay in bf16."""
     seed: int = 0
-    """Of stochastic rounding."""
+    """The seed of stochastic rounding."""
     draws: int = 1
-    """How often a product with stochastic rounding is computed, each time with other draws."""
+    """How often a product with stochastic rounding is computed, each time with different draws."""
 
     def __post_init__(self) -> None:
-        """Check that every product and operand is there, and no other."""
+        """Check that all products and operands are present and no others."""
         _check_name(self.name)
         _check_names(self.products, PRODUCTS, what=f"recipe {self.name}, products")
         for product, operands in PRODUCTS.items():
@@ -235,7 +238,7 @@ class Recipe:
             raise UsageError(f"draws is {self.draws}: at most {MAX_DRAWS} are computed")
 
     def of_layer(self, module: str, *, layer_idx: int, num_layers: int) -> Recipe:
-        """What a layer computes with: this recipe, with bf16 in all products where it leaves the layer so."""
+        """The recipe of a layer: this one, or bf16 in all products if this one leaves the layer in bf16."""
         if not self.high_precision.holds_for(module, layer_idx=layer_idx, num_layers=num_layers):
             return self
         return dataclasses.replace(
@@ -243,19 +246,19 @@ class Recipe:
         )
 
     def seeds_of(self, product: str) -> range:
-        """The seeds with which that product is computed: one for each draw, and one alone where nothing is drawn."""
+        """The seeds with which a product is computed: one for each draw, or a single one if it is not stochastic."""
         return range(self.seed, self.seed + (self.draws if self.products[product].is_stochastic else 1))
 
     @property
     def bits(self) -> float:
-        """Stored bits of an element of an operand with its part of the block's scale: the mean of all products."""
+        """The mean of `OperandRecipe.bits` over the operands of all products."""
         return statistics.fmean(one.bits for product in self.products.values() for one in product.operands.values())
 
     @property
     def speed(self) -> float:
-        """How much faster than in bfloat16 hardware that has the formats computes the three products together.
+        """The speed of the three products together, relative to bfloat16, on hardware that supports the formats.
 
-        Of operands in two widths the wider one counts.
+        If the operands of a product have different speeds, the slower one counts.
         """
         slowest = (min(one.speed for one in product.operands.values()) for product in self.products.values())
         return statistics.harmonic_mean(list(slowest))
@@ -267,9 +270,9 @@ def products_of(
     rotations: Mapping[str, tuple[int, int | None]] | None = None,
     **operands: OperandRecipe,
 ) -> dict[str, ProductRecipe]:
-    """The three products of operands that are the same in each: `every` one, or the one of its name.
+    """The three products with the same recipe of an operand in each: that with its name in `operands`, or `every`.
 
-    `rotations` are sizes and seeds of signs by product.
+    `rotations` has the size and the seed of the signs by product.
     """
     named = {name: operand for name in OPERANDS if (operand := operands.get(name, every)) is not None}
     found = {}

@@ -1,4 +1,4 @@
-"""Gives the recipes that come with the package, a row each with its source."""
+"""The recipes that come with the package, one row each, with their sources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BF16 = OperandRecipe(scheme="bf16")
 _MXFP8 = OperandRecipe(scheme="mxfp8_e4m3", scale_rule="rceil")
 
 _MXFP4_DRAWN = OperandRecipe(scheme="mxfp4_e2m1", scale_rule="rceil", prescale=3 / 4, rounding="stochastic")
-"""Nothing is clamped, and so nothing is biased (arXiv 2502.20586, algorithm 2)."""
+"""An operand without clamping, and therefore without bias (arXiv 2502.20586, algorithm 2)."""
 
 
 _DEEPSEEK_WIDE = HighPrecision(modules=("*.gate", "*.router"), outside=True)
@@ -123,7 +123,7 @@ RECIPES: dict[str, Recipe] = {
         ),
     )
 }
-"""Every shipped recipe, by name."""
+"""All shipped recipes, by name."""
 
 ALIASES = {"hifp8": "hif8"}
-"""Other words for a recipe that people use."""
+"""Other common names of recipes."""

@@ -1,15 +1,15 @@
-"""Gives the recipes that users name: shipped ones, those of a YAML file, and the words that say a recipe again.
+"""Reads recipes from names and YAML files, and writes them for such a file.
 
     nvfp4_mine:                                    # the name
-      base: nvfp4                                  # what is not said is as there
+      base: nvfp4                                  # the recipe with all other settings
       operands:                                    # in all products: a scheme, or options of `quantize`
         weight: {block_size: [16, 16]}
         grad_output: {rounding: stochastic}
-      products:                                    # what is different in one of them
+      products:                                    # settings of single products
         grad_weight: {rotation: 16, rotation_seed: 0}
       high_precision: {last_layers: 2, modules: ["*head"]}
 
-Options are changed one by one; an operand that names a scheme has none of those that it had before.
+Options are overridden one by one, but an operand that names a scheme discards all its earlier options.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from ranktape.errors import UsageError, nearest
 from ranktape.yaml_file import parse_yaml, read_text
 
 AS_IT_IS = "none"
-"""The word for the scheme of an operand that is not quantised."""
+"""The scheme of an operand that is not quantised."""
 
 ALL = "all"
-"""The word for every operand."""
+"""The key for every operand."""
 
 MAX_SHOWN = 60
-"""Characters of a value in a message."""
+"""The largest number of characters of a value in a message."""
 
 OPTIONS = tuple(one.name for one in dataclasses.fields(OperandRecipe))
 _ROTATION = ("rotation", "rotation_seed")
@@ -50,12 +50,12 @@ Made = TypeVar("Made")
 
 
 def recipes_of_words(words: Any, *, place: str, shipped: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    """The recipes of a file by name: `words` are what it says, `place` is what messages call it.
+    """The recipes in the parsed YAML `words`, by name; `place` is the name of the file in messages.
 
-    The base of one is shipped, or stands above it in the file.
+    The base of a recipe is a shipped one or an earlier one in the file.
 
     Raises:
-        UsageError: they are no such recipes; the message names the recipe and the key.
+        UsageError: `words` are not recipes; the message names the recipe and the key.
     """
     if not isinstance(words, dict) or not words:
         raise UsageError(f"{place} holds no recipes: write one, as 'mine: {{operands: mxfp8_e4m3}}'")
@@ -68,10 +68,10 @@ def recipes_of_words(words: Any, *, place: str, shipped: Mapping[str, Recipe]) -
 
 
 def recipe_of_words(name: str, words: Any, *, place: str, known: Mapping[str, Recipe]) -> Recipe:
-    """One recipe: what stands under its name; `known` are those that may be its base.
+    """The recipe in the parsed YAML `words` under its name; `known` are the recipes that can be its base.
 
     Raises:
-        UsageError: they are no recipe; the message begins with the place, and names the key.
+        UsageError: `words` are not a recipe; the message starts with `place` and names the key.
     """
     said = _mapping(words, KEYS, place=place)
     base = _base(said.get("base"), place=f"{place}, base", known=known)
@@ -103,7 +103,7 @@ def recipe_of_words(name: str, words: Any, *, place: str, known: Mapping[str, Re
 
 
 def words_of_recipe(recipe: Recipe) -> dict[str, Any]:
-    """What a file says of a recipe under its name; read again, it is the same recipe."""
+    """A recipe as a mapping for YAML, from which `recipe_of_words` makes the same recipe."""
     operands: dict[str, Any] = {}
     products: dict[str, dict[str, Any]] = {product: {} for product in PRODUCTS}
     for name in OPERANDS:
@@ -148,7 +148,7 @@ def _base(name: Any, *, place: str, known: Mapping[str, Recipe]) -> Recipe | Non
 
 
 def _of_operands(words: Any, *, place: str) -> dict[str, Any]:
-    """What is said of each operand in all products."""
+    """The settings of each operand in all products."""
     if isinstance(words, str):
         return {ALL: words}
     return _mapping(words, (ALL, *OPERANDS), place=place)
@@ -193,10 +193,10 @@ def _operand(words: Any, *, before: OperandRecipe | None, place: str) -> Operand
 
 
 def mapping_of(words: Any, known: Collection[str], *, place: str) -> dict[str, Any]:
-    """A mapping with no other keys than those that are known.
+    """A copy of the mapping `words`, after checking that all its keys are known.
 
     Raises:
-        UsageError: it is something else, or has one; the message names the place and the key.
+        UsageError: `words` is not a mapping, or has another key; the message names the place and the key.
     """
     if not isinstance(words, dict):
         raise UsageError(f"{place}: is to be a mapping of {', '.join(known)}, and is {_shown(words)}")
@@ -232,11 +232,11 @@ _SUFFIXES = (".yaml", ".yml")
 
 
 def parse_recipe(word: RecipeWord) -> Recipe:
-    """The recipe of that name, of a YAML file that holds one, or the recipe itself.
+    """The recipe with this name, the only recipe of a YAML file, or the recipe itself.
 
     Raises:
-        UsageError: there is none of that name (the message says the nearest one), the file cannot be read or holds
-            another number of recipes, or what it says is no recipe.
+        UsageError: the name is unknown (the message has the nearest one); or the file cannot be read, is not valid, or
+            has more than one recipe.
     """
     found = _several(word)
     if len(found) != 1:
@@ -245,10 +245,13 @@ def parse_recipe(word: RecipeWord) -> Recipe:
 
 
 def parse_recipes(words: RecipeWord | Sequence[RecipeWord]) -> list[Recipe]:
-    """The recipes that a text with commas, or a sequence of such texts, files and recipes names, in order, each once.
+    """The recipes named by a comma-separated string, or by a sequence of such strings, files and recipes, in order.
+
+    Repeated recipes are returned once.
 
     Raises:
-        UsageError: as `parse_recipe`; nothing is named; or two different recipes have the same name.
+        UsageError: as for `parse_recipe`, except that a file may have several recipes; a name is empty; or two
+            different recipes have the same name.
     """
     given = words if isinstance(words, Sequence) and not isinstance(words, str) else [words]
     several: list[RecipeWord] = []
@@ -266,10 +269,10 @@ def parse_recipes(words: RecipeWord | Sequence[RecipeWord]) -> list[Recipe]:
 
 
 def read_recipe_file(path: Path) -> dict[str, Recipe]:
-    """The recipes of a YAML file, by name.
+    """Read the recipes of a YAML file, by name.
 
     Raises:
-        UsageError: it cannot be read, or what it says is no recipe; the message names the file, the recipe and the key.
+        UsageError: the file cannot be read or is not valid; the message names the file, the recipe and the key.
     """
     text = read_text(path, option="recipe", wanted="a .yaml file", holds="recipes")
     return recipes_of_words(parse_yaml(text, place=str(path)), place=str(path), shipped=RECIPES)
