@@ -1,7 +1,7 @@
-"""Computes the products of a linear layer by recipes, from its recorded operands, and says how far off they are."""
+"""Recomputes the products of a linear layer from its recorded operands by recipes, and measures their errors."""
 
 # Shapes: T = tokens, I = inputs of the layer, O = outputs, R = rows of an operand, C = columns of the product,
-# S = what the product sums over.
+# S = the dimension that the product sums over.
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     import torch
 
 RECORDED = "recorded"
-"""Stands in the place of a recipe's name for what the training itself computed."""
+"""The name in place of a recipe's for the result that the training recorded."""
 
 MAX_KEPT = 8
-"""Quantised operands that there are at once: the two of a product, and as many for others as one recipe has."""
+"""Maximum number of quantised operands in memory: two of the current product, and the six of one recipe."""
 
 NEAR = 2**-7
-"""Of its norm: so far from a product is one that was recorded in bfloat16, whatever the order of its sums."""
+"""Maximum distance of a product that was recorded in bfloat16 from the exact one, relative to its norm."""
 
 SUMMED = {"output": (1, 1), "grad_input": (1, 0), "grad_weight": (0, 0)}
-"""By product: along which dimension of each operand's matrix it sums."""
+"""The dimension of each operand's matrix that a product sums over."""
 
 SIZES = {"input": "TI", "weight": "OI", "grad_output": "TO", "output": "TO", "grad_input": "TI", "grad_weight": "OI"}
 """The dimensions of each matrix."""
@@ -46,18 +46,18 @@ SIZES = {"input": "TI", "weight": "OI", "grad_output": "TO", "output": "TO", "gr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductError:
-    """How far off one product of a layer is."""
+    """The errors of one product of a layer."""
 
     product: str
-    """Of `PRODUCTS`."""
+    """Name of the product, one of `PRODUCTS`."""
     recipe: str
-    """By which it was computed; `recorded` for the recorded result."""
+    """Name of the recipe; `recorded` for the recorded result."""
     exact: ErrorSums
-    """Against the product of the recorded operands in float32. Of all draws together."""
+    """Errors against the product of the recorded operands in float32, over all draws."""
     recorded: ErrorSums | None
-    """Against the recorded result; None where that is not known, or is this result itself."""
+    """Errors against the recorded result; None if it is not known, or is this result."""
     sample: int | None = None
-    """The place of the sample whose rows alone these are; None for those of all rows."""
+    """Index of the sample whose rows were compared; None for all rows."""
 
 
 def replay_products(
@@ -68,28 +68,27 @@ def replay_products(
     products: Collection[str] = tuple(PRODUCTS),
     sample_dim: int | None = None,
 ) -> list[ProductError]:
-    """How far off the products of one call of a linear layer are by each recipe, for each product with both operands.
+    """The errors of the products of one call of a linear layer, computed by each recipe.
 
-    The products come in the order of `PRODUCTS`; of each first what was recorded, then the recipes as they are given.
-    A recipe with stochastic rounding is computed as often as it says, and the sums are those of all draws.
+    Products are in the order of `PRODUCTS`; for each, the recorded result is first, followed by the recipes in their
+    order. A recipe with stochastic rounding is drawn as often as it requests, and sums are over all draws.
 
-    `operands` are `input [..., I]`, `weight [O, I]` and `grad_output [..., O]`, of any real floating type and all on
-    one device; a product that lacks one is left out, as is one that `products` does not name. `recorded` are results
-    that the training had, with the elements of `output [..., O]`, `grad_input [..., I]` and `grad_weight [O, I]`;
-    others are ignored. NaN and Inf in an operand spoil what they meet, as in a training; what the reference has not as
-    a finite number is not compared. Without tokens, outputs and gradients of inputs are empty and gradients of weights
-    are 0.
+    `operands` are `input [..., I]`, `weight [O, I]` and `grad_output [..., O]`, of any real floating-point dtype and on
+    one device. Products without both operands, and those that are not in `products`, are left out. `recorded` are
+    results of the training, with the elements of `output [..., O]`, `grad_input [..., I]` and `grad_weight [O, I]`;
+    other names are ignored. NaN and Inf propagate as in training, and positions where the reference is not finite are
+    not compared. Without tokens, outputs and gradients of inputs are empty, and gradients of weights are 0.
 
-    `sample_dim` is the dimension of `input` and `grad_output` that holds samples: then each sample has the sums of its
-    own rows, one after the other, and `grad_weight`, a sum over samples, is left out. Scales stay those of the call.
+    `sample_dim` is the dimension of samples of `input` and `grad_output`. With it, there are errors for each sample, in
+    order, computed over its rows; `grad_weight`, a sum over samples, is left out. Scales are still those of the call.
 
-    An operand is quantised once for all recipes and products that quantise it alike. Memory: beside what was given,
-    at most `MAX_KEPT` quantised operands of 2 or 4 bytes an element, two float32 copies of the one that is being
-    quantised, and of the product that is being looked at 14 bytes an element.
+    An operand is quantised once for all recipes and products that quantise it in the same way. Besides the arguments,
+    memory holds at most `MAX_KEPT` quantised operands of 2 or 4 bytes per element, two float32 copies of the operand
+    that is being quantised, and 14 bytes per element of the current product.
 
     Raises:
-        UsageError: an operand is not known or not of floating type, the shapes do not belong to one layer, a recorded
-            result has another number of elements than its product, or there is no such dimension of samples.
+        UsageError: An operand is unknown or not of a floating-point dtype, the shapes do not belong to one layer, a
+            recorded result has another number of elements than its product, or there is no dimension `sample_dim`.
     """
     matrices = _matrices(operands)
     rows: dict[str, list[list[_Job]]] = {
@@ -117,7 +116,7 @@ def replay_products(
 
 
 _Sums: TypeAlias = "tuple[int | None, ErrorSums, ErrorSums | None]"
-"""Of a sample, or of all rows: against the exact product, and against the recorded one where there is one."""
+"""The index of a sample or None for all rows, and the errors against the exact product and the recorded one, if any."""
 
 
 def _of_all_draws(product: str, recipe: Recipe, sums: Sequence[_Sums]) -> ProductError:
@@ -135,7 +134,7 @@ def _of_all_draws(product: str, recipe: Recipe, sums: Sequence[_Sums]) -> Produc
 
 
 _Split: TypeAlias = "tuple[tuple[int, ...], int]"
-"""The dimensions of the tokens, and which of them holds samples."""
+"""The sizes of the dimensions of tokens, and the index of that of samples."""
 
 
 def _split(operands: Mapping[str, torch.Tensor], sample_dim: int) -> _Split:
@@ -174,17 +173,17 @@ _WORDS = {"T": "tokens", "I": "inputs", "O": "outputs"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Use:
-    """A quantised operand, as far as it differs from others."""
+    """The parameters that determine a quantised operand."""
 
     name: str
-    """Of the operand."""
+    """Name of the operand."""
     dim: int | None
-    """Along which the product sums; None where that makes no difference to the values."""
+    """Dimension that the product sums over; None if the values do not depend on it."""
     recipe: OperandRecipe
     rotation: int
     rotation_seed: int | None
     seed: int
-    """Of stochastic rounding, 0 without."""
+    """Seed of stochastic rounding; 0 without."""
 
     @property
     def is_plain(self) -> bool:
@@ -196,13 +195,13 @@ class _Job:
     """One product of two quantised operands."""
 
     product: str
-    """Of `PRODUCTS`."""
+    """Name of the product, one of `PRODUCTS`."""
     uses: tuple[_Use, _Use]
-    """Of its operands, in their order."""
+    """The operands, in the order of `PRODUCTS`."""
 
 
 def _draws(product: str, recipe: Recipe, *, matrices: Mapping[str, torch.Tensor]) -> list[_Job]:
-    """The products that a recipe computes in the place of one: several of stochastic rounding."""
+    """The products that a recipe computes for one product: one, or one for each draw of stochastic rounding."""
     own = recipe.products[product]
     jobs = []
     for seed in recipe.seeds_of(product):
@@ -230,7 +229,7 @@ def _use(name: str, dim: int, product: ProductRecipe, *, is_bf16: bool, seed: in
 
 
 def _is_symmetric(recipe: OperandRecipe) -> bool:
-    """Whether the transposed matrix gets the same values."""
+    """Whether quantising the transposed matrix gives the same values."""
     if recipe.scheme is None:
         return True
     if isinstance(recipe.block_size, tuple):
@@ -240,7 +239,7 @@ def _is_symmetric(recipe: OperandRecipe) -> bool:
 
 
 class _Operands:
-    """The quantised operands of jobs: made when they are needed, and kept for later ones while there is room."""
+    """The quantised operands of jobs, computed on demand and cached for later jobs up to `MAX_KEPT`."""
 
     def __init__(self, matrices: Mapping[str, torch.Tensor], *, jobs: Iterable[_Job]) -> None:
         self._matrices = matrices
@@ -251,9 +250,9 @@ class _Operands:
                 self._places[use].append(place)
 
     def of(self, job: _Job) -> tuple[QuantizedOperand, QuantizedOperand] | None:
-        """Those of the next job, None if both are as they were recorded.
+        """The operands of the next job; None if both are the recorded ones.
 
-        Jobs come in the order in which they were given, each once.
+        Jobs are taken once each, in the order in which they were given.
         """
         for use in job.uses:
             self._places[use].popleft()
@@ -280,7 +279,7 @@ def _quantised(x_RS: torch.Tensor, use: _Use) -> QuantizedOperand:
 
 
 def _plain_operand(x_RS: torch.Tensor) -> QuantizedOperand:
-    """A matrix as it is: in bfloat16 it is multiplied from where it lies, turned over or not."""
+    """An unquantised operand. A bfloat16 matrix is multiplied without a copy, transposed or not."""
     return QuantizedOperand(values=x_RS, factor=1.0) if _is_bf16(x_RS) else quantized_operand(x_RS)
 
 
@@ -291,7 +290,7 @@ def _is_bf16(matrix: torch.Tensor) -> bool:
 
 
 class _Reference:
-    """A product in float32, and what else results of recipes are compared with."""
+    """The references of a product: the product of the recorded operands in float32, and the recorded result."""
 
     def __init__(
         self,
@@ -322,11 +321,11 @@ class _Reference:
         self._base = _finite_bf16(self.exact)
 
     def recorded_errors(self) -> list[tuple[int | None, ErrorSums]]:
-        """Those of the recorded result; none where there is no such."""
+        """The errors of the recorded result against the exact product; empty if there is none."""
         return [] if self.recorded is None else self._sums(self.exact, self.recorded)
 
     def errors_of(self, operands: tuple[QuantizedOperand, QuantizedOperand] | None) -> list[_Sums]:
-        """Those of a product against the exact one and against the recorded one; of None those of the exact one."""
+        """The errors of a product against the exact and the recorded one; None stands for the exact product."""
         difference, result = None, self.exact
         if operands is not None:
             difference = difference_from(self._base, *operands)
@@ -340,7 +339,7 @@ class _Reference:
     def _sums(
         self, reference: torch.Tensor, result: torch.Tensor, rest: torch.Tensor | None = None
     ) -> list[tuple[int | None, ErrorSums]]:
-        """Those of all rows, or of the rows of each sample."""
+        """The errors over all rows, or over the rows of each sample."""
         if self._split is None:
             return [(None, error_sums(reference, result, rest=rest))]
         sizes, dim = self._split
@@ -352,16 +351,16 @@ class _Reference:
 
 
 def _finite_bf16(matrix: torch.Tensor) -> torch.Tensor:
-    """Rounded to bfloat16; what is not finite is 0, as its difference from anything would be no number."""
+    """The matrix rounded to bfloat16, with 0 for non-finite elements, from which no difference can be computed."""
     import torch
 
     return matrix.to(torch.bfloat16).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _exact_near(recorded: torch.Tensor, a: QuantizedOperand, b: QuantizedOperand) -> torch.Tensor | None:
-    """The product by way of a recorded one that is near it, in half the time; None where there is no such way.
+    """The exact product as a recorded one plus a small difference, in half the time; None if that is not possible.
 
-    Rounding the difference leaves an error of `NEAR` times 2**-9 at most, of the norm.
+    Rounding the difference causes an error of at most `NEAR` times 2**-9, relative to the norm.
     """
     import torch
 
