@@ -1,7 +1,7 @@
-"""Packs the counts of a tensor and of its blocks into one array of integers, and refuses damaged ones.
+"""Packs the counts of a tensor and of its blocks into one array of integers, and detects damaged ones.
 
-First how often each 16-bit pattern occurs; then, for blocks along each of two axes, how often each magnitude occurs
-in blocks of each kind. docs/format.md has the layout, word by word.
+The counts of each 16-bit pattern are first. They are followed by the counts of each magnitude in blocks of each kind,
+for blocks along each of up to two axes. docs/format.md describes the layout word by word.
 """
 
 from __future__ import annotations
@@ -16,73 +16,76 @@ from numpy.typing import NDArray
 from ranktape.errors import DataError
 
 NUM_CODES = 1 << 16
-"""Bit patterns of a 16-bit value."""
+"""Number of bit patterns of a 16-bit value."""
 
 NUM_MAGNITUDES = 1 << 15
-"""The same without the sign."""
+"""Number of bit patterns without the sign."""
 
 BLOCK_AXES = ("features", "tokens")
-"""Axes of the matrix [all dimensions but the last, last] that a tensor is: the last, and the first."""
+"""The last and the first axis of a tensor as a matrix [all dimensions but the last, last]."""
 
 NUMBERS = ("block_size", "num_blocks", "zero_blocks", "zero_elements", "spoiled_blocks", "spoiled", "nan", "inf")
-"""What is counted beside the cells, in the order in which it is stored."""
+"""The fields of `BlockCounts` that are single numbers, in the order in which they are stored."""
 
 CUT_UNITS = 1 << 11
-"""Cuts are stored in units of one in so many; significands of 16-bit types are even numbers of them."""
+"""Number of units of cuts per 1. Significands of 16-bit types are even numbers of units."""
 
 PADDING = 1 << 14
-"""An array has a multiple of so many words, so that those of like tensors are of one length and lie in one stack."""
+"""The length of an array is a multiple of it, so that similar tensors have arrays of one length, which can be stacked."""
 
 EXPONENT_BIAS = 1 << 10
-"""Added to exponents, which are stored without a sign."""
+"""Number added to exponents, which are stored unsigned."""
 
 WIDE_FROM = 1 << 32
-"""Elements from which on words have 64 bits instead of 32."""
+"""Number of elements from which words have 64 bits instead of 32."""
 
 _MAX_CUTS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockCounts:
-    """How often each magnitude occurs in blocks of each kind, as it is stored; `BlockHistogram` answers questions."""
+    """How often each magnitude occurs in blocks of each kind, as stored.
+
+    A cell is a magnitude in the blocks of a kind. `BlockHistogram` adds methods to these fields.
+    """
 
     axis: str
-    """Along which axis the blocks lie: one of `BLOCK_AXES`."""
+    """The axis of the blocks, one of `BLOCK_AXES`."""
     block_size: int
-    """Elements of a block; at the end of the axis it may have fewer."""
+    """Number of elements of a block. The last block along the axis may have fewer."""
     num_blocks: int
-    """Blocks of every kind."""
+    """Number of all blocks."""
     zero_blocks: int
-    """Blocks of nothing but zeros."""
+    """Number of blocks with only zeros."""
     zero_elements: int
-    """Elements of such blocks."""
+    """Number of elements of blocks with only zeros."""
     spoiled_blocks: int
-    """Blocks that hold a NaN or an infinity."""
+    """Number of blocks that contain NaN or an infinity."""
     spoiled: int
-    """Finite elements of such blocks."""
+    """Number of finite elements of blocks that contain NaN or an infinity."""
     nan: int
-    """Elements that are NaN."""
+    """Number of NaN."""
     inf: int
-    """Elements that are infinite."""
+    """Number of infinities."""
     cuts: tuple[int, ...]
-    """From which significands on a block's largest magnitude is of the next class, in units of 2**-11."""
+    """The significands at which the next class of largest magnitudes starts, in units of 2**-11."""
     exponents: NDArray[np.int16]
-    """Of each cell the exponent of the largest magnitude of its blocks."""
+    """For each cell, the exponent of the largest magnitude of its blocks."""
     classes: NDArray[np.uint8]
-    """Of each cell the number of `cuts` that this has passed."""
+    """For each cell, the number of `cuts` at or below the significand of the largest magnitude of its blocks."""
     magnitudes: NDArray[np.uint16]
-    """Of each cell the pattern of its elements, without the sign."""
+    """For each cell, the bit pattern of its elements without the sign."""
     counts: NDArray[np.int64]
-    """Elements of each cell."""
+    """Number of elements of each cell."""
 
     @property
     def num_elements(self) -> int:
-        """Elements of every kind."""
+        """Number of all elements."""
         return int(self.counts.sum()) + self.zero_elements + self.spoiled + self.nan + self.inf
 
 
 def pack_histogram(counts: NDArray[np.int64], blocks: Sequence[BlockCounts]) -> NDArray[Any]:
-    """What is kept of a tensor: the counts of its patterns, and those of its blocks along some axes."""
+    """Pack the counts of a tensor's bit patterns and of its blocks into one array, which is stored."""
     sections = [word for one in blocks for word in _section(one)]
     words = np.concatenate([counts, [len(blocks)], *sections])
     dtype = "<u8" if counts.sum() >= WIDE_FROM else "<u4"
@@ -92,15 +95,15 @@ def pack_histogram(counts: NDArray[np.int64], blocks: Sequence[BlockCounts]) -> 
 
 
 def padded(num_words: int) -> int:
-    """The length of an array that holds so many words."""
+    """The length of an array with padding for that many words."""
     return -(-num_words // PADDING) * PADDING
 
 
 def unpack_blocks(words: NDArray[Any]) -> list[BlockCounts]:
-    """The counts of blocks in what is kept of a tensor; none where patterns alone were counted.
+    """The counts of blocks in the stored array of a tensor; empty if only bit patterns were counted.
 
     Raises:
-        DataError: they are damaged.
+        DataError: The counts are damaged.
     """
     if words.size == NUM_CODES:
         return []
@@ -178,7 +181,7 @@ def _blocks(take: Callable[[int], NDArray[np.uint64]]) -> BlockCounts:
 
 
 def _summed(steps: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.uint16]:
-    """The magnitudes of cells from their distances within each row."""
+    """The magnitudes of cells, given their differences within each row."""
     sums = np.cumsum(steps)
     starts = np.cumsum(sizes) - sizes
     magnitudes = sums - np.repeat(sums[starts] - steps[starts], sizes)

@@ -1,11 +1,11 @@
-"""Counts, of blocks that share a scale, how often each value occurs beside each kind of block maximum.
+"""Counts how often each magnitude occurs in blocks with each kind of largest magnitude.
 
-All that a power-of-two scale can depend on, by any of the scale rules, is the exponent of the block's largest
-magnitude and on which side of a few cuts its significand lies. Counts of (exponent, class of the significand,
-magnitude) therefore answer every format, rule and offset at once, exactly.
+With any of the scale rules, a power-of-two scale depends only on the exponent of the block's largest magnitude and on
+which of a few cuts its significand reaches. Counts of (exponent, class of the significand, magnitude) are therefore
+sufficient to compute exact errors of every format, rule and offset.
 """
 
-# Shapes: O = everything before the axis of the blocks, N = the axis, I = everything after it, M = magnitudes, R = rows.
+# Shapes: O = all dimensions before the axis of the blocks, N = the axis, I = all after it, M = magnitudes, R = rows.
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def _count_last(  # noqa: PLR0917 - numba knows no keyword-only arguments
     blocks_R: NDArray[np.int64],
     counts: NDArray[np.uint32],
 ) -> None:
-    """Add the blocks along the last axis to those of their rows, and their magnitudes to the tables of these.
+    """Count the blocks along the last axis by row, and their magnitudes in the tables of the rows.
 
-    Magnitudes of a floating type are in the order of their patterns: the largest pattern is that of the largest value.
+    The patterns of a floating-point type are in the order of the magnitudes: the largest pattern is the largest value.
     """
     for before in range(patterns_ON.shape[0]):
         line = patterns_ON[before]
@@ -53,7 +53,7 @@ def _count_last(  # noqa: PLR0917 - numba knows no keyword-only arguments
                 largest = max(largest, np.int16(patterns[position] & _MAGNITUDE))
             row = row_of_M[largest]
             blocks_R[row] += 1
-            # Unsigned, so that no index is looked at for being negative.
+            # Unsigned, so that numba does not check for negative indices.
             first = np.uint64(starts_R[row])
             for pattern in patterns:
                 counts[first + np.uint64(pattern & _MAGNITUDE)] += np.uint32(1)
@@ -68,7 +68,7 @@ def _count_inside(  # noqa: PLR0917 - as above
     blocks_R: NDArray[np.int64],
     counts: NDArray[np.uint32],
 ) -> None:
-    """The same for blocks along the middle one of three axes; memory is read as it lies."""
+    """`_count_last` for blocks along the second of three axes; elements are read in memory order."""
     length, inner = patterns_ONI.shape[1], patterns_ONI.shape[2]
     largest_I, first_I = np.zeros(inner, dtype=np.int16), np.zeros(inner, dtype=np.uint64)
     for before in range(patterns_ONI.shape[0]):
@@ -89,43 +89,43 @@ def _count_inside(  # noqa: PLR0917 - as above
 
 
 CUTS = (2049, 3073, 3584, 3585, 3840, 3841, 3968, 4065, 4080)
-"""Where any rule changes its mind for the elements of any scheme, in units of 2**-11.
+"""All significands at which a rule raises the scale for the elements of some scheme, in units of 2**-11.
 
-Significands of 16-bit types are even numbers of units: an odd cut lies just above one.
+Significands of 16-bit types are even numbers of units, so an odd cut is just above one of them.
 """
 
 
 def classes_of(significands: NDArray[np.float64], *, cuts: tuple[int, ...]) -> NDArray[np.int64]:
-    """How many of the cuts each significand has passed."""
+    """The class of each significand: the number of cuts that are less than or equal to it."""
     classes: NDArray[np.int64] = (significands[..., np.newaxis] * CUT_UNITS >= np.array(cuts)).sum(axis=-1)
     return classes
 
 
 @functools.cache
 def significands_of(dtype: np.dtype[Any]) -> NDArray[np.float64]:
-    """All significands of a floating type, in [1, 2)."""
+    """All significands of a floating-point type, in [1, 2)."""
     num_bits = ml_dtypes.finfo(dtype).nmant  # type: ignore[no-untyped-call]
     return 1 + np.arange(1 << num_bits) / (1 << num_bits)
 
 
 class Rows(NamedTuple):
-    """The kinds of blocks of a 16-bit type: row 0 is that of zeros, the last one that of NaN and infinities."""
+    """The kinds of blocks of a 16-bit type: row 0 has only zeros, and the last row contains NaN or infinities."""
 
     of_magnitude: NDArray[np.uint16]
-    """The row of a block whose largest magnitude has that pattern; rows are in the order of magnitudes."""
+    """The row of a block for each pattern of its largest magnitude. Rows are in the order of magnitudes."""
     exponents: NDArray[np.int16]
-    """Of each row; of no meaning for the first and the last."""
+    """Exponent of the largest magnitudes of each row; meaningless for the first and the last row."""
     classes: NDArray[np.uint8]
-    """Of each row, as `exponents`."""
+    """Class of the largest magnitudes of each row; meaningless for the first and the last row."""
     ends: NDArray[np.int64]
-    """Of each row the first pattern that no element of its blocks can have."""
+    """For each row, the first pattern beyond those that elements of its blocks can have."""
     infinity: int
     """The pattern of infinity."""
 
 
 @functools.cache
 def rows_of(dtype: np.dtype[Any]) -> Rows:
-    """The rows of a 16-bit floating type, by `CUTS`."""
+    """The rows of a 16-bit floating-point type with `CUTS`."""
     magnitudes = pattern_values(dtype)[:NUM_MAGNITUDES]
     infinity = int(np.flatnonzero(np.isinf(magnitudes))[0])
     halves, upper = np.frexp(magnitudes[1:infinity])
@@ -145,21 +145,21 @@ def rows_of(dtype: np.dtype[Any]) -> Rows:
 
 
 _MAX_COUNTED = 1 << 31
-"""Elements that are counted in one table, whose counts have 32 bits."""
+"""Upper limit of the elements that are counted in one table, whose counts have 32 bits."""
 
 Cells = tuple[NDArray[np.uint16], NDArray[np.int64]]
-"""Magnitudes, ascending, and how often each occurs."""
+"""Ascending patterns of magnitudes and their counts."""
 
 NO_CELLS: Cells = np.zeros(0, dtype=np.uint16), np.zeros(0, dtype=np.int64)
 
 
 class Counted(NamedTuple):
-    """What was counted in each row."""
+    """The counts of each row."""
 
     blocks: NDArray[np.int64]
-    """Blocks of each row."""
+    """Number of blocks of each row."""
     cells: dict[int, Cells]
-    """Of each row but that of zeros."""
+    """The cells of each row that has blocks, except row 0, which has only zeros."""
 
 
 def count_in_tables(
@@ -171,12 +171,10 @@ def count_in_tables(
     threads: int | None,
     max_cells: int | None = None,
 ) -> Counted | None:
-    """The counts of an array with at least one dimension, whose values are counted as patterns of `dtype`.
-
-    None where there are more than `max_cells` of them.
+    """Count the values of an array with at least one dimension, converted to `dtype`; None if they exceed `max_cells`.
 
     Raises:
-        UsageError: a single block has too many elements for its counts, or `threads` is less than 1.
+        UsageError: A block has too many elements for its counts, or `threads` is less than 1.
     """
     block_length = max(1, min(block_size, array.shape[axis]))
     if block_length >= _MAX_COUNTED:
@@ -189,7 +187,7 @@ def count_in_tables(
     starts_R = np.cumsum(rows.ends) - rows.ends
 
     def count_share(number: int) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-        # Each row has a table; pages of them that nothing is counted in take no memory.
+        # Each row has a table. Pages of a table without counts take no memory.
         blocks_R, counts = np.zeros_like(starts_R), np.zeros(int(rows.ends.sum()), dtype=np.uint32)
         for part in parts[number::num_shares]:
             patterns_ONI = in_three(_patterns(part, dtype=dtype), axis=moved_axis)
@@ -227,38 +225,38 @@ def _patterns(part: NDArray[Any], *, dtype: np.dtype[Any]) -> NDArray[np.int16]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockHistogram(BlockCounts):
-    """How often each magnitude occurs in blocks of each kind: one cell for each (exponent, class, magnitude) seen.
+    """How often each magnitude occurs in blocks of each kind: a cell for each (exponent, class, magnitude) that occurs.
 
-    Cells are sorted by these three. They hold the elements of blocks that are neither all zero nor hold a NaN or an
-    infinity: those have no scale that a rule could give, and are counted apart. The axis is a number, counted from the
-    end, or one of `BLOCK_AXES`.
+    Cells are sorted by these three. Blocks with only zeros and blocks with NaN or infinities have no scale by a rule;
+    their elements are in no cell and are counted separately. The axis is one of `BLOCK_AXES`, or a number as a string,
+    counted from the end.
     """
 
     dtype: np.dtype[Any]
-    """The 16-bit type whose patterns `magnitudes` are; bfloat16 for types of 8 bits, of which it holds every value."""
+    """The 16-bit dtype of the patterns `magnitudes`; bfloat16 for 8-bit dtypes, all of whose values it represents."""
 
     @property
     def num_cells(self) -> int:
-        """Cells that hold an element."""
+        """Number of cells."""
         return self.counts.size
 
     @property
     def values(self) -> NDArray[np.float64]:
-        """Of each cell the magnitude as a number."""
+        """The magnitude of each cell as a number."""
         return pattern_values(self.dtype)[self.magnitudes]
 
     def answers(self, rule: ScaleRule, element: Format) -> bool:
-        """Whether the scales of that rule for elements of that format follow from the classes."""
+        """Whether the classes determine the scales of the rule for elements of the format."""
         significands = significands_of(self.dtype)
         is_doubled = _is_doubled(significands, rule, element)
         classes = classes_of(significands, cuts=self.cuts)
         return not set(classes[is_doubled]) & set(classes[~is_doubled])
 
     def scale_exponents(self, rule: ScaleRule, element: Format) -> NDArray[np.int64]:
-        """Of each cell the exponent of the block's scale, before an offset is added and the sum is clamped.
+        """The exponent of the scale of each cell's blocks, before an offset is added and the sum is clamped.
 
         Raises:
-            UsageError: the classes do not tell.
+            UsageError: The classes do not determine the scales.
         """
         if not self.answers(rule, element):
             raise UsageError(
@@ -272,7 +270,7 @@ class BlockHistogram(BlockCounts):
 
 
 def _is_doubled(significands: NDArray[np.float64], rule: ScaleRule, element: Format) -> NDArray[np.bool_]:
-    """Of which largest magnitudes the scale is twice as large."""
+    """For which significands of the largest magnitude the rule doubles the scale."""
     doubled: NDArray[np.bool_] = significands.view(np.int64) + raise_of(rule, element=element) >= TWO_BITS
     return doubled
 
@@ -281,10 +279,10 @@ TWO_BITS = (ONE_FIELD + 1) << 52
 """The bits of the float64 2.0."""
 
 APART = NUMBERS[1:]
-"""What a histogram of blocks counts beside its cells."""
+"""The fields of a histogram of blocks that are counts of blocks and of elements outside of cells."""
 
 CELLS = ("exponents", "classes", "magnitudes", "counts")
-"""What it holds of each cell."""
+"""The fields of a histogram of blocks with a number for each cell."""
 
 
 def count_blocks(
@@ -295,19 +293,21 @@ def count_blocks(
     threads: int | None = None,
     rounded_to: np.dtype[Any] | None = None,
 ) -> BlockHistogram:
-    """The joint counts of an array of a floating type of at most 16 bits, in blocks along one axis.
+    """The joint counts of a floating-point array with a dtype of at most 16 bits, in blocks along one axis.
 
-    Of a wider one, too, where `rounded_to` is a type of at most 16 bits: its values are rounded to that first, to
-    nearest, ties to even.
+    With `rounded_to`, a dtype of at most 16 bits, the array may be wider: values are first rounded to nearest, ties to
+    even.
 
-    A block with a NaN or an infinity is counted apart as a whole, and so is one of nothing but zeros; signs are not
-    told apart. Empty input counts nothing; an array without dimensions is one block of one element.
+    Blocks with NaN or infinities and blocks with only zeros are counted separately. Signs are ignored. All counts of an
+    empty array are 0. An array without dimensions is one block of one element. The last block along the axis may be
+    shorter.
 
-    Any shape and layout, without a copy of the whole; at the end of the axis a block has what is left. The counts are
-    the same whatever `threads` is; None is one thread on each core.
+    Arrays of any shape and layout are counted without a copy of the whole. `threads` does not change the counts. If it
+    is None, there is one thread per core.
 
     Raises:
-        UsageError: the elements are wider or of no floating type, there is no such axis, or a block has no element.
+        UsageError: The dtype is wider or not a floating-point one, there is no such axis, or `block_size` or `threads`
+            is less than 1.
     """
     found = count_few_cells(array, axis=axis, block_size=block_size, threads=threads, rounded_to=rounded_to)
     assert found is not None, "no number of cells is too large"
@@ -323,10 +323,10 @@ def count_few_cells(
     rounded_to: np.dtype[Any] | None = None,
     max_cells: int | None = None,
 ) -> BlockHistogram | None:
-    """What `count_blocks` counts, or None where that has more than `max_cells` cells: patterns drawn by lot have.
+    """`count_blocks`, or None if there are more than `max_cells` cells, as for random bit patterns.
 
     Raises:
-        UsageError: as `count_blocks`.
+        UsageError: As for `count_blocks`.
     """
     dtype = _counted_dtype(array.dtype, rounded_to)
     shaped = array.reshape(1) if array.ndim == 0 else array
@@ -359,7 +359,7 @@ def _counted_dtype(given: np.dtype[Any], rounded_to: np.dtype[Any] | None) -> np
 def histogram_of(
     counted: Counted, *, dtype: np.dtype[Any], axis: str, block_size: int, num_elements: int
 ) -> BlockHistogram:
-    """The histogram of what was counted in rows; the cells are taken out of it."""
+    """The histogram of the counts of rows. Removes the cells from `counted`."""
     rows = rows_of(dtype)
     last = rows.ends.size - 1
     spoiled_magnitudes, spoiled_counts = counted.cells.pop(last, NO_CELLS)
@@ -368,7 +368,7 @@ def histogram_of(
     magnitudes, counts = np.empty(sum(sizes), dtype=np.uint16), np.empty(sum(sizes), dtype=np.int64)
     end = 0
     for row, size in zip(found, sizes, strict=True):
-        # Taken out one after the other: twice all cells could be more memory than all tables.
+        # Rows are removed one by one, because two copies of all cells could take more memory than the tables.
         magnitudes[end : end + size], counts[end : end + size] = counted.cells.pop(row)
         end += size
     return BlockHistogram(

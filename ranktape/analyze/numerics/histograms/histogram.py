@@ -1,14 +1,13 @@
-"""Counts the elements of a tensor: how often each pattern occurs, and how many are beyond a limit.
+"""Counts the elements of a tensor: how often each bit pattern occurs, and how many are beyond a limit.
 
-Every element is read once, by kernels that release the GIL and count in integers: the numbers are the same
-for any memory layout. The writer process loads this module, so it imports neither torch nor zarr.
+Every element is read once, by kernels that release the GIL and count in integers, so that the counts are the same for
+any memory layout. The writer process loads this module, so it imports neither torch nor zarr.
 
-A complex element is judged by the larger of its two parts in magnitude (the real one on a tie), and is
-NaN if either part is: it counts once, at the limits that its parts have.
+A complex element is counted once, by the part with the larger magnitude (the real part on a tie) and against the limits
+of the dtype of its parts. It is NaN if either part is.
 """
 
-# Shapes: O = everything before the dimension of samples, S = samples, I = everything after it,
-# P = patterns, K = kinds of tallies.
+# Shapes: O = all dimensions before that of samples, S = samples, I = all after it, P = patterns, K = kinds of tallies.
 
 from __future__ import annotations
 
@@ -32,44 +31,44 @@ if TYPE_CHECKING:
 
 AnyArray = NDArray[Any]
 Extremes = tuple[float | None, float | None, float | None, float | None]
-"""The last four numbers of `Tallies`."""
+"""`minimum`, `maximum`, `largest_finite` and `smallest_nonzero` of `Tallies`."""
 
 KINDS = ("upper", "lower", "underflow", "flushed", "nan", "inf", "zero")
-"""What a scan counts, in the order of its counts."""
+"""The counts of a scan, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Where numbers cease to be ordinary, as magnitudes."""
+    """The limits against which elements are counted, as magnitudes."""
 
     overflow_start: float
-    """Smallest magnitude that is beyond the largest value."""
+    """Smallest magnitude that overflows."""
     min_normal: float
-    """Smallest magnitude that is not subnormal; 0 where there are no subnormals."""
+    """Smallest magnitude that is not subnormal; 0 if there are no subnormals."""
     flush_limit: float
     """Largest magnitude that becomes zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tallies:
-    """What one pass over a tensor counts; the extremes are None where there is no such number."""
+    """The counts and extremes of one pass over a tensor; an extreme is None if there is no such number."""
 
     num_elements: int
-    """Elements of any kind."""
+    """Number of all elements."""
     upper: int
-    """Positive and at or beyond `Limits.overflow_start`, positive infinities included."""
+    """Number of positive elements at or beyond `Limits.overflow_start`, infinities included."""
     lower: int
-    """Negative and at or beyond `Limits.overflow_start`, negative infinities included."""
+    """Number of negative elements at or beyond `Limits.overflow_start` in magnitude, infinities included."""
     underflow: int
-    """Nonzero and below `Limits.min_normal`."""
+    """Number of nonzero elements below `Limits.min_normal` in magnitude."""
     flushed: int
-    """Nonzero and at or below `Limits.flush_limit`; part of `underflow`."""
+    """Number of nonzero elements at or below `Limits.flush_limit` in magnitude; part of `underflow`."""
     nan: int
-    """Not a number; in no other count."""
+    """Number of NaN, which are in no other count."""
     inf: int
-    """Infinities of either sign."""
+    """Number of infinities of either sign."""
     zero: int
-    """Zeros of either sign."""
+    """Number of zeros of either sign."""
     minimum: float | None
     """Smallest number, infinities included."""
     maximum: float | None
@@ -79,7 +78,7 @@ class Tallies:
     smallest_nonzero: float | None
     """Smallest finite magnitude that is not zero."""
     per_sample: dict[str, list[int]] | None
-    """For each of `KINDS` the count in every sample; None where no dimension of samples was given."""
+    """For each of `KINDS`, the count of each sample; None if there is no dimension of samples."""
 
     @property
     def absmax(self) -> float | None:
@@ -90,13 +89,13 @@ class Tallies:
 
     @property
     def num_finite(self) -> int:
-        """Elements that are neither NaN nor infinite."""
+        """Number of elements that are neither NaN nor infinite."""
         return self.num_elements - self.nan - self.inf
 
 
 @compiled
 def _count(patterns_OSI: NDArray[Any], counts_SP: NDArray[np.int64]) -> None:
-    """Add to the counts of each sample how often each of its patterns occurs."""
+    """Add the number of occurrences of each pattern to the counts of each sample."""
     for before in range(patterns_OSI.shape[0]):
         for sample in range(patterns_OSI.shape[1]):
             counts = counts_SP[sample]
@@ -106,12 +105,11 @@ def _count(patterns_OSI: NDArray[Any], counts_SP: NDArray[np.int64]) -> None:
 
 @compiled
 def _scan_keys(keys_OSI: NDArray[Any], marks: NDArray[Any], counts_SK: NDArray[np.int64], ends: NDArray[Any]) -> None:
-    """Add to the counts of each sample what its elements are, and widen the ends to hold all elements.
+    """Count the elements of each sample by kind, and extend the ends to include all elements.
 
-    Elements are the patterns of an IEEE type read as signed integers, `marks` the patterns where kinds begin:
-    infinity, overflow, the normal numbers, what is not flushed; last the mask of the magnitude. Counts are
-    in the order of `KINDS`; ends are the smallest and largest key, the largest finite and the
-    smallest nonzero magnitude.
+    Elements are the bit patterns of an IEEE type as signed integers. `marks` are the result of `_marks`. Counts are in
+    the order of `KINDS`. The ends are the smallest and the largest key, and the largest finite and the smallest nonzero
+    magnitude.
     """
     as_key = keys_OSI.dtype.type
     infinity, overflow, normal, kept, top = marks
@@ -141,7 +139,7 @@ def _scan_keys(keys_OSI: NDArray[Any], marks: NDArray[Any], counts_SK: NDArray[n
                     nan = as_key(nan + (not is_number))
                     inf = as_key(inf + (magnitude == infinity))
                     zero = as_key(zero + is_zero)
-                    # Keys in the order of the values; both zeros are 0.
+                    # Keys in the order of the values; zeros of both signs are 0.
                     ordered = as_key(-magnitude) if is_negative else magnitude
                     block_smallest = min(block_smallest, ordered if is_number else top)
                     block_largest = max(block_largest, ordered if is_number else bottom)
@@ -162,25 +160,25 @@ def _scan_keys(keys_OSI: NDArray[Any], marks: NDArray[Any], counts_SK: NDArray[n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """How often each bit pattern of an 8- or 16-bit type occurs: all that is known of single values."""
+    """How often each bit pattern of an 8- or 16-bit dtype occurs in a tensor."""
 
     dtype: np.dtype[Any]
-    """The type whose patterns are counted."""
+    """The dtype of the elements."""
     counts: NDArray[np.int64]
-    """Elements for each pattern, read as an unsigned integer; shape (256,) or (65536,)."""
+    """Number of elements for each pattern, as an unsigned integer; shape (256,) or (65536,)."""
 
     def __add__(self, other: Histogram) -> Histogram:
-        """The histogram of both together; the dtypes must be the same."""
+        """The histogram of the elements of both, which must have the same dtype."""
         assert self.dtype == other.dtype
         return Histogram(dtype=self.dtype, counts=self.counts + other.counts)
 
     def pairs(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """The values that occur and how often, in the order of their patterns; NaN patterns included."""
+        """The values that occur and their counts, in the order of their patterns, NaN patterns included."""
         (patterns,) = np.nonzero(self.counts)
         return pattern_values(self.dtype)[patterns], self.counts[patterns]
 
     def magnitudes(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """The magnitudes that occur and how often; both signs together where the type has a sign bit."""
+        """The magnitudes that occur and their counts; values of either sign are merged if the dtype has a sign bit."""
         half = self.counts.size // 2
         if not _has_sign_bit(self.dtype):
             values, counts = self.pairs()
@@ -191,15 +189,14 @@ class Histogram:
 
 
 def count_values(array: AnyArray, *, threads: int | None = 1) -> Histogram:
-    """The histogram of an array of a type of at most 16 bits, of any shape and layout, without a copy of the whole.
+    """The histogram of an array of any shape and layout with a dtype of at most 16 bits, without a copy of the array.
 
-    The counts are the same whatever `threads` is; None is one thread on each core.
+    `threads` does not change the counts. If it is None, there is one thread per core.
 
     Raises:
-        UsageError: the elements are wider, or of no type that records hold (one in big-endian order is none), or
-            `threads` is less than 1.
+        UsageError: The dtype is wider or not one of records, the byte order is big-endian, or `threads` is less than 1.
     """
-    dtype_name(array.dtype)  # refuses what is not in `DTYPES`
+    dtype_name(array.dtype)  # raises if it is not in `DTYPES`
     if array.dtype.itemsize > HALF_NBYTES:
         raise UsageError(f"{array.dtype} has too many patterns to count: use a type of at most 16 bits")
     unsigned = np.uint8 if array.dtype.itemsize == 1 else np.uint16
@@ -219,7 +216,7 @@ def count_values(array: AnyArray, *, threads: int | None = 1) -> Histogram:
 
 @functools.cache
 def pattern_values(dtype: np.dtype[Any]) -> NDArray[np.float64]:
-    """The value of every pattern of an 8- or 16-bit type, in the order of the patterns read as unsigned integers."""
+    """The value of every bit pattern of an 8- or 16-bit dtype, in the order of the patterns as unsigned integers."""
     unsigned = np.dtype(f"u{dtype.itemsize}")
     patterns = np.arange(1 << 8 * dtype.itemsize, dtype=unsigned)
     with np.errstate(invalid="ignore"):
@@ -237,10 +234,10 @@ def _has_sign_bit(dtype: np.dtype[Any]) -> bool:
 
 @functools.cache
 def own_limits(dtype: np.dtype[Any]) -> Limits:
-    """The limits of an element type: only an infinity is beyond them, and integers have no subnormals.
+    """The limits of a dtype: only infinities overflow, nothing is flushed, and integers have no subnormals.
 
     Raises:
-        UsageError: records do not hold such a type.
+        UsageError: The dtype is not one of records.
     """
     row = dtype_row(dtype_name(dtype))
     if not row.is_floating and not row.is_complex:
@@ -250,9 +247,9 @@ def own_limits(dtype: np.dtype[Any]) -> Limits:
 
 
 def format_limits(row: Format, *, exponent: int = 0) -> Limits:
-    """The limits of a format for values that are divided by 2**`exponent` first, as limits of the values themselves.
+    """The limits of a format for values that are divided by 2**`exponent`, as limits of the undivided values.
 
-    One that float64 does not hold lies beyond every value, or below.
+    A limit outside the range of float64 becomes infinity or 0.
     """
     with np.errstate(over="ignore", under="ignore"):
         ends = np.ldexp([row.overflow_start, row.min_normal, row.flush_limit], exponent).tolist()
@@ -260,13 +257,13 @@ def format_limits(row: Format, *, exponent: int = 0) -> Limits:
 
 
 def measure(array: AnyArray, *, sample_dim: int | None) -> Overflow:
-    """What the elements do at the limits of their own dtype, counted for each sample too.
+    """Count the elements of an array of any shape and layout against the limits of its dtype, also for each sample.
 
-    NaN counts as NaN alone. An empty array has zero counts and ratios, and no extremes. Extremes of
-    64-bit integers are rounded to float64. Any shape (0-d included) and layout.
+    NaN counts only as NaN. An empty array has counts and ratios of 0 and no extremes. Extremes of 64-bit integers are
+    rounded to float64.
 
     Raises:
-        UsageError: records do not hold such a dtype, or the array has no such dimension.
+        UsageError: The dtype is not one of records, or the array has no dimension `sample_dim`.
     """
     tallies = scan(array, limits=own_limits(array.dtype), sample_dim=sample_dim)
     total = max(1, tallies.num_elements)
@@ -284,12 +281,12 @@ def measure(array: AnyArray, *, sample_dim: int | None) -> Overflow:
 
 
 def scan(array: AnyArray, *, limits: Limits, sample_dim: int | None = None) -> Tallies:
-    """Count an array of any record's dtype against any limits, in one pass.
+    """Count the elements of an array of any shape and layout against limits, in one pass.
 
-    NaN counts as NaN alone; infinities are beyond every limit. Any shape (0-d included) and layout.
+    NaN counts only as NaN. Infinities are beyond every limit.
 
     Raises:
-        UsageError: records do not hold such a dtype, or the array has no such dimension.
+        UsageError: The dtype is not one of records, or the array has no dimension `sample_dim`.
     """
     row = dtype_row(dtype_name(array.dtype))
     if sample_dim is not None and not 0 <= sample_dim < array.ndim:
@@ -307,13 +304,13 @@ def scan(array: AnyArray, *, limits: Limits, sample_dim: int | None = None) -> T
 
 
 def scan_histogram(histogram: Histogram, *, limits: Limits) -> Tallies:
-    """What `scan` counts in the array that the histogram was counted from; nothing is known of its samples."""
+    """The result of `scan` for the array of the histogram, without counts of samples."""
     tallies = _scan_counts(histogram.counts.reshape(1, -1), dtype=histogram.dtype, limits=limits)
     return dataclasses.replace(tallies, per_sample=None)
 
 
 def _samples_apart(shape: tuple[int, ...], *, sample_dim: int | None) -> tuple[int, int, int]:
-    """The three-dimensional shape (before, samples, after) of the same elements in C order."""
+    """The three-dimensional shape (before, samples, after) of an array in C order."""
     if sample_dim is None:
         return 1, 1, int(np.prod(shape, dtype=np.int64))
     before, after = shape[:sample_dim], shape[sample_dim + 1 :]
@@ -321,7 +318,7 @@ def _samples_apart(shape: tuple[int, ...], *, sample_dim: int | None) -> tuple[i
 
 
 def larger_part(array: AnyArray) -> AnyArray:
-    """Of complex elements the larger part in magnitude, the real one on a tie; NaN where either part is."""
+    """The part of each complex element with the larger magnitude, the real part on a tie; NaN if either part is."""
     real, imaginary = array.real, array.imag
     larger = np.where(np.abs(real) >= np.abs(imaginary), real, imaginary)
     return np.where(np.isnan(real) | np.isnan(imaginary), real.dtype.type(np.nan), larger)
@@ -407,14 +404,14 @@ def _scan_floats(array: AnyArray, *, shape_OSI: tuple[int, int, int], limits: Li
 
 @functools.lru_cache(maxsize=256)
 def _marks(dtype: np.dtype[Any], limits: Limits) -> AnyArray:
-    """The patterns where a kind begins: infinity, overflow, normal, first not flushed, and the mask of the magnitude.
+    """The lowest patterns that are infinite, overflow, are normal and are not flushed, and the mask of the magnitude.
 
-    The magnitudes of an IEEE type are in the order of their patterns, so that a limit is a pattern.
+    The patterns of an IEEE type are in the order of their magnitudes, so that a pattern can represent a limit.
     """
     signed = np.dtype(f"i{dtype.itemsize}")
 
     def first_pattern(limit: float, *, is_beyond: bool = False) -> int:
-        """The pattern of the smallest magnitude at the limit, or beyond it."""
+        """The pattern of the smallest magnitude at or beyond the limit; beyond it if `is_beyond`."""
         with np.errstate(over="ignore"):
             nearest = np.array([limit], dtype=np.float64).astype(dtype)
         value = float(nearest.astype(np.float64)[0])

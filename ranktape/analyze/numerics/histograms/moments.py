@@ -1,8 +1,8 @@
-"""Adds up the finite values of an array, or of a histogram, to its statistics.
+"""Computes the statistics of the finite values of an array or of a histogram.
 
-Many values of at most 16 bits are counted first, and the patterns that occur are added up. Others are added up in
-blocks, in float64 and twice: the mean, then the differences from it. The writer process loads this module, so it
-imports neither torch nor zarr.
+In large arrays of at most 16 bits, bit patterns are counted first, and the statistics are those of the patterns that
+occur. Other arrays are summed in blocks in float64, in two passes: the mean, then the differences from it. The writer
+process loads this module, so it imports neither torch nor zarr.
 """
 
 # Shapes: B = blocks, M = sums.
@@ -24,22 +24,22 @@ from ranktape.storage.format.dtypes import HALF_NBYTES, dtype_name, dtype_row
 from ranktape.storage.format.statistics import STATISTICS, Statistics, exponent_of, merge_moments, merge_statistics
 
 _COUNTED_FROM = 1 << 16
-"""Elements from which on counting is worth its 65,536 counts."""
+"""Minimum number of elements for which counting patterns is worth the 65,536 counts."""
 
 _PART = 1 << 18
-"""Elements that are widened at once, so that the copy stays small."""
+"""Number of elements that are widened at once, so that the copy is small."""
 
 _NUM_SUMS = 6
 
 
 def statistics_of(array: NDArray[Any]) -> Statistics:
-    """What the finite values of an array add up to; of complex ones, their magnitudes.
+    """The statistics of the finite values of an array of any shape and layout; for complex values, of their magnitudes.
 
-    NaN and infinities count as elements and nowhere else. An empty array has counts and sums of 0, and no extremes.
-    Any shape (0-d included) and layout; 64-bit integers are rounded to float64.
+    NaN and infinities only count as elements. An empty array has counts and sums of 0 and no extremes. 64-bit integers
+    are rounded to float64.
 
     Raises:
-        UsageError: records do not hold such a dtype.
+        UsageError: The dtype is not one of records.
     """
     row = dtype_row(dtype_name(array.dtype))
     flat = np.ascontiguousarray(array).reshape(-1)
@@ -49,7 +49,7 @@ def statistics_of(array: NDArray[Any]) -> Statistics:
 
 
 def statistics_of_histogram(counted: Histogram) -> Statistics:
-    """What the finite values add up to in the array that a histogram was counted from."""
+    """The statistics of the finite values of the array that a histogram was counted from."""
     values, counts = counted.pairs()
     vector, ends = np.zeros(len(STATISTICS)), np.zeros(len(ENDS))
     fill_statistics(values, counts, int(counts.sum()), vector, ends)
@@ -57,7 +57,7 @@ def statistics_of_histogram(counted: Histogram) -> Statistics:
 
 
 def warm_up() -> None:
-    """Compile, or load from the cache, every kernel that the writer needs, of whatever module."""
+    """Compile, or load from the cache, all kernels that the writer needs, including those of other modules."""
     for dtype in (np.float16, np.float32, np.float64, np.uint8):
         measure(np.zeros(1, dtype=dtype), sample_dim=0)
     statistics_of_histogram(count_values(np.zeros(1, dtype=np.uint16)))
@@ -68,24 +68,24 @@ def warm_up() -> None:
 
 
 def _as_floats(flat: NDArray[Any], *, is_complex: bool) -> Iterator[NDArray[Any]]:
-    """The values as float32 or float64; in parts, where they are others."""
+    """The values as float32 or float64, in parts if they have to be converted."""
     if flat.dtype in (np.float32, np.float64):
         yield flat
         return
     for start in range(0, flat.size, _PART):
         part = flat[start : start + _PART]
         with np.errstate(over="ignore", invalid="ignore"):
-            # In float64: the magnitude of two large float32 need not be one.
+            # In float64, because the magnitude of a complex value may overflow float32.
             wide = part.astype(np.complex128 if is_complex else np.float64)
             yield np.abs(wide) if is_complex else wide
 
 
 @compiled_sums
 def _sum_powers(values: NDArray[Any], sums_BM: NDArray[np.float64]) -> None:
-    """Write what the finite values of each block of `BLOCK` add up to.
+    """Write the sums of the finite values of each block of `BLOCK` elements.
 
-    That is how many there are, their sum, the sums of the second, third and fourth power of their differences from
-    the block's mean, and the sum of their magnitudes.
+    These are the number of values, their sum, the sums of the second, third and fourth power of their differences from
+    the mean of the block, and the sum of their magnitudes.
     """
     for number in range(sums_BM.shape[0]):
         block = values[number * BLOCK : (number + 1) * BLOCK]
@@ -121,7 +121,7 @@ def _of_floats(values: NDArray[Any]) -> Statistics:
 
 
 Ends = tuple[float | None, float | None, float | None]
-"""The smallest and the largest of finite values, and the largest magnitude; None of none."""
+"""The smallest and the largest finite value, and the largest magnitude; None if there are no finite values."""
 
 
 def _ends(finite: NDArray[Any]) -> Ends:
@@ -132,7 +132,7 @@ def _ends(finite: NDArray[Any]) -> Ends:
 
 
 def _statistics(sums: Iterable[NDArray[np.float64]], *, ends: Ends, num_elements: int) -> Statistics:
-    """What parts add up to, of whose finite values the counts, the sums and so on are given in columns."""
+    """Merge the sums of blocks, given in columns in the order of `_sum_powers`, to statistics."""
     counts, totals, second, third, fourth, magnitudes = sums
     total, moments = merge_moments(counts, totals, [second, third, fourth])
     if ends[0] == ends[1]:

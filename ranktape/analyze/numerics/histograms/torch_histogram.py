@@ -1,7 +1,7 @@
-"""Counts how often each pattern of a torch tensor occurs, on the device where it is.
+"""Counts how often each bit pattern of a PyTorch tensor occurs, on the device of the tensor.
 
-The twin of `histogram` and `block_histogram` in torch operations: for tensors that are not in the memory of the CPU.
-Counts are integers, equal to those that the compiled code gives, and only they leave the device.
+The counterpart of `histogram` and `block_histogram` in torch operations, for tensors that are not on the CPU. The
+counts are integers, equal to those of the compiled kernels, and only the counts are copied from the device.
 """
 
 # Shapes: R = kinds of blocks (rows).
@@ -23,18 +23,16 @@ if TYPE_CHECKING:
     import torch
 
 BOX_SIZE = 1 << 20
-"""Elements that are counted at once, with some 30 MB of memory for their keys."""
+"""Number of elements that are counted at once. Their keys take about 30 MB of memory."""
 
 _MAGNITUDE_BITS = 15
 
 
 def count_tensor(tensor: torch.Tensor) -> Histogram:
-    """The histogram of a tensor of a type of at most 16 bits: `count_values` of the same elements.
-
-    Every shape and layout; an empty tensor counts nothing.
+    """`count_values` of a tensor of any shape and layout with a dtype of at most 16 bits.
 
     Raises:
-        UsageError: the elements are wider, or complex.
+        UsageError: The dtype is wider, as all complex ones are.
     """
     import torch
 
@@ -51,10 +49,10 @@ def count_tensor(tensor: torch.Tensor) -> Histogram:
 
 
 def count_tensor_blocks(tensor: torch.Tensor, *, axis: int = -1, block_size: int = 32) -> BlockHistogram:
-    """The joint counts of a tensor of a floating type of at most 16 bits: `count_blocks` of the same elements.
+    """`count_blocks` of a tensor with a floating-point dtype of at most 16 bits.
 
     Raises:
-        UsageError: the elements are wider or of no floating type, there is no such axis, or a block has no element.
+        UsageError: The dtype is wider or not a floating-point one, there is no such axis, or `block_size` is below 1.
     """
     import torch
 
@@ -65,7 +63,7 @@ def count_tensor_blocks(tensor: torch.Tensor, *, axis: int = -1, block_size: int
         raise UsageError(f"axis={axis} is not an axis of a tensor of shape {tuple(tensor.shape)}")
     if block_size < 1:
         raise UsageError(f"block_size={block_size} is not a number of elements: give 1 or more")
-    # bfloat16 holds every value of the types of 8 bits.
+    # bfloat16 represents every value of the 8-bit dtypes.
     halves = rows if rows.dtype.itemsize == HALF_NBYTES else rows.to(torch.bfloat16)
     from_front = axis % rows.ndim
     counted = _count(halves, axis=from_front, block_size=block_size)
@@ -87,7 +85,7 @@ def _count(halves: torch.Tensor, *, axis: int, block_size: int) -> Counted:
         return patterns.reshape(shape_obei)
 
     for box in covering:
-        # Magnitudes of a floating type are in the order of their patterns.
+        # The patterns of a floating-point dtype are in the order of the magnitudes.
         found = magnitudes(box.place, box.shape_OBEI).amax(dim=2)
         place = largest[box.groups]
         place.copy_(torch.maximum(place, found.reshape(place.shape)))
