@@ -31,7 +31,7 @@ CUT_UNITS = 1 << 11
 """Number of units of cuts per 1. Significands of 16-bit types are even numbers of units."""
 
 PADDING = 1 << 14
-"""The length of an array is a multiple of it, so that similar tensors have arrays of one length, which can be stacked."""
+"""The length of an array is a multiple of it, so that similar tensors have arrays of one length, to be stacked."""
 
 EXPONENT_BIAS = 1 << 10
 """Number added to exponents, which are stored unsigned."""
