@@ -1,5 +1,5 @@
-"""The questions that can be asked of a run: each is a function here, a command, and later a section of the report.
+"""The questions about a run. Each is a function and a command.
 
-They live one folder down because a function and a module of one name (`overflow`) cannot both be attributes of
-`ranktape.analyze`: whichever is imported last would hide the other.
+They are in a subpackage because a function and a module of the same name (`overflow`) cannot both be attributes of
+`ranktape.analyze`: the one that is imported last would hide the other.
 """

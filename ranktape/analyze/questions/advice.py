@@ -1,8 +1,8 @@
-"""Recommends a level of a sweep, one scale for many tensors and a format, and says how sure that is.
+"""Recommends a level of a sweep, a common scale for many tensors, and a format, with reasons.
 
-`Recommendation` judges one tensor. What a level puts beyond the format's limits has a severity (`Verdict`), the metrics
-have a spread over the levels, and `advice` says in words what follows. All of it is the same for a tensor and a
-multiple of it, metrics in the tensor's own unit aside, and nothing is NaN.
+`Recommendation` judges one tensor. The losses at a level have severities (`Verdict`), the metrics have a spread over
+the levels, and `advice` has the conclusions as text. Except for metrics in the tensor's own unit, the results do not
+change if the tensor is multiplied by a number, and nothing is NaN.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 from ranktape.errors import UsageError
 
 KEPT_SQNR = 1.0
-"""In dB: a level that has no more than this keeps nothing of a tensor; 0 dB is what zeros in its place have."""
+"""A level with at most this SQNR, in dB, keeps nothing of a tensor. Zeros instead of the tensor have 0 dB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one level puts beyond the format's limits, by its kind: `overflow`, `underflow` or `flushed`.
+    """The losses at one level, by kind: `overflow`, `underflow` or `flushed`.
 
-    The counts are those of `Level`; of a legacy sweep they are the original's: see `LegacyLevel`.
+    The counts are those of `Level`, or the original ones of a legacy sweep (see `LegacyLevel`).
     """
 
     level: Level
@@ -51,11 +51,11 @@ class Verdict:
         return int(self._of(kind, "count"))
 
     def ratio(self, kind: str) -> float:
-        """The same as a part of the values that ratios are of."""
+        """Ratio of the count, to the same total as the ratios of `Level`."""
         return self._of(kind, "ratio")
 
     def severity_by(self, *kinds: str) -> LossSeverity:
-        """That of the worst of some kinds."""
+        """The severity of the worst of some kinds."""
         return severity_of(max(map(self.ratio, kinds)))
 
     @property
@@ -65,54 +65,54 @@ class Verdict:
 
     @property
     def is_clean(self) -> bool:
-        """Whether the level is without severity; the original asks for the flushed as well."""
+        """Whether the level has no severity. The legacy tool includes flushed values."""
         kinds = ("overflow", "underflow", "flushed")
         return self.severity_by(*kinds[: 3 if isinstance(self.level, LegacyLevel) else 2]) is LossSeverity.NONE
 
 
 class Range(NamedTuple):
-    """From one value to another, both included."""
+    """A closed interval."""
 
     minimum: float
     maximum: float
 
 
 class Stretch(NamedTuple):
-    """Levels of one severity that follow one another, in the order of the sweep."""
+    """Consecutive levels with the same severity, in the order of the sweep."""
 
     exponents: Range
-    """Of the scales, or offsets in `mx` mode."""
+    """The exponents of the scales, or offsets in `mx` mode."""
     num_levels: int
     overflows: bool
-    """Whether each of them has the severity by overflow."""
+    """Whether overflow has the severity at each of them."""
     underflows: bool
-    """Whether each of them has the severity by underflow."""
+    """Whether underflow has the severity at each of them."""
 
 
 class Position(enum.StrEnum):
-    """Where among the levels the recommended one is; of the first and the last see `direction_of`."""
+    """The position of the recommended level among all levels. `direction_of` evaluates the first and the last."""
 
     BALANCED = "balanced"
-    """Between others: larger and smaller scales are no better."""
+    """Between other levels: larger and smaller scales are not better."""
     LARGEST = "largest"
     SMALLEST = "smallest"
     ONLY = "only"
 
 
 def is_lossless(level: Level) -> bool:
-    """Whether nothing at all is lost; squares of errors may be too small for float64, errors hardly."""
+    """Whether nothing is lost. Squares of errors may be too small for float64, unlike the errors."""
     return level.max_abs_error == 0
 
 
 def keeps_nothing(levels: Sequence[Level]) -> bool:
-    """Whether not one of the levels keeps more than `KEPT_SQNR` of the tensor; not so of no levels."""
+    """Whether all levels have an SQNR of at most `KEPT_SQNR`; false if there are no levels."""
     return bool(levels) and all(level.sqnr <= KEPT_SQNR for level in levels)
 
 
 def _severe_stretches(verdicts: Sequence[Verdict], *, but: Sequence[Level]) -> tuple[Stretch, ...]:
-    """The runs of levels of high severity, parted where its cause changes from overflow to underflow or both.
+    """The runs of levels of high severity, split where the cause changes between overflow, underflow and both.
 
-    The levels of `but` belong to no run, and part those on their two sides.
+    The levels of `but` belong to no run and split the runs around them.
     """
     spared = {id(level) for level in but}
 
@@ -127,7 +127,7 @@ def _severe_stretches(verdicts: Sequence[Verdict], *, but: Sequence[Level]) -> t
 
 
 def _range_of(levels: Sequence[Level]) -> Range:
-    """From the lowest to the highest exponent of at least one level."""
+    """The lowest and the highest exponent of at least one level."""
     exponents = [level.exponent for level in levels]
     return Range(min(exponents), max(exponents))
 
@@ -142,9 +142,9 @@ def _position_of(levels: Sequence[Level], recommended: Level) -> Position:
 
 
 def direction_of(levels: Sequence[Level], recommended: Level, *, is_tapered: bool) -> str:
-    """Which scales beyond those that were tried may be better, by what is lost there: larger, smaller or neither.
+    """Which scales beyond those tried may be better, judged by the losses: larger, smaller or neither.
 
-    A tapered format loses less in the middle of its range, so that its limits do not tell.
+    A tapered format loses less in the middle of its range, so that its limits are not conclusive.
     """
     position = _position_of(levels, recommended)
     by_overflow = recommended.overflow_ratio > recommended.flushed_ratio
@@ -162,17 +162,17 @@ def direction_of(levels: Sequence[Level], recommended: Level, *, is_tapered: boo
 def range_before(sweep: ScaleSweep) -> Range:
     """The smallest and the largest finite value of a tensor that has levels.
 
-    Where only magnitudes were counted, the largest of them with either sign.
+    If only magnitudes were counted, these are the largest magnitude with either sign.
     """
     low = -sweep.largest if sweep.minimum is None else max(sweep.minimum, -sweep.largest)
     return Range(low, sweep.largest if sweep.maximum is None else min(sweep.maximum, sweep.largest))
 
 
 def range_after(sweep: ScaleSweep, *, level: Level) -> Range:
-    """What the ends of `range_before` become at a level of the sweep.
+    """The results for the ends of `range_before` at a level of the sweep.
 
-    Where elements share a scale in blocks or channels, each end becomes what it is as the largest of its own, which
-    the larger of the two always is. What chance would decide goes to the nearest value.
+    If elements share scales in blocks or channels, each end is quantized as the largest value of its own block, which
+    the end with the larger magnitude always is. Stochastic rounding is replaced by the rounding of the format.
     """
     ends = np.array(range_before(sweep))
     is_drawn = sweep.rounding in {Rounding.STOCHASTIC, Rounding.HYBRID}
@@ -204,14 +204,14 @@ class Variation(enum.StrEnum):
     """How much a metric depends on the level."""
 
     STABLE = "stable"
-    """Little: any of the levels will do."""
+    """Little: all levels are suitable."""
     MODERATE = "moderate"
     VARIES = "varies"
-    """Much: the level has to be chosen with care."""
+    """Much: the level has to be chosen carefully."""
 
 
 def variation_of(name: str, lowest: float, highest: float) -> Variation:
-    """How much a metric depends on the level, by the legacy limits: PSNR 10 and 20 dB, cosine 0.01, MSE 10 %."""
+    """How much a metric depends on the level, by the legacy thresholds: PSNR 10 and 20 dB, cosine 0.01, MSE 10 %."""
     if lowest == highest:
         return Variation.STABLE
     width = highest - lowest
@@ -222,28 +222,28 @@ def variation_of(name: str, lowest: float, highest: float) -> Variation:
 
 
 class Spread(NamedTuple):
-    """How far one metric moves over the levels."""
+    """The spread of one metric over the levels."""
 
     lowest: float
     highest: float
-    """Infinite for PSNR where a level loses nothing."""
+    """Infinite for PSNR if a level loses nothing."""
     deviation: float
-    """Standard deviation (of the levels, not of a sample of them) of the finite metrics; 0 without any."""
+    """Population standard deviation of the finite metrics; 0 if there are none."""
     variation: Variation
 
     @property
     def width(self) -> float:
-        """`highest` minus `lowest`; 0 where both are infinite."""
+        """`highest` minus `lowest`; 0 if both are infinite."""
         return 0.0 if self.lowest == self.highest else self.highest - self.lowest
 
 
 def spread_of(levels: Sequence[Level], name: str) -> Spread:
-    """How far a metric, `mse`, `cosine` or `psnr`, moves over at least one level; it may be infinite, and is no NaN."""
+    """The spread of `mse`, `cosine` or `psnr` over at least one level. It may be infinite but is not NaN."""
     metrics = np.array([float(getattr(level, name)) for level in levels])
     lowest, highest = float(metrics.min()), float(metrics.max())
     deviation = 0.0
     if lowest != highest:
-        # Divided by the largest first: squares of metrics near the ends of float64 are beyond it.
+        # Divide by the largest first, because squares of metrics near the limits of float64 overflow or underflow.
         finite = metrics[np.isfinite(metrics)]
         largest = float(np.abs(finite).max(initial=0.0))
         deviation = largest * float(np.std(finite / largest)) if largest > 0 else 0.0
@@ -251,57 +251,57 @@ def spread_of(levels: Sequence[Level], name: str) -> Spread:
 
 
 def is_square_beyond(level: Level) -> bool:
-    """Whether the mean square of an error, which is itself a float64, is not: infinite, or 0 though something is lost.
+    """Whether the mean square of the error overflows or underflows in float64, while the error itself does not.
 
-    A level with infinite errors has an infinite MSE, which is none beyond.
+    A level with infinite errors also has an infinite MSE, which does not count.
     """
     return (level.mse == math.inf and level.rmse < math.inf) or (level.mse == 0 and level.max_abs_error > 0)
 
 
 class Advice(NamedTuple):
-    """Sentences without a full stop; empty where there is nothing to advise on."""
+    """Sentences without a full stop; empty if there is no advice."""
 
     metrics: tuple[str, ...]
-    """What varies with the level and what is stable."""
+    """Which metrics vary with the level and which are stable."""
     limits: tuple[str, ...]
     """Which levels to avoid, and which are free of overflow and underflow."""
     conclusion: tuple[str, ...]
-    """Which level to use, and where among the others it is."""
+    """Which level to use, and its position among the others."""
 
 
 class Recommendation:
-    """The level to use, and all that speaks for and against it.
+    """The level to use, with the reasons for and against it.
 
-    Levels without any error, a single level and no level at all are fine. Without levels (no finite number other than
-    zero) everything that needs one is None or empty, and the note of the sweep says why. NaN and infinities of the
-    tensor are in no metric.
+    Levels without any error, a single level, and no levels are valid. Without levels (no finite nonzero number),
+    everything that needs a level is None or empty, and the note of the sweep gives the reason. NaN and infinities of
+    the tensor are not included in any metric.
     """
 
     def __init__(self, sweep: ScaleSweep) -> None:
         self.sweep = sweep
         levels, chosen = sweep.levels, sweep.recommended
         self.verdicts = tuple(map(Verdict, levels))
-        """One for each level, in their order."""
+        """One for each level, in order."""
         self.recommended = None if chosen is None else Verdict(chosen)
-        """The level with the best composite score, or one that is as good: see `metrics.settled`."""
+        """The level with the best composite score, or an equally good one: see `metrics.settled`."""
         as_good = [] if chosen is None else _as_good(list(levels), chosen)
         self.as_good = _range_of(as_good) if as_good else None
-        """Exponents or offsets next to the recommended one, itself included, at which no more is lost: see
-        `metrics.is_as_good`."""
+        """Exponents or offsets of the consecutive levels around and including the recommended one that lose no more:
+        see `metrics.is_as_good`."""
         self.keeps_nothing = keeps_nothing(levels)
-        """Whether nothing is left of the tensor at any level."""
+        """Whether no level keeps anything of the tensor."""
         self.best = {name: level for name in METRICS if (level := best_by(sweep, name)) is not None}
-        """For each metric, by its field in `Level`, the best level."""
+        """The best level for each metric, by its field in `Level`."""
         scores = [level.original_score for level in levels if isinstance(level, LegacyLevel)]
-        # As the tool: numpy's argmax takes NaN for the largest.
+        # As in the legacy tool, NaN counts as the largest in numpy's argmax.
         self.original_choice = levels[int(np.argmax(scores))] if scores else None
-        """Of a legacy sweep the level that the legacy tool recommended; None in other modes."""
+        """The level that the legacy tool recommends in a legacy sweep; None in other modes."""
         self.spreads = {name: spread_of(levels, name) for name in ("mse", "cosine", "psnr") if levels}
-        """How far these metrics move over the levels."""
+        """The spread of these metrics over the levels."""
         self.is_mse_beyond = any(map(is_square_beyond, levels))
         """Whether the mean squared error of a level is too large or too small for float64."""
         self.extremes: dict[str, tuple[Verdict, Verdict]] = {}
-        """Of overflow and of underflow, where any level has some, the worst and the best one; the first on a tie."""
+        """The worst and the best level for overflow and underflow, if any level has some; the first one in a tie."""
         for kind in ("overflow", "underflow"):
             ratios = [verdict.ratio(kind) for verdict in self.verdicts]
             if any(ratio > 0 for ratio in ratios):
@@ -310,14 +310,14 @@ class Recommendation:
         runs = itertools.groupby(self.verdicts, key=lambda one: one.is_clean)
         clean = [[verdict.level for verdict in run] for is_clean, run in runs if is_clean]
         self.optimal = _range_of(max(clean, key=len)) if clean else None
-        """Exponents or offsets of the longest run of clean levels; None where none is clean."""
+        """Exponents or offsets of the longest run of clean levels; None if none is clean."""
         self.avoid = _severe_stretches(self.verdicts, but=[] if self.keeps_nothing else as_good)
-        """Runs of levels of high severity, each with its cause; the recommended one and those as good are in none."""
+        """Runs of levels of high severity with their causes, without the recommended level and those as good."""
         self.least_bad: Verdict | None = None
-        """Where no level is without severity, the one at which the fewest values overflow or become zero."""
+        """If no level is clean, the level at which the fewest values overflow or become zero."""
         self.position: Position | None = None
         self.direction = "neither"
-        """Where the recommended level is, and which scales that were not tried may be better."""
+        """The position of the recommended level, and which scales that were not tried may be better."""
         if chosen is not None:
             self.position = _position_of(levels, chosen)
             self.direction = direction_of(levels, chosen, is_tapered=bool(sweep.target.taper))
@@ -325,15 +325,15 @@ class Recommendation:
                 gone = min(levels, key=lambda one: (one.overflow_ratio + one.flushed_ratio, one is not chosen))
                 self.least_bad = Verdict(gone)
         self.word = "offset" if sweep.has_offsets else "scale exponent"
-        """What the exponent of a level is: of the scale itself, or an offset to the exponents of many scales."""
+        """The meaning of a level's exponent: that of the scale itself, or an offset to the exponents of many scales."""
         self.advice = _advice(self)
-        """What follows, in sentences."""
+        """The conclusions as sentences."""
 
 
 def best_by(sweep: ScaleSweep, name: str) -> Level | None:
-    """The best level by one metric alone, or one that is as good: see `metrics.settled`; None without levels.
+    """The best level by one metric, or an equally good one (see `metrics.settled`); None without levels.
 
-    Squares beyond float64 are all the same: then their roots, which are not, tell the levels apart.
+    If squared errors overflow or underflow in float64, their roots are compared instead.
     """
     is_beyond = any(map(is_square_beyond, sweep.levels))
     found = sweep.best(METRICS["rmse" if name == "mse" and is_beyond else name].goodness)
@@ -341,7 +341,7 @@ def best_by(sweep: ScaleSweep, name: str) -> Level | None:
 
 
 def _as_good(levels: list[Level], chosen: Level) -> list[Level]:
-    """The run of levels around the chosen one at which no more is lost; all of one tie, or of none."""
+    """The run of levels around the chosen one that lose no more."""
     index = next(number for number, level in enumerate(levels) if level is chosen)
     before = list(itertools.takewhile(lambda level: is_as_good(level, chosen), reversed(levels[:index])))
     after = itertools.takewhile(lambda level: is_as_good(level, chosen), levels[index + 1 :])
@@ -349,7 +349,7 @@ def _as_good(levels: list[Level], chosen: Level) -> list[Level]:
 
 
 def _advice(found: Recommendation) -> Advice:
-    """What follows from all that was found of a sweep."""
+    """The conclusions from the recommendation of a sweep."""
     if found.recommended is None:
         return Advice((), (), (f"no scale to recommend: {found.sweep.note}",))
     is_varied = len(found.verdicts) > 1 and not found.keeps_nothing
@@ -457,14 +457,14 @@ def _parts(verdict: Verdict) -> str:
 
 
 class Share(NamedTuple):
-    """What one tensor has of a scale that it shares: its level there, and the one that keeps its SQNR largest."""
+    """A tensor's level at a shared scale, and the level with the largest SQNR."""
 
     level: Level
     own: Level
 
     @property
     def price(self) -> float:
-        """What sharing costs in SQNR, in dB: never negative, and infinite where nothing would be lost alone."""
+        """The loss of SQNR due to sharing, in dB; at least 0, and infinite if the own level loses nothing."""
         return 0.0 if self.own.sqnr == self.level.sqnr else self.own.sqnr - self.level.sqnr
 
 
@@ -473,29 +473,28 @@ class CommonScale:
     """One scale for many tensors."""
 
     exponent: float
-    """Of the scale, or the offset that all exponents get."""
+    """The exponent of the scale, or the offset that is added to all exponents."""
     score: float
-    """Mean of the tensors' composite scores there: every tensor counts the same."""
+    """Mean of the tensors' composite scores at this scale, with equal weights."""
     shares: tuple[Share, ...]
-    """One for each tensor that has levels, in their order."""
+    """One for each tensor that has levels, in order."""
 
     @property
     def median_price(self) -> float:
-        """Half of the tensors lose at most so many dB by sharing."""
+        """Lower median of the tensors' losses due to sharing, in dB."""
         return statistics.median_low(share.price for share in self.shares)
 
     @property
     def worst_price(self) -> float:
-        """How many dB the tensor loses that loses most."""
+        """Largest loss of a tensor due to sharing, in dB."""
         return max(share.price for share in self.shares)
 
 
 def common_grid(sweeps: Sequence[ScaleSweep]) -> SweepOptions | None:
-    """Options with which all of these tensors are tried at the same whole exponents; None where none has levels.
+    """Options that sweep all of these tensors at the same integer exponents; None if none has levels.
 
-    All sweeps are of one mode and one format. The exponents reach one beyond those that the tensors prefer for
-    themselves. Offsets are common to all tensors as they are, so that the options of `mx` and `channel` sweeps stay
-    the same.
+    All sweeps have the same mode and format. The exponents extend by one beyond those that the tensors prefer. Offsets
+    are already the same for all tensors, so that the options of `mx` and `channel` sweeps do not change.
     """
     with_levels = [sweep for sweep in sweeps if sweep.levels]
     if not with_levels:
@@ -507,19 +506,19 @@ def common_grid(sweeps: Sequence[ScaleSweep]) -> SweepOptions | None:
     first = min(math.ceil(max(preferred)) + 1, MAX_SCALE_EXPONENT)
     last = max(math.floor(min(preferred)) - 1, -MAX_SCALE_EXPONENT)
     if with_levels[0].mode is SweepMode.LEGACY:
-        # 10 and -10 would mean that no end was given.
+        # The values 10 and -10 would mean that no end was given.
         first, last = first + (first == UNSET_EXPONENTS[0]), last - (last == UNSET_EXPONENTS[1])
     return dataclasses.replace(options, max_scale_exp=first, min_scale_exp=last, num_levels=first - last + 1)
 
 
 def common_scale(sweeps: Sequence[ScaleSweep]) -> CommonScale | None:
-    """The exponent or offset with the best mean composite score, and what sharing costs.
+    """The exponent or offset with the best mean composite score, and the loss due to sharing it.
 
-    Of offsets that are as good for every tensor the one nearest to 0: see `ties.is_as_good`. Tensors without levels
-    are left out; None where none has any.
+    Of the offsets that are equally good for every tensor, the one nearest to 0 is used: see `metrics.is_as_good`.
+    Tensors without levels are left out. None if no tensor has levels.
 
     Raises:
-        UsageError: the tensors were tried at different exponents: see `common_grid`.
+        UsageError: the tensors were swept at different exponents: see `common_grid`.
     """
     with_levels = [sweep for sweep in sweeps if sweep.levels]
     if not with_levels:
@@ -545,7 +544,7 @@ def common_scale(sweeps: Sequence[ScaleSweep]) -> CommonScale | None:
 
 
 DEFAULT_TARGET_SQNR = 25.0
-"""In dB: what a format has to keep where nothing else is asked for."""
+"""Default SQNR that a format should reach, in dB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -555,21 +554,21 @@ class FormatChoice:
     scheme: Scheme
     """The format and its scaling."""
     bits_per_element: float
-    """The scales of blocks included: see `bits_per_element`."""
+    """Number of bits per element, including scales of blocks: see `bits_per_element`."""
     worst_sqnr: float
-    """SQNR, in dB, of the tensor that keeps least of it, each at its best level; infinite where nothing is lost."""
+    """The lowest SQNR of a tensor at its best level, in dB; infinite if nothing is lost."""
     meets_target: bool
-    """Whether that is enough."""
+    """Whether the SQNR reaches the target."""
 
 
 def best_format(
     sweeps: Mapping[str, Sequence[ScaleSweep]], *, target_sqnr: float = DEFAULT_TARGET_SQNR
 ) -> FormatChoice | None:
-    """The narrowest format in which the best level of every tensor has at least that SQNR.
+    """The narrowest format in which the best level of every tensor has at least the target SQNR.
 
-    `sweeps` has for each format the sweeps of the same tensors. Of equally narrow formats the one that keeps more is
-    taken, and where none keeps enough the one that keeps most. Of zeros no format loses anything; other tensors without
-    levels ask for nothing, and the answer is None where there are no others.
+    `sweeps` has, for each format, the sweeps of the same tensors. Of equally narrow formats, the one with the higher
+    SQNR is used. If none reaches the target, the one with the highest SQNR is used. All formats represent zeros without
+    loss. Other tensors without levels are ignored; None if there are no others.
     """
     best_levels = (
         (found[0].scheme, [one for one in map(best_sqnr, found) if one is not None]) for found in sweeps.values()
@@ -578,14 +577,14 @@ def best_format(
 
 
 def best_sqnr(sweep: ScaleSweep) -> float | None:
-    """The largest SQNR of a level, in dB; infinite of zeros, of which nothing is lost; None without finite numbers."""
+    """The largest SQNR of a level, in dB; infinite for zeros, which lose nothing. None without finite numbers."""
     if sweep.is_lossless:
         return math.inf
     return max((level.sqnr for level in sweep.levels), default=None)
 
 
 def best_format_of(worst: Sequence[tuple[Scheme, float]], *, target_sqnr: float) -> FormatChoice | None:
-    """As `best_format`, of formats and the least SQNR that a tensor keeps in each at its best level.
+    """The choice of `best_format`, given formats with the lowest SQNR of a tensor at its best level in each.
 
     Raises:
         UsageError: the target is NaN.
@@ -608,6 +607,6 @@ def best_format_of(worst: Sequence[tuple[Scheme, float]], *, target_sqnr: float)
 
 
 def bits_per_element(scheme: Scheme) -> float:
-    """Width of an element with its part of the scale of its block; the one scale of a tensor counts as nothing."""
+    """Width of an element and its share of the block's scale, in bits. A single scale of a tensor is not counted."""
     shared = scheme.scale.num_bits / scheme.block_size if scheme.scale is not None else 0.0
     return scheme.element.num_bits + shared

@@ -1,4 +1,4 @@
-"""Gives how far apart two runs are, or two kinds of tensors of one run, and where they begin to differ."""
+"""Compares two runs, or two kinds of tensors of one run, and locates the first difference."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _match(a: Records, b: Records | None, pairing: Pairing, *, allow_unmatched: 
         if records is not None and not len(records):
             raise NoRecordsError(f"{records!r} has no record to compare")
     matching = match(*pairing.sides(a, a if b is None else b), pairing, is_one_run=b is None)
-    # A kind of layers has places that the other one has not, as the head of a model.
+    # One kind of layers has sites that the other one lacks, such as the head of a model.
     if not (matching.is_complete or allow_unmatched or pairing.is_of_kinds):
         raise UsageError("; ".join(matching.unmatched()) + ": leave them out with a filter, or give --allow-unmatched")
     return matching
@@ -127,7 +127,7 @@ def _compared(
     with_distances: bool,
     engine: Engine,
 ) -> list[ComparedPair]:
-    """What sets the tensors of each pair apart."""
+    """The differences between the tensors of each pair."""
     tasks = PairTasks(matching, twins=() if noise is None else twins_of(matching, noise), noise=noise)
     work = functools.partial(compare_pairs, view=view or View.SEEN)
     distances: list[Distances | None] = [None] * len(matching.pairs)
@@ -146,7 +146,7 @@ def _compared(
 
 
 SUMMARISED = ("relative_norm", "sqnr", "max_abs", "max_rel", "cosine", "jensen_shannon")
-"""The metrics of which groups have the worst and the median."""
+"""The metrics of which groups show the worst value and the median."""
 
 _AGAINST = tuple(field for field in IDENTITY if field not in {"rank", "compute_dtype", "shape"})
 
@@ -154,7 +154,7 @@ _ANSWERS = {True: "yes", False: "no", None: None}
 
 
 class _PairRows:
-    """Makes the table of compared pairs: one row for each pair, or with `by` for each group of them."""
+    """Creates the table of compared pairs, with one row for each pair, or with `by`, for each group of pairs."""
 
     def __init__(self, matching: Matching, judge: Judge, *, by: Sequence[str]) -> None:
         self._matching, self._judge = matching, judge
@@ -251,11 +251,11 @@ class _PairRows:
         return (*group_columns(self._by)[:-1], *counts, *summaries)
 
     def _group_rows(self, pairs: Sequence[ComparedPair]) -> Iterator[tuple[Any, ...]]:
-        """The lower of two middle values is the median."""
+        """The rows of groups. For an even number of values, the median is the lower of the two in the middle."""
         keys = list(zip(*(self._matching.a.column(field).tolist() for field in self._by), strict=True))
         groups: dict[tuple[Any, ...], list[ComparedPair]] = {}
         for pair in pairs:
-            # A missing value is a NaN, which is equal to nothing.
+            # A missing value is NaN, which equals nothing.
             key = tuple(None if value != value else value for value in keys[pair.a.rows[0]])  # noqa: PLR0124
             groups.setdefault(key, []).append(pair)
         for key, members in groups.items():
@@ -269,7 +269,7 @@ class _PairRows:
             yield (*group_row(dict(zip(self._by, key, strict=True)), num_records=0)[:-1], *cells)
 
     def _place(self, pair: ComparedPair) -> str:
-        """Where a pair is, and how large its difference is, in one line."""
+        """The location of a pair and the size of its difference, in one line."""
         mine = self._identity(0, pair.a)
         is_mixed = len(set(self._sides[0].column("quant_type").tolist())) > 1
         fields = ("operation", "phase", *(["quant_type"] if is_mixed else []), "tensor_name")

@@ -1,8 +1,8 @@
-"""Gives how the values of a selection are distributed, or those of each group of it.
+"""Shows the distribution of the values of a selection, or of each of its groups.
 
-In bins of equal width, of values as they are or normalised to [0, 1]; in binades; beside the normal distribution; and
-by exponent, beside what each format can hold. Every number comes from the digests: one reading of each record, and
-none of those that were asked about before.
+As bins of equal width, of the values or of values normalised to [0, 1]; as binades; in comparison with the normal
+distribution; and by exponent, in comparison with the range of formats. All numbers are computed from digests, for which
+each record is read once, if it is not cached.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ from ranktape.storage import Records
 from ranktape.storage.format.record_info import Keep
 
 MAX_BINS = 1 << 16
-"""Bins that a histogram may have: as many as a 16-bit type has values."""
+"""Maximum number of bins: the number of values of a 16-bit type."""
 
 MAX_PER_BINADE = 256
-"""Bins that a binade may have: twice as many as bfloat16 has values there."""
+"""Maximum number of bins in a binade: twice the number of bfloat16 values in it."""
 
 
 class Look(enum.StrEnum):
-    """What is shown of a distribution: the choices of `--kind`."""
+    """The kind of distribution to show: the choices of `--kind`."""
 
     LINEAR = "linear"
     """Bins of equal width."""
     NORMALISED = "normalised"
-    """Bins of equal width of (x - minimum) / (maximum - minimum), which is from 0 to 1."""
+    """Bins of equal width of (x - minimum) / (maximum - minimum), which ranges from 0 to 1."""
     LOG2 = "log2"
     """Magnitudes in binades, or in equal parts of binades."""
     EXPONENTS = "exponents"
-    """How many values each power of two has, and which formats hold them."""
+    """The number of values for each power of two, and the formats that represent them."""
     FORMATS = "formats"
-    """What each format does to the values, without a scale and with the largest value aligned."""
+    """The effect of each format on the values, without a scale and with the largest value aligned."""
     NORMAL = "normal"
-    """The normal distribution of the same mean and standard deviation, and how far it is."""
+    """The normal distribution with the same mean and standard deviation, and the distance to it."""
     QQ = "qq"
-    """Quantiles beside those of that normal distribution."""
+    """Quantiles in comparison with those of that normal distribution."""
 
 
 _OWNERS = {
@@ -71,7 +71,7 @@ _OWNERS = {
     "points": (Look.QQ,),
     "format": (Look.EXPONENTS, Look.FORMATS),
 }
-"""The kinds that each argument is for."""
+"""The kinds for which each argument is valid."""
 
 
 def distribution(
@@ -137,7 +137,7 @@ def distribution(
 def _options(
     look: Look, *, bins: int | None, per_binade: int | None, points: int | None, formats: Sequence[str]
 ) -> LookOptions:
-    """What was asked for, of what the kind has."""
+    """The options of a kind, with defaults. Raises an error for an option of another kind."""
     for name, value in {"bins": bins, "per_binade": per_binade, "points": points, "format": formats or None}.items():
         if value is not None and look not in _OWNERS[name]:
             flag = "--" + name.replace("_", "-")
@@ -179,32 +179,32 @@ Rows = Iterator[tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookOptions:
-    """What can be said about a look."""
+    """The options of all kinds."""
 
     bins: int
-    """Bins of equal width, at most."""
+    """Maximum number of bins of equal width."""
     per_binade: int
-    """Bins in each binade."""
+    """Number of bins in each binade."""
     points: int
-    """Quantiles."""
+    """Number of quantiles."""
     formats: tuple[Format, ...]
-    """Which formats may hold the values."""
+    """The formats to compare with."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookAnswer:
-    """What a look makes of a digest."""
+    """The table that a kind creates from a digest."""
 
     title: str
-    """What it shows."""
+    """Title of the distribution."""
     columns: tuple[Column, ...]
-    """Of its table."""
+    """The columns of the table."""
     rows: Callable[[Digest, LookOptions], Rows]
-    """Of one digest; none where there is nothing to show."""
+    """The rows for one digest; none if there is nothing to show."""
 
 
 def _columns(*texts: str) -> tuple[Column, ...]:
-    """One column for each text, `name kind head`; after a dot it is a detail."""
+    """One column for each text `name kind head`. A leading dot marks a detail."""
     found = []
     for text in texts:
         name, kind, *head = text.removeprefix(".").split(" ", 2)
@@ -219,11 +219,11 @@ def _linear(digest: Digest, options: LookOptions) -> Rows:
 
 def _normalised(digest: Digest, options: LookOptions) -> Rows:
     numbers = finite(digest)
-    # NaN, where there is no value, is equal to nothing.
+    # Without values, these are NaN, and the comparison is false.
     if not numbers.minimum < numbers.maximum:
         return iter(())
     bins = linear_bins(digest, options.bins)
-    # In halves: the difference of two numbers may be beyond all of them.
+    # Divided by 2, because the difference of two numbers may overflow.
     places = (bins.edges / 2 - numbers.minimum / 2) / (numbers.maximum / 2 - numbers.minimum / 2)
     density = bins.ratio() / np.diff(places)
     edges = (places[:-1], places[1:], bins.edges[:-1], bins.edges[1:])
@@ -286,7 +286,7 @@ _FATES = {
     "nan": "NaN",
     "inf": "Inf",
 }
-"""What becomes of a value, and what text writes above it."""
+"""What a format does to a value, and the heading in text."""
 
 
 def _normal(digest: Digest, options: LookOptions) -> Rows:
@@ -385,4 +385,4 @@ ANSWERS: Mapping[Look, LookAnswer] = {
         _qq,
     ),
 }
-"""What each look shows."""
+"""The table of each kind."""

@@ -1,4 +1,4 @@
-"""Gives what is wrong in a run, and where, the worst first: the first screen of the report, in a terminal."""
+"""Shows what is wrong in a run and where, the worst first, like the first part of the report."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 NUM_FIRST = 5
-"""Findings that a terminal shows before the rest is asked for: as many as a screen holds."""
+"""Number of findings that a terminal shows by default, which fit on a screen."""
 
 MAX_FOLLOWING = 3
-"""Consequences, and findings alike, that text names, unless everything is asked for."""
+"""Maximum number of consequences and of similar findings that text shows by default."""
 
 _COLORS = {Severity.HIGH: "bold red", Severity.MEDIUM: "bold yellow", Severity.LOW: "bold blue"}
 
 _INDENT = 10
-"""Where the text of a finding begins."""
+"""Indentation of the text of a finding."""
 
 _MIN_WIDTH = 40
-"""Narrower lines are of single words."""
+"""Minimum width of lines. Narrower lines would have single words."""
 
 _FIELDS = ("layer_stack", "layer_idx", "layer_type", "module", "operation", "tensor_name", "sample", "channel")
-"""What of the place has a column of its own beside the iteration and the ranks."""
+"""The fields of a finding's location that have their own column, besides the iteration and the ranks."""
 
 _COLUMNS = (
     Column(name="severity", kind=Kind.TEXT),
@@ -69,17 +69,17 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class FindingsTable(Table):
-    """Findings, one row for each; as text a few lines for each, and the verdict last."""
+    """A table with one row for each finding. As text, each has a few lines, and the verdict is last."""
 
     max_rows: ClassVar[int] = NUM_FIRST
 
     def to_text(self, *, wide: bool = False) -> str:
-        """The findings, a line for each thing that is said; with `wide` all that follows from each."""
+        """The findings as text, a few lines for each. With `wide`, all consequences are listed."""
         lines = (f"{head:{_INDENT}}{text}".rstrip() for head, text, _ in self._lines(wide=wide))
         return "\n".join([*lines, *map(printable, (*self.notes, self.title))]) + "\n"
 
     def print(self, *, wide: bool = False) -> None:
-        """Write them to stdout in colour, with lines as wide as the terminal."""
+        """Print the findings to stdout in colour, wrapped to the width of the terminal."""
         from rich.console import Console
 
         console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
@@ -91,7 +91,7 @@ class FindingsTable(Table):
             console.print(_text(note, "bold" if note is self.title else "dim"))
 
     def _lines(self, *, wide: bool) -> Iterator[tuple[str, str, str]]:
-        """What stands in the margin, what beside it, and in which style; a blank line ends each finding."""
+        """The label, the text and the style of each line. An empty line follows each finding."""
         for row in self.records():
             yield row["severity"], printable(row["title"]), _COLORS[Severity(row["severity"])]
             yield "", printable(row["evidence"]), ""
@@ -102,7 +102,7 @@ class FindingsTable(Table):
                 if len(titles) > len(shown):
                     yield "", f"and {len(titles) - len(shown)} more: --wide names them", "dim"
             if row["command"]:
-                # A command is pasted: it is not cut into lines.
+                # Commands are not wrapped, so that they can be copied.
                 yield "next", row["command"], "cyan"
             yield "", "", ""
 
@@ -157,7 +157,7 @@ def findings(
 
 
 def findings_table(found: Sequence[Finding], *, num_records: int, url: str) -> FindingsTable:
-    """Findings of so many records as a table; commands are about the run at `url`."""
+    """The table of findings about `num_records` records. Commands refer to the run at `url`."""
     return FindingsTable(
         title=headline(found, num_records=num_records), columns=_COLUMNS, rows=tuple(_row(one, url) for one in found)
     )

@@ -1,4 +1,4 @@
-"""Gives a table of the records of a selection, or of how many there are of each kind."""
+"""Lists the records of a selection, or counts them by fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ranktape.storage.places.backend import nbytes_text
 from ranktape.storage.places.failures import printable
 
 _MAX_BRIEF = 60
-"""Characters of a word about a folder that the note has."""
+"""Maximum length of a value of a folder's metadata in the note, in characters."""
 
 
 def ls(records: Records, *, by: Sequence[str] = ()) -> Table:
@@ -45,7 +45,7 @@ def ls(records: Records, *, by: Sequence[str] = ()) -> Table:
 
 
 def _folder_notes(records: Records) -> list[str]:
-    """What the folder of outputs of layers says of itself, in one line; in full it is in each record's metadata."""
+    """The metadata of a folder of layer outputs in one line. Each record's metadata has all of it."""
     said = json.loads(records[:1].column("metadata").tolist()[0] or "null") if len(records) else None
     words = ((said or {}).get("folder") or {}).get("metadata")
     if not isinstance(words, dict) or not words:

@@ -1,12 +1,12 @@
-"""Gives what overflows and what underflows, where, and against which limits.
+"""Counts what overflows and underflows, where, and with which limits.
 
-Against the limits of their own dtype, tensors were counted when they were written: the catalogue answers and
-no value is read. Against another format, the digest of each record answers, which is made once and kept.
+For the limits of their own dtype, tensors were counted when they were written, so that the catalogue has the answer and
+no value is read. For another format, the answer is computed from the digest of each record, which is cached.
 
-A value overflows in a format if rounding to nearest takes it beyond the largest value: from half a step above
-it on. (The legacy tool counts everything above the largest value, also what rounds back to it: for
-fp8_e4m3 that is from 448 to 464.) It underflows if it is not zero and below the smallest normal value, and is
-flushed if it rounds to zero. With a scale it is divided by that first. `severity_columns` says what is how bad.
+A value overflows in a format if rounding to nearest takes it beyond the largest value, which starts half a step above
+that value. (The legacy tool counts all values above the largest value, including those that round to it: for fp8_e4m3,
+from 448 to 464.) It underflows if it is not zero and smaller than the smallest normal value, and is flushed if it
+rounds to zero. With a scale, it is divided by the scale first. `severity_columns` defines the severities.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ SEVERITY_COLUMNS = (
     Column(name="overflow.severity", kind=Kind.TEXT, is_detail=True),
     Column(name="overflow.underflow.severity", kind=Kind.TEXT, is_detail=True),
 )
-"""How bad the worse of overflow and underflow is, or any NaN, and how bad each of the two."""
+"""The severity of a row: the worse of overflow and underflow, or high for NaN; and the severity of each of the two."""
 
 
 NEXT_FORMAT = (
     "little or nothing is beyond the limits of the dtype: --format fp8_e4m3 says what an 8-bit format would lose with "
     "a scale for each tensor, and with --scaling none what a cast loses"
 )
-"""What is said where no format was named, and the dtype itself has room for everything."""
+"""The note if no format was named and nothing severe happens in the dtype itself."""
 
 
 def overflow(
@@ -126,14 +126,14 @@ def overflow(
         raise UsageError("--per-sample and --by exclude each other: --by sample makes a row for each sample")
     targets = parse_targets(format, scaling)
     chosen = view or (View.COMPUTE if targets else View.SEEN)
-    # What begins in one source begins in no other.
+    # The first occurrence is determined for each source separately.
     fields = by or (source_fields(records) if first else ())
     places = find_places(records, targets, by=fields, per_sample=per_sample, view=chosen, engine=engine)
     return overflow_begins(places) if first else _table(places, targets, view=chosen)
 
 
 def _table(places: Places, targets: Sequence[Target], *, view: View) -> Table:
-    """A row for each place and format, and the verdict on all of them."""
+    """The table with a row for each place and format, and the verdict on all rows."""
     heads, members = places.rows()
     answers = []
     for target, counts in places.counted:
@@ -156,7 +156,7 @@ def _table(places: Places, targets: Sequence[Target], *, view: View) -> Table:
 
 
 def _verdict(table: Table) -> Iterator[str]:
-    """How many rows are how bad, and which one is worst."""
+    """The number of rows of each severity, and the worst row."""
     severities = table.column("severity")
     counts = [(one.value, severities.count(one.value)) for one in reversed(LossSeverity)]
     unknown = severities.count(None)
@@ -183,16 +183,16 @@ _SAID = {
     "overflow.underflow.ratio": "underflow",
     "overflow.flushed.ratio": "become zero",
 }
-"""What a verdict says of the worst row."""
+"""The losses that a verdict names for the worst row."""
 
 
 def worst_first(table: Table) -> Table:
-    """The rows of `overflow` by their severity; equally bad ones with the most NaN, infinities, then losses first."""
+    """The rows of `overflow` by severity, then by the ratios of NaN, of overflow, and of other losses."""
     return dataclasses.replace(table, rows=table.cells.take(_badness(table)))
 
 
 def _badness(table: Table) -> NDArray[np.int64]:
-    """The rows, the worst first."""
+    """The indices of rows, the worst first."""
     rank = {severity.value: place for place, severity in enumerate(LossSeverity)}
     is_flushed = any(column.name == "overflow.flushed.ratio" for column in table.columns)
     names = ("overflow.nan.ratio", "overflow.ratio", f"overflow.{'flushed' if is_flushed else 'underflow'}.ratio")
@@ -202,7 +202,7 @@ def _badness(table: Table) -> NDArray[np.int64]:
 
 
 def _kinds(targets: Sequence[Target]) -> tuple[str, ...]:
-    """What is counted, in the order of the columns; nothing is flushed or spoiled that is stored already."""
+    """The counts in the order of the columns. Stored values cannot be flushed or spoiled."""
     left_out = set()
     if not targets:
         left_out.add("flushed")
@@ -212,7 +212,7 @@ def _kinds(targets: Sequence[Target]) -> tuple[str, ...]:
 
 
 def _limit_columns(targets: Sequence[Target]) -> tuple[Column, ...]:
-    """The columns that say whose limits count."""
+    """The columns that identify the limits."""
     return (
         Column(name="limits_of", kind=Kind.TEXT, head="limits of", is_key=True),
         Column(name="largest_value", kind=Kind.FLOAT, head="largest value", is_detail=True),
@@ -221,7 +221,7 @@ def _limit_columns(targets: Sequence[Target]) -> tuple[Column, ...]:
 
 
 def _limits(places: Places, members: Sequence[NDArray[np.int64]] | None, target: Target | None) -> list[Cells]:
-    """The name of the limits of each row, the largest value if all have the same, and the scaling."""
+    """The name of the limits of each row, the largest value if it is the same for all records, and the scaling."""
     num_rows = len(places.owners) if members is None else len(members)
     if target is not None:
         nothing = np.zeros(num_rows, dtype=np.int64)
@@ -257,7 +257,7 @@ def _count_columns(targets: Sequence[Target]) -> tuple[Column, ...]:
 
 
 def _count_cells(numbers: Counts, targets: Sequence[Target], target: Target | None) -> list[Cells]:
-    """The columns of counts, extremes and severities of all rows."""
+    """The cells of counts, extremes and severities of all rows."""
     elements = numbers["elements"]
     columns = [number_cells(elements, kind=Kind.INTEGER)]
     for kind in _kinds(targets):
@@ -267,11 +267,11 @@ def _count_cells(numbers: Counts, targets: Sequence[Target], target: Target | No
 
 
 def severity_columns(numbers: Counts, target: Target | None) -> list[Cells]:
-    """How bad the counts are: all together, overflow, and underflow; None where it is not known.
+    """The severities of the counts: of all together, of overflow, and of underflow; None if unknown.
 
-    A single NaN or Inf is high, but for the -Inf of additive masks. Overflow is high above 1 % and medium above 0.1 %;
-    with scales of blocks it is not judged, as their rules cut off less than a quarter of a value. Underflow is high
-    above 25 %. It is medium where more than 1 % is subnormal in the dtype, or more than 10 % becomes zero in a format:
+    Any NaN or Inf is high, except -Inf in additive masks. Overflow is high above 1 % and medium above 0.1 %; with
+    scales of blocks it is not judged, because their rules cut off less than a quarter of a value. Underflow is high
+    above 25 %. It is medium if more than 1 % is subnormal in the dtype, or if more than 10 % becomes zero in a format,
     as in `findings`.
     """
     elements = np.maximum(1, numbers["elements"])
@@ -287,12 +287,12 @@ def severity_columns(numbers: Counts, target: Target | None) -> list[Cells]:
     worst = np.where(numbers["nan"] > 0, highest, np.maximum(of_overflow, of_lost))
     worst = np.where((of_overflow < 0) | (of_lost < 0), -1, worst)
     words = [*names, None]
-    # The rank -1 is the last of the words.
+    # The rank -1 selects the last element, None.
     return [Coded(ranks % len(words), words) for ranks in (worst, of_overflow, of_lost)]
 
 
 def _ranks(ratios: NDArray[np.float64], *, medium: float, high: float) -> NDArray[np.int64]:
-    """The place of the severity of each ratio in `LossSeverity`; -1 where it is not known."""
+    """The index of the severity of each ratio in `LossSeverity`; -1 if unknown."""
     order = [list(LossSeverity).index(one) for one in (LossSeverity.NONE, LossSeverity.MEDIUM, LossSeverity.HIGH)]
     ranks = np.select([np.isnan(ratios), ratios > high, ratios > medium], [-1, order[2], order[1]], default=order[0])
     return ranks.astype(np.int64)
@@ -330,10 +330,10 @@ PLACE_FIELDS = (
     "phase",
     "tensor_name",
 )
-"""The fields that say where it begins."""
+"""The fields that locate the first occurrence."""
 
 _ORDER = ("iteration", "attempt", "counter", "rank")
-"""By which records come one after the other: ranks count for themselves what they record."""
+"""The order of records. Each rank has its own counter."""
 
 
 EVENTS = {
@@ -342,17 +342,17 @@ EVENTS = {
     "underflow": ("underflow", MEDIUM_RATIO),
     "flushed": ("flushed", MEDIUM_RATIO),
 }
-"""What may begin: what is counted of it, and the part of all elements that has to be exceeded; of underflow as much as
-the legacy tool warns of."""
+"""What is located: the count of each, and the fraction of elements that it has to exceed. That of underflow is the
+threshold of the legacy tool's warning."""
 
 
 def overflow_begins(places: Places) -> Table:
-    """Where NaN, overflow and underflow begin: a row for each of them, for each target, and with `by` each group.
+    """Where NaN, overflow and underflow start: a row for each of them and each target, and with `by`, each group.
 
-    That is the first iteration, in it the record with the lowest `counter`, which is the first in execution order,
-    and of several ranks the lowest; `first.ranks` are all at which the same thing is seen at the same place and in the
-    same iteration. NaN and overflow begin with the first value; underflow with more than 0.1 % of a record's elements.
-    What never begins has a row that says so.
+    This is the first iteration, and in it the record with the lowest `counter`, which is the first in execution order,
+    on the lowest rank. `first.ranks` are all ranks with the same event at the same site in the same iteration. NaN and
+    overflow start with the first value, and underflow with more than 0.1 % of a record's elements. An event that never
+    occurs has a row without a location.
     """
     fields = {name: places.records.column(name)[places.owners] for name in {*PLACE_FIELDS, *_ORDER, "site"}}
     turns = np.argsort(np.lexsort([fields[name] for name in reversed(_ORDER)]))
@@ -364,7 +364,7 @@ def overflow_begins(places: Places) -> Table:
         start = places.head(key, members) if places.by else ()
         for (target, counts), limits in zip(places.counted, limits_of, strict=True):
             for name, (kind, above) in EVENTS.items():
-                # Nothing is flushed that is stored already.
+                # Stored values cannot be flushed.
                 if target is None and name == "flushed":
                     continue
                 ratios = counts[kind] / np.maximum(counts["elements"], 1)
@@ -407,7 +407,7 @@ def _place_columns(places: Places) -> tuple[Column, ...]:
 def _cells(
     places: Places, fields: Mapping[str, NDArray[Any]], ratios: NDArray[np.float64], found: NDArray[np.int64]
 ) -> tuple[Any, ...]:
-    """How many records are affected, and the first of `found`, which are in the order of execution."""
+    """The number of affected records and the location of the first of `found`, which are in execution order."""
     names = (*PLACE_FIELDS, *(("site",) if are_files(places.records) else ()))
     if not found.size:
         return (0, *(None,) * (len(names) + int(places.samples is not None) + 3))
@@ -426,44 +426,44 @@ def _cells(
 
 
 Counts = dict[str, "NDArray[np.float64]"]
-"""The same of several records or samples."""
+"""Counts by name, each for several records or samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Places:
-    """Records, or the samples of records, and the counts of each."""
+    """Records or their samples, with the counts of each."""
 
     records: Records
     """The records that were counted."""
     targets: tuple[Target, ...]
-    """Whose limits count; none for those of the dtype."""
+    """The formats whose limits apply; none for the limits of the dtype."""
     by: tuple[str, ...]
-    """The fields that are grouped by."""
+    """The fields by which records are grouped."""
     owners: NDArray[np.int64]
-    """Of each place where in `records` its record is."""
+    """For each place, the index of its record in `records`."""
     dtypes: list[str]
-    """Of each record what its values were looked at as."""
+    """For each record, the dtype in which its values were judged."""
     samples: list[SampleName] | None
-    """Of each place what the sample is called; None where places are whole records."""
+    """For each place, the name of the sample; None if places are whole records."""
     counts: tuple[Counts, ...]
     """For each target, or for the dtype, the counts of all places."""
     notes: tuple[str, ...]
-    """What was left out."""
+    """Notes about records that were left out, and about masks."""
 
     @property
     def counted(self) -> list[tuple[Target | None, Counts]]:
-        """Each target, or None for the dtype, and its counts."""
+        """Each target, or None for the dtype, with its counts."""
         return list(zip(self.targets or (None,), self.counts, strict=True))
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The columns that say which group, record or sample a row is of."""
+        """The columns that identify the group, record or sample of a row."""
         if self.by:
             return group_columns(self.by)
         return (*identity_columns(self.records), *(() if self.samples is None else (SAMPLE_COLUMN,)))
 
     def rows(self) -> tuple[TableRows, list[NDArray[np.int64]] | None]:
-        """What those columns hold, and the places of each row; None where each place has a row."""
+        """The values of these columns, and the places of each row, or None if each place has its own row."""
         if self.by:
             groups = self.groups()
             heads = [self.head(key, members) for key, members in groups]
@@ -472,11 +472,11 @@ class Places:
         return TableRows([*TableRows(identity_cells(self.records)).take(self.owners).columns, *of_samples]), None
 
     def head(self, key: dict[str, Any], members: NDArray[np.int64]) -> tuple[Any, ...]:
-        """The cells that say which group it is, and of how many records."""
+        """The cells of a group: the values of its fields and its number of records."""
         return group_row(key, num_records=np.unique(self.owners[members]).size)
 
     def groups(self) -> list[tuple[dict[str, Any], NDArray[np.int64]]]:
-        """For each group of equal values of the fields, sorted by them, its places; one of all without fields."""
+        """The groups by the values of fields, sorted, with the places of each; a single group without fields."""
         if not self.by:
             return [({}, np.arange(self.owners.size))]
         columns = [
@@ -487,7 +487,7 @@ class Places:
 
 
 def together(counts: Counts, starts: NDArray[np.int64]) -> Counts:
-    """The counts of groups of places that follow one another; `starts` is the first of each."""
+    """The counts of groups of consecutive places; `starts` has the first place of each group."""
     found = {}
     for name, column in counts.items():
         if name not in EXTREMES:
@@ -506,20 +506,20 @@ def find_places(
     view: View,
     engine: Engine | None = None,
 ) -> Places:
-    """The counts of every record, or of every sample, where these are asked for or grouped by.
+    """The counts of each record, or of each sample if `per_sample` is set or `by` contains `sample`.
 
-    NaN counts as NaN alone; infinities count as infinite, and overflow everywhere. Of signs nothing is known with
-    scales of blocks, of extremes nothing where samples are counted.
+    NaN counts only as NaN. Infinities count as infinite and as overflow. With scales of blocks, there are no counts by
+    sign; for samples, there are no extremes.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
         StorageError: the store cannot be read.
-        UsageError: no record has samples, or blocks; what was kept of one does not answer the question.
-        UnknownFieldError: `by` names no field of a record.
+        UsageError: no record has samples or blocks, or the stored data of a record is not sufficient.
+        UnknownFieldError: `by` names an unknown field of a record.
     """
     for field in by:
         if field != SAMPLE:
-            records.column(field)  # refuses what is no field before anything is read
+            records.column(field)  # raises an error for an unknown field before anything is read
     chosen, notes = _countable(records, targets)
     sizes: list[int] | None = None
     owners, samples = np.arange(len(chosen)), None
@@ -557,13 +557,13 @@ def find_places(
 
 
 def _without_masks(counts: Counts, is_mask: NDArray[np.bool_]) -> Counts:
-    """The counts in which the infinities of masks are `masked`, and not beyond the limits."""
+    """The counts with the infinities of masks as `masked` instead of overflow."""
     masked = np.where(is_mask, counts["inf"], 0.0)
     return {**counts, "masked": masked, **{name: counts[name] - masked for name in ("total", "lower")}}
 
 
 def _countable(records: Records, targets: Sequence[Target]) -> tuple[Records, list[str]]:
-    """The records that can be counted against all targets, and a sentence on the others."""
+    """The records that can be counted for all targets, and notes about the others."""
     if all(target.scaling is not Scaling.BLOCK for target in targets):
         return records, []
     chosen = sweepable(records)
@@ -581,7 +581,7 @@ def _counts(
     view: View,
     engine: Engine,
 ) -> list[Counts]:
-    """For each target the counts of all records, or of the samples of all of them where `sizes` says how many."""
+    """For each target, the counts of all records, or of their samples if `sizes` is given."""
     _refuse(records, are_samples=sizes is not None)
     if sizes is not None:
         return [_measured(records, target, sizes, view=view, engine=engine) for target in targets]
@@ -601,7 +601,7 @@ def _empty(num: int) -> Counts:
 
 
 def _of_digests(records: Records, targets: Sequence[Target], *, view: View, engine: Engine) -> Iterator[Counts]:
-    """The counts that follow from digests; of wide values whose digests do not tell, from the values."""
+    """The counts from digests. Values are read if a digest is not exact enough for the limits."""
     found = {target: _empty(len(records)) for target in targets}
     is_unknown = {target: np.zeros(len(records), dtype=np.bool_) for target in targets}
     start = 0
@@ -624,7 +624,7 @@ def _of_digests(records: Records, targets: Sequence[Target], *, view: View, engi
 
 
 def _of_blocks(records: Records, targets: Sequence[Target], *, view: View, engine: Engine) -> Iterator[Counts]:
-    """The counts that follow from counts of blocks; else from the values."""
+    """The counts from counts of blocks, or from the values if these are not sufficient."""
     job = targets[0].job
     mask, counted = np.zeros(len(records), dtype=np.bool_), records[:0]
     if job.is_counted:
@@ -652,7 +652,7 @@ def _of_blocks(records: Records, targets: Sequence[Target], *, view: View, engin
 def _count_values(
     records: Records, target: Target, chosen: NDArray[np.bool_], counts: Counts, *, view: View, engine: Engine
 ) -> None:
-    """Count the values of some of the records."""
+    """Count the values of the chosen records and add the results to `counts`."""
     (places,) = np.nonzero(chosen)
     if places.size:
         found = _measured(records.take(places.tolist()), target, None, view=view, engine=engine)
@@ -661,7 +661,7 @@ def _count_values(
 
 
 def _measured(records: Records, target: Target, sizes: Sequence[int] | None, *, view: View, engine: Engine) -> Counts:
-    """The counts of values that are read, of each record or of each sample."""
+    """The counts of each record or sample from a measure that reads the values."""
     measure = LimitsMeasure(target=target, view=view, per_sample=sizes is not None)
     rows = np.concatenate([np.zeros((0, len(NAMES))), *(one["rows"] for one in engine.columns(records, measure))])
     assert len(rows) == (len(records) if sizes is None else sum(sizes)), "a row for each record or sample"
@@ -669,7 +669,7 @@ def _measured(records: Records, target: Target, sizes: Sequence[int] | None, *, 
 
 
 def _catalogued_extremes(records: Records, *, view: View) -> Counts:
-    """The extremes in the catalogue, rounded as the values are."""
+    """The extremes in the catalogue, rounded to the viewed dtype."""
     dtypes = np.array(viewed_dtypes(records, view=view), dtype=object)
     found: Counts = {}
     for name in EXTREMES:
@@ -683,7 +683,7 @@ def _catalogued_extremes(records: Records, *, view: View) -> Counts:
 
 
 def _own_counts(records: Records, sizes: Sequence[int] | None, *, view: View, engine: Engine | None) -> Counts:
-    """Against the limits of the dtype: from the catalogue, where values are looked at as they were counted."""
+    """The counts for the limits of the dtype, from the catalogue unless the view rounds the values."""
     mask, others = pick(
         records, lambda dtype, compute, _: viewed_dtype(dtype=dtype, compute_dtype=compute, view=view) != dtype
     )
@@ -739,7 +739,7 @@ def _own_samples(
 
 
 def _refuse(records: Records, *, are_samples: bool) -> None:
-    """Refuse records of which no value is known; of whose samples, also those whose histogram was kept."""
+    """Raise an error if a record has no stored values, or only a histogram if samples are counted."""
     (kept,) = np.nonzero(records.column("keep") == Keep.STATISTICS)
     if kept.size:
         read_numbers(records[int(kept[0])], view=View.SEEN)

@@ -1,4 +1,4 @@
-"""Gives how far off the products of linear layers are by recipes, computed again from what was recorded of them."""
+"""Shows the errors of the products of linear layers by recipe, replayed from the recorded operands."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ERROR_COLUMNS = (
     Column(name="gain", kind=Kind.FLOAT, is_detail=True),
     Column(name="norm_ratio", kind=Kind.FLOAT, head="norm ratio"),
 )
-"""What is said of a product against that of the recorded operands: properties of `ErrorSums`."""
+"""Errors against the product of the recorded operands: properties of `ErrorSums`."""
 
 COLUMNS = (
     Column(name="calls", kind=Kind.INTEGER),
@@ -52,23 +52,23 @@ COLUMNS = (
     Column(name="compared", kind=Kind.INTEGER, is_detail=True),
     Column(name="lost", kind=Kind.INTEGER, is_detail=True),
 )
-"""What is said of a group of products."""
+"""The columns of a group of products."""
 
 PLAN_COLUMNS = (
     Column(name="recipe", kind=Kind.TEXT),
     Column(name="bits", kind=Kind.FLOAT),
     Column(name="speed", kind=Kind.FLOAT),
 )
-"""What is said of a layer of a plan, before the figures of its products."""
+"""The columns of a layer in a plan, before those of its products."""
 
 _PLACES = ("iteration", "rank", "microbatch", "call", "module")
-"""The fields that say where the worst call is, unless rows are of one of them."""
+"""The fields that locate the worst call, unless rows are grouped by them."""
 
 _FEW = 3
-"""Modules and reasons that a note names before it counts the rest."""
+"""Maximum number of modules and reasons that a note names."""
 
 _UNLIKE = 6.0
-"""SQNR in dB below which a recorded result is none of these operands' product by any rounding."""
+"""SQNR, in dB, below which a recorded result cannot be the product of these operands with any rounding."""
 
 
 def replay(
@@ -138,7 +138,7 @@ def replay(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _ReplayQuestion:
-    """What is asked of the products of one source."""
+    """A question about the products of one source."""
 
     recipes: Sequence[Recipe]
     products: Sequence[str]
@@ -147,17 +147,17 @@ class _ReplayQuestion:
     engine: Engine
 
     def answer(self, records: Records, ask: Callable[[Records], Table]) -> Table:
-        """The table of one source, or of each of several."""
+        """The table of one source, or of several sources together."""
         if len(records.sources) <= 1 and SOURCE not in self.by:
             return ask(records)
         return ask_each(records, ask, title=f"products of layers of {len(records.sources)} sources")
 
     def left_out(self, records: Records) -> Table:
-        """The products that cannot be computed again."""
+        """The table of products that cannot be replayed."""
         return _left_out_table(without_unknown(self._calls(records), engine=self.engine))
 
     def table(self, records: Records) -> Table:
-        """How far off the others are."""
+        """The table of the errors of products."""
         calls, fields = self._calls(records), _fields(records, [name for name in self.by if name != SOURCE])
         _check_calls(calls)
         replayed = replay_found(calls, self.recipes, engine=self.engine)
@@ -205,7 +205,7 @@ def _check_plan_options(target_sqnr: str | None, target_bits: float | None, *, g
 
 
 def _written(planned: PrecisionPlan, path: Path | None) -> Table:
-    """The table of a plan, which is written to the file if one is named."""
+    """The table of a plan, which is written to the file if a path is given."""
     table = _plan_table(planned)
     if path is None:
         return table
@@ -214,7 +214,7 @@ def _written(planned: PrecisionPlan, path: Path | None) -> Table:
 
 
 def _plan_table(plan: PrecisionPlan) -> Table:
-    """A row for each layer of a plan."""
+    """The table with a row for each layer of a plan."""
     total = sum(one.multiply_adds or 0 for one in plan.modules)
     products = list(plan.target_sqnr)
     usual, exceptions = _usual_recipe(plan)
@@ -275,25 +275,25 @@ def _plan_table(plan: PrecisionPlan) -> Table:
 
 
 _TOLD_TARGETS = range(10, 31, 4)
-"""In dB: the targets of which a note says the bits."""
+"""The targets, in dB, for which a note gives the bits per element."""
 
 _NEAR = 1.0
-"""dB above the target within which a layer is counted as one that holds only just."""
+"""A layer less than this above its target, in dB, is counted as one that barely reaches it."""
 
 _TWICE_THE_NOISE = 3.0
-"""dB below the target from which on a call is marked. The calls of a layer differ, so that about half are below the
-mean that holds the target; what is marked has twice the noise that the target allows."""
+"""A call at least this far below its target, in dB, is marked: it has twice the noise that the target allows. Calls
+vary, so that about half are below the mean even if the mean reaches the target."""
 
 
 def _usual_recipe(plan: PrecisionPlan) -> tuple[str, list[PlannedModule]]:
-    """The recipe of most layers, and the layers that have another one, the most expensive first."""
+    """The recipe of most layers, and the layers with another one, the most expensive first."""
     usual = max(plan.by_recipe().items(), key=lambda item: len(item[1]))[0]
     exceptions = [one for one in plan.modules if one.recipe.name != usual]
     return usual, sorted(exceptions, key=lambda one: (one.recipe.speed, -one.recipe.bits))
 
 
 def _headline(plan: PrecisionPlan, *, usual: str, exceptions: Sequence[PlannedModule]) -> str:
-    """How many layers get the usual recipe, and which do not."""
+    """The number of layers with the usual recipe, and the names of the others."""
     count = f"{len(plan.modules) - len(exceptions)} of {len(plan.modules)} layers get {usual}"
     if not exceptions:
         return count
@@ -303,13 +303,13 @@ def _headline(plan: PrecisionPlan, *, usual: str, exceptions: Sequence[PlannedMo
 
 
 def _mark(one: PlannedModule, target_sqnr: Mapping[str, float]) -> str | None:
-    """What to look at before the plan is trained with: layers of which a call has twice the noise of the target."""
+    """A warning for a layer whose worst call has at least twice the noise that the target allows; None otherwise."""
     worst = one.worst_margin(target_sqnr)
     return f"worst call {-worst:.2g} dB below target" if worst is not None and worst <= -_TWICE_THE_NOISE else None
 
 
 def _fields(records: Records, by: Sequence[str]) -> tuple[str, ...]:
-    """What rows are of: the layers, or what was asked for; and the product and the recipe in any case."""
+    """The fields of a row: the requested ones, or the layer by default, and always the product and the recipe."""
     for name in by:
         if name in IDENTITY and name not in GROUP_FIELDS:
             raise UnknownFieldError(f"--by {name} is of a tensor, and a row here is of a product: give --by product")
@@ -334,7 +334,7 @@ def _none_of(calls: RecordedCalls) -> str:
 
 
 def _cells(group: ReplayedGroup, replayed: Replayed, places: Sequence[str]) -> tuple[Any, ...]:
-    """What `COLUMNS` hold."""
+    """The cells of `COLUMNS`."""
     exact, worst = group.exact, replayed.calls.calls[replayed.places[group.worst]]
     errors = [getattr(exact, column.name) for column in ERROR_COLUMNS[:-1]]
     is_several = len(group.rows) > 1
@@ -352,7 +352,7 @@ def _cells(group: ReplayedGroup, replayed: Replayed, places: Sequence[str]) -> t
 
 
 def _worst_first(table: Table) -> Table:
-    """Recipes by their SQNR, those with NaN and Inf of finite operands before; then what was recorded."""
+    """The rows by SQNR, first those with NaN or Inf from finite operands; recorded results are last."""
 
     def order(row: dict[str, Any]) -> tuple[bool, bool, float]:
         sqnr = row["sqnr"]
@@ -363,7 +363,7 @@ def _worst_first(table: Table) -> Table:
 
 
 def _notes(replayed: Replayed, recipes: Sequence[Recipe], *, has_bias: bool) -> Iterator[str]:
-    """What was compared with what, and what was not."""
+    """Notes about what was compared and what was not."""
     calls = replayed.calls
     yield f"{RECORDED}: the recorded result in the place of a recipe's: what the training's own rounding cost"
     yield "against recorded: the recipe's product against the recorded result"
@@ -398,7 +398,7 @@ def _notes(replayed: Replayed, recipes: Sequence[Recipe], *, has_bias: bool) -> 
 
 
 def _unlike_notes(replayed: Replayed) -> Iterator[str]:
-    """That operands are not what the layer multiplied."""
+    """A note about recorded results that are not products of the recorded operands."""
     is_unlike = (replayed.names == RECORDED) & (replayed.badness > 10 ** (-_UNLIKE / 10))
     if is_unlike.any():
         unlike = Counter(replayed.calls.calls[place].field("module") for place in replayed.places[is_unlike])
@@ -419,7 +419,7 @@ def _counted(counts: Counter[str]) -> str:
 
 
 def _left_out_table(calls: RecordedCalls) -> Table:
-    """The products that cannot be computed again."""
+    """The table of products that cannot be replayed."""
     return Table(
         title=f"{len(calls.left_out)} products that cannot be computed again from what was recorded",
         columns=(
@@ -432,4 +432,4 @@ def _left_out_table(calls: RecordedCalls) -> Table:
 
 
 _DETAILS = ("attempt", "mode", "layer_stack", "component")
-"""Fields of a call that text leaves out unless everything is asked for."""
+"""Fields of a call that text shows only on request."""

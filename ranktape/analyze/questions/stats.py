@@ -1,7 +1,6 @@
-"""Gives the statistics of each record, of each group of records, of each sample, and of each layer beside the next.
+"""Statistics of each record, of groups of records, of each sample, and of each layer compared with the next.
 
-Every metric comes from the columns of digests: one reading of each record, and none of those that were asked about
-before.
+All metrics are computed from the columns of digests, for which each record is read once, if it is not cached.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from ranktape.storage.format.statistics import Statistics
 Floats = NDArray[np.float64]
 
 PRECISION = Column(name="percentiles", kind=Kind.TEXT, head="percentiles are", is_detail=True)
-"""How well percentiles are known: `exact`, `within 2^-8` of their value and 2^-10 of their rank, or `unknown`."""
+"""The precision of percentiles: `exact`, `within 2^-8` of their value and 2^-10 of their rank, or `unknown`."""
 
 
 def stats(
@@ -102,7 +101,7 @@ _EXACT, _NEAR, _UNKNOWN = "exact", "within 2^-8", "unknown"
 
 
 def _notes(precision: NDArray[np.int64]) -> tuple[str, ...]:
-    """How many rows have percentiles that are not exact; 1 stands for those that are near, 2 for those without any."""
+    """Notes about rows whose percentiles are approximate (code 1) or missing (code 2)."""
     said = {
         1: "of many values wider than 16 bits: their percentiles are values within 2^-8 of the right ones, "
         "and their ranks within 2^-10",
@@ -113,27 +112,27 @@ def _notes(precision: NDArray[np.int64]) -> tuple[str, ...]:
 
 
 def how_seen(view: View) -> str:
-    """What a title says of a view."""
+    """The text about a view in a title."""
     return "as they were captured" if view is View.SEEN else "rounded to what the operation computed in"
 
 
 def samples_together(samples: Floats, starts: NDArray[np.int64]) -> dict[str, Floats]:
-    """The metrics of groups of samples, by the names of `METRICS`; NaN where there is none.
+    """The metrics of groups of samples, by the names of `METRICS`; NaN if undefined.
 
-    `samples` has a row of `SAMPLE_METRICS` for each sample, and `starts` the first row of each group.
+    `samples` has a row of `SAMPLE_METRICS` for each sample, and `starts` has the first row of each group.
     """
     known = dict(zip(SAMPLE_METRICS, samples.T, strict=True))
     counts = {name: np.add.reduceat(known[name], starts) for name in ("num_elements", "num_finite", *TALLY_KINDS)}
     largest = np.fmax.reduceat(known["absmax"], starts)
     sizes = np.diff([*starts, len(samples)])
-    # Squares are added of numbers divided by a power of two, so that none of them is infinite.
+    # Numbers are divided by a power of two before they are squared, so that no square is infinite.
     exponents = exponents_of(largest)
     steps = -np.repeat(exponents, sizes)
     mean, std, norm = (np.ldexp(known[name], steps) for name in ("mean", "std", "norm"))
     own, all_finite = known["num_finite"], counts["num_finite"]
     root = np.sqrt(np.where(all_finite > 0, all_finite, math.nan))
     middle = np.add.reduceat(np.where(own > 0, own * mean, 0.0), starts) / root**2
-    # Chan, Golub, LeVeque 1979: from the means of samples to that of all.
+    # The variance of all values from those of samples: Chan, Golub, LeVeque 1979.
     apart = np.where(own > 0, own * (std**2 + (mean - np.repeat(middle, sizes)) ** 2), 0.0)
     spread, total = (np.sqrt(np.add.reduceat(squares, starts)) for squares in (apart, norm**2))
     is_alone = sizes == 1
@@ -157,14 +156,14 @@ def samples_together(samples: Floats, starts: NDArray[np.int64]) -> dict[str, Fl
 SAMPLE_NAMES = tuple(
     name for name in METRICS if name in samples_together(np.zeros((1, len(SAMPLE_METRICS))), np.zeros(1, dtype=int))
 )
-"""The metrics that are known of samples, in the order of `METRICS`."""
+"""The metrics that are available for samples, in the order of `METRICS`."""
 
 
 def sample_metrics(metrics: Sequence[str]) -> tuple[str, ...]:
-    """The metrics of those names, each once.
+    """The distinct metrics with these names.
 
     Raises:
-        UsageError: there is no such metric, or not of samples.
+        UsageError: there is no such metric, or it is not available for samples.
     """
     names = tuple(dict.fromkeys(parse_metric(name).name for name in metrics))
     for name in names:
@@ -176,11 +175,11 @@ def sample_metrics(metrics: Sequence[str]) -> tuple[str, ...]:
 def _sample_table(
     records: Records, *, by: Sequence[str], metrics: Sequence[str], view: View, engine: Engine | None
 ) -> Table:
-    """The metrics of each sample of each record; with `by` those of each sample in each group, over its records.
+    """The metrics of each sample of each record, or with `by`, of each sample in each group of records.
 
-    `sample` is the user's id, or the index along the dimension of samples where no ids were given; in `by` it names
-    the sample too, and is there in any case. Records without samples, as weights, and those of which values were
-    not kept, are left out, and counted in a note.
+    `sample` is the user's id, or the index along the dimension of samples if no ids were given. It is always one of the
+    fields. Records without samples, such as weights, and those without stored values are left out and counted in a
+    note.
     """
     chosen = [METRICS[name] for name in sample_metrics(metrics) or SAMPLE_NAMES]
     known, named = numbers_of(records, (), view=view, engine=engine), sample_names(records)
@@ -194,7 +193,7 @@ def _sample_table(
     starts, heads = np.arange(len(owners)), list[Cells]()
     if by:
         groups = group_records(records, by=[field for field in by if field != SAMPLE])
-        # Names may be numbers and texts, between which there is no order.
+        # Names may be numbers and texts, which cannot be compared.
         keys = list(zip(groups.numbers[owners].tolist(), [isinstance(name, str) for name in names], names, strict=True))
         order = sorted(range(len(keys)), key=keys.__getitem__)
         starts = np.array([0] + [n for n in range(1, len(order)) if keys[order[n]] != keys[order[n - 1]]])
@@ -235,7 +234,7 @@ _SITE = (
     *("source", "iteration", "attempt", "microbatch", "call", "mode", "layer_type", "operation", "phase"),
     *("component", "quant_type", "tensor_name"),
 )
-"""The fields, besides the module's path without its number, that are the same at the same site of another layer."""
+"""The fields that identify a site across layers, besides the module's path without the layer's number."""
 
 
 def _ratio(above: float | None, below: float | None) -> float | None:
@@ -257,7 +256,7 @@ _BESIDE: tuple[tuple[str, str, bool, Callable[[Statistics, Statistics], float | 
     ("next.mean", "next mean", True, lambda _, there: there.mean),
     ("shift.mean", "mean shift in std", False, _shift),
 )
-"""Name, head and whether it is a detail, of what is made of the statistics of both."""
+"""Name, heading, whether it is a detail, and function of the statistics of both layers."""
 
 _DISTANCES = (
     Column(name="distance.kolmogorov_smirnov", kind=Kind.FLOAT, head="KS"),
@@ -269,13 +268,13 @@ _DISTANCES = (
 
 
 def _beside_next(records: Records, *, by: Sequence[str], view: View, engine: Engine | None) -> Table:
-    """Each record beside that of the same site in the next layer; with `by`, each group of one layer beside the next.
+    """Each record, or with `by` each group of a layer, compared with that of the same site in the next layer.
 
-    Ratios are the next layer's metric over this one's; the shift of the mean is in standard deviations of this one;
-    distances are those of `distributions.distances`. What is not defined is None: the ratio to a constant, or the
-    distance where statistics alone were kept. The next layer is the nearest with a larger index that has the site;
-    where its ranks are others, as between the stages of a pipeline, each is compared with the one at the same place
-    in the order of ranks. What has no index (-1) is left out.
+    Ratios are the next layer's metric over this one's. The shift of the mean is in standard deviations of this layer.
+    Distances are those of `distributions.distances`. Undefined values are None, such as a ratio to 0, or a distance if
+    only statistics were stored. The next layer is the one with the next larger index that has the site. If it is on
+    other ranks, as between pipeline stages, ranks are matched in ascending order. Layers without an index (-1) are left
+    out.
     """
     apart = [field for field in dict.fromkeys(by) if field != "layer_idx"]
     groups = row_groups(records, by=[*apart, "layer_idx"] if by else ())
@@ -318,7 +317,7 @@ def _beside_next(records: Records, *, by: Sequence[str], view: View, engine: Eng
 
 
 def _pairs(sites: Any, layers: Sequence[int], ranks: Sequence[int]) -> dict[int, int]:
-    """For each place that of the same site in the next layer, on the same rank where both have one in common."""
+    """For each place, the same site in the next layer, on the same rank if both layers have a common one."""
     stacks: dict[Any, dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
     for place, (site, layer, rank) in enumerate(zip(sites, layers, ranks, strict=True)):
         if layer >= 0:

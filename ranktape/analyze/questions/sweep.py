@@ -1,4 +1,4 @@
-"""Answers which scale each tensor of a selection needs in a format, and what it loses with it."""
+"""Determines the scale that each tensor of a selection needs in a format, and what is lost with it."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ from ranktape.storage.query.columns import equal_rows
 from ranktape.storage.records.records import Records
 
 KEPT_VERSION = f"4-{DIGEST_VERSION}-{BLOCKS_VERSION}"
-"""Versions of the kept sweeps, and of the counts that they follow from."""
+"""Versions of the cached sweeps, and of the counts that they are computed from."""
 
 COUNTED = ("num_elements", "nan", "inf", "spoiled", "zero")
-"""What a sweep counts of a tensor."""
+"""The counts of a tensor in a sweep."""
 
 BEST_BY = ("mse", "cosine", "psnr")
-"""Metrics whose best level is named beside the recommended one."""
+"""Metrics whose best level is shown beside the recommended one."""
 
 SCHEME_COLUMNS = (
     Column(name="format", kind=Kind.TEXT, is_key=True),
     Column(name="sweep_mode", head="levels", kind=Kind.TEXT, is_key=True),
 )
-"""What a row's levels are of."""
+"""The columns that identify the format and the kind of levels of a row."""
 
 LEVEL_COLUMNS = (
     Column(name="exponent", kind=Kind.FLOAT),
@@ -85,7 +85,7 @@ LEVEL_COLUMNS = (
     Column(name="flushed_ratio", head="flushed", kind=Kind.RATIO),
     Column(name="score", kind=Kind.FLOAT),
 )
-"""The fields of `Level`."""
+"""The columns of the fields of `Level`."""
 
 _INHERITED = {field.name for field in dataclasses.fields(Level)}
 
@@ -94,13 +94,13 @@ LEGACY_COLUMNS = tuple(
     for field in dataclasses.fields(LegacyLevel)
     if field.name not in _INHERITED
 )
-"""What the legacy tool counted otherwise; in legacy sweeps."""
+"""The columns of the fields that only `LegacyLevel` has, for legacy sweeps."""
 
 TENSOR_COLUMNS = (
     *(Column(name=name.removeprefix("num_"), kind=Kind.INTEGER, is_detail=True) for name in COUNTED),
     *(Column(name=f"best_{name}_exponent", kind=Kind.FLOAT, is_detail=True) for name in BEST_BY),
 )
-"""What is said of a tensor beside its recommended level."""
+"""The columns of a tensor besides those of its recommended level."""
 
 CHOICE_COLUMNS = (
     Column(name="best_format", kind=Kind.TEXT),
@@ -108,26 +108,26 @@ CHOICE_COLUMNS = (
     Column(name="best_format_sqnr", head="its SQNR", kind=Kind.FLOAT, unit="dB"),
     Column(name="meets_target", head="enough", kind=Kind.TEXT),
 )
-"""The narrowest of the formats that keeps the target SQNR, or else the one that keeps most."""
+"""The columns of the narrowest format that reaches the target SQNR, or of the best one if none does."""
 
 NOTE_COLUMN = Column(name="note", kind=Kind.TEXT)
 
 
 class SweptCells(NamedTuple):
-    """What a table says of one record in one format."""
+    """The values in a table for one record in one format."""
 
     scheme: Scheme
     mode: SweepMode
     counts: tuple[int, ...]
-    """`COUNTED`."""
+    """The values of `COUNTED`."""
     bests: tuple[float | None, ...]
-    """The exponents of the levels that are best by `BEST_BY`; None without levels."""
+    """The exponents of the best levels by `BEST_BY`; None without levels."""
     recommended: tuple[float | None, ...]
     """The fields of the recommended level; None without levels."""
     best_sqnr: float | None
-    """The largest one of a level, in dB; infinite of zeros; None of other tensors without levels."""
+    """The largest SQNR of a level, in dB; infinite for zeros. None for other tensors without levels."""
     note: str
-    """What is unusual about the tensor, and whether the recommended level is none to use."""
+    """Unusual properties of the tensor, and whether even the recommended level is useless."""
 
 
 def cells_of(found: ScaleSweep) -> SweptCells:
@@ -151,33 +151,33 @@ def cells_of(found: ScaleSweep) -> SweptCells:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swept:
-    """One record or sample, and its sweeps: one for each format, in their order."""
+    """One record or sample, with a sweep for each format, in order."""
 
     sweeps: tuple[ScaleSweep, ...] = ()
     cells: tuple[SweptCells, ...]
-    """What a table says of them; may be kept, and then there are no `sweeps`."""
+    """The values for a table. If these are from the cache, there are no `sweeps`."""
     source: str = ""
-    """The run, folder or file that it is of, as it was asked for."""
+    """The run, folder or file of the tensor, as it was given."""
     identity: tuple[Any, ...] = ()
-    """As `identity_rows` has it."""
+    """Its row of `identity_rows`."""
     key: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """The values of the fields that are grouped by."""
+    """The values of the fields by which records are grouped."""
     records: Records | None = None
-    """The selection that it is of; None of an array."""
+    """The selection with the record; None for an array."""
     index: int = 0
-    """Where in the selection."""
+    """Its index in the selection."""
     sample: int | None = None
-    """Which of its samples; None for all of it."""
+    """Index of the sample; None for the whole record."""
 
 
 def parse_jobs(formats: str | Sequence[str], *, options: SweepOptions | None = None) -> tuple[Job, ...]:
-    """What is sought of each record for formats as people write them: a name, several, or several with commas between.
+    """The jobs for format names as users write them: one, several, or several separated by commas.
 
-    No two are the same thing with these options.
+    Formats that are the same with these options have one job.
 
     Raises:
-        UsageError: a format is not known, or does not go with the options; none has a use for one of them; nothing is
-            asked for.
+        UsageError: a format is unknown or does not support the options, an option applies to no format, or no format is
+            given.
     """
     texts = [formats] if isinstance(formats, str) else formats
     names = [name.strip() for text in texts for name in text.split(",")]
@@ -185,7 +185,7 @@ def parse_jobs(formats: str | Sequence[str], *, options: SweepOptions | None = N
     found: dict[str, Job] = {}
     for scheme, mode in resolve_all(names, options=chosen):
         if mode.has_offsets:
-            chosen.offsets()  # refuses ends between which there are not so many
+            chosen.offsets()  # raises an error if there are not so many between the ends
         found.setdefault(scheme.name, Job(scheme, mode, chosen))
     if not found:
         raise UsageError("no format is given: give --format NAME, such as fp8_e4m3")
@@ -193,10 +193,10 @@ def parse_jobs(formats: str | Sequence[str], *, options: SweepOptions | None = N
 
 
 def with_samples(records: Records) -> tuple[Records, str]:
-    """The records whose samples can be told apart, and a sentence on the others.
+    """The records whose samples can be distinguished, and a note about the others.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there are no such records.
     """
     with_values = records.where(f"keep == '{Keep.VALUES}' and numel > 0")
     chosen = with_values.take([place for place, names in enumerate(sample_names(with_values)) if names])
@@ -209,10 +209,10 @@ def with_samples(records: Records) -> tuple[Records, str]:
 
 
 def answerable(jobs: Sequence[Job], *, keeps: Collection[str]) -> tuple[Sequence[Job], str]:
-    """The jobs that kept histograms answer, and a sentence on the formats that were left out.
+    """The jobs that stored histograms can answer, and a note about the formats that were left out.
 
-    `keeps` says what was kept of the records. All of them where no histogram was kept, and where none can be answered:
-    then each record says why.
+    `keeps` are the kinds of stored data of the records. If no record is stored as a histogram, or if no job can be
+    answered, all jobs are returned, and each record reports the reason.
     """
     left_out = [
         job.scheme.name
@@ -230,7 +230,7 @@ def answerable(jobs: Sequence[Job], *, keeps: Collection[str]) -> tuple[Sequence
 
 
 def can_be_kept(jobs: Sequence[Job], *, by: Sequence[str], with_levels: bool) -> bool:
-    """Whether the table needs nothing but `SweptCells`; levels of the legacy mode have more fields."""
+    """Whether the table needs only `SweptCells`. Levels of the legacy mode have more fields."""
     return not by and not with_levels and all(job.mode is not SweepMode.LEGACY for job in jobs)
 
 
@@ -244,10 +244,10 @@ def sweep_selection(
     by: Sequence[str] = (),
     is_kept: bool = False,
 ) -> Iterator[list[Swept] | RanktapeError]:
-    """The sweeps of each record, in their order; in the place of one that fails the reason why.
+    """The sweeps of each record in order, or the error of each record that fails.
 
-    With `is_kept`, the cells alone, which are kept. With `sample` among the fields to group by, those of each of its
-    samples; nothing of records without samples.
+    With `is_kept`, only the cells are returned, which are cached. If `by` contains `sample`, each sample of a record is
+    swept separately; records without samples give an empty list.
     """
     identities = identity_rows(records)
     if is_kept:
@@ -284,8 +284,8 @@ def sweep_selection(
 def _kept_cells(
     records: Records, jobs: Sequence[Job], *, view: View, engine: Engine
 ) -> Iterator[tuple[SweptCells, ...] | RanktapeError]:
-    """The cells of each record, one for each job; those not kept are made and kept."""
-    # In whatever order formats are given, the rows that are kept are the same.
+    """The cells of each record, one for each job, from the cache if possible."""
+    # The cached rows do not depend on the order in which formats are given.
     ordered = sorted(set(jobs), key=repr)
     asked = hashlib.blake2b(repr(ordered).encode(), digest_size=8).hexdigest()
 
@@ -305,7 +305,7 @@ def _kept_cells(
 
 
 def records_table(swept: Sequence[Swept], *, target_sqnr: float) -> Table:
-    """One row for each record and format: its recommended level; of several formats also the best one."""
+    """The table with one row for each record and format: its recommended level, and the best of several formats."""
     start_columns, start = _starts(swept)
     level_columns, has_formats = _level_columns(swept), len(swept[0].cells) > 1
     rows = []
@@ -330,7 +330,7 @@ def records_table(swept: Sequence[Swept], *, target_sqnr: float) -> Table:
 
 
 def levels_table(swept: Sequence[Swept]) -> Table:
-    """One row for each record, format and level."""
+    """The table with one row for each record, format and level."""
     start_columns, start = _starts(swept)
     level_columns = _level_columns(swept)
     rows = []
@@ -364,7 +364,7 @@ def _level_columns(swept: Sequence[Swept]) -> tuple[Column, ...]:
 
 
 def _starts(swept: Sequence[Swept]) -> tuple[tuple[Column, ...], Callable[[Swept, SweptCells], tuple[Any, ...]]]:
-    """The columns that say which record and format a row is about, and what gives their cells."""
+    """The columns that identify the record and format of a row, and a function for their cells."""
     sources = (SOURCE_COLUMN,) if len({record.source for record in swept}) > 1 else ()
     selections = [record.records for record in swept if record.records is not None]
     of_files = next(filter(are_files, selections), None) or next(iter(selections), None)
@@ -372,7 +372,7 @@ def _starts(swept: Sequence[Swept]) -> tuple[tuple[Column, ...], Callable[[Swept
 
     def start(record: Swept, one: SweptCells) -> tuple[Any, ...]:
         source = (record.source,) if sources else ()
-        # A run beside files has no names of files.
+        # A run beside files has no file names.
         nothing = (None,) * (len(identity) - len(record.identity))
         return (*source, *record.identity, *nothing, one.scheme.name, one.mode.value)
 
@@ -396,7 +396,8 @@ GROUP_COLUMNS: tuple[tuple[Column, Callable[[Level], float], Callable[[Sequence[
     (_column("worst_overflow_ratio", head="overflow", kind=Kind.RATIO), lambda level: level.overflow_ratio, max),
     (_column("worst_flushed_ratio", head="flushed", kind=Kind.RATIO), lambda level: level.flushed_ratio, max),
 )
-"""What is said of a group: a metric of the recommended level of each tensor, and what is made of all of them."""
+"""The columns of a group, each with a metric of the recommended level of a tensor and the function that combines
+them."""
 
 COMMON_COLUMNS = (
     _column("common_exponent", head="common exponent"),
@@ -405,11 +406,11 @@ COMMON_COLUMNS = (
     _column("median_common_price", head="its median price", unit="dB"),
     _column("worst_common_price", head="worst price", unit="dB"),
 )
-"""The one scale, or the one offset, that all tensors of a group would bear best, and what sharing it costs in SQNR."""
+"""The columns of the best common scale or offset of a group, and the loss of SQNR due to sharing it."""
 
 
 def group_table(swept: Sequence[Swept], *, by: Sequence[str], view: View, target_sqnr: float, engine: Engine) -> Table:
-    """One row for each group and format: its recommended levels, the best common one, and the best format."""
+    """The table with one row for each group and format: recommended levels, best common level, and best format."""
     columns = list(zip(*(one.key.values() for one in swept), strict=True))
     groups = [[swept[row] for row in rows.tolist()] for _, rows in equal_rows(columns)]
     again = _at_common_scales(groups, view=view, engine=engine)
@@ -443,7 +444,10 @@ def group_table(swept: Sequence[Swept], *, by: Sequence[str], view: View, target
 def _at_common_scales(
     groups: Sequence[Sequence[Swept]], *, view: View, engine: Engine
 ) -> dict[tuple[int, int], ScaleSweep]:
-    """By the `id` of a member and a format, its sweep at the scales of its group, unless it was tried at these."""
+    """The sweeps at the common scales of each group, by the `id` of a member and the index of a format.
+
+    Members that were swept at these scales already are left out.
+    """
     batches: dict[int, list[tuple[Swept, dict[int, Job]]]] = {}
     for members in groups:
         jobs = {}
@@ -479,7 +483,7 @@ def _choice_cells(choice: FormatChoice | None) -> tuple[Any, ...]:
 
 
 def _notes(swept: Sequence[Swept]) -> Iterator[str]:
-    """What is said of all records together, of each format apart; then of what they hold."""
+    """Notes about the scales in each format, and about tensors with special values."""
     cells = [record.cells for record in swept]
     for index, first in enumerate(cells[0]):
         exponents = [exponent for one in cells if (exponent := one[index].recommended[0]) is not None]
@@ -511,22 +515,22 @@ def sweep(
     target_sqnr: float = DEFAULT_TARGET_SQNR,
     engine: Engine | None = None,
 ) -> Table:
-    """The recommended scale of every record and what is lost with it; with `by`, one row for each group.
+    """The recommended scale of each record and the loss with it, or with `by`, one row for each group.
 
-    In the place of records an array of numpy, a tensor of torch or nested lists may be given: the table has its row.
+    Instead of records, an array of numpy, a tensor of torch or nested lists may be given, which gets one row.
 
-    Several formats have a row each. Values of at most 16 bits are counted once, and the counts kept: a further format
-    reads nothing; wider ones, and those for NVFP4 and channels, are read every time. `by` may name `sample`: then each
-    sample of a record is swept for itself. Records of integers and bool are left out, and so are formats that kept
-    histograms do not answer, which a note names, where others can be. A record without a finite number other than zero
-    has a row without metrics. `with_levels` gives one row for each record and level instead. A format is good enough
-    with an SQNR of `target_sqnr` dB. With `by` and one scale for each tensor, records are looked at twice: for the
-    scales of their own, and for the common one.
+    Each format has its own row. Values of at most 16 bits are counted once and the counts are cached, so that further
+    formats read nothing. Wider values, NVFP4 and channels read the values each time. If `by` contains `sample`, each
+    sample is swept separately. Records of integers and bool are left out. If some records are stored as histograms,
+    formats that these cannot answer are left out, too, unless none remains; a note names them. A record without a
+    finite nonzero number has a row without metrics. `with_levels` gives one row for each record and level instead. A
+    format is sufficient if its SQNR is at least `target_sqnr`, in dB. With `by` and one scale per tensor, records are
+    swept twice: for their own scales and for the common one.
 
     Raises:
-        UsageError: the format or an option is not allowed; no record holds floating-point numbers, or has samples
-            where these are asked for; `by` and `with_levels` exclude each other.
-        UnknownFieldError: `by` names no field of a record.
+        UsageError: the format or an option is invalid, no record has floating-point numbers, samples are requested but
+            no record has any, or `by` and `with_levels` are both given.
+        UnknownFieldError: `by` names an unknown field of a record.
     """
     asked: Sequence[Job] = parse_jobs(format, options=options)
     check_shape(by=by, with_levels=with_levels, target_sqnr=target_sqnr)
@@ -552,10 +556,10 @@ def sweep(
 
 
 def check_shape(*, by: Sequence[str], with_levels: bool, target_sqnr: float) -> None:
-    """Refuse what no table has.
+    """Check the options that determine the rows of the table.
 
     Raises:
-        UsageError: `by` and `with_levels` exclude each other; the target is NaN.
+        UsageError: `by` and `with_levels` are both given, or the target is NaN.
     """
     if by and with_levels:
         raise UsageError("--levels and --by exclude each other: give one")
@@ -566,7 +570,7 @@ def check_shape(*, by: Sequence[str], with_levels: bool, target_sqnr: float) -> 
 def table_of(
     swept: Sequence[Swept], *, view: View, by: Sequence[str], with_levels: bool, target_sqnr: float, engine: Engine
 ) -> Table:
-    """The table of at least one record's sweeps: a row for each record, group or level, and format."""
+    """The table of the sweeps of at least one record, with a row for each record, group or level, and format."""
     if by:
         return group_table(swept, by=by, view=view, target_sqnr=target_sqnr, engine=engine)
     return levels_table(swept) if with_levels else records_table(swept, target_sqnr=target_sqnr)

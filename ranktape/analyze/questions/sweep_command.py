@@ -1,7 +1,7 @@
-"""Answers `ranktape analyze sweep`: a table of the tensors of several sources, files about each of them, or both.
+"""The command `ranktape analyze sweep`: a table of the tensors of several sources, files about each, or both.
 
-A source is a run, a folder of `.pt` files, or one such file. A tensor that fails does not end the others. With files,
-tensors are swept one after the other, and the files of each are written before the next is read.
+A source is a run, a folder of `.pt` files, or one such file. If a tensor fails, the others are still swept. If files
+are written, tensors are swept one after another, and the files of each are written before the next is read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ranktape.analyze.legacy.write import OutputOptions
 
 MAX_NAMED_FAILURES = 4
-"""Reasons that the last message names."""
+"""Maximum number of reasons in the final message."""
 
 
 def sweep(
@@ -132,10 +132,10 @@ def sweep(
     if left_out:
         say(left_out, err=True)
     fields, look = with_stacks(by, *selected), view or View.COMPUTE
-    # What goes to stdout is the answer: with a table, the log is not it.
+    # With a table, stdout is for the answer and the log goes to stderr.
     failures = _Failures(len(tensors), show=functools.partial(say, err=has_table))
     is_kept = outputs is None and can_be_kept(jobs, by=by, with_levels=levels)
-    # With files a log says what is done.
+    # If files are written, a log shows the progress.
     used = engine if outputs is None else dataclasses.replace(engine, show_progress=False)
     ask = functools.partial(sweep_selection, jobs=jobs, view=look, by=fields, is_kept=is_kept, engine=used)
 
@@ -159,21 +159,21 @@ def sweep(
 
 
 def _keys_of(records: Records, fields: Sequence[str]) -> str:
-    """What tells the groups of records: the values of the fields that they are made by."""
+    """The values that determine the groups of records, as a text."""
     return repr([sample_names(records) if one == SAMPLE else records.column(one).tolist() for one in fields])
 
 
 def _kept_or_made(
     selected: Sequence[Records], about: Sequence[str], make: Callable[[], Table | None], failures: _Failures
 ) -> Table | None:
-    """The table of groups that was kept; else the one that is made, and kept where no tensor failed."""
+    """The table of groups, from the cache if possible. It is cached only if no tensor failed."""
     made: list[Table | None] = []
 
     def make_value() -> Any:
         table = make()
         made.append(table)
         if table is None or failures.alike:
-            return DataError("a tensor failed")  # which is not kept
+            return DataError("a tensor failed")  # errors are not cached
         columns = [dataclasses.asdict(column) for column in table.columns]
         return {"title": table.title, "columns": columns, "rows": list(table.rows), "notes": table.notes}
 
@@ -197,7 +197,7 @@ def _table(
     has_table: bool,
     shape: dict[str, Any],
 ) -> Table | None:
-    """Sweep every tensor, and make the table that is asked for."""
+    """Sweep every tensor, and create the table if it is requested."""
     found = _swept(tensors, ask)
     if outputs is not None:
         found = _with_files(tensors, ask, jobs, view=shape["view"], outputs=outputs, show=failures.show)
@@ -214,7 +214,7 @@ def _table(
 
 
 def _swept(tensors: Sequence[ListedTensor], ask: _Asked) -> Iterator[list[Swept] | RanktapeError]:
-    """The sweeps of each tensor, or of its samples where these are asked for; those of a selection side by side."""
+    """The sweeps of each tensor, or of its samples if requested. The tensors of a selection are swept in parallel."""
     for _, group in itertools.groupby(tensors, key=lambda tensor: id(tensor.records)):
         first, *rest = group
         if first.records is not None:
@@ -232,7 +232,7 @@ def _with_files(
     outputs: OutputOptions,
     show: Callable[[str], object],
 ) -> Iterator[list[Swept] | RanktapeError]:
-    """The same, one tensor after the other; files about each are written, and every line is shown."""
+    """The sweeps of each tensor, one after another. Files about each are written, and every line is shown."""
     from ranktape.analyze.legacy.text import DOUBLE, Subject
     from ranktape.analyze.legacy.write import FolderNames, TensorReport, make_folder
 
@@ -268,7 +268,7 @@ def _with_files(
                 for report, sweep in zip(reports, swept[0].sweeps, strict=True):
                     report.finish(sweep)
         except WorkersError:
-            raise  # no tensor's fault
+            raise  # not caused by the tensor
         except RanktapeError as error:
             yield error
         else:
@@ -277,17 +277,17 @@ def _with_files(
 
 
 class _Failures:
-    """The tensors that could not be swept, by the reason in words that are the same for all that failed for it."""
+    """The tensors that could not be swept, grouped by reason."""
 
     def __init__(self, num_tensors: int, *, show: Callable[[str], object]) -> None:
         self.show = show
         """Shows a line."""
         self.alike: dict[str, list[tuple[ListedTensor, RanktapeError]]] = {}
-        """By reason."""
+        """The tensors and their errors by reason. Names of tensors are removed from the reason."""
         self._num_tensors = num_tensors
 
     def add(self, tensor: ListedTensor, error: RanktapeError, *, is_shown: bool) -> None:
-        """Note one, and show it; unless `is_shown`, of several that failed for one reason the first."""
+        """Add a tensor and show its error. Without `is_shown`, only the first of several for each reason is shown."""
         reason = str(error)
         if tensor.records is not None:
             with contextlib.suppress(RanktapeError):
@@ -298,7 +298,7 @@ class _Failures:
             self.show(f"Failed to process: {printable(tensor.title)}: {error}")
 
     def reasons(self) -> list[str]:
-        """One line for each reason: the tensor that failed for it, or the first of them and how many."""
+        """One line for each reason: the tensor, or the first of several tensors and their number."""
         return [
             f"{f'{len(alike)} tensors, the first of which is ' if len(alike) > 1 else ''}"
             f"{printable(alike[0][0].title)}: {alike[0][1]}"
@@ -306,7 +306,7 @@ class _Failures:
         ]
 
     def show_summary(self, *, num_swept: int) -> None:
-        """Say how many tensors could be swept, and which could not."""
+        """Show how many tensors were swept, and the reasons of failures."""
         from ranktape.analyze.legacy.text import DOUBLE
 
         num_failed = sum(map(len, self.alike.values()))
@@ -316,10 +316,10 @@ class _Failures:
         self.show("\n".join(lines))
 
     def raise_all(self, *, is_alone: bool) -> None:
-        """Say what could not be swept.
+        """Raise an error if tensors could not be swept.
 
         Raises:
-            DataError: some tensor could not be; where `is_alone`, its own error is raised.
+            DataError: some tensors could not be swept. With `is_alone`, the error of the only tensor is raised.
         """
         if self.alike and is_alone:
             raise next(iter(self.alike.values()))[0][1]
@@ -332,29 +332,29 @@ class _Failures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedTensor:
-    """One tensor that is to be swept, or the reason why it cannot be."""
+    """A tensor to sweep, or the reason why it cannot be swept."""
 
     title: str
-    """What people call it."""
+    """Its name in output."""
     source: str
-    """The source that it is of, by its short name; as it was given where it cannot be read."""
+    """Short name of its source, or the source as it was given if it cannot be read."""
     folder_name: str = ""
-    """What its directory is called, as far as a file system allows."""
+    """Name of its directory, before it is adapted to the file system."""
     records: Records | None = None
-    """A selection that holds its record."""
+    """The selection with its record."""
     index: int = 0
-    """Where in that selection."""
+    """Its index in the selection."""
     path: Path | None = None
-    """Where the file is that it is, if it is one."""
+    """Path of its file, if it is a file."""
     error: RanktapeError | None = None
-    """Why there is no record."""
+    """The reason why there is no record."""
 
 
 def _listed(selections: Sequence[Selection], *, by: Sequence[str]) -> list[ListedTensor]:
-    """Every tensor of the sources; a source or a file that cannot be read is one that failed.
+    """All tensors of the sources. A source or a file that cannot be read is listed as a failed tensor.
 
-    Of several sources those in which nothing matches the filters are named on stderr, and left out. So are records of
-    integers and bool.
+    If several sources are given, those without a matching record are named on stderr and left out. Records of integers
+    and bool are left out, too.
     """
     tensors: list[ListedTensor] = []
     unmatched: list[RanktapeError] = []
@@ -365,7 +365,7 @@ def _listed(selections: Sequence[Selection], *, by: Sequence[str]) -> list[Liste
                 raise RunNotFoundError(f"there is no file at {printable(selection.run)}: check the path")
             source = selection.source()
             say_what_is_left_out(source, with_unreadable=selection.skip_unreadable)
-            # The files of a folder that failed already, unless they are to be left out.
+            # Unreadable files of a folder have failed already, unless they are to be left out.
             unreadable = {} if selection.skip_unreadable else getattr(source, "unreadable", {})
             for name, why in unreadable.items():
                 tensors.append(ListedTensor(title=name, source=selection.run, error=DataError(why)))
@@ -386,7 +386,7 @@ def _listed(selections: Sequence[Selection], *, by: Sequence[str]) -> list[Liste
 
 
 def _with_titles(tensors: list[ListedTensor]) -> list[ListedTensor]:
-    """The tensors; files of one name have folders before it in their titles."""
+    """The tensors, with folders in the titles of files that have the same name."""
     paths = [tensor.path for tensor in tensors if tensor.path is not None]
     if not paths:
         return tensors
@@ -397,21 +397,21 @@ def _with_titles(tensors: list[ListedTensor]) -> list[ListedTensor]:
 
 
 def is_file(source: str) -> bool:
-    """Whether a source is one file, or a `.pt` file that is not there; everything else may be of many tensors."""
+    """Whether a source is one file, or would be a `.pt` file if it existed. All others may have many tensors."""
     try:
         return "://" not in source and (
             Path(source).is_file() or (source.endswith(".pt") and not Path(source).is_dir())
         )
-    except (OSError, ValueError):  # no file system has such a path: opening it says so
+    except (OSError, ValueError):  # an invalid path, which is reported when it is opened
         return False
 
 
 def _tensors(selection: Selection, source: RecordSource, *, name: str, by: Sequence[str]) -> list[ListedTensor]:
-    """One for each record of the selection, in its order; `name` is what the source is called beside the others."""
+    """The tensors of a selection, in order. `name` is the short name of the source."""
     chosen = selection.chosen(Sources({name: source}))
     for field in by:
         if field != SAMPLE:
-            chosen.column(field)  # refuses what is no field before anything is read
+            chosen.column(field)  # raises an error for an unknown field before anything is read
     others = Counter(dtype for dtype in chosen.column("dtype").tolist() if not is_sweepable(dtype))
     members = sweepable(chosen)
     counts = ", ".join(f"{count} of {dtype}" for dtype, count in sorted(others.items()))
@@ -429,7 +429,7 @@ def _tensors(selection: Selection, source: RecordSource, *, name: str, by: Seque
     tensors = []
     for index, (site, attempt, iteration, rank) in enumerate(zip(*columns, strict=True)):
         path = paths.get(site)
-        # No two records of a run are called the same.
+        # The title is unique within a run.
         title = f"{f'attempt{attempt}_' if attempt else ''}iter{iteration:03d}_rank{rank:02d}_{site}"
         tensors.append(
             ListedTensor(

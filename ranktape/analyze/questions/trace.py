@@ -1,7 +1,7 @@
-"""Gives what becomes of one sample, or of one call, on its way through the model.
+"""Follows one sample or one call through the model.
 
-Steps come in the order in which the rank recorded them: forward, then backward, microbatch by microbatch. Each rank and
-iteration is a way of its own.
+Steps are in the order in which the rank recorded them: forward, then backward, for each microbatch. Each rank and
+iteration is a separate path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ranktape.storage import Records
 from ranktape.storage.records.records import SOURCE
 
 SHOWN = ("mean", "std", "absmax", "norm")
-"""The metrics of a step, unless others are asked for."""
+"""The metrics of a step that are shown by default."""
 
 _MARKS = ("overflow.nan.count", "overflow.inf.count")
 
@@ -88,7 +88,7 @@ def trace(
 
 
 def _order(records: Records) -> list[tuple[int, ...]]:
-    """For each record where it is on the way: source, attempt, iteration, rank, and the order of recording."""
+    """The sort key of each record: source, attempt, iteration, rank, and the order of recording."""
     columns = (records.column(name).tolist() for name in ("attempt", "iteration", "rank", "counter"))
     sources = {name: number for number, name in enumerate(records.sources)}
     numbers = [sources[name] for name in records.column(SOURCE).tolist()]
@@ -99,7 +99,7 @@ def _order(records: Records) -> list[tuple[int, ...]]:
 def _steps(
     records: Records, *, sample: int | str | None, metrics: Sequence[str], view: View, engine: Engine | None
 ) -> list[tuple[int, int | None, Mapping[str, float | None]]]:
-    """The place of each record on the way, the index of the sample in it, and its metrics."""
+    """For each step, the index of the record, the index of the sample in it, and the metrics."""
     wanted = [parse_metric(name) for name in dict.fromkeys((*metrics, "absmax", *_MARKS))]
     known = numbers_of(records, wanted if sample is None else (), view=view, engine=engine)
     found = known.columns
@@ -118,7 +118,7 @@ def _steps(
 
 
 def _index(count: int, sample: int | str, *, identifiers: list[Any] | None) -> int | None:
-    """Where a sample is among those of a record: by its identifier where there are some, else by its index."""
+    """The index of a sample in a record: by its identifier if there are identifiers, otherwise by its index."""
     if identifiers is not None:
         texts = [str(one) for one in identifiers[:count]]
         return texts.index(str(sample)) if str(sample) in texts else None
@@ -127,7 +127,7 @@ def _index(count: int, sample: int | str, *, identifiers: list[Any] | None) -> i
 
 
 class _Way:
-    """What was seen so far on the way of one rank in one iteration."""
+    """The state of the path of one rank in one iteration."""
 
     def __init__(self) -> None:
         self._key: tuple[int, ...] = ()
@@ -137,9 +137,9 @@ class _Way:
     def step(
         self, key: tuple[int, ...], found: Mapping[str, float | None], *, captured_inf: int | None
     ) -> tuple[float | None, str]:
-        """How absmax changed since the step before, and what is seen for the first time.
+        """The change of absmax since the previous step, in binades, and what occurs for the first time.
 
-        `captured_inf` is None of a mask, in which infinities are meant.
+        `captured_inf` is None for a mask, in which infinities are intended.
         """
         if key != self._key:
             self._key, self._before, self._seen = key, None, set()
@@ -159,7 +159,7 @@ class _Way:
 
 
 def _no_sample(records: Records, sample: int | str) -> str:
-    """Why no record has a sample, and which there are."""
+    """The reason that no record has a sample, and the samples that exist."""
     if all(text == "null" for text in records.column("sample_ids").tolist()):
         sizes = [int(size) for size in records.column("batch_size").tolist() if not math.isnan(size)]
         if sizes:

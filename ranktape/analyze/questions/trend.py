@@ -1,8 +1,8 @@
-"""Gives how metrics change over the iterations, in each group of records.
+"""Follows metrics over the iterations, for each group of records.
 
-All records of a group in one iteration are taken as one tensor: those of all ranks, microbatches and calls, unless the
-group has these as fields. The slope is the median of the slopes between all pairs of iterations (Sen 1968), which one
-odd iteration does not move; the jump is the step between captured iterations that changes the metric most.
+All records of a group in one iteration are treated as one tensor: those of all ranks, microbatches and calls, unless
+these are fields of the group. The slope is the median of the slopes between all pairs of iterations (Sen 1968), which
+is robust against outliers. The jump is the step between captured iterations with the largest change.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _found(
 
 
 def course_fields(records: Records, by: Sequence[str] = ()) -> tuple[str, ...]:
-    """What tells one course from another; restarts that were asked for on purpose have courses of their own."""
+    """The fields that identify a course. Several attempts in the selection have separate courses."""
     fields = with_stacks(by, records) or tuple(name for name in SITE if name != SOURCE or len(records.sources) > 1)
     has_several = len(set(records.column("attempt").tolist())) > 1
     return (*fields, "attempt") if has_several and "attempt" not in fields else fields
@@ -142,7 +142,7 @@ def _metric_columns(one: Metric) -> tuple[Column, ...]:
 
 
 def _step(before: float | None, now: float | None) -> tuple[float | None, ...]:
-    """The metric, its difference to the one before, and the factor in binades."""
+    """The metric, its difference to the previous one, and the factor in binades."""
     if before is None or now is None:
         return now, None, None
     return now, now - before, _binades(before, now)
@@ -154,7 +154,7 @@ def _binades(before: float, now: float) -> float | None:
 
 
 def _ends(times: Sequence[int], values: Sequence[float | None]) -> tuple[Any, ...]:
-    """What `_SUMMARY` says of a course."""
+    """The cells of `_SUMMARY` for a course, without the metric and the number of iterations."""
     known = [(time, float(value)) for time, value in zip(times, values, strict=True) if value is not None]
     if not known:
         return (None,) * (len(_SUMMARY) - 2)
@@ -166,7 +166,7 @@ def _ends(times: Sequence[int], values: Sequence[float | None]) -> tuple[Any, ..
 
 
 def _slopes(known: Sequence[tuple[int, float]]) -> tuple[float | None, ...]:
-    """The slope per iteration, in the metric's own unit and in binades, and how sure its sign is."""
+    """The slope per iteration, in the metric's own unit and in binades, and the significance of its sign."""
     if len(known) < _TWO:
         return None, None, None
     times, values = np.array([time for time, _ in known]), np.array([value for _, value in known])
@@ -175,7 +175,7 @@ def _slopes(known: Sequence[tuple[int, float]]) -> tuple[float | None, ...]:
 
 
 def _jump(known: Sequence[tuple[int, float]]) -> tuple[Any, ...]:
-    """The largest step, by the factor where all are positive, in its own unit, in binades, and where it leads."""
+    """The largest step, by factor if all values are positive: its size, its factor in binades, and its iteration."""
     steps = [(two[1] - one[1], _binades(one[1], two[1]), two[0]) for one, two in itertools.pairwise(known)]
     if not steps:
         return None, None, None
@@ -184,9 +184,9 @@ def _jump(known: Sequence[tuple[int, float]]) -> tuple[Any, ...]:
 
 
 def kendall_z(values: NDArray[np.float64]) -> float:
-    """How sure it is that values rise (positive) or fall, in standard deviations of what chance would do.
+    """Significance of a rise (positive) or fall of values, in standard deviations under random order.
 
-    S = sum of sign(x_j - x_i) over i < j has the variance n (n - 1) (2 n + 5) / 18 if the order is chance, ties apart.
+    S = sum of sign(x_j - x_i) over i < j has variance n (n - 1) (2 n + 5) / 18 if the order is random, without ties.
     """
     count = values.size
     signs = np.sign(values[None, :] - values[:, None])[np.triu_indices(count, k=1)].sum()
@@ -196,7 +196,7 @@ def kendall_z(values: NDArray[np.float64]) -> float:
 
 
 def sen_slope(times: NDArray[np.int64], values: NDArray[np.float64]) -> float:
-    """The median of the slopes between all pairs; NaN of less than two."""
+    """The median of the slopes between all pairs; NaN for fewer than two values."""
     first, second = np.triu_indices(values.size, k=1)
     if not first.size:
         return math.nan
