@@ -303,6 +303,8 @@ class Capture:
             # The coordinator waits for the other ranks that long and then has to report.
             timeout_seconds=timeout_seconds + VERDICT_SECONDS,
             on_progress=self._show_end,
+            # Closed by a signal handler in the middle of a tensor: its slot is filled only after that.
+            untold=[*self._process.ring.held_up(SlotKind.TRIGGER), *self._untold],
         )
         if words.get("state") not in {"closed", "late"}:
             # The rank will not be closed. The store of the process group may no longer exist.
@@ -728,7 +730,10 @@ class Capture:
     def _tell_untold(self) -> None:
         """Send the triggers to the writer, or, if a signal handler interrupted a write to the ring, do it later."""
         while self._untold:
-            header = self._untold.popleft()
+            try:
+                header = self._untold.popleft()
+            except IndexError:
+                return  # a signal handler, or another thread, has just told it
             try:
                 self._process.ring.put(SlotKind.TRIGGER, header, timeout_seconds=_TRIGGER_SECONDS)
             except InterruptedSlotError:

@@ -409,7 +409,8 @@ class Writer:
         self._has_failed()
         self._storer.give_up_at = time.monotonic() + self._config.options.finish_timeout_seconds
         if self._flight is not None:
-            self._flight.end(reason, death=self._death)
+            untold = (self._ring.hear() or {}).get("untold", ())
+            self._flight.end(reason, death=self._death, untold=untold)
         for iteration in sorted(self._iterations):
             staged = self._iterations.pop(iteration)
             if self._config.options.manual and staged.num_tensors:

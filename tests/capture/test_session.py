@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import signal
@@ -19,8 +20,10 @@ from torch import nn
 from ranktape.capture import Capture
 from ranktape.capture.console import Console
 from ranktape.capture.hooks.hook import MODE
+from ranktape.capture.staging.ring_file import SlotKind
 from ranktape.errors import CaptureError, RunExistsError, StorageError, UsageError
 from ranktape.storage import IterationState, open_run
+from ranktape.storage.format.live import TriggerKind
 from ranktape.storage.format.progress import RunVerdict
 from tests.capture.models import Net, Training, train
 from tests.capture.trainings import captured, steps
@@ -344,6 +347,54 @@ def test_a_signal_handler_may_close_the_capture_in_the_middle_of_a_tensor(tmp_pa
         steps(model, 1)
     assert [verdict.met for verdict in verdicts] == [False]
     assert open_run(tmp_path / "run").verdict().final
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("is_in_lock", [True, False])
+def test_what_a_signal_handler_triggers_before_it_closes_in_the_middle_of_a_tensor_is_told(
+    tmp_path: Path, *, is_in_lock: bool
+) -> None:
+    model = Net()
+    with Capture(tmp_path / "run", model=model, record_last=1) as capture:
+        steps(model, 2)
+        ring = capture._process.ring
+
+        def act() -> None:
+            capture.trigger("the node is taken away")
+            capture.close(reason="preempted")
+
+        if is_in_lock:
+            with signalled_in_a_copy(capture, act):
+                pass
+        else:
+            slot = ring.reserve(SlotKind.TENSOR, b"{}", 64, timeout_seconds=1)
+            act()  # as a handler does that runs once a long copy is over
+            ring.cancel(slot)
+    run = open_run(tmp_path / "run")
+    assert [(one.kind, one.text) for one in run.triggers()] == [
+        (TriggerKind.USER, "the node is taken away"),
+        (TriggerKind.EXCEPTION, "preempted"),
+    ]
+    assert 1 in run.iterations
+
+
+@pytest.mark.timeout(60)
+def test_a_trigger_of_a_signal_handler_at_a_boundary_does_not_end_the_training(tmp_path: Path) -> None:
+    model = Net()
+
+    class Interrupted(collections.deque[Any]):
+        def popleft(self) -> Any:
+            if capture._untold is self:
+                capture._untold = collections.deque(self)
+                self.clear()
+                capture.trigger("the node is taken away")
+            return super().popleft()
+
+    with Capture(tmp_path / "run", model=model, record_last=1) as capture:
+        capture._untold = Interrupted([{"iteration": 0, "kind": "user", "text": "the validation fell"}])
+        steps(model, 1)
+    texts = [one.text for one in open_run(tmp_path / "run").triggers()]
+    assert texts == ["the validation fell", "the node is taken away"]
 
 
 def test_settings_that_do_nothing_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -100,14 +100,8 @@ class Flight:
         """Handle a slot that the trainer has published."""
         iteration = int(slot.header["iteration"])
         if slot.kind is SlotKind.TRIGGER:
-            header = slot.header
             self._wait_for_judged()  # the tensors may show the cause of this trigger
-            self._happened(
-                TriggerKind(header["kind"]),
-                iteration,
-                str(header["text"]),
-                traceback=str(header.get("traceback", "")),
-            )
+            self._happened_by(slot.header)
             self._ring.free(slot)
             return
         self._newest = max(self._newest, iteration)
@@ -162,14 +156,17 @@ class Flight:
         self._let_go_old()
         self._make_room()
 
-    def end(self, reason: str, *, death: str | None) -> None:
+    def end(self, reason: str, *, death: str | None, untold: Iterable[Mapping[str, Any]] = ()) -> None:
         """Commit the wanted iterations and drop the others, after the trainer has ended.
 
         Args:
             reason: Why the capture is over.
             death: How the training process died; None if it ended the capture itself.
+            untold: The headers of triggers that did not pass the ring.
         """
         self._wait_for_judged()
+        for header in untold:
+            self._happened_by(header)
         with self._asking:
             self._may_ask = False
         self._read_asked()
@@ -255,6 +252,10 @@ class Flight:
         if last is not None and (last == iteration or last in self._previous(iteration, count=1)):
             return  # the condition persists
         self._happened(hit.kind, iteration, hit.text, where={**hit.where}, metric=hit.metric, value=hit.value)
+
+    def _happened_by(self, header: Mapping[str, Any]) -> None:
+        kind, traceback = TriggerKind(header["kind"]), str(header.get("traceback", ""))
+        self._happened(kind, int(header["iteration"]), str(header["text"]), traceback=traceback)
 
     def _happened(
         self, kind: TriggerKind, iteration: int, text: str, *, signal_name: str = "", **evidence: Any

@@ -271,6 +271,7 @@ class WriterProcess:
         on_progress: Callable[[int, str], None],
         ended: str = "",
         has_failed: bool = False,
+        untold: Sequence[Mapping[str, Any]] = (),
     ) -> dict[str, Any]:
         """End the capture, wait until the writer has stored everything, and return its last words.
 
@@ -280,8 +281,9 @@ class WriterProcess:
             on_progress: Called about once per second with the bytes that are still to store and the writer's state.
             ended: What ended the training on purpose, for the verdict; empty if nothing did.
             has_failed: Whether the training has failed, so that other ranks may never finish.
+            untold: Headers of triggers that cannot pass through the ring.
         """
-        self._last_words = {"reason": reason, "ended": ended, "has_failed": has_failed}
+        self._last_words = {"reason": reason, "ended": ended, "has_failed": has_failed, "untold": list(untold)}
         self.ring.finish(self._last_words)
         deadline = time.monotonic() + timeout_seconds
         next_progress = time.monotonic() + _PROGRESS_SECONDS

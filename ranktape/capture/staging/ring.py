@@ -218,6 +218,7 @@ class RingProducer(RingFile):
             CaptureError: as in `reserve`.
         """
         slot = self.reserve(kind, json.dumps(header).encode(), 0, timeout_seconds=timeout_seconds)
+        slot.header = header
         if kind in {SlotKind.END, SlotKind.SKIP}:
             # Its slot is freed before the iteration is settled, but the successor of a killed writer needs it.
             while self._ends and self._may_forget:
@@ -242,6 +243,10 @@ class RingProducer(RingFile):
             if self.is_patient
             else list(self._ends)[self.counter(Counter.SETTLED) - self._num_forgotten :]
         )
+
+    def held_up(self, kind: SlotKind) -> list[dict[str, Any]]:
+        """The headers of the slots of a kind that wait for an earlier slot to be filled."""
+        return [slot.header for slot in list(self._slots) if slot.kind is kind]
 
     def finish(self, words: dict[str, Any]) -> None:
         """Tell the writer, with these last words, that nothing more is published."""

@@ -125,7 +125,7 @@ class Slot:
     kind: SlotKind
     """Kind of the slot."""
     header: dict[str, Any]
-    """Its JSON header; empty on the trainer's side."""
+    """Its JSON header; on the trainer's side empty, except for a slot without values."""
     payload: memoryview
     """Its payload."""
     end: int
