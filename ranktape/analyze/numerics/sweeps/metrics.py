@@ -1,4 +1,4 @@
-"""Gives the metrics of each level of a sweep, its score, and which of equally good levels is named."""
+"""Computes the metrics and the score of each level of a sweep, and selects one of equally good levels."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ranktape.analyze.numerics.sweeps.options import scale_of
 from ranktape.analyze.numerics.sweeps.sums import Sums
 
 DECIBELS_PER_BIT = 20 * math.log10(2)
-"""How much PSNR one more bit of precision gains."""
+"""The increase of PSNR by one more bit of precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """One scale and what rounding to the format at that scale does to the finite values x of a tensor.
+    """The effect of rounding the finite values x of a tensor to a format with one scale.
 
     y is x divided by the scale, rounded to the format, and multiplied by the scale.
     """
 
     exponent: float
-    """Of the scale; not a whole number in general."""
+    """Exponent of the scale, which need not be a whole number."""
     scale: float
-    """2**`exponent`: what values are divided by before they are rounded."""
+    """2**`exponent`, by which values are divided before they are rounded."""
     mse: float
     """Mean of (x - y) squared."""
     rmse: float
-    """Root of `mse`."""
+    """Square root of `mse`."""
     mae: float
     """Mean of |x - y|."""
     max_abs_error: float
@@ -36,48 +36,50 @@ class Level:
     relative_error: float
     """`mae` over the mean of |x|."""
     cosine: float
-    """Cosine of the angle between x and y; 0 where all values became zero."""
+    """Cosine of the angle between x and y; 0 if all values become zero."""
     psnr: float
-    """Largest |x| over `rmse`, in dB; infinite where nothing is lost, minus infinity where `mse` is infinite."""
+    """Largest |x| over `rmse`, in dB; infinite if there is no error, minus infinity if `mse` is infinite."""
     sqnr: float
-    """Signal to quantisation noise ratio: mean of x squared over `mse`, in dB. Infinite where nothing is lost, so of
-    zeros (`LOSSLESS`), too; minus infinity where the errors are infinite."""
+    """Signal to quantisation noise ratio: mean of x squared over `mse`, in dB.
+
+    Infinite if there is no error, also for zeros (`LOSSLESS`); minus infinity if errors are infinite."""
     overflow_count: int
-    """Values that round to beyond the format's largest value, and are saturated."""
+    """Number of values that round to beyond the largest value of the format and are saturated."""
     overflow_ratio: float
-    """`overflow_count` over the finite values."""
+    """`overflow_count` over the number of finite values."""
     underflow_count: int
-    """Nonzero values below the format's smallest normal value at this scale."""
+    """Number of nonzero values below the smallest normal value of the format at this scale."""
     underflow_ratio: float
-    """`underflow_count` over the finite values."""
+    """`underflow_count` over the number of finite values."""
     flushed_count: int
-    """Nonzero values that become zero; part of `underflow_count`. Where chance decides, as many as are to be expected,
-    rounded."""
+    """Number of nonzero values that become zero, part of `underflow_count`.
+
+    With stochastic rounding, it is the expected number, rounded."""
     flushed_ratio: float
-    """`flushed_count`, not rounded, over the finite values."""
+    """`flushed_count` before it is rounded, over the number of finite values."""
     score: float
-    """Weighted sum of the metrics, from 0 to 1: see `scores`."""
+    """Weighted sum of the metrics, from 0 to 1 (see `scores`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelMetric:
-    """One of the metrics of a level that levels are compared by."""
+    """A metric by which levels are compared."""
 
     name: str
-    """The field of `Level`."""
+    """Name of the field of `Level`."""
     label: str
-    """What people read."""
+    """Name that is displayed."""
     unit: str
-    """Empty for a pure number, and for what is in the tensor's own unit or its square."""
+    """Unit; empty for a pure number, or for the unit of the values or its square."""
     is_error: bool
-    """Whether less is better."""
+    """Whether smaller is better."""
 
     def of(self, level: Level) -> float:
-        """The metric of that level."""
+        """The metric of a level."""
         return float(getattr(level, self.name))
 
     def goodness(self, level: Level) -> float:
-        """The same, negative for an error: more is better."""
+        """The metric of a level, negated if it is an error, so that larger is better."""
         return -self.of(level) if self.is_error else self.of(level)
 
 
@@ -94,7 +96,7 @@ METRICS: dict[str, LevelMetric] = {
         ("relative_error", "Relative Error", "", True),
     )
 }
-"""Every metric, by the name of its field."""
+"""All metrics, by the name of the field."""
 
 
 LOSSLESS: Mapping[str, float] = {
@@ -102,24 +104,24 @@ LOSSLESS: Mapping[str, float] = {
     "cosine": 1.0,
     **{f"{kind}_{what}": 0 for kind in ("overflow", "underflow", "flushed") for what in ("count", "ratio")},
 }
-"""What a format loses of a tensor of zeros, which has no levels, by the fields of `Level`: nothing."""
+"""The metrics of a tensor of zeros, which has no levels and no errors in any format, by the field of `Level`."""
 
 
 class Loss(NamedTuple):
-    """What a score is made of; independent of the unit that the values are in."""
+    """The metrics from which a score is computed, which do not depend on the unit of the values."""
 
     squared: float
     """Sum of (x - y) squared over the sum of x squared."""
     cosine: float
-    """As in `Level`."""
+    """`Level.cosine`."""
     psnr: float
-    """As in `Level`."""
+    """`Level.psnr`."""
     absolute: float
-    """Sum of |x - y| over the sum of |x|: MAE and the relative error are both this number."""
+    """Sum of |x - y| over the sum of |x|, which serves both as the MAE and as the relative error."""
 
 
 def levels_of(sums: Sums, *, exponents: Sequence[float]) -> tuple[Level, ...]:
-    """One level for each exponent, in their order."""
+    """The levels for the exponents, in their order."""
     losses = [_loss(sums, index=index) for index in range(len(exponents))]
     return tuple(
         _level(sums, index=index, exponent=exponent, loss=loss, score=score)
@@ -130,11 +132,10 @@ def levels_of(sums: Sums, *, exponents: Sequence[float]) -> tuple[Level, ...]:
 def scores(losses: Sequence[Loss]) -> list[float]:
     """The composite score of each level: 30 % MSE, 30 % cosine, 20 % PSNR, 10 % MAE, 10 % relative error.
 
-    The weights are those of the legacy tool. MSE, PSNR, MAE and relative error are placed
-    between the worst (0) and the best (1) of the levels; where all levels are equal, all are best. Errors
-    are taken relative to the tensor, so that the scores of a tensor and of a multiple of it are the same.
-    A level without any error counts as one bit better in PSNR than the best of the others, and one with an infinite
-    error as the worst. Never NaN.
+    The weights are those of the legacy tool. MSE, PSNR, MAE and relative error are scaled to a range from 0 for the
+    worst level to 1 for the best; they are 1 if all levels are equal. Errors are relative to the tensor, so that
+    multiplying a tensor by a number does not change its scores. The PSNR of a level without any error is taken as one
+    bit better than the best finite one, and an infinite error scores 0. A score is never NaN.
     """
     finite = [loss.psnr for loss in losses if math.isfinite(loss.psnr)]
     lossless = max(finite, default=0.0) + DECIBELS_PER_BIT
@@ -148,7 +149,7 @@ def scores(losses: Sequence[Loss]) -> list[float]:
 
 
 def _placed(values: Sequence[float]) -> list[float]:
-    """From 0 for the worst to 1 for the best of the finite ones; 0 for those that are infinitely bad."""
+    """Scale finite values to a range from 0 for the lowest to 1 for the highest; infinite values become 0."""
     finite = [value for value in values if math.isfinite(value)]
     lowest, highest = min(finite, default=0.0), max(finite, default=0.0)
     width = highest - lowest if highest > lowest else 1.0
@@ -158,12 +159,12 @@ def _placed(values: Sequence[float]) -> list[float]:
 
 
 def _logarithm(ratio: float) -> float:
-    """The decimal logarithm; infinite, of either sign, of 0 and of infinity."""
+    """The decimal logarithm, which is minus infinity for 0 and infinity for infinity."""
     return math.log10(ratio) if ratio > 0 else -math.inf
 
 
 def _error(total: float) -> float:
-    """What errors add up to; infinite where that is not a number, because nothing worse can be said of a level."""
+    """The sum of errors, or infinity, the worst value, if it is NaN."""
     return math.inf if math.isnan(total) else float(total)
 
 
@@ -171,11 +172,11 @@ def _loss(sums: Sums, *, index: int) -> Loss:
     squared_error = _error(sums.squared_error_L[index])
     lengths = math.sqrt(sums.squared) * math.sqrt(sums.squared_result_L[index])
     product, rmse = float(sums.product_L[index]), math.sqrt(squared_error / sums.num_finite)
-    # 0 where one of the two has no length, or neither product nor lengths are within float64.
+    # 0 if x or y is 0, or if the product or the norms exceed float64.
     has_angle = lengths > 0 and math.isfinite(product) and math.isfinite(lengths)
     return Loss(
         squared=_error(squared_error / sums.squared),
-        cosine=min(1.0, product / lengths) if has_angle else 0.0,  # rounding may leave a hair more than 1
+        cosine=min(1.0, product / lengths) if has_angle else 0.0,  # rounding errors may exceed 1
         psnr=-20 * _logarithm(rmse / sums.largest),
         absolute=_error(sums.absolute_error_L[index]) / sums.absolute,
     )
@@ -215,11 +216,11 @@ def _unshifted(value: float, shift: int) -> float:
 
 
 TIE = 1e-12
-"""Part of a metric by which levels may differ and be equally good: more than sums in another order change."""
+"""Relative difference up to which levels are equally good. It exceeds the effect of the order of sums."""
 
 
 def best_level(levels: Sequence[Level], metric: Callable[[Level], float]) -> Level | None:
-    """The level with the largest metric, the first of those that are as good but for `TIE`; None without levels."""
+    """The first level whose metric is the largest up to `TIE`; None if there are no levels."""
     found = max(levels, key=metric, default=None)
     if found is None or not math.isfinite(top := metric(found)):
         return found
@@ -227,18 +228,20 @@ def best_level(levels: Sequence[Level], metric: Callable[[Level], float]) -> Lev
 
 
 SAME_SQNR = 0.01
-"""In dB: less than this between two offsets is no reason to prefer one."""
+"""Difference in SQNR, in dB, up to which offsets are equally good."""
 
 SAME_RATIO = 1e-3
-"""Nor is this much more overflow: the share from which on its severity is medium."""
+"""Difference in the ratio of overflow or flushing up to which levels are equally good.
+
+It is the ratio from which the severity of overflow is medium."""
 
 
 def settled(levels: Sequence[Level], found: Level, *, has_offsets: bool) -> Level:
-    """The level to name in the place of `found`, one of those that are as good.
+    """The level to recommend instead of `found`, from those that are as good.
 
-    Of offsets that is the one nearest to 0, which is what the rule of the scales says of itself: of those whose SQNR
-    and overflow are no worse, but for `SAME_SQNR` and `SAME_RATIO`. Of scales of a whole tensor at which nothing is
-    lost it is the middle one, with most room on both sides. Else `found`.
+    Among offsets, it is the one nearest to 0, the choice of the scale rule, of those that are as good by `is_as_good`.
+    Among scales of a whole tensor, if `found` is without error, it is the middle one of those without error, which has
+    the most room on both sides. Otherwise it is `found`.
     """
     if has_offsets:
         as_good = [level for level in levels if level is found or is_as_good(level, found)]
@@ -248,7 +251,7 @@ def settled(levels: Sequence[Level], found: Level, *, has_offsets: bool) -> Leve
 
 
 def is_as_good(level: Level, found: Level) -> bool:
-    """Whether nothing that matters is lost at the one level beyond what is lost at the other."""
+    """Whether a level is no worse than `found` in SQNR, overflow and flushing, up to `SAME_SQNR` and `SAME_RATIO`."""
     return (
         level.sqnr >= found.sqnr - SAME_SQNR
         and level.overflow_ratio <= found.overflow_ratio + SAME_RATIO

@@ -1,4 +1,4 @@
-"""Gives the scales that a sweep tries, and how it rounds."""
+"""The options of a sweep: the scales to try, and the rounding."""
 
 from __future__ import annotations
 
@@ -31,69 +31,72 @@ if TYPE_CHECKING:
 
 
 MAX_SCALE_EXPONENT = 1000
-"""Largest magnitude of an exponent that may be asked for."""
+"""Largest magnitude of an exponent."""
 
 MAX_NUM_LEVELS = 10_000
-"""Most levels that may be asked for."""
+"""Largest number of levels."""
 
 MAX_BLOCK_SIZE = 1 << 20
-"""Most elements that may share a scale."""
+"""Largest number of elements that share a scale."""
 
 NUM_LEVELS = 21
-"""Levels where no number is given."""
+"""Default number of levels."""
 
 MAX_OFFSET = 10
-"""First offset where none is given; the last is its negative."""
+"""Default of the first offset. The default of the last is its negative."""
 
 
 class SweepMode(enum.StrEnum):
-    """What the levels of a sweep are: the choices of `--sweep-mode`."""
+    """The kinds of levels of a sweep, the choices of `--sweep-mode`."""
 
     MX = "mx"
-    """Scales of blocks, by a rule; a level is a whole offset that is added to the exponent of each."""
+    """A scale for each block by a scale rule. A level is an integer that is added to the exponent of each scale."""
     TENSOR = "tensor"
-    """One scale for the tensor, a power of two; a level is its exponent, whole or not."""
+    """One scale for the tensor, a power of two. A level is its exponent, which need not be an integer."""
     CHANNEL = "channel"
-    """One scale for each index along an axis, its largest value just fitting; a level is an offset to the exponents."""
+    """A scale for each index of an axis, aligned to its largest value. A level is an integer added to the exponents."""
     LEGACY = "legacy"
-    """One scale for the tensor, in bfloat16 arithmetic: what the legacy tool computed."""
+    """One scale for the tensor in bfloat16 arithmetic, as computed by the legacy tool."""
 
     @property
     def has_offsets(self) -> bool:
-        """Whether levels are offsets to scales that follow from a rule, of which 0 is the rule itself."""
+        """Whether levels are offsets to the exponents of a rule, which offset 0 leaves unchanged."""
         return self in {SweepMode.MX, SweepMode.CHANNEL}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOptions:
-    """Which scales are tried, and how values are rounded.
+    """The scales that a sweep tries, and the rounding of values.
 
     Raises:
-        UsageError: a value is not allowed.
+        UsageError: A value is not allowed.
     """
 
     mode: SweepMode | None = None
-    """What levels are; None: `mx` for a scheme with blocks (mxfp8_e4m3, nvfp4), `tensor` for a format of elements."""
+    """Kind of levels; if None, `mx` for a scheme with blocks (mxfp8_e4m3, nvfp4), `tensor` for a format of elements."""
     scale_rule: ScaleRule | None = None
-    """How the scale of a block follows from its largest magnitude; `floor` if None. NVFP4 and the other modes have no
-    such rule."""
+    """Rule that gives the scale of a block for its largest magnitude; `floor` if None.
+
+    NVFP4 and modes other than `mx` have no such rule."""
     rounding: Rounding | None = None
-    """How values are rounded; the format's own way if None. Of `stochastic` the metrics are those to be expected."""
+    """Rounding of values; that of the format if None. With `stochastic`, metrics are expected values."""
     block_size: int | None = None
-    """Elements that share a scale in `mx` mode; those of the scheme if None."""
+    """Number of elements that share a scale in `mx` mode; that of the scheme if None."""
     axis: int = -1
-    """Along which blocks lie, or channels are told apart."""
+    """Axis along which blocks extend, or of which each index is a channel."""
     scale_bits: int | None = None
-    """Width of the exponent of a block's scale; 8, which is e8m0, if None. NVFP4 and the other modes have none."""
+    """Number of bits of the exponent of a block's scale; 8 (e8m0) if None.
+
+    NVFP4 and modes other than `mx` have no such exponent."""
     num_levels: int | None = None
-    """How many; if None 21, or in `mx` mode every offset between the first and the last."""
+    """Number of levels; if None, all offsets from the first to the last if levels are offsets, otherwise 21."""
     max_scale_exp: float | None = None
-    """First exponent, or offset. If None: where the largest value is aligned, or +10."""
+    """First exponent or offset; if None, the exponent that aligns the largest value, or offset +10."""
     min_scale_exp: float | None = None
-    """Last exponent, or offset. If None: where the smallest value is aligned, or -10."""
+    """Last exponent or offset; if None, the exponent that aligns the smallest value, or offset -10."""
 
     def __post_init__(self) -> None:
-        """Check every value; words become the members of their enumerations."""
+        """Check all values, and convert strings to members of the enumerations."""
         self._check_kinds()
         if self.num_levels is not None and not 1 <= self.num_levels <= MAX_NUM_LEVELS:
             raise UsageError(f"--num-levels {self.num_levels} is not allowed: give 1 to {MAX_NUM_LEVELS}")
@@ -124,20 +127,20 @@ class SweepOptions:
 
     @property
     def rule(self) -> ScaleRule:
-        """The scale rule, whether it was given or not."""
+        """The scale rule, or its default."""
         return self.scale_rule or ScaleRule.FLOOR
 
     @property
     def bits(self) -> int:
-        """The width of the exponents of scales, whether it was given or not."""
+        """The number of bits of the exponents of scales, or its default."""
         return MAX_SCALE_BITS if self.scale_bits is None else self.scale_bits
 
     def exponents(self, *, largest: float, smallest: float, target: Format) -> NDArray[np.float64]:
-        """The exponents for a tensor whose magnitudes are, zeros aside, between these two.
+        """The exponents for a tensor, given its largest and its smallest nonzero magnitude.
 
-        A tapered format has most significand bits in the middle of its range: the exponents go on until the largest
-        value is at the lower end of that. Where one exponent aligns both ends, and no end was given, those from 10
-        above it to 10 below.
+        The precision of a tapered format is highest in the middle of its range, so its exponents extend until the
+        largest value is at the lower end of that part. If the same exponent aligns both magnitudes and neither limit is
+        given, exponents are from 10 above it to 10 below it.
         """
         first, last = target.largest_alignment(largest), target.smallest_alignment(smallest)
         if target.taper:
@@ -149,10 +152,10 @@ class SweepOptions:
         return np.linspace(start, stop, self.num_levels or NUM_LEVELS)
 
     def offsets(self) -> NDArray[np.int64]:
-        """The offsets to the exponents that a scale rule gives: distinct integers, evenly placed.
+        """The offsets to the exponents of a scale rule: distinct, evenly spaced integers.
 
         Raises:
-            UsageError: an end is not a whole number, or there are fewer integers between the ends than levels.
+            UsageError: A limit is not a whole number, or there are fewer integers between the limits than levels.
         """
         for option, end in (("max", self.max_scale_exp), ("min", self.min_scale_exp)):
             if end is not None and end != np.rint(end):
@@ -174,10 +177,11 @@ class SweepOptions:
 
 
 def resolve(name: str, *, options: SweepOptions) -> tuple[Scheme, SweepMode]:
-    """The scheme and the mode that a sweep of a format of that name has with these options.
+    """The scheme and the mode of a sweep of the named format with these options.
 
     Raises:
-        UsageError: the format is not known, has no room for a scale, or does not go with the mode.
+        UsageError: The format is unknown, does not need a scale or has no sign, or the mode or the rounding does not
+            support it.
     """
     named = parse_scheme(name)
     mode = options.mode or (SweepMode.MX if named.scaling is Scaling.BLOCK else SweepMode.TENSOR)
@@ -207,10 +211,10 @@ def resolve(name: str, *, options: SweepOptions) -> tuple[Scheme, SweepMode]:
 
 
 def resolve_all(names: Sequence[str], *, options: SweepOptions) -> list[tuple[Scheme, SweepMode]]:
-    """What `resolve` says of each of several names.
+    """The schemes and the modes of the named formats.
 
     Raises:
-        UsageError: as `resolve`; or an option is given that none of the formats uses.
+        UsageError: As for `resolve`, or none of the formats uses an option that is given.
     """
     found = [resolve(name, options=options) for name in names]
     with_blocks = [scheme for scheme, mode in found if mode is SweepMode.MX]
@@ -221,7 +225,7 @@ def resolve_all(names: Sequence[str], *, options: SweepOptions) -> list[tuple[Sc
         ("scale_bits", with_rule, "mxfp8_e4m3"),
     ):
         value = getattr(options, field)
-        # 8 bits are what there is where no bits are: the legacy tool's default.
+        # 8 bits, the default of the legacy tool, are allowed with any format.
         is_given = value is not None and (field, value) != ("scale_bits", MAX_SCALE_BITS)
         if found and is_given and not users:
             whose = ", ".join(f"{scheme.name} in {mode} mode" for scheme, mode in found)
@@ -233,10 +237,7 @@ def resolve_all(names: Sequence[str], *, options: SweepOptions) -> list[tuple[Sc
 
 
 def scale_of(exponent: float) -> float:
-    """2**`exponent` as a float64, the same on every machine.
-
-    Infinite above and zero below the range of float64.
-    """
+    """2**`exponent` as a float64, the same on every machine; infinity or zero outside the range of float64."""
     whole = math.floor(exponent)
     try:
         return math.ldexp(2.0 ** (exponent - whole), whole)

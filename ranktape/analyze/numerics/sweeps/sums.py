@@ -1,12 +1,12 @@
-"""Adds up what a tensor loses when it is divided by scales, rounded to a format, and multiplied back.
+"""Sums the errors of a tensor that is divided by scales, rounded to a format, and multiplied by the scales again.
 
-The sums behind every metric, for many levels: from counts of values or of values in blocks, at a cost that does not
-grow with the tensor, or from the values of wider types and of groups whose scales counts do not tell, chunk by chunk.
-All arithmetic is float64. Chunks are added up in their order, whatever the number of threads.
+All metrics of a level follow from these sums. They are computed from counts of values or of values in blocks, at a cost
+that does not grow with the tensor; or chunk by chunk from the values, for wider dtypes and for groups whose scales do
+not follow from counts. All arithmetic is float64. Chunks are added in order, whatever the number of threads.
 """
 
 # Shapes: L = levels, K = kinds of sums, A = lanes, G = groups that share a scale, E = elements of a group, N = values,
-# C = values of a part that stays in a cache.
+# C = values of a part that fits into a cache.
 
 from __future__ import annotations
 
@@ -35,35 +35,37 @@ from ranktape.analyze.numerics.quantization.schemes import ScaleRule, Scaling, S
 from ranktape.analyze.numerics.sweeps.options import SweepOptions
 
 CHUNK, CELLS = 1 << 17, 1 << 14
-"""Values whose sums are added up apart, by one thread; and counts of blocks, each with scales of its own by level."""
+"""Number of values, and of cells of block histograms, that one thread sums at a time."""
 
 FACTORS = 1 << 14
-"""Factors of groups that are made at a time, for several levels where there are few groups."""
+"""Number of factors of groups that are computed at a time, for several levels if there are few groups."""
 
 SQUARED_SAFELY = 500
-"""Up to this exponent, either sign, the sums of squares of a tensor's values are within float64."""
+"""Exponent, of either sign, up to which sums of squares of a tensor's values fit into float64."""
 
 MAX_SHIFTED_EXPONENT = 1000
-"""Scales further than this from 1, after the shift, are taken as this far. All values overflow there, or all are
-flushed, but for values of float64 that are themselves that far below the largest: of those, counts may be wrong."""
+"""Limit of the exponents of scales after the shift. Beyond it, all values overflow or all are flushed.
+
+Counts may be wrong for float64 values that are that many binades below the largest."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """The sums over all finite values x of a tensor and their roundings y, for each of L levels.
+    """Sums over all finite values x of a tensor and the rounded values y, for each of L levels.
 
-    All are of x / 2**`shift` and y / 2**`shift`.
+    All sums are of x / 2**`shift` and y / 2**`shift`.
     """
 
     shift: int
-    """Exponent of the power of two that everything is divided by, so that squares of what is near the largest
-    magnitude neither overflow nor vanish: 0, unless that is near an end of float64."""
+    """Exponent of the divisor that keeps squares of large values in the range of float64.
+
+    It is 0 unless the largest magnitude is near an end of that range."""
     num_finite: int
-    """Values that are neither NaN nor infinite."""
+    """Number of finite values."""
     largest: float
-    """Largest |x|, shifted."""
+    """Largest |x|."""
     absolute: float
     """Sum of |x|."""
     squared: float
@@ -79,15 +81,17 @@ class Sums:
     largest_error_L: Floats
     """Largest |x - y|."""
     overflow_L: Floats
-    """Values that round to beyond the format's largest value, or may, and are saturated."""
+    """Number of values that round (or, with stochastic rounding, may round) to beyond the largest value of the format.
+
+    They are saturated."""
     underflow_L: Floats
-    """Nonzero values below the format's smallest normal value after division by the scale."""
+    """Number of nonzero values below the smallest normal value of the format after division by the scale."""
     flushed_L: Floats
-    """Nonzero values that become zero; where chance decides, as many as are to be expected."""
+    """Number of nonzero values that become zero; with stochastic rounding, the expected number."""
 
 
 SUMS = tuple(name[:-2] for name in Sums.__dataclass_fields__ if name.endswith("_L"))
-"""What is summed up for each level; of `largest_error` it is the maximum."""
+"""The sums of each level; `largest_error` is a maximum."""
 
 _LARGEST = SUMS.index("largest_error")
 
@@ -96,29 +100,30 @@ class PartialSums(NamedTuple):
     """The sums of a part of a tensor."""
 
     sums_LK: Floats
-    """`SUMS` by level."""
+    """`SUMS` of each level."""
     absolute: float
     squared: float
     num_finite: int
 
 
 LANES, UNROLLED, BLOCK = 32, 4, 1024
-"""Partial sums of each kind, which the compiler adds lane by lane with vectors, in an order that is part of the code;
-values of a lane that are added to each other first; and values for which all that is computed fits into the first-level
-cache, a multiple of the product of both."""
+"""Number of partial sums of each kind, number of values of a lane that are added first, and number of values per block.
+
+Partial sums are lanes of vector instructions, so that the order of all additions is fixed in the code. The data of a
+block fits into the L1 cache; its size is a multiple of `LANES` * `UNROLLED`."""
 
 
 class _How(NamedTuple):
-    """What the kernel knows of a format; a named tuple, because numba takes it apart by name."""
+    """The parameters of a format for the kernel, in a named tuple because numba supports its fields."""
 
     constants: RoundingConstants
-    """How it rounds."""
+    """Constants of the rounding."""
     overflow_start: float
-    """From here on scaled magnitudes overflow."""
+    """Smallest scaled magnitude that overflows."""
     min_normal: float
     """Smallest normal value."""
     is_float32: bool
-    """Whether scaled magnitudes are rounded to float32 before."""
+    """Whether scaled magnitudes are rounded to float32 before they are rounded to the format."""
 
 
 @compiled
@@ -133,8 +138,8 @@ def _part(weights_N: Floats | None, start: int, width: int) -> Any:
 
 @compiled
 def _add_errors(values_N: Floats, weights_N: Floats | None, results_N: Floats, sums_KA: Floats) -> None:
-    """Add what becomes of values to the first five of `SUMS`; without weights each counts once."""
-    # In three dimensions the compiler sees that no index is negative, and uses vectors.
+    """Add the errors and products of values to the first five of `SUMS`; without weights, each value counts once."""
+    # With three dimensions, the compiler can tell that no index is negative, and vectorises the loop.
     shape = values_N.size // (UNROLLED * LANES), UNROLLED, LANES
     x, y = values_N.reshape(shape), results_N.reshape(shape)
     for row in range(shape[0]):
@@ -162,7 +167,7 @@ def _count(
     rounded_N: Floats,
     how: _How,
 ) -> tuple[float, float, float]:
-    """The last three of `SUMS`: whole numbers, which add up to the same in any order."""
+    """The last three of `SUMS`, which are whole numbers, so that the order of additions does not matter."""
     overflow = underflow = flushed = 0.0
     for index in range(values_N.size):
         weight = _weighted(1.0, weights_N, index) if values_N[index] > 0.0 else 0.0
@@ -176,7 +181,10 @@ def _count(
 def _scale(  # noqa: PLR0917 - numba knows no keyword-only arguments
     values_C: Floats, factors_G: Floats, size: int, start: int, divides: int | None, results_C: Floats
 ) -> None:
-    """Write values from index `start` on times, or divided by, the factors of their groups; the last one is longer."""
+    """Write values multiplied or, if `divides` is not None, divided by the factors of their groups.
+
+    `start` is the index of the first value. Groups have `size` values; the last one includes all further values.
+    """
     index, last = 0, factors_G.size - 1
     if size == 1:
         for place in range(min(values_C.size, last + 1 - start)):
@@ -204,10 +212,10 @@ def _add_levels(  # noqa: PLR0917 - as above
     divides: int | None,
     sums_LKA: Floats,
 ) -> None:
-    """Add to `SUMS` what becomes of values that occur so often, or once, in groups of one size with such factors.
+    """Add `SUMS` of values in groups of `size` for each level, given the factors before and after the rounding.
 
-    Scaled magnitudes are those of `source_N`, which are the values before they were shifted. Each step is a loop of
-    vector instructions over values that stay in the first-level cache. Where chance decides, there are weights.
+    Values occur `weights_N` times each, or once; stochastic rounding needs weights. `source_N` are the values before
+    the shift, which are scaled and rounded. Each step is a vectorised loop over values that fit into the L1 cache.
     """
     scratch_2C = np.empty((2, BLOCK))
     for start in range(0, values_N.size, BLOCK):
@@ -246,7 +254,10 @@ def _add_risen(  # noqa: PLR0917 - as above
     how: _How,
     sums_KA: Floats,
 ) -> float:
-    """Add what is to be expected of values of which some go up; how many of those that were `flushed` stay zero."""
+    """Add the expected errors of stochastic rounding, and return the expected number of values that become zero.
+
+    `rounded` are the values rounded down, and `flushed` is how many of those are zero.
+    """
     scratch_3C = np.empty((3, values.size))
     rising, falling, above = scratch_3C[0], scratch_3C[1], scratch_3C[2]
     for index in range(values.size):
@@ -279,11 +290,11 @@ def part_of(
     weights: NDArray[np.int64] | None = None,
     num_finite: int | None = None,
 ) -> PartialSums:
-    """The sums of finite magnitudes that occur `weights` times each, or once.
+    """The sums over finite magnitudes that occur `weights` times each, or once.
 
-    For each level two factors of each group, which are rows of the values or all of them: what `source`, the values
-    unless given, is multiplied by or divided by, rounded to float32 or not, and what it is multiplied by once it is
-    rounded.
+    Groups are the rows of `values`, or all values. For each level, there are two factors for each group: the one by
+    which `source` is multiplied (or divided, if `is_divided`) before it is rounded, and the one by which it is
+    multiplied after. `source` is `values` by default. If `is_float32`, scaled magnitudes are rounded to float32 first.
     """
     how = _How(constants_of(element, rounding), element.overflow_start_of(rounding), element.min_normal, is_float32)
     times = np.ones(values.size) if weights is None and how.constants.kind == RANDOM else weights
@@ -291,13 +302,13 @@ def part_of(
     source_N = x_N if source is None else _filled_up(source)
     remaining, sums = iter(levels), list[Floats]()
     for first in remaining:
-        # The factors of a few levels at a time stay in a cache.
+        # A few levels at a time, so that their factors stay in a cache.
         own = [first, *itertools.islice(remaining, FACTORS // len(first[0]))]
         before_LG, after_LG = (np.array(factors) for factors in zip(*own, strict=True))
         sums.append(np.zeros((len(own), len(SUMS), LANES)))
         size = values.size // before_LG.shape[1]
         _add_levels(source_N, x_N, w_N, before_LG, after_LG, size, how, 1 if is_divided else None, sums[-1])
-    # In the same order as the errors: where all values become zero, the errors add up to exactly the values.
+    # In the same order as the errors, so that both sums are equal if all values become zero.
     sums.append(np.zeros((1, len(SUMS), LANES)))
     _add_errors(x_N, w_N, np.zeros_like(x_N), sums[-1][0])
     sums_LKA = np.concatenate(sums)
@@ -310,7 +321,7 @@ def part_of(
 
 
 def total_of(parts: Iterable[PartialSums], *, largest: float, shift: int = 0) -> Sums:
-    """All parts together, added up in their order; `largest` is the tensor's, not yet shifted."""
+    """Add the sums of parts in order; `largest` is the largest magnitude of the tensor before the shift."""
     together = functools.reduce(_together, parts)
     return Sums(
         shift=shift,
@@ -338,7 +349,7 @@ def _shift_of(largest: float) -> int:
 def _shifted(magnitudes: Floats, shift: int) -> Floats:
     if not shift:
         return magnitudes
-    # 1,500 binades below the largest value the shift loses bits, but nothing becomes zero by it.
+    # Values 1,500 binades below the largest lose bits by the shift, but must not become zero.
     return np.maximum(np.ldexp(magnitudes, -shift), np.minimum(magnitudes, 5e-324))
 
 
@@ -346,7 +357,7 @@ class _OneScale(NamedTuple):
     """The levels of a tensor with one scale."""
 
     scales: list[float]
-    """Of the shifted values."""
+    """The scales for the shifted values."""
     shift: int
     element: Format
     rounding: Rounding
@@ -354,7 +365,7 @@ class _OneScale(NamedTuple):
     @classmethod
     def of(cls, exponents: Floats, *, largest: float, target: Format, rounding: Rounding | None) -> _OneScale:
         shift = _shift_of(largest)
-        # Further than the limit, all values overflow or are flushed.
+        # Beyond the limit, all values overflow or all are flushed.
         moved = (math.floor(one) - shift for one in exponents.tolist())
         wholes = [min(max(one, -MAX_SHIFTED_EXPONENT), MAX_SHIFTED_EXPONENT) for one in moved]
         scales = [
@@ -379,10 +390,10 @@ def sums_of_pairs(
     target: Format,
     rounding: Rounding | None = None,
 ) -> Sums:
-    """The sums over values that occur so many times each; NaN and infinities are left out.
+    """The sums over values, given the count of each; NaN and infinities are ignored.
 
-    At least one value must be finite and nonzero. `rounding` is the format's own unless given; of stochastic rounding
-    the sums are those to be expected, and so is how many values become zero.
+    At least one value must be finite and nonzero. `rounding` is that of the format by default. With stochastic
+    rounding, the sums and the number of values that become zero are expected values.
     """
     is_finite = np.isfinite(values)
     magnitudes, weights = np.abs(values[is_finite]), counts[is_finite]
@@ -400,12 +411,12 @@ def sums_of_values(
     rounding: Rounding | None = None,
     threads: int | None = None,
 ) -> Sums:
-    """The sums over the values of an array of any real type; NaN and infinities are left out.
+    """The sums over the values of an array of any real dtype; NaN and infinities are ignored.
 
-    `largest` is the largest finite magnitude, above 0. The rest is as in `sums_of_pairs`.
+    `largest` is the largest finite magnitude, above 0. For the other arguments, see `sums_of_pairs`.
     """
     levels = _OneScale.of(exponents, largest=largest, target=target, rounding=rounding)
-    # A part of `flat` is a copy of that part, whatever the layout; a view of a contiguous array costs less.
+    # A slice of `flat` is a copy in any layout; a view of a contiguous array is faster.
     flat = array.reshape(-1) if array.flags.c_contiguous else array.flat
 
     def part(start: int) -> PartialSums:
@@ -429,16 +440,16 @@ def sums_of_blocks(
 ) -> Sums:
     """The sums over all elements of blocks without NaN and infinities, for each offset.
 
-    At least one of them must be nonzero.
+    At least one such element must be nonzero.
 
     Raises:
-        UsageError: the counts do not answer that rule for that format.
+        UsageError: The classes of the histogram do not determine the scales of the rule for the format.
     """
     end = (1 << (scale_bits - 1)) - 1
-    # Of cells whose blocks have the same scale, those of the same magnitude are one.
+    # Cells with the same magnitude whose blocks have the same scale are merged.
     keys = histogram.scale_exponents(rule, element) * NUM_MAGNITUDES + histogram.magnitudes
     distinct, places = np.unique(keys, return_inverse=True)
-    # float64 holds all counts of less than 2**53 elements.
+    # float64 represents all counts below 2**53 exactly.
     counts = np.bincount(places, weights=histogram.counts).astype(np.int64)
     exponents, magnitudes = np.divmod(distinct, NUM_MAGNITUDES)
     values = pattern_values(histogram.dtype)[magnitudes]
@@ -457,15 +468,15 @@ def sums_of_blocks(
 def sums_of_groups(
     array: AnyArray, *, largest: float, scheme: Scheme, options: SweepOptions, axis: int, threads: int | None
 ) -> tuple[Sums, Population]:
-    """The sums over the elements of groups, for each offset of the options, and what the array holds.
+    """The sums over the elements of groups for each offset of the options, and the population of the array.
 
-    Of blocks with a NaN or an infinity all elements are left out, of channels those alone. The sums mean nothing
-    where no other element differs from zero. `largest` is the largest finite magnitude of all elements, `axis` is not
+    In blocks with NaN or infinities all elements are ignored, in channels only NaN and infinities. The sums are
+    meaningless if no other element is nonzero. `largest` is the largest finite magnitude of all elements, `axis` is not
     negative, and the array has at least one dimension.
     """
     is_channel = scheme.scaling is Scaling.CHANNEL
     groups = _ScaledGroups(array, axis=axis, is_channel=is_channel, block_size=scheme.block_size)
-    # Blocks may be cut into boxes: then their largest magnitudes must be known before.
+    # Blocks that are split into several boxes need their largest magnitudes beforehand.
     keep = is_channel or min(scheme.block_size, array.shape[axis]) > CHUNK // RUN
     found = groups.look(keep=keep, threads=threads) if keep or array.dtype == np.float64 else (None, 0.0)
     largest_of_groups, largest_in_sums = found
@@ -521,35 +532,35 @@ def sums_of_groups(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Population:
-    """How many numbers of each kind there are, and the ends of those that metrics are made of."""
+    """The number of elements of each kind, and the extremes of the values in metrics."""
 
     num_elements: int
-    """Elements of any kind."""
+    """Number of all elements."""
     nan: int
-    """Elements that are not a number; in no metric."""
+    """Number of NaN, which are in no metric."""
     inf: int
-    """Infinities; in no metric."""
+    """Number of infinities, which are in no metric."""
     zero: int
-    """Zeros of either sign, but for those that are spoiled."""
+    """Number of zeros of either sign, except in blocks with NaN or infinities."""
     spoiled: int = 0
-    """Finite elements of blocks that hold NaN or an infinity, and so become NaN themselves; in no metric."""
+    """Number of finite elements of blocks with NaN or infinities. They become NaN and are in no metric."""
     minimum: float | None = None
-    """Smallest finite value; None where there is none, or where counts that know no signs were kept."""
+    """Smallest finite value; None if there is none, or if values were counted without their signs."""
     maximum: float | None = None
-    """Largest finite value; None where `minimum` is."""
+    """Largest finite value; None if `minimum` is None."""
     largest: float
-    """Largest magnitude that is neither spoiled nor infinite; 0 where no such number differs from zero."""
+    """Largest magnitude of the values in metrics; 0 if all are zero or there are none."""
     smallest: float
-    """The smallest of them that is not zero; 0 where there is none."""
+    """Smallest nonzero magnitude of the values in metrics; 0 if there is none."""
 
     @property
     def is_lossless(self) -> bool:
-        """Whether all numbers are zeros: any format holds them, at any scale."""
+        """Whether there are elements and all are zeros, which any format represents at any scale."""
         return self.num_elements > 0 and not (self.largest or self.nan or self.inf or self.spoiled)
 
     @property
     def note(self) -> str:
-        """What is unusual; empty for an ordinary tensor."""
+        """A description of unusual values; empty if there are none."""
         num_finite = self.num_elements - self.nan - self.inf
         if self.num_elements == 0:
             return "empty"
@@ -566,7 +577,7 @@ class Population:
 
 
 def population_of_values(array: AnyArray) -> Population:
-    """What an array of any record's real type with at least one dimension holds; no copy of the whole is made."""
+    """The population of an array with a real dtype of records and at least one dimension, without a copy of it."""
     limits = own_limits(array.dtype)
     in_order, _ = by_memory(array, axis=0)
     kinds: list[tuple[float, ...]] = []
@@ -589,7 +600,7 @@ def population_of_values(array: AnyArray) -> Population:
 
 
 def population_of_histogram(histogram: Histogram) -> Population:
-    """What the array holds that was counted."""
+    """The population of the array that was counted."""
     values, counts = histogram.pairs()
     is_finite = np.isfinite(values)
     finite = values[is_finite]
@@ -610,7 +621,7 @@ def population_of_histogram(histogram: Histogram) -> Population:
 
 
 def population_of_blocks(histogram: BlockHistogram) -> Population:
-    """What the array holds whose blocks were counted; of signs nothing is known."""
+    """The population of the array whose blocks were counted, without `minimum` and `maximum`."""
     patterns = histogram.magnitudes
     values = pattern_values(histogram.dtype)
     ordinary = patterns[patterns > 0]
@@ -620,14 +631,14 @@ def population_of_blocks(histogram: BlockHistogram) -> Population:
         inf=histogram.inf,
         spoiled=histogram.spoiled,
         zero=histogram.zero_elements + int(histogram.counts[patterns == 0].sum()),
-        # Magnitudes are in the order of their patterns.
+        # Patterns are in the order of the magnitudes.
         largest=float(values[ordinary.max()]) if ordinary.size else 0.0,
         smallest=float(values[ordinary.min()]) if ordinary.size else 0.0,
     )
 
 
 def population_of_parts(parts: Sequence[Sequence[float] | Floats]) -> Population:
-    """All parts together, each a row of `num_elements`, nan, inf, zero, spoiled, largest, smallest."""
+    """Merge the populations of parts, each given as `num_elements`, nan, inf, zero, spoiled, largest, smallest."""
     rows = np.array(parts, dtype=np.float64).reshape(-1, 7)
     num_elements, nan, inf, zero, spoiled = (int(column.sum()) for column in rows.T[:5])
     smallest = float(rows[:, 6].min(initial=math.inf))
@@ -643,18 +654,18 @@ def population_of_parts(parts: Sequence[Sequence[float] | Floats]) -> Population
 
 
 class _ScaledGroups:
-    """An array whose elements share scales in blocks along an axis, or in channels beside it."""
+    """An array whose elements share scales in blocks along an axis, or in channels, one for each index of the axis."""
 
     def __init__(self, array: AnyArray, *, axis: int, is_channel: bool, block_size: int) -> None:
         self._array, self._axis, self._is_channel = array, axis, is_channel
         self._block_size = 1 if is_channel else block_size
 
     def boxes(self) -> Iterator[Box]:
-        """What the array is cut into."""
+        """The boxes into which the array is split."""
         return boxes(self._array.shape, axis=self._axis, block_size=self._block_size, box_size=CHUNK)
 
     def place(self, box: Box) -> slice | tuple[slice, ...]:
-        """Where the groups of a box are among all groups."""
+        """The index of a box's groups in the array of all groups."""
         return box.place[self._axis] if self._is_channel else box.groups
 
     def rows(self, box: Box) -> Floats:
@@ -666,7 +677,7 @@ class _ScaledGroups:
         return np.ascontiguousarray(magnitudes.reshape(box.shape_OBEI).transpose(order)).reshape(num_groups, -1)
 
     def look(self, *, keep: bool, threads: int | None) -> tuple[Floats | None, float]:
-        """The largest magnitude of each group, if they are to be kept, and the largest that is in any metric."""
+        """The largest magnitude of each group (None unless `keep`), and the largest magnitude in any metric."""
         shape = grouped_shape(self._array.shape, axis=self._axis, block_size=self._block_size)
         largest = np.zeros(shape[self._axis] if self._is_channel else shape) if keep else None
         largest_of_all = 0.0
@@ -689,7 +700,7 @@ class _ScaledGroups:
 
 
 def _left_out(values_GE: Floats, is_left_out: NDArray[np.bool_]) -> Floats:
-    """Put zeros in place of what is left out; how much there is of each kind, for `population_of_parts`."""
+    """Replace ignored values by zeros, and return the row of the values for `population_of_parts`."""
     nan = inf = num_left_out = 0
     if is_left_out.any():
         left_out = values_GE[is_left_out]
@@ -698,7 +709,7 @@ def _left_out(values_GE: Floats, is_left_out: NDArray[np.bool_]) -> Floats:
         values_GE[is_left_out] = 0.0
     zero = values_GE.size - np.count_nonzero(values_GE) - num_left_out
     spoiled = num_left_out - nan - inf
-    # One less, the bits of a zero are the largest number there is.
+    # Subtracting 1 from the bits makes zeros the largest unsigned integers.
     lowest = (values_GE.view(np.uint64) - np.uint64(1)).min()
     smallest = float((lowest + np.uint64(1)).view(np.float64)) if lowest < np.iinfo(np.uint64).max else math.inf
     return np.array([values_GE.size, nan, inf, zero, spoiled, values_GE.max(), smallest])
