@@ -1,4 +1,4 @@
-"""Read a run back and say what overflows, what underflows, and which format and scale each tensor can bear."""
+"""Analyzes a run: what overflows or underflows, and which format and scale each tensor tolerates."""
 
 from typing import TYPE_CHECKING
 

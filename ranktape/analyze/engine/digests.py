@@ -136,7 +136,7 @@ class DigestMeasure:
 def _stacks_of(records: Records) -> tuple[list[list[int]], list[int] | None]:
     """Batches of similar records that are adjacent in one stored array, and the records that are read alone.
 
-    Both are indices. If all records are read alone, the second is None.
+    Records are given by index. If all are read alone, there are no batches, and the second result is None.
     """
     is_stacked = records.column("stack").astype(bool) & (records.column("keep") == Keep.VALUES)
     if records.is_costly or not is_stacked.any():

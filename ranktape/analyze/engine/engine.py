@@ -95,7 +95,7 @@ class Measure(Protocol):
         Raises:
             DataError: the bytes of a record are missing or damaged.
             StorageError: the store cannot be read.
-            UsageError: what was stored of a record does not answer the question.
+            UsageError: the stored data of a record is not sufficient.
         """
         ...
 
@@ -343,7 +343,7 @@ class Engine:
         Raises:
             DataError: a record's bytes are missing or damaged.
             StorageError: the store cannot be read.
-            UsageError: what was stored of a record does not answer the question, or Dask is not installed.
+            UsageError: the stored data of a record is not sufficient, or Dask is not installed.
             WorkersError: the processes or the cluster are not available, or were lost.
         """
         for columns, _ in self._measure(records, measure, raises=True):

@@ -278,7 +278,7 @@ def _ask(address: str, answer: Future[Any]) -> None:
 
     try:
         answer.set_result(asyncio.run(identity()))
-    except BaseException as error:  # noqa: BLE001  # whoever waits raises it
+    except BaseException as error:  # noqa: BLE001  # the waiting thread raises it
         answer.set_exception(error)
 
 

@@ -185,7 +185,7 @@ def parse_jobs(formats: str | Sequence[str], *, options: SweepOptions | None = N
     found: dict[str, Job] = {}
     for scheme, mode in resolve_all(names, options=chosen):
         if mode.has_offsets:
-            chosen.offsets()  # raises an error if there are not so many between the ends
+            chosen.offsets()  # raises an error if the ends leave no room for all levels
         found.setdefault(scheme.name, Job(scheme, mode, chosen))
     if not found:
         raise UsageError("no format is given: give --format NAME, such as fp8_e4m3")

@@ -106,7 +106,7 @@ def calls_of(
     is empty, all products count.
 
     With `has_attention`, calls of attention are included. If a layer recorded its operands both before and after it
-    quantized them, those before are used. Without `is_wide`, those that were multiplied are used, which applies to
+    quantized them, those before are used. Without `is_wide`, those that were multiplied are used, which are known for
     outputs only.
 
     Raises:

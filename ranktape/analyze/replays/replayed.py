@@ -1,4 +1,4 @@
-"""Replays the products of recorded calls by recipes, and has the errors of each.
+"""Replays the products of recorded calls with recipes, and collects the errors of each call.
 
 The errors of each call are cached beside the run separately for each recipe, so that only new recipes are computed.
 """
@@ -199,8 +199,8 @@ VERSION = 2
 """Version of the sums of errors. Increase it if a recipe or a product computes other numbers."""
 
 _WIDTH = 2 + 2 * len(ErrorSums.__slots__)
-"""Length of a cached row of a call and a recipe, for each product and sample: the indices of both, and the sums against
-the exact and the recorded product."""
+"""Length of a cached row: the indices of the product and the sample, and the sums against the exact and the recorded
+product."""
 
 _MAX_ROWS = 512
 """Maximum number of pairs of call and recipe in one object."""
